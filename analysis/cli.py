@@ -18,7 +18,7 @@ from gssim.terminal import INTERRUPTED, run_command_line
 if TYPE_CHECKING:
     from analysis.compare.comparison import Joined
 
-EXTRA = frozenset({"polars", "matplotlib", "networkx"})
+EXTRA = frozenset({"polars", "matplotlib", "networkx", "tomli_w"})
 """Packages of the extra `gssim[analysis]`; imported inside commands, so that a missing one can be named."""
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -215,10 +215,14 @@ def literature_command(
     ] = False,
     jobs: Annotated[int | None, typer.Option("--jobs", help="Rows predicted at a time; default: one per core.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print scores and rows, or headlines, as JSON.")] = False,
+    emit: Annotated[
+        Path | None,
+        typer.Option("--emit", metavar="FOLDER", help="Write the rows' scenarios, for `gssim run`, instead."),
+    ] = None,
 ) -> None:
     """Predict published training runs row by row, with errors by source; or check published headline figures."""
-    if headlines and (files or jobs is not None):
-        raise UserError("--headlines: takes neither tables nor --jobs")
+    if headlines and (files or jobs is not None or emit is not None):
+        raise UserError("--headlines: takes neither tables nor --jobs nor --emit")
     if headlines:
         _check_headlines(scenarios, slow=slow, as_json=as_json)
         return
@@ -228,7 +232,24 @@ def literature_command(
         raise UserError("--slow: has no effect without --headlines")
     if jobs is not None and jobs < 1:
         raise UserError(f"--jobs {jobs}: must be at least 1")
+    if emit is not None:
+        if as_json or jobs is not None:
+            raise UserError("--emit: predicts nothing; leave out --jobs and --json")
+        _emit_scenarios(files, emit)
+        return
     _score_tables(files, jobs=jobs, as_json=as_json)
+
+
+def _emit_scenarios(files: list[Path], folder: Path) -> None:
+    """Write the scenarios of all rows that can be predicted, print their paths, and count the others by reason."""
+    from analysis.literature.scenarios import emit
+    from analysis.literature.tables.reading import read_table
+
+    paths, skipped = emit([run for file in files for _, _, run in read_table(file)], folder)
+    for path in paths:
+        print(path)
+    for reason, count in skipped.most_common():
+        _say(f"skipped {count}: {reason}")
 
 
 def _check_headlines(scenarios: Path, *, slow: bool, as_json: bool) -> None:

@@ -14,6 +14,7 @@ and what is allowed.
 
 import os
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,15 +36,18 @@ Changes = Mapping[str, Any] | Sequence[str]
 """Keys of a scenario and their values, as in `{"plan.method": "zero2"}`; or texts, as `--set` takes them."""
 
 
-def load(path: str | os.PathLike[str], changes: Changes = ()) -> Scenario:
-    """Return the scenario in a TOML file, with changes to its keys.
+def load(scenario: str | os.PathLike[str] | Mapping[str, Any], changes: Changes = ()) -> Scenario:
+    """Return the scenario in a TOML file, or of a mapping of the same keys, with changes to its keys.
 
-    Files that the scenario names are looked up beside it. Gradient statistics are read when they are first needed.
+    Files that the scenario names are looked up beside it; those that a mapping names, in the working directory.
+    Gradient statistics are read when they are first needed.
 
     Raises:
         UserError: the file is missing or no valid scenario, or a change names an unknown key or a bad value.
     """
-    return load_scenario(Path(path), overrides_of(changes), gradients_needed=False).scenario
+    tables = deepcopy(dict(scenario)) if isinstance(scenario, Mapping) else None
+    path = Path(scenario if not isinstance(scenario, Mapping) else str(scenario.get("name") or "scenario"))
+    return load_scenario(path, overrides_of(changes), tables=tables, gradients_needed=False).scenario
 
 
 def simulate(scenario: Scenario, *, unfold: bool = False) -> Result:
@@ -108,8 +112,8 @@ def search(scenario: Scenario, *, top: int = 5, jobs: int | None = None) -> list
         if value < 1:
             raise UserError(f"{name} = {value}: must be at least 1")
     source, shared = scenario.source, Shared()
-    if source is None:
-        raise UserError(f"{scenario.name}: was not loaded from a file; search what gssim.load returns")
+    if source is None or source.tables is not None:
+        raise UserError(f"{scenario.name}: was not loaded from a file; search what gssim.load returns of one")
     loaded = load_scenario(source.path, source.overrides, searched=True, shared=shared)
     found = Search(loaded, loaded.scenario.search, top)
     found.prepare()
@@ -120,9 +124,10 @@ def search(scenario: Scenario, *, top: int = 5, jobs: int | None = None) -> list
 
 def _with_statistics(scenario: Scenario) -> Loaded:
     """Return a scenario with the gradient statistics that its messages need."""
-    if scenario.source is not None:
-        return load_scenario(scenario.source.path, scenario.source.overrides)
-    loaded = Loaded(file=scenario.name, scenario=scenario)
-    if loaded.statistics_needed:
+    source = scenario.source
+    loaded = Loaded(file=scenario.name if source is None else str(source.path), scenario=scenario)
+    if not loaded.statistics_needed:
+        return loaded
+    if source is None:
         raise UserError(f"{scenario.name}: needs gradient statistics: make it with gssim.load or Scenario.with_")
-    return loaded
+    return load_scenario(source.path, source.overrides, tables=source.tables)

@@ -115,7 +115,12 @@ def servers_of(gpu: str, ranks: int, per_node: int | None) -> tuple[Server, ...]
 
 @cache
 def cluster_of(servers: tuple[Server, ...], precision: Precision, tensor_float: bool = False) -> Cluster:
-    """Return a cluster of servers with known GPUs, in rank order, behind one non-blocking switch.
+    """Return the cluster of `cluster_tables`."""
+    return validated(Cluster, cluster_tables(servers, precision, tensor_float), file=FILE)
+
+
+def cluster_tables(servers: tuple[Server, ...], precision: Precision, tensor_float: bool = False) -> dict[str, Any]:
+    """Return a cluster of servers with known GPUs, in rank order, behind one non-blocking switch, as in a cluster file.
 
     `precision` and `tensor_float`: number format of matrix products; those in fp32 use TF32 where the device has it.
     Where servers differ, NCCL uses the constants of the oldest generation.
@@ -127,7 +132,7 @@ def cluster_of(servers: tuple[Server, ...], precision: Precision, tensor_float: 
     ranks = sum(devices for _, devices in servers)
     oldest_first = list(GENERATIONS)
     generations = (platform.nccl for platform in known.values())
-    data = {
+    return {
         "name": f"{ranks} x {' and '.join(kinds)}",
         "backend": "nccl",
         "nccl": min(generations, key=lambda nccl: oldest_first.index(nccl.partition("-")[0])),
@@ -141,7 +146,6 @@ def cluster_of(servers: tuple[Server, ...], precision: Precision, tensor_float: 
             ],
         },
     }
-    return validated(Cluster, data, file=FILE)
 
 
 def _device(platform: Platform, precision: Precision, tensor_float: bool) -> str | dict[str, Any]:
@@ -150,7 +154,8 @@ def _device(platform: Platform, precision: Precision, tensor_float: bool) -> str
         return platform.device
     peaks = {"fp32": platform.tensor_float_flop_per_s}
     source = f"analysis/literature/{FILE}: TF32 on tensor cores"
-    return {"preset": platform.device, "peak_flop_per_s": peaks, "fp32_efficiency_ratio": None, "source": source}
+    ratio = presets("devices")[platform.device]["efficiency_ratio"]  # the preset's own for fp32 is without tensor cores
+    return {"preset": platform.device, "peak_flop_per_s": peaks, "fp32_efficiency_ratio": ratio, "source": source}
 
 
 def _server(platform: Platform, device: str, devices: int, count: int) -> dict[str, Any]:

@@ -386,8 +386,8 @@ def transformer(shape: Shape, software: Software, *, tp: int, tied: bool) -> Mod
     length = shape.sequence_length // software.context_ranks
     return Model(
         name=f"{shape.kind} {shape.layers} x {shape.hidden}",
-        source="its hyper-parameters",
-        module=Module(factory="none.whatever"),
+        source="published hyper-parameters, by analysis/literature/transformer.py",
+        module=Module(factory="published.without_code"),
         input=TokenInput(kind="tokens", vocabulary=shape.vocabulary, maximum_sequence_length=length),
         traced_precision=software.precision,
         traced_batch_sizes=(1,),

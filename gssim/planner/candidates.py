@@ -113,7 +113,7 @@ def allowed(
 
 USUAL_THRESHOLDS = tuple(float(f"{digit}e{power}") for power in range(-7, -1) for digit in (1, 3))
 """Thresholds searched where only a least density is given: two per decade."""
-KEPT_KEYS = ("bucket_bytes", "first_bucket_bytes", "overlap", "prefetch")
+KEPT_KEYS = ("bucket_bytes", "first_bucket_bytes", "overlap")
 """Keys of the scenario's own plan that every candidate keeps, where they are set."""
 
 

@@ -115,6 +115,11 @@ class Search:
 
     def __init__(self, loaded: Loaded, space: SearchSpace, top: int) -> None:
         """Raise UserError where the objective, or the density of thresholds, cannot be predicted."""
+        if loaded.scenario.run.extrapolate_micro_batches:
+            raise UserError(
+                f"{loaded.file}: run.extrapolate_micro_batches = true: a search bounds and compares whole steps; "
+                "allowed: false"
+            )
         _check_objective(loaded, space)
         space = _with_allowed_thresholds(loaded, space)
         _check_statistics(loaded, space)

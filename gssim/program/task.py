@@ -29,6 +29,8 @@ Operation = Literal[
     "all-gather-parameters",
     "parameters",
     "collect",
+    "compress",
+    "decompress",
     "threshold",
     "counts",
     "push",

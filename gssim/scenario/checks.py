@@ -36,6 +36,12 @@ def check(scenario: Scenario, *, file: str) -> None:
     if policies.tp > 1:
         _check_slices(scenario, policies, file)
     _check_recompute(scenario, policies, file)
+    kept_whole = policies.partition == "data" and policies.parameters == "replicated" and policies.gradients != "push"
+    if scenario.workload.gradient_precision is not None and not kept_whole:
+        raise UserError(
+            f"{file}: workload.gradient_precision = '{scenario.workload.gradient_precision}': method '{plan.method}' "
+            "keeps no whole gradients until the update; leave it out"
+        )
     if policies.partition == "weight-gradient":
         _check_weight_gradient_owners(scenario, policies, file)
     if scenario.network:

@@ -68,8 +68,9 @@ def changed(scenario: Scenario, changes: Mapping[str, Any] | Sequence[str]) -> S
     """Return a scenario that was loaded from a file, loaded again with more overrides."""
     if scenario.source is None:
         raise UserError(f"{scenario.name}: was not loaded from a file; change what gssim.load returns")
-    overrides = [*scenario.source.overrides, *overrides_of(changes)]
-    return load_scenario(scenario.source.path, overrides, gradients_needed=False).scenario
+    source = scenario.source
+    overrides = [*source.overrides, *overrides_of(changes)]
+    return load_scenario(source.path, overrides, tables=source.tables, gradients_needed=False).scenario
 
 
 def toml(value: Any) -> str:
@@ -142,19 +143,21 @@ def load_scenario(
     path: Path,
     overrides: Sequence[str] = (),
     *,
+    tables: Mapping[str, Any] | None = None,
     gradients_needed: bool = True,
     searched: bool = False,
     shared: Shared | None = None,
 ) -> Loaded:
     """Return the scenario in the TOML file `path`, with `overrides` like `plan.push.threshold=1e-3` applied.
 
-    Files that it names are searched beside it, files named by an override first in the working directory. `searched`:
-    gradient statistics are read for the thresholds of its search too, not only for its own plan's. `shared`: cache of
-    the parts that loaded scenarios have in common. Raises UserError (one line: file, key path, value, what is allowed)
-    for every error that the user can fix.
+    Files that it names are searched beside it, files named by an override first in the working directory. `tables`:
+    keys and values to take instead of the file's, which is then not read. `searched`: gradient statistics are read for
+    the thresholds of its search too, not only for its own plan's. `shared`: cache of the parts that loaded scenarios
+    have in common. Raises UserError (one line: file, key path, value, what is allowed) for every error that the user
+    can fix.
     """
     shared = shared or Shared()
-    text, content = _content(path, shared)
+    text, content = _content(path, shared) if tables is None else ("", tables)
     data = _copied(content)
     data.setdefault("name", path.stem)
     data.setdefault("question", first_comment(text))
@@ -171,7 +174,7 @@ def load_scenario(
         study = _find(data["search"]["study"], "search.study", file, folders)
         data["search"] = data["search"] | {"study": str(study)}
     scenario = validated(Scenario, data, file=file)
-    vars(scenario)["source"] = Source(path, tuple(overrides))
+    vars(scenario)["source"] = Source(path, tuple(overrides), tables)
     check(scenario, file=file)
     wanted = scenario.plan.sends_by_data or (searched and scenario.search.searches_thresholds)
     statistics = _statistics(scenario, file, folders, shared) if gradients_needed and wanted else None
@@ -242,7 +245,7 @@ def _content(path: Path, shared: Shared) -> tuple[str, dict[str, Any]]:
 
 def _copied(value: Any) -> Any:
     """Return a deep copy of the tables and arrays of a TOML value."""
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {key: _copied(item) for key, item in value.items()}
     return [_copied(item) for item in value] if isinstance(value, list) else value
 

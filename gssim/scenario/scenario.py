@@ -53,6 +53,9 @@ class Run:
     evaluate_every_steps: PositiveInt | None = None
     """Number of steps between evaluations on held-out data, from the warm-up's end, besides one after the last step
     (real runs); absent: no evaluation."""
+    extrapolate_micro_batches: bool = False
+    """Simulate only as many micro-batches as fill the pipeline, and one period of its schedule more; the others take as
+    long as that period. Of memory, the inputs of the others are left out. Predicted only: for long pipelines."""
     slowdowns: tuple[SlowDown, ...] = ()
     """Ranks that are slower than their devices for some steps, both predicted and in real runs."""
 
@@ -90,10 +93,12 @@ def _valid_name(name: str) -> str:
 
 @dataclass(frozen=True)
 class Source:
-    """The file that a scenario was loaded from, and what overrode its keys."""
+    """The file that a scenario was loaded from, or the tables in its place, and what overrode its keys."""
 
     path: Path
     overrides: tuple[str, ...]
+    tables: Mapping[str, Any] | None = None
+    """Keys and values as a file has them, where there is no file; `path` then only says where names are looked up."""
 
 
 @spec_with_memory

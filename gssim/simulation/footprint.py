@@ -34,6 +34,7 @@ from gssim.memory import Block, CachingAllocator, Event, Footprint, NoMemoryLeft
 from gssim.program import Program, Task
 from gssim.result import Fit, Margin
 from gssim.scenario import Scenario
+from gssim.units import PRECISION_BYTES
 
 STEPS = 2
 TOLERANCE_RATIO = 1e-3
@@ -280,7 +281,28 @@ def footprints_of(scenario: Scenario, program: Program, peaks: Sequence[Peak]) -
         overheads = [_allocator_overhead(scenario, program, end) for end in ends]
         for place in places:
             footprints[place] = _under_limit(scenario, _with_overhead(footprints[place], overheads), program)
-    return footprints
+    return [_with_float_gradients(scenario, footprint) for footprint in footprints]
+
+
+def _float_gradient_bytes(scenario: Scenario, footprint: MemoryFootprint) -> float:
+    """Return what gradients take in `workload.gradient_precision` beyond their size in the workload's precision.
+
+    A replica's gradients have as many elements as its parameters.
+    """
+    workload = scenario.workload
+    if workload.gradient_precision is None:
+        return 0.0
+    ratio = PRECISION_BYTES[workload.gradient_precision] / PRECISION_BYTES[workload.precision]
+    return max(0.0, footprint.peak.get("parameters", 0.0) * (ratio - 1))
+
+
+def _with_float_gradients(scenario: Scenario, footprint: MemoryFootprint) -> MemoryFootprint:
+    """Return a footprint with gradients in `workload.gradient_precision`, in a buffer that lives as long as the run."""
+    more_bytes = _float_gradient_bytes(scenario, footprint)
+    if not more_bytes:
+        return footprint
+    peak = {**footprint.peak, "gradients": footprint.peak.get("gradients", 0.0) + more_bytes}
+    return replace(footprint, peak=peak, reserved_bytes=footprint.reserved_bytes + more_bytes)
 
 
 AllocatorOverhead = tuple[float, float, float]
@@ -321,7 +343,7 @@ def _under_limit(scenario: Scenario, footprint: MemoryFootprint, program: Progra
     """Return the footprint of a rank whose allocator would reserve more than the device has, and must release in
     time.
     """
-    room = footprint.memory_bytes - footprint.outside_bytes
+    room = footprint.memory_bytes - footprint.outside_bytes - _float_gradient_bytes(scenario, footprint)
     if footprint.reserved_bytes <= room or footprint.allocated_bytes > room:
         return footprint
     expandable = scenario.cluster.type_of(footprint.rank).expandable_segments

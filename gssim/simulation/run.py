@@ -21,6 +21,7 @@ from gssim.execution import NUMERICS, SHOWN, code_digest, installed_version
 from gssim.program import Program, Steps, StepTraffic, lowering_key, unmeasured_host_time
 from gssim.result import COMPUTE_PHASES, UPDATE_PHASES, Density, Result, Span, Step, typical_phases
 from gssim.scenario import Loaded, Scenario, with_profile_slowdowns
+from gssim.simulation.extrapolation import extrapolated, simulated_counts, with_micro_batches
 from gssim.simulation.footprint import MemoryFootprint, footprints_of, tightest_margin, worst_misfit
 from gssim.simulation.report import (
     collectives_of,
@@ -125,6 +126,11 @@ def simulate(loaded: Loaded, *, unfolded: bool = False, shared: Shared | None = 
 def traced(simulated: Simulated, *, unfolded: bool = False) -> Step:
     """Return the steady step for a trace: simulated once more, with memory recorded over time."""
     program, scenario = simulated.typical.machine.program, simulated.typical.scenario
+    if "simulated_micro_batches" in simulated.result.provenance:
+        raise UserError(
+            f"{scenario.name}: run.extrapolate_micro_batches = true: a trace has all micro-batches of a step; "
+            "allowed with a trace: false"
+        )
     with no_collection():
         steady = _run(scenario, program, unfolded, Shared(), recorded=True)
     return step_of(steady.machine, simulated.typical.number)
@@ -146,7 +152,14 @@ def _simulated(loaded: Loaded, unfolded: bool, shared: Shared, *, spread: bool) 
     scenario = loaded.scenario
     if scenario.run.slowdowns or scenario.plan.shares.replan:
         return _varying(loaded, unfolded, shared)
-    return _steady(loaded, unfolded, shared, spread=spread)
+    counts = simulated_counts(scenario) if scenario.run.extrapolate_micro_batches else None
+    if counts is None:
+        return _steady(loaded, unfolded, shared, spread=spread)
+    few, more = (
+        _steady(replace(loaded, scenario=with_micro_batches(scenario, count)), unfolded, shared, spread=spread)
+        for count in counts
+    )
+    return Simulated(extrapolated(scenario, few.result, more.result, counts, shared), more.typical)
 
 
 def _steady(

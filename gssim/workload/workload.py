@@ -104,6 +104,9 @@ class Workload:
     precision: Precision = "fp32"
     """`bf16`, `fp16`: for parameters, activations and gradients, with an fp32 master copy that the optimizer updates.
     `fp16` is predicted only: a real run would have to scale its loss."""
+    gradient_precision: Literal["fp32"] | None = None
+    """Precision in which replicas keep gradients until the update; absent: `precision`. `fp32` beside 16-bit parameters
+    is Megatron-LM's main_grad: messages keep `precision`, memory is that of fp32 (predicted only)."""
     optimizer: Literal["sgd", "sgd-momentum", "adam", "adamw"] = "adamw"
     """Optimizer, as in torch."""
     optimizer_implementation: Literal["default", "for-loop", "foreach", "fused"] = "default"

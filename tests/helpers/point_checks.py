@@ -313,8 +313,16 @@ def faster_devices(cluster: Cluster) -> Cluster:
 
 
 def slower_by(loaded: Loaded, cluster: Cluster, step_time_s: float) -> float:
-    """Return by what part of `step_time_s` the step is longer on another cluster; negative where it is shorter."""
-    other = replace(loaded, scenario=replace(loaded.scenario, cluster=cluster))
+    """Return by what part of `step_time_s` the step is longer on another cluster; negative where it is shorter.
+
+    A pipeline keeps its stages: balanced anew over faster devices they are another plan, which may be slower, as the
+    balance counts compute alone (neither messages, nor what they slow down, nor the fill of the pipeline).
+    """
+    plan = loaded.scenario.plan
+    if loaded.scenario.policies.mesh.pp > 1 and plan.stages is None:
+        counts = [sum(bool(instance.layer.modules) for instance in stage) for stage in loaded.scenario.stages]
+        plan = replace(plan, stages=tuple(counts))
+    other = replace(loaded, scenario=replace(loaded.scenario, cluster=cluster, plan=plan))
     return simulate(other, spread=False).result.step_time_s / step_time_s - 1
 
 

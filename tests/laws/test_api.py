@@ -75,6 +75,23 @@ def test_a_dense_scenario_becomes_a_thresholded_one():
     assert gssim.simulate(dense).density.push is None
 
 
+def test_a_mapping_of_the_same_keys_is_a_scenario(monkeypatch):
+    import tomllib
+
+    monkeypatch.chdir(DEMO.parent)  # the files that it names are looked up in the working directory
+    tables = tomllib.loads(DEMO.read_text(encoding="utf-8"))
+    scenario = gssim.load({"name": "demo", **tables}, {"plan.method": "zero2"})
+    tables["plan"]["method"] = "nonsense"  # of no effect afterwards
+    from_file = gssim.load(DEMO, {"plan.method": "zero2"})
+    assert scenario.scenario_id == from_file.scenario_id
+    assert gssim.simulate(scenario).step_time_s == gssim.simulate(from_file).step_time_s
+    assert scenario.with_({"plan.method": "ddp"}).plan.method == "ddp"
+    with pytest.raises(gssim.UserError, match=r"^demo: plan\.method = 'nonsense'"):
+        gssim.load({"name": "demo", **tables})
+    with pytest.raises(gssim.UserError, match="was not loaded from a file"):
+        gssim.search(scenario)
+
+
 def test_a_scenario_made_in_code_is_simulated_but_not_changed_by_keys():
     scenario = replace(gssim.load(DEMO), plan=Plan(method="single"))
     assert scenario.source is None

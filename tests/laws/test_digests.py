@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from test_analysis import make_result, run
+from results import make_result, run
 
 from analysis.compare.comparison import join
 from analysis.compare.table import find_results

@@ -1,6 +1,7 @@
 """Gradient accumulation as predicted: what is computed, what is kept, and when gradients leave."""
 
 from collections import Counter, defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import loaded_of, scenario_of, star
 
+from gssim.errors import UserError
 from gssim.program import Task, lower
+from gssim.result import Result
 from gssim.scenario import Scenario, load_model
-from gssim.simulation import simulate
+from gssim.simulation import simulate, traced
 
 GPT = load_model(Path(__file__).resolve().parents[2] / "scenarios" / "models" / "gpt-byte-1m.toml")
 METHODS = ["single", "ddp", "zero1", "zero2", "zero3", "gs"]
@@ -115,3 +118,56 @@ def test_more_micro_batches_than_samples_are_refused(tmp_path: Path):
 def test_gradients_that_stay_have_no_micro_batch_to_leave_in(method: str):
     """They are summed on the rank, whatever `gradient_sync` says."""
     assert peak_of(accumulated(method, 4, gradient_sync="micro-batch")) == peak_of(accumulated(method, 4))
+
+
+# Extrapolation: run.extrapolate_micro_batches ------------------------------------------------------------------------
+
+
+def whole_and_extrapolated(scenario: Scenario) -> tuple[Result, Result]:
+    run = replace(scenario.run, extrapolate_micro_batches=True)
+    return tuple(simulate(loaded_of(each)).result for each in (scenario, replace(scenario, run=run)))
+
+
+@pytest.mark.parametrize(
+    ("method", "plan"),
+    [
+        ("single", {}),
+        ("ddp", {}),
+        ("zero2", {"gradient_sync": "micro-batch"}),
+        ("zero3", {}),
+        ("gs", {}),
+        ("pipeline", {"pp": 2, "schedule": "1f1b"}),
+        ("pipeline", {"pp": 2, "schedule": "gpipe"}),
+        ("pipeline", {"pp": 2, "schedule": "interleaved", "stages": (2, 1, 2, 2)}),
+    ],
+)
+def test_extrapolated_micro_batches_are_close_to_all(method, plan):
+    batch = 16 if method == "pipeline" else 8
+    scenario = accumulated(method, 16, batch=2 * batch, **plan)
+    whole, short = whole_and_extrapolated(scenario)
+    assert short.provenance["simulated_micro_batches"] < 16
+    assert short.step_time_s == pytest.approx(whole.step_time_s, rel=5e-3)
+    assert short.collectives == whole.collectives
+    assert sum(short.phases_s.values()) == pytest.approx(short.step_time_s)
+    for one, other in zip(short.ranks, whole.ranks, strict=True):
+        assert (one.ranks, one.bytes_sent) == (other.ranks, pytest.approx(other.bytes_sent))
+    for one, other in zip(short.links, whole.links, strict=True):
+        assert (one.name, one.bytes) == (other.name, pytest.approx(other.bytes))
+    assert short.scenario["plan"] == whole.scenario["plan"]
+    assert short.throughput_samples_per_s == pytest.approx(whole.throughput_samples_per_s, rel=5e-3)
+
+
+def test_few_or_uneven_micro_batches_are_all_simulated():
+    uneven = accumulated("ddp", 5, batch=8)  # of 8 samples
+    for scenario in (accumulated("ddp", 3, batch=6), uneven):
+        whole, short = whole_and_extrapolated(scenario)
+        assert short.step_time_s == whole.step_time_s
+        assert "simulated_micro_batches" not in short.provenance
+
+
+def test_a_trace_needs_all_micro_batches():
+    scenario = accumulated("ddp", 8)
+    run = replace(scenario.run, extrapolate_micro_batches=True)
+    simulated = simulate(loaded_of(replace(scenario, run=run)))
+    with pytest.raises(UserError, match=r"run\.extrapolate_micro_batches = true"):
+        traced(simulated)

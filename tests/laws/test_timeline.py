@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_analysis import assert_refused, make_result
+from results import assert_refused, make_result
 
 from analysis.charts import timeline
 from analysis.cli import main

@@ -137,6 +137,23 @@ def test_owners_of_gs_hold_master_copy_and_gradients_by_their_shares():
         assert kept["threshold bucket 0"] == -kept["optimizer"] == 4 * share * ELEMENTS
 
 
+def test_gradients_in_fp32_take_two_bytes_more_and_no_time():
+    scenario = tiny("ddp", "bf16")
+    kept = replace(scenario, workload=replace(scenario.workload, gradient_precision="fp32"))
+    plain, more = (simulate(loaded_of(each)).result for each in (scenario, kept))
+    before, after = (each.ranks[0].peak_by_category_bytes for each in (plain, more))
+    assert after == before | {"gradients": before.get("gradients", 0.0) + 2 * ELEMENTS}
+    assert more.ranks[0].peak_reserved_bytes == plain.ranks[0].peak_reserved_bytes + 2 * ELEMENTS
+    assert more.margin.margin_bytes == plain.margin.margin_bytes - 2 * ELEMENTS
+    assert more.step_time_s == plain.step_time_s
+    in_fp32 = tiny("ddp", "fp32", gradient_precision="fp32")
+    assert simulate(loaded_of(in_fp32)).result.ranks == simulate(loaded_of(tiny("ddp", "fp32"))).result.ranks
+    with pytest.raises(UserError, match=r"gradient_precision = 'fp32': method 'zero3' keeps no whole gradients"):
+        tiny("zero3", "bf16", gradient_precision="fp32")
+    with pytest.raises(UserError, match=r"workload.gradient_precision = 'fp32': can be predicted, but not run"):
+        check_predicted_only(kept, where="made")
+
+
 # Time ----------------------------------------------------------------------------------------------------------------
 
 

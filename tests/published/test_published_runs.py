@@ -11,16 +11,18 @@ from pathlib import Path
 
 import pytest
 
+import gssim as api
 from analysis.cli import main
 from analysis.literature.platforms import calibration_rows, cluster_of, platforms, servers_of
-from analysis.literature.predict import plan_of, predict, scenario_of
+from analysis.literature.predict import predict
 from analysis.literature.runs import Run, Shape, SkippedError, Software
+from analysis.literature.scenarios import plan_of, scenario_of
 from analysis.literature.score import SourceScore, agreement_of, baseline_step_s, score
 from analysis.literature.tables.reading import read_table
 from analysis.literature.transformer import layers_of
 from gssim.errors import UserError
 from gssim.program import Task, lower
-from gssim.scenario import Loaded, Scenario, check, model_slice
+from gssim.scenario import Loaded, Scenario, model_slice
 from gssim.simulation import simulate
 from gssim.workload import Layer
 
@@ -71,7 +73,7 @@ def test_maps_have_two_flop_a_parameter_and_token_and_attention_four_a_score_and
 @pytest.mark.parametrize("software", [Software(), Software(flash_attention=True, sequence_parallel=True)])
 def test_ranks_that_cut_a_model_share_its_flop(software):
     run = replace(RUN, tp=4, software=software)
-    model = scenario_of(run, 1).workload.model
+    model = scenario_of(run).workload.model
     held = model_slice(model, (0.25,) * 4, 0)
     assert held.elements < model.elements / 3
     for whole, part in zip(model.layers, held.layers, strict=True):
@@ -80,18 +82,18 @@ def test_ranks_that_cut_a_model_share_its_flop(software):
 
 # Plans ---------------------------------------------------------------------------------------------------------------
 
+CUT_STAGES = replace(RUN, tp=2, pp=2, micro_batches=4)
+
 
 def test_stages_whose_blocks_are_cut_fold_to_what_all_ranks_do():
-    scenario = scenario_of(replace(RUN, tp=2, pp=2), 4)
-    check(scenario, file="test")
-    loaded = Loaded(file="test", scenario=scenario)
-    folded, unfolded = simulate(loaded).result, simulate(loaded, unfolded=True).result
+    scenario = scenario_of(CUT_STAGES)
+    folded, unfolded = api.simulate(scenario), api.simulate(scenario, unfold=True)
     assert folded.step_time_s == pytest.approx(unfolded.step_time_s, rel=1e-9)
     assert folded.collectives == unfolded.collectives
 
 
 def test_every_rank_of_a_cut_stage_passes_on_to_its_like():
-    result = simulate(Loaded(file="test", scenario=scenario_of(replace(RUN, tp=2, pp=2), 4))).result
+    result = api.simulate(scenario_of(CUT_STAGES))
     sends = {each.group: each for each in result.collectives if each.kind == "send"}
     assert set(sends) == {(0, 4), (1, 5), (2, 6), (3, 7)}
     assert {each.count for each in sends.values()} == {8}
@@ -100,7 +102,7 @@ def test_every_rank_of_a_cut_stage_passes_on_to_its_like():
 
 def test_partitioned_activations_are_passed_on_in_parts():
     whole, parts = (
-        simulate(Loaded(file="test", scenario=scenario_of(replace(RUN, tp=2, pp=2, software=software), 4))).result
+        api.simulate(scenario_of(replace(CUT_STAGES, software=software)))
         for software in (Software(), Software(partitioned=True))
     )
     sent = [{each.bytes for each in result.collectives if each.kind == "send"} for result in (whole, parts)]
@@ -108,7 +110,7 @@ def test_partitioned_activations_are_passed_on_in_parts():
 
 
 def test_cut_stages_sum_over_their_own_ranks():
-    result = simulate(Loaded(file="test", scenario=scenario_of(replace(RUN, tp=2, pp=2), 4))).result
+    result = api.simulate(scenario_of(CUT_STAGES))
     pairs = Counter()
     for each in result.collectives:
         if each.kind == "all-reduce" and each.bytes == 2 * 2 * GPT.sequence_length * GPT.hidden:
@@ -121,13 +123,13 @@ def test_cut_stages_sum_over_their_own_ranks():
 @pytest.mark.parametrize("run", [RUN, replace(RUN, pp=2, method="ddp"), replace(RUN, pp=2, chunks=2, method="ddp")])
 def test_what_is_not_simulated_of_many_micro_batches_repeats_itself(run):
     run = replace(run, micro_batches=16)
-    whole = simulate(Loaded(file="test", scenario=scenario_of(run, 16))).result
+    whole = api.simulate(scenario_of(run).with_({"run.extrapolate_micro_batches": False}))
     assert predict(run).step_s == pytest.approx(whole.step_time_s, rel=5e-3)
 
 
 def test_a_pipeline_has_the_blocks_evenly_and_the_ends_with_the_first_and_last():
-    assert plan_of(replace(RUN, pp=2), 4).stages == (3, 3)
-    assert plan_of(replace(RUN, pp=2, chunks=2), 4).stages == (2, 1, 1, 2)
+    assert plan_of(replace(RUN, pp=2))["stages"] == [3, 3]
+    assert plan_of(replace(RUN, pp=2, chunks=2))["stages"] == [2, 1, 1, 2]
 
 
 # Hosts ---------------------------------------------------------------------------------------------------------------
@@ -138,7 +140,7 @@ OPERATIONS, SUMS = {"forward": 33, "recompute": 33, "backward": 66}, 2
 
 
 def issued_in(run: Run, overhead_s: float) -> Scenario:
-    scenario = scenario_of(run, run.micro_batches)
+    scenario = scenario_of(run)
     kinds = {
         name: replace(device, operation_overhead_s=overhead_s) for name, device in scenario.cluster.device_types.items()
     }
@@ -181,8 +183,8 @@ def test_where_the_device_takes_longer_its_host_counts_for_nothing():
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_pipeline_that_lets_nothing_overlap_reduces_gradients_behind_its_last_message(overlap):
-    run = replace(RUN, dp=2, pp=2, overlap=overlap)
-    labels = [task.label for task in lower(scenario_of(run, 4)).tasks[-1]]
+    run = replace(RUN, dp=2, pp=2, micro_batches=4, overlap=overlap)
+    labels = [task.label for task in lower(scenario_of(run)).tasks[-1]]
     sent = max(place for place, label in enumerate(labels) if label.startswith("send gradient"))
     reduced = [place for place, label in enumerate(labels) if label.startswith("all-reduce bucket")]
     assert reduced
@@ -267,7 +269,7 @@ ROW = {
 def table(path: Path, *changes: dict[str, str]) -> Path:
     rows = [ROW | change for change in changes]
     with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, list(ROW))
+        writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)))
         writer.writeheader()
         writer.writerows(rows)
     return path
@@ -346,6 +348,85 @@ def test_every_platform_makes_a_cluster_and_says_its_sources():
         assert cluster.device_types["gpu"].source
 
 
+# Scenarios -----------------------------------------------------------------------------------------------------------
+
+EMITTED = {
+    "step": {"id": "a/b: c", "micro_batch": "1"},
+    "pipeline, extrapolated": {"id": "p", "n_gpus": "8", "tp": "2", "pp": "2", "micro_batch": "1"},
+    "pipeline, whole": {"id": "q", "n_gpus": "4", "pp": "2", "micro_batch": "8"},
+    "interleaved": {"id": "i", "n_gpus": "4", "pp": "2", "vpp": "2", "micro_batch": "1"},
+    "float gradients": {
+        "id": "t",
+        "source": "torchtitan_h100",
+        "gpu": "H100-SXM-80GB",
+        "n_gpus": "4",
+        "model": "Llama-tiny",
+        "ffn": "1024",
+        "pp": "2",
+        "micro_batch": "1",
+        "precision": "bf16",
+        "mem_gib": "1.5",
+        "mem_kind": "max_reserved",
+        "sharding": "FSDP",
+    },
+    "context parallel": {
+        "id": "cp",
+        "source": "torchtitan_h100",
+        "gpu": "H100-SXM-80GB",
+        "n_gpus": "4",
+        "model": "Llama-tiny",
+        "ffn": "1024",
+        "cp": "2",
+        "micro_batch": "16",
+        "precision": "bf16",
+        "recompute": "selective",
+    },
+    "TF32": {"id": "f", "precision": "tf32"},
+}
+
+
+def run_emitted(capsys, monkeypatch, folder: Path, *tables: Path) -> dict[str, api.Result]:
+    """Emit the scenarios of tables and predict their files as `gssim run` does; return Results by the file's name."""
+    monkeypatch.setattr("sys.argv", ["analysis", "literature", *map(str, tables), "--emit", str(folder)])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 0
+    return {Path(line).stem: api.simulate(api.load(line)) for line in capsys.readouterr().out.splitlines() if line}
+
+
+def assert_same(run: Run, result: api.Result) -> None:
+    """Assert that a scenario file's Result has the figures that `literature` predicts for the run."""
+    prediction = predict(run)
+    assert result.step_time_s == prediction.step_s
+    ranks = [each for each in result.ranks if run.memory_of == "most" or run.ranks - 1 in each.ranks]
+    assert max(each.peak_allocated_bytes for each in ranks) == prediction.allocated_bytes
+    assert max(each.peak_reserved_bytes or 0.0 for each in ranks) == prediction.reserved_bytes
+
+
+def test_emitted_scenarios_are_predicted_as_their_rows(tmp_path, capsys, monkeypatch):
+    path = table(tmp_path / "t.csv", *EMITTED.values(), {"id": "z", "gpu": "abacus"})
+    runs = [run for _, _, run in read_table(path) if isinstance(run, Run)]
+    results = run_emitted(capsys, monkeypatch, tmp_path / "out", path)
+    assert list(results) == ["a-b-c", "p", "q", "i", "t", "cp", "f"]
+    for run, result in zip(runs, results.values(), strict=True):
+        assert_same(run, result)
+    extrapolated = [name for name, result in results.items() if "simulated_micro_batches" in result.provenance]
+    assert extrapolated == ["a-b-c", "p", "i", "t", "f"]
+    assert "gradient_precision" in results["t"].scenario["workload"]
+
+
+def test_nothing_is_emitted_where_a_place_is_taken(tmp_path, capsys, monkeypatch):
+    out = tmp_path / "out"
+    (out / "a.toml").mkdir(parents=True)
+    arguments = ["analysis", "literature", str(table(tmp_path / "t.csv", {})), "--emit", str(out)]
+    monkeypatch.setattr("sys.argv", arguments)
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    assert "a.toml" in capsys.readouterr().err
+    assert [each.name for each in out.iterdir()] == ["a.toml"]
+
+
 # Figures -------------------------------------------------------------------------------------------------------------
 
 REFERENCE = Path(os.environ.get("GSSIM_REFERENCE", Path(__file__).resolve().parents[3] / "shared" / "reference"))
@@ -357,6 +438,35 @@ def scores(name: str, begin: str | tuple[str, ...] = "") -> tuple[SourceScore, .
     if not path.exists():
         pytest.skip(f"no reference figures ({path.name}): set GSSIM_REFERENCE")
     return score([path], only=lambda identity: identity.startswith(begin)).sources
+
+
+@pytest.mark.parametrize(
+    ("name", "chosen"),
+    [
+        ("amp_real_trials.csv", slice(20, None, 10)),
+        ("llm_foundry_fsdp.csv", slice(0, None, 25)),
+        ("measured_master.csv", slice(2, None, 20)),
+        ("megatron_ci_golden.csv", slice(0, None, 60)),
+        ("sailor_validation.csv", slice(0, None, 5)),
+        pytest.param("vtrain_ground_truth_multi.csv", slice(0, None, 9), marks=pytest.mark.slow),
+        ("vtrain_ground_truth_single.csv", slice(0, None, 90)),
+    ],
+)
+def test_scenarios_of_published_rows_are_predicted_as_the_rows(tmp_path, capsys, monkeypatch, name, chosen):
+    path = REFERENCE / "published" / name
+    if not path.exists():
+        pytest.skip(f"no reference figures ({path.name}): set GSSIM_REFERENCE")
+    with path.open(encoding="utf-8", newline="") as file:
+        header, *lines = list(csv.reader(file))
+    runs = [run for _, _, run in read_table(path)]
+    places = [place for place, run in enumerate(runs) if isinstance(run, Run)][chosen]
+    part = tmp_path / name
+    with part.open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file).writerows([header, *(lines[place] for place in places)])
+    results = run_emitted(capsys, monkeypatch, tmp_path / "out", part)
+    assert len(results) == len(places) >= 3
+    for place, result in zip(places, results.values(), strict=True):
+        assert_same(runs[place], result)
 
 
 BARS = [

@@ -1,0 +1,198 @@
+"""Scenarios of published training runs: the same keys as a scenario file, with the tables of the cluster and the model.
+
+`literature` predicts these scenarios as `gssim run` does, and writes them with `--emit`. What a run's software does is
+in its model's table (`transformer`); the rest are keys that every scenario has.
+"""
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from pydantic import TypeAdapter
+
+import gssim
+from analysis.literature.platforms import Server, cluster_of, cluster_tables, platform_of, servers_of
+from analysis.literature.runs import Run, SkippedError
+from analysis.literature.transformer import transformer
+from gssim.cluster import Cluster
+from gssim.files import check_place, write_text
+from gssim.plan import DATA_AXES, METHODS
+from gssim.workload import Model
+
+MOST_RANKS, MOST_BLOCKS = 2**16, 2**10
+"""Limits on the size of a run; a larger value is taken for a typing error in the table."""
+NO_OVERLAP_BUCKET = "1024 TiB"
+"""Size of gradient buckets where all gradients are reduced in one message after the backward."""
+
+
+def scenario_of(run: Run) -> gssim.Scenario:
+    """Return the scenario of a run; raise SkippedError where its figures contradict each other, or gssim refuses it."""
+    _check_consistency(run)
+    try:
+        return gssim.load(tables_of(run))
+    except gssim.UserError as error:
+        raise refused(error) from None
+
+
+def refused(error: gssim.UserError) -> SkippedError:
+    """Return the reason for skipping a row whose plan gssim refuses: the error without the row's own name."""
+    return SkippedError(f"gssim refuses the plan: {str(error).partition(': ')[2] or error}")
+
+
+def _check_consistency(run: Run) -> None:
+    """Raise SkippedError for a run whose figures contradict each other, or are too large to be meant."""
+    shape, software = run.shape, run.software
+    if run.ranks > MOST_RANKS or shape.layers > MOST_BLOCKS:
+        raise SkippedError("more GPUs or layers than any run has")
+    if shape.heads % run.tp or shape.hidden % shape.heads or shape.heads % shape.kv_heads:
+        raise SkippedError("heads do not divide evenly")
+    if shape.sequence_length % software.context_ranks:
+        raise SkippedError("sequences do not divide evenly")
+    if run.pp * run.chunks > shape.layers:
+        raise SkippedError("more stages than layers")
+    if run.chunks > 1 and run.micro_batches % run.pp:
+        raise SkippedError("interleaved stages need a multiple of pp micro-batches")
+
+
+def tables_of(run: Run) -> dict[str, Any]:
+    """Return a run's scenario as a file has it, cluster and model as tables; raise SkippedError for an unknown GPU."""
+    context, software = run.software.context_ranks, run.software
+    model = transformer(run.shape, software, tp=run.tp, tied=run.pp == 1 and run.shape.ties)
+    # row ids may hold any character; files may be named after scenarios
+    name = "".join(char if char.isprintable() and char != "/" else "-" for char in run.identity) or "row"
+    tables: dict[str, Any] = {
+        "name": name,
+        "question": _question(run),
+        "cluster": cluster_tables(servers_of_run(run), software.precision, software.tensor_float),
+        "workload": {
+            "model": TypeAdapter(Model).dump_python(model, mode="json", exclude_none=True),
+            "global_batch_size": run.dp * context * run.micro_batch * run.micro_batches,
+            "sequence_length": run.shape.sequence_length // context,
+            "precision": software.precision,
+            "optimizer": run.optimizer,
+            "optimizer_implementation": "fused",
+        },
+        "plan": plan_of(run),
+    }
+    if software.float_gradients:
+        tables["workload"]["gradient_precision"] = "fp32"
+    if run.micro_batches > 1:
+        tables["run"] = {"extrapolate_micro_batches": True}
+    return tables
+
+
+def _question(run: Run) -> str:
+    """Return what was measured, as text."""
+    figures = [f"{run.step_s:.6g} s a step"] if run.step_s else []
+    if run.memory_bytes and run.memory_metric:
+        rank = "the last rank" if run.memory_of == "last" else "the rank that needs most"
+        figures.append(f"{run.memory_bytes / 2**30:.4g} GiB ({run.memory_metric}) on {rank}")
+    return f"{run.source}: measured {' and '.join(figures) or 'nothing'}"
+
+
+def servers_of_run(run: Run) -> tuple[Server, ...]:
+    """Return the servers of a run in rank order; raise SkippedError for an unknown GPU."""
+    if any(platform_of(gpu) is None for gpu in (dict(run.servers) or (run.gpu,))):
+        raise SkippedError("a GPU that platforms.toml does not know")
+    return run.servers or servers_of(run.gpu, run.ranks, run.per_node)
+
+
+def plan_of(run: Run) -> dict[str, Any]:
+    """Return the parallel plan of a run."""
+    axis = METHODS[run.method].axis
+    plan: dict[str, Any] = {
+        "method": run.method,
+        "tp": run.tp,
+        "micro_batches": run.micro_batches,
+        "recompute": run.recompute,
+        "overlap": run.overlap,
+    }
+    if axis in DATA_AXES and run.method != "single":
+        plan[axis] = run.dp * run.software.context_ranks
+    if run.pp > 1:
+        plan["pp"] = run.pp
+        plan["stages"] = list(stages_of(run))
+        filled = "1f1b" if run.micro_batches >= run.pp else "gpipe"
+        plan["schedule"] = "interleaved" if run.chunks > 1 else filled
+    if run.method == "ddp" and not run.overlap:
+        plan["bucket_bytes"] = NO_OVERLAP_BUCKET
+    return plan
+
+
+def stages_of(run: Run) -> tuple[int, ...]:
+    """Return the number of layers of every stage: blocks, the embedding in the first, the head in the last."""
+    stages, blocks = run.pp * run.chunks, run.shape.layers
+    counts = list(run.blocks_of_stages or (blocks * (i + 1) // stages - blocks * i // stages for i in range(stages)))
+    counts[0] += 1
+    counts[-1] += 1
+    return tuple(counts)
+
+
+def cluster_of_run(run: Run) -> Cluster:
+    """Return the cluster of a run; raise SkippedError for an unknown GPU."""
+    return cluster_of(servers_of_run(run), run.software.precision, run.software.tensor_float)
+
+
+# Files ---------------------------------------------------------------------------------------------------------------
+
+LONGEST_NAME = 120
+"""Characters of a file's name, without its ending."""
+
+
+def emit(runs: Iterable[Run | SkippedError], folder: Path) -> tuple[list[Path], Counter[str]]:
+    """Write the scenarios of runs as files; return their paths, and the number of rows without one, by reason.
+
+    Beside the scenarios are the models and clusters that they name, each once. Nothing is written where a place is
+    taken by something else (UserError).
+    """
+    files: dict[str, str] = {}
+    scenarios: list[str] = []
+    skipped: Counter[str] = Counter()
+    for run in runs:
+        try:
+            if isinstance(run, SkippedError):
+                raise run
+            scenario_of(run)
+        except SkippedError as reason:
+            skipped[str(reason)] += 1
+            continue
+        scenarios.append(_add_scenario(files, run))
+    for path in files:
+        check_place(folder / path)
+    for path, text in files.items():
+        write_text(folder / path, text)
+    return [folder / path for path in scenarios], skipped
+
+
+def _add_scenario(files: dict[str, str], run: Run) -> str:
+    """Add a run's scenario to files (content by path), with its model and cluster; return the scenario's path."""
+    tables = tables_of(run)
+    model = f"{run.shape.kind}-{run.shape.layers}x{run.shape.hidden}"
+    tables["workload"]["model"] = _add_part(files, f"models/{model}", tables["workload"]["model"])
+    tables["cluster"] = _add_part(files, f"clusters/{_file_name(tables['cluster']['name'])}", tables["cluster"])
+    name, number = _file_name(run.identity), 1
+    while (path := f"{name}{f'-{number}' if number > 1 else ''}.toml") in files:
+        number += 1
+    files[path] = tomli_w.dumps(tables)
+    return path
+
+
+def _add_part(files: dict[str, str], path: str, tables: Mapping[str, Any]) -> str:
+    """Add a file of tables; return its path, which ends in a digest of the content: equal parts share a file."""
+    text = tomli_w.dumps(tables, multiline_strings=False, indent=2)
+    path = f"{path}-{hashlib.sha256(text.encode()).hexdigest()[:8]}.toml"
+    files[path] = text
+    return path
+
+
+def _file_name(name: str) -> str:
+    """Return a name for a file.
+
+    >>> _file_name("A100-SXM-80GB, 4 cards")
+    'A100-SXM-80GB-4-cards'
+    """
+    return re.sub(r"[^\w.+=]+", "-", name).strip("-.")[:LONGEST_NAME] or "row"

@@ -1,0 +1,120 @@
+"""Extrapolates a step of many micro-batches from two steps of few.
+
+[Note: period] Once a pipeline is filled, its schedule repeats itself: with a period of one micro-batch, or, with
+interleaved stages, of as many as there are ranks in a pipeline. Two steps are simulated that differ by one period; each
+period that they lack takes as long as that difference, sends as much, and needs no further memory. Step times are
+within 0.5 % of those of all micro-batches (tests/laws/test_micro_batches.py).
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from gssim.cache import Shared
+from gssim.result import Collective, LinkUse, RankClass, Result
+from gssim.scenario import Scenario
+from gssim.simulation.report import cost_usd, energy_j
+
+
+def simulated_counts(scenario: Scenario) -> tuple[int, int] | None:
+    """Return the two numbers of micro-batches to simulate; None where all are: see [Note: period].
+
+    All are simulated where there are hardly more than in the larger step, or where the micro-batches of a step differ:
+    by uneven batches, or by messages that depend on the data.
+    """
+    plan, ranks = scenario.plan, scenario.policies.pp
+    interleaved = ranks > 1 and len(scenario.stages) > ranks
+    period, few = (ranks, 2 * ranks) if interleaved else (1, max(2, ranks))
+    count = plan.micro_batches
+    uneven = plan.shares.batch != "even" or any(samples % count for samples in scenario.data_batch_sizes)
+    varying = plan.sends_by_data or plan.shares.replan or bool(scenario.run.slowdowns)
+    if uneven or varying or count <= few + period or count % period:
+        return None
+    return few, few + period
+
+
+def with_micro_batches(scenario: Scenario, count: int) -> Scenario:
+    """Return the scenario with `count` micro-batches of the same size."""
+    workload, plan = scenario.workload, scenario.plan
+    samples = workload.global_batch_size // plan.micro_batches * count
+    return replace(
+        scenario,
+        workload=replace(workload, global_batch_size=samples),
+        plan=replace(plan, micro_batches=count),
+        run=replace(scenario.run, extrapolate_micro_batches=False),
+    )
+
+
+def extrapolated(scenario: Scenario, few: Result, more: Result, counts: tuple[int, int], shared: Shared) -> Result:
+    """Return the Result of all micro-batches of a scenario.
+
+    Args:
+        scenario: with all micro-batches.
+        few: the Result of the step with fewer micro-batches.
+        more: that of the step with one period more.
+        counts: micro-batches of these two steps.
+        shared: cache of the parts that scenarios have in common.
+    """
+    lacking, period = scenario.plan.micro_batches - counts[1], counts[1] - counts[0]
+
+    def further(before: float, after: float) -> float:
+        return after + lacking * (after - before) / period
+
+    step_time_s = further(few.step_time_s, more.step_time_s)
+    ranks = _ranks(few.ranks, more.ranks, lacking / period)
+    links_before = {link.name: link for link in few.links}
+    return replace(
+        more,
+        scenario_id=scenario.identity(shared),
+        scenario=scenario.resolved(shared),
+        step_time_s=step_time_s,
+        step_time_p10_s=further(few.step_time_p10_s, more.step_time_p10_s),
+        phases_s={name: further(few.phases_s[name], after) for name, after in more.phases_s.items()},
+        throughput_samples_per_s=scenario.workload.global_batch_size / step_time_s,
+        collectives=_collectives(few.collectives, more.collectives, lacking // period),
+        links=tuple(
+            LinkUse(
+                name=link.name,
+                count=link.count,
+                bytes=further(links_before[link.name].bytes, link.bytes),
+                utilisation_ratio=further(
+                    links_before[link.name].utilisation_ratio * few.step_time_s,
+                    link.utilisation_ratio * more.step_time_s,
+                )
+                / step_time_s,
+            )
+            for link in more.links
+        ),
+        ranks=ranks,
+        cost_usd_per_step=cost_usd(scenario, step_time_s),
+        energy_j_per_step=energy_j(scenario, step_time_s, ranks),
+        provenance=more.provenance | {"simulated_micro_batches": counts[1]},
+    )
+
+
+def _collectives(few: Sequence[Collective], more: Sequence[Collective], periods: int) -> tuple[Collective, ...]:
+    """Return the collectives of all micro-batches: each further period posts the same ones."""
+    before = {(each.kind, each.group, each.bytes): each.count for each in few}
+    counts = {each: each.count - before.get((each.kind, each.group, each.bytes), 0) for each in more}
+    return tuple(replace(each, count=each.count + periods * further) for each, further in counts.items())
+
+
+def _ranks(few: Sequence[RankClass], more: Sequence[RankClass], periods: float) -> tuple[RankClass, ...]:
+    """Return the classes of ranks: time and traffic of all micro-batches, memory as of the larger step."""
+    by_rank = {rank: rank_class for rank_class in few for rank in rank_class.ranks}
+
+    def further(before: float | None, after: float | None) -> float | None:
+        return None if before is None or after is None else after + periods * (after - before)
+
+    ranks = []
+    for after in more:
+        before = by_rank[after.ranks[0]]
+        phases_s = {name: s + periods * (s - before.phases_s[name]) for name, s in after.phases_s.items()}
+        ranks.append(
+            replace(
+                after,
+                phases_s=phases_s,
+                bytes_sent=further(before.bytes_sent, after.bytes_sent),
+                bytes_received=further(before.bytes_received, after.bytes_received),
+            )
+        )
+    return tuple(ranks)
