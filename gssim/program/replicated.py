@@ -44,14 +44,12 @@ def all_reduce_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batc
     parts, reductions = BackwardParts(low, tasks), []
     for bucket in low.buckets:
         size = bucket.elements * low.value_bytes
-        reduced_bytes = HALF_BYTES * bucket.elements if half else size
         index = parts.at(bucket.complete)
         copied = parts.lengthen(index, cost.copy_time_s(device, size))
         stream = "communication" if low.scenario.plan.overlap else "compute"
-        exchange = Communication("all-reduce", low.group, reduced_bytes)
-        reduction = [collective_task(TaskId("all-reduce", bucket=bucket.index), exchange, stream, after=(copied,))]
-        if half:
-            reduction = _with_casts(low, device, bucket, reduction[0])
+        exchange = Communication("all-reduce", low.group, HALF_BYTES * bucket.elements if half else size)
+        task = collective_task(TaskId("all-reduce", bucket=bucket.index), exchange, stream, after=(copied,))
+        reduction = _with_casts(low, device, bucket, task) if half else [task]
         parts.insert_after(index, reduction)
         reductions.append(reduction[-1].id)
     wait = Task(TaskId("all-reduce", "wait"), "exposed_communication", after=tuple(reductions))
@@ -62,7 +60,6 @@ def _with_casts(low: Lowering, device: DeviceType, bucket: Bucket, reduction: Ta
     """Return an all-reduce between the casts of its bucket to 16 bits and back; see [Note: compression]."""
     half_bytes = float(HALF_BYTES * bucket.elements)
     divide_s = cost.copy_time_s(device, half_bytes) + device.operation_overhead_s
-    compress_id = TaskId("compress", bucket=bucket.index)
     if low.scenario.workload.precision == low.policies.compress:
         divide = Task(
             TaskId("compress", bucket=bucket.index), "compression", duration_s=divide_s, after=reduction.after
@@ -71,7 +68,7 @@ def _with_casts(low: Lowering, device: DeviceType, bucket: Bucket, reduction: Ta
     moved_bytes = bucket.elements * low.value_bytes + half_bytes  # each cast reads one format and writes the other
     cast_s = cost.copy_time_s(device, moved_bytes / 2) + device.operation_overhead_s
     compress = Task(
-        compress_id,
+        TaskId("compress", bucket=bucket.index),
         "compression",
         duration_s=cast_s + divide_s,
         after=reduction.after,

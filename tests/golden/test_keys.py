@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from analysis.reference_page.page import ROOTS, default_in_words, page, tables_of, value_in_words
+from analysis.reference_page import ROOTS, default_in_words, page, tables_of, value_in_words
 from gssim.plan import Plan, Push
 from gssim.workload import Workload
 

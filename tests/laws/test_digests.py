@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from results import make_result, run
 
-from analysis.compare.comparison import join
+from analysis.compare.comparison import differences, join
 from analysis.compare.table import find_results
-from analysis.compare.versions import differences
 from gssim.execution import SHOWN, code_digest, package_digest
 from gssim.execution import fingerprint as digests
 from gssim.scenario import load_scenario
