@@ -303,6 +303,13 @@ def unwinding() -> Iterator[None]:
         signal.signal(number, _unwind)
     try:
         yield
+    except Exception as error:
+        cause = error.__cause__
+        while isinstance(cause, Exception):
+            cause = cause.__cause__
+        if cause is None:
+            raise
+        raise cause from None  # a signal in a callback of pydantic's, which reports it as an error of the callback
     finally:
         for number in usual:
             signal.signal(number, signal.SIG_DFL)

@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from pydantic import TypeAdapter, model_serializer
 from strategies import write_files as write_scenario
 
 from gssim.errors import UserError
@@ -29,6 +30,7 @@ from gssim.execution.files import (
     writing,
 )
 from gssim.terminal import EndedError, unwinding
+from gssim.units import spec
 
 
 @pytest.fixture
@@ -288,6 +290,21 @@ def test_a_process_that_is_ended_leaves_no_temporary_folder_and_the_next_takes_t
     with scratch_folder() as another:
         assert sorted(temporary.iterdir()) == sorted([foreign, another, temporary / "gsreal-abcdefgh"])
     assert sorted(temporary.iterdir()) == sorted([foreign, temporary / "gsreal-abcdefgh"])
+
+
+@pytest.mark.parametrize(("number", "ending"), [(signal.SIGTERM, EndedError), (signal.SIGINT, KeyboardInterrupt)])
+def test_a_signal_while_pydantic_calls_back_ends_the_process_and_is_no_error_of_the_callback(number, ending):
+    @spec
+    class Interrupted:
+        value: int = 0
+
+        @model_serializer(mode="wrap")
+        def _when_asked(self, inner):
+            os.kill(os.getpid(), number)
+            return inner(self)
+
+    with pytest.raises(ending), unwinding():
+        TypeAdapter(Interrupted).dump_python(Interrupted())
 
 
 def test_what_a_process_was_started_to_ignore_stays_ignored():
