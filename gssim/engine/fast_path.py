@@ -11,7 +11,7 @@ allocates any.
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
-from gssim.engine.memory_tracker import MemoryTracker, RecordingTracker
+from gssim.engine.memory_tracker import RecordingTracker, allocates_beside_compute, memory_after
 from gssim.engine.symmetry import is_jittery
 from gssim.program import Program, Task
 
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 def can_run_ahead(machine: "Machine", index: int) -> bool:
     """Return whether a class's streams can use the fast path; see [Note: ahead]."""
-    tasks = machine.program.tasks[machine.roles[index]]
-    beside = any((task.need.peak_bytes or task.need.kept) and task.stream != "compute" for task in tasks)
+    beside = machine.program.once(allocates_beside_compute, machine.roles[index])
     return is_independent(machine, index) and not beside
 
 
@@ -61,14 +60,8 @@ def run_ahead(machine: "Machine", index: int, stream: str, steps: int) -> Genera
         if stream == "compute":
             machine.ends_s[index].append(now_s)
     if stream == "compute":  # in the order of the tasks: always the same, whenever they end
-        machine.memory[index] = machine.program.once(_memory_after, machine.roles[index], steps)
+        machine.memory[index] = machine.program.once(memory_after, machine.roles[index], steps)
     yield from machine.until(now_s)
-
-
-def _memory_after(program: Program, role: int, steps: int) -> MemoryTracker:
-    """Return the memory of a role after so many steps of its compute stream."""
-    tasks = [task for task in program.tasks[role] if task.stream == "compute"]
-    return MemoryTracker(dict(program.persistent[role])).after_tasks(tasks * steps)
 
 
 def _dependencies_end(

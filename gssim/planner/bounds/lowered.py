@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from gssim.cache import Shared
-from gssim.engine import Machine, MemoryTracker
+from gssim.engine import Machine, allocates_beside_compute, memory_after
 from gssim.planner.bounds.collectives import CollectiveBounds
 from gssim.planner.bounds.compute import chance_of
 from gssim.program import Program, Task, TaskId
@@ -120,14 +120,10 @@ def peaks(program: Program) -> list[tuple[int, Mapping[str, float]]] | None:
 
     That is where only its compute stream allocates and frees memory; None where others do as well.
     """
-    found: list[tuple[int, Mapping[str, float]]] = []
-    for role, tasks in enumerate(program.tasks):
-        if any(task.need.peak or task.need.kept for task in tasks if task.stream != "compute"):
-            return None
-        own = [task for task in tasks if task.stream == "compute"]
-        memory = MemoryTracker(dict(program.persistent[role])).after_tasks(own * STEPS)
-        found.append((program.role_of.index(role), memory.peak))
-    return found
+    roles = range(len(program.tasks))
+    if any(program.once(allocates_beside_compute, role) for role in roles):
+        return None
+    return [(program.role_of.index(role), program.once(memory_after, role, STEPS).peak) for role in roles]
 
 
 def full_ratio(scenario: Scenario, program: Program, peak_of: Sequence[tuple[int, Mapping[str, float]]]) -> float:
