@@ -141,13 +141,12 @@ def print_support(combinations: Sequence[Support]) -> None:
     """Print which features combine with which methods: a row a feature, a column a method."""
     methods = list(dict.fromkeys(entry.method for entry in combinations))
     table = Table("with", *methods, box=SIMPLE_HEAD)
-    cells = {(entry.feature, entry.method): _cell(entry) for entry in combinations}
+    cells = {
+        (entry.feature, entry.method): "-" if entry.simulated else "sim" if entry.real else "yes"
+        for entry in combinations
+    }
     for feature in dict.fromkeys(entry.feature for entry in combinations):
         table.add_row(feature, *(cells[feature, method] for method in methods))
     console = plain_console(WIDTH)
     console.print(table)
     console.print("yes: predicted and real; sim: predicted only; -: refused. Reasons: --json", highlight=False)
-
-
-def _cell(entry: Support) -> str:
-    return "-" if entry.simulated else "sim" if entry.real else "yes"
