@@ -1,6 +1,6 @@
 """Process groups of the ranks that push to one another: all ranks, or two levels with a dense reduction inside nodes.
 
-Division of buckets and bytes sent per rank: [Note: hierarchy] in `gssim.plan.bucket_partition`.
+Division of buckets and bytes sent per rank: [Note: hierarchy] in `gssim.plan.buckets`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -14,8 +14,7 @@ from typing import Annotated
 import typer
 
 from gssim.cache import Shared
-from gssim.cli.search_report import nothing_fits, print_found
-from gssim.cli.support_report import print_methods, print_support
+from gssim.cli.reports import nothing_fits, print_found, print_methods, print_support
 from gssim.errors import RunFailedError, UserError
 from gssim.execution import dask_workers, processes, processes_with, usable_cores
 from gssim.execution.files import write_text

@@ -2,7 +2,6 @@
 
 from gssim.cluster.cluster import BackendCost, Cluster, Device, DeviceType, Emulation, Link
 from gssim.cluster.contention import communicating_excess, contention_groups, core_shares, dealt, has_contention
-from gssim.cluster.kernel_workspace import Scratch
 from gssim.cluster.lab_links import (
     FRAME_BYTES,
     SEGMENT_BYTES,
@@ -19,6 +18,7 @@ from gssim.cluster.measured import (
     OptimizerCost,
     PostingCost,
     Profile,
+    Scratch,
     ShardedUnitCost,
 )
 from gssim.cluster.nccl_tuning import GENERATIONS, Algorithm, Array, Joint, Kind, NcclTuning, Protocol

@@ -17,8 +17,7 @@ from gssim.collectives.backend import (
     staging_bytes,
 )
 from gssim.collectives.closed_forms import CLOSED_FORMS, hierarchical_time_s, ring_all_reduce_time_s, torus_time_s
-from gssim.collectives.communication import KINDS, Communication
-from gssim.collectives.pairs import Exchange, Pairs, summed_without
+from gssim.collectives.communication import KINDS, Communication, Exchange, Pairs, summed_without
 from gssim.collectives.stage import Hops, Stage, summed
 
 __all__ = [

@@ -1,9 +1,206 @@
-"""The description of one collective: kind, group of ranks, size, and the parts or pairs of uneven ones."""
+"""The description of one collective: kind, group of ranks, size, and the parts or pairs of uneven ones.
 
-from collections.abc import Sequence
+Matrices of bytes between all pairs of members are stored by kind of sender: memory grows with members, not with pairs.
+Most members of a large group send the same, so that a few rows represent all senders.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
 
-from gssim.collectives.pairs import Pairs
+import numpy as np
+
+from gssim.collectives.stage import Hops
+from gssim.units import Floats, Ints
+
+
+class Pairs(Sequence[tuple[float, ...]]):
+    """A matrix of bytes from the i-th to the j-th member, by rows, with a zero diagonal.
+
+    `rows`: for each kind of sender, bytes for every member (the sender's own entry is ignored). `kinds`: index of each
+    sender's row. Sums are taken in the order of members, bit for bit as those of the full rows.
+
+    >>> pairs = Pairs(rows=[(1.0, 2.0, 4.0)], kinds=(0, 0, 0))
+    >>> list(pairs)
+    [(0.0, 2.0, 4.0), (1.0, 0.0, 4.0), (1.0, 2.0, 0.0)]
+    >>> pairs.sent, pairs.received, pairs.total
+    ((6.0, 5.0, 3.0), (2.0, 4.0, 8.0), 14.0)
+    """
+
+    def __init__(self, rows: Sequence[Sequence[float]], kinds: Sequence[int]) -> None:
+        self.rows, self.kinds = rows, kinds
+
+    def __len__(self) -> int:
+        """Return the number of members."""
+        return len(self.kinds)
+
+    def __getitem__(self, member: Any) -> Any:
+        """Return the bytes that a member sends to each."""
+        if isinstance(member, slice):
+            return [self[index] for index in range(*member.indices(len(self)))]
+        own, row = range(len(self))[member], self.rows[self.kinds[member]]
+        return (*row[:own], 0.0, *row[own + 1 :])
+
+    def __iter__(self) -> Iterator[tuple[float, ...]]:
+        """Return an iterator over the rows."""
+        return (self[member] for member in range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether the rows are equal."""
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        """Return equal hashes for equal rows."""
+        return hash(tuple(self))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Floats:
+        """Return the matrix, as a new array."""
+        matrix: Floats = np.array(self.rows, dtype=float)[np.array(self.kinds)]
+        np.fill_diagonal(matrix, 0.0)
+        return matrix
+
+    @cached_property
+    def sent(self) -> tuple[float, ...]:
+        """Total bytes that each member sends."""
+        rows, kinds = np.array(self.rows, dtype=float), np.array(self.kinds)
+        sums = np.zeros(len(kinds))
+        for kind, row in enumerate(rows):
+            members = np.flatnonzero(kinds == kind)
+            runs = np.cumsum(np.r_[0, row[1:] != row[:-1]])[members]  # leaving out any one of a run gives the same sum
+            _, first, run = np.unique(runs, return_index=True, return_inverse=True)
+            sums[members] = _sums_without(partial(_repeated, row), members[first], len(row))[run]
+        return tuple(sums.tolist())
+
+    @cached_property
+    def received(self) -> tuple[float, ...]:
+        """Total bytes that each member receives."""
+        rows, kinds = np.array(self.rows, dtype=float), np.array(self.kinds)
+        runs = np.cumsum(np.r_[0, kinds[1:] != kinds[:-1]])
+        columns = np.column_stack([runs, rows.T])
+        _, first, like = np.unique(columns, axis=0, return_index=True, return_inverse=True)
+        sums = _sums_without(lambda some: rows[:, some][kinds].T, first, len(kinds))
+        return tuple(sums[like.ravel()].tolist())
+
+    @cached_property
+    def kind_count(self) -> int:
+        """Number of kinds of senders."""
+        return len(set(self.kinds))
+
+    @cached_property
+    def most(self) -> float:
+        """Most bytes of any pair."""
+        rows, kinds = np.array(self.rows, dtype=float), np.array(self.kinds)
+        largest = []
+        for kind in set(self.kinds):
+            members = np.flatnonzero(kinds == kind)
+            row = rows[kind] if len(members) > 1 else np.delete(rows[kind], members)
+            largest.append(float(row.max(initial=0.0)))
+        return max(largest, default=0.0)
+
+    @cached_property
+    def total(self) -> float:
+        """Total bytes of all pairs."""
+        return sum(self.sent)
+
+
+class Exchange(Hops):
+    """Hops between all pairs of members, stored by kind of sender; arrays over single pairs are made on demand only."""
+
+    def __init__(self, every: Hops, ranks: Ints, rows: Floats, kinds: Ints) -> None:
+        for name, value in (("every", every), ("ranks", ranks), ("rows", rows), ("kinds", kinds)):
+            object.__setattr__(self, name, value)
+
+    every: Hops
+    """A hop for every ordered pair, each of weight 1."""
+    ranks: Ints
+    """Ranks of the members."""
+    rows: Floats
+    """Weight of each kind of sender's hop to every member, for each byte of the stage's size."""
+    kinds: Ints
+
+    @property
+    def count(self) -> int:
+        """Number of hops."""
+        return len(self.ranks) * (len(self.ranks) - 1)
+
+    @property
+    def elements(self) -> int:
+        """Number of stored values."""
+        return self.rows.size + len(self.kinds)
+
+    @cached_property
+    def source(self) -> Ints:
+        """Rank that sends, by hop."""
+        return self.every.source
+
+    @cached_property
+    def target(self) -> Ints:
+        """Rank that receives, by hop."""
+        return self.every.target
+
+    @cached_property
+    def weight(self) -> Floats:
+        """Bytes carried for each byte of the stage's size, by hop."""
+        members = len(self.ranks)
+        return self.rows[self.kinds][~np.eye(members, dtype=bool)]
+
+    def weighted(self, columns: Floats) -> float:
+        """Return the sum over all hops of their weight times the value of `columns`, by kind of sender and target."""
+        return float((self.rows * columns).sum())
+
+    @cached_property
+    def heaviest(self) -> float:
+        """The largest weight."""
+        return Pairs(self.rows.tolist(), self.kinds.tolist()).most
+
+    @property
+    def weight_in_all(self) -> float:
+        """The sum of all weights."""
+        counts = np.bincount(self.kinds, minlength=len(self.rows))
+        own = self.rows[self.kinds, np.arange(len(self.kinds))].sum()
+        return float((self.rows.sum(axis=1) * counts).sum() - own)
+
+    def carried_by_rank(self, ranks: int) -> tuple[Floats, Floats]:
+        """Return the bytes that each rank sends and receives for each byte of the size."""
+        own = self.rows[self.kinds, np.arange(len(self.kinds))]
+        counts = np.bincount(self.kinds, minlength=len(self.rows))
+        sent, received = np.zeros((2, ranks))
+        sent[self.ranks] = self.rows.sum(axis=1)[self.kinds] - own
+        received[self.ranks] = counts @ self.rows - own
+        return sent, received
+
+
+def _repeated(row: Floats, some: Ints) -> Floats:
+    return np.tile(row, (len(some), 1))
+
+
+AT_ONCE = 2**22
+"""Numbers that are summed together: those of all pairs of many members would not fit into memory."""
+
+
+def _sums_without(rows: Callable[[Ints], Floats], own: Ints, length: int) -> Floats:
+    """Return the sum of a row for each of `own` without that element; `rows` returns the rows of some of them."""
+    sums = np.zeros(len(own))
+    some = max(1, AT_ONCE // max(1, length))
+    for begin in range(0, len(own), some):
+        part = own[begin : begin + some]
+        kept = np.ascontiguousarray(rows(part))
+        kept[np.arange(len(part)), part] = 0.0
+        sums[begin : begin + some] = np.cumsum(kept, axis=1)[:, -1]
+    return sums
+
+
+def summed_without(terms: Floats, own: int, *, width: int = 1, first: float = 0.0) -> float:
+    """Return the sum of `first` and all terms but the `own`-th `width` of them, taken one after another.
+
+    >>> summed_without(np.array([1.0, 2.0, 4.0, 8.0]), 1, width=2, first=16.0)
+    19.0
+    """
+    kept = np.concatenate([[first], terms])
+    kept[1 + own * width : 1 + (own + 1) * width] = 0.0
+    return float(np.cumsum(kept)[-1])
+
 
 KINDS = (
     "all-reduce",

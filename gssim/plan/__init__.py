@@ -1,7 +1,6 @@
 """Parallelization plans: the methods and policies, and how batch, parameters, buckets and layers are split by them."""
 
-from gssim.plan.bucket_partition import Division, divide
-from gssim.plan.buckets import assign_buckets, bucket_limits
+from gssim.plan.buckets import Division, assign_buckets, bucket_limits, divide
 from gssim.plan.encodings import (
     CHUNK_ELEMENTS,
     ENCODINGS,

@@ -1,7 +1,28 @@
-"""Assignment of tensors to gradient buckets, by PyTorch's rule."""
+"""Gradient buckets: assignment of tensors by PyTorch's rule, and their partition among the ranks of Gradient Sharding.
+
+[Note: hierarchy] On a mesh of two axes (`gs_hier`), `dp_shard` is inside a node and the push goes along `dp_replicate`,
+across nodes (gradient-sharding A.3 E). Every complete bucket is first reduce-scattered inside the node, densely: its
+elements are cut by local rank, and each device gets its part, the mean over the node's samples (ranks weight their
+gradients by their part of these as they collect them). The devices of equal local rank, one of each node, form a push
+group: each of the node's parts is cut again by owner, thresholded, and pushed to the owners in the other nodes, which
+weight the contributions by the sending node's part of the batch. Publishing goes the other way: an all-gather in the
+push group, after which every device holds its local rank's part whole, then an all-gather in the node. Bytes that a
+device sends for N elements, g devices in a node, all shards even:
+
+    inside:  (g-1)/g * N to reduce, and as many to publish
+    across:  w(d) * N/g * (1 - 1/nodes) to push, N/g * (1 - 1/nodes) to publish
+
+Rank r owns its shard's share of the elements: a local rank's range ends at the sum of its owners' shares, an owner's at
+its own. The mean over a node's g ranks is thresholded, which is like the gradient of one rank with the samples of all:
+its density is predicted so. A mesh of one axis has one local rank, and all of this reduces to the plain push.
+"""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
 
+from gssim.plan import splitting
 from gssim.plan.plan import DDP_BUCKET_BYTES, Plan
 from gssim.plan.policies import Policies
 
@@ -38,3 +59,50 @@ def assign_buckets(sizes_bytes: Sequence[float], *, first_bytes: float, cap_byte
     if current:
         buckets.append(current)
     return buckets
+
+
+@dataclass(frozen=True)
+class Division:
+    """The ranges of a bucket: by local rank, and inside each by node."""
+
+    owned: tuple[tuple[int, ...], ...]
+    """By local rank: elements of every owner, node by node; ranges follow one another in this order."""
+
+    @cached_property
+    def places(self) -> tuple[int, ...]:
+        """Elements of every local rank."""
+        return tuple(map(sum, self.owned))
+
+    @cached_property
+    def place_ranges(self) -> tuple[tuple[int, int], ...]:
+        """Half-open range of the bucket's elements of every local rank.
+
+        >>> Division(((2, 2), (3, 1))).place_ranges
+        ((0, 4), (4, 8))
+        """
+        return tuple(pairwise(accumulate(self.places, initial=0)))
+
+    def ranges(self, place: int) -> tuple[tuple[int, int], ...]:
+        """Return the half-open range of the bucket's elements of every owner at a local rank.
+
+        >>> Division(((2, 2), (3, 1))).ranges(1)
+        ((4, 7), (7, 8))
+        """
+        ends = tuple(accumulate(self.owned[place], initial=sum(self.places[:place])))
+        return tuple(pairwise(ends))
+
+
+def divide(elements: int, *, by_node: Sequence[Sequence[float]]) -> Division:
+    """Return the partition of `elements`, given the share of every rank: node by node, and in each by local rank.
+
+    >>> divide(9, by_node=[[0.25, 0.25], [0.25, 0.25]]).owned
+    ((3, 2), (2, 2))
+    """
+    shares_by_place = list(zip(*by_node, strict=True))
+    if len(shares_by_place) == 1:
+        return Division((splitting.split(elements, shares_by_place[0]),))
+    places = splitting.split(elements, [sum(shares) for shares in shares_by_place])
+    fractions = [
+        splitting.proportional(shares) if any(shares) else splitting.even(len(shares)) for shares in shares_by_place
+    ]
+    return Division(tuple(splitting.split(n, shares) for n, shares in zip(places, fractions, strict=True)))

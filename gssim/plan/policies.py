@@ -110,12 +110,13 @@ def resolve(plan: Plan, *, devices: int, hosts: Sequence[str] = (), backend: str
         for name in ("partition", "parameters", "gradients", "gradient_sync", "optimizer_state")
     }
     policies["exchange"] = plan.exchange or usual_exchange(policies["gradients"], backend=backend)
+    publishes = policies["gradients"] == "push" and policies["parameters"] == "replicated"
     return Policies(
         **policies | _axes(plan, devices, hosts),
         push_axis=method.push_axis,
         slices=method.slices,
         compress=plan.compress or method.compress,
-        publish_overlaps=_publish_overlaps(plan, policies),
+        publish_overlaps=publishes and plan.overlap and bool(plan.publish.overlap),
     )
 
 
@@ -182,12 +183,6 @@ def _fuller(plan: Plan, axes: dict[str, int], ranks: int) -> str:
     if own in ("tp", "pp"):
         found.append("method 'ddp' or 'zero1' for replicas")
     return ", ".join(found)
-
-
-def _publish_overlaps(plan: Plan, policies: dict[str, Any]) -> bool:
-    """Return whether publication overlaps with the next forward: only where the plan asks for it."""
-    publishes = policies["gradients"] == "push" and policies["parameters"] == "replicated"
-    return publishes and plan.overlap and bool(plan.publish.overlap)
 
 
 def _levels(plan: Plan, hosts: Sequence[str]) -> dict[str, int]:

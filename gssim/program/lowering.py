@@ -190,7 +190,7 @@ class Lowering:
 
     @cached_property
     def nodes(self) -> int:
-        """Number of nodes among which gradients are pushed; see [Note: hierarchy] in `gssim.plan.bucket_partition`."""
+        """Number of nodes among which gradients are pushed; see [Note: hierarchy] in `gssim.plan.buckets`."""
         return len(self.group) // self.places
 
     @cached_property

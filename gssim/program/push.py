@@ -69,7 +69,7 @@ def send_bucket(
 
 
 def _reduce_scatter_in_node(low: Lowering, rank: int, bucket: Bucket, ready: TaskId) -> list[Task]:
-    """Return the reduce-scatter of a bucket within the node; see [Note: hierarchy] in `gssim.plan.bucket_partition`.
+    """Return the reduce-scatter of a bucket within the node; see [Note: hierarchy] in `gssim.plan.buckets`.
 
     It leaves the part of the rank's place in a buffer of its own, and receives forwarded parts in a buffer as large as
     the largest of them.

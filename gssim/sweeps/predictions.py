@@ -267,53 +267,42 @@ def predict(
     called with (done, total).
     """
     with locked(out / LOCK, place=str(out)) if out is not None else nullcontext():
-        return _predicted(points, sweep, out, jobs, again=again, on_progress=on_progress)
+        order, store = by_likeness(points), predictions_in(out) if out is not None else None
+        with processes(min(jobs, len(points))) as workers:
+            by_place = dict(answers(points, order, key_of_point, workers))
+            wrong = [
+                (point, by_place[place]) for place, point in enumerate(points) if isinstance(by_place[place], Fault)
+            ]
+            if wrong:
+                more = f" (and {len(wrong) - 1} more points)" if len(wrong) > 1 else ""
+                raise UserError(f"{sweep}: {wrong[0][0].name}: {wrong[0][1]}{more}")
+            keys = [
+                key for _, key in sorted(by_place.items(), key=lambda entry: entry[0]) if isinstance(key, PredictionKey)
+            ]
+            names: dict[PredictionKey, str] = {}
+            for point, key in zip(points, keys, strict=True):
+                other = names.setdefault(key, point.name)
+                if other != point.name:
+                    print(f"gssim: sweep: {point.name} asks the same as {other}", file=sys.stderr)
+            results: dict[int, Result] = {}
+            if store is not None and not again:
+                for i, (point, key) in enumerate(zip(points, keys, strict=True)):
+                    kept = store.kept(prediction_name(point, key.scenario_id), key)
+                    if kept is not None:
+                        results[i] = kept
+            on_progress(len(results), len(points))
+            for place, result in answers(points, [i for i in order if i not in results], predicted, workers):
+                if isinstance(result, Fault):
+                    raise type(result)(f"{sweep}: {points[place].name}: {result}")
+                results[place] = result
+                if store is not None:
+                    store.keep(prediction_name(points[place], result.scenario_id), result)
+                on_progress(len(results), len(points))
+        return tuple(results[i] for i in range(len(points)))
 
 
 LOCK = ".gssim-sweep.lock"
 """Lock file in a folder of predictions, held by the process that writes them."""
-
-
-def _predicted(
-    points: Sequence[Point],
-    sweep: Path,
-    out: Path | None,
-    jobs: int,
-    *,
-    again: bool,
-    on_progress: Callable[[int, int], None],
-) -> tuple[Result, ...]:
-    """Return the predictions, after they are written; see `predict`."""
-    order, store = by_likeness(points), predictions_in(out) if out is not None else None
-    with processes(min(jobs, len(points))) as workers:
-        by_place = dict(answers(points, order, key_of_point, workers))
-        wrong = [(point, by_place[place]) for place, point in enumerate(points) if isinstance(by_place[place], Fault)]
-        if wrong:
-            more = f" (and {len(wrong) - 1} more points)" if len(wrong) > 1 else ""
-            raise UserError(f"{sweep}: {wrong[0][0].name}: {wrong[0][1]}{more}")
-        keys = [
-            key for _, key in sorted(by_place.items(), key=lambda entry: entry[0]) if isinstance(key, PredictionKey)
-        ]
-        names: dict[PredictionKey, str] = {}
-        for point, key in zip(points, keys, strict=True):
-            other = names.setdefault(key, point.name)
-            if other != point.name:
-                print(f"gssim: sweep: {point.name} asks the same as {other}", file=sys.stderr)
-        results: dict[int, Result] = {}
-        if store is not None and not again:
-            for i, (point, key) in enumerate(zip(points, keys, strict=True)):
-                kept = store.kept(prediction_name(point, key.scenario_id), key)
-                if kept is not None:
-                    results[i] = kept
-        on_progress(len(results), len(points))
-        for place, result in answers(points, [i for i in order if i not in results], predicted, workers):
-            if isinstance(result, Fault):
-                raise type(result)(f"{sweep}: {points[place].name}: {result}")
-            results[place] = result
-            if store is not None:
-                store.keep(prediction_name(points[place], result.scenario_id), result)
-            on_progress(len(results), len(points))
-    return tuple(results[i] for i in range(len(points)))
 
 
 def prediction_name(point: Point, scenario_id: str) -> str:

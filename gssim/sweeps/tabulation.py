@@ -70,53 +70,38 @@ def tabulate(
     there.
     """
     with locked(lock_of(out), place=str(out)):
-        return _tabulated(points, sweep, file, out, workers, elsewhere=elsewhere, again=again, on_progress=on_progress)
-
-
-def _tabulated(
-    points: Sequence[Point],
-    sweep: Sweep,
-    file: Path,
-    out: Path,
-    workers: AbstractContextManager[Workers],
-    *,
-    elsewhere: bool,
-    again: bool,
-    on_progress: Callable[[int, int], None],
-) -> "polars.DataFrame":
-    """Return the table after writing it; see `tabulate`."""
-    fingerprints = list(map(Fingerprints().of_point, points))
-    metadata = {"question": sweep.question, "sweep": file.name, "made_from": digest_of(fingerprints)}
-    whole = None if again else existing_table(out, metadata)
-    if whole is not None and "failed" not in whole["status"]:  # failed points are tried again
-        RecordStore(parts_folder(out), ()).remove()  # left by a run that was killed
-        for each in files_of(out):
-            remove_partial(each)
-        on_progress(len(points), len(points))
-        return whole
-    parts = RecordStore(parts_folder(out), set(fingerprints))
-    if again:
+        fingerprints = list(map(Fingerprints().of_point, points))
+        metadata = {"question": sweep.question, "sweep": file.name, "made_from": digest_of(fingerprints)}
+        whole = None if again else existing_table(out, metadata)
+        if whole is not None and "failed" not in whole["status"]:  # failed points are tried again
+            RecordStore(parts_folder(out), ()).remove()  # left by a run that was killed
+            for each in files_of(out):
+                remove_partial(each)
+            on_progress(len(points), len(points))
+            return whole
+        parts = RecordStore(parts_folder(out), set(fingerprints))
+        if again:
+            parts.remove()
+            parts = RecordStore(parts.folder, ())
+        try:
+            missing = [place for place in by_likeness(points) if fingerprints[place] not in parts]
+            on_progress(len(points) - len(missing), len(points))
+            _check_names(points, file)
+            if missing:
+                with workers as found:
+                    for place, row in _rows(points, missing, found, file, elsewhere=elsewhere):
+                        parts.keep(fingerprints[place], row)
+                        on_progress(len(parts), len(points))
+            table = _table(points, fingerprints, parts, axis_keys(sweep))
+        finally:
+            parts.close()
+        wrong = [reason for status, reason in zip(table["status"], table["reason"], strict=True) if status == "invalid"]
+        if len(wrong) == table.height:  # then the sweep itself is invalid
+            more = f" (and {len(wrong) - 1} more points)" if len(wrong) > 1 else ""
+            raise UserError(f"{file}: no point is valid: {table['point'][0]}: {wrong[0]}{more}")
+        write_table(table, out, metadata=metadata)
         parts.remove()
-        parts = RecordStore(parts.folder, ())
-    try:
-        missing = [place for place in by_likeness(points) if fingerprints[place] not in parts]
-        on_progress(len(points) - len(missing), len(points))
-        _check_names(points, file)
-        if missing:
-            with workers as found:
-                for place, row in _rows(points, missing, found, file, elsewhere=elsewhere):
-                    parts.keep(fingerprints[place], row)
-                    on_progress(len(parts), len(points))
-        table = _table(points, fingerprints, parts, axis_keys(sweep))
-    finally:
-        parts.close()
-    wrong = [reason for status, reason in zip(table["status"], table["reason"], strict=True) if status == "invalid"]
-    if len(wrong) == table.height:  # then the sweep itself is invalid
-        more = f" (and {len(wrong) - 1} more points)" if len(wrong) > 1 else ""
-        raise UserError(f"{file}: no point is valid: {table['point'][0]}: {wrong[0]}{more}")
-    write_table(table, out, metadata=metadata)
-    parts.remove()
-    return table
+        return table
 
 
 def row_of(point: Point, shared: Shared) -> Row:

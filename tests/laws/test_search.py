@@ -19,7 +19,7 @@ from strategies import (
     write_files,
 )
 
-from gssim.cli.search_report import print_found
+from gssim.cli.reports import print_found
 from gssim.errors import UserError
 from gssim.plan import METHODS
 from gssim.planner import FRONT_RATIO, Batches, Search, candidates

@@ -6,10 +6,8 @@ import math
 import numpy as np
 
 from gssim.cache import Same
-from gssim.collectives.algorithms.members import Members, cached_hops
-from gssim.collectives.communication import Communication
-from gssim.collectives.pairs import Exchange, Pairs
-from gssim.collectives.stage import Hops, Stage
+from gssim.collectives.communication import Communication, Exchange, Pairs
+from gssim.collectives.stage import Hops, Members, Stage, cached_hops
 
 SINGLE_FLOWS = 2**14
 """Exchanges of more flows are one session, whose flows progress and end together: exact where one kind of link is the

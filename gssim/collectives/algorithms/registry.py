@@ -15,7 +15,6 @@ from gssim.collectives.algorithms.exchanges import (
     send,
     torus,
 )
-from gssim.collectives.algorithms.members import Members
 from gssim.collectives.algorithms.rings import (
     in_switch,
     pipelined_ring,
@@ -29,7 +28,7 @@ from gssim.collectives.algorithms.rings import (
 )
 from gssim.collectives.algorithms.trees import binomial, binomial_at_once, chain, double_tree
 from gssim.collectives.communication import Communication
-from gssim.collectives.stage import Hops, Stage
+from gssim.collectives.stage import Hops, Members, Stage
 from gssim.units import Floats
 
 Algorithm = Callable[[Members, Communication], tuple[Stage, ...]]

@@ -6,9 +6,8 @@ from dataclasses import replace
 import numpy as np
 
 from gssim.cache import Same
-from gssim.collectives.algorithms.members import Members, cached_hops
 from gssim.collectives.communication import Communication
-from gssim.collectives.stage import Hops, Stage
+from gssim.collectives.stage import Hops, Members, Stage, cached_hops
 from gssim.units import Ints
 
 

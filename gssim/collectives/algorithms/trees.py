@@ -4,9 +4,8 @@ import math
 
 import numpy as np
 
-from gssim.collectives.algorithms.members import Members, cached_hops
 from gssim.collectives.communication import Communication
-from gssim.collectives.stage import Hops, Stage
+from gssim.collectives.stage import Hops, Members, Stage, cached_hops
 
 CHUNK_BYTES = 2**19
 """Chunk that a pipelined chain forwards before it receives the next (NCCL's 512 KiB slices)."""

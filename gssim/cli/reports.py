@@ -1,14 +1,16 @@
-"""Prints the results of a search on the console: best plans, front, comparisons and refused plans."""
+"""Reports on the terminal: a search's best plans, front and comparisons; methods, and the features that they allow."""
 
 import shlex
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from gssim.plan import Plan
+from gssim.plan import Method, Plan
 from gssim.planner import PLAN, Found, Outcome, bound_by, memory_lack, reason
+from gssim.scenario import Support
 from gssim.terminal import PIPE_WIDTH, plain_console
 from gssim.units import human_bytes, human_seconds, one_line
 
@@ -119,3 +121,32 @@ def in_words(plan: Plan) -> str:
     if shards != "even":
         words.append(f"shards {shards if isinstance(shards, str) else 'given'}")
     return ", ".join(words)
+
+
+WIDTH = 160
+
+
+def print_methods(methods: Iterable[Method]) -> None:
+    """Print each method with its policies and what executes it in a real run."""
+    table = Table("method", "parameters", "gradients", "optimizer state", "real run", "description", box=SIMPLE_HEAD)
+    for method in methods:
+        policies = (method.parameters, method.gradients, method.optimizer_state)
+        table.add_row(method.name, *policies, method.real, method.description)
+    console = plain_console(WIDTH)
+    console.print(table)
+    console.print("`gssim support SCENARIO` checks every combination on its cluster and model.", highlight=False)
+
+
+def print_support(combinations: Sequence[Support]) -> None:
+    """Print which features combine with which methods: a row a feature, a column a method."""
+    methods = list(dict.fromkeys(entry.method for entry in combinations))
+    table = Table("with", *methods, box=SIMPLE_HEAD)
+    cells = {
+        (entry.feature, entry.method): "-" if entry.simulated else "sim" if entry.real else "yes"
+        for entry in combinations
+    }
+    for feature in dict.fromkeys(entry.feature for entry in combinations):
+        table.add_row(feature, *(cells[feature, method] for method in methods))
+    console = plain_console(WIDTH)
+    console.print(table)
+    console.print("yes: predicted and real; sim: predicted only; -: refused. Reasons: --json", highlight=False)
