@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextPath
 
-from gssim.files import write_bytes
+from gssim.execution.files import write_bytes
 from gssim.plan import METHODS
 
 MARK_IN = 0.1
@@ -134,6 +134,7 @@ MARKS = dict(
             ("o", "#000000"),
             ("s", "#0072B2"),
             ("v", "#56B4E9"),
+            ("D", "#0072B2"),
             ("^", "#009E73"),
             ("<", "#CC79A7"),
             (">", "#CC79A7"),

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 
 from gsreal.measure import Timeline
 from gsreal.methods.optimizers import make_optimizer, replica_optimizer_of
@@ -25,9 +26,8 @@ def train_single_device(scenario: Scenario, module: nn.Module, timeline: Timelin
 def all_reduce_gradients(scenario: Scenario, module: nn.Module, timeline: Timeline, device: torch.device) -> Training:
     """Train with DistributedDataParallel, gradients as views of its buckets.
 
-    Its optimizer state replicated, or sharded.
-
-    If the plan disables overlap, each bucket's all-reduce is awaited as soon as it starts.
+    Its optimizer state replicated, or sharded. If the plan compresses gradients, buckets are all-reduced by torch's own
+    hook for the format. If it disables overlap, each bucket's all-reduce is awaited as soon as it starts.
     """
     last: list[Any] = []
 
@@ -43,7 +43,11 @@ def all_reduce_gradients(scenario: Scenario, module: nn.Module, timeline: Timeli
     wrapped = nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True, **options)
     replicas = options["process_group"] or dist.group.WORLD
     assert replicas is not None
-    if not scenario.plan.overlap:
+    compress = scenario.policies.compress
+    if compress:
+        hook = _compressed_all_reduce(compress, replicas, timeline, overlap=scenario.plan.overlap)
+        wrapped.register_comm_hook(None, hook)
+    elif not scenario.plan.overlap:
         wrapped.register_comm_hook(None, _blocking_all_reduce(replicas, timeline))
     if scenario.policies.optimizer_state == "sharded":
         optimizer = shard_optimizer_state(scenario.workload, wrapped, timeline, device, group=wrapped.process_group)
@@ -57,7 +61,8 @@ def all_reduce_gradients(scenario: Scenario, module: nn.Module, timeline: Timeli
         wrapped,
         optimizer,
         timeline,
-        scale=float(scenario.policies.data_ranks) if scenario.plan.overlap else 1.0,  # DDP itself takes the mean
+        # DDP itself takes the mean, and so do torch's compression hooks
+        scale=float(scenario.policies.data_ranks) if scenario.plan.overlap or compress else 1.0,
         last_gradient=last,
         replicas=replicas,
         sync_each=scenario.policies.gradient_sync == "micro-batch",
@@ -65,9 +70,27 @@ def all_reduce_gradients(scenario: Scenario, module: nn.Module, timeline: Timeli
     )
 
 
-def _blocking_all_reduce(
-    group: dist.ProcessGroup, timeline: Timeline
-) -> Callable[[object, Any], torch.futures.Future[Tensor]]:
+Hook = Callable[[object, Any], torch.futures.Future[Tensor]]
+COMPRESSION_HOOKS = {"bf16": bf16_compress_hook, "fp16": fp16_compress_hook}
+"""torch's hooks by format: they cast a bucket, divide it by the number of replicas, all-reduce it, and cast it back."""
+
+
+def _compressed_all_reduce(precision: str, group: dist.ProcessGroup, timeline: Timeline, *, overlap: bool) -> Hook:
+    """Return a DistributedDataParallel hook that all-reduces a bucket in a 16-bit format, and records its spans."""
+
+    # DDP reads these annotations
+    def compressed(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
+        with timeline.span(f"compress bucket {bucket.index()}", "compression"):
+            pending = COMPRESSION_HOOKS[precision](group, bucket)
+        if not overlap:
+            with timeline.span(f"all-reduce bucket {bucket.index()}", "exposed_communication", group):
+                pending.wait()
+        return pending
+
+    return compressed
+
+
+def _blocking_all_reduce(group: dist.ProcessGroup, timeline: Timeline) -> Hook:
     """Return a DistributedDataParallel hook that all-reduces a bucket before the backward continues."""
 
     # DDP reads these annotations

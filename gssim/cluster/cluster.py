@@ -121,11 +121,9 @@ class DeviceType:
 
     @model_serializer(mode="wrap")
     def _as_measured(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Return plain data without absent fields, which leaves the identity of earlier calibrations unchanged."""
-        data: dict[str, Any] = inner(self)
-        for key in [key for key in ("lab", "communicator_bytes", "expandable_segments") if not data[key]]:
-            del data[key]
-        optional = (
+        """Return plain data without what is absent or off."""
+        off = ("lab", "communicator_bytes", "expandable_segments")
+        absent = (
             "busy_power_w",
             "idle_power_w",
             "communicating_excess_ratio",
@@ -133,9 +131,12 @@ class DeviceType:
             "resident_threads",
             "fp32_efficiency_ratio",
         )
-        for key in [key for key in optional if data[key] is None]:
-            del data[key]
-        return data
+        data: dict[str, Any] = inner(self)
+        return {
+            key: value
+            for key, value in data.items()
+            if not ((key in off and not value) or (key in absent and value is None))
+        }
 
 
 @spec
@@ -193,19 +194,18 @@ class BackendCost:
     """
     processor_byte_s: dict[str, Seconds] = field(default_factory=dict)
     """Processor time of a rank for each byte that it sends or receives (copies, the kernel's network code, additions),
-    by collective kind; `default` for all others. It overlaps with the transfer: the longer of both counts.
+    by collective kind; `default` for all others. All-reduces in 16 bits may have their own, `all-reduce bf16` and
+    `all-reduce fp16`, here and in `overhead_s`. It overlaps with the transfer: the longer of both counts.
     """
     source: str
     """Source of the numbers."""
 
     @model_serializer(mode="wrap")
     def _as_measured(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Return plain data without absent fields, which leaves the identity of earlier calibrations unchanged."""
+        """Return plain data without absent costs."""
+        optional = ("message_s", "posting_message_s", "posting_limit_bytes", "processor_byte_s")
         data: dict[str, Any] = inner(self)
-        for key in ("message_s", "posting_message_s", "posting_limit_bytes", "processor_byte_s"):
-            if not data[key]:
-                del data[key]
-        return data
+        return {key: value for key, value in data.items() if value or key not in optional}
 
 
 def _generation(value: Any) -> Any:
@@ -310,11 +310,9 @@ class Cluster:
             object.__setattr__(bare, "devices", ())
             object.__setattr__(bare, "switches", ())
         data: dict[str, Any] = inner(bare)
-        for key in ("topology",) if self.topology is None else ("devices", "switches", "links"):
-            del data[key]
-        for key in [key for key in ("nccl", "algorithms") if not data[key]]:
-            del data[key]  # absent keys leave the calibration's identity unchanged
-        return data
+        left_out = ("topology",) if self.topology is None else ("devices", "switches", "links")
+        optional = ("nccl", "algorithms")
+        return {k: value for k, value in data.items() if k not in left_out and (value or k not in optional)}
 
     @property
     def wiring(self) -> Wiring:

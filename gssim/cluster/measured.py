@@ -138,7 +138,7 @@ class CompressionCost:
 
     @model_serializer(mode="wrap")
     def _as_measured(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Return plain data without absent fields, which leaves the identity of earlier calibrations unchanged."""
+        """Return plain data without absent fields."""
         return {key: value for key, value in inner(self).items() if value is not None}
 
 

@@ -21,6 +21,8 @@ class Method:
     optimizer_state: str
     partition: str = "data"
     gradient_sync: str = "step"
+    compress: str | None = None
+    """16-bit format in which buckets of gradients are all-reduced; None: the workload's precision."""
     push_axis: str = "dp_shard"
     """Data axis along which gradients are pushed to their owners."""
     slices: str = "even"
@@ -31,6 +33,8 @@ class Method:
     """Where the plan sizes no axis: shards inside hosts, replicas across hosts."""
     in_pipelines: bool = False
     """Can run in the stages of a pipeline."""
+    searched: bool = True
+    """`gssim search` tries it by default: it is no other name of a method, and gradients keep their precision."""
 
     @property
     def is_gradient_sharding(self) -> bool:
@@ -76,6 +80,16 @@ METHODS: dict[str, Method] = {
             in_pipelines=True,
         ),
         Method(
+            "half",
+            "Data parallelism: gradients are all-reduced in buckets that are cast to bf16 or fp16.",
+            "DistributedDataParallel with bf16_compress_hook or fp16_compress_hook",
+            gradients="all-reduce",
+            compress="bf16",
+            axis="dp_replicate",
+            searched=False,
+            **_REPLICATED,
+        ),
+        Method(
             "zero2",
             "ZeRO stage 2: gradients are reduce-scattered; parameters stay gathered between forward and backward.",
             "FSDP2, fully_shard(reshard_after_forward=False)",
@@ -85,7 +99,7 @@ METHODS: dict[str, Method] = {
             gradient_sync="micro-batch",
         ),
         Method("zero3", "ZeRO stage 3: parameters, gradients and states are sharded.", "FSDP2", **_FULLY_SHARDED),
-        Method("fsdp", "The same as zero3.", "FSDP2", **_FULLY_SHARDED),
+        Method("fsdp", "The same as zero3.", "FSDP2", searched=False, **_FULLY_SHARDED),
         Method(
             "hsdp",
             "Hybrid sharding: zero3 inside hosts, replicas across them.",

@@ -160,6 +160,9 @@ class Plan:
     """Whole on every rank; sharded at rest and gathered for a step; or gathered just in time. Absent: the method's."""
     gradients: GradientPolicy | None = None
     """Synchronization of the gradients. Absent: the method's."""
+    compress: Literal["bf16", "fp16"] | None = None
+    """Format in which buckets of gradients are all-reduced: they are cast to it, divided by the number of replicas,
+    summed, and cast back (torch's bf16_compress_hook and fp16_compress_hook). Absent: bf16 for `half`, else none."""
     gradient_sync: Literal["step", "micro-batch"] | None = None
     """Whether gradients are synchronized once a step or after every micro-batch. Absent: the method's."""
     optimizer_state: OptimizerPolicy | None = None
@@ -195,8 +198,6 @@ class Plan:
     """Transport of reduce-scatters, all-gathers and pushes: point-to-point messages, in rings and exchanges of our own,
     or the backend's collectives. Absent: `point-to-point` on gloo (whose reduce-scatter moves an all-reduce's bytes)
     and for every push; else `backend`. All-reduces and broadcasts are always the backend's."""
-    prefetch: Count | None = None
-    """Not implemented: only its default is allowed."""
 
     @property
     def sends_by_data(self) -> bool:

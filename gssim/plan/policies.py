@@ -1,7 +1,7 @@
 """Policies that a plan resolves to on a cluster: the input of lowering and of the real backend."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from math import prod
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 from gssim.errors import UserError
 from gssim.plan.mesh import AXES, DATA_AXES, Mesh
 from gssim.plan.methods import METHODS
-from gssim.plan.plan import Plan
+from gssim.plan.plan import DDP_FIRST_BUCKET_BYTES, Plan
 
 RUNS_TODAY = frozenset(
     {
@@ -41,16 +41,16 @@ class Policies:
     dp_shard: int
     tp: int
     pp: int
-    push_axis: str = field(default="dp_shard", repr=False)
-    """The data axis along which gradients are pushed; along the other one they are reduce-scattered first. It follows
-    from the method and is therefore no part of a scenario's identity."""
-    slices: str = field(default="even", repr=False)
-    """How the axis tp cuts blocks: `even`, natively where PyTorch can, or by the shard `shares`. (It follows from the
-    method and is therefore no part of a scenario's identity.)"""
-    publish_overlaps: bool = field(default=False, repr=False)
+    push_axis: str = "dp_shard"
+    """The data axis along which gradients are pushed; along the other one they are reduce-scattered first."""
+    slices: str = "even"
+    """How the axis tp cuts blocks: `even`, natively where PyTorch can, or by the shard `shares`."""
+    publish_overlaps: bool = False
     """Whether the next forward begins while published parameters are in flight."""
-    exchange: str = field(default="backend", repr=False)
-    """`point-to-point` or `backend`. Not in the repr: the scenario's identity, which uses the repr, adds it itself."""
+    compress: str | None = None
+    """16-bit format in which buckets of gradients are all-reduced; None: the workload's precision."""
+    exchange: str = "backend"
+    """`point-to-point` or `backend`."""
 
     @property
     def cuts_natively(self) -> bool:
@@ -114,6 +114,7 @@ def resolve(plan: Plan, *, devices: int, hosts: Sequence[str] = (), backend: str
         **policies | _axes(plan, devices, hosts),
         push_axis=method.push_axis,
         slices=method.slices,
+        compress=plan.compress or method.compress,
         publish_overlaps=_publish_overlaps(plan, policies),
     )
 
@@ -211,6 +212,8 @@ def _levels(plan: Plan, hosts: Sequence[str]) -> dict[str, int]:
 def refuse_what_cannot_run(plan: Plan, policies: Policies, *, file: str) -> None:
     """Raise UserError for a combination of policies that is not implemented; nothing is ignored silently."""
     _refuse_combination(plan, policies, file)
+    if policies.compress:
+        _refuse_compression(plan, policies, file)
     if policies.parameters != "replicated" and policies.push_axis == "dp_replicate":
         raise UserError(
             f"{file}: plan.parameters = '{policies.parameters}': cannot run yet with method '{plan.method}'; "
@@ -222,10 +225,11 @@ def refuse_what_cannot_run(plan: Plan, policies: Policies, *, file: str) -> None
             f"{file}: plan.exchange = '{policies.exchange}': cannot run yet with method '{plan.method}'; "
             "allowed today: 'point-to-point'"
         )
-    today = Plan(method=plan.method)
-    if policies.gradients == "all-reduce":
-        _refuse_unless_default(plan, today, "first_bucket_bytes", "plan.first_bucket_bytes", file)
-    _refuse_unless_default(plan, today, "prefetch", "plan.prefetch", file)
+    if policies.gradients == "all-reduce" and plan.first_bucket_bytes != DDP_FIRST_BUCKET_BYTES:
+        raise UserError(
+            f"{file}: plan.first_bucket_bytes = {plan.first_bucket_bytes!r}: cannot run yet; "
+            f"allowed today: {DDP_FIRST_BUCKET_BYTES}"
+        )
 
 
 def _refuse_combination(plan: Plan, policies: Policies, file: str) -> None:
@@ -245,8 +249,20 @@ def _refuse_combination(plan: Plan, policies: Policies, file: str) -> None:
         )
 
 
-def _refuse_unless_default(table: Any, default: Any, key: str, path: str, file: str) -> None:
-    value, allowed = getattr(table, key), getattr(default, key)
-    if value != allowed:
-        allowed_text = "leave it out" if allowed is None else f"allowed today: {allowed!r}"
-        raise UserError(f"{file}: {path} = {value!r}: cannot run yet; {allowed_text}")
+def _refuse_compression(plan: Plan, policies: Policies, file: str) -> None:
+    """Refuse compressed all-reduces of gradients where no buckets are all-reduced, and what cannot be combined yet."""
+    asked = f"plan.compress = '{plan.compress}'" if plan.compress else f"plan.method = '{plan.method}'"
+    if policies.gradients != "all-reduce":
+        names = [name for name, method in METHODS.items() if method.gradients == "all-reduce"]
+        raise UserError(
+            f"{file}: {asked}: with method '{plan.method}' and gradients = '{policies.gradients}' no buckets are "
+            f"all-reduced; allowed with {', '.join(names)}"
+        )
+    if policies.pp > 1:
+        raise UserError(
+            f"{file}: {asked}: gradients of a pipeline's replicas cannot be compressed yet; allowed with plan.pp = 1"
+        )
+    if plan.zero1_implementation == "deepspeed":
+        raise UserError(
+            f"{file}: {asked}: cannot run yet with plan.zero1_implementation = 'deepspeed'; allowed with 'torch'"
+        )

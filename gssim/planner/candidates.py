@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gssim.errors import UserError
-from gssim.files import read_rows
+from gssim.execution.files import read_rows
 from gssim.plan import METHODS, Plan
 from gssim.planner.batches import PLAN, Batches
 from gssim.scenario import Scenario, SearchSpace, check, toml
@@ -113,7 +113,7 @@ def allowed(
 
 USUAL_THRESHOLDS = tuple(float(f"{digit}e{power}") for power in range(-7, -1) for digit in (1, 3))
 """Thresholds searched where only a least density is given: two per decade."""
-KEPT_KEYS = ("bucket_bytes", "first_bucket_bytes", "overlap", "prefetch")
+KEPT_KEYS = ("bucket_bytes", "first_bucket_bytes", "overlap")
 """Keys of the scenario's own plan that every candidate keeps, where they are set."""
 
 

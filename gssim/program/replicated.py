@@ -1,14 +1,25 @@
-"""Gradient policies of replicated parameters: gradients kept local, or all-reduced in buckets as in DDP."""
+"""Gradient policies of replicated parameters: gradients kept local, or all-reduced in buckets as in DDP.
+
+[Note: compression] Under torch's bf16_compress_hook and fp16_compress_hook the thread or stream of the backward casts a
+complete bucket to a new 16-bit tensor and divides that by the number of replicas; the sum is cast back into the bucket
+by whoever ends the all-reduce (gloo's thread, or a stream of its own), and the new tensor is freed. Buckets that are in
+this format already are divided and reduced in place. Source: torch 2.13, distributed/algorithms/ddp_comm_hooks/
+default_hooks.py, _compress_hook.
+"""
 
 from dataclasses import replace
 
 from gssim import cost
+from gssim.cluster import DeviceType
 from gssim.collectives import Communication
-from gssim.program.compute import insert_after, part_at
+from gssim.memory import Event, footprint
+from gssim.program.compute import BackwardParts
 from gssim.program.lowering import Lowering
-from gssim.program.task import MicroBatch, Task
+from gssim.program.task import Bucket, MicroBatch, Task, TaskId, collective_task
+from gssim.units import PRECISION_BYTES
 
-REDUCTION = "all-reduce"
+HALF_BYTES = 2
+"""Bytes of an element in bf16 and fp16."""
 
 
 def keep_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batch: MicroBatch) -> list[Task]:
@@ -19,35 +30,64 @@ def keep_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batch: Mic
 def all_reduce_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batch: MicroBatch) -> list[Task]:
     """DDP: each bucket is all-reduced once complete, behind the rest of the backward, which ends when all are reduced.
 
-    Module buffers are broadcast in a forward that follows an all-reduce: under no_sync they are left as they are
-    (DistributedDataParallel, require_forward_param_sync).
+    Buckets may be compressed; see [Note: compression]. Module buffers are broadcast in a forward that follows an
+    all-reduce: under no_sync they are left as they are (DistributedDataParallel, require_forward_param_sync).
     """
     if micro_batch.first or micro_batch.sent_before:
         broadcasts = []
         for number, buffer_bytes in enumerate(low.scenario.workload.model.buffer_bytes):
-            name = f"broadcast buffers {number}"
-            low.communications[name] = Communication("broadcast", low.group, buffer_bytes)
-            broadcasts.append(Task(name, "exposed_communication", communication=name))
+            broadcast = Communication("broadcast", low.group, buffer_bytes)
+            broadcasts.append(collective_task(TaskId("broadcast-buffers", part=number), broadcast))
         tasks = [*broadcasts, *tasks]
     if not micro_batch.sends_gradients:
         return tasks
-    device = low.device(rank)
-    labels = []
+    device, half, precision = low.device(rank), low.policies.compress, low.scenario.workload.precision
+    summed = half or (precision if PRECISION_BYTES[precision] == HALF_BYTES else "")
+    parts, reductions = BackwardParts(low, tasks), []
     for bucket in low.buckets:
         size = bucket.elements * low.value_bytes
-        name = f"{REDUCTION} bucket {bucket.index}"
-        low.communications[name] = Communication("all-reduce", low.group, size)
-        index = part_at(low, tasks, bucket.complete)
-        copied = replace(tasks[index], duration_s=tasks[index].duration_s + cost.copy_time_s(device, size))
-        tasks[index] = copied
+        index = parts.at(bucket.complete)
+        copied = parts.lengthen(index, cost.copy_time_s(device, size))
         stream = "communication" if low.scenario.plan.overlap else "compute"
-        task = Task(name, "exposed_communication", stream, communication=name, after=(copied.label,))
-        insert_after(tasks, index, [task])
-        labels.append(name)
-    tasks.append(Task(f"wait for {REDUCTION}", "exposed_communication", after=tuple(labels)))
-    return tasks
+        reduced_bytes = HALF_BYTES * bucket.elements if half else size
+        exchange = Communication("all-reduce", low.group, reduced_bytes, half_precision=summed)
+        task = collective_task(TaskId("all-reduce", bucket=bucket.index), exchange, stream, after=(copied,))
+        reduction = _with_casts(low, device, bucket, task) if half else [task]
+        parts.insert_after(index, reduction)
+        reductions.append(reduction[-1].id)
+    wait = Task(TaskId("all-reduce", "wait"), "exposed_communication", after=tuple(reductions))
+    return [*parts.merged(), wait]
+
+
+def _with_casts(low: Lowering, device: DeviceType, bucket: Bucket, reduction: Task) -> list[Task]:
+    """Return an all-reduce between the casts of its bucket to 16 bits and back; see [Note: compression]."""
+    half_bytes = float(HALF_BYTES * bucket.elements)
+    divide_s = cost.copy_time_s(device, half_bytes) + device.operation_overhead_s
+    if low.scenario.workload.precision == low.policies.compress:
+        divide = Task(
+            TaskId("compress", bucket=bucket.index), "compression", duration_s=divide_s, after=reduction.after
+        )
+        return [divide, replace(reduction, after=(divide.id,))]
+    moved_bytes = bucket.elements * low.value_bytes + half_bytes  # each cast reads one format and writes the other
+    cast_s = cost.copy_time_s(device, moved_bytes / 2) + device.operation_overhead_s
+    compress = Task(
+        TaskId("compress", bucket=bucket.index),
+        "compression",
+        duration_s=cast_s + divide_s,
+        after=reduction.after,
+        need=footprint([Event(0, half_bytes, "communication")]),
+    )
+    decompress = Task(
+        TaskId("decompress", bucket=bucket.index),
+        "compression",
+        reduction.stream,
+        duration_s=cast_s,
+        after=(reduction.id,),
+        need=footprint([Event(0, -half_bytes, "communication")]),
+    )
+    return [compress, replace(reduction, after=(compress.id,)), decompress]
 
 
 def is_reduction(task: Task) -> bool:
     """Return whether a task reduces gradients over the replicas, or waits for that."""
-    return task.label.startswith((f"{REDUCTION} bucket", f"wait for {REDUCTION}"))
+    return task.id.op == "all-reduce" and (task.id.bucket is not None or task.id.action == "wait")

@@ -1,8 +1,14 @@
-"""Identities of scenarios and calibrations: digests of plain data, assembled from parts that many have in common."""
+"""Identity of scenarios and calibrations: digests of canonical plain data, by which predictions join measurements.
+
+[Note: canonical data] Tables are dumped field by field, with sorted keys and exact numbers. A field that has its
+default is left out, so that a key that is added later changes no id, as long as its default is what happened before.
+Fields are part of an identity unless they are named here as left out. A default that changes, or a field that gets
+another meaning, needs another `VERSION`: `tests/golden/test_identity.py` holds all defaults. The data have large parts,
+which many scenarios have in common, by their digests.
+"""
 
 import hashlib
 import json
-from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -11,142 +17,106 @@ from pydantic import TypeAdapter
 from gssim.cache import Same, Shared
 from gssim.cluster import Cluster
 from gssim.cluster.topology import structure_of
-from gssim.gradient_statistics import GradientStatistics
-from gssim.plan import Plan, Publish
-from gssim.workload import Model, Workload
+from gssim.workload import Model
+from gssim.workload.gradient_statistics import GradientStatistics
 
 if TYPE_CHECKING:
     from gssim.scenario.scenario import Scenario
 
-FOLLOWS_FROM_THE_MODULE = (
-    "units",
-    "reductions",
-    "linear",
-    "untrained_buffers",
-    "frozen",
-    "deepest",
-    "forward_streamed_bytes",
-    "backward_streamed_bytes",
+VERSION = 1
+"""Version of the canonical data."""
+
+POLICIES = (
+    "partition",
+    "parameters",
+    "gradients",
+    "gradient_sync",
+    "optimizer_state",
+    "dp_replicate",
+    "dp_shard",
+    "tp",
+    "pp",
+    "exchange",
+    "publish_overlaps",
 )
-"""Fields of a layer that follow from its module: files traced before these existed have the same identity."""
+"""Resolved policies. The others follow from the method."""
+AS_RESOLVED = {*POLICIES, "compress", "ranks", "push", "stages", "shares"}
+"""Keys of a plan that count as what they resolve to, however that was asked for."""
+LAYER_FIELDS = {
+    "name",
+    "modules",
+    "block",
+    "parameters",
+    "forward_flop",
+    "backward_flop",
+    "forward_bytes",
+    "backward_bytes",
+    "saved_bytes",
+    "output_bytes",
+    "forward_operations",
+    "backward_operations",
+    "buffers",
+}
+"""Traced fields of a layer that tell models apart; the others follow from the same module."""
 
 
-def resolved(scenario: "Scenario", shared: Shared) -> dict[str, Any]:
-    """Return the whole scenario as plain data, as the Result stores it; it must not be changed."""
-    cluster, model = scenario.cluster, scenario.workload.model
-    parts: dict[str, Any] = _plain(scenario, leave_out={"cluster": True, "search": True, "workload": {"model"}})
-    workload = {"model": shared.once("plain model", Same(model), lambda: _plain(model))} | parts["workload"]
-    clusters = {"cluster": shared.once("plain cluster", Same(cluster), lambda: _plain(cluster))}
-    data = {key: ({**parts, **clusters, "workload": workload})[key] for key in KEYS}
-    if not scenario.network:
-        del data["network"]
-    if scenario.run.evaluate_every_steps is None:
-        del data["run"]["evaluate_every_steps"]
-    if not scenario.run.extrapolate_micro_batches:
-        del data["run"]["extrapolate_micro_batches"]
-    if scenario.workload.gradient_precision is None:
-        workload.pop("gradient_precision")
-    if not scenario.run.slowdowns:
-        del data["run"]["slowdowns"]
-    if not scenario.plan.shares.replan:
-        del data["plan"]["shares"]["replanning"]
-    if scenario.plan.ranks is None:
-        del data["plan"]["ranks"]
-    if scenario.plan.zero1_implementation == "torch":
-        del data["plan"]["zero1_implementation"]
-    return data
+def canonical(scenario: "Scenario", shared: Shared) -> dict[str, Any]:
+    """Return what a scenario asks, as canonical data: workload, resolved plan, structure of the cluster, run.
 
-
-KEYS = ("name", "question", "cluster", "workload", "plan", "network", "run")
-"""Keys of a scenario, in the order of the Result."""
+    Not part of it: rates and costs of devices and links, names, paths, data sets, and the search. See [Note: canonical
+    data]; `shared`: cache of the parts that scenarios have in common.
+    """
+    workload, plan, policies, cluster = scenario.workload, scenario.plan, scenario.policies, scenario.cluster
+    ranks, model = scenario.ranks, workload.model
+    shares: dict[str, Any] = {"batch": scenario.batch_sizes, "shards": scenario.shard_shares}
+    if policies.partition == "weight-gradient":
+        shares["layers"] = scenario.owned_layers
+    if plan.shares.replan:
+        shares["replanning"] = _fields(plan.shares.replanning)
+    return {
+        "version": VERSION,
+        "workload": _fields(workload, leave_out={"model", "gradients", "data"})
+        | {"model": shared.once("identity of model", Same(model), lambda: _digest(_canonical_model(model)))},
+        "plan": _fields(plan, leave_out=AS_RESOLVED) | {"publish": _fields(plan.publish, leave_out={"overlap"})},
+        "policies": {name: getattr(policies, name) for name in POLICIES}
+        | ({"compress": policies.compress} if policies.compress else {}),
+        "push": _fields(scenario.push),
+        "shares": shares,
+        "stages": [len(stage) for stage in scenario.stages] if policies.pp > 1 else [],
+        "cluster": shared.once(
+            "identity of structure", (Same(cluster), ranks), lambda: _digest(_structure(cluster, ranks))
+        ),
+        "network": _fields(scenario.network),
+        "run": _fields(scenario.run, leave_out={"evaluate_every_steps"}),  # which changes no step
+    }
 
 
 def scenario_id(scenario: "Scenario", shared: Shared) -> str:
-    """Return the identity of a scenario: workload, resolved plan, cluster structure; no rates, files, names."""
-    policies, cluster = scenario.policies, scenario.cluster
-    plan = _identity_of_plan(scenario.plan, publish_overlaps=policies.publish_overlaps)
-    plan["push"] = _plain(scenario.push)
-    if policies.pp > 1:
-        plan["stages"] = [len(stage) for stage in scenario.stages]
-    replan = scenario.plan.shares.replan
-    plan["shares"] = {"batch": scenario.batch_sizes, "shards": scenario.shard_shares, "replan": replan}
-    if policies.partition == "weight-gradient":
-        plan["shares"]["layers"] = scenario.owned_layers
-    ranks = scenario.ranks
-    question = {
-        "workload": _identity_of_workload(scenario.workload, shared),
-        "plan": _text(plan),
-        "policies": _text(repr(policies)),
-        "cluster": shared.once("structure", (Same(cluster), ranks), lambda: _text(_structure(cluster, ranks))),
-        "run": _text(_identity_of_run(scenario)),
-    }
-    if policies.exchange != ("point-to-point" if policies.gradients == "push" else "backend"):
-        question["exchange"] = _text(policies.exchange)  # the former fixed exchanges keep their identity
-    if scenario.network:
-        question["network"] = _text(_plain(scenario.network))
-    return _digest(_joined(question))
+    """Return the identity of a scenario: the digest of its canonical data."""
+    return _digest(canonical(scenario, shared))
 
 
 def calibration_id(cluster: Cluster, gradients: GradientStatistics | None, shared: Shared) -> str:
     """Return the identity of the numbers that a prediction is based on: rates, profiles and statistics."""
 
     def digest() -> str:
-        parts = {
-            "cluster": shared.once("calibrated cluster", Same(cluster), lambda: _text(_plain(cluster))),
-            "gradients": shared.once("gradients as text", Same(gradients), lambda: _text(_plain(gradients) or None)),
-        }
-        return _digest(_joined(parts))
+        return _digest(
+            {
+                "version": VERSION,
+                "cluster": shared.once("identity of cluster", Same(cluster), lambda: _digest(_fields(cluster))),
+                "gradients": gradients
+                and shared.once("identity of statistics", Same(gradients), lambda: _digest(_fields(gradients))),
+            }
+        )
 
     return shared.once("calibration", (Same(cluster), Same(gradients)), digest)
 
 
-def _identity_of_workload(workload: Workload, shared: Shared) -> str:
-    """Return the fields of a workload that are part of its identity, as JSON."""
-    data: dict[str, Any] = _plain(workload, leave_out={"model", "gradients", "data"})
-    if data["optimizer_implementation"] == "default":
-        del data["optimizer_implementation"]  # absent from the identities of earlier results
-    if data["gradient_precision"] is None:
-        del data["gradient_precision"]
-    model = shared.once("question of model", Same(workload.model), lambda: _text(_identity_of_model(workload.model)))
-    return _joined({key: _text(value) for key, value in data.items()} | {"model": model})
-
-
-def _identity_of_model(model: Model) -> dict[str, Any]:
-    """Return the fields of a model that are part of its identity."""
-    data: dict[str, Any] = _plain(model)
-    for key in ("source", "name", "sliced_layers"):  # the last follows from the module
-        del data[key]
-    data["input"] = {key: value for key, value in data["input"].items() if value is not None}
-    for layer in data["layers"]:
-        dropped = ("recompute_", "selective_", *FOLLOWS_FROM_THE_MODULE)
-        for key in [key for key in layer if key.startswith(dropped)]:
-            del layer[key]  # follows from the module; absent from files that were traced earlier
-    return data
-
-
-def _identity_of_run(scenario: "Scenario") -> dict[str, Any]:
-    """Return the fields of the run, and of rebalancing in it, that are part of the identity."""
-    run: dict[str, Any] = _plain(scenario.run)
-    del run["evaluate_every_steps"]  # it changes neither the steps nor what they cost
-    if not scenario.run.extrapolate_micro_batches:
-        del run["extrapolate_micro_batches"]
-    if not scenario.run.slowdowns:
-        del run["slowdowns"]
-    if scenario.plan.shares.replan:
-        run["replanning"] = _plain(scenario.plan.shares.replanning)
-    return run
-
-
-def _identity_of_plan(plan: Plan, *, publish_overlaps: bool) -> dict[str, Any]:
-    """Return a plan as plain data, without the defaults that are absent from the identities of earlier results."""
-    data: dict[str, Any] = _plain(plan)
-    del data["exchange"], data["ranks"]  # the resolved plan has the number of ranks
-    if plan.zero1_implementation == "torch":
-        del data["zero1_implementation"]
-    default: dict[str, Any] = _plain(Publish())
-    publish = data["publish"] | {"overlap": publish_overlaps or None}
-    data["publish"] = {key: value for key, value in publish.items() if key == "threshold" or value != default[key]}
-    return data
+def _canonical_model(model: Model) -> dict[str, Any]:
+    """Return a model without its name, its source, and what follows from its module."""
+    data = _fields(model, leave_out={"source", "name", "sliced_layers", "layers"})
+    layers = [_dumped(layer, include=LAYER_FIELDS) for layer in model.layers]
+    return data | {"layers": layers}
 
 
 def _structure(cluster: Cluster, ranks: int) -> dict[str, Any]:
@@ -168,29 +138,54 @@ def _structure(cluster: Cluster, ranks: int) -> dict[str, Any]:
     return {"backend": cluster.backend, "devices": devices, "edges": edges, "ranks": ranks}
 
 
+# The whole scenario, as a Result stores it ----------------------------------------------------------------------------
+
+KEYS = ("name", "question", "cluster", "workload", "plan", "network", "run")
+"""Keys of a scenario, in the order of the Result."""
+
+
+def resolved(scenario: "Scenario", shared: Shared) -> dict[str, Any]:
+    """Return the whole scenario as plain data, as the Result stores it; it must not be changed.
+
+    Tables and lists of what does not happen (conditions of the network, slow-downs, rebalancing) are left out.
+    """
+    cluster, model, plan, run = scenario.cluster, scenario.workload.model, scenario.plan, scenario.run
+    parts: dict[str, Any] = _dumped(scenario, exclude={"cluster": True, "search": True, "workload": {"model"}})
+    workload = {"model": shared.once("plain model", Same(model), lambda: _dumped(model))} | parts["workload"]
+    clusters = {"cluster": shared.once("plain cluster", Same(cluster), lambda: _dumped(cluster))}
+    data = {key: ({**parts, **clusters, "workload": workload})[key] for key in KEYS}
+    for table, key, is_absent in (
+        (data, "network", not scenario.network),
+        (data["run"], "evaluate_every_steps", run.evaluate_every_steps is None),
+        (data["run"], "extrapolate_micro_batches", not run.extrapolate_micro_batches),
+        (data["run"], "slowdowns", not run.slowdowns),
+        (data["workload"], "gradient_precision", scenario.workload.gradient_precision is None),
+        (data["plan"]["shares"], "replanning", not plan.shares.replan),
+        (data["plan"], "ranks", plan.ranks is None),
+        (data["plan"], "zero1_implementation", plan.zero1_implementation == "torch"),
+        (data["plan"], "compress", plan.compress is None),
+    ):
+        if is_absent:
+            del table[key]
+    return data
+
+
 @cache
 def _adapter(cls: Any) -> TypeAdapter[Any]:
     return TypeAdapter(cls)
 
 
-def _plain(value: object, *, leave_out: Any = None) -> Any:
+def _dumped(value: object, **options: Any) -> Any:
     """Return a value as plain data, as files hold it."""
     kind: Any = type(value)
-    return _adapter(kind).dump_python(value, mode="json", exclude=leave_out)
+    return _adapter(kind).dump_python(value, mode="json", **options)
 
 
-def _text(data: object) -> str:
-    return json.dumps(data, sort_keys=True)
+def _fields(value: object, *, leave_out: set[str] | None = None) -> dict[str, Any]:
+    """Return the fields of a table that differ from their defaults; see [Note: canonical data]."""
+    data: dict[str, Any] = _dumped(value, exclude=leave_out, exclude_defaults=True)
+    return data
 
 
-def _joined(texts: Mapping[str, str]) -> str:
-    """Return a table, given as JSON texts of its values, as JSON.
-
-    >>> _joined({"b": "[1, 2]", "a": "null"}) == json.dumps({"a": None, "b": [1, 2]}, sort_keys=True)
-    True
-    """
-    return "{" + ", ".join(f"{json.dumps(key)}: {texts[key]}" for key in sorted(texts)) + "}"
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+def _digest(data: object) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]

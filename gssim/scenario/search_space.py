@@ -9,8 +9,7 @@ from gssim.units import NonNegativeFloat, PositiveFloat, PositiveInt, Threshold,
 
 Objective = Literal["step-time", "cost", "energy"]
 Choice = Annotated[tuple[PositiveInt, ...], Field(min_length=1)]
-SEARCHED_METHODS: tuple[MethodName, ...] = tuple(name for name in METHODS if name != "fsdp")
-"""All methods; `fsdp` is another name of `zero3`."""
+SEARCHED_METHODS: tuple[MethodName, ...] = tuple(name for name, method in METHODS.items() if method.searched)
 
 
 @spec

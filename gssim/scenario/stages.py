@@ -63,7 +63,6 @@ def _slowest_layer_times_s(
 ) -> list[float]:
     """Return each layer's time on the slowest of a rank's devices."""
     distinct = {id(device): device for device in types}.values()
-    distinct = {id(each): each for each in types}.values()
     return [max(times) for times in zip(*(layer_costs_s(t, workload, layers, samples) for t in distinct), strict=True)]
 
 

@@ -296,7 +296,7 @@ class PartialBackward:
 
     @model_serializer(mode="wrap")
     def _as_traced(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Return plain data without absent fields, which leaves the identity of earlier traces unchanged."""
+        """Return plain data without absent fields."""
         data: dict[str, Any] = inner(self)
         if data.get("backward_streamed_bytes") is None:
             data.pop("backward_streamed_bytes", None)
@@ -377,7 +377,7 @@ class Layer:
 
     @model_serializer(mode="wrap")
     def _as_traced(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Return plain data without absent fields, which leaves the identity of earlier traces unchanged."""
+        """Return plain data without absent fields."""
         data: dict[str, Any] = inner(self)
         for key in STREAMED:
             if data.get(key) is None:

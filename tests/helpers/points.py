@@ -10,6 +10,7 @@ from random import Random
 from typing import Any
 
 from gssim.cluster import presets
+from gssim.plan import METHODS as REGISTRY
 
 SCENARIOS = Path(__file__).resolve().parent.parent.parent / "scenarios"
 
@@ -52,8 +53,8 @@ LARGER = (
     Trained("gpt3-6.7b", 16, (2048,)),
 )
 OPTIMIZERS = ("sgd", "sgd-momentum", "adam", "adamw")
-METHODS = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "pipeline", "tensor")
-PUSHING = ("gs", "gs_z3", "gs_hier")
+METHODS = tuple(name for name, method in REGISTRY.items() if not method.is_gradient_sharding)
+PUSHING = tuple(name for name, method in REGISTRY.items() if method.gradients == "push")
 DEALING = ("gs_wgrad", "gs_tp")
 ONE_AXIS = ("single", "pipeline", "tensor", *DEALING)
 """Of few devices each: models have but so many layers and heads."""
@@ -93,6 +94,8 @@ def random_real_point(seed: int) -> Table:
     workload = _workload(random, model, plan, parts, _precisions(cluster), thresholds=False)
     if plan.get("push") is not None and method in PUSHING and random.random() < 0.5:
         plan["push"] |= {"threshold": random.choice([1e-4, 1e-3, 1e-2])}
+    if REGISTRY[method].compress:  # how long compressed copies live beside the compute depends on the real rates
+        plan["overlap"] = False
     found = _scenario(random, seed, cluster, workload, plan, parts, devices)
     for key in ("replan", "replanning"):  # real paces are not those of a made-up device
         plan.get("shares", {}).pop(key, None)
@@ -143,6 +146,8 @@ def _plan(random: Random, method: str, devices: int, model: Trained) -> tuple[Ta
         plan["parameters"] = random.choice(["replicated", "gathered", "sharded"])
     if method in PUSHING:
         plan["push"] = {}
+    if REGISTRY[method].compress and random.random() < 0.5:
+        plan["compress"] = random.choice(["bf16", "fp16"])
     return plan, parts
 
 
@@ -174,7 +179,7 @@ def _axes(random: Random, plan: Table, devices: int, model: Trained) -> int:
         plan["tp"] = random.choice(inner)
         left //= plan["tp"]
     deep = [n for n in (2, 3, 4) if left % n == 0 and n < left]
-    if deep and random.random() < (0.4 if method in ("ddp", "zero1") else 0.02):
+    if deep and random.random() < (0.4 if REGISTRY[method].in_pipelines else 0.02):
         plan["pp"] = random.choice(deep)
         left //= plan["pp"]
     if method in ("hsdp", "gs_hier"):
@@ -182,7 +187,7 @@ def _axes(random: Random, plan: Table, devices: int, model: Trained) -> int:
             shard = random.choice([n for n in range(1, left + 1) if left % n == 0])
             plan |= {"dp_shard": shard, "dp_replicate": left // shard}
     elif random.random() < 0.5:
-        plan["dp_replicate" if method in ("ddp", "zero1") else "dp_shard"] = left
+        plan[REGISTRY[method].axis] = left
     elif random.random() < 0.15:
         plan[random.choice(["dp_replicate", "dp_shard"])] = random.choice([1, 2, left])
     return left

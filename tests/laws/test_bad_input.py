@@ -212,7 +212,7 @@ PLAN_FAULTS = [
 ]  # fmt: skip
 
 NOT_YET = [
-    (("plan.prefetch=1",), "plan.prefetch = 1: cannot run yet"),
+    (("plan.prefetch=1",), "plan.prefetch: unknown key"),
     (("plan.method=gs_wgrad", "plan.tp=2"), "plan.tp = 2: cannot run yet beside plan.partition = 'weight-gradient'"),
     (("plan.method=tensor",), "workload.model: has no slices of its blocks for 2 tensor-parallel ranks; trace it again"),
     (("plan.method=gs_tp",), "workload.model: has no slices of its blocks for 2 tensor-parallel ranks; trace it again"),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_analysis import in_file, make_result, run, write
+from results import in_file, make_result, run, write
 
 from analysis.charts import comparison_charts, exposed_communication, predicted_vs_measured, rivals
 from analysis.charts.accuracy import WORST_LABELLED

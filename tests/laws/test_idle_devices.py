@@ -1,6 +1,5 @@
 """Devices that a plan leaves out are left out on purpose, and named; measurements still answer the same questions."""
 
-import csv
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -8,13 +7,11 @@ from pathlib import Path
 import pytest
 from strategies import cluster_of, loaded_of, scenario_of, write_files
 
-from gssim.cache import Shared
 from gssim.cli import main
 from gssim.errors import UserError
 from gssim.plan import METHODS
 from gssim.planner import Search, suggested_changes
 from gssim.scenario import SearchSpace, check
-from gssim.scenario.sweep import load_sweep, points_of
 from gssim.simulation import simulate
 from gssim.sweeps import outcome
 from gssim.terminal import print_result
@@ -55,18 +52,6 @@ def test_who_a_scenario_is_hangs_on_the_ranks_and_not_on_how_they_are_asked_for(
     assert len({each.scenario_id for each in fewer}) == 2
     assert "ranks" not in whole.resolved()["plan"]
     assert asked.resolved()["plan"]["ranks"] == 2
-
-
-def test_the_labs_points_ask_what_was_measured():
-    path = SCENARIOS / "sweeps" / "lab.toml"
-    with (SCENARIOS / "measured" / "lab" / "comparison.csv").open() as file:
-        measured = {row["name"]: row["scenario_id"] for row in csv.DictReader(file)}
-    shared = Shared()
-    points = points_of(load_sweep(path), file=path, overrides=[])
-    found = {
-        point.name: point.load(gradients_needed=False, shared=shared).scenario.identity(shared) for point in points
-    }
-    assert {name: found[name] for name in measured} == measured
 
 
 def test_check_and_sweeps_say_how_many_of_the_devices_are_used(tmp_path, monkeypatch, capsys):

@@ -10,9 +10,9 @@ from typing import Any
 
 import chromium
 import pytest
+from results import assert_refused, make_result, run, write
 from sweep_tables import LINK, grid, make_row
 from sweep_tables import write as write_sweep
-from test_analysis import assert_refused, make_result, run, write
 
 from analysis.html_report.contents import contents_of
 from analysis.html_report.markup import ALT_LENGTH, Column, table

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from PIL import Image
+from results import assert_refused, run
 from sweep_tables import AXES, GIB, LINK, grid, made, make_row, write
-from test_analysis import assert_refused, run
 
 from analysis.charts import png, svg
 from analysis.charts.drawing import Chart

@@ -1,6 +1,6 @@
 """Results of a sweep are joined and judged within their groups: clusters of other rates alone ask the same question."""
 
-from test_analysis import in_file, make_result
+from results import in_file, make_result
 
 from analysis.compare.comparison import compare, join
 

@@ -2,13 +2,12 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from real_runs import SCENARIOS, predicted, run_cases, run_module, scenario_file
+from real_runs import predicted, run_cases, run_module, scenario_file
 from real_runs import star as star_toml
 from strategies import communication_time_s, loaded_of, scenario_of, star
 
@@ -21,9 +20,7 @@ from gssim.program import lower
 from gssim.result import Collective
 from gssim.scenario import Scenario
 from gssim.simulation import simulate
-from gssim.units import validated
 
-MEASURED = SCENARIOS / "measured"
 WAYS = ("point-to-point", "backend")
 
 
@@ -71,17 +68,6 @@ def test_plans_that_say_what_was_done_before_there_was_a_choice_keep_their_ident
     usual = trained(method, None, backend="nccl")  # where nobody needs to say it
     assert trained(method, before, backend="nccl").scenario_id == usual.scenario_id
     assert len({trained(method, exchange).scenario_id for exchange in (None, *WAYS)}) == 2
-
-
-@pytest.mark.parametrize("path", sorted(MEASURED.glob("*/*.json")), ids=lambda path: path.name.partition(".")[0])
-def test_results_from_before_join_predictions_for_the_exchange_that_they_were_taken_with(path: Path):
-    data = json.loads(path.read_text(encoding="utf-8"))
-    data["scenario"]["cluster"].pop("backend_cost")  # no part of an identity; it had other words
-    scenario = validated(Scenario, data["scenario"], file=path.name)
-    done = "point-to-point" if scenario.policies.gradients == "push" else "backend"
-    if "exchange" not in data["scenario"]["plan"]:
-        scenario = replace(scenario, plan=replace(scenario.plan, exchange=done))
-    assert scenario.scenario_id == data["scenario_id"]
 
 
 # What happens --------------------------------------------------------------------------------------------------------

@@ -127,7 +127,7 @@ def _differences_of_training(scenario: Any, seen: dict[str, Any]) -> Iterator[st
     workload = scenario.workload
     if scenario.push.selects or (workload.optimizer.startswith("adam") and workload.precision != "fp64"):
         return
-    tolerance = EXACT[workload.precision]
+    tolerance = EXACT["bf16" if scenario.policies.compress else workload.precision]
     if workload.model.name == "resnet-digits" and workload.precision == "fp32":
         tolerance = 1e-4  # a sum is rounded another way, and a ReLU turns: see `tolerance_of`
     if seen["difference"] > tolerance * seen["largest_parameter"]:

@@ -10,7 +10,7 @@ import pytest
 import real_runs
 from hypothesis import given
 from hypothesis import strategies as st
-from test_analysis import make_result
+from results import make_result
 from trace_format import faults
 
 from analysis.compare.timeline import read_step

@@ -293,7 +293,7 @@ def structure_of(topology: Topology) -> dict[str, Any]:
     Device types are numbered as ranks first use them.
     """
     kinds = {kind: i for i, kind in enumerate(dict.fromkeys(kind for _, kind, _ in build(topology).devices))}
-    data: dict[str, Any] = _structure(_ANY.dump_python(topology, mode="json"), kinds)
+    data: dict[str, Any] = _structure(_ANY.dump_python(topology, mode="json", exclude_defaults=True), kinds)
     return data
 
 
