@@ -169,9 +169,22 @@ prefix: {units}. An unknown key is refused, with the allowed ones. What is
 def page(folder: Path) -> str:
     """Return the page for a folder of scenarios, in Markdown."""
     units = ", ".join(f'`"{example}"`' for example in EXAMPLES.values())
-    parts = [INTRODUCTION.format(units=units), *_questions(folder)]
+    parts = [INTRODUCTION.format(units=units)]
+    for name, title in FOLDERS.items():
+        files = sorted((folder / name).glob("*.toml"))
+        rows = [
+            [f"[{file.stem}]({file.relative_to(folder)})", first_comment(file.read_text(encoding="utf-8"))]
+            for file in files
+        ]
+        parts += [f"## {title} that ship\n", _table(["file", "question"], rows)]
     for root, title in ROOTS.items():
-        parts += [f"## {title}\n", *_sections(root)]
+        # the keys of the root table, then those of every table nested in it, each once
+        parts += [f"## {title}\n", _keys(root)]
+        for table, paths in tables_of(root).items():
+            meaning = " ".join((inspect.getdoc(table) or "").split("\n\n")[0].split())
+            parts.append(f"### {_title(table, root)}\n")
+            parts.append(f"At {', '.join(f'`{path}`' for path in paths)}. {meaning}\n")
+            parts.append(_keys(table))
     return "\n".join([*parts, *_limits()])
 
 
@@ -190,26 +203,6 @@ def _limits() -> Iterator[str]:
         "has, lifts them all.\n"
     )
     yield _table(["limit", "most", "of"], [[f"`{name}`", f"{most:,}", of] for name, (most, of) in LIMITS.items()])
-
-
-def _questions(folder: Path) -> Iterator[str]:
-    for name, title in FOLDERS.items():
-        files = sorted((folder / name).glob("*.toml"))
-        rows = [
-            [f"[{file.stem}]({file.relative_to(folder)})", first_comment(file.read_text(encoding="utf-8"))]
-            for file in files
-        ]
-        yield from (f"## {title} that ship\n", _table(["file", "question"], rows))
-
-
-def _sections(root: type) -> Iterator[str]:
-    """Yield the keys of a root table, then those of every table nested in it, each once."""
-    yield _keys(root)
-    for table, paths in tables_of(root).items():
-        meaning = " ".join((inspect.getdoc(table) or "").split("\n\n")[0].split())
-        yield f"### {_title(table, root)}\n"
-        yield f"At {', '.join(f'`{path}`' for path in paths)}. {meaning}\n"
-        yield _keys(table)
 
 
 def tables_of(root: type) -> dict[type, list[str]]:

@@ -141,7 +141,15 @@ def _diagonal_panel(
     points = [(row[quantity.measured] / factor, row[quantity.predicted] / factor) for _, row in rows]
     limits, logarithmic = _square(axes, points, tolerances[-1])
     for tolerance, colour in zip(reversed(tolerances), ("0.94", "0.87")[-len(tolerances) :], strict=True):
-        _band(axes, limits, tolerance, colour)
+        axes.fill_between(
+            limits,
+            [value * (1 - tolerance) for value in limits],
+            [value * (1 + tolerance) for value in limits],
+            color=colour,
+            linewidth=0,
+            zorder=1,
+            label=_within(tolerance),
+        )
     axes.plot(limits, limits, color="0.25", linewidth=1, zorder=2, label="prediction = measurement")
     for (x, y), (_, row) in zip(points, rows, strict=True):
         axes.plot(x, y, linestyle="", zorder=4, **mark(row["method"], 6.5 if large else 8))
@@ -237,19 +245,6 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 def _within(tolerance: float) -> str:
     return f"within \u00b1{tolerance:.0%}".replace("%", " %")
-
-
-def _band(axes: Axes, limits: tuple[float, float], tolerance: float, colour: str) -> None:
-    line = list(limits)
-    axes.fill_between(
-        line,
-        [value * (1 - tolerance) for value in line],
-        [value * (1 + tolerance) for value in line],
-        color=colour,
-        linewidth=0,
-        zorder=1,
-        label=_within(tolerance),
-    )
 
 
 def _label_points(

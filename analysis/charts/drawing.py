@@ -170,18 +170,13 @@ def point_labels(comparison: pl.DataFrame) -> list[str]:
     # six characters of each id, or as many more as make them unique
     length = next((n for n in range(6, 64) if len({identity[:n] for identity in ids}) == len(set(ids))), 64)
     for words in (comparison["method"].to_list(), thresholds, [identity[:length] for identity in ids]):
-        labels = _disambiguated(labels, words)
+        words_of = defaultdict(set)
+        for label, word in zip(labels, words, strict=True):
+            words_of[label].add(word)
+        labels = [
+            f"{label}, {word}" if len(words_of[label]) > 1 else label for label, word in zip(labels, words, strict=True)
+        ]
     return labels
-
-
-def _disambiguated(labels: Sequence[str], words: Sequence[str]) -> list[str]:
-    """Return labels with a word added where equal labels have different words."""
-    meanings = defaultdict(set)
-    for label, word in zip(labels, words, strict=True):
-        meanings[label].add(word)
-    return [
-        f"{label}, {word}" if len(meanings[label]) > 1 else label for label, word in zip(labels, words, strict=True)
-    ]
 
 
 def unit_for(value: float, units: Sequence[tuple[str, float]]) -> tuple[str, float]:

@@ -259,7 +259,7 @@ def _total_s(row: dict[str, Any], side: str) -> float:
 # Timeline -------------------------------------------------------------------------------------------------------------
 
 MOST_RANKS = 8
-LEFT_IN, PANEL_IN, RIGHT_IN, TOP_IN, BOTTOM_IN = 1.75, 9.0, 1.25, 1.45, 0.75
+TIMELINE_LEFT_IN, PANEL_IN, TIMELINE_RIGHT_IN, TIMELINE_TOP_IN, TIMELINE_BOTTOM_IN = 1.75, 9.0, 1.25, 1.45, 0.75
 LANE_IN, STRIP_IN, GAP_IN, RANK_GAP_IN = 0.36, 0.2, 0.07, 0.3
 """Heights: of a compute stream, of another stream, and between sides and ranks."""
 TEXT_MARGIN_IN = 0.1
@@ -276,9 +276,12 @@ def timeline(predicted: Step, measured: Step, *, names: tuple[str, str]) -> Figu
             heights_in += (lanes_in or LANE_IN) + GAP_IN
     panel_in = heights_in + RANK_GAP_IN * (len(ranks) - 1)
     with mpl.rc_context(STYLE):
-        width_in, height_in = LEFT_IN + PANEL_IN + RIGHT_IN, TOP_IN + panel_in + BOTTOM_IN
+        width_in, height_in = (
+            TIMELINE_LEFT_IN + PANEL_IN + TIMELINE_RIGHT_IN,
+            TIMELINE_TOP_IN + panel_in + TIMELINE_BOTTOM_IN,
+        )
         figure = new_figure(width_in, height_in)
-        box = (LEFT_IN / width_in, BOTTOM_IN / height_in, PANEL_IN / width_in, panel_in / height_in)
+        box = (TIMELINE_LEFT_IN / width_in, TIMELINE_BOTTOM_IN / height_in, PANEL_IN / width_in, panel_in / height_in)
         axes = figure.add_axes(box)
         _timeline_panel(axes, sides, ranks, panel_in)
         left_out = len({*predicted.ranks, *measured.ranks}) - len(ranks)

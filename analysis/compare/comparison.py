@@ -273,7 +273,18 @@ def compare(pairs: Sequence[Pair]) -> pl.DataFrame:
     predicted = _side([pair.predicted.result for pair in pairs], "predicted")
     measured = _side([pair.measured.result for pair in pairs], "measured")
     structure = pl.DataFrame([_structure(pair) for pair in pairs], schema=STRUCTURE_COLUMNS)
-    repeats = pl.DataFrame([_repeat_columns(pair) for pair in pairs], schema=REPEAT_COLUMNS)
+    naive_times = [naive(pair.predicted.result) for pair in pairs]
+    repeats = pl.DataFrame(
+        {
+            "group": [group_of(pair.predicted.result) for pair in pairs],
+            "repeats": [len(pair.repeats) for pair in pairs],
+            "noise_ratio": [noise_ratio_of(pair.measurements) for pair in pairs],
+            "median_s": [step_time_of(pair.measurements) for pair in pairs],
+            "naive_compute_s": [times.compute_s for times in naive_times],
+            "naive_link_s": [times.link_s for times in naive_times],
+        },
+        schema=REPEAT_COLUMNS,
+    )
     common = ("scenario_id", "name", "method", "threshold", "device", "ranks")
     return (
         pl.concat([measured, predicted.drop(common), structure, repeats, _effects(pairs)], how="horizontal")
@@ -291,19 +302,6 @@ def compare(pairs: Sequence[Pair]) -> pl.DataFrame:
         .sort("name", "threshold", "scenario_id")
         .select(COLUMNS)
     )
-
-
-def _repeat_columns(pair: Pair) -> dict[str, Any]:
-    """Return the statistics over the repeats of a measurement, and the naive predictions."""
-    baseline = naive(pair.predicted.result)
-    return {
-        "group": group_of(pair.predicted.result),
-        "repeats": len(pair.repeats),
-        "noise_ratio": noise_ratio_of(pair.measurements),
-        "median_s": step_time_of(pair.measurements),
-        "naive_compute_s": baseline.compute_s,
-        "naive_link_s": baseline.link_s,
-    }
 
 
 def _side(results: Sequence[Result], side: str) -> pl.DataFrame:

@@ -150,23 +150,19 @@ def _print_effects(console: Console, rows: Sequence[dict[str, Any]]) -> None:
     for header in ("density\npredicted", "\nmeasured", "speed\npredicted", "\nmeasured", "change of\nlast loss"):
         table.add_column(header, justify="right", no_wrap=True)
     for row in rows:
-        table.add_row(*_effect_cells(row))
+        change = row["loss_change_measured_ratio"]
+        table.add_row(
+            f"{row['name']} (control)" if row["threshold"] == math.inf else row["name"],
+            row["speed_up_over"],
+            _densities(row, "predicted"),
+            _densities(row, "measured"),
+            f"{row['speed_up_predicted_ratio']:.2f}",
+            f"{row['speed_up_measured_ratio']:.2f}",
+            "" if change is None else f"{100 * change:+.1f} %",
+        )
     console.print(table)
     if not any(row["threshold"] == math.inf for row in rows):
         console.print("no control: what learning without any push gives is unknown (plan.push.threshold = inf)")
-
-
-def _effect_cells(row: dict[str, Any]) -> tuple[str, ...]:
-    change = row["loss_change_measured_ratio"]
-    return (
-        f"{row['name']} (control)" if row["threshold"] == math.inf else row["name"],
-        row["speed_up_over"],
-        _densities(row, "predicted"),
-        _densities(row, "measured"),
-        f"{row['speed_up_predicted_ratio']:.2f}",
-        f"{row['speed_up_measured_ratio']:.2f}",
-        "" if change is None else f"{100 * change:+.1f} %",
-    )
 
 
 def _densities(row: dict[str, Any], side: str) -> str:

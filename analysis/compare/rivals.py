@@ -8,6 +8,7 @@ also has the densities of push and publish and the change of loss; the control i
 import json
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from math import inf
 
 import polars as pl
@@ -50,8 +51,14 @@ def rival_table(pairs: Sequence[Pair]) -> pl.DataFrame:
     for pair in pairs:
         result = pair.predicted.result
         trainings[group_of(result), _training_key(result)].append(pair)
+
+    def distance(rival: Pair, ours: Pair) -> tuple[int, str]:
+        plan, other = ours.predicted.result.scenario["plan"], rival.predicted.result.scenario["plan"]
+        return sum(other.get(key) != plan.get(key) for key in COMPARED_KEYS), name_of(rival.predicted.result)
+
     rows = [
-        _row(pair, _nearest(rivals, pair.predicted.result))
+        # the rival whose plan differs in the fewest keys; of several, the first by name
+        _row(pair, min(rivals, key=partial(distance, ours=pair)))
         for same in trainings.values()
         for pair in same
         if method_of(pair.predicted.result) in GRADIENT_SHARDING
@@ -66,17 +73,6 @@ def _training_key(result: Result) -> str:
     workload = {key: value for key, value in result.scenario.get("workload", {}).items() if key != "gradients"}
     parts = [workload, result.scenario.get("run"), result.scenario.get("network"), devices_by_rank(result)]
     return json.dumps(parts, sort_keys=True, default=str)
-
-
-def _nearest(rivals: Sequence[Pair], ours: Result) -> Pair:
-    """Return the rival whose plan differs in the fewest of `COMPARED_KEYS`; of several, the first by name."""
-    plan = ours.scenario["plan"]
-
-    def distance(rival: Pair) -> tuple[int, str]:
-        result = rival.predicted.result
-        return sum(result.scenario["plan"].get(key) != plan.get(key) for key in COMPARED_KEYS), name_of(result)
-
-    return min(rivals, key=distance)
 
 
 def _row(pair: Pair, rival: Pair) -> tuple[object, ...]:

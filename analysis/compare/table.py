@@ -235,25 +235,25 @@ def peaks_by_rank(result: Result) -> dict[int, float]:
 
 def result_table(results: Iterable[Result]) -> pl.DataFrame:
     """Return one row per result; `peak_allocated_bytes` is of the rank that needs most."""
-    return pl.DataFrame([_result_row(result) for result in results], schema=RESULT_COLUMNS)
-
-
-def _result_row(result: Result) -> dict[str, Any]:
-    threshold, devices = threshold_of(result), devices_by_rank(result)
-    return {
-        "scenario_id": result.scenario_id,
-        "source": result.source,
-        "name": name_of(result),
-        "method": method_of(result),
-        "threshold": None if threshold is None else float(threshold),
-        "device": "; ".join(dict.fromkeys(devices.values())),
-        "ranks": len(devices),
-        "step_time_s": result.step_time_s,
-        "step_time_p10_s": result.step_time_p10_s,
-        "peak_allocated_bytes": max(peaks_by_rank(result).values(), default=None),
-        "fits": result.fits,
-        "throughput_samples_per_s": result.throughput_samples_per_s,
-        "push_density": result.density.push,
-        "publish_density": result.density.publish,
-        "calibration_id": result.calibration_id,
-    }
+    rows = []
+    for result in results:
+        threshold, devices = threshold_of(result), devices_by_rank(result)
+        row = {
+            "scenario_id": result.scenario_id,
+            "source": result.source,
+            "name": name_of(result),
+            "method": method_of(result),
+            "threshold": None if threshold is None else float(threshold),
+            "device": "; ".join(dict.fromkeys(devices.values())),
+            "ranks": len(devices),
+            "step_time_s": result.step_time_s,
+            "step_time_p10_s": result.step_time_p10_s,
+            "peak_allocated_bytes": max(peaks_by_rank(result).values(), default=None),
+            "fits": result.fits,
+            "throughput_samples_per_s": result.throughput_samples_per_s,
+            "push_density": result.density.push,
+            "publish_density": result.density.publish,
+            "calibration_id": result.calibration_id,
+        }
+        rows.append(row)
+    return pl.DataFrame(rows, schema=RESULT_COLUMNS)

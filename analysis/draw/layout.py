@@ -150,7 +150,12 @@ def _grid(topology: Torus) -> Layout:
         _, bottom, right, _ = layout.extent
         layout.notes.append((right / 2, bottom - 0.3, f"\u2026 {left_out:,} more of {_times(topology.shape)}"))
     if depth == 1 and topology.host_shape:
-        _hosts(layout, topology, (rows, columns), pitch)
+        high, wide = topology.host_shape
+        edge = 0.44 * pitch
+        for row, column in np.ndindex(ceil(rows / high), ceil(columns / wide)):
+            left, top = column * wide * pitch - edge, -row * high * pitch + edge
+            right, bottom = left + (wide - 1) * pitch + 2 * edge, top - (high - 1) * pitch - 2 * edge
+            layout.boxes.append(Box(left, bottom, right, top, kind="host"))
     return layout
 
 
@@ -174,15 +179,6 @@ def _wrap(
             if place[axis] == 0:
                 last = (*place[:axis], length - 1, *place[axis + 1 :])
                 layout.hidden.add(frozenset("chip" + ".".join(map(str, at[flat:])) for at in (place, last)))
-
-
-def _hosts(layout: Layout, topology: Torus, shape: tuple[int, int], pitch: float) -> None:
-    high, wide = topology.host_shape or (1, 1)
-    edge = 0.44 * pitch
-    for row, column in np.ndindex(ceil(shape[0] / high), ceil(shape[1] / wide)):
-        left, top = column * wide * pitch - edge, -row * high * pitch + edge
-        right, bottom = left + (wide - 1) * pitch + 2 * edge, top - (high - 1) * pitch - 2 * edge
-        layout.boxes.append(Box(left, bottom, right, top, kind="host"))
 
 
 def _times(shape: Sequence[int]) -> str:

@@ -73,7 +73,10 @@ def contents_of(folder: Path) -> Contents:
         raise UserError(f"{folder}: no such folder")
     joined = join(find_results([folder]).files)
     predicted = tuple(file for file in joined.unmatched if file.result.source == "simulated")
-    sweeps = list(_sweeps(folder))
+    # of a table in two files (Parquet and CSV), only the Parquet file
+    tables = [path for path in sorted(folder.rglob("*.parquet")) if path.is_file()]
+    tables += [path for path in sorted(folder.rglob("*.csv")) if not path.with_suffix(".parquet").is_file()]
+    sweeps = [read_table(path) for path in tables if is_table(path)]
     if len(predicted) >= FEWEST_PREDICTIONS and not joined.pairs and not sweeps and all(map(_is_whole, predicted)):
         sweeps.append(table_from(predicted, name=folder.name))
     contents = Contents(
@@ -143,16 +146,6 @@ def _typed(path: Path, schema: Mapping[str, Any]) -> pl.DataFrame:
         return pl.read_csv(path, schema_overrides=types).select(list(schema))
     except (OSError, pl.exceptions.PolarsError) as error:
         raise UserError(f"{path}: cannot be read as a table: {str(error).splitlines()[0]}") from None
-
-
-def _sweeps(folder: Path) -> Iterable[SweepTable]:
-    """Yield the tables of sweeps; of a table in two files (Parquet and CSV), only the Parquet file."""
-    for path in sorted(folder.rglob("*.parquet")):
-        if path.is_file() and is_table(path):
-            yield read_table(path)
-    for path in sorted(folder.rglob("*.csv")):
-        if not path.with_suffix(".parquet").is_file() and is_table(path):
-            yield read_table(path)
 
 
 NUMBERS_OF_STUDIES = (

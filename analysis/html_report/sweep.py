@@ -203,13 +203,19 @@ def _bottlenecks(sweep: SweepTable, layout: Layout) -> Markup:
             ("thresholded", fastest(row for row in members if not is_dense(row) and not is_control(row))),
         ):
             if row is not None:
+                phase = max(PHASES, key=lambda phase: row[f"{phase}_s"] or 0.0)
+                share = (row[f"{phase}_s"] or 0.0) / row["step_time_s"] if row["step_time_s"] else 0.0
+                margin = "not known"
+                if row["margin_bytes"] is not None:
+                    left = f"{size(row['margin_bytes'])} of {size(row['capacity_bytes'])} left"
+                    margin = f"{row['tightest_device']}: {left}"
                 lines.append(
                     [
                         layout.setting_label(place) or "all points",
                         f"{_threshold(row, layout)} ({kind})",
-                        _longest(row),
+                        f"{phase.replace('_', ' ')}, {100 * share:.0f} %",
                         _link(row),
-                        _tightest(row),
+                        margin,
                     ]
                 )
     heads = ("fastest plan", "longest part of a step", "busiest link", "tightest device")
@@ -218,20 +224,8 @@ def _bottlenecks(sweep: SweepTable, layout: Layout) -> Markup:
     return table("What the fastest plans wait for, as predicted", columns, lines) + found_in
 
 
-def _longest(row: Row) -> str:
-    phase = max(PHASES, key=lambda phase: row[f"{phase}_s"] or 0.0)
-    share = (row[f"{phase}_s"] or 0.0) / row["step_time_s"] if row["step_time_s"] else 0.0
-    return f"{phase.replace('_', ' ')}, {100 * share:.0f} %"
-
-
 def _link(row: Row) -> str:
     ratio = row["slowest_link_utilisation_ratio"]
     return (
         "none" if row["slowest_link"] is None or ratio is None else f"{row['slowest_link']}, used {100 * ratio:.0f} %"
     )
-
-
-def _tightest(row: Row) -> str:
-    if row["margin_bytes"] is None:
-        return "not known"
-    return f"{row['tightest_device']}: {size(row['margin_bytes'])} of {size(row['capacity_bytes'])} left"

@@ -48,10 +48,10 @@ def total(sizes: Iterable[Polynomial], factor: float = 1) -> Polynomial:
     """
     sums: dict[bool, dict[tuple[int, int], float]] = {False: {}, True: {}}
     for size in sizes:
-        for shared, terms in ((False, size.terms), (True, size.unit_terms)):
-            for value, i, j in terms:
+        for shared, size_terms in ((False, size.terms), (True, size.unit_terms)):
+            for value, i, j in size_terms:
                 sums[shared][i, j] = sums[shared].get((i, j), 0) + factor * value
-    own, units = (tuple((round(v), i, j) for (i, j), v in each.items() if v) for each in sums.values())
+    own, units = (tuple((round(v), i, j) for (i, j), v in terms.items() if v) for terms in sums.values())
     return Polynomial(own, units) if own or units else ZERO_BYTES
 
 
@@ -119,7 +119,7 @@ class LayerOperations:
 
     def readers(self, name: str) -> list[int]:
         """Return the indices of the operations that read an output."""
-        return [i for i, each in enumerate(self.operations) if name in each.reads]
+        return [i for i, operation in enumerate(self.operations) if name in operation.reads]
 
     def buffers(self, input_bytes: Polynomial, freed_at: int) -> Iterable[Buffer]:
         """Yield all buffers; the gradient of the input is freed at index `freed_at` of the layer before."""
@@ -130,25 +130,25 @@ class LayerOperations:
             yield Buffer(born, freed, "temporaries", input_bytes)
 
     def _output_buffers(self) -> Iterable[Buffer]:
-        for place, each in enumerate(self.operations):
+        for place, operation in enumerate(self.operations):
             born = Moment("f", place)
-            savers = [i for i, other in enumerate(self.operations) if each.name in other.saves]
+            savers = [i for i, other in enumerate(self.operations) if operation.name in other.saves]
             if place == self.last:
-                yield Buffer(born, Moment("b", self.last, 1), "activations", each.output)
+                yield Buffer(born, Moment("b", self.last, 1), "activations", operation.output)
             elif savers:
-                yield Buffer(born, Moment("b", self.last - min(savers)), "activations", each.output)
+                yield Buffer(born, Moment("b", self.last - min(savers)), "activations", operation.output)
             else:
-                end = max(self.readers(each.name), default=place)
-                yield Buffer(born, Moment("f", end), "temporaries", each.output)
-            if each.also_saved != ZERO_BYTES:
-                yield Buffer(born, Moment("b", self.last - place), "activations", each.also_saved)
+                end = max(self.readers(operation.name), default=place)
+                yield Buffer(born, Moment("f", end), "temporaries", operation.output)
+            if operation.also_saved != ZERO_BYTES:
+                yield Buffer(born, Moment("b", self.last - place), "activations", operation.also_saved)
 
     def _gradient_buffers(self) -> Iterable[Buffer]:
-        for place, each in enumerate(self.operations[:-1]):
-            producers = [i for i in self.readers(each.name) if not self.operations[i].passes_gradient]
+        for place, operation in enumerate(self.operations[:-1]):
+            producers = [i for i in self.readers(operation.name) if not self.operations[i].passes_gradient]
             if producers:
                 born, freed = Moment("b", self.last - max(producers)), Moment("b", self.last - place)
-                yield Buffer(born, freed, "temporaries", each.output)
+                yield Buffer(born, freed, "temporaries", operation.output)
 
     @property
     def recomputed(self) -> tuple[Operation, ...]:
@@ -156,51 +156,54 @@ class LayerOperations:
         if not self.early_stop:
             return self.operations
         saved = [
-            i for i, each in enumerate(self.operations) if each.also_saved != ZERO_BYTES or each.name in self._saved()
+            i
+            for i, operation in enumerate(self.operations)
+            if operation.also_saved != ZERO_BYTES or operation.name in self._saved()
         ]
         return self.operations[: max(saved, default=-1) + 1]
 
     def _saved(self) -> set[str]:
-        return {name for each in self.operations for name in each.saves}
+        return {name for operation in self.operations for name in operation.saves}
 
     def layer(
         self, name: str, modules: Sequence[str], *, block: bool, input_bytes: Polynomial, freed_at: int = 0
     ) -> Layer:
         """Return the layer, repeated once for each of `modules`; for the last two arguments see `buffers`."""
         every, again = self.operations, self.recomputed
-        rerun = tuple(each for each in again if not each.kept)
-        moved = [total([each.operands, each.streamed]) for each in every]
+        rerun = tuple(operation for operation in again if not operation.kept)
+        moved = [total([operation.operands, operation.streamed]) for operation in every]
         return Layer(
             name=name,
             modules=tuple(modules),
             block=block,
             parameters=tuple(
                 weight.parameter(self.split.ranks, Moment("b", self.last - place))
-                for place, each in enumerate(every)
-                for weight in each.weights
+                for place, operation in enumerate(every)
+                for weight in operation.weights
             ),
-            forward_flop=total(each.flop for each in every),
+            forward_flop=total(operation.flop for operation in every),
             backward_flop=total(
-                total([each.flop], 2) if each.backward_flop is None else each.backward_flop for each in every
+                total([operation.flop], 2) if operation.backward_flop is None else operation.backward_flop
+                for operation in every
             ),
             forward_bytes=total(moved),
-            backward_bytes=total([*(total([each.operands], 2) for each in every), *_streamed_back(every)]),
-            forward_streamed_bytes=total(each.streamed for each in every),
+            backward_bytes=total([*(total([operation.operands], 2) for operation in every), *_streamed_back(every)]),
+            forward_streamed_bytes=total(operation.streamed for operation in every),
             backward_streamed_bytes=total(_streamed_back(every)),
-            saved_bytes=total(each.output for each in every if each.name in self._saved()),
+            saved_bytes=total(operation.output for operation in every if operation.name in self._saved()),
             output_bytes=every[-1].output,
-            forward_operations=sum(each.kernels for each in every),
-            backward_operations=sum(2 * each.kernels for each in every),
-            recompute_flop=total(each.flop for each in again),
-            recompute_bytes=total(total([each.operands, each.streamed]) for each in again),
-            recompute_streamed_bytes=total(each.streamed for each in again),
-            recompute_operations=sum(each.kernels for each in again),
+            forward_operations=sum(operation.kernels for operation in every),
+            backward_operations=sum(2 * operation.kernels for operation in every),
+            recompute_flop=total(operation.flop for operation in again),
+            recompute_bytes=total(total([operation.operands, operation.streamed]) for operation in again),
+            recompute_streamed_bytes=total(operation.streamed for operation in again),
+            recompute_operations=sum(operation.kernels for operation in again),
             recompute_positions=len(again),
-            selective_flop=total(each.flop for each in rerun),
-            selective_bytes=total(total([each.operands, each.streamed]) for each in rerun),
-            selective_streamed_bytes=total(each.streamed for each in rerun),
-            selective_operations=sum(each.kernels for each in rerun),
-            selective_positions=tuple(i for i, each in enumerate(every) if each.kept),
+            selective_flop=total(operation.flop for operation in rerun),
+            selective_bytes=total(total([operation.operands, operation.streamed]) for operation in rerun),
+            selective_streamed_bytes=total(operation.streamed for operation in rerun),
+            selective_operations=sum(operation.kernels for operation in rerun),
+            selective_positions=tuple(i for i, operation in enumerate(every) if operation.kept),
             buffers=tuple(self.buffers(input_bytes, freed_at)),
             units=self.split.ranks if self.split.ranks > 1 else None,
             reductions=tuple(self._reductions()) if self.split.ranks > 1 else (),
@@ -208,16 +211,16 @@ class LayerOperations:
         )
 
     def _reductions(self) -> Iterable[Reduction]:
-        for place, each in enumerate(self.operations):
-            if each.reduced is not None:
-                yield Reduction(Moment("f", place), each.reduced)
-        for place, each in reversed(list(enumerate(self.operations))):
-            if each.backward_reduced is not None:
-                yield Reduction(Moment("b", self.last - place), each.backward_reduced)
+        for place, operation in enumerate(self.operations):
+            if operation.reduced is not None:
+                yield Reduction(Moment("f", place), operation.reduced)
+        for place, operation in reversed(list(enumerate(self.operations))):
+            if operation.backward_reduced is not None:
+                yield Reduction(Moment("b", self.last - place), operation.backward_reduced)
 
 
 def _streamed_back(operations: Iterable[Operation]) -> list[Polynomial]:
-    return [each.backward_streamed for each in operations]
+    return [operation.backward_streamed for operation in operations]
 
 
 FLOAT = 4

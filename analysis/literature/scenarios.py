@@ -68,11 +68,15 @@ def tables_of(run: Run) -> dict[str, Any]:
     """Return a run's scenario as a file has it, cluster and model as tables; raise SkippedError for an unknown GPU."""
     context, software = run.software.context_ranks, run.software
     model = transformer(run.shape, software, tp=run.tp, tied=run.pp == 1 and run.shape.ties)
+    figures = [f"{run.step_s:.6g} s a step"] if run.step_s else []
+    if run.memory_bytes and run.memory_metric:
+        rank = "the last rank" if run.memory_of == "last" else "the rank that needs most"
+        figures.append(f"{run.memory_bytes / 2**30:.4g} GiB ({run.memory_metric}) on {rank}")
     # row ids may hold any character; files may be named after scenarios
     name = "".join(char if char.isprintable() and char != "/" else "-" for char in run.identity) or "row"
     tables: dict[str, Any] = {
         "name": name,
-        "question": _question(run),
+        "question": f"{run.source}: measured {' and '.join(figures) or 'nothing'}",
         "cluster": cluster_tables(servers_of_run(run), software.precision, software.tensor_float),
         "workload": {
             "model": TypeAdapter(Model).dump_python(model, mode="json", exclude_none=True),
@@ -89,15 +93,6 @@ def tables_of(run: Run) -> dict[str, Any]:
     if run.micro_batches > 1:
         tables["run"] = {"extrapolate_micro_batches": True}
     return tables
-
-
-def _question(run: Run) -> str:
-    """Return what was measured, as text."""
-    figures = [f"{run.step_s:.6g} s a step"] if run.step_s else []
-    if run.memory_bytes and run.memory_metric:
-        rank = "the last rank" if run.memory_of == "last" else "the rank that needs most"
-        figures.append(f"{run.memory_bytes / 2**30:.4g} GiB ({run.memory_metric}) on {rank}")
-    return f"{run.source}: measured {' and '.join(figures) or 'nothing'}"
 
 
 def servers_of_run(run: Run) -> tuple[Server, ...]:
