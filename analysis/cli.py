@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gssim.errors import UserError
-from gssim.files import check_place, locked, write_text
+from gssim.execution.files import check_place, locked, write_text
 from gssim.terminal import INTERRUPTED, run_command_line
 
 if TYPE_CHECKING:

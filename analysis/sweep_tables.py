@@ -21,7 +21,7 @@ import polars as pl
 
 from analysis.compare.table import ResultFile, name_of, sweep_group, threshold_of
 from gssim.errors import UserError
-from gssim.files import of_text_cell
+from gssim.execution.files import of_text_cell
 from gssim.result import Result
 from gssim.scenario.sweep import SEPARATOR
 from gssim.sweeps import POINT_COLUMNS, RESULT_COLUMNS, columns_of, files_of, kind_of, outcome, table_of

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gssim.errors import UserError
-from gssim.files import read_json
+from gssim.execution.files import read_json
 from gssim.result import PHASES, Span
 
 NO_TRACE = "not a trace as `gssim run --trace` and `gsreal run --trace` write them"

@@ -25,7 +25,7 @@ from analysis.literature.platforms import Server, cluster_of, cluster_tables, pl
 from analysis.literature.runs import Run, SkippedError
 from analysis.literature.transformer import transformer
 from gssim.cluster import Cluster
-from gssim.files import check_place, write_text
+from gssim.execution.files import check_place, write_text
 from gssim.plan import DATA_AXES, METHODS
 from gssim.workload import Model
 

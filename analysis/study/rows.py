@@ -10,7 +10,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from analysis.study.study import Study, Trained
-from gssim.files import as_text_cell
+from gssim.execution.files import as_text_cell
 from gssim.result import Collective, Result
 
 # Paired statistics over seeds -----------------------------------------------------------------------------------------

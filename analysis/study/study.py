@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,7 +17,8 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from gssim.errors import RunFailedError, UserError
-from gssim.files import write_text
+from gssim.execution import FileStore
+from gssim.execution.files import write_text
 from gssim.result import Result, read_result
 from gssim.scenario import Loaded, as_overrides, load_scenario, read_toml
 from gssim.simulation import simulate
@@ -336,7 +337,8 @@ def _trained(
     overrides = [*loaded.overrides_of(variant, seed=seed, density=density), *inputs]
     asked = loaded.load(variant, seed=seed, density=density, extra=tuple(inputs))
     file = out / "results" / f"{asked.scenario.name}.{asked.scenario.scenario_id}.measured.json"
-    if not again and file.exists() and stands_for(kept := read_result(file), asked):
+    store = trainings_in(file.parent)
+    if not again and (kept := store.kept(file.name, key_of(asked.scenario.scenario_id, asked.scenario.resolved()))):
         progress.kept()
         return kept
     progress.begins(what)
@@ -347,11 +349,15 @@ def _trained(
     return read_result(file)
 
 
-def stands_for(result: Result, asked: Loaded) -> bool:
-    """Return whether a stored Result is of exactly the scenario that is asked for."""
-    wanted = json.loads(json.dumps(asked.scenario.resolved()))
-    same = all(_without_paths(result.scenario.get(part)) == _without_paths(wanted.get(part)) for part in KEPT_PARTS)
-    return result.scenario_id == asked.scenario.scenario_id and same
+def trainings_in(folder: Path) -> FileStore[Result]:
+    """Return the store of a study's trainings, whatever code ran them."""
+    return FileStore(folder, read_result, Result.to_json, lambda result: key_of(result.scenario_id, result.scenario))
+
+
+def key_of(scenario_id: str, scenario: Mapping[str, Any]) -> object:
+    """Return the key of a training: the scenario, and what else of it decides what is trained and evaluated."""
+    parts = json.dumps([_without_paths(scenario.get(part)) for part in KEPT_PARTS], sort_keys=True)
+    return scenario_id, parts
 
 
 def _without_paths(part: Any) -> Any:

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -124,6 +125,10 @@ def communication_cost(bench: Bench) -> dict[str, Any]:
     return costs_of(lines, bench.ranks) | _posting_cost(bench)
 
 
+ALL_REDUCES = {"all-reduce": torch.float32, "all-reduce bf16": torch.bfloat16, "all-reduce fp16": torch.float16}
+"""Type of the elements of each kind of all-reduce: gloo adds some of them slower."""
+
+
 def shapes(n: int) -> dict[str, Shape]:
     """Return the shape of each kind that is measured, among n ranks.
 
@@ -140,7 +145,7 @@ def shapes(n: int) -> dict[str, Shape]:
         "all-to-all-v": Shape(2, 1.0, 2.0),  # every rank to the next one
         "send": Shape(2, 1.0, 1.0),
         "broadcast": Shape(1 + max(depths), sum(busiest), sum(busiest)),
-        "all-reduce": Shape(4 * (n - 1), 2 * share, 4 * share),
+        **dict.fromkeys(ALL_REDUCES, Shape(4 * (n - 1), 2 * share, 4 * share)),
         "reduce-scatter": Shape(4 * (n - 1), 2 * share, 4 * share),  # gloo's is an all-reduce
         "all-gather": Shape(2 * (n - 1), share, 2 * share),
         "all-gather-v": Shape(n, share, 2 * share),
@@ -319,8 +324,8 @@ def _calls(bench: Bench) -> Makers:
         whole = torch.zeros(size // 4 // n * n, device=device)
         return whole, torch.zeros(whole.numel() // n, device=device)
 
-    def all_reduce(size: int) -> Callable[[], object]:
-        whole, _ = buffers(size)
+    def all_reduce(size: int, dtype: torch.dtype) -> Callable[[], object]:
+        whole = torch.zeros(size // dtype.itemsize // n * n, dtype=dtype, device=device)
         return lambda: dist.all_reduce(whole)
 
     def all_gather(size: int) -> Callable[[], object]:
@@ -351,7 +356,7 @@ def _calls(bench: Bench) -> Makers:
     return {
         "all-to-all-v": lambda size: _exchange(bench, size),
         **_one_way_calls(bench),
-        "all-reduce": all_reduce,
+        **{kind: partial(all_reduce, dtype=dtype) for kind, dtype in ALL_REDUCES.items()},
         "reduce-scatter": reduce_scatter,
         "all-gather": all_gather,
         "all-gather-v": gather_unevenly,

@@ -25,9 +25,8 @@ from gsreal.compiled import cache_folder
 from gsreal.data.source import IGNORED, sizes_of
 from gsreal.run.progress import note_progress
 from gssim.errors import UserError
-from gssim.files import writing
-from gssim.limits import excess
-from gssim.units import Ints
+from gssim.execution.files import writing
+from gssim.units import Ints, excess
 from gssim.workload import TextFolder
 
 MASKED_RATIO = 0.15

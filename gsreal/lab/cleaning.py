@@ -17,7 +17,7 @@ from gsreal.compiled import compiler
 from gsreal.lab.namespaces import FOLDER, can_create_namespaces
 from gsreal.lab.network import PREFIX, Network
 from gssim.errors import UserError
-from gssim.files import held_lock, release_lock
+from gssim.execution.files import held_lock, release_lock
 
 PACKAGES = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux"}
 """Debian's package of each program."""

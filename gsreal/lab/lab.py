@@ -19,7 +19,7 @@ from gsreal.run.launch import Guard
 from gsreal.run.progress import DEFAULT_TIMEOUT_S
 from gssim.cluster import Cluster
 from gssim.errors import RunFailedError, UserError
-from gssim.files import scratch_folder
+from gssim.execution.files import scratch_folder
 from gssim.result import Result, read_result
 from gssim.scenario import Loaded
 from gssim.terminal import unwinding

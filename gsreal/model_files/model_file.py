@@ -14,7 +14,7 @@ from gsreal.model_files.build import DTYPES
 from gsreal.model_files.recorder import Work
 from gsreal.model_files.trace import OperationCounts, trace, trace_at_length
 from gssim.errors import UserError
-from gssim.files import write_text
+from gssim.execution.files import write_text
 from gssim.scenario import load_model
 from gssim.units import Precision, validated
 from gssim.workload import Model, TokenInput

@@ -24,7 +24,7 @@ from gsreal.machine import ENVIRONMENT, die_with_parent
 from gsreal.run.progress import DEFAULT_TIMEOUT_S, REPORTS, Watch
 from gsreal.run.rank import LAUNCHER, STORE, TIMEOUT
 from gssim.errors import RunFailedError, UserError
-from gssim.files import scratch_folder
+from gssim.execution.files import scratch_folder
 from gssim.terminal import ENDING
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gsreal.gradient_sharding.thresholds import TINY
-from gssim.gradient_statistics import HELD_LEVELS, SKETCH_EDGES
+from gssim.workload.gradient_statistics import HELD_LEVELS, SKETCH_EDGES
 
 BLOCKS = 12
 """Blocks of a tensor: query, key and value have four each, as has every third."""

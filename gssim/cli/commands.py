@@ -17,10 +17,10 @@ from gssim.cache import Shared
 from gssim.cli.search_report import nothing_fits, print_found
 from gssim.cli.support_report import print_methods, print_support
 from gssim.errors import RunFailedError, UserError
-from gssim.execution import dask_workers, processes, usable_cores
-from gssim.files import write_text
+from gssim.execution import dask_workers, processes, processes_with, usable_cores
+from gssim.execution.files import write_text
 from gssim.plan import METHODS
-from gssim.planner import Search, searchers, with_suggested_changes
+from gssim.planner import Search, with_suggested_changes
 from gssim.program import program_table, program_text
 from gssim.result import chrome_trace, file_name
 from gssim.scenario import load_scenario, supported
@@ -293,7 +293,7 @@ def search_command(
     run = ["gssim", "run", str(scenario), *(word for each in overrides or [] for word in ("--set", each))]
     try:
         search.prepare()
-        with searchers(count, scenario, given, shared) as workers, progress_bar("searching") as on_progress:
+        with processes_with(shared, count) as workers, progress_bar("searching") as on_progress:
             search.run(workers, on_progress)
     except KeyboardInterrupt:
         _print_found(search, loaded.scenario.question, run, as_json=as_json)

@@ -194,7 +194,8 @@ class BackendCost:
     """
     processor_byte_s: dict[str, Seconds] = field(default_factory=dict)
     """Processor time of a rank for each byte that it sends or receives (copies, the kernel's network code, additions),
-    by collective kind; `default` for all others. It overlaps with the transfer: the longer of both counts.
+    by collective kind; `default` for all others. All-reduces in 16 bits may have their own, `all-reduce bf16` and
+    `all-reduce fp16`, here and in `overhead_s`. It overlaps with the transfer: the longer of both counts.
     """
     source: str
     """Source of the numbers."""

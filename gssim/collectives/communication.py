@@ -41,6 +41,9 @@ class Communication:
     """Kind by which its algorithm and costs are looked up, where it differs: an all-gather made of point-to-point
     messages is an all-gather-v to the network, and a push by a collective of the backend an all-to-all."""
 
+    half_precision: str = ""
+    """bf16 or fp16, where elements in it are summed: their additions may have costs of their own."""
+
     @property
     def groups(self) -> tuple[Sequence[int], ...]:
         """All groups, each with a collective of its own."""

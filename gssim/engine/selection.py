@@ -267,13 +267,13 @@ class Scheduler:
 
     def _with_backend_costs(self, name: str, members: Members, communication: Communication) -> CollectiveSchedule:
         """Return an algorithm with the backend's costs; raises ValueError where the group's shape does not fit it."""
-        kind = communication.carried_kind
+        kind, half_precision = communication.carried_kind, communication.half_precision
         stages = ALGORITHMS[name, kind](members, communication)
         return CollectiveSchedule(
             name,
             tuple(self._with_queueing(stage) for stage in stages),
-            collectives.overhead_s(self.cluster, kind),
-            processor_byte_s=collectives.processor_byte_s(self.cluster, kind),
+            collectives.overhead_s(self.cluster, kind, half_precision),
+            processor_byte_s=collectives.processor_byte_s(self.cluster, kind, half_precision),
             message_s=collectives.message_s(self.cluster),
             notices=collectives.has_notices(self.cluster.backend),
             group_bytes=self._group_bytes,

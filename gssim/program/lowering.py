@@ -12,7 +12,6 @@ import numpy as np
 from gssim.cache import Shared
 from gssim.cluster import DeviceType
 from gssim.collectives import Communication
-from gssim.gradient_statistics import GradientStatistics
 from gssim.plan import Action, Division, Policies, Push, assign_buckets, bucket_limits, divide, schedule, splitting
 from gssim.program.owned import OwnedLayers, owned_layers
 from gssim.program.stage_boundary import Stage
@@ -20,6 +19,7 @@ from gssim.program.task import Bucket, MicroBatch, Task
 from gssim.scenario import Scenario, has_master_copy, master_bytes, model_slice, schedule_of, value_bytes
 from gssim.units import PRECISION_BYTES, Ints
 from gssim.workload import Layer, LayerInstance, Parameter, gradient_order, unrolled
+from gssim.workload.gradient_statistics import GradientStatistics
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -408,13 +408,20 @@ class Lowering:
     def _ownership_columns(self, bucket: Bucket) -> list[Ints]:
         """Return columns that distinguish ranks by a bucket: the elements each owns, and the division of its place."""
         owned_by_place = self.division(bucket).owned
-        place_class = {sizes: number for number, sizes in enumerate(dict.fromkeys(owned_by_place))}
         owned = np.array(owned_by_place).T.ravel()  # node by node
-        return (
-            [owned]
-            if self.places == 1
-            else [owned, np.tile([place_class[sizes] for sizes in owned_by_place], self.nodes)]
-        )
+        if self.places == 1:
+            return [owned]
+        kinds = [(sizes, self.forwarded_elements(bucket, place)) for place, sizes in enumerate(owned_by_place)]
+        place_class = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
+        return [owned, np.tile([place_class[kind] for kind in kinds], self.nodes)]
+
+    def forwarded_elements(self, bucket: Bucket, place: int) -> int:
+        """Return the largest part that a place receives and passes on in the reduce-scatter of a bucket within a node.
+
+        It is a ring of messages: all parts are forwarded but the first one sent and the own one.
+        """
+        parts = self.division(bucket).places
+        return max((parts[(place + step) % self.places] for step in range(2, self.places)), default=0)
 
     @cached_property
     def _distinct_rows(self) -> list[int]:

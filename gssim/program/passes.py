@@ -20,7 +20,6 @@ from pydantic import TypeAdapter
 from gssim.cache import Same, Shared
 from gssim.cluster import Cluster, DeviceType
 from gssim.collectives import Communication
-from gssim.gradient_statistics import GradientStatistics
 from gssim.plan import DATA_AXES
 from gssim.program.compute import compute
 from gssim.program.equal_messages import message_classes
@@ -43,6 +42,7 @@ from gssim.program.task import MicroBatch, Program, Task, TaskId, collective_tas
 from gssim.result import COMPUTE_PHASES, UPDATE_PHASES
 from gssim.scenario import Scenario, model_slice, units_of_ranks
 from gssim.workload import LayerInstance, unrolled
+from gssim.workload.gradient_statistics import GradientStatistics
 
 NOT_READ = frozenset({"model", "gradients", "data"})
 """Fields of a workload that lowering does not read, and the model, which is compared by identity."""

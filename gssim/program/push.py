@@ -71,14 +71,14 @@ def send_bucket(
 def _reduce_scatter_in_node(low: Lowering, rank: int, bucket: Bucket, ready: TaskId) -> list[Task]:
     """Return the reduce-scatter of a bucket within the node; see [Note: hierarchy] in `gssim.plan.bucket_partition`.
 
-    It leaves the part of the rank's place in a buffer of its own. It is a ring of messages: forwarded parts, all but
-    the first one sent and the own one, are received in a buffer as large as the largest of them.
+    It leaves the part of the rank's place in a buffer of its own, and receives forwarded parts in a buffer as large as
+    the largest of them.
     """
     own = TaskId("reduce-scatter", bucket=bucket.index)
     parts = tuple(n * low.value_bytes for n in low.division(bucket).places)
     exchange = low.communication("reduce-scatter-v", "dp_shard", sum(parts), part_bytes=parts)
     place, whole = low.place(rank), float(sum(parts))
-    staged = float(max((parts[(place + step) % low.places] for step in range(2, low.places)), default=0))
+    staged = float(low.forwarded_elements(bucket, place) * low.value_bytes)
     events = [Event(0, float(parts[place]), "buckets"), Event(1, staged, "communication")]
     events.append(Event(2, -staged, "communication"))
     if low.overlaps:

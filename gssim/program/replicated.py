@@ -16,6 +16,7 @@ from gssim.memory import Event, footprint
 from gssim.program.compute import BackwardParts
 from gssim.program.lowering import Lowering
 from gssim.program.task import Bucket, MicroBatch, Task, TaskId, collective_task
+from gssim.units import PRECISION_BYTES
 
 HALF_BYTES = 2
 """Bytes of an element in bf16 and fp16."""
@@ -40,14 +41,16 @@ def all_reduce_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batc
         tasks = [*broadcasts, *tasks]
     if not micro_batch.sends_gradients:
         return tasks
-    device, half = low.device(rank), low.policies.compress is not None
+    device, half, precision = low.device(rank), low.policies.compress, low.scenario.workload.precision
+    summed = half or (precision if PRECISION_BYTES[precision] == HALF_BYTES else "")
     parts, reductions = BackwardParts(low, tasks), []
     for bucket in low.buckets:
         size = bucket.elements * low.value_bytes
         index = parts.at(bucket.complete)
         copied = parts.lengthen(index, cost.copy_time_s(device, size))
         stream = "communication" if low.scenario.plan.overlap else "compute"
-        exchange = Communication("all-reduce", low.group, HALF_BYTES * bucket.elements if half else size)
+        reduced_bytes = HALF_BYTES * bucket.elements if half else size
+        exchange = Communication("all-reduce", low.group, reduced_bytes, half_precision=summed)
         task = collective_task(TaskId("all-reduce", bucket=bucket.index), exchange, stream, after=(copied,))
         reduction = _with_casts(low, device, bucket, task) if half else [task]
         parts.insert_after(index, reduction)

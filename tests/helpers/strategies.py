@@ -19,7 +19,12 @@ from gssim.cluster.topology import Wiring
 from gssim.collectives import KINDS, Communication, Stage
 from gssim.collectives.algorithms import ALGORITHMS, algorithms_for
 from gssim.engine import Machine, Scheduler
-from gssim.gradient_statistics import (
+from gssim.network import Network, Router
+from gssim.program import Program, Task, lower
+from gssim.scenario import Loaded, Scenario, check
+from gssim.units import validated
+from gssim.workload import Model, unrolled
+from gssim.workload.gradient_statistics import (
     HELD_LEVELS,
     SKETCH_EDGES,
     BlockTrace,
@@ -31,11 +36,6 @@ from gssim.gradient_statistics import (
     Sketch,
     TensorTrace,
 )
-from gssim.network import Network, Router
-from gssim.program import Program, Task, lower
-from gssim.scenario import Loaded, Scenario, check
-from gssim.units import validated
-from gssim.workload import Model, unrolled
 
 # Embedding, a block that is repeated, a head, and the loss, which is outside any module. Width 4, vocabulary 16, fp32.
 MODEL_TOML = """

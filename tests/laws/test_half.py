@@ -1,9 +1,12 @@
 """Laws of compressed all-reduces: half the bytes, the casts' time, a 16-bit copy of a bucket while it is reduced."""
 
+from dataclasses import replace
+
 import pytest
 from points import random_point
 from strategies import built, loaded_of, scenario_of, star, topology
 
+from gssim.cluster import BackendCost
 from gssim.errors import UserError
 from gssim.program import lower
 from gssim.simulation import simulate
@@ -110,3 +113,14 @@ def test_what_does_not_combine_is_refused_in_one_line(plan, message):
 
 def test_random_points_include_it():
     assert "half" in {random_point(seed)["plan"]["method"] for seed in range(200)}
+
+
+@pytest.mark.parametrize(("compress", "times"), [("bf16", 3.0), ("fp16", 1.0)])
+def test_sums_in_16_bits_have_the_costs_that_were_measured_for_them(compress, times):
+    """Else those of fp32, for each byte."""
+    byte_s = 1 / BANDWIDTH  # slower than the links
+    costs = {"source": "test", "processor_byte_s": {"all-reduce": byte_s, "all-reduce bf16": 3 * byte_s}}
+    priced = replace(star(2, bandwidth=BANDWIDTH), backend_cost=BackendCost(**costs))
+    half = result_of("half", cluster=priced, compress=compress, overlap=False, **BUCKETS).phases_s
+    ddp = result_of("ddp", cluster=priced, overlap=False, **BUCKETS).phases_s
+    assert half["exposed_communication"] == pytest.approx(times / 2 * ddp["exposed_communication"], rel=1e-9)

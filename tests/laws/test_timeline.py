@@ -14,7 +14,7 @@ from results import assert_refused, make_result
 from analysis.charts import timeline
 from analysis.cli import main
 from analysis.compare.timeline import Block, flattened, read_step, step_of, with_common_labels
-from gssim.files import write_text
+from gssim.execution.files import write_text
 from gssim.program import TaskId
 from gssim.result import Span, Step, chrome_trace, phases_of
 

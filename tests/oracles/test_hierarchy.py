@@ -28,8 +28,9 @@ from test_zero3 import most_held
 
 from gssim.cluster import Cluster
 from gssim.errors import UserError
+from gssim.memory import Footprint
 from gssim.plan import Plan, Push, divide, resolve
-from gssim.program import Task, TaskId, lower
+from gssim.program import Program, Steps, Task, TaskId, lower
 from gssim.result import Result
 from gssim.scenario import Scenario
 from gssim.simulation import simulate
@@ -144,6 +145,37 @@ def grids(draw: st.DrawFn, *, methods: tuple[str, ...]) -> Scenario:
 @given(st.data())
 def test_folding_changes_nothing_whatever_the_cluster_and_plan(method, data):
     assert_folding_changes_nothing(data.draw(grids(methods=(method,))))
+
+
+def work_and_memory(program: Program, rank: int) -> list[tuple[float, Footprint]]:
+    """Return duration and memory of a rank's tasks."""
+    return [(task.duration_s, task.need) for task in program.tasks[program.role_of[rank]]]
+
+
+def assert_roles_are_of_equal_ranks(scenario: Scenario) -> None:
+    """Compare the tasks of every rank with those that are lowered for it alone."""
+    statistics = loaded_of(scenario).gradients
+    folded, alone = (Steps(scenario, statistics, unfolded=unfolded).program(0) for unfolded in (False, True))
+    for rank in range(scenario.ranks):
+        assert work_and_memory(folded, rank) == work_and_memory(alone, rank), rank
+
+
+@pytest.mark.parametrize("method", ["hsdp", "gs_hier", "gs_z3"])
+@settings(max_examples=40)
+@given(st.data())
+def test_ranks_of_one_role_do_the_same_in_the_same_memory(method, data):
+    assert_roles_are_of_equal_ranks(data.draw(grids(methods=(method,))))
+
+
+@pytest.mark.parametrize("bucket_bytes", [25 * 2**20, 64, 100, 300])
+@pytest.mark.parametrize("devices", [3, 4, 5, 8])
+def test_places_that_own_as_much_but_forward_other_parts_have_roles_of_their_own(devices, bucket_bytes):
+    shards = [1 + (place % 3 == 0) for place in range(devices)]
+    shares = {"shards": tuple(share / sum(shards) for share in shards)}
+    batch = 2 * devices
+    assert_roles_are_of_equal_ranks(
+        grid("gs_hier", 1, devices, global_batch_size=batch, shares=shares, bucket_bytes=bucket_bytes)
+    )
 
 
 @given(grids(methods=("hsdp", "gs_hier", "gs_z3")))

@@ -10,7 +10,7 @@ from analysis.literature.tables.frameworks import llm_foundry, megatron_tests
 from analysis.literature.tables.many_sources import many_sources
 from analysis.literature.tables.planners import amp, sailor, vtrain
 from gssim.errors import UserError
-from gssim.files import read_rows
+from gssim.execution.files import read_rows
 
 Row = Mapping[str, str]
 Record = tuple[str, str, Run | SkippedError]
