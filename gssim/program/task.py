@@ -149,7 +149,7 @@ class TaskId(NamedTuple):
         'backward h.0 part 1 micro-batch 2'
         """
         number = self.micro_batch if micro_batch is None else micro_batch
-        return TaskId(*self[:8], number, self.stage if stage is None else stage, *self[10:])
+        return TaskId._make((*self[:8], number, self.stage if stage is None else stage, *self[10:]))
 
     def serving(self, action: Action) -> "TaskId":
         """Return the identity of the task that does something for this one.
@@ -296,22 +296,16 @@ def collective_task(
 
 def with_ids(tasks: Sequence[Task], new_id: Callable[[TaskId], TaskId]) -> list[Task]:
     """Return tasks with other identities, of themselves, their collectives and their dependencies."""
-    new_ids: dict[TaskId, TaskId] = {}
-
-    def renamed(old: TaskId) -> TaskId:
-        if old not in new_ids:
-            new_ids[old] = new_id(old)
-        return new_ids[old]
-
-    return [
-        task.renamed(
-            renamed(task.id),
-            task.communication and renamed(task.communication),
-            tuple([renamed(each) for each in task.after]),
-            task.exchange,
-        )
-        for task in tasks
-    ]
+    new_ids = {task.id: new_id(task.id) for task in tasks}
+    result = []
+    for task in tasks:
+        joined, after = task.communication, task.after
+        if joined is not None:
+            joined = new_ids.get(joined) or new_id(joined)
+        if after:
+            after = tuple([new_ids.get(each) or new_id(each) for each in after])
+        result.append(task.renamed(new_ids[task.id], joined, after, task.exchange))
+    return result
 
 
 @dataclass(frozen=True, slots=True)
