@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gssim.errors import UserError
-from gssim.files import check_place, locked, write_text
+from gssim.execution.files import check_place, locked, write_text
 from gssim.terminal import INTERRUPTED, run_command_line
 
 if TYPE_CHECKING:
     from analysis.compare.comparison import Joined
 
-EXTRA = frozenset({"polars", "matplotlib", "networkx", "tomli_w"})
+EXTRA = frozenset({"polars", "matplotlib", "networkx", "jinja2", "markupsafe", "tomli_w"})
 """Packages of the extra `gssim[analysis]`; imported inside commands, so that a missing one can be named."""
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -36,12 +36,11 @@ def compare_command(
 ) -> None:
     """Join predictions with measurements of the same scenario: tables, comparison.csv, groups.csv and charts."""
     from analysis import charts
-    from analysis.compare.comparison import compare, join
+    from analysis.compare.comparison import compare, differences, join
     from analysis.compare.groups import group_table
     from analysis.compare.report import print_comparison
     from analysis.compare.rivals import rival_table
     from analysis.compare.table import find_results
-    from analysis.compare.versions import differences
     from gssim.sweeps import csv_of
 
     found = find_results(results)
@@ -80,7 +79,7 @@ def keys_command(
     ),
 ) -> None:
     """Print the reference of all keys of scenario, cluster, model, sweep and study files, in Markdown."""
-    from analysis.reference_page.page import page
+    from analysis.reference_page import page
 
     sys.stdout.write(page(folder))
 
@@ -116,7 +115,7 @@ def sweep_command(
     """Draw the charts of a sweep: step time by threshold, fastest plans, Pareto fronts, memory, scaling."""
     from analysis import charts
     from analysis.html_report.sweep import summary
-    from analysis.sweep_tables.table import read_table
+    from analysis.sweep_tables import read_table
 
     check_place(out / "memory_by_category.png")
     sweep = read_table(table)
@@ -181,11 +180,9 @@ def convergence_command(
 ) -> None:
     """Run the trainings of a study: quality against threshold, bytes and time, over several seeds."""
     from analysis import charts
-    from analysis.study.findings import findings_of
-    from analysis.study.report import print_study
+    from analysis.study.findings import findings_of, print_study
     from analysis.study.rows import rows_of, write_csv
-    from analysis.study.runs import train
-    from analysis.study.study import load_study
+    from analysis.study.study import load_study, train
 
     check_place(out / "convergence.csv")
     loaded = load_study(study, tuple(overrides or ()), seeds=seeds)

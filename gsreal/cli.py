@@ -17,7 +17,7 @@ import typer
 
 from gsreal.run.progress import DEFAULT_TIMEOUT_S
 from gssim.errors import UserError
-from gssim.files import locked, remove_abandoned, scratch_folder
+from gssim.execution.files import locked, remove_abandoned, scratch_folder
 from gssim.result import file_name
 from gssim.terminal import run_command_line, unwinding
 
@@ -244,7 +244,7 @@ def _checked(scenario: Path, overrides: list[str] | None) -> "Loaded":
 
 def _write_result(result: "Result", text: str, file: Path | None, *, as_json: bool) -> None:
     """Write a Result to a file, if one is named, and print it."""
-    from gssim.files import write_text
+    from gssim.execution.files import write_text
 
     if file is not None:
         write_text(file, text)
@@ -386,7 +386,7 @@ def _calibrate_lab(file: Path, settings: "Settings", out: Path) -> None:
 
 def _check_writable(*files: Path | None) -> None:
     """Raise UserError if one of the named files cannot be written, before the work is done."""
-    from gssim.files import check_place
+    from gssim.execution.files import check_place
 
     for file in files:
         if file is not None:

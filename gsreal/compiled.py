@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gssim.errors import UserError
-from gssim.files import scratch_folder
+from gssim.execution.files import scratch_folder
 
 
 def compiler() -> str | None:

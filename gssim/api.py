@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from gssim.cache import Shared
 from gssim.errors import UserError
-from gssim.execution import processes, usable_cores
-from gssim.files import scratch_folder
-from gssim.planner import Search, searchers, with_suggested_changes
+from gssim.execution import processes, processes_with, usable_cores
+from gssim.execution.files import scratch_folder
+from gssim.planner import Search, with_suggested_changes
 from gssim.result import Result
 from gssim.scenario import Loaded, Scenario, load_scenario, overrides_of
 from gssim.scenario.sweep import load_sweep, points_of
@@ -117,7 +117,7 @@ def search(scenario: Scenario, *, top: int = 5, jobs: int | None = None) -> list
     loaded = load_scenario(source.path, source.overrides, searched=True, shared=shared)
     found = Search(loaded, loaded.scenario.search, top)
     found.prepare()
-    with searchers(usable_cores() if jobs is None else jobs, source.path, source.overrides, shared) as workers:
+    with processes_with(shared, usable_cores() if jobs is None else jobs) as workers:
         found.run(workers)
     return found.found().results()
 

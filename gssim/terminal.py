@@ -22,9 +22,8 @@ from rich.table import Table
 from rich.text import Text
 
 from gssim.errors import RunFailedError, UserError
-from gssim.limits import lift, restored
 from gssim.result import Result
-from gssim.units import human_bytes, human_seconds, one_line
+from gssim.units import human_bytes, human_seconds, lift, one_line, restored
 
 if TYPE_CHECKING:
     import polars

@@ -6,13 +6,11 @@ or hatching and in lightness, so that they can be distinguished in grey and by c
 
 from analysis.charts import convergence
 from analysis.charts.accuracy import predicted_vs_measured, spread
-from analysis.charts.comparison import comparison_charts
+from analysis.charts.comparison import comparison_charts, rivals
 from analysis.charts.convergence import study_charts
 from analysis.charts.drawing import DPI, STYLE, Chart, png, point_labels, save, save_all, svg
-from analysis.charts.rivals import rivals
-from analysis.charts.step_phases import exposed_communication, phases
+from analysis.charts.step_phases import exposed_communication, phases, timeline
 from analysis.charts.sweeps import sweep_charts
-from analysis.charts.timeline import timeline
 
 __all__ = [
     "DPI",

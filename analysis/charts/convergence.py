@@ -17,9 +17,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from analysis.charts.drawing import STYLE, TIME_UNITS, Chart, new_figure, plain, unit_for, wrapped
-from analysis.study.effects import Effect, Spread
 from analysis.study.findings import Findings, interval, percentage
-from analysis.study.rows import Row
+from analysis.study.rows import Effect, Row, Spread
 from analysis.study.study import Study
 
 # Colours: Okabe & Ito 2008, "Color Universal Design".

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextPath
 
-from gssim.files import write_bytes
+from gssim.execution.files import write_bytes
 from gssim.plan import METHODS
 
 MARK_IN = 0.1

@@ -10,21 +10,35 @@ that needs a simulation: waiting, overlap, and the cost of links and messages be
 The noise of a measurement bounds the errors that can be distinguished. That of a repeated run is taken from the
 repeats; that of a single run from the two halves of its steps, which show the machine's drift within a run only: it is
 a lower bound, since runs differ by more.
+
+The effect of a threshold is its speed-up and change of loss relative to dense training. The dense run has the same
+workload and steps, is of the same group of a sweep, and has no threshold; of several, it is the one of the same method.
+The control is the run in which nothing is pushed (`plan.push.threshold = inf`).
 """
 
+import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import polars as pl
 
 from analysis.compare.groups import group_of
-from analysis.compare.table import ResultFile, devices_by_rank, peaks_by_rank, result_table, sweep_group
-from analysis.compare.thresholds import effects
+from analysis.compare.table import (
+    ResultFile,
+    devices_by_rank,
+    method_of,
+    name_of,
+    peaks_by_rank,
+    result_table,
+    sweep_group,
+    threshold_of,
+)
 from gssim.cluster import Cluster
 from gssim.errors import UserError
+from gssim.execution import SHOWN, code_digest, package_digest
 from gssim.result import COMPUTE_PHASES, PHASES, UPDATE_PHASES, Collective, Result
 from gssim.units import validated
 
@@ -407,3 +421,108 @@ def medians(comparison: pl.DataFrame) -> list[Median]:
         if isinstance(median, float):
             results.append(Median(what, median, comparison[column].count()))
     return results
+
+
+# Effects of thresholds ------------------------------------------------------------------------------------------------
+
+LAST_STEPS_RATIO = 0.2
+"""A run's last loss is the mean over this fraction of its last steps, since single batches differ in difficulty."""
+
+
+@dataclass(frozen=True)
+class Effect:
+    """Effect of a threshold: speed relative to the dense run, and relative change of its loss."""
+
+    dense: str
+    """The name of the dense run."""
+    speed_up_measured_ratio: float
+    speed_up_predicted_ratio: float
+    loss_change_ratio: float | None
+    """Relative change of the mean loss of the last steps; None where a run has no losses."""
+
+
+def effects(measured: Sequence[Result], predicted: Sequence[Result]) -> list[Effect | None]:
+    """Return the effect of each thresholded run; None for others, and without a dense run of the same training.
+
+    `measured` and `predicted` are of the same scenarios, in the same order.
+    """
+    pairs = list(zip(measured, predicted, strict=True))
+    return [_effect(pair, pairs) if is_thresholded(pair[0]) else None for pair in pairs]
+
+
+def _effect(pair: tuple[Result, Result], pairs: Sequence[tuple[Result, Result]]) -> Effect | None:
+    real, simulated = pair
+    same = [other for other in pairs if not is_thresholded(other[0]) and _training_key(other[0]) == _training_key(real)]
+    dense = min(same, key=lambda other: (method_of(other[0]) != method_of(real), name_of(other[0])), default=None)
+    if dense is None:
+        return None
+    return Effect(
+        dense=name_of(dense[0]),
+        speed_up_measured_ratio=dense[0].step_time_s / real.step_time_s,
+        speed_up_predicted_ratio=dense[1].step_time_s / simulated.step_time_s,
+        loss_change_ratio=_change(last_loss(real), last_loss(dense[0])),
+    )
+
+
+def is_thresholded(result: Result) -> bool:
+    """Return whether a threshold decides what is pushed or published."""
+    return threshold_of(result) is not None or _table(result, "publish").get("threshold") is not None
+
+
+def last_loss(result: Result) -> float | None:
+    """Return the mean loss of a run's last steps; None where it has none."""
+    count = max(1, round(LAST_STEPS_RATIO * len(result.loss)))
+    return fmean(result.loss[-count:]) if result.loss else None
+
+
+def _training_key(result: Result) -> str:
+    """Return a key of all that determines a dense training and its step time, except for the method."""
+    scenario, plan = result.scenario, result.scenario["plan"]
+    parts = [scenario.get(key) for key in ("workload", "run", "network")]
+    parts += [plan.get(key) for key in ("shares", "micro_batches", "recompute")]
+    return json.dumps([*parts, devices_by_rank(result), sweep_group(result)], sort_keys=True, default=str)
+
+
+def _table(result: Result, key: str) -> dict[str, Any]:
+    table = result.scenario["plan"].get(key)
+    return table if isinstance(table, dict) else {}
+
+
+def _change(loss: float | None, dense: float | None) -> float | None:
+    return None if loss is None or not dense else loss / dense - 1
+
+
+# Versions -------------------------------------------------------------------------------------------------------------
+
+MOST_NAMES = 3
+
+
+def differences(pairs: Sequence[Pair]) -> list[str]:
+    """Return a sentence for each difference between the code of some Results and the installed code.
+
+    No Result is left out for it: a changed line need not change a figure.
+    """
+    predicted = [pair.predicted for pair in pairs]
+    measured = [file for pair in pairs for file in pair.repeats]
+    sentences = [
+        *_of_other_code(predicted, "code", code_digest(), "predicted", "another gssim", "predict again"),
+        *_of_other_code(
+            measured, "gsreal", package_digest("gsreal"), "measured", "another gsreal", "--again measures anew"
+        ),
+    ]
+    versions = Counter(str(file.result.provenance.get("torch", "not stated")) for file in measured)
+    if len(versions) > 1:
+        counts = ", ".join(f"{version} ({count})" for version, count in versions.most_common())
+        sentences.append(f"measured with several versions of torch: {counts}")
+    return sentences
+
+
+def _of_other_code(files: Sequence[ResultFile], key: str, digest: str, done: str, other: str, advice: str) -> list[str]:
+    """Return a sentence on the files whose code digest differs or is missing; nothing where there are none."""
+    names = [name_of(file.result) for file in files if file.result.provenance.get(key) != digest[:SHOWN]]
+    if not names:
+        return []
+    shown = list(dict.fromkeys(names))
+    more = f" and {len(shown) - MOST_NAMES} more" if len(shown) > MOST_NAMES else ""
+    listed = f"{', '.join(shown[:MOST_NAMES])}{more}"
+    return [f"{len(names)} of {len(files)} {done} with {other} than this one, or one not stated ({listed}); {advice}"]

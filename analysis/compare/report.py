@@ -11,8 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from analysis.compare.comparison import medians
-from analysis.compare.groups import ALL, error_column, variant_of, worst_of
-from analysis.compare.targets import Target, targets
+from analysis.compare.groups import ALL, Target, error_column, targets, variant_of, worst_of
 from gssim.terminal import plain_console
 from gssim.units import human_bytes, human_seconds
 

@@ -12,10 +12,9 @@ from math import inf
 
 import polars as pl
 
-from analysis.compare.comparison import Pair, noise_ratio_of, step_time_of
+from analysis.compare.comparison import Pair, last_loss, noise_ratio_of, step_time_of
 from analysis.compare.groups import group_of
 from analysis.compare.table import devices_by_rank, method_of, name_of, threshold_of
-from analysis.compare.thresholds import last_loss
 from gssim.plan import METHODS
 from gssim.result import Result
 

@@ -12,11 +12,10 @@ from typing import Any
 import polars as pl
 
 from gssim.errors import UserError
-from gssim.files import parsed_json, read_json
-from gssim.limits import excess
+from gssim.execution.files import parsed_json, read_json
 from gssim.result import PHASES, SCHEMA, Result, read_result
 from gssim.scenario.sweep import SEPARATOR
-from gssim.units import validated
+from gssim.units import excess, validated
 
 RESULT_COLUMNS = {
     "scenario_id": pl.String,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gssim.errors import UserError
-from gssim.files import read_json
+from gssim.execution.files import read_json
 from gssim.result import PHASES, Span
 
 NO_TRACE = "not a trace as `gssim run --trace` and `gsreal run --trace` write them"
@@ -29,6 +29,8 @@ class Block:
     phase: str
     start_s: float
     end_s: float
+    general_labels: tuple[str, ...] = ()
+    """Labels that distinguish less; see `Span`."""
 
 
 @dataclass(frozen=True)
@@ -89,18 +91,17 @@ def step_of(spans: Sequence[Span], time_s: float) -> Step:
 
 
 def with_common_labels(step: Step, other: Step) -> Step:
-    """Return the step with labels shortened to those that the other step has, which may not distinguish layers.
+    """Return the step with the labels that the other step has, which may not distinguish layers.
 
     `all-gather blocks.0` becomes `all-gather` where the other step has that.
     """
     names = {block.label for lane in other.lanes for block in lane.blocks}
 
-    def shortened(block: Block) -> Block:
-        words = block.label.split(" ")
-        prefixes = (" ".join(words[:count]) for count in range(len(words), 0, -1))
-        return replace(block, label=next((name for name in prefixes if name in names), block.label))
+    def common(block: Block) -> Block:
+        labels = (block.label, *block.general_labels)
+        return replace(block, label=next((label for label in labels if label in names), block.label))
 
-    lanes = tuple(replace(lane, blocks=tuple(map(shortened, lane.blocks))) for lane in step.lanes)
+    lanes = tuple(replace(lane, blocks=tuple(map(common, lane.blocks))) for lane in step.lanes)
     return replace(step, lanes=lanes)
 
 
@@ -139,7 +140,7 @@ def merged_blocks(spans: Sequence[Span], gap_s: float) -> list[Block]:
         if before and (before.label, before.phase) == (label, span.phase) and span.start_s - before.end_s <= gap_s:
             blocks[-1] = replace(before, end_s=span.end_s)
         else:
-            blocks.append(Block(label, span.phase, span.start_s, span.end_s))
+            blocks.append(Block(label, span.phase, span.start_s, span.end_s, span.general_labels if named else ()))
     return blocks
 
 
@@ -162,8 +163,9 @@ def _spans_of(data: dict[str, Any], path: Path) -> list[Span]:
                 process, start_s = event["pid"], event["ts"] * 1e-6 - zero_s
                 end_s = start_s + event["dur"] * 1e-6
                 stream = streams[process, event["tid"]]
-                spans.append(Span(ranks[process], stream, event["name"], event["cat"], start_s, end_s))
-    except (KeyError, TypeError, ValueError):
+                general = tuple(map(str, event.get("args", {}).get("general_labels", ())))
+                spans.append(Span(ranks[process], stream, event["name"], event["cat"], start_s, end_s, general))
+    except (AttributeError, KeyError, TypeError, ValueError):
         raise UserError(f"{path}: {NO_TRACE}") from None
     if not spans:
         raise UserError(f"{path}: the trace has no spans")

@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from math import inf
 from typing import Any
 
+from markupsafe import Markup
+
 from analysis.charts import comparison_charts
 from analysis.charts.step_phases import longest_phase
 from analysis.compare.comparison import medians
-from analysis.compare.groups import ALL, error_column, variant_of, worst_of
-from analysis.compare.targets import Target, targets
+from analysis.compare.groups import ALL, Target, error_column, targets, variant_of, worst_of
 from analysis.html_report.contents import Comparison
 from analysis.html_report.markup import (
     Cell,
@@ -46,7 +47,7 @@ def comparison_parts(comparison: Comparison) -> list[Part]:
     return [
         Part("How far off are the predictions?", _tables(rows, groups, comparison)),
         *([Part("What did thresholds gain, and what did they cost?", _effects(rows))] if _thresholded(rows) else []),
-        Part("Charts of predicted beside measured", "", charts),
+        Part("Charts of predicted beside measured", parts=charts),
         Part("Bottlenecks", _bottlenecks(rows, comparison.predicted)),
     ]
 
@@ -77,7 +78,7 @@ def summary(comparison: Comparison) -> list[str]:
     return sentences
 
 
-def _tables(rows: Sequence[Row], groups: Sequence[Row], comparison: Comparison) -> str:
+def _tables(rows: Sequence[Row], groups: Sequence[Row], comparison: Comparison) -> Markup:
     large = len(rows) > MOST_ROWS
     parts = []
     if large or len(groups) > 2:
@@ -91,7 +92,7 @@ def _tables(rows: Sequence[Row], groups: Sequence[Row], comparison: Comparison) 
     else:
         parts.append(_row_table("Every scenario, predicted beside measured", rows))
     parts.append(paragraph(NOTE, "soft"))
-    return "".join(parts)
+    return Markup().join(parts)
 
 
 NOTE = (
@@ -101,7 +102,7 @@ NOTE = (
 )
 
 
-def _target_table(targets: Sequence[Target]) -> str:
+def _target_table(targets: Sequence[Target]) -> Markup:
     rows: list[list[Cell]] = []
     for target in targets:
         sign = "\u2265" if target.at_least else "\u2264"
@@ -130,7 +131,7 @@ def _figure(target: Target, value: float) -> str:
     return percent(value, signed=False) if target.ratio else f"{value:.2f}"
 
 
-def _group_table(groups: Sequence[Row]) -> str:
+def _group_table(groups: Sequence[Row]) -> Markup:
     def error(group: Row, column: str, statistic: str) -> str:
         return percent(group[error_column(column, statistic)], signed=False)
 
@@ -170,7 +171,7 @@ def _best(group: Row) -> Cell:
     return f"{predicted}: wrong, {measured}", True
 
 
-def _row_table(caption: str, rows: Sequence[Row]) -> str:
+def _row_table(caption: str, rows: Sequence[Row]) -> Markup:
     heads = (
         "step predicted", "measured", "error", "noise", "peak memory predicted", "measured", "error", "collectives",
     )  # fmt: skip
@@ -205,7 +206,7 @@ def _thresholded(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row["speed_up_over"] is not None]
 
 
-def _effects(rows: Sequence[Row]) -> str:
+def _effects(rows: Sequence[Row]) -> Markup:
     """Return the table of speed-ups with density, change of loss, and the control of the group."""
     thresholded = _thresholded(rows)
     controls = {row["group"]: row for row in thresholded if row["threshold"] == inf}
@@ -244,7 +245,7 @@ def _control(row: Row) -> str:
     return f"{row['speed_up_measured_ratio']:.2f}, {'not measured' if change is None else percent(change)}"
 
 
-def _bottlenecks(rows: Sequence[Row], predicted: Sequence[Result]) -> str:
+def _bottlenecks(rows: Sequence[Row], predicted: Sequence[Result]) -> Markup:
     """Return the table of longest phase, busiest link and tightest device; of many plans, for each group's fastest."""
     if len(rows) > MOST_ROWS:
         best: dict[str, Row] = {}

@@ -13,9 +13,9 @@ from analysis.compare.rivals import COLUMNS as RIVAL_COLUMNS
 from analysis.compare.rivals import rival_table
 from analysis.compare.table import ResultFile, find_results
 from analysis.compare.timeline import Step, read_step
-from analysis.sweep_tables.table import SweepTable, is_table, read_table, table_from
+from analysis.sweep_tables import SweepTable, is_table, read_table, table_from
 from gssim.errors import UserError
-from gssim.files import number_in, read_json, read_rows, read_text
+from gssim.execution.files import number_in, read_json, read_rows, read_text
 from gssim.result import PHASES, Result
 
 FEWEST_PREDICTIONS = 2

@@ -6,13 +6,15 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
+
 from analysis.charts import timeline
 from analysis.charts.drawing import Chart
 from analysis.compare.table import method_of, name_of, peaks_by_rank
 from analysis.compare.timeline import with_common_labels
 from analysis.html_report.comparison import comparison_parts
 from analysis.html_report.comparison import summary as comparison_summary
-from analysis.html_report.contents import Contents, Overlay, contents_of
+from analysis.html_report.contents import Contents, Overlay, Training, contents_of
 from analysis.html_report.markup import (
     Cell,
     Column,
@@ -25,12 +27,13 @@ from analysis.html_report.markup import (
     folded,
     paragraph,
     percent,
+    picture,
+    png_size,
     seconds,
     size,
     table,
     terms,
 )
-from analysis.html_report.study import study_parts
 from analysis.html_report.sweep import summary as sweep_summary
 from analysis.html_report.sweep import sweep_parts
 from gssim.result import Result
@@ -75,7 +78,7 @@ def evidence_part(contents: Contents) -> Part:
     return Part("What was measured, and what is only predicted", body)
 
 
-def _result_table(title: str, results: Sequence[Result]) -> str:
+def _result_table(title: str, results: Sequence[Result]) -> Markup:
     """Return a table of Results that are only predicted, or only measured."""
     rows: list[list[Cell]] = [
         [
@@ -91,7 +94,7 @@ def _result_table(title: str, results: Sequence[Result]) -> str:
     left_out = len(rows) - MOST_ROWS
     heads = ("step", "samples/s", "peak memory", "pushed")
     columns = [Column("scenario", False), Column("method", False), *(Column(head) for head in heads)]
-    more = paragraph(f"{counted(left_out, 'more scenario')}.", "soft") if left_out > 0 else ""
+    more = paragraph(f"{counted(left_out, 'more scenario')}.", "soft") if left_out > 0 else Markup()
     return table(f"Scenarios that are {title}", columns, rows[:MOST_ROWS]) + more
 
 
@@ -101,10 +104,10 @@ def provenance_part(contents: Contents) -> Part:
     predicted += [file.result for file in contents.only_predicted]
     measured = [result for each in contents.comparisons for result in each.measured]
     measured += [file.result for file in contents.only_measured]
-    body = ""
+    body = Markup()
     for title, results in (("Predicted by", predicted), ("Measured on", measured)):
         if results:
-            body += f"<h3>{title}</h3>\n{terms(_facts(results))}"
+            body += Markup("<h3>{}</h3>\n{}").format(title, terms(_facts(results)))
     body += _calibrations(contents)
     files = [f"Table {sweep.name}{f', of the sweep {sweep.sweep}' if sweep.sweep else ''}" for sweep in contents.sweeps]
     files += [f"Comparison {each.place}, without its Results" for each in contents.comparisons if not each.predicted]
@@ -151,18 +154,18 @@ def _listed(key: str, values: list[Any]) -> Iterable[tuple[str, str]]:
         yield key, str(len(values))
 
 
-def _calibrations(contents: Contents) -> str:
+def _calibrations(contents: Contents) -> Markup:
     """Return a table of the calibrations; of more than `MOST_CALIBRATIONS`, the most used ones."""
     counts = _uses(contents)
     if not counts:
-        return ""
+        return Markup()
     often = sorted(counts, key=lambda identity: (-sum(counts[identity]), identity))[:MOST_CALIBRATIONS]
     rows: list[list[Cell]] = [[each, *(f"{n:,}" if n else "" for n in counts[each])] for each in sorted(often)]
     heads = ("predicted", "measured", "points of sweeps")
     columns = [Column("calibration", False), *(Column(head) for head in heads)]
     left_out = len(counts) - len(rows)
     return table("Calibrations: rates, profiles and statistics, by the id that is in every Result", columns, rows) + (
-        paragraph(f"{left_out:,} more, of no more points each, are left out here.", "soft") if left_out else ""
+        paragraph(f"{left_out:,} more, of no more points each, are left out here.", "soft") if left_out else Markup()
     )
 
 
@@ -196,10 +199,10 @@ def report(folder: Path) -> str:
     for study in contents.studies:
         parts += study_parts(study)
     if contents.overlays:
-        parts.append(Part("One step, predicted above measured", "", tuple(map(_overlay, contents.overlays))))
+        parts.append(Part("One step, predicted above measured", parts=tuple(map(_overlay, contents.overlays))))
     parts += [evidence_part(contents), provenance_part(contents)]
     several = len(questions) > 1
-    lead = paragraph("The questions:", "lead") + bullets(questions[:MOST_QUESTIONS]) if several else ""
+    lead = paragraph("The questions:", "lead") + bullets(questions[:MOST_QUESTIONS]) if several else Markup()
     return document(title, lead, _with_unique_titles(parts))
 
 
@@ -249,3 +252,63 @@ def _with_unique_titles(parts: list[Part]) -> list[Part]:
         number = f" ({seen[part.title]})" if seen[part.title] > 1 else ""
         numbered.append(Part(f"{part.title}{number}", part.body, part.parts))
     return numbered
+
+
+# Studies --------------------------------------------------------------------------------------------------------------
+
+TITLES = {
+    "loss_against_threshold": "What does a threshold cost in quality?",
+    "loss_against_bytes": "How much quality do fewer bytes cost?",
+    "loss_against_time": "Does a threshold gain time, and at which quality?",
+    "loss_by_step": "How do loss and density move during a run?",
+}
+
+
+def study_parts(found: Training) -> list[Part]:
+    """Return the parts of the report for a study: findings, a table of its variants, and its pictures."""
+    charts = []
+    for path in found.pictures:
+        content = path.read_bytes()
+        title = TITLES.get(path.stem, path.stem)
+        words = f"{title} The figures are in the table above. {' '.join(found.findings)}"
+        charts.append(Part(title, picture(content, "png", words, title=title, size=png_size(content))))
+    return [
+        Part(f"What the study found: {found.place}", bullets(found.findings) + _table(found)),
+        *([Part(f"Charts of the study: {found.place}", parts=tuple(charts))] if charts else []),
+    ]
+
+
+def _table(study: Training) -> Markup:
+    lines: list[list[Cell]] = []
+    for row in study.rows:
+        control = row.get("control") == "True"
+        lines.append(
+            [
+                f"{row['variant']} (control)" if control else row["variant"],
+                density(_number(row, "push_density")),
+                _interval(row, "loss_change", "{:+.3f}") or ("dense's own" if control else "not measured"),
+                f"{_number(row, 'loss_mean') or 0.0:.3f}",
+                seconds(_number(row, "step_time_mean_s")),
+                _interval(row, "speed_up", "{:.2f}") or "1",
+            ]
+        )
+    seeds = study.rows[0].get("seeds", "")
+    heads = (
+        "pushed",
+        "change of held-out loss from dense (nats)",
+        "held-out loss",
+        "step measured",
+        "speed beside dense",
+    )
+    columns = [Column("variant", False), *(Column(head) for head in heads)]
+    return table(f"Every variant, mean of {seeds} seeds; in brackets the 95 % interval", columns, lines)
+
+
+def _number(row: dict[str, str], column: str) -> float | None:
+    return float(row[column]) if row.get(column) else None
+
+
+def _interval(row: dict[str, str], name: str, form: str) -> str:
+    values = [_number(row, column) for column in (name, f"{name}_low", f"{name}_high")]
+    known = [form.format(value).replace("-", "\u2212") for value in values if value is not None]
+    return f"{known[0]} [{known[1]}, {known[2]}]" if len(known) == 3 else ""

@@ -3,21 +3,28 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from markupsafe import Markup
+
 from analysis.charts.drawing import Chart
 from analysis.charts.sweeps import sweep_charts
 from analysis.charts.sweeps.panels import density_words, threshold_words
 from analysis.html_report.markup import Cell, Column, Part, counted, figure, folded, paragraph, seconds, size, table
-from analysis.sweep_tables.plans import (
+from analysis.sweep_tables import (
+    THRESHOLD,
     Layout,
     Place,
+    Row,
+    SweepTable,
     best_gain,
     by_setting,
     evenly_spaced,
     fastest,
+    is_control,
+    is_dense,
     layout_of,
+    peak_bytes,
     representative,
 )
-from analysis.sweep_tables.table import THRESHOLD, Row, SweepTable, is_control, is_dense, peak_bytes
 from gssim.result import PHASES
 
 MOST_SETTINGS = 40
@@ -33,7 +40,7 @@ def sweep_parts(found: SweepTable, *, several: bool) -> list[Part]:
     charts = tuple(Part(title, figure(chart)) for title, chart in zip(_titles(drawn), drawn, strict=True))
     parts = [Part(f"What the sweep found{name}", _tables(found, layout))]
     if charts:
-        parts.append(Part(f"Charts of the sweep{name}", "", charts))
+        parts.append(Part(f"Charts of the sweep{name}", parts=charts))
     if found.fitting:
         parts.append(Part(f"Bottlenecks of the sweep{name}", _bottlenecks(found, layout)))
     return parts
@@ -81,7 +88,7 @@ def _control(sweep: SweepTable) -> str:
     )
 
 
-def _tables(sweep: SweepTable, layout: Layout) -> str:
+def _tables(sweep: SweepTable, layout: Layout) -> Markup:
     settings = by_setting(sweep.fitting, layout)
     rows: list[list[Cell]] = []
     shown = representative(list(settings), MOST_SETTINGS)
@@ -118,12 +125,12 @@ def _tables(sweep: SweepTable, layout: Layout) -> str:
     if not sparse_known:
         columns, rows = columns[:3], [row[:3] for row in rows]
     left_out = len(settings) > len(shown)
-    return "".join(
+    return Markup().join(
         [
             table("The fastest plans that fit, setting by setting", columns, rows)
             if rows
             else paragraph("No plan fits."),
-            paragraph(f"{_part(shown, settings)}; all are in the table's file.", "soft") if left_out else "",
+            paragraph(f"{_part(shown, settings)}; all are in the table's file.", "soft") if left_out else Markup(),
             _reasons(sweep),
             folded(
                 f"{MOST_ROWS} of {counted(len(sweep.rows), 'point')}, evenly_spaced apart"
@@ -147,15 +154,19 @@ def _threshold(row: Row | None, layout: Layout) -> str:
     return name if threshold is None else f"{name} at {threshold_words(threshold)}"
 
 
-def _reasons(sweep: SweepTable) -> str:
+def _reasons(sweep: SweepTable) -> Markup:
     """Return a table of the reasons for points without a prediction, or that do not fit."""
     reasons = Counter((row["status"], str(row["reason"] or "")) for row in sweep.rows if row["status"] != "fits")
     rows: list[list[Cell]] = [[status, reason, f"{n:,}"] for (status, reason), n in reasons.most_common(MOST_REASONS)]
     columns = [Column("status", False), Column("reason", False), Column("points")]
-    return table("Why points do not fit, or have no answer: the most frequent reasons", columns, rows) if rows else ""
+    return (
+        table("Why points do not fit, or have no answer: the most frequent reasons", columns, rows)
+        if rows
+        else Markup()
+    )
 
 
-def _points(rows: Sequence[Row]) -> str:
+def _points(rows: Sequence[Row]) -> Markup:
     lines: list[list[Cell]] = [
         [
             row["point"],
@@ -180,7 +191,7 @@ def _points(rows: Sequence[Row]) -> str:
     return table("Points, in the order of the sweep", columns, lines)
 
 
-def _bottlenecks(sweep: SweepTable, layout: Layout) -> str:
+def _bottlenecks(sweep: SweepTable, layout: Layout) -> Markup:
     """Return the bottlenecks of each setting's fastest dense and fastest thresholded plan."""
     lines: list[list[Cell]] = []
     settings = by_setting(sweep.fitting, layout)
@@ -203,7 +214,7 @@ def _bottlenecks(sweep: SweepTable, layout: Layout) -> str:
                 )
     heads = ("fastest plan", "longest part of a step", "busiest link", "tightest device")
     columns = [Column("setting", False), *(Column(head, False) for head in heads)]
-    found_in = paragraph(f"{_part(shown, settings)}.", "soft") if len(shown) < len(settings) else ""
+    found_in = paragraph(f"{_part(shown, settings)}.", "soft") if len(shown) < len(settings) else Markup()
     return table("What the fastest plans wait for, as predicted", columns, lines) + found_in
 
 

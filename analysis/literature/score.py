@@ -18,9 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from analysis.literature.platforms import calibration_rows
-from analysis.literature.predict import INTERRUPTED, NoPrediction, Prediction, predict_runs
 from analysis.literature.runs import Run
-from analysis.literature.scenarios import cluster_of_run
+from analysis.literature.scenarios import INTERRUPTED, NoPrediction, Prediction, cluster_of_run, predict_runs
 from analysis.literature.tables.reading import Record, read_table
 from gssim.errors import UserError
 from gssim.terminal import plain_console

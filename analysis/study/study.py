@@ -1,16 +1,28 @@
-"""Study files: a scenario, its variants with their controls, and the seeds that each variant is trained with."""
+"""Studies: a scenario, its variants with their controls, the seeds of each variant, and their trainings.
+
+Each training is a process of `gsreal run`; finished ones are reused by later runs.
+"""
 
 import json
 import math
-from dataclasses import field, replace
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from gssim.errors import UserError
+from gssim.errors import RunFailedError, UserError
+from gssim.execution import FileStore
+from gssim.execution.files import write_text
+from gssim.result import Result, read_result
 from gssim.scenario import Loaded, as_overrides, load_scenario, read_toml
-from gssim.units import BytesPerSecond, Count, Seconds, spec, validated
+from gssim.simulation import simulate
+from gssim.units import BytesPerSecond, Count, Seconds, human_seconds, spec, validated
 
 FEWEST_SEEDS = 2
 """Fewest seeds of a study, since an interval needs two; the shipped studies have five."""
@@ -180,3 +192,220 @@ def slug(name: str) -> str:
     """
     words = "".join(c if c.isascii() and (c.isalnum() or c == "-") else " " for c in name.lower()).split()
     return "-".join(words) or "unnamed"
+
+
+# Trainings ------------------------------------------------------------------------------------------------------------
+
+GRACE_S = 30.0
+"""Time that a command has to end after an interrupt, in which it stops its ranks."""
+KEPT_PARTS = ("workload", "plan", "run", "network")
+"""Parts of a scenario that must be equal for a Result to be reused; the others are part of its id."""
+HERE = "this machine"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A variant's trainings, one for each of the study's seeds, and the predictions for the first."""
+
+    variant: Variant
+    results: tuple[Result, ...]
+    predictions: dict[str, Result]
+    """Prediction by network: this machine, and the networks of `elsewhere`."""
+
+
+def train(loaded: LoadedStudy, out: Path, *, again: bool = False) -> list[Trained]:
+    """Return every variant's trainings and predictions; a training that `out` has is reused, unless `again`.
+
+    It is reused whatever version of the code it ran with (see its provenance); predictions are always made anew.
+    All variants of a seed are trained before the next seed, so that a drift of the machine affects all of them.
+    """
+    study = loaded.study
+    cluster = [f"cluster={json.dumps(str(_calibrated(loaded, out)))}"] if study.calibrate else []
+    inputs = (*cluster, f"workload.gradients={json.dumps(str(_statistics(loaded, cluster, out)))}")
+    results: dict[tuple[str, int], Result] = {}
+    progress = _Progress(len(study.seeds) * len(study.variants))
+    for seed in study.seeds:
+        for variant in study.variants:
+            density = results[variant.density_of, seed].density.push if variant.density_of else None
+            what = f"{variant.name}, seed {seed}"
+            results[variant.name, seed] = _trained(
+                loaded, variant, seed, density, inputs, out, progress, what, again=again
+            )
+    return [
+        Trained(
+            variant,
+            tuple(results[variant.name, seed] for seed in study.seeds),
+            _predictions(loaded, variant, results, inputs, out),
+        )
+        for variant in study.variants
+    ]
+
+
+# Before the trainings ------------------------------------------------------------------------------------------------
+
+
+def _calibrated(loaded: LoadedStudy, out: Path) -> Path:
+    """Return the cluster file of this machine, calibrated at the study's shapes."""
+    file = out / "cluster.toml"
+    if file.exists():
+        return file
+    scenarios = [loaded.load(variant, seed=0).scenario for variant in loaded.study.variants]
+    sizes = {max(1, n // each.plan.micro_batches) for each in scenarios for n in each.batch_sizes if n}
+    workload = scenarios[0].workload
+    arguments = [str(_model_file(loaded)), "--ranks", str(max(each.ranks for each in scenarios))]
+    arguments += ["--batch-sizes", ",".join(map(str, sorted(sizes))), "--precision", workload.precision]
+    if workload.sequence_length:
+        arguments += ["--sequence-length", str(workload.sequence_length)]
+    _say("measures this machine (gsreal calibrate)")
+    _gsreal(["calibrate", *arguments, "--out", str(file)])
+    return file
+
+
+def _model_file(loaded: LoadedStudy) -> Path:
+    """Return the file of the model that all variants train; raise UserError where it is not given as a file."""
+    pairs = [override.partition("=") for override in (*as_overrides(loaded.study.set), *loaded.overrides)]
+    given = {key.strip(): value.strip().strip('"') for key, _, value in pairs}.get("workload.model")
+    name = given or read_toml(loaded.scenario_file)[1]["workload"]["model"]
+    candidates = [Path(name), loaded.scenario_file.parent / name] if isinstance(name, str) else []
+    file = next((path for path in candidates if path.is_file()), None)
+    if file is None:
+        raise UserError(f"{loaded.file}: calibrate = true: needs a model file to measure; workload.model names none")
+    return file
+
+
+def _statistics(loaded: LoadedStudy, inputs: Sequence[str], out: Path) -> Path:
+    """Return the file of gradient statistics for predictions, from a seed that no variant is trained with."""
+    file, study = out / "gradients.json", loaded.study
+    thresholded = [v for v in study.variants if loaded.load(v, seed=0).statistics_needed]
+    extra = (*inputs, f"workload.gradients={json.dumps(str(file))}")
+    if file.exists() and _loads(loaded, thresholded, extra):
+        return file
+    dense = next(variant for variant in study.variants if variant.name == study.dense)
+    arguments = [str(loaded.scenario_file)]
+    for override in [*loaded.overrides_of(dense, seed=max(study.seeds) + 1), *inputs]:
+        arguments += ["--set", override]
+    _say("takes gradient statistics, of another seed (gsreal gradients)")
+    _gsreal(["gradients", *arguments, "--out", str(file)])
+    for variant in thresholded:  # refused now, not after all trainings
+        loaded.load(variant, seed=study.seeds[0], extra=extra, predicts=True)
+    return file
+
+
+def _loads(loaded: LoadedStudy, variants: Sequence[Variant], extra: tuple[str, ...]) -> bool:
+    try:
+        for variant in variants:
+            loaded.load(variant, seed=loaded.study.seeds[0], extra=extra, predicts=True)
+    except UserError:
+        return False
+    return True
+
+
+# Trainings -----------------------------------------------------------------------------------------------------------
+
+
+class _Progress:
+    """Prints the progress of the trainings, with an estimate of the remaining time."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.done, self.ran = total, 0, 0
+        self.began_s = time.monotonic()
+
+    def kept(self) -> None:
+        self.done += 1
+
+    def begins(self, what: str) -> None:
+        each_s = (time.monotonic() - self.began_s) / self.ran if self.ran else None
+        rest = "" if each_s is None else f" (about {human_seconds(each_s * (self.total - self.done))} left)"
+        _say(f"training {self.done + 1} of {self.total}: {what}{rest}")
+        self.done += 1
+        self.ran += 1
+
+
+def _trained(
+    loaded: LoadedStudy,
+    variant: Variant,
+    seed: int,
+    density: float | None,
+    inputs: Sequence[str],
+    out: Path,
+    progress: _Progress,
+    what: str,
+    *,
+    again: bool,
+) -> Result:
+    """Return the Result of one training, reused or new."""
+    overrides = [*loaded.overrides_of(variant, seed=seed, density=density), *inputs]
+    asked = loaded.load(variant, seed=seed, density=density, extra=tuple(inputs))
+    file = out / "results" / f"{asked.scenario.name}.{asked.scenario.scenario_id}.measured.json"
+    store = trainings_in(file.parent)
+    if not again and (kept := store.kept(file.name, key_of(asked.scenario.scenario_id, asked.scenario.resolved()))):
+        progress.kept()
+        return kept
+    progress.begins(what)
+    arguments = [str(loaded.scenario_file)]
+    for override in overrides:
+        arguments += ["--set", override]
+    _gsreal(["run", *arguments, "--out", str(file.parent)])
+    return read_result(file)
+
+
+def trainings_in(folder: Path) -> FileStore[Result]:
+    """Return the store of a study's trainings, whatever code ran them."""
+    return FileStore(folder, read_result, Result.to_json, lambda result: key_of(result.scenario_id, result.scenario))
+
+
+def key_of(scenario_id: str, scenario: Mapping[str, Any]) -> object:
+    """Return the key of a training: the scenario, and what else of it decides what is trained and evaluated."""
+    parts = json.dumps([_without_paths(scenario.get(part)) for part in KEPT_PARTS], sort_keys=True)
+    return scenario_id, parts
+
+
+def _without_paths(part: Any) -> Any:
+    """Return a part of a scenario without file paths, and without the model, which is part of the id."""
+    left_out = ("gradients", "model")
+    return {key: value for key, value in part.items() if key not in left_out} if isinstance(part, dict) else part
+
+
+def _gsreal(arguments: Sequence[str]) -> None:
+    """Run a command of `gsreal`; if it fails, raise an error with its last line. An interrupt is passed on to it."""
+    command = [sys.executable, "-c", "from gsreal.cli import main; main()", *arguments]
+    streams: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    # in a session of its own, so that an interrupt from the terminal reaches it only once, from here
+    with subprocess.Popen(command, start_new_session=True, **streams) as process:
+        try:
+            _, talk = process.communicate()
+        except BaseException:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.communicate(timeout=GRACE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            raise
+    if process.returncode:
+        lines = talk.strip().splitlines()
+        reason = lines[-1].removeprefix("gsreal: ") if lines else f"exit code {process.returncode}"
+        raise UserError(reason) if process.returncode == 2 else RunFailedError(f"gsreal {arguments[0]}: {reason}")
+
+
+# Predictions ---------------------------------------------------------------------------------------------------------
+
+
+def _predictions(
+    loaded: LoadedStudy, variant: Variant, results: dict[tuple[str, int], Result], inputs: tuple[str, ...], out: Path
+) -> dict[str, Result]:
+    """Return the predictions for the variant's first training, by network; each is also written to a file."""
+    seed = loaded.study.seeds[0]
+    density = results[variant.density_of, seed].density.push if variant.density_of else None
+    predictions = {}
+    here = loaded.load(variant, seed=seed, density=density, extra=inputs, predicts=True)
+    asked = {HERE: here} | {network.name: on_network(here, network) for network in loaded.study.elsewhere}
+    for name, each in asked.items():
+        result = simulate(each).result
+        predictions[name] = result
+        folder = out / "results" if name == HERE else out / "elsewhere" / slug(name)
+        write_text(folder / f"{each.scenario.name}.{result.scenario_id}.simulated.json", result.to_json())
+    return predictions
+
+
+def _say(text: str) -> None:
+    print(f"analysis: {text}", file=sys.stderr, flush=True)

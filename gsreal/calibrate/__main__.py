@@ -25,7 +25,7 @@ from gsreal.calibrate.wrappers import cut_block_cost, gradient_hook_cost, sharde
 from gsreal.machine import device_name, provenance
 from gsreal.measure import MemoryCounter
 from gsreal.run.rank import run_on_rank
-from gssim.files import write_text
+from gssim.execution.files import write_text
 from gssim.scenario import load_model
 from gssim.workload import Model
 

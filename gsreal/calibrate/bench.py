@@ -1,4 +1,4 @@
-"""What the benchmarks of a calibration share, and those of a device: arithmetic, memory, optimizers."""
+"""Parts that all benchmarks of a calibration share, and those of a device: arithmetic, memory, optimizers."""
 
 import statistics
 import sys

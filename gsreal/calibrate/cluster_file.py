@@ -11,7 +11,7 @@ from gsreal.calibrate.bench import Settings
 from gsreal.run.launch import Guard, launch
 from gssim.cluster import Cluster
 from gssim.errors import UserError
-from gssim.files import scratch_folder, write_text
+from gssim.execution.files import scratch_folder, write_text
 from gssim.scenario import read_toml
 from gssim.units import validated
 

@@ -27,9 +27,8 @@ from gsreal.compiled import cache_folder
 from gsreal.data.source import IGNORED, samples_at, sizes_of
 from gsreal.run.progress import note_progress
 from gssim.errors import UserError
-from gssim.files import writing
-from gssim.limits import excess
-from gssim.units import Ints
+from gssim.execution.files import writing
+from gssim.units import Ints, excess
 from gssim.workload import Glue, TextFolder, TokenInput
 
 MASKED_RATIO = 0.15

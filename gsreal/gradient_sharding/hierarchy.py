@@ -143,7 +143,7 @@ class IntraNodeReducer:
             return
         label = f"reduce-scatter bucket {bucket.index}"
         labels = (f"issue {label}", "backward") if self.overlaps else (label, "exposed_communication")
-        with self.observe(*labels), self.protocol.exchange(label):
+        with self.observe(*labels, intra_node=True), self.protocol.exchange(label):
             part, tag = (
                 gradient.new_empty(bucket.elements),
                 self.protocol.tag(MessageKind.REDUCE_INTRA_NODE, bucket.index),

@@ -214,7 +214,8 @@ class Publisher:
         """All-gather the parts of the node's ranks inside the node, densely."""
         if self.intra_node is not None:
             tag = self.protocol.tag(MessageKind.PUBLISH_INTRA_NODE, bucket.index)
-            with self.observe(f"publish bucket {bucket.index} in the node", "exposed_communication"):
+            label = f"publish bucket {bucket.index} in the node"
+            with self.observe(label, "exposed_communication", intra_node=True):
                 self._all_gather(bucket.whole, bucket.node_ranges, self.intra_node, tag)
 
     def _all_gather(self, flat: Tensor, ranges: Ranges, group: dist.ProcessGroup, tag: int) -> None:

@@ -2,14 +2,19 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 import torch
 
-Observer = Callable[[str, str], AbstractContextManager[None]]
-"""Called with a label and a phase; the context manager it returns is entered for the duration of that span."""
+
+class Observer(Protocol):
+    """Called with a label and a phase; the context manager it returns is entered for the duration of that span."""
+
+    def __call__(self, label: str, phase: str, *, intra_node: bool = False) -> AbstractContextManager[None]:
+        """Return the span's context manager; `intra_node`: whether its collective is among the ranks of the node."""
 
 
-def no_observer(label: str, phase: str) -> AbstractContextManager[None]:
+def no_observer(label: str, phase: str, *, intra_node: bool = False) -> AbstractContextManager[None]:
     """Return a context manager that records nothing."""
     return nullcontext()
 

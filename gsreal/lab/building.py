@@ -27,7 +27,7 @@ from gsreal.lab.network import (
 from gsreal.run.launch import signals_deferred, signals_ignored
 from gssim.cluster import group_bytes
 from gssim.errors import RunFailedError, UserError
-from gssim.files import held_lock, release_lock
+from gssim.execution.files import held_lock, release_lock
 
 PACKAGES = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux"}
 """Debian's package of each program."""

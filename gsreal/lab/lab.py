@@ -22,7 +22,8 @@ from gsreal.run.launch import run_ranks as run_anywhere
 from gsreal.run.progress import DEFAULT_TIMEOUT_S
 from gssim.cluster import Cluster
 from gssim.errors import RunFailedError, UserError
-from gssim.files import remove_partial, scratch_folder, write_text
+from gssim.execution import FileStore
+from gssim.execution.files import scratch_folder
 from gssim.result import Result, file_name, read_result
 from gssim.scenario import Loaded
 from gssim.scenario.sweep import Point, loaded_point
@@ -271,15 +272,19 @@ def cells_of(points: Sequence[Point], loaded: Sequence[Loaded], *, repeats: int,
     )
 
 
+def measurements_in(folder: Path) -> FileStore[Result]:
+    """Return the store of a lab's measurements: of equal scenarios on equal emulated clusters, whatever code ran."""
+    return FileStore(folder, read_result, Result.to_json, _key_of)
+
+
+def _key_of(result: Result) -> object:
+    return result.scenario_id, emulated(validated(Cluster, result.scenario["cluster"], file="a measurement"))
+
+
 def kept(cell: Cell) -> Result | None:
-    """Return the existing measurement, if any: of the same scenario on the same emulated cluster."""
-    remove_partial(cell.file)
-    try:
-        result = read_result(cell.file)
-        cluster = validated(Cluster, result.scenario["cluster"], file=str(cell.file))
-        return result if emulated(cluster) == emulated(cell.loaded.scenario.cluster) else None
-    except UserError:  # none, a damaged one, or one of before files were read otherwise
-        return None
+    """Return the existing measurement of a cell, if any."""
+    scenario = cell.loaded.scenario
+    return measurements_in(cell.file.parent).kept(cell.file.name, (scenario.scenario_id, emulated(scenario.cluster)))
 
 
 def emulated(cluster: Cluster) -> tuple[Network, tuple[tuple[str, float], ...], dict[str, str]]:
@@ -315,7 +320,7 @@ def measure_cells(cells: Sequence[Cell], run: Callable[[Cell], Result], *, again
         finally:
             ended_s = time.monotonic()
         result = replace(result, provenance={**result.provenance, "repeat": cell.repeat})
-        write_text(cell.file, result.to_json())
+        measurements_in(cell.file.parent).keep(cell.file.name, result)
         results[cell.file] = result
         took = f"{cell.name}: a step {human_seconds(result.step_time_s)}, in all {ended_s - cell_s:.0f} s"
         _say(f"{took}; {progress(done + 1, len(missing), ended_s - begun_s)}")

@@ -61,11 +61,10 @@ def _observer(timeline: Timeline, mesh: DeviceMesh) -> Observer:
     """
     across, inside = mesh.get_group(0), mesh.get_group(1) if mesh.ndim > 1 else None
 
-    def observe(label: str, phase: str) -> AbstractContextManager[None]:
+    def observe(label: str, phase: str, *, intra_node: bool = False) -> AbstractContextManager[None]:
         if phase != "exposed_communication":
             return timeline.span(label, phase)
-        in_node = label.startswith("reduce-scatter") or label.endswith("in the node")
-        return timeline.span(label, phase, inside if in_node else across)
+        return timeline.span(label, phase, inside if intra_node else across)
 
     return observe
 

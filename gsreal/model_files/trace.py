@@ -25,7 +25,7 @@ from gsreal.model_files.recorder import Record, Work
 from gsreal.model_files.repeated import KEPT, Stack, repeat_blocks, with_fewer_blocks
 from gsreal.model_files.step import fake_module, fewest_units, record_step, without_values
 from gssim.errors import UserError
-from gssim.files import write_text
+from gssim.execution.files import write_text
 from gssim.scenario import load_model
 from gssim.units import Precision, validated
 from gssim.workload import Layer, Model, TokenInput

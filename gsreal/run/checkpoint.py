@@ -56,7 +56,7 @@ from gsreal.methods.training import Training
 from gsreal.run.progress import note_progress
 from gsreal.run.rank import gather_json
 from gssim.errors import RunFailedError, UserError
-from gssim.files import sync_folder, write_text
+from gssim.execution.files import sync_folder, write_text
 from gssim.scenario import Scenario, has_master_copy
 from gssim.units import validated
 

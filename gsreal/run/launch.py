@@ -29,7 +29,7 @@ from gsreal.run.feed import check_evaluation
 from gsreal.run.progress import DEFAULT_TIMEOUT_S, REPORTS, Watch
 from gsreal.run.rank import LAUNCHER, STORE, TIMEOUT
 from gssim.errors import RunFailedError, UserError
-from gssim.files import scratch_folder
+from gssim.execution.files import scratch_folder
 from gssim.plan import PREDICTED_ONLY
 from gssim.scenario import Loaded, Scenario
 from gssim.terminal import ENDING

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore
 from gsreal.machine import die_with_parent
 from gsreal.run.progress import REPORTS, install_stack_dump, note_progress
 from gssim.errors import RunFailedError, UserError
-from gssim.files import write_text
+from gssim.execution.files import write_text
 
 LAUNCHER = "GSREAL_LAUNCHER"
 """Environment variable with the process id of the launching command line."""

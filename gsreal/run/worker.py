@@ -36,7 +36,7 @@ from gsreal.run.progress import note_progress
 from gsreal.run.rank import gather_json, join, run_on_rank
 from gsreal.run.report import RankReport, RunRecorder, result_of
 from gssim.errors import UserError
-from gssim.files import write_text
+from gssim.execution.files import write_text
 from gssim.result import chrome_trace, typical_phases
 from gssim.scenario import Loaded, Scenario, load_scenario
 

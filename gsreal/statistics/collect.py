@@ -14,11 +14,11 @@ import torch
 from gsreal.machine import provenance
 from gsreal.statistics.records import MULTIPLES, Books
 from gsreal.statistics.training import Gradients, Replica, one_thread
-from gssim.files import write_text
-from gssim.gradient_statistics import GradientStatistics
+from gssim.execution.files import write_text
 from gssim.plan import Push
 from gssim.scenario import Scenario
 from gssim.units import validated
+from gssim.workload.gradient_statistics import GradientStatistics
 
 EVERY = 10
 COURSES = 8

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from gsreal.gradient_sharding.messages import TINY
 from gsreal.statistics.training import Gradients, Replica
-from gssim.gradient_statistics import HELD_LEVELS, SKETCH_EDGES
 from gssim.plan import Push
 from gssim.scenario import Scenario
+from gssim.workload.gradient_statistics import HELD_LEVELS, SKETCH_EDGES
 
 BLOCKS = 12
 """Blocks of a tensor: query, key and value have four each, as has every third."""

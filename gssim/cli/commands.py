@@ -1,5 +1,5 @@
-"""The commands of `gssim`: check, run, sweep and search. Data goes to stdout, messages to stderr; exit 2 for wrong
-input.
+"""The commands of `gssim`: check, run, program, support, sweep, search. Data goes to stdout, messages to stderr; exit 2
+for wrong input.
 """
 
 import json
@@ -17,14 +17,15 @@ from gssim.cache import Shared
 from gssim.cli.search_report import nothing_fits, print_found
 from gssim.cli.support_report import print_methods, print_support
 from gssim.errors import RunFailedError, UserError
-from gssim.execution import dask_workers, processes, usable_cores
-from gssim.files import write_text
+from gssim.execution import dask_workers, processes, processes_with, usable_cores
+from gssim.execution.files import write_text
 from gssim.plan import METHODS
-from gssim.planner import Search, searchers, with_suggested_changes
+from gssim.planner import Search, with_suggested_changes
+from gssim.program import program_table, program_text
 from gssim.result import chrome_trace, file_name
 from gssim.scenario import load_scenario, supported
 from gssim.scenario.sweep import Point, Sweep, chosen, load_sweep, points_of
-from gssim.simulation import simulate, traced
+from gssim.simulation import program_of, simulate, traced
 from gssim.sweeps import TABLES, check_table_place, parts_folder, points_in, predict, tabulate
 from gssim.terminal import activity, idle_list, print_result, print_results, print_table, progress_bar, run_command_line
 from gssim.units import one_line
@@ -84,6 +85,27 @@ def run_command(
         times = {"load_s": loaded_s - began_s, "simulate_s": ended_s - loaded_s, "remedies_s": advised_s - ended_s}
         shown = {name: value for name, value in times.items() if name != "remedies_s" or result.remedies}
         print(" ".join(f"{name}={value:.3f}" for name, value in shown.items()), file=sys.stderr)
+
+
+@app.command("program")
+def program_command(
+    scenario: Path,
+    overrides: Overrides = None,
+    rank: Annotated[int, typer.Option("--rank", help="The rank whose tasks are printed.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a list of tasks as JSON.")] = False,
+) -> None:
+    """Print what a rank does in a step, one task a line: operation, fields, stream, time, memory, dependencies."""
+    with activity("gssim: program"):
+        loaded = load_scenario(scenario, overrides or [])
+        ranks = loaded.scenario.ranks
+        if not 0 <= rank < ranks:
+            raise UserError(f"--rank {rank}: must be from 0 to {ranks - 1}")
+        program = program_of(loaded, Shared())
+    if as_json:
+        print(json.dumps(program_table(program, rank), indent=2, allow_nan=False))
+    else:
+        print(f"# rank {rank} of {ranks}, {one_line(loaded.scenario.name)}, {loaded.scenario.scenario_id}")
+        sys.stdout.write(program_text(program, rank))
 
 
 @app.command("support")
@@ -271,7 +293,7 @@ def search_command(
     run = ["gssim", "run", str(scenario), *(word for each in overrides or [] for word in ("--set", each))]
     try:
         search.prepare()
-        with searchers(count, scenario, given, shared) as workers, progress_bar("searching") as on_progress:
+        with processes_with(shared, count) as workers, progress_bar("searching") as on_progress:
             search.run(workers, on_progress)
     except KeyboardInterrupt:
         _print_found(search, loaded.scenario.question, run, as_json=as_json)

@@ -3,9 +3,10 @@
 from gssim.engine.collective_instances import CollectiveInstance, router_of, scheduler_of
 from gssim.engine.host import Host, Load
 from gssim.engine.machine import SMALLEST_JITTER, DeadlockError, Machine
-from gssim.engine.memory_tracker import MemoryTracker, RecordingTracker
+from gssim.engine.memory_tracker import MemoryTracker, RecordingTracker, allocates_beside_compute, memory_after
 from gssim.engine.selection import CollectiveSchedule, Scheduler
 from gssim.engine.symmetry import RankClass, is_jittery
+from gssim.engine.vectorised_walk import TaskSpan
 
 __all__ = [
     "SMALLEST_JITTER",
@@ -19,7 +20,10 @@ __all__ = [
     "RankClass",
     "RecordingTracker",
     "Scheduler",
+    "TaskSpan",
+    "allocates_beside_compute",
     "is_jittery",
+    "memory_after",
     "router_of",
     "scheduler_of",
 ]

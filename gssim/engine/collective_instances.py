@@ -20,7 +20,7 @@ from gssim.collectives.algorithms import SINGLE_FLOWS
 from gssim.engine.selection import CollectiveSchedule, Scheduler
 from gssim.engine.symmetry import Classes, Groups, RankClass, classes_of, repeated_groups
 from gssim.network import Network, Router, codes
-from gssim.program import Program
+from gssim.program import Program, TaskId
 from gssim.units import Ints
 
 
@@ -55,8 +55,8 @@ class Arrangement:
     """A program's rank classes and collective instances, and the network that they use."""
 
     classes: tuple[RankClass, ...]
-    instances: Mapping[str, tuple[CollectiveInstance, ...]]
-    """By label; one for each class of groups."""
+    instances: Mapping[TaskId, tuple[CollectiveInstance, ...]]
+    """Instances of each collective; one for each class of groups."""
     network: Network
 
 
@@ -92,9 +92,7 @@ def arrange(
     while True:
         classes = classes_of(cluster, program, kinds=kinds, unfolded=unfolded)
         instances = _instances(program, classes, schedules)
-        stages = [
-            stage for by_label in instances.values() for instance in by_label for stage in instance.schedule.stages
-        ]
+        stages = [stage for several in instances.values() for instance in several for stage in instance.schedule.stages]
         network = Network(env, router, stages, conditions=conditions, unfolded=unfolded, shared=shared)
         finer_kinds = {} if unfolded else _refined_kinds(kinds, instances, network, router)
         if not finer_kinds:
@@ -155,11 +153,11 @@ class _ScheduleCache:
 
 def _instances(
     program: Program, classes: Classes, schedules: _ScheduleCache
-) -> dict[str, tuple[CollectiveInstance, ...]]:
+) -> dict[TaskId, tuple[CollectiveInstance, ...]]:
     parts: dict[Groups, list[tuple[Groups, tuple[RankClass, ...]]]] = {}
-    by_label = {}
+    instances = {}
     by_communication: dict[Communication, tuple[CollectiveInstance, ...]] = {}
-    for label, communication in program.communications.items():
+    for collective, communication in program.communications.items():
         alike = (
             None if communication.pair_bytes else by_communication.get(communication)
         )  # matrices take long to compare
@@ -178,8 +176,8 @@ def _instances(
             alike = tuple(equal)
             if not communication.pair_bytes:
                 by_communication[communication] = alike
-        by_label[label] = alike
-    return by_label
+        instances[collective] = alike
+    return instances
 
 
 def _by_class(groups: Groups, classes: Mapping[Groups, Ints]) -> list[Groups]:
@@ -192,7 +190,7 @@ def _by_class(groups: Groups, classes: Mapping[Groups, Ints]) -> list[Groups]:
 
 def _refined_kinds(
     kinds: Mapping[Groups, Ints],
-    instances: Mapping[str, tuple[CollectiveInstance, ...]],
+    instances: Mapping[TaskId, tuple[CollectiveInstance, ...]],
     network: Network,
     router: Router,
 ) -> dict[Groups, Ints]:
@@ -201,8 +199,8 @@ def _refined_kinds(
     collection_of = {group: groups for groups in kinds for group in groups}
     refined: dict[Groups, Ints] = {}
     seen = set()
-    for by_label in instances.values():
-        for instance in by_label:
+    for several in instances.values():
+        for instance in several:
             groups = instance.communication.groups
             for stage in instance.schedule.stages if len(groups) > 1 else ():
                 key = (id(stage.hops), stage.coupled)

@@ -9,12 +9,11 @@ allocates any.
 """
 
 from collections.abc import Generator
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from gssim.engine.memory_tracker import RecordingTracker
+from gssim.engine.memory_tracker import RecordingTracker, allocates_beside_compute, memory_after
 from gssim.engine.symmetry import is_jittery
-from gssim.program import Task
+from gssim.program import Program, Task
 
 if TYPE_CHECKING:
     from gssim.engine.machine import Machine
@@ -22,8 +21,7 @@ if TYPE_CHECKING:
 
 def can_run_ahead(machine: "Machine", index: int) -> bool:
     """Return whether a class's streams can use the fast path; see [Note: ahead]."""
-    tasks = machine.program.tasks[machine.roles[index]]
-    beside = any((task.need.peak_bytes or task.need.kept) and task.stream != "compute" for task in tasks)
+    beside = machine.program.once(allocates_beside_compute, machine.roles[index])
     return is_independent(machine, index) and not beside
 
 
@@ -33,9 +31,11 @@ def is_independent(machine: "Machine", index: int) -> bool:
     independent = independent and not isinstance(
         machine.memory[index], RecordingTracker
     )  # which logs memory by the simulated clock
-    by_role = machine.program.tasks
-    slowed_by_pauses = machine.program.once("pauses", lambda: [any(t.after_pauses for t in tasks) for tasks in by_role])
-    return independent and not slowed_by_pauses[machine.roles[index]]
+    return independent and not machine.program.once(_is_slowed_by_pauses, machine.roles[index])
+
+
+def _is_slowed_by_pauses(program: Program, role: int) -> bool:
+    return any(task.after_pauses for task in program.tasks[role])
 
 
 def run_ahead(machine: "Machine", index: int, stream: str, steps: int) -> Generator[Any, Any, None]:
@@ -53,16 +53,14 @@ def run_ahead(machine: "Machine", index: int, stream: str, steps: int) -> Genera
                 yield from machine.communicate(index, stream, step, task)
                 now_s = env.now
             if now_s > began_s:
-                machine.record_span(index, stream, task.label, task.phase, began_s, now_s)
-            finished = machine.finished.get((index, step, task.label))
+                machine.record_span(index, task, began_s, now_s)
+            finished = machine.finished.get((index, step, task.id))
             if finished is not None:
                 finished.succeed(now_s)
         if stream == "compute":
             machine.ends_s[index].append(now_s)
     if stream == "compute":  # in the order of the tasks: always the same, whenever they end
-        machine.memory[index] = machine.program.once(
-            ("memory", machine.roles[index], steps), partial(machine.memory[index].after_tasks, tasks * steps)
-        )
+        machine.memory[index] = machine.program.once(memory_after, machine.roles[index], steps)
     yield from machine.until(now_s)
 
 
@@ -70,7 +68,7 @@ def _dependencies_end(
     machine: "Machine", index: int, stream: str, step: int, task: Task, now_s: float
 ) -> Generator[Any, Any, float]:
     """Wait until the ends of the dependencies on other streams are known; return the earliest time to start."""
-    events = [machine.finished[index, step, label] for label in task.after]
+    events = [machine.finished[index, step, each] for each in task.after]
     pending = [event for event in events if not event.triggered]
     if pending:
         machine.waiting[index, stream] = (task, None)
@@ -81,6 +79,6 @@ def _dependencies_end(
     if latest_s <= now_s:
         return now_s
     if stream == "compute":
-        late = [label for label, end_s in zip(task.after, ends_s, strict=True) if end_s > now_s]
-        machine.record_wait(index, stream, task, late[-1], now_s, latest_s)
+        late = [each for each, end_s in zip(task.after, ends_s, strict=True) if end_s > now_s]
+        machine.record_span(index, task, now_s, latest_s, awaited=late[-1])
     return float(latest_s)

@@ -19,9 +19,9 @@ from gssim.engine.host import Clock, Host, Load
 from gssim.engine.memory_tracker import MemoryTracker
 from gssim.engine.rendezvous import Rendezvous
 from gssim.engine.selection import CollectiveSchedule
-from gssim.engine.vectorised_walk import VectorisedWalk, vectorised_walk_of
+from gssim.engine.vectorised_walk import TaskSpan, VectorisedWalk, vectorised_walk_of
 from gssim.errors import RunFailedError
-from gssim.program import Issue, Program, Task
+from gssim.program import Issue, Program, Task, TaskId
 from gssim.result import Span
 from gssim.units import Floats
 
@@ -74,12 +74,13 @@ class Machine:
         self.vectorised: VectorisedWalk | None = None
         """The vectorised walk over all classes, where it is used."""
         self.ends_s: list[list[float]] = [[] for _ in self.classes]
-        self.rendezvous: dict[tuple[int, str, int], Rendezvous] = {}
+        self.rendezvous: dict[tuple[int, TaskId, int], Rendezvous] = {}
         self.messages: dict[tuple[int, int], Rendezvous] = {}
         """The latest message from class to class."""
-        self.finished: dict[tuple[int, int, str], simpy.Event] = {}
+        self.finished: dict[tuple[int, int, TaskId], simpy.Event] = {}
         self.waiting: dict[tuple[int, str], tuple[Task, Rendezvous | None]] = {}
         self.steps = 0
+        self._recorded: list[TaskSpan] = []
         self.step_speed = [1.0 for _ in self.classes]
         self._volumes: dict[int, float] = defaultdict(float)
         self._hops: dict[int, collectives.Hops] = {}
@@ -99,27 +100,32 @@ class Machine:
         return [np.random.default_rng([self.seed, each.representative]) for each in self.classes]
 
     @cached_property
-    def _instance_of(self) -> dict[tuple[int, str], tuple[int, CollectiveInstance]]:
+    def _instance_of(self) -> dict[tuple[int, TaskId], tuple[int, CollectiveInstance]]:
         """Number and instance of a collective's instances in which a class takes part."""
         return {
-            (rank_class.index, label): (number, instance)
-            for label, of_label in self.instances.items()
-            for number, instance in enumerate(of_label)
+            (rank_class.index, collective): (number, instance)
+            for collective, instances in self.instances.items()
+            for number, instance in enumerate(instances)
             for rank_class in instance.classes
         }
 
     @cached_property
-    def spans(self) -> list[Span]:
+    def task_spans(self) -> list[TaskSpan]:
         """Busy intervals of the streams of each class."""
-        return self.vectorised.spans() if self.vectorised is not None else []
+        return self.vectorised.task_spans() if self.vectorised is not None else self._recorded
+
+    @property
+    def spans(self) -> list[Span]:
+        """The same, as they are shown."""
+        return [each.span() for each in self.task_spans]
 
     @property
     def schedules(self) -> dict[str, CollectiveSchedule]:
         """Schedule of each collective by label; with several instances, by label and number."""
         return {
-            label if len(of_label) == 1 else f"{label} ({number})": instance.schedule
-            for label, of_label in self.instances.items()
-            for number, instance in enumerate(of_label)
+            collective.label if len(instances) == 1 else f"{collective.label} ({number})": instance.schedule
+            for collective, instances in self.instances.items()
+            for number, instance in enumerate(instances)
         }
 
     def _hosts(self) -> dict[str, Host]:
@@ -179,10 +185,10 @@ class Machine:
         processes: list[simpy.Process] = []
         for rank_class in self.classes:
             tasks = self.program.tasks[self.roles[rank_class.index]]
-            awaited = {label for task in tasks for label in task.after}
+            awaited = {each for task in tasks for each in task.after}
             for step in range(steps):
-                for label in awaited:
-                    self.finished[rank_class.index, step, label] = self.env.event()
+                for each in awaited:
+                    self.finished[rank_class.index, step, each] = self.env.event()
             streams = dict.fromkeys([*STREAMS, *(task.stream for task in tasks)])
             run_stream: Work = partial(run_ahead, self) if can_run_ahead(self, rank_class.index) else self._stream
             processes.extend(self.env.process(run_stream(rank_class.index, stream, steps)) for stream in streams)
@@ -198,11 +204,8 @@ class Machine:
         """Return whether there are enough classes, all independent between collectives, and no notices to wait for."""
         if len(self.classes) < MIN_CLASSES_VECTORISED:
             return False
-        has_notices = any(instance.schedule.notices for of_label in self.instances.values() for instance in of_label)
-        tasks_by_role = self.program.tasks
-        computes = self.program.once(
-            "all compute", lambda: all(any(task.stream == "compute" for task in tasks) for tasks in tasks_by_role)
-        )
+        has_notices = any(instance.schedule.notices for several in self.instances.values() for instance in several)
+        computes = self.program.once(_all_roles_compute)
         return (
             computes and not has_notices and all(is_independent(self, rank_class.index) for rank_class in self.classes)
         )
@@ -227,7 +230,7 @@ class Machine:
         for index, stream in sorted(self.waiting):
             task, instance = self.waiting[index, stream]
             if instance is None:
-                cause = f"after {', '.join(map(repr, task.after))}"
+                cause = f"after {', '.join(repr(each.label) for each in task.after)}"
             else:
                 missing = sorted(self.classes[index_of_missing].representative for index_of_missing in instance.missing)
                 cause = f"for rank {', '.join(map(str, missing))}"
@@ -252,8 +255,8 @@ class Machine:
                     yield from self._compute(index, task)
                 memory.end(stream)
                 if self.env.now > began_s:
-                    self.record_span(index, stream, task.label, task.phase, began_s, self.env.now)
-                finished = self.finished.get((index, step, task.label))
+                    self.record_span(index, task, began_s, self.env.now)
+                finished = self.finished.get((index, step, task.id))
                 if finished is not None:
                     finished.succeed(self.env.now)
             if stream == "compute":
@@ -270,21 +273,16 @@ class Machine:
 
     def _await(self, index: int, stream: str, step: int, task: Task) -> Generator[Any, Any, None]:
         """Wait for the tasks on other streams on which this one depends."""
-        awaited = [label for label in task.after if not self.finished[index, step, label].triggered]
+        awaited = [each for each in task.after if not self.finished[index, step, each].triggered]
         if not awaited:
             return
-        pending = [self.finished[index, step, label] for label in awaited]
+        pending = [self.finished[index, step, each] for each in awaited]
         began_s = self.env.now
         self.waiting[index, stream] = (task, None)
         yield self.env.all_of(pending) if len(pending) > 1 else pending[0]
         del self.waiting[index, stream]
         if stream == "compute" and self.env.now > began_s:
-            self.record_wait(index, stream, task, awaited[-1], began_s, self.env.now)
-
-    def record_wait(self, index: int, stream: str, task: Task, awaited: str, began_s: float, end_s: float) -> None:
-        """Record the wait of a task for another one."""
-        label = task.label if task.label.startswith("wait") else f"wait {awaited}"
-        self.record_span(index, stream, label, "exposed_communication", began_s, end_s)
+            self.record_span(index, task, began_s, self.env.now, awaited=awaited[-1])
 
     def _compute(self, index: int, task: Task) -> Generator[Any, Any, None]:
         began_s = self.env.now
@@ -334,12 +332,12 @@ class Machine:
 
     def communicate(self, index: int, stream: str, step: int, task: Task) -> Generator[Any, Any, None]:
         """Join a collective, and wait until it is done."""
-        label = task.communication
-        assert label is not None
-        number, instance = self._instance_of[index, label]
-        rendezvous = self.rendezvous.get((step, label, number))
+        collective = task.communication
+        assert collective is not None
+        number, instance = self._instance_of[index, collective]
+        rendezvous = self.rendezvous.get((step, collective, number))
         if rendezvous is None:
-            rendezvous = self.rendezvous[step, label, number] = Rendezvous(self, instance)
+            rendezvous = self.rendezvous[step, collective, number] = Rendezvous(self, instance)
         self.waiting[index, stream] = (task, rendezvous)
         if instance.is_message and instance.schedule.notices:
             yield from self._queue_notice(index, rendezvous)
@@ -361,6 +359,15 @@ class Machine:
         if before is not None and before.first_byte_s <= self.env.now and not before.done.triggered:
             yield before.done
 
-    def record_span(self, index: int, stream: str, label: str, phase: str, began_s: float, end_s: float) -> None:
-        """Record a busy interval of a stream."""
-        self.spans.append(Span(self.classes[index].representative, stream, label, phase, began_s, end_s))
+    def record_span(
+        self, index: int, task: Task, began_s: float, end_s: float, *, awaited: TaskId | None = None
+    ) -> None:
+        """Record a busy interval of a stream: a task's, or that of its wait for another one."""
+        phase = task.phase if awaited is None else "exposed_communication"
+        rank = self.classes[index].representative
+        self._recorded.append(TaskSpan(rank, task.stream, task.id, phase, began_s, end_s, awaited))
+
+
+def _all_roles_compute(program: Program) -> bool:
+    """Return whether every role has tasks on the compute stream."""
+    return all(any(task.stream == "compute" for task in tasks) for tasks in program.tasks)

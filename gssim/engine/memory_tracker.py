@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gssim.memory import NOTHING, Footprint
-from gssim.program import Program, Task
+from gssim.program import Program
 from gssim.units import Floats, Ints
 
 if TYPE_CHECKING:
@@ -54,17 +54,30 @@ class MemoryTracker:
         self.current[category] = total if abs(total) > NOISE_BYTES else 0.0
         self._current_bytes += size_bytes
 
-    def after_tasks(self, tasks: Iterable[Task]) -> "MemoryTracker":
-        """Return this tracker after tasks of the compute stream, one after another."""
-        beside = sum(part.peak_bytes for stream, part in self._transient.items() if stream != "compute")
-        for task in tasks:
-            need = task.need
-            if self._current_bytes + beside + need.peak_bytes > self.peak_bytes:
+    def run(self, needs: Iterable[Footprint]) -> None:
+        """Run tasks one after another."""
+        for need in needs:
+            if self._current_bytes + need.peak_bytes > self.peak_bytes:
                 self.begin("compute", need)
             for category, size in need.kept:
                 self._add(category, size)
         self._transient["compute"] = NOTHING
-        return self
+
+
+def memory_after(program: Program, role: int, steps: int) -> MemoryTracker:
+    """Return the memory of a role after so many steps, all tasks one after another in the order of the program.
+
+    That is its memory in a simulation where only one stream allocates any.
+    """
+    memory = MemoryTracker(dict(program.persistent[role]))
+    needs = [task.need for task in program.tasks[role] if task.need.peak_bytes or task.need.kept]
+    memory.run(needs * steps)
+    return memory
+
+
+def allocates_beside_compute(program: Program, role: int) -> bool:
+    """Return whether streams beside the compute allocate or free memory, so that its peak depends on time."""
+    return any(task.stream != "compute" and (task.need.peak_bytes or task.need.kept) for task in program.tasks[role])
 
 
 class RecordingTracker(MemoryTracker):
@@ -198,7 +211,7 @@ class GroupPeaks:
         return {needs.categories[place] for place in np.flatnonzero(used).tolist()}
 
 
-def group_peaks_of(task_group: "TaskGroup", program: Program, steps: int) -> GroupPeaks:
+def group_peaks_of(program: Program, task_group: "TaskGroup", steps: int) -> GroupPeaks:
     """Return the tracker of a task group's peaks over so many steps."""
     places = [
         place

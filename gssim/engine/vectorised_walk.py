@@ -13,8 +13,7 @@ a collective, or with a task that others wait for, so that they need not wait fo
 from collections import defaultdict, deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import simpy
@@ -22,12 +21,35 @@ import simpy
 from gssim.engine.collective_instances import CollectiveInstance
 from gssim.engine.memory_tracker import group_peaks_of
 from gssim.engine.rendezvous import carry_out
-from gssim.program import Program, Task
+from gssim.program import Program, Task, TaskId
 from gssim.result import PHASES, Span
 from gssim.units import Floats, Ints, distinct
 
 if TYPE_CHECKING:
     from gssim.engine.machine import Machine
+
+
+class TaskSpan(NamedTuple):
+    """A busy interval of a stream: a task, or its wait for another one."""
+
+    rank: int
+    stream: str
+    task: TaskId
+    phase: str
+    start_s: float
+    end_s: float
+    awaited: TaskId | None = None
+    """The task that it waited for, where the interval is a wait."""
+
+    def span(self, zero_s: float = 0.0) -> Span:
+        """Return the interval as shown, in seconds since `zero_s`."""
+        if self.awaited is None or self.task.action == "wait":
+            label, general = self.task.label, self.task.general_labels
+        else:
+            label = f"wait {self.awaited.label}"
+            general = tuple(f"wait {each}" for each in self.awaited.general_labels)
+        start_s, end_s = self.start_s - zero_s, self.end_s - zero_s
+        return Span(self.rank, self.stream, label, self.phase, start_s, end_s, general)
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,9 +61,9 @@ class Segment:
     stream: str
     tasks: tuple[int, ...]
     """Positions in the step; the last task may be a collective."""
-    after: tuple[str, ...]
-    """Labels of other streams' tasks on which the first task depends."""
-    communication: str | None
+    after: tuple[TaskId, ...]
+    """Other streams' tasks on which the first task depends."""
+    communication: TaskId | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,8 +81,6 @@ class TaskGroup:
     segments: tuple[Segment, ...]
     waiting: Mapping[int, tuple[int, ...]]
     """By segment number: segments of the same step that wait for one of its tasks, once for each such task."""
-    awaited: frozenset[str]
-    """Labels of tasks that others wait for."""
 
 
 def task_groups_of(program: Program) -> tuple[TaskGroup, ...]:
@@ -68,7 +88,7 @@ def task_groups_of(program: Program) -> tuple[TaskGroup, ...]:
     alike: dict[tuple[Any, ...], list[int]] = {}
     for role, tasks in enumerate(program.tasks):
         shape = tuple(
-            (task.label, task.phase, task.stream, task.communication, task.after, task.issue and task.issue.goes_on)
+            (task.id, task.phase, task.stream, task.communication, task.after, task.issue and task.issue.goes_on)
             for task in tasks
         )
         alike.setdefault(shape, []).append(role)
@@ -82,11 +102,11 @@ def _task_group(program: Program, roles: Sequence[int]) -> TaskGroup:
     for stream in dict.fromkeys(task.stream for task in tasks):
         streams[stream] = tuple(_segments(tasks, stream, len(segments)))
         segments += streams[stream]
-    place = {tasks[task].label: segment.number for segment in segments for task in segment.tasks}
+    number_of = {tasks[task].id: segment.number for segment in segments for task in segment.tasks}
     waiting: dict[int, list[int]] = {segment.number: [] for segment in segments}
     for segment in segments:
-        for label in segment.after:
-            waiting[place[label]].append(segment.number)
+        for awaited in segment.after:
+            waiting[number_of[awaited]].append(segment.number)
     return TaskGroup(
         tasks,
         tuple(roles),
@@ -95,18 +115,17 @@ def _task_group(program: Program, roles: Sequence[int]) -> TaskGroup:
         streams,
         tuple(segments),
         {number: tuple(found) for number, found in waiting.items()},
-        frozenset(label for task in tasks for label in task.after),
     )
 
 
 def _segments(tasks: Sequence[Task], stream: str, first: int) -> list[Segment]:
     parts: list[list[int]] = []
-    awaited = {label for task in tasks for label in task.after}
+    awaited = {each for task in tasks for each in task.after}
     for place, task in enumerate(tasks):
         if task.stream != stream:
             continue
         before = tasks[parts[-1][-1]] if parts else None
-        if before is None or task.after or before.communication is not None or before.label in awaited:
+        if before is None or task.after or before.communication is not None or before.id in awaited:
             parts.append([])
         parts[-1].append(place)
     return [
@@ -140,7 +159,7 @@ class Ranks:
         """Time from which the compute stream waited for others before a task."""
         self.awaited = np.full((steps, len(task_group.tasks), count), -1)
         """Index of the dependency that it waited for; -1: none."""
-        self.place = {task.label: place for place, task in enumerate(task_group.tasks)}
+        self.place = {task.id: place for place, task in enumerate(task_group.tasks)}
         needed = np.array([len(each.after) for each in task_group.segments])
         self.needed = np.broadcast_to(needed[None, :, None], (steps, segments, count)).copy()
         """Number of pending dependencies, by step and segment."""
@@ -158,8 +177,8 @@ class VectorisedWalk:
         self.finished = machine.env.event()
         self._remaining = sum(each.needed.size for each in ranks)
         self._ready: deque[tuple[Ranks, int, Segment, Ints]] = deque()
-        self._arrivals: dict[tuple[int, str, int], _Arrivals] = {}
-        self._instance_numbers: dict[tuple[int, str], Ints] = {}
+        self._arrivals: dict[tuple[int, TaskId, int], _Arrivals] = {}
+        self._instance_numbers: dict[tuple[int, TaskId], Ints] = {}
 
     def run(self) -> None:
         """Execute all steps; raise RuntimeError where they cannot end."""
@@ -206,7 +225,7 @@ class VectorisedWalk:
         """Return the start times of ranks that depend on tasks of other streams, all of whose ends are known by
         then.
         """
-        ends_s = np.array([ranks.ended_s[step, ranks.place[label], members] for label in segment.after])
+        ends_s = np.array([ranks.ended_s[step, ranks.place[each], members] for each in segment.after])
         latest_s = ends_s.max(axis=0)
         waits = latest_s > now_s
         if segment.stream == "compute" and waits.any():
@@ -236,17 +255,17 @@ class VectorisedWalk:
 
     def _arrive(self, ranks: Ranks, step: int, segment: Segment, members: Ints, now_s: Floats) -> None:
         """Let ranks join a collective; the last arrivals start it."""
-        label = segment.communication
-        assert label is not None
-        instances = self.machine.instances[label]
+        collective = segment.communication
+        assert collective is not None
+        instances = self.machine.instances[collective]
         numbers = (
-            self._instance_of(ranks, label, instances)[members]
+            self._instance_of(ranks, collective, instances)[members]
             if len(instances) > 1
             else np.zeros(len(members), np.int64)
         )
         for number in distinct(numbers).tolist() if len(instances) > 1 else (0,):
             inside = numbers == number
-            key = (step, label, number)
+            key = (step, collective, number)
             arrivals = self._arrivals.setdefault(key, _Arrivals(len(instances[number].classes)))
             arrivals.missing -= int(np.count_nonzero(inside))
             arrivals.latest_s = max(arrivals.latest_s, float(now_s[inside].max()))
@@ -254,9 +273,9 @@ class VectorisedWalk:
             if not arrivals.missing:
                 self.machine.env.process(self._run_instance(instances[number], self._arrivals.pop(key)))
 
-    def _instance_of(self, ranks: Ranks, label: str, instances: Sequence[CollectiveInstance]) -> Ints:
+    def _instance_of(self, ranks: Ranks, collective: TaskId, instances: Sequence[CollectiveInstance]) -> Ints:
         """Return the number of the collective instance in which each class takes part."""
-        key = (id(ranks), label)
+        key = (id(ranks), collective)
         if key not in self._instance_numbers:
             of_class = {each.index: number for number, instance in enumerate(instances) for each in instance.classes}
             self._instance_numbers[key] = np.array([of_class[each] for each in ranks.classes.tolist()])
@@ -277,9 +296,9 @@ class VectorisedWalk:
     def blocked_ranks(self) -> list[str]:
         """Return the ranks that wait for ever, each with its cause."""
         classes, texts = self.machine.classes, []
-        for (_, label, number), arrivals in self._arrivals.items():
+        for (_, collective, number), arrivals in self._arrivals.items():
             arrived = {int(each) for ranks, _, _, members in arrivals.arrived for each in ranks.classes[members]}
-            instance = self.machine.instances[label][number]
+            instance = self.machine.instances[collective][number]
             missing = sorted(each.representative for each in instance.classes if each.index not in arrived)
             cause = f"for rank {', '.join(map(str, missing))}"
             for ranks, _, segment, members in arrivals.arrived:
@@ -299,7 +318,10 @@ class VectorisedWalk:
                     left = np.flatnonzero(waits[:, :, i].reshape(-1) > 0)
                     task = ranks.task_group.tasks[segments[left[0] % len(segments)].tasks[0]] if len(left) else None
                     if task is not None and task.after:
-                        rank, after = self.machine.classes[index].representative, ", ".join(map(repr, task.after))
+                        rank, after = (
+                            self.machine.classes[index].representative,
+                            ", ".join(repr(each.label) for each in task.after),
+                        )
                         texts.append((rank, f"rank {rank} ({stream}) at {task.label!r}, after {after}"))
         return texts
 
@@ -311,29 +333,29 @@ class VectorisedWalk:
             by_class |= dict(zip(ranks.classes.tolist(), ranks.ended_s[:, last].T.tolist(), strict=True))
         return [by_class[index] for index in sorted(by_class)]
 
-    def spans(self) -> list[Span]:
+    def task_spans(self) -> list[TaskSpan]:
         """Return the busy intervals of each class's streams."""
-        spans: list[Span] = []
+        spans: list[TaskSpan] = []
         for ranks in self.ranks:
             names = [self.machine.classes[index].representative for index in ranks.classes.tolist()]
             for step in range(self.steps):
                 for place, task in enumerate(ranks.task_group.tasks):
                     for i in np.flatnonzero(ranks.awaited[step, place] >= 0).tolist():
-                        label = task.after[int(ranks.awaited[step, place, i])]
-                        shown = task.label if task.label.startswith("wait") else f"wait {label}"
-                        begin_s, end_s = float(ranks.wait_s[step, place, i]), float(ranks.began_s[step, place, i])
-                        spans.append(Span(names[i], task.stream, shown, "exposed_communication", begin_s, end_s))
+                        awaited = task.after[int(ranks.awaited[step, place, i])]
+                        wait = ("exposed_communication", float(ranks.wait_s[step, place, i]))
+                        end_s = float(ranks.began_s[step, place, i])
+                        spans.append(TaskSpan(names[i], task.stream, task.id, *wait, end_s, awaited))
                     began_s, ended_s = ranks.began_s[step, place], ranks.ended_s[step, place]
                     for i in np.flatnonzero(ended_s > began_s).tolist():
-                        span = (task.stream, task.label, task.phase, float(began_s[i]), float(ended_s[i]))
-                        spans.append(Span(names[i], *span))
+                        span = (task.stream, task.id, task.phase, float(began_s[i]), float(ended_s[i]))
+                        spans.append(TaskSpan(names[i], *span))
         return sorted(spans, key=lambda span: span.end_s)
 
     def peaks(self) -> Iterator[tuple[int, dict[str, float]]]:
         """Yield the memory peak of each class, by category."""
         program, steps = self.machine.program, self.steps
         for each in self.ranks:
-            held = program.once((each.task_group, steps), partial(group_peaks_of, each.task_group, program, steps))
+            held = program.once(group_peaks_of, each.task_group, steps)
             peaks = held.peaks(each.began_s, each.ended_s, each.columns)
             yield from zip(each.classes.tolist(), peaks, strict=True)
 
@@ -379,7 +401,7 @@ class VectorisedWalk:
 
 def vectorised_walk_of(machine: "Machine", steps: int) -> VectorisedWalk:
     """Return the vectorised walk over all of a machine's classes."""
-    task_groups = machine.program.once("task groups", lambda: task_groups_of(machine.program))
+    task_groups = machine.program.once(task_groups_of)
     column = {role: (task_group, place) for task_group in task_groups for place, role in enumerate(task_group.roles)}
     inside: dict[TaskGroup, list[tuple[int, int]]] = defaultdict(list)
     for each in machine.classes:

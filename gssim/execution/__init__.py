@@ -1,17 +1,22 @@
-"""Execution: an executor of independent work (inline, processes or Dask), and fingerprints of the code that did it."""
+"""Executor of independent work (inline, processes, Dask), stores of what it finished, fingerprints of the code."""
 
-from gssim.execution.executor import Alone, Workers, dask_workers, processes, usable_cores
+from gssim.execution.executor import Alone, Workers, dask_workers, processes, processes_with, usable_cores, worker_state
 from gssim.execution.fingerprint import NUMERICS, SHOWN, code_digest, installed_version, package_digest
+from gssim.execution.store import FileStore, RecordStore
 
 __all__ = [
     "NUMERICS",
     "SHOWN",
     "Alone",
+    "FileStore",
+    "RecordStore",
     "Workers",
     "code_digest",
     "dask_workers",
     "installed_version",
     "package_digest",
     "processes",
+    "processes_with",
     "usable_cores",
+    "worker_state",
 ]

@@ -2,12 +2,15 @@
 
 import os
 import signal
+import sys
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing import get_context, parent_process
+from multiprocessing.connection import Connection
+from multiprocessing.connection import wait as wait_for
 from typing import Any, Protocol
 
 from gssim.errors import RunFailedError, UserError
@@ -62,8 +65,8 @@ class Processes:
 
     in_chunks = True
 
-    def __init__(self, pool: ProcessPoolExecutor, jobs: int) -> None:
-        self.at_a_time = 2 * jobs
+    def __init__(self, pool: ProcessPoolExecutor, at_a_time: int) -> None:
+        self.at_a_time = at_a_time
         self._pool = pool
 
     def submit(self, work: Callable[[Any], Any], argument: Any) -> Any:
@@ -91,30 +94,66 @@ def _died() -> RunFailedError:
 
 @contextmanager
 def processes(jobs: int) -> Iterator[Workers]:
-    """Provide an executor of so many processes, or of this one only."""
+    """Provide an executor of so many processes, or of this one only, for chunks of work that are alike."""
     if jobs <= 1:
         yield Alone()
         return
-    # not forked: the progress bar has a thread
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_begin) as pool:
-        try:
-            yield Processes(pool, jobs)
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+    with _pool(jobs, "spawn", None) as pool:  # not forked: the progress bar has a thread
+        yield Processes(pool, 2 * jobs)
 
 
-def _begin() -> None:
-    """Ignore the user's interrupt, which the parent process handles, and end when that process does."""
+@contextmanager
+def processes_with(state: Any, jobs: int) -> Iterator[Workers]:
+    """Provide an executor of so many processes, each with `state`, its `worker_state`, and one piece of work at a time.
+
+    Where processes can be forked, they begin with what `state` holds now. Call it before any thread is started.
+    """
+    with _pool(jobs, "fork" if sys.platform == "linux" else "spawn", state) as pool:
+        yield Processes(pool, jobs)
+
+
+def worker_state() -> Any:
+    """Return the state that this process, a worker, was started with."""
+    return _STATE[0]
+
+
+_STATE: list[Any] = [None]
+
+
+@contextmanager
+def _pool(jobs: int, start: str, state: Any) -> Iterator[ProcessPoolExecutor]:
+    """Provide a pool; where its block is left by an exception, its processes end at once."""
+    context = get_context(start)
+    stopped, running = context.Pipe(duplex=False)  # the processes end when `running` is closed
+    forked = [running] if start == "fork" else []
+    pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin, initargs=(state, stopped, forked))
+    if forked:
+        pool.submit(os.getpid).result()  # all processes are forked now
+    try:
+        yield pool
+    except BaseException:
+        running.close()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+        running.close()
+        stopped.close()
+
+
+def _begin(state: Any, stopped: Connection, inherited: Sequence[Connection]) -> None:
+    """Ignore the user's interrupt, which the parent process handles, and end when that process does, or stops it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for connection in inherited:
+        connection.close()
+    _STATE[0] = state
+    threading.Thread(target=_end_with_parent, args=(stopped,), daemon=True).start()
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(stopped: Connection) -> None:
     parent = parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
+    wait_for([stopped, *([parent.sentinel] if parent is not None else [])])
+    os._exit(1)
 
 
 class DaskWorkers:

@@ -3,11 +3,10 @@
 from gssim.planner.advice import MAX_LAYER_PASSES, suggested_changes, with_suggested_changes
 from gssim.planner.batches import PLAN, Batches
 from gssim.planner.candidates import candidates
-from gssim.planner.explore import Outcome
+from gssim.planner.explore import Outcome, judged
 from gssim.planner.objectives import FRONT_RATIO
 from gssim.planner.reasons import bound_by, full_ratio, memory_lack, reason
 from gssim.planner.search import Found, Search
-from gssim.planner.workers import judged, searchers
 
 __all__ = [
     "FRONT_RATIO",
@@ -23,7 +22,6 @@ __all__ = [
     "judged",
     "memory_lack",
     "reason",
-    "searchers",
     "suggested_changes",
     "with_suggested_changes",
 ]

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial, reduce
 from typing import Any
 
-from gssim.engine import MemoryTracker
+from gssim.engine import memory_after
 from gssim.errors import UserError
 from gssim.program import lower
 from gssim.result import Remedy, Result
@@ -85,14 +85,8 @@ def _footprints(loaded: Loaded) -> list[MemoryFootprint]:
     scenario = loaded.scenario
     statistics = loaded.gradients if loaded.statistics_needed else None
     program = lower(scenario, statistics, step=scenario.run.warmup_steps + scenario.run.steps - 1)
-    peaks = []
-    for role, tasks in enumerate(program.tasks):
-        memory = MemoryTracker(dict(program.persistent[role]))
-        for _ in range(STEPS):
-            for task in tasks:
-                memory.begin(task.stream, task.need)
-                memory.end(task.stream)
-        peaks.append((program.role_of.index(role), memory.peak))
+    roles = range(len(program.tasks))
+    peaks = [(program.role_of.index(role), memory_after(program, role, STEPS).peak) for role in roles]
     return footprints_of(scenario, program, peaks)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gssim.errors import UserError
-from gssim.files import read_rows
+from gssim.execution.files import read_rows
 from gssim.plan import METHODS, Plan
 from gssim.planner.batches import PLAN, Batches
 from gssim.scenario import Scenario, SearchSpace, check, toml

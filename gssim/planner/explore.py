@@ -7,15 +7,68 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush, heapreplace
+from typing import Any
 
-from gssim.errors import UserError
+from gssim.cache import Shared
+from gssim.errors import RunFailedError, UserError
+from gssim.execution import Workers, worker_state
 from gssim.plan import Plan
-from gssim.planner.bounds import Bound
+from gssim.planner.bounds import Bound, LoweredBounds
 from gssim.planner.candidates import Candidate, RefusedPlans
-from gssim.planner.objectives import FRONT_RATIO, Limits
-from gssim.planner.workers import Answer, Workers
+from gssim.planner.objectives import FRONT_RATIO, Limits, objective_of
+from gssim.planner.reasons import full_ratio
 from gssim.result import Result
-from gssim.scenario import Objective
+from gssim.scenario import Loaded, Objective, Source, load_scenario
+from gssim.simulation import no_collection, simulate
+
+Answer = Result | Bound | UserError | RunFailedError
+"""Answer for a plan: simulated, ruled out by its bound, refused, or failed (a deadlock is a bug of the simulator, not
+of the plan).
+"""
+COSTLY_TASKS = 5000
+"""Number of tasks of all roles above which simulating a program takes much longer than lowering it."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A plan to judge: its scenario, the override that sets it, and the limits that it must beat."""
+
+    source: Source | None
+    override: str
+    limits: Limits
+
+
+def answered(request: Request) -> Answer:
+    """Return the answer for a plan, in a worker whose state is its cache."""
+    assert request.source is not None
+    shared: Shared = worker_state()
+    try:
+        overrides = [*request.source.overrides, request.override]
+        return judged(load_scenario(request.source.path, overrides, shared=shared), request.limits, shared)
+    except (UserError, RunFailedError) as error:
+        return error
+
+
+def judged(loaded: Loaded, limits: Limits, shared: Shared) -> Result | Bound:
+    """Return the prediction of a scenario, or its bound: where that rules it out, or other plans should go first."""
+    with no_collection():
+        if LoweredBounds.apply_to(loaded):
+            bounds = LoweredBounds(loaded, limits.objective, shared)
+            bound = bounds.allocated()
+            for closer in (bounds.met, bounds.reserved):
+                if limits.rule_out(bound):
+                    return bound
+                bound = closer(bound)
+            if limits.rule_out(bound) or (bounds.tasks > COSTLY_TASKS and bound.objective > limits.next_objective):
+                return bound
+        result = simulate(loaded, shared=shared, spread=False).result
+        if loaded.statistics_needed:
+            types = loaded.scenario.cluster.device_types
+            full = full_ratio(result, {name: device.memory_bytes for name, device in types.items()})
+            objective = objective_of(result, limits.objective)
+            if not limits.rule_out(Bound(result.step_time_s, objective, full if result.fits else math.inf)):
+                return simulate(loaded, shared=shared).result  # it may be shown, with the time of its lightest steps
+        return result
 
 
 @dataclass(frozen=True)
@@ -178,38 +231,39 @@ def explore(
     judge: Callable[[Candidate, Answer, Exploration], Outcome | None],
     found: Exploration,
     *,
+    source: Source | None = None,
     objective: Objective = "step-time",
     on_progress: Callable[[int, int], None] = lambda done, plans: None,
     until_s: float = math.inf,
 ) -> None:
     """Simulate plans, the most promising first, into `found`, which always has the best so far.
 
-    The set of simulated plans depends on their speed; the best and the front do not. `until_s`: time of
-    `time.monotonic` after which no plan is started.
+    The set of simulated plans depends on their speed; the best and the front do not. `source`: what workers load.
+    `until_s`: time of `time.monotonic` after which no plan is started.
     """
 
     def rule_out(candidate: Candidate, bound: Bound) -> bool:
         return limits_of(candidate, wanted, found, objective).rule_out(bound)
 
     plans = len(queue)
-    in_progress: dict[int, Candidate] = {}
+    in_progress: dict[Any, Candidate] = {}
     while queue or in_progress:
         late = time.monotonic() > until_s
-        while queue and workers.idle and not late:
+        while queue and len(in_progress) < workers.at_a_time and not late:
             first, ruled_out = queue.next(rule_out)
             found.ruled_out += ruled_out
             if first is not None:
-                in_progress[first.index] = first.candidate
                 limits = limits_of(first.candidate, wanted, found, objective)
                 least = math.inf if first.is_lowered else queue.next_objective()
-                workers.submit(first.index, first.candidate.override, replace(limits, next_objective=least))
+                request = Request(source, first.candidate.override, replace(limits, next_objective=least))
+                in_progress[workers.submit(answered, request)] = first.candidate
         on_progress(plans - len(queue) - len(in_progress), plans)
         if not in_progress:
             break
         if not late:
             found.ruled_out += queue.look_ahead(rule_out)  # which would else be done while processes wait for a plan
-        for number, answer in workers.completed():
-            candidate = in_progress.pop(number)
+        for ended in workers.ended(list(in_progress)):
+            candidate, answer = in_progress.pop(ended), workers.answer(ended)
             if isinstance(answer, Bound) and not rule_out(candidate, answer):
                 queue.wait(candidate, answer)
                 continue

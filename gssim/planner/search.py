@@ -15,14 +15,14 @@ from typing import Any
 
 from gssim.cache import Shared
 from gssim.errors import RunFailedError, UserError
+from gssim.execution import Workers
 from gssim.planner.batches import Batches
 from gssim.planner.bounds import Bound, Bounds
 from gssim.planner.candidates import Candidate, RefusedPlans, allowed, candidates
 from gssim.planner.counterparts import OWN, Counterpart, counterparts, nearest, own_plan
-from gssim.planner.explore import Exploration, Outcome, Queue, RankedSet, explore, front
+from gssim.planner.explore import Answer, Exploration, Outcome, Queue, RankedSet, explore, front
 from gssim.planner.objectives import objective_of
 from gssim.planner.reasons import full_ratio, reason, why_worse
-from gssim.planner.workers import Answer, Workers
 from gssim.result import Result
 from gssim.scenario import Loaded, SearchSpace
 from gssim.simulation import no_collection
@@ -162,6 +162,7 @@ class Search:
                 workers,
                 judge,
                 self.counts,
+                source=self.loaded.scenario.source,
                 objective=objective,
                 on_progress=on_progress,
                 until_s=until_s,

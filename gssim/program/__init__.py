@@ -5,8 +5,9 @@ from gssim.program.optimizer import workspaces
 from gssim.program.owned import owned_layers
 from gssim.program.passes import Steps, StepTraffic, lower, lowering_key
 from gssim.program.sharded import Tensors, units
-from gssim.program.task import Issue, MicroBatch, Program, Task
+from gssim.program.task import Issue, MicroBatch, Program, Task, TaskId
 from gssim.program.tensor_slices import unmeasured_host_time
+from gssim.program.text import program_table, program_text, read_tasks
 
 __all__ = [
     "Issue",
@@ -16,10 +17,14 @@ __all__ = [
     "StepTraffic",
     "Steps",
     "Task",
+    "TaskId",
     "Tensors",
     "lower",
     "lowering_key",
     "owned_layers",
+    "program_table",
+    "program_text",
+    "read_tasks",
     "units",
     "unmeasured_host_time",
     "workspaces",

@@ -1,6 +1,7 @@
 """Lowers forward and backward of every layer to tasks with their memory: the first pass, extended by all others."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -23,8 +24,8 @@ from gssim.memory import (
 from gssim.program.kernel_workspace import scratch_events
 from gssim.program.lowering import Lowering
 from gssim.program.stage_boundary import stage_timeline
-from gssim.program.task import Issue, MicroBatch, Task
-from gssim.program.tensor_slices import phase_label, sum_positions, with_all_reduces, with_host_time
+from gssim.program.task import BACKWARD, PASSES, Issue, MicroBatch, Task, TaskId
+from gssim.program.tensor_slices import sum_positions, with_all_reduces, with_host_time
 from gssim.scenario import pause_excess
 from gssim.workload import LayerInstance
 
@@ -36,7 +37,7 @@ def cuts(low: Lowering, micro_batch: MicroBatch) -> dict[int, list[int]]:
     """Return the positions at which each layer's backward is split into parts: where a bucket becomes complete inside
     it.
     """
-    return _completions(low) if _sends_in_buckets(low, micro_batch) else {}
+    return low.once_a_run(_completions) if _sends_in_buckets(low, micro_batch) else {}
 
 
 def _completions(low: Lowering) -> dict[int, list[int]]:
@@ -68,19 +69,20 @@ def _bucket_events(low: Lowering) -> dict[tuple[int, str], list[Event]]:
     return events
 
 
-def backward_label(layer: LayerInstance, part: int) -> str:
-    """Return the label of a part of a layer's backward; an unsplit layer has only part 0."""
-    return phase_label("b", layer, part)
+def forward_id(layer: LayerInstance) -> TaskId:
+    """Return the identity of the first part of a layer's forward."""
+    return TaskId("forward", layer=layer.module)
 
 
-def recompute_label(layer: LayerInstance) -> str:
-    """Return the label of a checkpointed layer's recomputed forward."""
-    return phase_label("r", layer, 0)
+def backward_id(layer: LayerInstance, part: int = 0) -> TaskId:
+    """Return the identity of a part of a layer's backward; an unsplit layer has only part 0."""
+    return TaskId("backward", layer=layer.module, part=part or None)
 
 
-def backward_begin(low: Lowering, layer: LayerInstance) -> str:
-    """Return the label of the first task of a layer's backward."""
-    return recompute_label(layer) if low.recomputes and layer.layer.block else backward_label(layer, 0)
+def backward_begin(low: Lowering, layer: LayerInstance) -> TaskId:
+    """Return the identity of the first task of a layer's backward."""
+    again = low.recomputes and layer.layer.block
+    return TaskId("recompute", layer=layer.module) if again else backward_id(layer)
 
 
 def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
@@ -128,9 +130,9 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
                 ]
             once[key] = parts, ends
         parts, ends = once[key]
-        labelled = [
+        named = [
             Task(
-                phase_label(phase, instance, part),
+                TaskId(PASSES[phase], layer=instance.module, part=part or None),
                 task.phase,
                 duration_s=task.duration_s,
                 need=task.need,
@@ -138,7 +140,7 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
             )
             for part, task in enumerate(parts)
         ]
-        summed = with_all_reduces(low, rank, instance, phase, labelled, ends, samples)
+        summed = with_all_reduces(low, rank, instance, phase, named, ends, samples)
         return [replace(task, after_pauses=excess) for task in summed] if excess else summed
 
     tasks = []
@@ -152,7 +154,7 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
         kept = [*traced.at(*place), *always_kept.get(place, ())]
         tasks += phase_tasks(instance, "b", events, kept)
     end = footprint(timeline.end)
-    tasks.append(Task("backward end", "backward", need=end))
+    tasks.append(Task(TaskId("backward-end"), "backward", need=end))
     return tasks
 
 
@@ -235,7 +237,7 @@ def _split(phase: str, events: Sequence[Event], scratch: float, duration_s: floa
         inside = [event for event in events if before < min(event.position, ends[-1]) <= end]
         parts.append(
             Task(
-                "",
+                TaskId(PASSES[phase]),
                 PHASE_NAMES[phase],
                 duration_s=duration_s * (end - before) / (ends[-1] + 1) if len(ends) > 1 else duration_s,
                 need=with_scratch(footprint(inside), scratch),
@@ -245,24 +247,43 @@ def _split(phase: str, events: Sequence[Event], scratch: float, duration_s: floa
     return parts
 
 
-def part_at(low: Lowering, tasks: Sequence[Task], place: tuple[int, int]) -> int:
-    """Return the index of the task in which the backward reaches `place` (layer, position)."""
-    layer, position = place
-    instance = low.layers[layer]
-    if "complete" not in low.step_memo:
-        low.step_memo["complete"] = _completions(low)
-    complete: Mapping[int, list[int]] = low.step_memo["complete"]
-    cuts = set(complete.get(layer, ())) | set(sum_positions(instance.layer, "b"))
-    part = sum(1 for cut in cuts if cut < position)
-    labels = [task.label for task in tasks]
-    while backward_label(instance, part) not in labels:
-        part -= 1
-    return labels.index(backward_label(instance, part))
+class BackwardParts:
+    """The parts of the backward among a micro-batch's tasks, behind which others are inserted."""
 
+    def __init__(self, low: Lowering, tasks: Sequence[Task]) -> None:
+        self.low = low
+        self.tasks = list(tasks)
+        self._index = {task.id: index for index, task in enumerate(tasks) if task.id.op == "backward"}
+        self._behind: dict[int, list[Task]] = defaultdict(list)
 
-def insert_after(tasks: list[Task], index: int, new: Sequence[Task]) -> None:
-    """Insert tasks after a part of the backward, and after tasks inserted there before."""
-    end = index + 1
-    while end < len(tasks) and not tasks[end].label.startswith(("backward ", "recompute ")):
-        end += 1
-    tasks[end:end] = list(new)
+    def at(self, place: tuple[int, int]) -> int:
+        """Return the index of the task in which the backward reaches `place` (layer, position)."""
+        layer, position = place
+        instance = self.low.layers[layer]
+        cuts = set(self.low.once_a_run(_completions).get(layer, ())) | set(sum_positions(instance.layer, "b"))
+        part = sum(1 for cut in cuts if cut < position)
+        while backward_id(instance, part) not in self._index:
+            part -= 1
+        return self._index[backward_id(instance, part)]
+
+    def lengthen(self, index: int, duration_s: float) -> TaskId:
+        """Let the task at an index take longer; return its identity."""
+        task = self.tasks[index]
+        self.tasks[index] = replace(task, duration_s=task.duration_s + duration_s)
+        return task.id
+
+    def insert_after(self, index: int, new: Sequence[Task]) -> None:
+        """Insert tasks after a part of the backward and its sums over ranks, and after tasks inserted there before."""
+        self._behind[index] += new
+
+    def merged(self) -> list[Task]:
+        """Return all tasks."""
+        merged: list[Task] = []
+        pending: list[Task] = []
+        for index, task in enumerate(self.tasks):
+            if pending and task.id.op in BACKWARD:
+                merged += pending
+                pending = []
+            merged.append(task)
+            pending += self._behind.get(index, ())
+        return merged + pending

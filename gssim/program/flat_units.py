@@ -20,11 +20,11 @@ from dataclasses import dataclass
 
 from gssim import cost
 from gssim.memory import Event, footprint
-from gssim.program.compute import backward_begin, backward_label
+from gssim.program.compute import backward_begin, backward_id, forward_id
 from gssim.program.lowering import Lowering
 from gssim.program.push import send_bucket
-from gssim.program.sharded import insert_beside
-from gssim.program.task import Bucket, MicroBatch, Task
+from gssim.program.sharded import gather_id, insert_beside
+from gssim.program.task import Bucket, MicroBatch, Task, TaskId, collective_task
 from gssim.workload import LayerInstance
 
 
@@ -63,19 +63,19 @@ def push_units(low: Lowering, rank: int, tasks: list[Task], micro_batch: MicroBa
     """Pass of GS with sharded parameters: after each unit's backward, free its parameters, collect and push
     gradients.
     """
-    after_task: dict[str, list[Task]] = defaultdict(list)
+    after_task: dict[TaskId, list[Task]] = defaultdict(list)
     end: list[Task] = []
     draining: list[Task] = []
     for unit in flat_units(low):
         new = [_end_of_backward(low, rank, unit, leaves=micro_batch.sends_gradients)]
         if micro_batch.sends_gradients:
-            _, push, drain = send_bucket(low, rank, unit.bucket, micro_batch, new[0].label)
+            _, push, drain = send_bucket(low, rank, unit.bucket, micro_batch, new[0].id)
             new = [*draining, *new, *push]
             draining = drain
         if unit.is_root:
             end = new
         else:
-            after_task[backward_label(unit.layers[0], 0)] = new
+            after_task[backward_id(unit.layers[0])] = new
     return [*insert_beside(tasks, before={}, behind=after_task), *end, *draining]
 
 
@@ -84,11 +84,12 @@ def _end_of_backward(low: Lowering, rank: int, unit: FlatUnit, *, leaves: bool) 
     gathered = unit.size_bytes if len(low.group) > 1 else 0.0
     events = [Event(0, -gathered, "gathered_parameters")]
     if not leaves:
-        return Task(f"free {unit.name} backward", "backward", need=footprint(events))
+        return Task(TaskId("free", layer=unit.name, during="backward"), "backward", need=footprint(events))
     tensors = tuple(float(parameter.elements * low.value_bytes) for _, parameter in unit.bucket.members)
     events += [Event(1, unit.size_bytes, "buckets"), Event(2, -unit.size_bytes, "gradients", tensors)]
     copy_s = cost.copy_time_s(low.device(rank), unit.size_bytes)
-    return Task(f"collect bucket {unit.bucket.index}", "backward", duration_s=copy_s, need=footprint(events))
+    collect = TaskId("collect", bucket=unit.bucket.index)
+    return Task(collect, "backward", duration_s=copy_s, need=footprint(events))
 
 
 # Parameters ----------------------------------------------------------------------------------------------------------
@@ -104,8 +105,8 @@ def gather_flat_parameters_twice(low: Lowering, rank: int, tasks: list[Task]) ->
     return _with_gathers(low, rank, tasks, twice=True)
 
 
-Use = tuple[FlatUnit, str]
-"""A unit, and the label of the task that needs its gathered parameters."""
+Use = tuple[FlatUnit, TaskId]
+"""A unit, and the task that needs its gathered parameters."""
 
 
 def _with_gathers(low: Lowering, rank: int, tasks: list[Task], *, twice: bool) -> list[Task]:
@@ -113,49 +114,49 @@ def _with_gathers(low: Lowering, rank: int, tasks: list[Task], *, twice: bool) -
         return tasks
     units = flat_units(low)
     root, blocks = [u for u in units if u.is_root], [u for u in units if not u.is_root]
-    first = f"forward {low.layers[0].module}"
+    first = forward_id(low.layers[0])
     uses = [(unit, first) for unit in root]
-    uses += [(block, f"forward {block.layers[0].module}") for block in reversed(blocks)]
+    uses += [(block, forward_id(block.layers[0])) for block in reversed(blocks)]
     before = _just_in_time(low, rank, uses, "forward", first)
-    after_task: dict[str, list[Task]] = {}
+    after_task: dict[TaskId, list[Task]] = {}
     if twice:
         uses = [(block, backward_begin(low, block.layers[0])) for block in blocks]
         issuer = low.layers[-2] if root else low.layers[-1]  # the root's hook is on the input of the loss
-        for label, new in _just_in_time(low, rank, uses, "backward", backward_begin(low, issuer)).items():
-            before[label] += new
+        for use, new in _just_in_time(low, rank, uses, "backward", backward_begin(low, issuer)).items():
+            before[use] += new
         for block in blocks:
             freed = footprint([Event(0, -block.size_bytes, "gathered_parameters")])
-            after_task[f"forward {block.layers[0].module}"] = [Task(f"free {block.name}", "forward", need=freed)]
+            after_task[forward_id(block.layers[0])] = [Task(TaskId("free", layer=block.name), "forward", need=freed)]
     return insert_beside(tasks, before=before, behind=after_task)
 
 
-def _just_in_time(low: Lowering, rank: int, uses: Sequence[Use], phase: str, begin: str) -> dict[str, list[Task]]:
-    """Return the gathers of units, by the label of the task before which they are issued; `begin` is the phase's first.
+def _just_in_time(low: Lowering, rank: int, uses: Sequence[Use], phase: str, begin: TaskId) -> dict[TaskId, list[Task]]:
+    """Return the gathers of units, by the task before which they are issued; `begin` is the phase's first.
 
     Where collectives overlap, the first gather is issued at the beginning and each other when the one before is
     consumed.
     """
-    before: dict[str, list[Task]] = defaultdict(list)
-    for number, (unit, label) in enumerate(uses):
+    before: dict[TaskId, list[Task]] = defaultdict(list)
+    for number, (unit, use) in enumerate(uses):
         gather = _gather(low, rank, unit, phase)
         if not low.overlaps:
-            before[label] += gather
+            before[use] += gather
             continue
         before[uses[number - 1][1] if number else begin] += gather
-        before[label].append(Task(f"take {gather[-1].label}", phase, after=(gather[-1].label,)))
+        before[use].append(Task(gather[-1].id.serving("take"), phase, after=(gather[-1].id,)))
     return before
 
 
 def _gather(low: Lowering, rank: int, unit: FlatUnit, phase: str) -> list[Task]:
     """Return the gather of a unit: the own shard is cast into a new flat buffer, then all shards are all-gathered."""
-    name = f"all-gather {unit.name}" + (" backward" if phase == "backward" else "")
+    own = gather_id(unit.name, phase)
     owned = low.division(unit.bucket).owned[0]
     parts = tuple(float(n * low.value_bytes) for n in owned)
-    low.communications[name] = low.communication("all-gather-v", "dp_shard", unit.size_bytes, part_bytes=parts)
+    exchange = low.communication("all-gather-v", "dp_shard", unit.size_bytes, part_bytes=parts)
     moved_bytes = owned[low.position(rank)] * (low.master_bytes + low.value_bytes) / 2  # one read, the other written
     copy_s = cost.copy_time_s(low.device(rank), moved_bytes)
     need = footprint([Event(0, unit.size_bytes, "gathered_parameters")])
-    issue = Task(f"issue {name}", phase, duration_s=copy_s, need=need)
+    issue = Task(own.serving("issue"), phase, duration_s=copy_s, need=need)
     if not low.overlaps:
-        return [issue, Task(name, "exposed_communication", communication=name)]
-    return [issue, Task(name, "exposed_communication", "communication", communication=name, after=(issue.label,))]
+        return [issue, collective_task(own, exchange)]
+    return [issue, collective_task(own, exchange, "communication", after=(issue.id,))]

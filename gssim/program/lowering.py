@@ -1,30 +1,45 @@
-"""The lowering context of all passes: the unrolled model, gradient buckets, and the collectives recorded so far."""
+"""The lowering context of all passes: the unrolled model, gradient buckets, groups of ranks, and ranks' own parts."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 import numpy as np
 
 from gssim.cache import Shared
 from gssim.cluster import DeviceType
 from gssim.collectives import Communication
-from gssim.gradient_statistics import GradientStatistics
 from gssim.plan import Action, Division, Policies, Push, assign_buckets, bucket_limits, divide, schedule, splitting
 from gssim.program.owned import OwnedLayers, owned_layers
 from gssim.program.stage_boundary import Stage
-from gssim.program.task import Bucket, MicroBatch
+from gssim.program.task import Bucket, MicroBatch, Task
 from gssim.scenario import Scenario, has_master_copy, master_bytes, model_slice, schedule_of, value_bytes
 from gssim.units import PRECISION_BYTES, Ints
 from gssim.workload import Layer, LayerInstance, Parameter, gradient_order, unrolled
+from gssim.workload.gradient_statistics import GradientStatistics
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class ComputeKind(NamedTuple):
+    """What the forward and backward of a micro-batch depend on: equal for ranks and micro-batches with equal tasks."""
+
+    device_type: str
+    batch_size: int
+    own_layers: tuple[int, int] | None
+    """The rank's own range, where layers are assigned to ranks."""
+    samples: int
+    accumulates: bool
+    sends_gradients: bool
 
 
 @dataclass(frozen=True)
 class Lowering:
-    """A scenario with the derived values that passes read, and the collectives that they have recorded.
+    """A scenario with the derived values that passes read.
 
     One lowering serves all ranks that share a part of the model (equal coordinates on the axes pp and tp).
     """
@@ -38,24 +53,47 @@ class Lowering:
     """Pipeline stages that they hold; empty: the whole model."""
     all_stages: tuple[Stage, ...] = ()
     """All stages of the pipeline."""
-    communications: dict[str, Communication] = field(default_factory=dict)
-    step_memo: dict[object, Any] = field(default_factory=dict)
-    """Values computed once for all ranks of a step."""
     tensor_part: int = 0
     """Index of the tensor slice that they hold: their coordinate on the axis tp."""
     shared: Shared = field(default_factory=Shared)
     """Cache shared with other steps and other scenarios."""
-    run_memo: dict[object, Any] = field(default_factory=dict)
-    """Values computed once for all steps of a run."""
     slowed: Mapping[int, float] = field(default_factory=dict)
     """Time of forward, backward and update over the device's, by rank, for ranks slower than their device."""
 
+    _of_step: dict[Hashable, object] = field(default_factory=dict)
+    """Values of functions that differ from step to step, by function and arguments."""
+    _of_run: dict[Hashable, object] = field(default_factory=dict)
+    """Values of functions that are equal in all steps, by function and arguments."""
+
+    computed: dict[ComputeKind, Sequence[Task]] = field(default_factory=dict)
+    """Forward and backward of micro-batches, equal in all steps."""
+
     def at_step(self, step: int) -> "Lowering":
-        """Return the lowering of another step; everything cached but `step_memo` is shared."""
+        """Return the lowering of another step; cached is only what is equal in all steps."""
         other = copy(self)
-        for name, value in (("step", step), ("communications", {}), ("step_memo", {})):
+        for name, value in (("step", step), ("_of_step", {})):
             object.__setattr__(other, name, value)
         return other
+
+    def of_stage(self, stage: Stage) -> "Lowering":
+        """Return the lowering of one of the stages that are held."""
+        return replace(self, stages=(stage,), _of_step={}, _of_run={}, computed={})
+
+    def once_a_step(
+        self, function: Callable[Concatenate["Lowering", P], T], *arguments: P.args, **_none: P.kwargs
+    ) -> T:
+        """Return the value of a function of the lowering, computed once for all ranks of a step that ask for it."""
+        key = (function, arguments)
+        if key not in self._of_step:
+            self._of_step[key] = function(self, *arguments, **_none)
+        return cast(T, self._of_step[key])
+
+    def once_a_run(self, function: Callable[Concatenate["Lowering", P], T], *arguments: P.args, **_none: P.kwargs) -> T:
+        """Return the value of a function of the lowering that is equal in all steps, computed once for all of them."""
+        key = (function, arguments)
+        if key not in self._of_run:
+            self._of_run[key] = function(self, *arguments, **_none)
+        return cast(T, self._of_run[key])
 
     @cached_property
     def layers(self) -> tuple[LayerInstance, ...]:
@@ -177,12 +215,11 @@ class Lowering:
 
     def division(self, bucket: Bucket) -> Division:
         """Return how a bucket's elements are divided among the ranks."""
-        key = ("division", self.group, bucket.elements)
-        if key not in self.run_memo:
-            rows = [self.shard_shares[first : first + self.places] for first in range(0, len(self.group), self.places)]
-            self.run_memo[key] = divide(bucket.elements, by_node=rows)
-        division: Division = self.run_memo[key]
-        return division
+        return self.once_a_run(Lowering._divided, bucket.elements)
+
+    def _divided(self, elements: int) -> Division:
+        rows = [self.shard_shares[first : first + self.places] for first in range(0, len(self.group), self.places)]
+        return divide(elements, by_node=rows)
 
     def pushed_elements(self, bucket: Bucket, rank: int) -> int:
         """Return the number of elements of a bucket that a rank owns, where gradients are pushed to their owners."""
@@ -190,13 +227,13 @@ class Lowering:
 
     def groups_along(self, axis: str) -> tuple[Sequence[int], ...]:
         """Return the groups of the lowering's ranks along a data axis, by first rank."""
-        if axis not in self.step_memo:
-            mesh = self.policies.mesh
-            alone = getattr(mesh, axis) == len(self.group)
-            groups = [self.group] if alone else [mesh.group(rank, axis) for rank in self.group]
-            self.step_memo[axis] = tuple(dict.fromkeys(groups))
-        by_first_rank: tuple[Sequence[int], ...] = self.step_memo[axis]
-        return by_first_rank
+        return self.once_a_run(Lowering._groups_by_first_rank, axis)
+
+    def _groups_by_first_rank(self, axis: str) -> tuple[Sequence[int], ...]:
+        mesh = self.policies.mesh
+        alone = getattr(mesh, axis) == len(self.group)
+        groups = [self.group] if alone else [mesh.group(rank, axis) for rank in self.group]
+        return tuple(dict.fromkeys(groups))
 
     def communication(self, kind: str, axis: str, size_bytes: float, **settings: Any) -> Communication:
         """Return a collective that each group along a data axis carries out on its own."""
@@ -216,6 +253,17 @@ class Lowering:
     def samples(self, rank: int, micro_batch: MicroBatch) -> int:
         """Return the number of samples of a rank in a micro-batch."""
         return splitting.split(self.batch_sizes[rank], splitting.even(micro_batch.count))[micro_batch.index]
+
+    def compute_kind(self, rank: int, micro_batch: MicroBatch) -> ComputeKind:
+        """Return what a rank's forward and backward of a micro-batch depend on."""
+        return ComputeKind(
+            self.scenario.cluster.devices[rank].type,
+            self.batch_sizes[rank],
+            self.owned_ranges[rank] if self.assigns_layers else None,
+            self.samples(rank, micro_batch),
+            micro_batch.accumulates,
+            micro_batch.sends_gradients,
+        )
 
     @cached_property
     def batch_sizes(self) -> tuple[int, ...]:
@@ -290,11 +338,10 @@ class Lowering:
         """Return the layers as a rank runs them: whole, unless other ranks compute some of the weight gradients."""
         if not self.assigns_layers:
             return OwnedLayers(self.layers)
-        key = ("layers", self.owned_ranges[rank])
-        if key not in self.step_memo:
-            self.step_memo[key] = owned_layers(self.layers, frozenset(range(*self.owned_ranges[rank])))
-        layers: OwnedLayers = self.step_memo[key]
-        return layers
+        return self.once_a_run(Lowering._layers_as_owned, *self.owned_ranges[rank])
+
+    def _layers_as_owned(self, first: int, last: int) -> OwnedLayers:
+        return owned_layers(self.layers, frozenset(range(first, last)))
 
     @property
     def assigns_tensors(self) -> bool:
@@ -361,13 +408,20 @@ class Lowering:
     def _ownership_columns(self, bucket: Bucket) -> list[Ints]:
         """Return columns that distinguish ranks by a bucket: the elements each owns, and the division of its place."""
         owned_by_place = self.division(bucket).owned
-        place_class = {sizes: number for number, sizes in enumerate(dict.fromkeys(owned_by_place))}
         owned = np.array(owned_by_place).T.ravel()  # node by node
-        return (
-            [owned]
-            if self.places == 1
-            else [owned, np.tile([place_class[sizes] for sizes in owned_by_place], self.nodes)]
-        )
+        if self.places == 1:
+            return [owned]
+        kinds = [(sizes, self.forwarded_elements(bucket, place)) for place, sizes in enumerate(owned_by_place)]
+        place_class = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
+        return [owned, np.tile([place_class[kind] for kind in kinds], self.nodes)]
+
+    def forwarded_elements(self, bucket: Bucket, place: int) -> int:
+        """Return the largest part that a place receives and passes on in the reduce-scatter of a bucket within a node.
+
+        It is a ring of messages: all parts are forwarded but the first one sent and the own one.
+        """
+        parts = self.division(bucket).places
+        return max((parts[(place + step) % self.places] for step in range(2, self.places)), default=0)
 
     @cached_property
     def _distinct_rows(self) -> list[int]:

@@ -28,21 +28,18 @@ def encoding_of(low: Lowering, elements: float, entries: float) -> str:
 
 def push_matrix(low: Lowering, bucket: Bucket, micro_batch: MicroBatch, place: int) -> tuple[Pairs, Pairs]:
     """Return the matrices of bytes and of entries from each node's rank at a place to each owner, for a bucket."""
-    unique = low.push.selects
-    key = ("push", bucket.index, place, micro_batch) if unique else ("push", low.division(bucket).owned[place])
-    if key not in low.step_memo:
-        low.step_memo[key] = _build_push_matrix(low, bucket, micro_batch, place)
-    matrices: tuple[Pairs, Pairs] = low.step_memo[key]
-    return matrices
+    if is_thresholded(low):
+        return low.once_a_step(_thresholded_matrices, bucket.index, micro_batch, place)
+    return low.once_a_step(_dense_matrices, low.division(bucket).owned[place])
 
 
-def _build_push_matrix(low: Lowering, bucket: Bucket, micro_batch: MicroBatch, place: int) -> tuple[Pairs, Pairs]:
-    division = low.division(bucket)
-    if not is_thresholded(low):
-        owned = division.owned[place]
-        return to_all(owned, low.value_bytes), to_all(owned, 1)
-    kinds, numbers = _sender_classes(low, micro_batch)
-    rows = [_message_row(low, bucket, place, *kind) for kind in kinds]
+def _dense_matrices(low: Lowering, owned: tuple[int, ...]) -> tuple[Pairs, Pairs]:
+    return to_all(owned, low.value_bytes), to_all(owned, 1)
+
+
+def _thresholded_matrices(low: Lowering, bucket: int, micro_batch: MicroBatch, place: int) -> tuple[Pairs, Pairs]:
+    kinds, numbers = low.once_a_run(_sender_classes, micro_batch)
+    rows = [_message_row(low, low.buckets[bucket], place, *kind) for kind in kinds]
     return Pairs([sizes for sizes, _ in rows], numbers), Pairs([entries for _, entries in rows], numbers)
 
 
@@ -50,13 +47,9 @@ def _sender_classes(low: Lowering, micro_batch: MicroBatch) -> tuple[Sequence[tu
     """Return the distinct gradient means over senders (see `_sender_samples`), and the index of the one of each
     node.
     """
-    key = ("kinds of senders", micro_batch)
-    if key not in low.run_memo:
-        by_node = [_sender_samples(low, micro_batch, sender) for sender in range(low.nodes)]
-        kinds = {kind: number for number, kind in enumerate(dict.fromkeys(by_node))}
-        low.run_memo[key] = tuple(kinds), [kinds[kind] for kind in by_node]
-    classes: tuple[Sequence[tuple[int, float]], Sequence[int]] = low.run_memo[key]
-    return classes
+    by_node = [_sender_samples(low, micro_batch, sender) for sender in range(low.nodes)]
+    kinds = {kind: number for number, kind in enumerate(dict.fromkeys(by_node))}
+    return tuple(kinds), [kinds[kind] for kind in by_node]
 
 
 def _message_row(
@@ -100,18 +93,19 @@ Piece = tuple[int, str, float, float]
 
 
 def owned_pieces(low: Lowering, bucket: Bucket, place: int) -> list[list[Piece]]:
-    """Return the pieces of tensors in each owner's range of a bucket, computed once for all steps."""
-    key = ("pieces", bucket.index, place)
-    if key not in low.run_memo:
-        low.run_memo[key] = [
-            [
-                (end - begin, p.name.replace("{}", instance.module), begin / p.elements, end / p.elements)
-                for instance, p, begin, end in bucket.inside(first, last)
-            ]
-            for first, last in low.division(bucket).ranges(place)
+    """Return the pieces of tensors in each owner's range of a bucket."""
+    return low.once_a_run(_pieces, bucket.index, place)
+
+
+def _pieces(low: Lowering, number: int, place: int) -> list[list[Piece]]:
+    bucket = low.buckets[number]
+    return [
+        [
+            (end - begin, p.name.replace("{}", instance.module), begin / p.elements, end / p.elements)
+            for instance, p, begin, end in bucket.inside(first, last)
         ]
-    pieces: list[list[Piece]] = low.run_memo[key]
-    return pieces
+        for first, last in low.division(bucket).ranges(place)
+    ]
 
 
 def _push_ratios(low: Lowering, samples: int, part: float) -> Mapping[str, sparsity.Ratios]:

@@ -11,7 +11,7 @@ from gssim.program.lowering import Lowering
 from gssim.program.messages import threshold_memory
 from gssim.program.publish import publish
 from gssim.program.sharded import owned_rows, units
-from gssim.program.task import Task
+from gssim.program.task import Task, TaskId, collective_task
 from gssim.scenario import native_tensors
 from gssim.workload import (
     COUNTS_STEPS,
@@ -129,10 +129,10 @@ def optimize(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
         )
     if low.flat_part and not low.has_master_copy:  # gradients are copied to the part, and the part to the parameters
         duration_s += 2 * cost.copy_time_s(device, elements * low.master_bytes)
-    update = Task("optimizer", "optimizer", duration_s=duration_s, need=footprint(events))
+    update = Task(TaskId("optimizer"), "optimizer", duration_s=duration_s, need=footprint(events))
     if low.policies.gradients == "push":
         return publish(low, rank, tasks, update)
-    return [*tasks, update, *_publish_replicas(low)]
+    return [*tasks, update, *low.once_a_step(_publish_replicas)]
 
 
 def _casts_gradients(low: Lowering) -> bool:
@@ -148,13 +148,11 @@ def holds_shards(low: Lowering) -> bool:
 
 def _publish_replicas(low: Lowering) -> Sequence[Task]:
     """Return the tasks that bring updated parameters to all replicas."""
-    key = "publish"
-    if key not in low.step_memo:
-        whole = _publish_layers(low) if low.assigns_layers else []
-        gathered = _all_gather_flat(low) if low.flat_part else whole
-        low.step_memo[key] = _broadcast_tensors(low) if low.assigns_tensors else gathered
-    tasks: Sequence[Task] = low.step_memo[key]
-    return tasks
+    if low.assigns_tensors:
+        return _broadcast_tensors(low)
+    if low.flat_part:
+        return _all_gather_flat(low)
+    return _publish_layers(low) if low.assigns_layers else []
 
 
 def _broadcast_tensors(low: Lowering) -> list[Task]:
@@ -163,18 +161,18 @@ def _broadcast_tensors(low: Lowering) -> list[Task]:
     ZeroRedundancyOptimizer posts all of them and then waits; the backend starts them in that order, as many
     concurrently as it has threads.
     """
-    handed = Task("hand over parameters", "idle")
+    handed = Task(TaskId("parameters", "hand-over"), "idle")
     at_once = collectives.at_once(low.scenario.cluster.backend)
     tasks: list[Task] = []
     for root, owned in enumerate(low.owned_parameters):
         for position in owned:
             instance, parameter = low.parameters[position]
-            name = f"broadcast parameters {parameter.name.replace('{}', instance.module)}"
-            size = parameter.elements * low.value_bytes
-            low.communications[name] = Communication("broadcast", low.group, size, root=root)
+            own = TaskId("broadcast-parameters", layer=parameter.name.replace("{}", instance.module))
+            exchange = Communication("broadcast", low.group, parameter.elements * low.value_bytes, root=root)
             stream = f"communication {len(tasks) % at_once}" if at_once > 1 else "communication"
-            tasks.append(Task(name, "exposed_communication", stream, communication=name, after=(handed.label,)))
-    return [handed, *tasks, Task("wait for parameters", "exposed_communication", after=tuple(t.label for t in tasks))]
+            tasks.append(collective_task(own, exchange, stream, after=(handed.id,)))
+    end = Task(TaskId("parameters", "wait"), "exposed_communication", after=tuple(task.id for task in tasks))
+    return [handed, *tasks, end]
 
 
 ALL_GATHER_BUCKET_ELEMENTS = 500_000_000
@@ -194,9 +192,8 @@ def _all_gather_flat(low: Lowering) -> list[Task]:
     tasks = []
     for number in range(count):
         elements = size if number < count - 1 else part - size * (count - 1)
-        name = f"all-gather parameters {number}"
-        low.communications[name] = Communication("all-gather", low.group, ranks * elements * low.value_bytes)
-        tasks.append(Task(name, "exposed_communication", communication=name))
+        exchange = Communication("all-gather", low.group, ranks * elements * low.value_bytes)
+        tasks.append(collective_task(TaskId("all-gather-parameters", part=number), exchange))
     return tasks
 
 
@@ -204,10 +201,9 @@ def _publish_layers(low: Lowering) -> list[Task]:
     """Weight gradients assigned by layer: each rank's updated layers are all-gathered into the flat replica by one
     ring.
     """
-    name = "publish"
     parts = tuple(float(sum(_elements(low, *layers)) * low.value_bytes) for layers in low.owned_ranges)
-    low.communications[name] = Communication("all-gather-v", low.group, sum(parts), part_bytes=parts)
-    return [Task(name, "exposed_communication", communication=name)]
+    exchange = Communication("all-gather-v", low.group, sum(parts), part_bytes=parts)
+    return [collective_task(TaskId("publish"), exchange)]
 
 
 def _elements(low: Lowering, first: int, last: int) -> list[int]:

@@ -1,18 +1,18 @@
 """Lowers a scenario to the program of a training step: composes the passes that produce each rank's tasks.
 
 One pass per policy: forward and backward (`compute`), reduction of gradients, holding of parameters, update and
-publish, pipeline schedule. Tasks are identified by their label, which is unique within a rank and the same as in a real
-run's trace. A task of the compute stream runs after the one before it; `after` names tasks of other streams that it
+publish, pipeline schedule. Tasks have identities (`TaskId`), unique within a rank, whose labels are the same as in a
+real run's trace. A task of the compute stream runs after the one before it; `after` are tasks of other streams that it
 waits for as well.
 
 `lowering_key` is the cache key of a program: scenarios that agree in all that lowering reads have equal programs.
 """
 
 import json
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 from pydantic import TypeAdapter
@@ -20,7 +20,6 @@ from pydantic import TypeAdapter
 from gssim.cache import Same, Shared
 from gssim.cluster import Cluster, DeviceType
 from gssim.collectives import Communication
-from gssim.gradient_statistics import GradientStatistics
 from gssim.plan import DATA_AXES
 from gssim.program.compute import compute
 from gssim.program.equal_messages import message_classes
@@ -39,10 +38,11 @@ from gssim.program.sharded import (
     reduce_scatter_gradients,
 )
 from gssim.program.stage_boundary import stages_of
-from gssim.program.task import MicroBatch, Program, Task
+from gssim.program.task import MicroBatch, Program, Task, TaskId, collective_task, with_ids
 from gssim.result import COMPUTE_PHASES, UPDATE_PHASES
 from gssim.scenario import Scenario, model_slice, units_of_ranks
 from gssim.workload import LayerInstance, unrolled
+from gssim.workload.gradient_statistics import GradientStatistics
 
 NOT_READ = frozenset({"model", "gradients", "data"})
 """Fields of a workload that lowering does not read, and the model, which is compared by identity."""
@@ -104,8 +104,8 @@ HOLD_PARAMETERS: dict[tuple[str, bool], Callable[[Lowering, int, list[Task]], li
 class StepTraffic:
     """Data-dependent traffic and densities of one step."""
 
-    payload_bytes: Mapping[str, float]
-    """Payload of each uneven collective, by name."""
+    payload_bytes: Mapping[TaskId, float]
+    """Payload of each uneven collective."""
     whole_bytes: float
     """Sum over all data-dependent collectives."""
     push_density: float | None
@@ -132,9 +132,9 @@ class Steps:
         alike = not unfolded and not slowed and _slices_are_equal(scenario)
         self._copies = scenario.policies.tp if alike else 1
         """Number of slices of the model that one lowering stands for."""
-        run_memo: dict[object, Any] = {}
+        shared = shared or Shared()
         self._lowerings = [
-            replace(low, shared=shared or Shared(), run_memo=run_memo)
+            replace(low, shared=shared)
             for low in _lowerings(scenario, statistics, 0, scenario.policies.tp // self._copies, slowed)
         ]
         self._programs: dict[int, Program] = {}
@@ -153,12 +153,12 @@ class Steps:
         """
         if step not in self._traffic:
             lowerings = [low.at_step(step) for low in self._lowerings]
-            communications: dict[str, Communication] = {}
+            communications: Mapping[TaskId, Communication] = {}
             if step in self._programs:
                 communications = self._programs[step].communications
             else:
-                for low in lowerings:
-                    self._tasks(low, low.group[: low.places], communications)
+                by_rank = [tasks for low in lowerings for tasks in self._tasks(low, low.group[: low.places])]
+                communications = _communications(by_rank)
             uneven = [(name, each) for name, each in communications.items() if each.pair_bytes or each.part_bytes]
             payloads = {name: each.payload_bytes for name, each in uneven}
             self._traffic[step] = StepTraffic(
@@ -169,15 +169,13 @@ class Steps:
             )
         return self._traffic[step]
 
-    def first_rank(self, step: int = 0) -> tuple[tuple[Task, ...], Mapping[str, Communication]]:
-        """Return the tasks of the first rank alone, and the collectives that they name."""
+    def first_rank(self, step: int = 0) -> tuple[tuple[Task, ...], Mapping[TaskId, Communication]]:
+        """Return the tasks of the first rank alone, and their collectives."""
         low = self._lowerings[0].at_step(step)
-        communications: dict[str, Communication] = {}
-        (tasks,) = self._tasks(low, low.group[:1], communications)
-        return tasks, communications
+        (tasks,) = self._tasks(low, low.group[:1])
+        return tasks, _communications([tasks])
 
     def _program(self, lowerings: Sequence[Lowering]) -> Program:
-        communications: dict[str, Communication] = {}
         tasks: list[tuple[Task, ...]] = []
         persistent: list[dict[str, float]] = []
         tensors: list[Callable[[], Tensors]] = []
@@ -187,13 +185,13 @@ class Steps:
             role_of_rank, representatives = low.roles(unfolded=self.unfolded, by_data=message_class)
             for copy in range(self._copies):
                 roles[np.array(low.group) + copy] = role_of_rank + len(tasks)
-            tasks += self._tasks(low, representatives, communications)
+            tasks += self._tasks(low, representatives)
             for rank in representatives:
                 persistent.append(persistent_bytes(low, rank) | (stage_buffers(low, rank) if low.stages else {}))
                 tensors.append(partial(persistent_tensors, low, rank, persistent[-1]))
         return Program(
             tasks=tuple(tasks),
-            communications=communications,
+            communications=_communications(tasks),
             persistent=tuple(persistent),
             push_density=_push_density(lowerings[0]),
             publish_density=_publish_density(lowerings[0]),
@@ -201,16 +199,26 @@ class Steps:
             tensors=tuple(tensors),
         )
 
-    def _tasks(
-        self, low: Lowering, ranks: Sequence[int], communications: dict[str, Communication]
-    ) -> list[tuple[Task, ...]]:
-        """Return the tasks of some ranks, and record the collectives that they name in `communications`."""
-        alike: dict[tuple[object, ...], list[Task]] = {}
-        alone = len(self._lowerings) == 1
-        return [
-            tuple(_with_group_names(low, _tasks(low, rank, alike), communications, alone=alone, copies=self._copies))
-            for rank in ranks
-        ]
+    def _tasks(self, low: Lowering, ranks: Sequence[int]) -> list[tuple[Task, ...]]:
+        """Return the tasks of some ranks."""
+        alike = _Alike()
+        by_rank = [_tasks(low, rank, alike) for rank in ranks]
+        if len(self._lowerings) > 1:
+            by_rank = [_with_groups(tasks) for tasks in by_rank]
+        if self._copies > 1:
+            by_rank = [_with_copies(tasks, low.policies.tp, self._copies) for tasks in by_rank]
+        return [tuple(tasks) for tasks in by_rank]
+
+
+def _communications(by_rank: Iterable[Sequence[Task]]) -> dict[TaskId, Communication]:
+    """Return the collectives in which tasks take part, in the order of the tasks."""
+    found: dict[TaskId, Communication] = {}
+    for tasks in by_rank:
+        for task in tasks:
+            if task.communication is not None and task.communication not in found:
+                assert task.exchange is not None
+                found[task.communication] = task.exchange
+    return found
 
 
 def _push_density(low: Lowering) -> float | None:
@@ -274,15 +282,15 @@ def _held_stages(scenario: Scenario, part: int) -> Sequence[Sequence[LayerInstan
     return [[held[instance.index] for instance in stage] for stage in scenario.stages]
 
 
-def _tasks(low: Lowering, rank: int, alike: dict[tuple[object, ...], list[Task]]) -> list[Task]:
-    """Return the tasks of a rank's step; `alike` caches those of ranks that compute the same, by key."""
+def _tasks(low: Lowering, rank: int, alike: "_Alike") -> list[Task]:
+    """Return the tasks of a rank's step."""
     if low.stages:
         return optimize(low, rank, pipeline(low, rank, partial(_micro_batch, rank=rank, alike=alike)))
-    kind = _compute_key(low, rank)
-    if kind not in alike:
+    kind = _rank_kind(low, rank)
+    if kind not in alike.steps:
         micro_batches = (_micro_batch(low, micro_batch, rank=rank, alike=alike) for micro_batch in low.micro_batches)
-        alike[kind] = [task for tasks in micro_batches for task in tasks]
-    tasks, ratio = optimize(low, rank, alike[kind]), low.slowed.get(rank, 1.0)
+        alike.steps[kind] = [task for tasks in micro_batches for task in tasks]
+    tasks, ratio = optimize(low, rank, alike.steps[kind]), low.slowed.get(rank, 1.0)
     if ratio != 1:
         tasks = [replace(t, duration_s=ratio * t.duration_s) if t.phase in SLOWED_PHASES else t for t in tasks]
     return [*tasks, *_share_compute_times(low)]
@@ -298,92 +306,111 @@ def _share_compute_times(low: Lowering) -> list[Task]:
     """Return the all-gather of compute times that ends a step whose batch split and shard sizes are rebalanced."""
     if not low.scenario.plan.shares.replan:
         return []
-    name = "share compute times"
-    low.communications[name] = Communication("all-gather", low.group, REPORTED_BYTES * len(low.group))
-    return [Task(name, "exposed_communication", communication=name)]
+    exchange = Communication("all-gather", low.group, REPORTED_BYTES * len(low.group))
+    return [collective_task(TaskId("share-compute-times"), exchange)]
 
 
-def _compute_key(low: Lowering, rank: int) -> tuple[object, ...]:
-    """Return a key that is equal for ranks whose forward, backward and communication tasks are equal."""
-    own = low.owned_ranges[rank] if low.assigns_layers else low.scenario.policies.gradients == "push" and rank
-    stages = tuple(stage.number for stage in low.stages)
-    return (low.scenario.cluster.devices[rank].type, low.batch_sizes[rank], own, stages)
+class _RankKind(NamedTuple):
+    """What a rank's tasks before the update depend on: equal for ranks whose tasks are equal."""
+
+    device_type: str
+    batch_size: int
+    own_layers: tuple[int, int] | None
+    """Its own range, where layers are assigned to ranks."""
+    pushes: int | None
+    """The rank itself, where it pushes gradients: then it sends and receives messages of its own."""
+    stages: tuple[int, ...]
 
 
-def _micro_batch(
-    low: Lowering, micro_batch: MicroBatch, *, rank: int, alike: dict[tuple[object, ...], list[Task]]
-) -> list[Task]:
+def _rank_kind(low: Lowering, rank: int) -> _RankKind:
+    return _RankKind(
+        low.scenario.cluster.devices[rank].type,
+        low.batch_sizes[rank],
+        low.owned_ranges[rank] if low.assigns_layers else None,
+        rank if low.policies.gradients == "push" else None,
+        tuple(stage.number for stage in low.stages),
+    )
+
+
+class _MicroBatchKind(NamedTuple):
+    """What the tasks of a micro-batch depend on besides its number."""
+
+    rank: _RankKind
+    samples: int
+    first: bool
+    sends_gradients: bool
+    own_messages: int
+    """Its index where each micro-batch sends other entries; else 0."""
+
+
+@dataclass(frozen=True)
+class _Alike:
+    """Tasks of a step that ranks with equal tasks share."""
+
+    steps: dict[_RankKind, list[Task]] = field(default_factory=dict)
+    """All tasks before the update."""
+    micro_batches: dict[tuple[_RankKind, MicroBatch], list[Task]] = field(default_factory=dict)
+    unnumbered: dict[_MicroBatchKind, list[Task]] = field(default_factory=dict)
+    """Tasks of micro-batches without their number."""
+
+
+def _micro_batch(low: Lowering, micro_batch: MicroBatch, *, rank: int, alike: _Alike) -> list[Task]:
     """Return the tasks of one micro-batch of a rank: all passes but the update."""
-    policies, kind = low.scenario.policies, _compute_key(low, rank)
-    full_key = (kind, micro_batch)
-    if full_key not in alike:
-        pushes, sharded = policies.gradients == "push", policies.parameters != "replicated"
-        unique_messages = pushes and low.push.selects and micro_batch.index  # each micro-batch sends other entries
-        key = (kind, low.samples(rank, micro_batch), micro_batch.first, micro_batch.sends_gradients, unique_messages)
-        if key not in alike:
-            new_tasks = _forward_and_backward(low, rank, micro_batch)
-            new_tasks = REDUCE_GRADIENTS[policies.gradients, sharded](low, rank, new_tasks, micro_batch)
-            alike[key] = HOLD_PARAMETERS[policies.parameters, pushes](low, rank, new_tasks)
-        alike[full_key] = _with_suffix(low, alike[key], micro_batch.suffix)
-    return alike[full_key]
+    kind = _rank_kind(low, rank)
+    if (kind, micro_batch) not in alike.micro_batches:
+        several, number = _unnumbered(low, rank, kind, micro_batch, alike), micro_batch.number
+        alike.micro_batches[kind, micro_batch] = (
+            several if number is None else with_ids(several, partial(TaskId.at, micro_batch=number))
+        )
+    return alike.micro_batches[kind, micro_batch]
+
+
+def _unnumbered(low: Lowering, rank: int, rank_kind: _RankKind, micro_batch: MicroBatch, alike: _Alike) -> list[Task]:
+    policies = low.scenario.policies
+    pushes, sharded = policies.gradients == "push", policies.parameters != "replicated"
+    kind = _MicroBatchKind(
+        rank_kind,
+        low.samples(rank, micro_batch),
+        micro_batch.first,
+        micro_batch.sends_gradients,
+        micro_batch.index if pushes and low.push.selects else 0,
+    )
+    if kind not in alike.unnumbered:
+        tasks = _forward_and_backward(low, rank, micro_batch)
+        tasks = REDUCE_GRADIENTS[policies.gradients, sharded](low, rank, tasks, micro_batch)
+        alike.unnumbered[kind] = HOLD_PARAMETERS[policies.parameters, pushes](low, rank, tasks)
+    return alike.unnumbered[kind]
 
 
 def _forward_and_backward(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
     """Return forward and backward of a micro-batch, cached over ranks and steps."""
-    if low.policies.tp > 1:  # not cached: `compute` records the sums over ranks as a side effect
-        return compute(low, rank, micro_batch)
-    own = low.owned_ranges[rank] if low.assigns_layers else ()
-    settings = (low.samples(rank, micro_batch), micro_batch.accumulates, micro_batch.sends_gradients)
-    stages = tuple(stage.number for stage in low.stages)
-    key = ("computed", low.scenario.cluster.devices[rank].type, own, stages, *settings)
-    if key not in low.run_memo:
-        low.run_memo[key] = compute(low, rank, micro_batch)
-    return list(low.run_memo[key])
+    kind = low.compute_kind(rank, micro_batch)
+    if kind not in low.computed:
+        low.computed[kind] = compute(low, rank, micro_batch)
+    return list(low.computed[kind])
 
 
-def _with_suffix(low: Lowering, tasks: list[Task], suffix: str) -> list[Task]:
-    """Return tasks with `suffix` on every label, dependency and collective name."""
-    if not suffix:
-        return tasks
-    renamed = []
+def _with_groups(tasks: Sequence[Task]) -> list[Task]:
+    """Return tasks whose collectives have identities that are unique over all parts of the model."""
+    return [
+        task.renamed(task.id, task.communication._replace(group=task.exchange.group), task.after, task.exchange)
+        if task.communication is not None and task.exchange is not None
+        else task
+        for task in tasks
+    ]
+
+
+def _with_copies(tasks: Sequence[Task], slices: int, copies: int) -> list[Task]:
+    """Return tasks of ranks with one slice; their collectives are repeated for those with every other equal slice."""
+    repeated: dict[int, Communication] = {}
+    result = []
     for task in tasks:
-        name = task.communication and task.communication + suffix
-        if name and task.communication:
-            low.communications[name] = low.communications[task.communication]
-        after = tuple(label + suffix for label in task.after)
-        renamed.append(task.renamed(task.label + suffix, name, after))
-    return renamed
-
-
-def _with_group_names(
-    low: Lowering, tasks: list[Task], communications: dict[str, Communication], *, alone: bool, copies: int
-) -> list[Task]:
-    """Return tasks whose collectives have names that are unique over all groups, and record these collectives.
-
-    `alone`: there is one group only, so that labels are unique already. `copies`: number of equal slices of the model.
-    """
-    renamed = []
-    for task in tasks:
-        if task.communication is None:
-            renamed.append(task)
+        exchange = task.exchange
+        if exchange is None or len({rank % slices for rank in exchange.group}) > 1:
+            result.append(task)
             continue
-        communication = low.communications[task.communication]
-        name = task.communication if alone else f"{task.communication} of {_ranks_text(communication.group)}"
-        if name not in communications:
-            communications[name] = _with_copies(communication, low.policies.tp, copies)
-        renamed.append(task if alone else task.renamed(task.label, name, task.after))
-    return renamed
-
-
-def _with_copies(communication: Communication, slices: int, copies: int) -> Communication:
-    """Return a collective of ranks that hold one slice, repeated for the ranks of every other equal slice."""
-    if copies == 1 or len({rank % slices for rank in communication.group}) > 1:
-        return communication
-    groups = [tuple(rank + copy for rank in group) for copy in range(copies) for group in communication.groups]
-    return replace(communication, beside=tuple(groups[1:]))
-
-
-def _ranks_text(group: Sequence[int]) -> str:
-    if isinstance(group, range) and len(group) > 2:
-        return f"ranks {group[0]}-{group[-1]}" + (f" by {group.step}" if group.step > 1 else "")
-    return f"ranks {', '.join(map(str, group))}"
+        if id(exchange) not in repeated:
+            groups = [tuple(rank + copy for rank in group) for copy in range(copies) for group in exchange.groups]
+            repeated[id(exchange)] = replace(exchange, beside=tuple(groups[1:]))
+        result.append(task.renamed(task.id, task.communication, task.after, repeated[id(exchange)]))
+    return result

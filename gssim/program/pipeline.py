@@ -3,7 +3,9 @@ stages.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
 
 from gssim import collectives
 from gssim.cluster import DeviceType
@@ -13,7 +15,7 @@ from gssim.plan import Action, Message
 from gssim.program.lowering import Lowering
 from gssim.program.replicated import is_reduction
 from gssim.program.stage_boundary import Stage
-from gssim.program.task import MicroBatch, Task
+from gssim.program.task import BACKWARD, MicroBatch, Task, TaskId, collective_task, with_ids
 
 Chunk = Callable[[Lowering, MicroBatch], Sequence[Task]]
 """Function that returns forward and backward of one stage for one micro-batch, with the policies' collectives."""
@@ -30,21 +32,15 @@ def pipeline(low: Lowering, rank: int, chunk: Chunk) -> list[Task]:
     mesh = low.scenario.policies.mesh
     stages = {stage.number: _stage_lowering(low, stage) for stage in low.stages}
     writer = _ScheduleWriter(low, _replicas(low, rank), stages, _output_bytes(low, rank), low.device(rank))
-    writer.add(Task("begin", "idle"))
+    writer.add(Task(TaskId("step-begin"), "idle"))
     for action in low.schedule[mesh.place(rank).pp]:
         writer.add_action(action, chunk)
     return [*writer.tasks, *writer.deferred]
 
 
 def _stage_lowering(low: Lowering, stage: Stage) -> Lowering:
-    """Return the lowering of one of a rank's stages, shared by all replicas and with it the recorded collectives."""
-    if len(low.stages) == 1:
-        return low
-    key = ("stage", stage.number)
-    if key not in low.step_memo:
-        low.step_memo[key] = replace(low, stages=(stage,), communications={}, step_memo={})
-    lowering: Lowering = low.step_memo[key]
-    return lowering
+    """Return the lowering of one of a rank's stages, shared by all replicas."""
+    return low if len(low.stages) == 1 else low.once_a_step(Lowering.of_stage, stage)
 
 
 @dataclass
@@ -62,22 +58,21 @@ class _ScheduleWriter:
     tasks: list[Task] = field(default_factory=list)
     deferred: list[Task] = field(default_factory=list)
     """Tasks that run after the schedule."""
-    latest: str = ""
-    """Label of the latest task of the compute stream, after which messages are posted."""
+    latest: TaskId = TaskId("step-begin")  # noqa: RUF009 -- immutable
+    """The latest task of the compute stream, after which messages are posted."""
 
     def add(self, *tasks: Task) -> None:
         """Append tasks."""
         self.tasks += tasks
-        self.latest = next((task.label for task in reversed(tasks) if task.stream == "compute"), self.latest)
+        self.latest = next((task.id for task in reversed(tasks) if task.stream == "compute"), self.latest)
 
     def add_action(self, action: Action, chunk: Chunk) -> None:
         """Append the tasks of an action."""
         if action.kind in ("forward", "backward"):
             self.add_compute(action, chunk)
         elif action.kind == "wait":
-            label = f"for {', '.join(self.message_name(message) for message in action.messages)}"
-            after = tuple(self.message_label(message) for message in action.messages)
-            self.add(Task(label, "exposed_communication", after=after))
+            own = TaskId("messages", "await", messages=tuple(map(self.message_id, action.messages)))
+            self.add(Task(own, "exposed_communication", after=tuple(map(self.transfer_id, action.messages))))
         elif action.kind == "release":
             for message in action.messages:
                 self.free(message)
@@ -89,33 +84,24 @@ class _ScheduleWriter:
         """Append the forward or the backward of a stage."""
         low = self.stages[action.stage]
         tasks = chunk(low, self.low.micro_batches[action.micro_batch])
-        forward_count = next(
-            place for place, task in enumerate(tasks) if task.label.startswith(("recompute ", "backward "))
-        )
+        forward_count = next(place for place, task in enumerate(tasks) if task.id.op in BACKWARD)
         part = tasks[:forward_count] if action.kind == "forward" else tasks[forward_count:]
         if low is not self.low:
-            part = [self.with_stage(task, low, action.stage) for task in part]
+            part = with_ids(part, partial(TaskId.at, stage=action.stage))
         if not self.low.scenario.plan.overlap:
             self.deferred += [task for task in part if is_reduction(task)]
             part = [task for task in part if not is_reduction(task)]
         self.add(*part)
 
-    def with_stage(self, task: Task, low: Lowering, stage: int) -> Task:
-        """Return a task with its stage in its label, for a rank with several stages."""
-        suffix = f" stage {stage}"
-        name = task.communication and task.communication + suffix
-        if name and task.communication:
-            self.low.communications[name] = low.communications[task.communication]
-        after = tuple(label + suffix for label in task.after)
-        return replace(task, label=task.label + suffix, communication=name, after=after)
+    def message_id(self, message: Message) -> TaskId:
+        """Return the identity of a message, the same on both sides."""
+        number = self.low.micro_batches[message.micro_batch].number
+        kind: Literal["activation", "gradient"] = "activation" if message.kind == "activation" else "gradient"
+        return TaskId(kind, stage=message.source, micro_batch=number)
 
-    def message_name(self, message: Message) -> str:
-        """Return the name of a message, the same on both sides."""
-        return f"{message.kind} of stage {message.source}{self.low.micro_batches[message.micro_batch].suffix}"
-
-    def message_label(self, message: Message) -> str:
-        """Return the label of the task that carries a message."""
-        return ("send " if message.source in self.stages else "receive ") + self.message_name(message)
+    def transfer_id(self, message: Message) -> TaskId:
+        """Return the identity of the task that sends or receives a message."""
+        return self.message_id(message).serving("send" if message.source in self.stages else "receive")
 
     def post(self, message: Message, *, sends: bool) -> None:
         """Append a message that starts once posted, on a stream of its own per peer and direction."""
@@ -123,22 +109,20 @@ class _ScheduleWriter:
         source, target = message.source % count, message.target % count
         first, *others = ((ranks[source], ranks[target]) for ranks in self.replicas)
         size = self.size_bytes(message)
-        name = self.message_name(message)
-        self.low.communications[name] = Communication("send", first, size, beside=tuple(others))
+        own, exchange = self.message_id(message), Communication("send", first, size, beside=tuple(others))
         stream = f"send to {target} on pp" if sends else f"receive from {source} on pp"
-        self.add(
-            Task(self.message_label(message), "exposed_communication", stream, communication=name, after=(self.latest,))
-        )
+        transfer, after = self.transfer_id(message), (self.latest,)
+        self.add(collective_task(transfer, exchange, stream, communication=own, after=after))
         posting_s = collectives.posting_s(self.low.scenario.cluster, self.device, size) if sends else 0.0
         if posting_s:  # the message is sent as it is posted
-            self.add(Task(f"post {name}", "exposed_communication", duration_s=posting_s))
+            self.add(Task(own.serving("post"), "exposed_communication", duration_s=posting_s))
 
     def free(self, message: Message) -> None:
         """Append the release of a tensor that a stage has sent."""
         stage = self.stages[message.source].stages[0]
         category = stage.output[1] if message.kind == "activation" else "temporaries"
         gone = release_of(self.size_bytes(message), category)
-        self.add(Task(f"release {self.message_name(message)}", "idle", need=gone))
+        self.add(Task(self.message_id(message).serving("release"), "idle", need=gone))
 
     def size_bytes(self, message: Message) -> float:
         """Return the size of a message: that of the output of its source, or of the input whose gradient it carries."""
@@ -147,22 +131,22 @@ class _ScheduleWriter:
 
 def _replicas(low: Lowering, rank: int) -> Sequence[Sequence[int]]:
     """Return the ranks of every replica of the pipeline with as many samples as the rank's own."""
-    samples = low.batch_sizes[rank]
-    if ("replicas", samples) not in low.step_memo:
-        mesh = low.scenario.policies.mesh
-        low.step_memo["replicas", samples] = [mesh.group(r, "pp") for r in low.group if low.batch_sizes[r] == samples]
-    replicas: Sequence[Sequence[int]] = low.step_memo["replicas", samples]
-    return replicas
+    return low.once_a_run(_replicas_with, low.batch_sizes[rank])
+
+
+def _replicas_with(low: Lowering, samples: int) -> Sequence[Sequence[int]]:
+    mesh = low.scenario.policies.mesh
+    return [mesh.group(rank, "pp") for rank in low.group if low.batch_sizes[rank] == samples]
 
 
 def _output_bytes(low: Lowering, rank: int) -> Sequence[float]:
     """Return the size of every stage's output for one of a rank's micro-batches."""
-    samples, length = low.samples(rank, low.micro_batches[0]), low.scenario.workload.sequence_length or 1
-    key = ("output bytes", samples)
-    if key not in low.step_memo:
-        low.step_memo[key] = [low.traced_scale * stage.output[0].at(b=samples, s=length) for stage in low.all_stages]
-    sizes: Sequence[float] = low.step_memo[key]
-    return sizes
+    return low.once_a_run(_output_bytes_of, low.samples(rank, low.micro_batches[0]))
+
+
+def _output_bytes_of(low: Lowering, samples: int) -> Sequence[float]:
+    length = low.scenario.workload.sequence_length or 1
+    return [low.traced_scale * stage.output[0].at(b=samples, s=length) for stage in low.all_stages]
 
 
 def stage_buffers(low: Lowering, rank: int) -> dict[str, float]:

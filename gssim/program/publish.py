@@ -30,12 +30,13 @@ from gssim.cluster import DeviceType
 from gssim.collectives import Communication, summed_without
 from gssim.memory import Event, footprint
 from gssim.plan import absolute_threshold, encodings
+from gssim.program.compute import forward_id
 from gssim.program.lowering import Lowering
 from gssim.program.messages import MAX_CACHED_DENSITIES, Piece, owned_pieces, to_all
 from gssim.program.push import COUNT_BYTES, push_group_collective
 from gssim.program.sharded import insert_beside
-from gssim.program.task import Bucket, Task
-from gssim.program.tensor_slices import phase_label
+from gssim.program.task import Bucket, Task, TaskId, collective_task
+from gssim.units import Floats
 
 INDEX_BYTES = 8
 """torch indexes with int64."""
@@ -60,12 +61,13 @@ class Message:
 
 def messages_of(low: Lowering, bucket: Bucket, place: int) -> tuple[Message, ...]:
     """Return the message of the owner on every node, at a place."""
-    key = ("messages", bucket.index, place)
-    if key not in low.step_memo:
-        ratios = _publish_ratios(low) if low.scenario.plan.publish.selects else None
-        low.step_memo[key] = tuple(_owner_message(low, pieces, ratios) for pieces in owned_pieces(low, bucket, place))
-    messages: tuple[Message, ...] = low.step_memo[key]
-    return messages
+    return low.once_a_step(_messages, bucket.index, place)
+
+
+def _messages(low: Lowering, bucket: int, place: int) -> tuple[Message, ...]:
+    ratios = _publish_ratios(low) if low.scenario.plan.publish.selects else None
+    pieces_by_owner = owned_pieces(low, low.buckets[bucket], place)
+    return tuple(_owner_message(low, pieces, ratios) for pieces in pieces_by_owner)
 
 
 def message_bytes(low: Lowering, bucket: Bucket, rank: int) -> tuple[float, ...]:
@@ -100,11 +102,11 @@ def _publish_ratios(low: Lowering) -> Mapping[str, sparsity.Ratios]:
 
 def threshold_and_pack(low: Lowering, rank: int, order: Sequence[Bucket]) -> list[Task]:
     """Return the tasks that threshold and pack every bucket, and the exchange of counts."""
-    name, axis = "counts publish", low.policies.push_axis
+    axis = low.policies.push_axis
     parts = (len(order) * COUNT_BYTES,) * low.nodes
     settings: dict[str, Any] = {"part_bytes": parts, "carried_as": "all-gather-v"}
-    low.communications[name] = low.communication("all-gather", axis, sum(parts), **settings)
-    counts = Task(name, "exposed_communication", communication=name)
+    exchange = low.communication("all-gather", axis, sum(parts), **settings)
+    counts = collective_task(TaskId("publish", "counts"), exchange)
     return [*(_threshold_bucket(low, rank, bucket) for bucket in order), counts]
 
 
@@ -126,15 +128,22 @@ def _threshold_bucket(low: Lowering, rank: int, bucket: Bucket) -> Task:
             clears=False,
         )
     need = footprint([Event(0, message.buffer_bytes, "communication")])
-    return Task(f"threshold publish bucket {bucket.index}", "compression", duration_s=duration_s, need=need)
+    threshold = _publish_id(bucket).serving("threshold")
+    return Task(threshold, "compression", duration_s=duration_s, need=need)
+
+
+def _publish_id(bucket: Bucket) -> TaskId:
+    return TaskId("publish", bucket=bucket.index)
 
 
 def received_bytes(low: Lowering, bucket: Bucket, rank: int) -> float:
     """Return the size of the receive buffers for the other owners' messages."""
-    key = ("received", bucket.index, low.place(rank))
-    if key not in low.step_memo:
-        low.step_memo[key] = np.array([each.buffer_bytes for each in messages_of(low, bucket, low.place(rank))])
-    return summed_without(low.step_memo[key], low.node(rank))
+    return summed_without(low.once_a_step(_buffer_bytes, bucket.index, low.place(rank)), low.node(rank))
+
+
+def _buffer_bytes(low: Lowering, bucket: int, place: int) -> Floats:
+    """Return the bytes of the buffer of every owner's message."""
+    return np.array([message.buffer_bytes for message in low.once_a_step(_messages, bucket, place)])
 
 
 def unpack(low: Lowering, rank: int, bucket: Bucket) -> Task:
@@ -150,11 +159,15 @@ def unpack(low: Lowering, rank: int, bucket: Bucket) -> Task:
     given_back = received_bytes(low, bucket, rank) + messages[own].buffer_bytes
     cast = [Event(0, INDEX_BYTES * places, "temporaries"), Event(1, -INDEX_BYTES * places, "temporaries")]
     need = footprint([*cast, Event(2, -given_back, "communication")])
-    key = ("put", bucket.index, low.place(rank), low.scenario.cluster.devices[rank].type)
-    if key not in low.step_memo:
-        low.step_memo[key] = np.array([_unpack_s(low, device, message) for message in messages])
-    unpack_s = summed_without(low.step_memo[key], own)
-    return Task(f"put publish bucket {bucket.index}", "compression", duration_s=unpack_s, need=need)
+    device_type = low.scenario.cluster.devices[rank].type
+    unpack_s = summed_without(low.once_a_step(_unpacking_times, bucket.index, low.place(rank), device_type), own)
+    return Task(_publish_id(bucket).serving("put"), "compression", duration_s=unpack_s, need=need)
+
+
+def _unpacking_times(low: Lowering, bucket: int, place: int, device_type: str) -> Floats:
+    """Return the time of a device to write every owner's message to the replica."""
+    device = low.scenario.cluster.device_types[device_type]
+    return np.array([_unpack_s(low, device, message) for message in low.once_a_step(_messages, bucket, place)])
 
 
 def _unpack_s(low: Lowering, device: DeviceType, message: Message) -> float:
@@ -183,12 +196,8 @@ def publish(low: Lowering, rank: int, tasks: Sequence[Task], update: Task) -> li
     """Return a rank's step: its other tasks, the update, and the publication of updated parameters to all replicas."""
     if low.policies.parameters != "replicated":
         return [*tasks, update]
-    key = ("publish", rank if low.thresholds_publish else low.place(rank))
-    if key not in low.step_memo:
-        low.step_memo[key] = _publish_tasks(low, rank)
     sends: Sequence[Task]
-    waits: Mapping[str, Sequence[Task]]
-    sends, waits = low.step_memo[key]
+    sends, waits = low.once_a_step(_publish_tasks, rank if low.thresholds_publish else low.group[low.place(rank)])
     if not low.policies.publish_overlaps:
         return [*tasks, update, *sends]
     if sends and not _posts_messages(low):  # a CPU's compute stream posts the messages itself
@@ -198,47 +207,45 @@ def publish(low: Lowering, rank: int, tasks: Sequence[Task], update: Task) -> li
     return [*sends, *insert_beside(tasks, before=waits, behind={}), update]
 
 
-PUBLISH_BEGIN = "publish begin"
+PUBLISH_BEGIN = TaskId("publish-begin")
 """Marker of the beginning of a step that first publishes the update of the step before."""
 
 
-def _publish_tasks(low: Lowering, rank: int) -> tuple[list[Task], dict[str, list[Task]]]:
-    """Return the tasks that publish, and those that wait for them, by the label of the forward that they precede."""
+def _publish_tasks(low: Lowering, rank: int) -> tuple[list[Task], dict[TaskId, list[Task]]]:
+    """Return the tasks that publish, and those that wait for them, by the forward that they precede."""
     overlaps = low.policies.publish_overlaps
     order = low.buckets[::-1] if overlaps else low.buckets
     sends = threshold_and_pack(low, rank, order) if low.thresholds_publish else []
-    waits: dict[str, list[Task]] = defaultdict(list)
+    waits: dict[TaskId, list[Task]] = defaultdict(list)
     for bucket in order:
         exchanges = _bucket_exchanges(low, rank, bucket)
         sends += exchanges
         if overlaps:
             first_reader = min((instance for instance, _ in bucket.members), key=lambda instance: instance.index)
-            label = phase_label("f", first_reader, 0) + low.micro_batches[0].suffix
-            waits[label] += _waits_for(low, rank, bucket, exchanges)
+            reader = forward_id(first_reader).at(micro_batch=low.micro_batches[0].number)
+            waits[reader] += _waits_for(low, rank, bucket, exchanges)
     return sends, waits
 
 
 def _waits_for(low: Lowering, rank: int, bucket: Bucket, exchanges: Sequence[Task]) -> list[Task]:
     """Return the tasks that wait for a bucket whose exchanges are under way."""
-    after = tuple(task.label for task in exchanges if task.stream == "communication")
+    after = tuple(task.id for task in exchanges if task.stream == "communication")
     if low.thresholds_publish and _posts_messages(low):
         return [replace(unpack(low, rank, bucket), after=after)]
-    return [Task(f"take publish bucket {bucket.index}", "forward", after=after)]
+    return [Task(_publish_id(bucket).serving("take"), "forward", after=after)]
 
 
 def _bucket_exchanges(low: Lowering, rank: int, bucket: Bucket) -> list[Task]:
     """Return the tasks that publish a bucket: across nodes, then, with all of the rank's place, within the node."""
-    label = f"publish bucket {bucket.index}"
     if not low.policies.point_to_point:
-        return _on_communication_stream(low, _broadcast_parts(low, bucket, label))
+        return _on_communication_stream(low, _broadcast_parts(low, bucket))
     tasks = []
     if low.nodes > 1 or low.places == 1:
-        tasks += _exchange_across_nodes(low, rank, bucket, label)
+        tasks += _exchange_across_nodes(low, rank, bucket)
     if low.places > 1:
-        label = f"{label} in the node"
         parts = tuple(n * low.value_bytes for n in low.division(bucket).places)
-        low.communications[label] = low.communication("all-gather-v", "dp_shard", sum(parts), part_bytes=parts)
-        tasks.append(Task(label, "exposed_communication", communication=label))
+        exchange = low.communication("all-gather-v", "dp_shard", sum(parts), part_bytes=parts)
+        tasks.append(collective_task(TaskId("publish-in-node", bucket=bucket.index), exchange))
     return _on_communication_stream(low, tasks)
 
 
@@ -257,7 +264,7 @@ def _on_communication_stream(low: Lowering, tasks: list[Task]) -> list[Task]:
     ]
 
 
-def _exchange_across_nodes(low: Lowering, rank: int, bucket: Bucket, label: str) -> list[Task]:
+def _exchange_across_nodes(low: Lowering, rank: int, bucket: Bucket) -> list[Task]:
     """Return the exchange of a bucket in the push group, by a ring or posted; a ring is followed by unpacking."""
     owned, thresholded = low.division(bucket).owned[low.place(rank)], low.thresholds_publish
     dense = tuple(n * low.value_bytes for n in owned)
@@ -265,27 +272,27 @@ def _exchange_across_nodes(low: Lowering, rank: int, bucket: Bucket, label: str)
     carried: dict[str, Any] = {"part_bytes": parts}
     if _posts_messages(low):
         carried = {"pair_bytes": to_all(parts, 1), "carried_as": "all-to-all-v"}
-    name = push_group_collective(
-        low, bucket, rank, label, "all-gather-v", sum(dense), data_dependent=thresholded, **carried
+    own = _publish_id(bucket)
+    communication, exchange = push_group_collective(
+        low, bucket, rank, own, "all-gather-v", sum(dense), data_dependent=thresholded, **carried
     )
     received = received_bytes(low, bucket, rank) if thresholded else 0.0
     need = footprint([Event(0, received, "communication")])
     if not _posts_messages(low):
-        ring = Task(label, "exposed_communication", communication=name, need=need)
+        ring = collective_task(own, exchange, communication=communication, need=need)
         return [ring, unpack(low, rank, bucket)] if thresholded else [ring]
-    others, own = len(parts) - 1, parts[low.node(rank)]
-    posting_s = collectives.posting_s(low.scenario.cluster, low.device(rank), others * own, others)
-    begin = Task(f"begin {label}", "exposed_communication", need=need)  # messages go as they are posted
-    post = Task(f"post {label}", "exposed_communication", duration_s=posting_s)
-    return [begin, post, Task(label, "exposed_communication", communication=name, after=(begin.label,))]
+    others, own_bytes = len(parts) - 1, parts[low.node(rank)]
+    posting_s = collectives.posting_s(low.scenario.cluster, low.device(rank), others * own_bytes, others)
+    begin = Task(own.serving("begin"), "exposed_communication", need=need)  # messages go as they are posted
+    post = Task(own.serving("post"), "exposed_communication", duration_s=posting_s)
+    return [begin, post, collective_task(own, exchange, communication=communication, after=(begin.id,))]
 
 
-def _broadcast_parts(low: Lowering, bucket: Bucket, name: str) -> list[Task]:
+def _broadcast_parts(low: Lowering, bucket: Bucket) -> list[Task]:
     """GS with the backend's collectives: every owner broadcasts its part of a bucket, in rank order."""
     tasks = []
     for rank, elements in enumerate(low.division(bucket).owned[0]):
         if elements:
-            part = f"{name} part {rank}"
-            low.communications[part] = Communication("broadcast", low.group, elements * low.value_bytes, root=rank)
-            tasks.append(Task(part, "exposed_communication", communication=part))
+            exchange = Communication("broadcast", low.group, elements * low.value_bytes, root=rank)
+            tasks.append(collective_task(TaskId("publish", bucket=bucket.index, part=rank), exchange))
     return tasks

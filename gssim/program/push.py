@@ -3,18 +3,16 @@ them.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from gssim import collectives, cost
-from gssim.cache import Same
 from gssim.cluster import DeviceType
 from gssim.collectives import Communication, Pairs, summed_without
 from gssim.memory import Event, Footprint, footprint
 from gssim.plan import encodings
-from gssim.program.compute import insert_after, part_at
+from gssim.program.compute import BackwardParts
 from gssim.program.lowering import Lowering
 from gssim.program.messages import (
     accumulates_in_residual,
@@ -25,7 +23,8 @@ from gssim.program.messages import (
     residual_value_bytes,
     to_all,
 )
-from gssim.program.task import Bucket, MicroBatch, Task
+from gssim.program.task import Bucket, MicroBatch, Task, TaskId, collective_task
+from gssim.units import Floats
 
 COUNT_BYTES = 8
 """Before a thresholded push, each owner receives the number of entries that will come, as one int64."""
@@ -42,57 +41,56 @@ def push_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batch: Mic
         return tasks
     draining: list[Task] = []
     pending: tuple[list[Task], list[Task]] = ([], [])
+    parts = BackwardParts(low, tasks)
     for bucket in low.buckets:
-        index = part_at(low, tasks, bucket.complete)
-        collect_s = cost.copy_time_s(low.device(rank), bucket.elements * low.value_bytes)
-        tasks[index] = replace(tasks[index], duration_s=tasks[index].duration_s + collect_s)
-        reduce, push, drain = send_bucket(low, rank, bucket, micro_batch, tasks[index].label)
+        index = parts.at(bucket.complete)
+        ready = parts.lengthen(index, cost.copy_time_s(low.device(rank), bucket.elements * low.value_bytes))
+        reduce, push, drain = send_bucket(low, rank, bucket, micro_batch, ready)
         if reduce and low.overlaps:  # a bucket reduced beside the compute is pushed once the next one is complete
-            insert_after(tasks, index, [*draining, *pending[0], *reduce])
+            parts.insert_after(index, [*draining, *pending[0], *reduce])
             draining, pending = pending[1], (push, drain)
         else:
-            insert_after(tasks, index, [*draining, *reduce, *push])
+            parts.insert_after(index, [*draining, *reduce, *push])
             draining = drain
-    return [*tasks, *draining, *pending[0], *pending[1]]
+    return [*parts.merged(), *draining, *pending[0], *pending[1]]
 
 
 def send_bucket(
-    low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBatch, ready: str
+    low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBatch, ready: TaskId
 ) -> tuple[list[Task], list[Task], list[Task]]:
     """Return the tasks that reduce a complete bucket within the node, that push it, and that add what is received.
 
-    `ready`: the label of the task with which it is complete.
+    `ready`: the task with which it is complete.
     """
     reduce = _reduce_scatter_in_node(low, rank, bucket, ready) if low.places > 1 else []
-    after = (reduce[-1].label,) if reduce and low.overlaps else ()
+    after = (reduce[-1].id,) if reduce and low.overlaps else ()
     push, drain = _push_bucket(low, rank, bucket, micro_batch, after)
     return reduce, push, drain
 
 
-def _reduce_scatter_in_node(low: Lowering, rank: int, bucket: Bucket, ready: str) -> list[Task]:
+def _reduce_scatter_in_node(low: Lowering, rank: int, bucket: Bucket, ready: TaskId) -> list[Task]:
     """Return the reduce-scatter of a bucket within the node; see [Note: hierarchy] in `gssim.plan.bucket_partition`.
 
-    It leaves the part of the rank's place in a buffer of its own. It is a ring of messages: forwarded parts, all but
-    the first one sent and the own one, are received in a buffer as large as the largest of them.
+    It leaves the part of the rank's place in a buffer of its own, and receives forwarded parts in a buffer as large as
+    the largest of them.
     """
-    name = f"reduce-scatter bucket {bucket.index}"
+    own = TaskId("reduce-scatter", bucket=bucket.index)
     parts = tuple(n * low.value_bytes for n in low.division(bucket).places)
-    low.communications[name] = low.communication("reduce-scatter-v", "dp_shard", sum(parts), part_bytes=parts)
+    exchange = low.communication("reduce-scatter-v", "dp_shard", sum(parts), part_bytes=parts)
     place, whole = low.place(rank), float(sum(parts))
-    staged = float(max((parts[(place + step) % low.places] for step in range(2, low.places)), default=0))
+    staged = float(low.forwarded_elements(bucket, place) * low.value_bytes)
     events = [Event(0, float(parts[place]), "buckets"), Event(1, staged, "communication")]
     events.append(Event(2, -staged, "communication"))
     if low.overlaps:
-        issue = Task(f"issue {name}", "backward", need=footprint(events))
-        return [issue, Task(name, "exposed_communication", "communication", communication=name, after=(issue.label,))]
-    need = footprint([*events, Event(3, -whole, "buckets")])
-    return [Task(name, "exposed_communication", communication=name, need=need)]
+        issue = Task(own.serving("issue"), "backward", need=footprint(events))
+        return [issue, collective_task(own, exchange, "communication", after=(issue.id,))]
+    return [collective_task(own, exchange, need=footprint([*events, Event(3, -whole, "buckets")]))]
 
 
 def _push_bucket(
-    low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBatch, after: tuple[str, ...]
+    low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBatch, after: tuple[TaskId, ...]
 ) -> tuple[list[Task], list[Task]]:
-    """Return the tasks that send a bucket, and those that add what is received; `after`: labels that they wait for."""
+    """Return the tasks that send a bucket, and those that add what is received; `after`: tasks that they wait for."""
     thresholded = is_thresholded(low)
     matrix, entries = push_matrix(low, bucket, micro_batch, low.place(rank))
     own = low.node(rank)
@@ -100,15 +98,15 @@ def _push_bucket(
     offered = low.division(bucket).places[low.place(rank)] * low.value_bytes
     if low.nodes == 1:  # nothing is left to push
         release = [] if thresholded else [Event(0, -float(offered), "buckets")]
-        return [*tasks, Task(f"free bucket {bucket.index}", "compression", need=footprint(release))], []
-    label = f"push bucket {bucket.index}"
+        return [*tasks, Task(TaskId("free", bucket=bucket.index), "compression", need=footprint(release))], []
+    push = TaskId("push", bucket=bucket.index)
     size = (low.nodes - 1) * offered
     carried_as = _carried_as(low)
-    name = push_group_collective(
+    communication, exchange = push_group_collective(
         low,
         bucket,
         rank,
-        label,
+        push,
         "all-to-all-v",
         size,
         pair_bytes=matrix,
@@ -121,17 +119,18 @@ def _push_bucket(
     packed = Event(0, -sent_bytes, "communication") if thresholded else Event(0, -float(offered), "buckets")
     adding = _accumulation_memory(low, bucket, rank, micro_batch)
     posted, released = _exchange_memory(low, packed, adding, sent_bytes, received_bytes)
-    ready = tasks[-1].label
+    ready = tasks[-1].id
     posting_s = _posting_s(low, rank, sent_bytes, low.nodes - 1)
-    tasks.append(Task(f"post {label}", "exposed_communication", duration_s=posting_s, need=footprint(posted)))
+    post = Task(push.serving("post"), "exposed_communication", duration_s=posting_s, need=footprint(posted))
+    tasks.append(post)
     if low.scenario.plan.overlap:  # messages start as they are posted, the backend's call after its flat copy
-        after = (ready if low.policies.point_to_point else tasks[-1].label,)
-        tasks.append(Task(label, "exposed_communication", "communication", communication=name, after=after))
+        begun = (ready if low.policies.point_to_point else post.id,)
+        tasks.append(collective_task(push, exchange, "communication", communication=communication, after=begun))
     else:
-        tasks.append(Task(label, "exposed_communication", communication=name, after=(tasks[-1].label,)))
+        tasks.append(collective_task(push, exchange, communication=communication, after=(post.id,)))
     add_s = _add_s(low, bucket, rank, entries, received_bytes)
-    add = f"add bucket {bucket.index}"
-    return tasks, [Task(add, "compression", duration_s=add_s, after=(label,), need=footprint(released))]
+    add = TaskId("add", bucket=bucket.index)
+    return tasks, [Task(add, "compression", duration_s=add_s, after=(push,), need=footprint(released))]
 
 
 def _add_s(low: Lowering, bucket: Bucket, rank: int, entries: Pairs, received_bytes: float) -> float:
@@ -161,18 +160,17 @@ def _normalises_by_weight(low: Lowering) -> bool:
 
 
 def push_group_collective(
-    low: Lowering, bucket: Bucket, rank: int, label: str, kind: str, size_bytes: float, **parts: Any
-) -> str:
-    """Record a collective of the rank's push group, and of places with an equal division; return its name.
+    low: Lowering, bucket: Bucket, rank: int, task: TaskId, kind: str, size_bytes: float, **parts: Any
+) -> tuple[TaskId, Communication]:
+    """Return the collective of the rank's push group, and of places with an equal division; and its identity.
 
     With thresholds, no two places are equal.
     """
     place, owned = low.place(rank), low.division(bucket).owned
     alike = [place] if low.sends_by_data else [other for other in range(low.places) if owned[other] == owned[place]]
-    name = label if len(alike) == low.places else f"{label} of place {alike[0]}"
+    own = task if len(alike) == low.places else task._replace(place=alike[0])
     group, *beside = (low.push_groups[each] for each in alike)
-    low.communications[name] = Communication(kind, group, size_bytes, beside=tuple(beside), **parts)
-    return name
+    return own, Communication(kind, group, size_bytes, beside=tuple(beside), **parts)
 
 
 def _carried_as(low: Lowering) -> str:
@@ -226,7 +224,7 @@ def _posting_s(low: Lowering, rank: int, sent_bytes: float, messages: int) -> fl
 
 
 def _threshold_bucket(
-    low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBatch, after: tuple[str, ...]
+    low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBatch, after: tuple[TaskId, ...]
 ) -> Task:
     """Return the task that copies the own gradient and thresholds and packs the others'."""
     duration_s = cost.copy_time_s(low.device(rank), low.pushed_elements(bucket, rank) * low.master_bytes)
@@ -234,14 +232,15 @@ def _threshold_bucket(
     if is_thresholded(low):
         matrix, entries = push_matrix(low, bucket, micro_batch, low.place(rank))
         message_bytes = matrix[low.node(rank)]
-        duration_s += _threshold_s(low, rank, bucket, entries)
+        duration_s += _threshold_s(low, rank, bucket, micro_batch, sender=entries.kinds[low.node(rank)])
     need = _threshold_memory(low, rank, bucket, micro_batch, message_bytes)
-    return Task(f"threshold bucket {bucket.index}", "compression", duration_s=duration_s, after=after, need=need)
+    threshold = TaskId("threshold", bucket=bucket.index)
+    return Task(threshold, "compression", duration_s=duration_s, after=after, need=need)
 
 
-def _threshold_s(low: Lowering, rank: int, bucket: Bucket, entries: Pairs) -> float:
+def _threshold_s(low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBatch, *, sender: int) -> float:
     """Return the time to add residuals, to estimate thresholds, and to select and pack entries for every other
-    owner.
+    owner; `sender`: the rank's class of senders.
     """
     device, push = low.device(rank), low.push
     sizes, own = low.division(bucket).owned[low.place(rank)], low.node(rank)
@@ -256,23 +255,29 @@ def _threshold_s(low: Lowering, rank: int, bucket: Bucket, entries: Pairs) -> fl
     elif push.kind == "target-density" and (low.step - push.warmup_steps) % push.reestimate_steps == 0:
         samples = [min(parameter.elements, encodings.SAMPLE_ELEMENTS) for _, parameter in bucket.members]
         total_s += cost.estimate_time_s(device, samples=sum(samples), tensors=len(samples))
-    sender, clears = entries.kinds[own], bool(residuals)
-    key = ("packed", Same(entries), sender, low.scenario.cluster.devices[rank].type, clears)
-    if key not in low.step_memo:
-        messages = [*zip(sizes, entries.rows[sender], strict=True)]
-        packed_s = {
-            message: _select_and_pack_s(low, rank, bucket, *message, clears=clears)
-            for message in dict.fromkeys(messages)
-        }
-        low.step_memo[key] = np.array([packed_s[message] for message in messages]).ravel()
-    return summed_without(low.step_memo[key], own, width=2, first=total_s)
+    device_type, clears = low.scenario.cluster.devices[rank].type, bool(residuals)
+    packing = (bucket.index, micro_batch, low.place(rank), sender, device_type, clears)
+    return summed_without(low.once_a_step(_packing_times, *packing), own, width=2, first=total_s)
+
+
+def _packing_times(
+    low: Lowering, number: int, micro_batch: MicroBatch, place: int, sender: int, device_type: str, clears: bool
+) -> Floats:
+    """Return the times of a class of senders to select and to pack the entries of a bucket for every owner, in turn."""
+    bucket, device = low.buckets[number], low.scenario.cluster.device_types[device_type]
+    entries = push_matrix(low, bucket, micro_batch, place)[1]
+    messages = [*zip(low.division(bucket).owned[place], entries.rows[sender], strict=True)]
+    packed_s = {
+        message: _select_and_pack_s(low, device, bucket, *message, clears=clears) for message in dict.fromkeys(messages)
+    }
+    return np.array([packed_s[message] for message in messages]).ravel()
 
 
 def _select_and_pack_s(
-    low: Lowering, rank: int, bucket: Bucket, elements: int, sent: float, *, clears: bool
+    low: Lowering, device: DeviceType, bucket: Bucket, elements: int, sent: float, *, clears: bool
 ) -> tuple[float, float]:
     """Return the times to select the entries for an owner of so many elements, and to pack them."""
-    device, value, encoding = low.device(rank), low.value_bytes, encoding_of(low, elements, sent)
+    value, encoding = low.value_bytes, encoding_of(low, elements, sent)
     parts = len(bucket.members) if low.push.kind != "absolute" else 1
     select_s = cost.select_time_s(device, elements=elements, parts=parts, value=value)
     return select_s, cost.pack_time_s(
@@ -316,12 +321,11 @@ def _is_first_push(micro_batch: MicroBatch) -> bool:
 
 def _count_exchange(low: Lowering, bucket: Bucket) -> Task:
     """Return the task that sends the number of entries to every owner: posted, and waited for."""
-    name = f"counts bucket {bucket.index}"
-    members = low.nodes
-    if "counts" not in low.run_memo:
-        low.run_memo["counts"] = to_all((COUNT_BYTES,) * members, 1)
-    matrix = low.run_memo["counts"]
-    size = members * (members - 1) * COUNT_BYTES
-    axis, carried_as = low.policies.push_axis, _carried_as(low)
-    low.communications[name] = low.communication("all-to-all-v", axis, size, pair_bytes=matrix, carried_as=carried_as)
-    return Task(name, "exposed_communication", communication=name)
+    size = low.nodes * (low.nodes - 1) * COUNT_BYTES
+    axis, carried_as, matrix = low.policies.push_axis, _carried_as(low), low.once_a_run(_count_matrix)
+    exchange = low.communication("all-to-all-v", axis, size, pair_bytes=matrix, carried_as=carried_as)
+    return collective_task(TaskId("counts", bucket=bucket.index), exchange)
+
+
+def _count_matrix(low: Lowering) -> Pairs:
+    return to_all((COUNT_BYTES,) * low.nodes, 1)

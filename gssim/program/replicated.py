@@ -13,12 +13,11 @@ from gssim import cost
 from gssim.cluster import DeviceType
 from gssim.collectives import Communication
 from gssim.memory import Event, footprint
-from gssim.program.compute import insert_after, part_at
+from gssim.program.compute import BackwardParts
 from gssim.program.lowering import Lowering
-from gssim.program.task import Bucket, MicroBatch, Task
+from gssim.program.task import Bucket, MicroBatch, Task, TaskId, collective_task
 from gssim.units import PRECISION_BYTES
 
-REDUCTION = "all-reduce"
 HALF_BYTES = 2
 """Bytes of an element in bf16 and fp16."""
 
@@ -37,31 +36,27 @@ def all_reduce_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batc
     if micro_batch.first or micro_batch.sent_before:
         broadcasts = []
         for number, buffer_bytes in enumerate(low.scenario.workload.model.buffer_bytes):
-            name = f"broadcast buffers {number}"
-            low.communications[name] = Communication("broadcast", low.group, buffer_bytes)
-            broadcasts.append(Task(name, "exposed_communication", communication=name))
+            broadcast = Communication("broadcast", low.group, buffer_bytes)
+            broadcasts.append(collective_task(TaskId("broadcast-buffers", part=number), broadcast))
         tasks = [*broadcasts, *tasks]
     if not micro_batch.sends_gradients:
         return tasks
     device, half, precision = low.device(rank), low.policies.compress, low.scenario.workload.precision
     summed = half or (precision if PRECISION_BYTES[precision] == HALF_BYTES else "")
-    labels = []
+    parts, reductions = BackwardParts(low, tasks), []
     for bucket in low.buckets:
         size = bucket.elements * low.value_bytes
-        name = f"{REDUCTION} bucket {bucket.index}"
-        reduced_bytes = HALF_BYTES * bucket.elements if half else size
-        low.communications[name] = Communication("all-reduce", low.group, reduced_bytes, half_precision=summed)
-        index = part_at(low, tasks, bucket.complete)
-        copied = replace(tasks[index], duration_s=tasks[index].duration_s + cost.copy_time_s(device, size))
-        tasks[index] = copied
+        index = parts.at(bucket.complete)
+        copied = parts.lengthen(index, cost.copy_time_s(device, size))
         stream = "communication" if low.scenario.plan.overlap else "compute"
-        reduction = [Task(name, "exposed_communication", stream, communication=name, after=(copied.label,))]
-        if half:
-            reduction = _with_casts(low, device, bucket, reduction[0])
-        insert_after(tasks, index, reduction)
-        labels.append(reduction[-1].label)
-    tasks.append(Task(f"wait for {REDUCTION}", "exposed_communication", after=tuple(labels)))
-    return tasks
+        reduced_bytes = HALF_BYTES * bucket.elements if half else size
+        exchange = Communication("all-reduce", low.group, reduced_bytes, half_precision=summed)
+        task = collective_task(TaskId("all-reduce", bucket=bucket.index), exchange, stream, after=(copied,))
+        reduction = _with_casts(low, device, bucket, task) if half else [task]
+        parts.insert_after(index, reduction)
+        reductions.append(reduction[-1].id)
+    wait = Task(TaskId("all-reduce", "wait"), "exposed_communication", after=tuple(reductions))
+    return [*parts.merged(), wait]
 
 
 def _with_casts(low: Lowering, device: DeviceType, bucket: Bucket, reduction: Task) -> list[Task]:
@@ -69,28 +64,30 @@ def _with_casts(low: Lowering, device: DeviceType, bucket: Bucket, reduction: Ta
     half_bytes = float(HALF_BYTES * bucket.elements)
     divide_s = cost.copy_time_s(device, half_bytes) + device.operation_overhead_s
     if low.scenario.workload.precision == low.policies.compress:
-        divide = Task(f"compress bucket {bucket.index}", "compression", duration_s=divide_s, after=reduction.after)
-        return [divide, replace(reduction, after=(divide.label,))]
+        divide = Task(
+            TaskId("compress", bucket=bucket.index), "compression", duration_s=divide_s, after=reduction.after
+        )
+        return [divide, replace(reduction, after=(divide.id,))]
     moved_bytes = bucket.elements * low.value_bytes + half_bytes  # each cast reads one format and writes the other
     cast_s = cost.copy_time_s(device, moved_bytes / 2) + device.operation_overhead_s
     compress = Task(
-        f"compress bucket {bucket.index}",
+        TaskId("compress", bucket=bucket.index),
         "compression",
         duration_s=cast_s + divide_s,
         after=reduction.after,
         need=footprint([Event(0, half_bytes, "communication")]),
     )
     decompress = Task(
-        f"decompress bucket {bucket.index}",
+        TaskId("decompress", bucket=bucket.index),
         "compression",
         reduction.stream,
         duration_s=cast_s,
-        after=(reduction.label,),
+        after=(reduction.id,),
         need=footprint([Event(0, -half_bytes, "communication")]),
     )
-    return [compress, replace(reduction, after=(compress.label,)), decompress]
+    return [compress, replace(reduction, after=(compress.id,)), decompress]
 
 
 def is_reduction(task: Task) -> bool:
     """Return whether a task reduces gradients over the replicas, or waits for that."""
-    return task.label.startswith((f"{REDUCTION} bucket", f"wait for {REDUCTION}"))
+    return task.id.op == "all-reduce" and (task.id.bucket is not None or task.id.action == "wait")

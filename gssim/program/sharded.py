@@ -30,9 +30,9 @@ from functools import cached_property, lru_cache
 from gssim import collectives, cost
 from gssim.collectives import Communication
 from gssim.memory import NOTHING, Event, Footprint, footprint
-from gssim.program.compute import backward_begin, backward_label
+from gssim.program.compute import backward_begin, backward_id, forward_id
 from gssim.program.lowering import Lowering
-from gssim.program.task import MicroBatch, Task
+from gssim.program.task import MicroBatch, Task, TaskId, collective_task
 from gssim.workload import LayerInstance, Parameter
 
 
@@ -189,15 +189,14 @@ def units(low: Lowering) -> tuple[Unit, ...]:
 
 def owned_rows(low: Lowering, rank: int) -> list[int]:
     """Return the elements of each parameter in `rank`'s shard, in the model's order, which is the optimizer's."""
-    position = low.shard_position(rank)
-    key = ("owned rows", position)
-    if key not in low.step_memo:
-        own: dict[int, int] = {}
-        for unit in units(low):
-            own |= zip(map(id, unit.parameters), unit.own_elements(position), strict=True)
-        low.step_memo[key] = [own[id(parameter)] for _, parameter in low.parameters]
-    rows: list[int] = low.step_memo[key]
-    return rows
+    return low.once_a_run(_rows_at, low.shard_position(rank))
+
+
+def _rows_at(low: Lowering, position: int) -> list[int]:
+    own: dict[int, int] = {}
+    for unit in units(low):
+        own |= zip(map(id, unit.parameters), unit.own_elements(position), strict=True)
+    return [own[id(parameter)] for _, parameter in low.parameters]
 
 
 GATHER, REDUCE = "all-gather", "reduce-scatter"
@@ -206,17 +205,17 @@ GATHER, REDUCE = "all-gather", "reduce-scatter"
 STAGING = 1
 """Number that distinguishes the staging copies of a collective from its tensors, which may have the same size."""
 
-Places = Mapping[str, Sequence[Task]]
-"""Tasks to insert, by the label of an existing task."""
+Places = Mapping[TaskId, Sequence[Task]]
+"""Tasks to insert, by an existing task."""
 
 
 def insert_beside(tasks: Sequence[Task], *, before: Places, behind: Places) -> list[Task]:
     """Return `tasks` with those of `before` and `behind` inserted before and after the tasks that they name."""
     merged: list[Task] = []
     for task in tasks:
-        merged.extend(before.get(task.label, ()))
+        merged.extend(before.get(task.id, ()))
         merged.append(task)
-        merged.extend(behind.get(task.label, ()))
+        merged.extend(behind.get(task.id, ()))
     return merged
 
 
@@ -250,18 +249,19 @@ def reduce_scatter_gradients(low: Lowering, rank: int, tasks: list[Task], micro_
     gradients are not sent yet, the parameters are freed all the same (FSDPParamGroup.post_backward). With replicas, the
     reduced shards are then all-reduced; see [Note: replicas].
     """
-    behind: dict[str, list[Task]] = defaultdict(list)
+    behind: dict[TaskId, list[Task]] = defaultdict(list)
     before: Unit | None = None
     end: list[Task] = []
     for unit in sorted(units(low), key=lambda unit: (unit.is_root, -unit.layers[0].index)):
         if micro_batch.sends_gradients:
             new = _reduce_scatter(low, rank, unit, before, micro_batch)
         else:
-            new = [Task(f"free {unit.name} backward", "backward", need=_need(unit.gathered(0, sign=-1)))]
+            freed = TaskId("free", layer=unit.name, during="backward")
+            new = [Task(freed, "backward", need=_need(unit.gathered(0, sign=-1)))]
         if unit.is_root:
             end = new
         else:
-            behind[backward_label(unit.layers[0], 0)] = new
+            behind[backward_id(unit.layers[0])] = new
         before = unit
     return [*insert_beside(tasks, before={}, behind=behind), *end, _callback(low, before, micro_batch)]
 
@@ -269,14 +269,15 @@ def reduce_scatter_gradients(low: Lowering, rank: int, tasks: list[Task], micro_
 def _callback(low: Lowering, last: Unit | None, micro_batch: MicroBatch) -> Task:
     """Return the callback at the end of the backward: waits for the last unit's collectives, and frees all buffers."""
     if last is None or not micro_batch.sends_gradients:
-        return Task("backward callback", "backward")
+        return Task(TaskId("backward-callback"), "backward")
     events = [Event(0, -last.padded_bytes, "communication")]
     for unit in units(low) if low.replicates else ():  # without a cast, the reduced tensor may be the gradient itself
         reduced_bytes = unit.chunk_bytes if unit.casts else _added_bytes(unit, micro_batch)
         events.append(Event(0, -reduced_bytes, "communication" if unit.casts else "gradients"))
-    names = [_reduce_name(last)] if last.ranks > 1 else []
-    names += [_all_reduce_name(last)] if low.replicates else []
-    return Task("backward callback", "backward", after=tuple(names) if low.overlaps else (), need=_need(*events))
+    after = [_reduce_id(last)] if last.ranks > 1 else []
+    after += [_all_reduce_id(last)] if low.replicates else []
+    own = TaskId("backward-callback")
+    return Task(own, "backward", after=tuple(after) if low.overlaps else (), need=_need(*events))
 
 
 def _added_bytes(unit: Unit, micro_batch: MicroBatch) -> float:
@@ -284,12 +285,12 @@ def _added_bytes(unit: Unit, micro_batch: MicroBatch) -> float:
     return unit.shard_bytes if micro_batch.sent_before and not micro_batch.first else 0
 
 
-def _all_reduce_name(unit: Unit) -> str:
-    return f"all-reduce {unit.name}"
+def _all_reduce_id(unit: Unit) -> TaskId:
+    return TaskId("all-reduce", layer=unit.name)
 
 
-def _reduce_name(unit: Unit) -> str:
-    return f"reduce-scatter {unit.name}"
+def _reduce_id(unit: Unit) -> TaskId:
+    return TaskId("reduce-scatter", layer=unit.name)
 
 
 def _reduce_scatter(low: Lowering, rank: int, unit: Unit, before: Unit | None, micro_batch: MicroBatch) -> list[Task]:
@@ -298,16 +299,16 @@ def _reduce_scatter(low: Lowering, rank: int, unit: Unit, before: Unit | None, m
     The sum of the shard's gradients is kept; in later micro-batches it is added to the existing gradient, and freed: at
     once, or, where it is the all-reduced tensor, by the callback at the end of the backward.
     """
-    name, overlaps = _reduce_name(unit), low.overlaps
+    reduce, overlaps = _reduce_id(unit), low.overlaps
     stays = low.replicates and not unit.casts
     added = Event(7, 0 if stays else -_added_bytes(unit, micro_batch), "gradients")
     copy = Task(
-        f"copy in {name}",
+        reduce.serving("copy-in"),
         "backward",
         duration_s=cost.sharded_unit_time_s(
             low.device(rank), phase="b", tensors=len(unit.parameters), copied_bytes=unit.padded_bytes
         ),
-        after=(_reduce_name(before),) if before and overlaps and unit.ranks > 1 else (),
+        after=(_reduce_id(before),) if before and overlaps and unit.ranks > 1 else (),
         need=_need(
             unit.gathered(0, sign=-1),
             Event(1, -before.padded_bytes if before else 0, "communication"),
@@ -320,15 +321,18 @@ def _reduce_scatter(low: Lowering, rank: int, unit: Unit, before: Unit | None, m
     )
     tasks = [copy]
     if unit.ranks > 1:
-        communication = low.communications[name] = _exchange(low, "reduce-scatter", unit.padded_bytes)
-        need = NOTHING if overlaps else _need(*_staging(low, rank, communication, 0), *([] if unit.casts else [added]))
-        tasks.append(_overlapped(name, copy.label, "communication", need) if overlaps else _blocking(name, need))
+        exchange = _exchange(low, "reduce-scatter", unit.padded_bytes)
+        need = NOTHING if overlaps else _need(*_staging(low, rank, exchange, 0), *([] if unit.casts else [added]))
+        tasks.append(
+            _overlapped(reduce, exchange, copy.id, "communication", need)
+            if overlaps
+            else collective_task(reduce, exchange, need=need)
+        )
     if low.replicates:
-        all_reduce, before_it = _all_reduce_name(unit), tasks[-1].label
-        low.communications[all_reduce] = low.communication("all-reduce", "dp_replicate", unit.chunk_bytes)
-        beside = _overlapped(all_reduce, before_it, "replication", NOTHING)
-        tasks.append(beside if overlaps else _blocking(all_reduce, NOTHING))
-    return [*tasks, *_cast(low, rank, unit, f"cast {name}", added)]
+        exchange = low.communication("all-reduce", "dp_replicate", unit.chunk_bytes)
+        beside = _overlapped(_all_reduce_id(unit), exchange, tasks[-1].id, "replication", NOTHING)
+        tasks.append(beside if overlaps else collective_task(_all_reduce_id(unit), exchange))
+    return [*tasks, *_cast(low, rank, unit, added)]
 
 
 def _padding(low: Lowering, rank: int, unit: Unit, *, position: int) -> list[Event]:
@@ -340,17 +344,12 @@ def _padding(low: Lowering, rank: int, unit: Unit, *, position: int) -> list[Eve
     return [Event(position, size, "temporaries"), Event(position + 1, -size, "temporaries")]
 
 
-def _overlapped(name: str, after: str, stream: str, need: Footprint) -> Task:
+def _overlapped(own: TaskId, exchange: Communication, after: TaskId, stream: str, need: Footprint) -> Task:
     """Return a collective that runs beside the compute."""
-    return Task(name, "exposed_communication", stream, communication=name, after=(after,), need=need)
+    return collective_task(own, exchange, stream, after=(after,), need=need)
 
 
-def _blocking(name: str, need: Footprint) -> Task:
-    """Return a collective that blocks the compute."""
-    return Task(name, "exposed_communication", communication=name, need=need)
-
-
-def _cast(low: Lowering, rank: int, unit: Unit, name: str, added: Event) -> list[Task]:
+def _cast(low: Lowering, rank: int, unit: Unit, added: Event) -> list[Task]:
     """Return the cast of reduced gradients to the precision of the shard (foreach_reduce), if it differs.
 
     Where collectives overlap, it runs behind the collective and beside the compute, but its memory is allocated, and
@@ -364,10 +363,11 @@ def _cast(low: Lowering, rank: int, unit: Unit, name: str, added: Event) -> list
     duration_s = cost.master_copy_time_s(
         low.device(rank), low.scenario.workload, elements=sum(unit.shard_elements), tensors=1, casts=1
     )
+    cast, issue = _reduce_id(unit).serving("cast"), _reduce_id(unit).serving("issue-cast")
     if not low.overlaps:
-        return [Task(name, "backward", duration_s=duration_s, need=need)]
+        return [Task(cast, "backward", duration_s=duration_s, need=need)]
     stream = "replication" if low.replicates else "communication"
-    return [Task(f"issue {name}", "backward", need=need), Task(name, "backward", stream, duration_s=duration_s)]
+    return [Task(issue, "backward", need=need), Task(cast, "backward", stream, duration_s=duration_s)]
 
 
 # Parameters ----------------------------------------------------------------------------------------------------------
@@ -388,8 +388,8 @@ def gather_parameters_twice(low: Lowering, rank: int, tasks: list[Task]) -> list
     """FSDP2 with its default reshard_after_forward: each block is freed after its forward, and gathered again."""
     before = {**_gather_forward(low, rank), **_gather_backward(low, rank)}
     behind = {
-        f"forward {unit.layers[0].module}": [
-            Task(f"free {unit.name}", "forward", need=_need(unit.gathered(0, sign=-1)))
+        forward_id(unit.layers[0]): [
+            Task(TaskId("free", layer=unit.name), "forward", need=_need(unit.gathered(0, sign=-1)))
         ]
         for unit in units(low)
         if not unit.is_root
@@ -397,7 +397,7 @@ def gather_parameters_twice(low: Lowering, rank: int, tasks: list[Task]) -> list
     return insert_beside(_with_forward_begin(low, tasks), before=before, behind=behind)
 
 
-FORWARD_BEGIN = "forward begin"
+FORWARD_BEGIN = TaskId("forward-begin")
 
 
 def _with_forward_begin(low: Lowering, tasks: Sequence[Task]) -> list[Task]:
@@ -405,19 +405,19 @@ def _with_forward_begin(low: Lowering, tasks: Sequence[Task]) -> list[Task]:
     return [Task(FORWARD_BEGIN, "forward"), *tasks] if low.overlaps else list(tasks)
 
 
-def _gather_name(unit: Unit, phase: str) -> str:
-    return f"all-gather {unit.name}" + (" backward" if phase == "backward" else "")
+def gather_id(unit: str, phase: str) -> TaskId:
+    """Return the identity of a unit's all-gather for its forward or its backward."""
+    return TaskId("all-gather", layer=unit, during="backward" if phase == "backward" else "")
 
 
-def _gather(low: Lowering, rank: int, unit: Unit, phase: str, after: tuple[str, ...]) -> list[Task]:
+def _gather(low: Lowering, rank: int, unit: Unit, phase: str, after: tuple[TaskId, ...]) -> list[Task]:
     """Return the gather of a unit into a flat buffer that it leaves allocated; `after`: dependencies on nccl.
 
     A shard of another precision is first cast, to a copy that is held until the gather is done (on nccl: issued).
     """
     if unit.ranks == 1:
         return []
-    name = _gather_name(unit, phase)
-    communication = low.communications[name] = _exchange(low, "all-gather", unit.padded_bytes)
+    own, exchange = gather_id(unit.name, phase), _exchange(low, "all-gather", unit.padded_bytes)
     copy_bytes = unit.chunk_bytes if unit.casts else 0
     flat = [Event(i, size, "communication", stream=GATHER) for i, size in enumerate((copy_bytes, unit.flat_bytes))]
     cast_s = cost.master_copy_time_s(
@@ -425,26 +425,26 @@ def _gather(low: Lowering, rank: int, unit: Unit, phase: str, after: tuple[str, 
     )
     if low.overlaps:
         issued = _need(*flat, Event(2, -copy_bytes, "communication"))
-        cast = [Task(f"cast {name}", phase, "communication", duration_s=cast_s, after=after)] if unit.casts else []
-        gather = Task(name, "exposed_communication", "communication", communication=name, after=after)
-        return [Task(f"issue {name}", phase, need=issued), *cast, gather]
-    need = _need(*flat, *_staging(low, rank, communication, 2), Event(3, -copy_bytes, "communication"))
-    tasks = [Task(f"cast {name}", phase, duration_s=cast_s)] if unit.casts else []
-    return [*tasks, Task(name, "exposed_communication", communication=name, need=need)]
+        cast = Task(own.serving("cast"), phase, "communication", duration_s=cast_s, after=after)
+        gather = collective_task(own, exchange, "communication", after=after)
+        return [Task(own.serving("issue"), phase, need=issued), *([cast] if unit.casts else []), gather]
+    need = _need(*flat, *_staging(low, rank, exchange, 2), Event(3, -copy_bytes, "communication"))
+    tasks = [Task(own.serving("cast"), phase, duration_s=cast_s)] if unit.casts else []
+    return [*tasks, collective_task(own, exchange, need=need)]
 
 
 def _copy_out(low: Lowering, rank: int, unit: Unit, phase: str, freed_bytes: int) -> Task:
     """Return the copy of a unit's parameters out of its flat buffer; then a buffer of `freed_bytes` is freed."""
-    name = _gather_name(unit, phase)
+    gather = gather_id(unit.name, phase)
     # a rank alone copies parameters of another precision: meanwhile it holds the cast of its last one
     cast_bytes = unit.shard_elements[-1] * unit.tensors.value_bytes if unit.ranks == 1 and unit.casts else 0
     return Task(
-        f"copy out {name}",
+        gather.serving("copy-out"),
         phase,
         duration_s=cost.sharded_unit_time_s(
             low.device(rank), phase="f", tensors=len(unit.parameters), copied_bytes=unit.padded_bytes
         ),
-        after=(name,) if low.overlaps and unit.ranks > 1 else (),
+        after=(gather,) if low.overlaps and unit.ranks > 1 else (),
         need=_need(
             unit.gathered(0, sign=1),
             Event(0, cast_bytes, "communication"),
@@ -454,44 +454,44 @@ def _copy_out(low: Lowering, rank: int, unit: Unit, phase: str, freed_bytes: int
     )
 
 
-def _gather_forward(low: Lowering, rank: int) -> dict[str, list[Task]]:
-    """Return each unit's gather, by the label of the forward that it precedes.
+def _gather_forward(low: Lowering, rank: int) -> dict[TaskId, list[Task]]:
+    """Return each unit's gather, by the forward that it precedes.
 
     A flat buffer is held until the next unit's copy-out is done (comm_ctx.all_gather_state; wait_for_unshard drops it
     before that copy, but its own variable prev_all_gather_state lives on), or the forward is.
     """
-    before: dict[str, list[Task]] = defaultdict(list)
+    before: dict[TaskId, list[Task]] = defaultdict(list)
     all_units = units(low)
     flat_bytes = 0
     for number, unit in enumerate(all_units):
-        after = (f"copy out {_gather_name(all_units[number - 2], 'forward')}",) if number > 1 else ()
+        after = (gather_id(all_units[number - 2].name, "forward").serving("copy-out"),) if number > 1 else ()
         copy = _copy_out(low, rank, unit, "forward", flat_bytes)
         first = low.layers[0] if unit.is_root else unit.layers[0]
         start = () if number else (FORWARD_BEGIN,)
-        before[f"forward {first.module}"] += [*_gather(low, rank, unit, "forward", after or start), copy]
+        before[forward_id(first)] += [*_gather(low, rank, unit, "forward", after or start), copy]
         flat_bytes = unit.flat_bytes
-    end = Task("forward end", "forward", need=_need(Event(0, -flat_bytes, "communication")))
-    before[f"forward {low.layers[-1].module}"].append(end)
+    end = Task(TaskId("forward-end"), "forward", need=_need(Event(0, -flat_bytes, "communication")))
+    before[forward_id(low.layers[-1])].append(end)
     return before
 
 
-def _gather_backward(low: Lowering, rank: int) -> dict[str, list[Task]]:
-    """Return each block's second gather, by the label of the backward that it precedes; see [Note: order].
+def _gather_backward(low: Lowering, rank: int) -> dict[TaskId, list[Task]]:
+    """Return each block's second gather, by the backward that it precedes; see [Note: order].
 
     A checkpointed block is recomputed inside its backward, beneath FSDP2's hooks: nothing is gathered for that.
     """
-    before: dict[str, list[Task]] = defaultdict(list)
+    before: dict[TaskId, list[Task]] = defaultdict(list)
     all_units = units(low)
     blocks = [unit for unit in reversed(all_units) if not unit.is_root]
     if not blocks:
         return before
-    last_copy = (f"copy out {_gather_name(blocks[0], 'forward')}",)
+    last_copy = (gather_id(blocks[0].name, "forward").serving("copy-out"),)
     issuer = low.layers[-2] if all_units[0].is_root else blocks[0].layers[0]
     before[backward_begin(low, issuer)] += _gather(low, rank, blocks[0], "backward", last_copy)
     for number, unit in enumerate(blocks):
         copy = _copy_out(low, rank, unit, "backward", unit.flat_bytes)
         new = [copy]
         if number + 1 < len(blocks):
-            new += _gather(low, rank, blocks[number + 1], "backward", (copy.label,))
+            new += _gather(low, rank, blocks[number + 1], "backward", (copy.id,))
         before[backward_begin(low, unit.layers[0])] += new
     return before

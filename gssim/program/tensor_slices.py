@@ -12,15 +12,9 @@ from gssim import cost
 from gssim.collectives import Communication
 from gssim.memory import last_saved
 from gssim.program.lowering import Lowering
-from gssim.program.task import Task
+from gssim.program.task import PASSES, Task, TaskId, collective_task
 from gssim.scenario import Scenario
 from gssim.workload import Layer, LayerInstance, Reduction
-
-
-def phase_label(phase: str, layer: LayerInstance, part: int) -> str:
-    """Return the label of a part of a layer's forward (`f`), recomputation (`r`), or backward (`b`)."""
-    name = {"f": "forward", "r": "recompute", "b": "backward"}[phase]
-    return f"{name} {layer.module}" + (f" part {part}" if part else "")
 
 
 def _reductions(layer: Layer, phase: str) -> list[Reduction]:
@@ -49,21 +43,26 @@ def with_all_reduces(
     pending = list(enumerate(_reductions(instance.layer, phase)))
     if not pending:
         return list(parts)
-    group, *beside = _tensor_groups(low, rank)
+    group, *beside = low.once_a_run(_tensor_groups, low.batch_sizes[rank])
     device = low.device(rank)
-    of_samples = "" if len(beside) + 1 == len(low.group) else f" of {low.batch_sizes[rank]} samples"
+    samples_of_group = None if len(beside) + 1 == len(low.group) else low.batch_sizes[rank]
     tasks: list[Task] = []
     for part, end in zip(parts, ends, strict=True):
         tasks.append(part)
         while pending and pending[0][1].moment.position <= end:
             number, reduction = pending.pop(0)
             # not the part's own number: ranks that hold other slices may cut elsewhere too, where buckets are complete
-            name = f"all-reduce {phase_label(phase, instance, number)}{of_samples}"
+            own = TaskId(
+                "all-reduce",
+                layer=instance.module,
+                part=number or None,
+                during=PASSES[phase],
+                samples=samples_of_group,
+            )
             size = _sum_bytes(low, reduction, samples)
-            low.communications[name] = Communication("all-reduce", group, size, beside=tuple(beside))
             if device.kind == "cpu" and (host_s := cost.cut_sum_time_s(device, sum_bytes=size)):
-                tasks.append(Task(f"issue {name}", "exposed_communication", duration_s=host_s))
-            tasks.append(Task(name, "exposed_communication", communication=name))
+                tasks.append(Task(own.serving("issue"), "exposed_communication", duration_s=host_s))
+            tasks.append(collective_task(own, Communication("all-reduce", group, size, beside=tuple(beside))))
     return tasks
 
 
@@ -109,12 +108,7 @@ def unmeasured_host_time(scenario: Scenario) -> tuple[str, ...]:
     return tuple(messages)
 
 
-def _tensor_groups(low: Lowering, rank: int) -> list[Sequence[int]]:
-    """Return the tensor groups of all ranks of the lowering that have as many samples as this one."""
-    key = ("tensor groups", low.batch_sizes[rank])
-    if key not in low.step_memo:
-        mesh, samples = low.scenario.policies.mesh, low.batch_sizes
-        alike = [each for each in low.group if samples[each] == samples[rank]]
-        low.step_memo[key] = [mesh.group(each, "tp") for each in alike]
-    groups: list[Sequence[int]] = low.step_memo[key]
-    return groups
+def _tensor_groups(low: Lowering, samples: int) -> list[Sequence[int]]:
+    """Return the tensor groups of all ranks of the lowering that have so many samples."""
+    mesh = low.scenario.policies.mesh
+    return [mesh.group(rank, "tp") for rank in low.group if low.batch_sizes[rank] == samples]

@@ -7,9 +7,9 @@ from dataclasses import asdict, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
-from gssim.files import read_json
+from gssim.execution.files import read_json
 from gssim.units import Amount, Finite, PositiveInt, spec, validated
 
 if TYPE_CHECKING:
@@ -52,9 +52,31 @@ class Span(NamedTuple):
     phase: str
     start_s: float
     end_s: float
+    general_labels: tuple[str, ...] = ()
+    """Labels that distinguish less, those that distinguish most first; empty where they are not known."""
 
 
-def phases_of(spans: Iterable[Span], *, start_s: float, end_s: float) -> dict[str, float]:
+class Interval(Protocol):
+    """An interval of a rank's stream, of which only the phase matters."""
+
+    @property
+    def stream(self) -> str:
+        """Name of the stream."""
+
+    @property
+    def phase(self) -> str:
+        """One of `PHASES`."""
+
+    @property
+    def start_s(self) -> float:
+        """Its beginning."""
+
+    @property
+    def end_s(self) -> float:
+        """Its end."""
+
+
+def phases_of(spans: Iterable[Interval], *, start_s: float, end_s: float) -> dict[str, float]:
     """Return the seconds of each phase between `start_s` and `end_s` on one rank's compute stream.
 
     Where spans nest, the one that began last counts (a wait inside backward is exposed communication, not backward).
@@ -71,7 +93,7 @@ def phases_of(spans: Iterable[Span], *, start_s: float, end_s: float) -> dict[st
     for span in compute:
         edges.update(t for t in (span.start_s, span.end_s) if start_s < t < end_s)
     seconds = dict.fromkeys(PHASES, 0.0)
-    active: list[Span] = []
+    active: list[Interval] = []
     upcoming = 0
     for left, right in pairwise(sorted(edges)):
         while upcoming < len(compute) and compute[upcoming].start_s <= left:
@@ -82,7 +104,7 @@ def phases_of(spans: Iterable[Span], *, start_s: float, end_s: float) -> dict[st
     return seconds
 
 
-def typical_phases(spans: Sequence[Span], ends_s: Sequence[float]) -> dict[str, float]:
+def typical_phases(spans: Sequence[Interval], ends_s: Sequence[float]) -> dict[str, float]:
     """Return one rank's phases of a typical step: the mean over steps between the quartiles, scaled to the median step.
 
     `ends_s`: the start of the first step, then the end of each.
@@ -233,27 +255,39 @@ class Result:
 
     schema: Literal["gssim.result/1"] = SCHEMA
     source: Literal["simulated", "measured"]
+    """Whether it was predicted or measured."""
     scenario_id: str
+    """Identity of the question, by which predictions join measurements."""
     calibration_id: str
+    """Identity of the rates, costs and statistics that a prediction is based on."""
     scenario: dict[str, Any]
+    """The whole scenario, as plain data."""
     step_time_s: Amount
     """Median of the run's steps."""
     step_time_p10_s: Amount
+    """Tenth percentile of the run's steps."""
     step_times_s: tuple[Amount, ...] = ()
     """Every timed step (simulated: only where they differ)."""
     phases_s: dict[str, Finite]
     """Mean over ranks; sums to a step."""
     fits: bool
+    """Whether every rank's memory suffices."""
     does_not_fit: Fit | None = None
+    """What the rank lacks that needs most memory beyond its device's; None where all fit."""
     margin: Margin | None = None
     """Margin of the rank with the least memory to spare (simulated)."""
     remedies: tuple[Remedy, ...] = ()
     """Changes that save memory where the plan does not fit, the most effective first (`gssim run`)."""
     throughput_samples_per_s: Amount
+    """Samples of all ranks per second."""
     density: Density
+    """Fractions of gradients that are pushed, and of parameters that are published; None where all are."""
     collectives: tuple[Collective, ...]
+    """Collectives of a step, equal ones once with their number."""
     links: tuple[LinkUse, ...] = ()
+    """Traffic of a step by link (simulated)."""
     ranks: tuple[RankClass, ...]
+    """Ranks, those that are alike together: devices, phases, memory."""
     idle_devices: tuple[str, ...] = ()
     """Names of the cluster's devices without a rank."""
     loss: tuple[float, ...] = ()
@@ -267,6 +301,7 @@ class Result:
     energy_j_per_step: Amount | None = None
     """Energy of the same devices, without hosts and network (simulated); absent where a power is unknown."""
     provenance: dict[str, Any] = field(default_factory=dict)
+    """Versions and digests of the code, the machine, and the run's circumstances."""
 
     def to_json(self) -> str:
         """Return the Result as JSON, keys in schema order, the same bytes for the same Result."""

@@ -184,6 +184,7 @@ def _complete(span: Span, ticks: tuple[int, int], threads: Threads, zero: _Clock
         "tid": threads[span.rank, span.stream],
         "ts": zero.us(start),
         "dur": (end - start) / TICKS_PER_US,
+        **({"args": {"general_labels": list(span.general_labels)}} if span.general_labels else {}),
     }
 
 

@@ -25,7 +25,7 @@ from gssim.scenario.loading import (
     toml,
 )
 from gssim.scenario.ownership import USABLE_RATIO, activation_bytes, held_bytes, owned_bytes, rank_rates
-from gssim.scenario.scenario import Loaded, Run, Scenario, single_device
+from gssim.scenario.scenario import Loaded, Run, Scenario, Source, single_device
 from gssim.scenario.search_space import SEARCHED_METHODS, Objective, SearchSpace
 from gssim.scenario.stages import schedule_of, stage_cut_error
 from gssim.scenario.support import Support, supported
@@ -39,6 +39,7 @@ __all__ = [
     "Run",
     "Scenario",
     "SearchSpace",
+    "Source",
     "Support",
     "achieved_flop_per_s",
     "activation_bytes",

@@ -2,12 +2,11 @@
 
 from gssim.cluster import applied, ends_of
 from gssim.errors import UserError
-from gssim.limits import excess
 from gssim.plan import MOST_INDEXED, Plan, Policies, Push, coo_range_error, refuse, refuse_what_cannot_run
 from gssim.scenario.scenario import Scenario
 from gssim.scenario.stages import schedule_of, stage_cut_error
 from gssim.scenario.tensor_slices import units_of_ranks
-from gssim.units import PRECISION_BYTES
+from gssim.units import PRECISION_BYTES, excess
 
 
 def check(scenario: Scenario, *, file: str) -> None:

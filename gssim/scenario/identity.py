@@ -17,8 +17,8 @@ from pydantic import TypeAdapter
 from gssim.cache import Same, Shared
 from gssim.cluster import Cluster
 from gssim.cluster.topology import structure_of
-from gssim.gradient_statistics import GradientStatistics
 from gssim.workload import Model
+from gssim.workload.gradient_statistics import GradientStatistics
 
 if TYPE_CHECKING:
     from gssim.scenario.scenario import Scenario

@@ -13,12 +13,12 @@ from typing import Any
 from gssim.cache import Same, Shared
 from gssim.cluster import Cluster, presets
 from gssim.errors import MistakenNameError, UserError
-from gssim.files import read_text
-from gssim.gradient_statistics import GradientStatistics, read_gradients
+from gssim.execution.files import read_text
 from gssim.scenario.checks import check
 from gssim.scenario.scenario import Loaded, Scenario, Source
 from gssim.units import validated
 from gssim.workload import PATHS, Model, unrolled
+from gssim.workload.gradient_statistics import GradientStatistics, read_gradients
 
 
 def as_overrides(table: dict[str, Any], prefix: str = "") -> list[str]:

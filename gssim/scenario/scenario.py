@@ -10,16 +10,15 @@ from pydantic import AfterValidator
 
 from gssim.cache import Shared
 from gssim.cluster import Cluster, Conditions, DeviceType
-from gssim.gradient_statistics import GradientStatistics
-from gssim.limits import excess
 from gssim.plan import DATA_AXES, METHODS, Plan, Policies, Push, resolve, resolved_push, splitting
 from gssim.scenario.device_rates import sample_costs
 from gssim.scenario.identity import calibration_id, resolved, scenario_id
 from gssim.scenario.ownership import better_shard_shares, owned_shares, sample_room
 from gssim.scenario.search_space import SearchSpace
 from gssim.scenario.stages import cut_layers
-from gssim.units import RANGES, Count, PositiveInt, TimeRatio, spec, spec_with_memory
+from gssim.units import RANGES, Count, PositiveInt, TimeRatio, excess, spec, spec_with_memory
 from gssim.workload import LayerInstance, Workload, unrolled
+from gssim.workload.gradient_statistics import GradientStatistics
 
 
 @spec

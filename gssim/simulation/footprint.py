@@ -23,7 +23,6 @@ many are under way as ever are. They are left out, where the peak of requested b
 the same without them.
 """
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -41,7 +40,6 @@ STEPS = 2
 TOLERANCE_RATIO = 1e-3
 """Largest difference between the replay's peak of requested bytes and the known one."""
 LATEST_FIRST = ("activations",)
-MICRO_BATCH = re.compile(r" micro-batch (\d+)")
 
 
 @dataclass(frozen=True)
@@ -62,26 +60,24 @@ def reservation(scenario: Scenario, program: Program, rank: int, *, known_bytes:
     """
     role = program.role_of[rank]
     expandable = scenario.cluster.type_of(rank).expandable_segments
-    shortened = _without_middle_micro_batches(scenario, program.tasks[role])
-
-    def replayed(tasks: Sequence[Task]) -> AllocatorPeaks:
-        key = ("replay", role, len(tasks), expandable)
-        return program.once(key, lambda: replay(program, role, tasks=tasks, expandable_segments=expandable))
-
-    if len(shortened) < len(program.tasks[role]):
-        peaks = replayed(shortened)
+    first, last = scenario.policies.pp + 2, scenario.plan.micro_batches - 2
+    if first < last:
+        peaks = program.once(_replay_without, role, first, last, expandable)
         if abs(peaks.requested_bytes - known_bytes) <= TOLERANCE_RATIO * known_bytes:
             return peaks
-    return replayed(program.tasks[role])
+    return program.once(_replay, role, expandable, None)
 
 
-def _without_middle_micro_batches(scenario: Scenario, tasks: Sequence[Task]) -> Sequence[Task]:
-    """Return tasks without those of micro-batches that start and end in the same state as the one before."""
-    count, ranks = scenario.plan.micro_batches, scenario.policies.pp
-    first, last = ranks + 2, count - 2
-    if last <= first:
-        return tasks
-    return [task for task in tasks if not (m := MICRO_BATCH.search(task.label)) or not first <= int(m[1]) < last]
+def _replay_without(program: Program, role: int, first: int, last: int, expandable: bool) -> AllocatorPeaks:
+    """Return the peaks of a role's steps without the micro-batches from `first` up to `last`; see [Note: middle]."""
+    tasks = [
+        task for task in program.tasks[role] if task.id.micro_batch is None or not first <= task.id.micro_batch < last
+    ]
+    return replay(program, role, tasks=tasks, expandable_segments=expandable)
+
+
+def _replay(program: Program, role: int, expandable: bool, limit_bytes: float | None) -> AllocatorPeaks:
+    return replay(program, role, limit_bytes=limit_bytes, expandable_segments=expandable)
 
 
 # The replay ----------------------------------------------------------------------------------------------------------
@@ -353,10 +349,7 @@ def _under_limit(scenario: Scenario, footprint: MemoryFootprint, program: Progra
     expandable = scenario.cluster.type_of(footprint.rank).expandable_segments
     role = program.role_of[footprint.rank]
 
-    def limited_replay() -> AllocatorPeaks:
-        return replay(program, role, limit_bytes=room, expandable_segments=expandable)
-
-    peaks = program.once(("limited replay", role, room, expandable), limited_replay)
+    peaks = program.once(_replay, role, expandable, room)
     if peaks.missing_bytes:
         return replace(footprint, missing_bytes=peaks.missing_bytes)
     return replace(footprint, reserved_bytes=peaks.reserved_bytes)

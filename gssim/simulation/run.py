@@ -15,7 +15,7 @@ from statistics import fmean, median
 import numpy as np
 
 from gssim.cache import Shared
-from gssim.engine import Machine, RecordingTracker, is_jittery
+from gssim.engine import Machine, RecordingTracker, TaskSpan, is_jittery
 from gssim.errors import UserError
 from gssim.execution import NUMERICS, SHOWN, code_digest, installed_version
 from gssim.program import Program, Steps, StepTraffic, lowering_key, unmeasured_host_time
@@ -54,8 +54,8 @@ class Simulated:
         """Busy intervals of the streams in the steady step, from its beginning."""
         start_s, end_s = self.typical.start_s, self.typical.start_s + self.typical.time_s
         return tuple(
-            Span(span.rank, span.stream, span.label, span.phase, span.start_s - start_s, span.end_s - start_s)
-            for span in self.typical.machine.spans
+            span.span(start_s)
+            for span in self.typical.machine.task_spans
             if span.end_s > start_s and span.start_s < end_s
         )
 
@@ -340,16 +340,16 @@ def _phases(step: _SteadyRun) -> list[dict[str, float]]:
     ends_s, lockstep = step.ends_s, step.machine.vectorised
     if lockstep is not None and len(ends_s[0]) == STEADY_STEPS:
         return lockstep.phases(ends_s)
-    spans: dict[int, list[Span]] = defaultdict(list)
-    for span in step.machine.spans:
+    spans: dict[int, list[TaskSpan]] = defaultdict(list)
+    for span in step.machine.task_spans:
         spans[span.rank].append(span)
     return [typical_phases(spans[each.representative], ends_s[each.index]) for each in step.machine.classes]
 
 
 def _times_in(step: _SteadyRun, phases: Collection[str], ranks: int) -> Floats:
     """Return the time of each rank in some phases, by steady step."""
-    spans: dict[int, list[Span]] = defaultdict(list)
-    for span in step.machine.spans:
+    spans: dict[int, list[TaskSpan]] = defaultdict(list)
+    for span in step.machine.task_spans:
         if span.phase in phases and span.stream == "compute":
             spans[span.rank].append(span)
     times_s = np.zeros((len(step.times_s), ranks))

@@ -3,7 +3,8 @@
 from collections import defaultdict
 from collections.abc import Sequence
 
-from gssim.engine import CollectiveInstance, Machine, RecordingTracker
+from gssim.engine import CollectiveInstance, Machine, RecordingTracker, TaskSpan
+from gssim.program import TaskId
 from gssim.result import Arrow, Held, Span, Step, arrows_among
 
 
@@ -15,11 +16,8 @@ def step_of(machine: Machine, number: int) -> Step:
     bounds_s = {each.representative: machine.ends_s[each.index][number : number + 2] for each in machine.classes}
     start_s = max(began_s for began_s, _ in bounds_s.values())
     last_s = max(ended_s for _, ended_s in bounds_s.values())
-    spans = [
-        span._replace(start_s=span.start_s - start_s, end_s=span.end_s - start_s)
-        for span in machine.spans
-        if span.end_s > bounds_s[span.rank][0] and span.start_s < last_s
-    ]
+    task_spans = [span for span in machine.task_spans if span.end_s > bounds_s[span.rank][0] and span.start_s < last_s]
+    spans = [span.span(start_s) for span in task_spans]
     logs = {
         each.representative: memory.log
         for each, memory in zip(machine.classes, machine.memory, strict=True)
@@ -32,7 +30,7 @@ def step_of(machine: Machine, number: int) -> Step:
     return Step(
         spans=spans,
         bounds_s={rank: (began_s - start_s, ended_s - start_s) for rank, (began_s, ended_s) in bounds_s.items()},
-        arrows=_arrows(machine, spans),
+        arrows=_arrows(machine, task_spans, spans),
         held=[
             level
             for rank, log in logs.items()
@@ -42,31 +40,31 @@ def step_of(machine: Machine, number: int) -> Step:
     )
 
 
-def _arrows(machine: Machine, spans: Sequence[Span]) -> list[Arrow]:
+def _arrows(machine: Machine, task_spans: Sequence[TaskSpan], spans: Sequence[Span]) -> list[Arrow]:
     """Return arrows between the spans of one communication: they end at the same time, to the last bit."""
-    by_end: dict[tuple[str, int, float], list[int]] = defaultdict(list)
+    by_end: dict[tuple[TaskId, int, float], list[int]] = defaultdict(list)
     instances = _instances_of_spans(machine)
-    for number, span in enumerate(spans):
-        place = instances.get((span.rank, span.stream, span.label))
-        if place is not None:
-            by_end[*place, span.end_s].append(number)
+    for number, span in enumerate(task_spans):
+        place = instances.get((span.rank, span.task))
+        if place is not None and span.awaited is None:
+            by_end[*place, spans[number].end_s].append(number)
     arrows = []
-    for (label, which, _), members in by_end.items():
-        instance = machine.instances[label][which]
-        arrows += _message_arrows(machine, instance, spans, members) or arrows_among(spans, members, label)
+    for (collective, which, _), members in by_end.items():
+        instance = machine.instances[collective][which]
+        arrows += _message_arrows(machine, instance, spans, members) or arrows_among(spans, members, collective.label)
     return arrows
 
 
-def _instances_of_spans(machine: Machine) -> dict[tuple[int, str, str], tuple[str, int]]:
-    """Return the label and instance number of the communication of each (rank, stream, span label)."""
+def _instances_of_spans(machine: Machine) -> dict[tuple[int, TaskId], tuple[TaskId, int]]:
+    """Return the collective, and the number of its instance, in which each rank's task takes part."""
     places = {
-        (each.index, label): (label, number)
-        for label, of_label in machine.instances.items()
-        for number, instance in enumerate(of_label)
+        (each.index, collective): (collective, number)
+        for collective, instances in machine.instances.items()
+        for number, instance in enumerate(instances)
         for each in instance.classes
     }
     return {
-        (each.representative, task.stream, task.label): places[each.index, task.communication]
+        (each.representative, task.id): places[each.index, task.communication]
         for each in machine.classes
         for task in machine.program.tasks[machine.roles[each.index]]
         if task.communication is not None

@@ -29,7 +29,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from gssim.errors import UserError
-from gssim.gradient_statistics import (
+from gssim.plan import Publish, Push
+from gssim.workload.gradient_statistics import (
     EDGES_PER_DECADE,
     HELD_LEVELS,
     LOWEST_DECADE,
@@ -40,7 +41,6 @@ from gssim.gradient_statistics import (
     Sketch,
     TensorTrace,
 )
-from gssim.plan import Publish, Push
 
 T = TypeVar("T")
 
@@ -202,7 +202,7 @@ def push_density(
     `part`: factor of the rank's mean gradient over its samples before it is thresholded. `first`, `last`: the range of
     the tensor, as fractions of its elements.
 
-    >>> from gssim.gradient_statistics import SKETCH_EDGES, BlockTrace, RankTrace, Sketch, TensorTrace
+    >>> from gssim.workload.gradient_statistics import SKETCH_EDGES, BlockTrace, RankTrace, Sketch, TensorTrace
     >>> sketch = Sketch(mean=1.0, rms=1.0, tail_ratios=tuple(float(edge < 2) for edge in SKETCH_EDGES))
     >>> trace = RankTrace(samples=1, tensors={"w": TensorTrace(blocks=(BlockTrace(sketches=(sketch,)),))})
     >>> statistics = GradientStatistics(model="m", precision="fp32", optimizer="sgd", learning_rate=1.0, seed=0,

@@ -2,13 +2,13 @@
 
 from gssim.sweeps.inputs import Fingerprints, Unpacked, packed
 from gssim.sweeps.predictions import (
-    Question,
+    PredictionKey,
     answers,
     by_likeness,
-    kept_prediction,
     predict,
     predicted,
     prediction_name,
+    predictions_in,
 )
 from gssim.sweeps.table import (
     POINT_COLUMNS,
@@ -25,15 +25,14 @@ from gssim.sweeps.table import (
     without_outcome,
     write_table,
 )
-from gssim.sweeps.tabulation import RowStore, parts_folder, tabulate
+from gssim.sweeps.tabulation import parts_folder, tabulate
 
 __all__ = [
     "POINT_COLUMNS",
     "RESULT_COLUMNS",
     "TABLES",
     "Fingerprints",
-    "Question",
-    "RowStore",
+    "PredictionKey",
     "Unpacked",
     "answers",
     "by_likeness",
@@ -41,7 +40,6 @@ __all__ = [
     "columns_of",
     "csv_of",
     "files_of",
-    "kept_prediction",
     "kind_of",
     "outcome",
     "packed",
@@ -50,6 +48,7 @@ __all__ = [
     "predict",
     "predicted",
     "prediction_name",
+    "predictions_in",
     "table_of",
     "tabulate",
     "without_outcome",

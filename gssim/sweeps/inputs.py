@@ -15,7 +15,7 @@ from typing import Any
 
 from gssim.cache import Shared
 from gssim.execution import code_digest
-from gssim.files import scratch_folder
+from gssim.execution.files import scratch_folder
 from gssim.scenario import parsed_override, read_toml
 from gssim.scenario.sweep import Point
 

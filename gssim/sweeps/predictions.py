@@ -15,8 +15,8 @@ from typing import Any, Generic, TypeVar
 
 from gssim.cache import Shared
 from gssim.errors import RunFailedError, UserError
-from gssim.execution import SHOWN, Workers, code_digest, processes
-from gssim.files import locked, remove_partial, write_text
+from gssim.execution import SHOWN, FileStore, Workers, code_digest, processes
+from gssim.execution.files import locked
 from gssim.result import Result, file_name, read_result
 from gssim.scenario.sweep import Point, is_rate
 from gssim.simulation import simulate
@@ -228,11 +228,27 @@ def _interrupts() -> Iterator[_Interrupted]:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """Identity of a point's scenario and calibration, by which an existing prediction is reused."""
+class PredictionKey:
+    """What a prediction depends on: the scenario, its run length included, the calibration, and gssim's code."""
 
     scenario_id: str
     calibration_id: str
+    code: str
+
+
+def predictions_in(folder: Path) -> FileStore[Result]:
+    """Return the store of the predictions in a folder."""
+    return FileStore(folder, read_result, Result.to_json, _key_of, is_exact=True)
+
+
+def _key_of(result: Result) -> PredictionKey:
+    return PredictionKey(result.scenario_id, result.calibration_id, result.provenance.get("code", ""))
+
+
+def key_of_point(point: Point, shared: Shared) -> PredictionKey:
+    """Return the key of a point's prediction; raise UserError where it is no valid scenario."""
+    loaded = point.load(shared=shared)
+    return PredictionKey(loaded.scenario.scenario_id, loaded.calibration_id, code_digest()[:SHOWN])
 
 
 def predict(
@@ -268,32 +284,34 @@ def _predicted(
     on_progress: Callable[[int, int], None],
 ) -> tuple[Result, ...]:
     """Return the predictions, after they are written; see `predict`."""
-    order = by_likeness(points)
+    order, store = by_likeness(points), predictions_in(out) if out is not None else None
     with processes(min(jobs, len(points))) as workers:
-        asked = dict(answers(points, order, question_of, workers))
-        wrong = [(point, asked[place]) for place, point in enumerate(points) if isinstance(asked[place], Fault)]
+        by_place = dict(answers(points, order, key_of_point, workers))
+        wrong = [(point, by_place[place]) for place, point in enumerate(points) if isinstance(by_place[place], Fault)]
         if wrong:
             more = f" (and {len(wrong) - 1} more points)" if len(wrong) > 1 else ""
             raise UserError(f"{sweep}: {wrong[0][0].name}: {wrong[0][1]}{more}")
-        questions = [question for _, question in sorted(asked.items()) if isinstance(question, Question)]
-        names: dict[Question, str] = {}
-        for point, question in zip(points, questions, strict=True):
-            other = names.setdefault(question, point.name)
+        keys = [
+            key for _, key in sorted(by_place.items(), key=lambda entry: entry[0]) if isinstance(key, PredictionKey)
+        ]
+        names: dict[PredictionKey, str] = {}
+        for point, key in zip(points, keys, strict=True):
+            other = names.setdefault(key, point.name)
             if other != point.name:
                 print(f"gssim: sweep: {point.name} asks the same as {other}", file=sys.stderr)
         results: dict[int, Result] = {}
-        if out is not None and not again:
-            for i, (point, question) in enumerate(zip(points, questions, strict=True)):
-                existing = kept_prediction(out, point, question)
-                if existing is not None:
-                    results[i] = existing
+        if store is not None and not again:
+            for i, (point, key) in enumerate(zip(points, keys, strict=True)):
+                kept = store.kept(prediction_name(point, key.scenario_id), key)
+                if kept is not None:
+                    results[i] = kept
         on_progress(len(results), len(points))
         for place, result in answers(points, [i for i in order if i not in results], predicted, workers):
             if isinstance(result, Fault):
                 raise type(result)(f"{sweep}: {points[place].name}: {result}")
             results[place] = result
-            if out is not None:
-                write_text(out / prediction_name(points[place], result.scenario_id), result.to_json())
+            if store is not None:
+                store.keep(prediction_name(points[place], result.scenario_id), result)
             on_progress(len(results), len(points))
     return tuple(results[i] for i in range(len(points)))
 
@@ -301,29 +319,6 @@ def _predicted(
 def prediction_name(point: Point, scenario_id: str) -> str:
     """Return the name of the file of a point's prediction."""
     return file_name(point.name, scenario_id, "simulated")
-
-
-def kept_prediction(out: Path, point: Point, question: Question) -> Result | None:
-    """Return the prediction in `out`, if it has this scenario and calibration, and this code.
-
-    A file whose text differs from what would be written is ignored.
-    """
-    file = out / prediction_name(point, question.scenario_id)
-    remove_partial(file)
-    try:
-        result = read_result(file)
-    except UserError:  # none, or a damaged one
-        return None
-    is_current = (
-        result.calibration_id == question.calibration_id and result.provenance.get("code") == code_digest()[:SHOWN]
-    )
-    return result if is_current and file.read_text(encoding="utf-8") == result.to_json() else None
-
-
-def question_of(point: Point, shared: Shared) -> Question:
-    """Return the identity of a point; raise UserError where it is no valid scenario."""
-    loaded = point.load(shared=shared)
-    return Question(loaded.scenario.scenario_id, loaded.calibration_id)
 
 
 def predicted(point: Point, shared: Shared, *, spread: bool = True) -> Result:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from gssim.errors import UserError
-from gssim.files import as_text_cell, check_place, write_files
+from gssim.execution.files import as_text_cell, check_place, write_files
 from gssim.result import CATEGORIES, PHASES, RankClass, Result
 from gssim.units import human_bytes
 
@@ -232,7 +232,7 @@ def _contents(table: "polars.DataFrame", file: Path, metadata: Mapping[str, str]
 
 
 def csv_of(table: "polars.DataFrame") -> str:
-    """Return a table as CSV, no cell of which is a formula; see `gssim.files`."""
+    """Return a table as CSV, no cell of which is a formula; see `gssim.execution.files`."""
     pl = _polars()
     cells = {
         name: [each and as_text_cell(each) for each in table[name]]

@@ -1,23 +1,19 @@
 """Makes the table of a sweep: predicts every point as a row, and keeps finished rows until the table is complete.
 
 Rows of an unfinished table are kept in a folder beside it as they end, reused by the next run, and removed when the
-table is complete. Every run appends to a file of its own, one line per row, with a digest: an unfinished or damaged
-line is ignored. Only one run at a time writes: it holds the table's lock.
+table is complete. Only one run at a time writes: it holds the table's lock.
 """
 
-import hashlib
-import json
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
-from uuid import uuid4
+from typing import TYPE_CHECKING
 
 from gssim.cache import Shared
 from gssim.errors import MistakenNameError, RunFailedError, UserError
-from gssim.execution import Workers
-from gssim.files import locked, remove_partial
+from gssim.execution import RecordStore, Workers
+from gssim.execution.files import locked, remove_partial
 from gssim.scenario.sweep import Point, Sweep, axis_keys
 from gssim.sweeps.inputs import Fingerprints, digest_of, packed
 from gssim.sweeps.predictions import Fault, answers, by_likeness, predicted
@@ -40,9 +36,6 @@ from gssim.sweeps.table import (
 if TYPE_CHECKING:
     import polars
 
-PATTERN = "gssim-*.jsonl"
-"""Names of the files of rows; nothing else in the folder is read or removed."""
-
 
 def parts_folder(file: Path) -> Path:
     """Return where the rows of a table are kept until it is whole.
@@ -52,95 +45,6 @@ def parts_folder(file: Path) -> Path:
     """
     parquet = files_of(file)[0]
     return parquet.with_name(f"{parquet.name}.parts")
-
-
-class RowStore:
-    """Store of finished rows by their points' fingerprints; only the position of a row in its file is held in
-    memory.
-    """
-
-    def __init__(self, folder: Path, wanted: Collection[str]) -> None:
-        self.folder = folder
-        self._places: dict[str, tuple[Path, int]] = {}
-        for file in sorted(folder.glob(PATTERN)):
-            for place, line in _lines(file):
-                found = _read(line)
-                if found is not None and found[0] in wanted:
-                    self._places[found[0]] = (file, place)
-        self._stream: BinaryIO | None = None
-
-    def __contains__(self, fingerprint: str) -> bool:
-        return fingerprint in self._places
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def keep(self, fingerprint: str, row: Row) -> None:
-        """Append a row; raise UserError where it cannot be written."""
-        known = {name: value for name, value in row.items() if value is not None}
-        try:
-            if self._stream is None:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                self._file = self.folder / PATTERN.replace("*", uuid4().hex)
-                self._stream = self._file.open("xb")
-            self._places[fingerprint] = (self._file, self._stream.tell())
-            text = json.dumps([fingerprint, known])
-            self._stream.write(f'{{"sha256": "{_digest(text)}", "row": {text}}}\n'.encode())
-            self._stream.flush()
-        except OSError as error:
-            raise UserError(f"{self.folder}: cannot be written: {error.strerror}") from None
-
-    def rows(self, fingerprints: Sequence[str]) -> Iterator[Row]:
-        """Yield rows in the order of these fingerprints."""
-        streams: dict[Path, BinaryIO] = {}
-        try:
-            for each in fingerprints:
-                file, place = self._places[each]
-                stream = streams.get(file) or streams.setdefault(file, file.open("rb"))
-                stream.seek(place)
-                yield json.loads(stream.readline())["row"][1]
-        finally:
-            for stream in streams.values():
-                stream.close()
-
-    def close(self) -> None:
-        """Close the file that rows are added to."""
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
-
-    def remove(self) -> None:
-        """Remove all rows, and their folder where it holds nothing else."""
-        self.close()
-        for file in self.folder.glob(PATTERN):
-            file.unlink(missing_ok=True)
-        with suppress(OSError):
-            self.folder.rmdir()
-
-
-def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the complete lines of a file, with their offsets."""
-    place = 0
-    with file.open("rb") as stream:
-        for line in stream:
-            if line.endswith(b"\n"):
-                yield place, line
-            place += len(line)
-
-
-def _read(line: bytes) -> tuple[str, Row] | None:
-    """Return a row and its fingerprint; None for a damaged line."""
-    try:
-        said = json.loads(line)
-        fingerprint, row = said["row"]
-        is_whole = said["sha256"] == _digest(json.dumps(said["row"]))
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return None
-    return (fingerprint, row) if is_whole and isinstance(fingerprint, str) and isinstance(row, dict) else None
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 ROWS_IN_MEMORY = 10_000
@@ -185,15 +89,15 @@ def _tabulated(
     metadata = {"question": sweep.question, "sweep": file.name, "made_from": digest_of(fingerprints)}
     whole = None if again else existing_table(out, metadata)
     if whole is not None and "failed" not in whole["status"]:  # failed points are tried again
-        RowStore(parts_folder(out), ()).remove()  # left by a run that was killed
+        RecordStore(parts_folder(out), ()).remove()  # left by a run that was killed
         for each in files_of(out):
             remove_partial(each)
         on_progress(len(points), len(points))
         return whole
-    parts = RowStore(parts_folder(out), set(fingerprints))
+    parts = RecordStore(parts_folder(out), set(fingerprints))
     if again:
         parts.remove()
-        parts = RowStore(parts.folder, ())
+        parts = RecordStore(parts.folder, ())
     try:
         missing = [place for place in by_likeness(points) if fingerprints[place] not in parts]
         on_progress(len(points) - len(missing), len(points))
@@ -252,7 +156,7 @@ def _rows(
 
 
 def _table(
-    points: Sequence[Point], fingerprints: Sequence[str], parts: RowStore, keys: Sequence[str]
+    points: Sequence[Point], fingerprints: Sequence[str], parts: RecordStore, keys: Sequence[str]
 ) -> "polars.DataFrame":
     """Return rows in the order of points, with the columns of the points themselves."""
     kinds: dict[str, Kind] = {key: kind_of([point.values[i] for point in points]) for i, key in enumerate(keys)}
@@ -265,7 +169,7 @@ def _table(
         }
         return dict(zip(POINT_COLUMNS, (point.name, point.group, point.variant), strict=True)) | values
 
-    rows = (point_row(point) | row for point, row in zip(points, parts.rows(fingerprints), strict=True))
+    rows = (point_row(point) | row for point, row in zip(points, parts.records(fingerprints), strict=True))
     table = table_of(islice(rows, ROWS_IN_MEMORY), columns)
     while (more := table_of(islice(rows, ROWS_IN_MEMORY), columns)).height:
         table.extend(more)

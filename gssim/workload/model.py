@@ -14,8 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from gssim.limits import excess
-from gssim.units import Count, PositiveInt, Precision, spec
+from gssim.units import Count, PositiveInt, Precision, excess, spec
 from gssim.workload.layer import Layer
 
 

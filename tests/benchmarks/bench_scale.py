@@ -13,7 +13,7 @@ from gssim.cluster.topology import build
 from gssim.collectives import Communication
 from gssim.engine import Machine
 from gssim.network import max_min_rates
-from gssim.program import Program, Task
+from gssim.program import Program, Task, TaskId
 from gssim.scenario import load_cluster, load_scenario
 from gssim.simulation import simulate
 
@@ -71,8 +71,11 @@ def test_one_ring_all_reduce(benchmark, ranks, tmp_path):
         'link = {bandwidth_bytes_per_s = "50 GB/s", latency_s = "500 ns", source = "made"}\n'
     )
     cluster = load_cluster(file)
-    task = Task("x", "exposed_communication", communication="x")
-    program = Program(((task,),), {"x": Communication("all-reduce", range(ranks), 2**26)}, ({},), roles=(0,) * ranks)
+    together = TaskId("all-reduce")
+    task = Task(together, "exposed_communication", communication=together)
+    program = Program(
+        ((task,),), {together: Communication("all-reduce", range(ranks), 2**26)}, ({},), roles=(0,) * ranks
+    )
     benchmark.pedantic(lambda: Machine(cluster, program).run(1), rounds=3)
 
 

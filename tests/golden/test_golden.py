@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from gssim.files import write_text
+from gssim.execution.files import write_text
 from gssim.scenario import load_scenario
 from gssim.simulation import simulate
 from gssim.terminal import rank_list

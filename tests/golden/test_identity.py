@@ -14,16 +14,16 @@ from pydantic import TypeAdapter
 from strategies import scenario_of, star
 
 from analysis.compare.table import find_results
-from analysis.reference_page.page import tables_of
+from analysis.reference_page import tables_of
 from gssim.cache import Shared
 from gssim.cluster import Cluster
-from gssim.files import write_text
-from gssim.gradient_statistics import GradientStatistics
+from gssim.execution.files import write_text
 from gssim.scenario import Scenario, load_scenario
 from gssim.scenario.identity import VERSION, _digest, _fields, canonical
 from gssim.scenario.sweep import load_sweep, points_of
 from gssim.units import Count, spec, validated
 from gssim.workload import Model
+from gssim.workload.gradient_statistics import GradientStatistics
 
 ROOT = Path(__file__).resolve().parents[2]
 SCENARIOS = ROOT / "scenarios"

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from analysis.reference_page.page import ROOTS, default_in_words, page, tables_of, value_in_words
+import gssim
+from analysis.api_page import api_page
+from analysis.reference_page import ROOTS, default_in_words, page, tables_of, value_in_words
 from gssim.plan import Plan, Push
 from gssim.workload import Workload
 
@@ -20,6 +22,13 @@ def made():
 def test_the_page_that_ships_is_what_the_code_says(made):
     shipped = (SCENARIOS / "README.md").read_text(encoding="utf-8")
     assert shipped == made, "make it anew: python -m analysis keys > scenarios/README.md"
+
+
+def test_the_page_of_the_python_api_is_what_the_docstrings_say():
+    shipped = (SCENARIOS.parent / "gssim" / "API.md").read_text(encoding="utf-8")
+    assert shipped == api_page(), "make it anew: python -m analysis.api_page > gssim/API.md"
+    for name in (*gssim.__all__, "shard_gradients", "memory_and_traffic", "GradientSharding"):
+        assert f"\n### `{name}`" in shipped
 
 
 def test_every_key_says_what_it_means():

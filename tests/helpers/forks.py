@@ -32,7 +32,7 @@ def launch(module: str, arguments: Sequence[str], *, ranks: int, max_restarts: i
     from gsreal.machine import ENVIRONMENT
     from gsreal.run.launch import reason_of
     from gssim.errors import RunFailedError
-    from gssim.files import scratch_folder
+    from gssim.execution.files import scratch_folder
 
     parent = forked_from()
     assert parent.stdin is not None

@@ -165,11 +165,12 @@ def _parted() -> dict[str, str]:
 def _write_parts(folder: Path) -> None:
     """Leave a table's rows as an interrupted sweep does."""
     from gssim.cache import Shared
+    from gssim.execution import RecordStore
     from gssim.scenario.sweep import load_sweep, points_of
-    from gssim.sweeps import Fingerprints, RowStore, outcome, parts_folder, predicted
+    from gssim.sweeps import Fingerprints, outcome, parts_folder, predicted
 
     points = points_of(load_sweep(folder / "sweep.toml"), file=folder / "sweep.toml")
-    parts = RowStore(parts_folder(folder / "table.csv"), ())
+    parts = RecordStore(parts_folder(folder / "table.csv"), ())
     for point in points[:3]:
         parts.keep(Fingerprints().of_point(point), outcome(predicted(point, Shared())))
     parts.close()

@@ -82,7 +82,7 @@ def sharded(labels: Labels | None = None, **settings: Any) -> tuple[Net, Gradien
     model = net()
 
     @contextmanager
-    def observe(label: str, _phase: str) -> Iterator[None]:
+    def observe(label: str, _phase: str, **_settings: bool) -> Iterator[None]:
         if labels is not None:
             labels.append(label)
         yield
@@ -226,7 +226,7 @@ def order_beside() -> Labels:
     labels: Labels = []
 
     @contextmanager
-    def observe(label: str, _phase: str) -> Iterator[None]:
+    def observe(label: str, _phase: str, **_settings: bool) -> Iterator[None]:
         labels.append(label)
         yield
 

@@ -149,8 +149,9 @@ def _gradient_bytes(scenario: Scenario, result: Result) -> Iterator[str]:
     if policies.gradients == "all-reduce" and policies.dp_replicate > 1:
         found = sum(carried(result, "all-reduce")[group] for group in groups["dp_replicate"])
         tied = policies.pp > 1  # stages that share a parameter have a copy each
-        if found != exact and not (tied and found > exact):
-            yield f"all-reduces carry {found} bytes, gradients have {exact}"
+        reduced = model.elements * PRECISION_BYTES[policies.compress] * times if policies.compress else exact
+        if found != reduced and not (tied and found > reduced):
+            yield f"all-reduces carry {found} bytes, gradients have {reduced}"
     if policies.gradients == "reduce-scatter" and policies.dp_shard > 1:
         n = policies.dp_shard
         padded = sum(math.prod(shape[1:]) * math.ceil(shape[0] / n) * n for shape in shapes) * value * times

@@ -11,7 +11,11 @@ import pytest
 from kernel_scratch import scratch_profile
 from pydantic import TypeAdapter
 
-from gssim.gradient_statistics import (
+from gssim.result import Result
+from gssim.scenario import load_scenario
+from gssim.simulation import simulate
+from gssim.workload import unrolled
+from gssim.workload.gradient_statistics import (
     HELD_LEVELS,
     SKETCH_EDGES,
     BlockTrace,
@@ -22,10 +26,6 @@ from gssim.gradient_statistics import (
     Sketch,
     TensorTrace,
 )
-from gssim.result import Result
-from gssim.scenario import load_scenario
-from gssim.simulation import simulate
-from gssim.workload import unrolled
 
 HELPERS = Path(__file__).resolve().parent
 """Where the modules are that ranks run."""

@@ -21,25 +21,24 @@ class InThisProcess:
     """Looks at plans when it is asked for their answers, the latest first."""
 
     def __init__(self, loaded, at_once=2):
-        self.loaded, self.idle, self.busy = loaded, list(range(at_once)), {}
-        self.asked, self.answers, self.shared = {}, {}, Shared()
+        self.loaded, self.at_a_time = loaded, at_once
+        self.answers, self.shared = {}, Shared()
         self.simulated = 0
 
-    def submit(self, number, override, limits):
-        place = self.idle.pop()
-        self.busy[place], self.asked[number] = number, (override, limits)
+    def submit(self, work, request):
+        return request
 
-    def completed(self):
-        place = max(self.busy)
-        number = self.busy.pop(place)
-        self.idle.append(place)
-        override, limits = self.asked[number]
+    def ended(self, requests):
+        return requests[-1:]
+
+    def answer(self, request):
+        plan = PLAN.validate_python(tomllib.loads(request.override)["plan"])
         try:
-            answer = judged(self.with_plan(PLAN.validate_python(tomllib.loads(override)["plan"])), limits, self.shared)
+            answer = judged(self.with_plan(plan), request.limits, self.shared)
         except UserError as error:
             answer = error
         self.simulated += isinstance(answer, Result)
-        yield number, answer
+        return answer
 
     def with_plan(self, plan):
         """Return the scenario with another plan; raise UserError where it cannot run."""
@@ -47,7 +46,7 @@ class InThisProcess:
         check(scenario, file="made")
         return replace(self.loaded, scenario=scenario)
 
-    def answer(self, plan):
+    def answer_of(self, plan):
         """Return what becomes of a plan, simulated whatever its bounds are."""
         if plan not in self.answers:
             try:

@@ -12,13 +12,19 @@ from typing import Any
 
 import networkx as nx
 from hypothesis import strategies as st
+from tasks import program_with, task_of
 
 from gssim.cluster import Cluster
 from gssim.cluster.topology import Wiring
 from gssim.collectives import KINDS, Communication, Stage
 from gssim.collectives.algorithms import ALGORITHMS, algorithms_for
 from gssim.engine import Machine, Scheduler
-from gssim.gradient_statistics import (
+from gssim.network import Network, Router
+from gssim.program import Program, Task, lower
+from gssim.scenario import Loaded, Scenario, check
+from gssim.units import validated
+from gssim.workload import Model, unrolled
+from gssim.workload.gradient_statistics import (
     HELD_LEVELS,
     SKETCH_EDGES,
     BlockTrace,
@@ -30,11 +36,6 @@ from gssim.gradient_statistics import (
     Sketch,
     TensorTrace,
 )
-from gssim.network import Network, Router
-from gssim.program import Program, Task, lower
-from gssim.scenario import Loaded, Scenario, check
-from gssim.units import validated
-from gssim.workload import Model, unrolled
 
 # Embedding, a block that is repeated, a head, and the loss, which is outside any module. Width 4, vocabulary 16, fp32.
 MODEL_TOML = """
@@ -347,7 +348,7 @@ def machine_for(
     cluster: Cluster, *tasks: list[Task], communications: dict[str, Communication] | None = None
 ) -> Machine:
     """Return a machine that is about to run the given tasks, one list for each rank."""
-    program = Program(tuple(map(tuple, tasks)), communications or {}, tuple({} for _ in tasks))
+    program = program_with(tasks, communications or {}, ({} for _ in tasks))
     return Machine(cluster, program)
 
 
@@ -357,9 +358,9 @@ def communicated(cluster: Cluster, *communications: Communication, unfolded: boo
     ranks = range(len(cluster.devices))
     member_of = [tuple(name for name, each in names.items() if rank in each.group) for rank in ranks]
     roles = list(dict.fromkeys(member_of))
-    tasks = tuple(tuple(Task(name, "exposed_communication", communication=name) for name in role) for role in roles)
+    tasks = [[task_of(name, "exposed_communication", communication=name) for name in role] for role in roles]
     numbers = tuple(roles.index(names_of_rank) for names_of_rank in member_of)
-    machine = Machine(cluster, Program(tasks, names, tuple({} for _ in roles), roles=numbers), unfolded=unfolded)
+    machine = Machine(cluster, program_with(tasks, names, ({} for _ in roles), roles=numbers), unfolded=unfolded)
     machine.run(1)
     return machine
 

@@ -5,7 +5,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from analysis.sweep_tables.table import BANDWIDTH, THRESHOLD, SweepTable, read_table
+from analysis.sweep_tables import BANDWIDTH, THRESHOLD, SweepTable, read_table
 from gssim.result import CATEGORIES, PHASES
 from gssim.sweeps import columns_of, table_of, write_table
 

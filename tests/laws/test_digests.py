@@ -4,20 +4,20 @@ import json
 import sys
 import tarfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from results import make_result, run
 
-from analysis.compare.comparison import join
+from analysis.compare.comparison import differences, join
 from analysis.compare.table import find_results
-from analysis.compare.versions import differences
 from gssim.execution import SHOWN, code_digest, package_digest
 from gssim.execution import fingerprint as digests
 from gssim.scenario import load_scenario
 from gssim.scenario.sweep import Point
 from gssim.simulation import simulate
-from gssim.sweeps import Question, kept_prediction, prediction_name, predictions
+from gssim.sweeps import PredictionKey, prediction_name, predictions_in
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -87,12 +87,13 @@ def test_a_prediction_of_other_code_is_not_taken_up(tmp_path, monkeypatch):
     loaded = load_scenario(ROOT / "scenarios" / "table1-bert.toml")
     result = simulate(loaded).result
     assert result.provenance["code"] == code_digest()[:SHOWN]
-    question = Question(result.scenario_id, result.calibration_id)
+    key = PredictionKey(result.scenario_id, result.calibration_id, code_digest()[:SHOWN])
     point = Point("p", Path("p.toml"), (), "", ())
-    (tmp_path / prediction_name(point, result.scenario_id)).write_text(result.to_json())
-    assert kept_prediction(tmp_path, point, question) is not None
-    monkeypatch.setattr(predictions, "code_digest", lambda: "another")
-    assert kept_prediction(tmp_path, point, question) is None
+    name, store = prediction_name(point, result.scenario_id), predictions_in(tmp_path)
+    store.keep(name, result)
+    assert store.kept(name, key) == result
+    for other in ({"code": "another"}, {"scenario_id": "another"}, {"calibration_id": "another"}):
+        assert store.kept(name, replace(key, **other)) is None
 
 
 def both_sides(folder: Path, **measured: str) -> None:

@@ -14,7 +14,7 @@ import pytest
 from strategies import write_files as write_scenario
 
 from gssim.errors import UserError
-from gssim.files import (
+from gssim.execution.files import (
     FOLDER_MARK,
     check_place,
     held_lock,
@@ -73,7 +73,7 @@ def test_a_pipe_gets_what_is_written(tmp_path):
 
 
 def test_what_standard_output_goes_to_is_not_replaced(tmp_path):
-    program = "from pathlib import Path; from gssim.files import write_text; "
+    program = "from pathlib import Path; from gssim.execution.files import write_text; "
     program += "print('before', flush=True); write_text(Path('/dev/stdout'), 'between\\n'); print('after')"
     with (tmp_path / "out").open("a") as stream:
         subprocess.run([sys.executable, "-c", program], stdout=stream, check=True)
@@ -155,7 +155,7 @@ def test_files_that_belong_together_are_written_together_or_not_at_all(tmp_path)
 
 
 def test_what_a_killed_writer_has_left_goes_with_the_next_one_and_what_is_not_ours_stays(tmp_path):
-    program = "import os, sys; from pathlib import Path; from gssim.files import writing\n"
+    program = "import os, sys; from pathlib import Path; from gssim.execution.files import writing\n"
     program += "with writing(Path(sys.argv[1])) as stream:\n    stream.write(b'x'); os.kill(os.getpid(), 9)"
     path, foreign = tmp_path / "file", tmp_path / "mine.partial"
     foreign.write_text("not gssim's")
@@ -190,7 +190,7 @@ def test_writers_of_one_file_come_one_after_another(tmp_path):
 HOLDS = """
 import sys, time
 from pathlib import Path
-from gssim.files import locked
+from gssim.execution.files import locked
 with locked(Path(sys.argv[1]), place="t.parquet"):
     print("held", flush=True)
     time.sleep(60)
@@ -247,7 +247,7 @@ def test_a_process_that_inherits_a_lock_holds_it_too(tmp_path):
 SCRATCH = """
 import os, signal, sys, time
 from gssim.terminal import unwinding
-from gssim.files import scratch_folder
+from gssim.execution.files import scratch_folder
 with unwinding(), scratch_folder("gsreal-run-") as folder:
     (folder / "content").touch()
     print(folder, flush=True)

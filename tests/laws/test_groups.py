@@ -13,9 +13,17 @@ from results import in_file, make_result, run, write
 from analysis.charts import comparison_charts, exposed_communication, predicted_vs_measured, rivals
 from analysis.charts.accuracy import WORST_LABELLED
 from analysis.compare.comparison import Pair, compare, join, naive, noise_ratio_of, step_time_of, typical_repeat
-from analysis.compare.groups import GROUP_COLUMNS, errors_of, group_of, group_table, order_of, spearman, worst_of
+from analysis.compare.groups import (
+    GROUP_COLUMNS,
+    errors_of,
+    group_of,
+    group_table,
+    order_of,
+    spearman,
+    targets,
+    worst_of,
+)
 from analysis.compare.rivals import rival_table
-from analysis.compare.targets import targets
 from gssim.result import Result
 
 LINKED = {

@@ -2,21 +2,22 @@ from dataclasses import replace
 
 import pytest
 from strategies import device_type, machine_for, star
+from tasks import program_with, task_of
 
 from gssim.collectives import Communication
 from gssim.engine import DeadlockError, Machine, MemoryTracker
 from gssim.memory import Event, Footprint, footprint
-from gssim.program import Program, Task
+from gssim.program import Task
 
 PAIR = {"x": Communication("all-reduce", (0, 1), 1000), "y": Communication("all-reduce", (0, 1), 1000)}
 
 
 def together(label: str, **settings) -> Task:
-    return Task(label, "exposed_communication", communication=label, **settings)
+    return task_of(label, "exposed_communication", communication=label, **settings)
 
 
 def work(label: str, duration_s: float, **settings) -> Task:
-    return Task(label, "forward", duration_s=duration_s, **settings)
+    return task_of(label, "forward", duration_s=duration_s, **settings)
 
 
 def test_ranks_that_meet_different_collectives_are_a_deadlock_that_names_them():
@@ -115,7 +116,7 @@ def test_devices_of_different_hosts_do_not_slow_each_other():
 
 
 def test_a_device_that_computes_on_two_streams_is_one_of_its_host_until_both_have_ended():
-    both = [work("w", 4.0), Task("copy", "forward", "communication", duration_s=1.0)]
+    both = [work("w", 4.0), task_of("copy", "forward", "communication", duration_s=1.0)]
     alone = machine_for(hosted(1, neighbour_slowdown_ratio=2.0), both)
     alone.run(1)
     assert alone.env.now == 4.0
@@ -165,9 +166,9 @@ def test_what_a_stream_needed_before_does_not_count_while_another_one_works():
 
 def test_memory_of_consecutive_tasks_is_not_added_up():
     tasks = tuple(
-        Task(f"t{i}", "forward", duration_s=1.0, need=Footprint(peak=(("temporaries", 64.0),))) for i in range(4)
+        task_of(f"t{i}", "forward", duration_s=1.0, need=Footprint(peak=(("temporaries", 64.0),))) for i in range(4)
     )
-    machine = Machine(star(1), Program((tasks,), {}, ({"parameters": 8.0},)))
+    machine = Machine(star(1), program_with((tasks,), {}, ({"parameters": 8.0},)))
     machine.run(2)
     assert machine.memory[0].peak_bytes == 72.0
 

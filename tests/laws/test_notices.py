@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import communication_time_s, device_type, loaded_of, scenario_of, star
+from tasks import other, program_with, task_of
 
 from gssim.cluster import BackendCost
 from gssim.collectives import Communication
 from gssim.collectives.algorithms import SEGMENT_BYTES
 from gssim.engine import Machine
-from gssim.program import Program, Task
+from gssim.program import Task
 from gssim.simulation import simulate
 
 RANKS = st.integers(2, 8)
@@ -68,11 +69,14 @@ def test_what_a_message_takes_beside_its_path_is_taken_by_its_notice_too(message
 def test_a_message_comes_a_latency_after_both_its_send_and_the_notice_of_its_receive(sent_s, posted_s, rate, latency_s):
     cluster = star(2, bandwidth=rate, latency_s=latency_s / 2)
     roles = tuple(
-        (Task("compute", "forward", duration_s=until_s), Task("x", "exposed_communication", communication="x"))
+        (
+            task_of("compute", "forward", duration_s=until_s),
+            task_of("x", "exposed_communication", communication="x"),
+        )
         for until_s in (sent_s, posted_s)
     )
     message = {"x": Communication("send", (0, 1), 1e5)}
-    machine = Machine(cluster, Program(roles, message, ({}, {}), roles=(0, 1)))
+    machine = Machine(cluster, program_with(roles, message, ({}, {}), roles=(0, 1)))
     machine.run(1)
     expected_s = max(sent_s, posted_s + latency_s) + latency_s + 1e5 / rate
     assert machine.env.now == pytest.approx(expected_s, rel=1e-6)
@@ -99,15 +103,15 @@ def test_a_notice_goes_behind_the_bytes_of_a_message_that_has_left_before_it(lat
     cluster = star(2, bandwidth=rate, latency_s=latency_s / 2)
 
     def tasks(rank: int) -> tuple[Task, ...]:
-        posted = [Task(f"{n}", "idle", stream=n, communication=n, after=("begin",)) for n in ("up", "down")]
+        posted = [task_of(f"{n}", "idle", stream=n, communication=n, after=("begin",)) for n in ("up", "down")]
         order = posted if rank == 0 or not sends_first else posted[::-1]
-        begin = Task("begin", "forward", duration_s=late_s * rank)
+        begin = task_of("begin", "forward", duration_s=late_s * rank)
         # what is handed over second is so a moment later, as posting takes time
-        second = replace(order[1], after=("between",))
-        return begin, order[0], Task("between", "forward", duration_s=1e-7), second
+        second = replace(order[1], after=(other("between"),))
+        return begin, order[0], task_of("between", "forward", duration_s=1e-7), second
 
     messages = {"up": Communication("send", (0, 1), size), "down": Communication("send", (1, 0), size)}
-    machine = Machine(cluster, Program((tasks(0), tasks(1)), messages, ({}, {}), roles=(0, 1)))
+    machine = Machine(cluster, program_with((tasks(0), tasks(1)), messages, ({}, {}), roles=(0, 1)))
     machine.run(1)
     transfer_s = latency_s + size / rate
     one_by_one_s, passing_s = late_s + 2 * transfer_s, late_s + latency_s + transfer_s

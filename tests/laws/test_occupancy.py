@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 from strategies import device_type, loaded_of, machine_of, scenario_of, star
+from tasks import program_with, task_of
 
 from gssim.memory import Event, footprint
 from gssim.planner import suggested_changes, with_suggested_changes
-from gssim.program import Program, Task, lower, workspaces
+from gssim.program import Program, lower, workspaces
 from gssim.result import Result, read_result
 from gssim.scenario import Scenario, load_model, load_scenario
 from gssim.simulation import AllocatorPeaks, replay, reservation, simulate
@@ -57,8 +58,8 @@ def test_a_replay_asks_for_what_the_machine_holds(plan, precision):
 
 
 def program_of(*needs: list[Event], persistent: dict[str, float], update: list[Event]) -> Program:
-    tasks = [Task(str(i), "forward", need=footprint(need)) for i, need in enumerate(needs)]
-    return Program(((*tasks, Task("update", "optimizer", need=footprint(update))),), {}, (persistent,))
+    tasks = [task_of(str(i), "forward", need=footprint(need)) for i, need in enumerate(needs)]
+    return program_with(((*tasks, task_of("update", "optimizer", need=footprint(update))),), {}, (persistent,))
 
 
 def test_states_are_made_in_the_first_update_where_there_is_room():
@@ -74,12 +75,12 @@ def test_workspaces_are_made_in_the_first_forward_and_backward_where_there_is_ro
     small = footprint([Event(0, 512.0, "temporaries"), Event(1, -512.0, "temporaries")])
     taken, gone = ([Event(0, sign * 40.0 * MIB, "activations")] for sign in (1, -1))
     tasks = (
-        Task("head", "forward", need=footprint(taken)),
-        Task("loss", "forward", need=footprint(gone)),
-        Task("backward loss", "backward", need=small),
-        Task("backward head", "backward", need=small),
+        task_of("head", "forward", need=footprint(taken)),
+        task_of("loss", "forward", need=footprint(gone)),
+        task_of("backward loss", "backward", need=small),
+        task_of("backward head", "backward", need=small),
     )
-    program = Program(
+    program = program_with(
         (tasks,), {}, ({"workspace": 65.0 * MIB},), tensors=(lambda: {"workspace": workspaces(65 * MIB)},)
     )
     found = replay(program, 0)

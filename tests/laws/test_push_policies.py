@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from strategies import device_type, exponential_statistics, loaded_of, scenario_of, star
+from tasks import communications_by_label
 
 from gssim.plan import Push, resolved_push, scratch_elements
 from gssim.program import Program, lower
@@ -87,7 +88,7 @@ def test_steps_at_the_start_are_pushed_as_if_there_were_no_threshold():
     dense, steady = program(gs()), program(gs(threshold=THRESHOLD), 2)
 
     def pushed(found: Program) -> dict[str, Any]:
-        return {name: c for name, c in found.communications.items() if not name.startswith("publish")}
+        return {name: c for name, c in communications_by_label(found).items() if not name.startswith("publish")}
 
     assert pushed(program(warm, 1)) == pushed(dense)
     assert pushed(program(warm, 2)) == pushed(steady)
@@ -119,7 +120,7 @@ def test_what_fits_only_under_the_threshold_does_not_fit_if_steps_at_the_start_a
 @pytest.mark.parametrize("encoding", ["coo", "bitmap", "dense"])
 def test_messages_are_as_long_as_their_encoding_says(encoding):
     found = program(gs(threshold=THRESHOLD, encoding=encoding))
-    pushed = [c for name, c in found.communications.items() if name.startswith("push")]
+    pushed = [c for name, c in communications_by_label(found).items() if name.startswith("push")]
     entries = found.push_density * (RANKS - 1) * ELEMENTS
     messages, own = RANKS * (RANKS - 1) * len(pushed), ELEMENTS / RANKS
     wanted = {
@@ -134,7 +135,7 @@ def test_a_rank_without_samples_sends_nothing():
     shares = {"shares": {"batch": [0.5, 0.5, 0, 0]}}
     for threshold in (0.0, THRESHOLD):
         found = program(gs(threshold=threshold, plan=shares))
-        (pushed,) = [c for name, c in found.communications.items() if name.startswith("push")]
+        (pushed,) = [c for name, c in communications_by_label(found).items() if name.startswith("push")]
         assert [sum(row) > 0 for row in pushed.pair_bytes] == [True, True, False, False]
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from strategies import loaded_of, scenario_of, star
 
 from gssim.errors import UserError
-from gssim.files import write_text
+from gssim.execution.files import write_text
 from gssim.result import PHASES, Collective, Span, merge_collectives, phases_of, read_result
 from gssim.simulation import simulate
 

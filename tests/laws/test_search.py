@@ -38,7 +38,7 @@ def test_a_search_finds_what_simulating_every_plan_finds(seed):
     bounds = Bounds(loaded.scenario, space.objective)
     every = []
     for each in candidates(loaded.scenario, space, Batches(bounds)):
-        result = workers.answer(each.plan)
+        result = workers.answer_of(each.plan)
         if isinstance(result, UserError):
             continue
         check_bounds(workers, bounds, each, result)
@@ -113,7 +113,7 @@ def test_the_best_is_compared_with_itself_under_other_shares():
         plan = each.candidate.plan
         assert (plan.shares.batch, plan.shares.shards) == rules
         assert replace(plan, shares=best.candidate.plan.shares) == best.candidate.plan
-        assert each.result == workers.answer(plan)
+        assert each.result == workers.answer_of(plan)
     told = dict(found.comparisons(best))
     assert found.results()[0].provenance["search"]["others"] == told
     assert told["best with even shares"]["more_ratio"] > 0

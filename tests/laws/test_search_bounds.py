@@ -37,7 +37,7 @@ def test_no_plan_on_gpus_is_better_than_its_bounds(seed):
     workers = InThisProcess(loaded)
     looked_at = 0
     for each in random.Random(seed).sample(every, 60):
-        result = workers.answer(each.plan)
+        result = workers.answer_of(each.plan)
         if not isinstance(result, UserError):
             check_bounds(workers, bounds, each, result)
             looked_at += 1
@@ -68,7 +68,7 @@ def test_groups_that_meet_as_one_share_their_links(method, mesh):
     for each in candidates(loaded.scenario, space, Batches(bounds)):
         if not all(getattr(each.plan, key) == size for key, size in mesh.items()):
             continue
-        result = workers.answer(each.plan)
+        result = workers.answer_of(each.plan)
         if not isinstance(result, UserError):
             last = LoweredBounds(workers.with_plan(each.plan), "step-time", workers.shared)
             more.append(last.met(last.allocated()).time_s / last.allocated().time_s)
@@ -100,7 +100,7 @@ def test_no_thresholded_plan_is_better_than_its_bounds_and_the_best_is_found(see
     bounds = Bounds(loaded.scenario, "step-time")
     wanted, closer = [], 0
     for each in candidates(loaded.scenario, SearchSpace(**space), Batches(bounds)):
-        result = workers.answer(each.plan)
+        result = workers.answer_of(each.plan)
         if isinstance(result, UserError):
             continue
         first = bounds.of(each.plan)

@@ -6,13 +6,13 @@ from unittest.mock import patch
 import pytest
 from strategies import device_type, exponential_statistics, exponential_tensor, loaded_of, scenario_of, star
 
-from gssim.gradient_statistics import RankTrace
 from gssim.network import Network
 from gssim.plan import Push
 from gssim.scenario import load_scenario
 from gssim.simulation import simulate
 from gssim.simulation.footprint import _LiveTensors
 from gssim.sparsity import push_density
+from gssim.workload.gradient_statistics import RankTrace
 
 SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
 PUSHED = {"method": "gs", "push": {"threshold": 1e-3, "encoding": "coo"}}

@@ -13,10 +13,10 @@ import pytest
 from strategies import write_files
 
 from gssim.errors import UserError
-from gssim.gradient_statistics import read_gradients
 from gssim.result import read_result
 from gssim.scenario.sweep import chosen, load_sweep, loaded_point, points_of
 from gssim.sweeps import predict
+from gssim.workload.gradient_statistics import read_gradients
 
 SWEEPS = sorted((Path(__file__).resolve().parents[2] / "scenarios" / "sweeps").glob("*.toml"))
 
@@ -243,7 +243,7 @@ def test_the_sweeps_that_ship_say_what_they_ask(path):
 
 
 def test_the_matrix_of_the_lab_is_what_it_should_be(monkeypatch):
-    monkeypatch.setattr("gssim.gradient_statistics.read_gradients", cache(read_gradients))
+    monkeypatch.setattr("gssim.workload.gradient_statistics.read_gradients", cache(read_gradients))
     path = next(path for path in SWEEPS if path.stem == "lab")
     points = points_of(load_sweep(path), file=path)
     loaded = [loaded_point(point, file=path).scenario for point in points]
@@ -258,7 +258,7 @@ def test_the_matrix_of_the_lab_is_what_it_should_be(monkeypatch):
 
 
 def test_the_small_matrix_of_the_lab_is_small(monkeypatch):
-    monkeypatch.setattr("gssim.gradient_statistics.read_gradients", cache(read_gradients))
+    monkeypatch.setattr("gssim.workload.gradient_statistics.read_gradients", cache(read_gradients))
     path = next(path for path in SWEEPS if path.stem == "lab-small")
     points = points_of(load_sweep(path), file=path)
     assert len(points) <= 12

@@ -22,7 +22,9 @@ from analysis.charts.sweeps import sweep_charts
 from analysis.charts.sweeps.memory import LOOKS, layout_by_memory, parts_of
 from analysis.charts.sweeps.scaling import lines_of
 from analysis.charts.sweeps.winners import who_wins
-from analysis.sweep_tables.plans import (
+from analysis.sweep_tables import (
+    THRESHOLD,
+    SweepTable,
     best_gain,
     bit_rate,
     by_setting,
@@ -30,11 +32,14 @@ from analysis.sweep_tables.plans import (
     family,
     follows,
     front,
+    is_control,
+    is_dense,
+    is_table,
     layout_of,
+    read_table,
     representative,
     winner,
 )
-from analysis.sweep_tables.table import THRESHOLD, SweepTable, is_control, is_dense, is_table, read_table
 from gssim.errors import UserError
 
 

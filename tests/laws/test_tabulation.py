@@ -17,12 +17,11 @@ import pytest
 from strategies import write_files
 
 from gssim.errors import RunFailedError
-from gssim.execution import Alone
-from gssim.files import FOLDER_MARK
+from gssim.execution import Alone, RecordStore
+from gssim.execution.files import FOLDER_MARK
 from gssim.scenario.sweep import Point, load_sweep, points_of
 from gssim.sweeps import (
     Fingerprints,
-    RowStore,
     Unpacked,
     answers,
     by_likeness,
@@ -226,18 +225,18 @@ def test_a_damaged_file_of_a_table_is_not_kept(folder, gssim, name, damage):
 
 
 def test_a_damaged_row_is_made_again(tmp_path):
-    parts = RowStore(tmp_path / "t.parts", {"a", "b"})
+    parts = RecordStore(tmp_path / "t.parts", {"a", "b"})
     parts.keep("a", {"x": 1.5})
     parts.keep("b", {"x": 2.5})
     parts.close()
     (file,) = (tmp_path / "t.parts").iterdir()
     file.write_bytes(file.read_bytes().replace(b"1.5", b"1.6"))
-    again = RowStore(tmp_path / "t.parts", {"a", "b"})
+    again = RecordStore(tmp_path / "t.parts", {"a", "b"})
     assert ("a" in again, "b" in again) == (False, True)
 
 
 def test_a_folder_of_rows_that_holds_something_else_is_left_with_it(tmp_path):
-    parts = RowStore(tmp_path / "t.parts", ())
+    parts = RecordStore(tmp_path / "t.parts", ())
     parts.keep("a", {"x": 1.5})
     (tmp_path / "t.parts" / "notes.jsonl").write_text("mine")
     parts.remove()
@@ -560,12 +559,12 @@ def test_tables_that_a_cluster_has_in_files_go_with_it_and_all_bytes_stay_as_the
 
 
 def test_a_part_of_another_run_is_read_beside_ones_own(tmp_path):
-    first = RowStore(tmp_path / "t.parts", {"a", "b"})
+    first = RecordStore(tmp_path / "t.parts", {"a", "b"})
     first.keep("a", {"x": 1.5, "y": None, "z": float("inf")})
-    second = RowStore(tmp_path / "t.parts", {"a", "b"})
+    second = RecordStore(tmp_path / "t.parts", {"a", "b"})
     second.keep("b", {"x": 2})
     assert "a" in second
-    assert list(second.rows(["b", "a"])) == [{"x": 2}, {"x": 1.5, "z": float("inf")}]
+    assert list(second.records(["b", "a"])) == [{"x": 2}, {"x": 1.5, "z": float("inf")}]
     first.close()
     second.remove()
     assert not (tmp_path / "t.parts").exists()

@@ -3,9 +3,9 @@
 import pytest
 from strategies import PARAMETERS, exponential_statistics, exponential_tensor, loaded_of, scenario_of, star
 
-from gssim.gradient_statistics import RankTrace
 from gssim.simulation import simulate
 from gssim.terminal import print_result
+from gssim.workload.gradient_statistics import RankTrace
 
 
 @pytest.mark.parametrize(("steps", "said"), [(32, "every 32 steps (plan.push.reestimate_steps) and stay"), (1, None)])

@@ -14,7 +14,8 @@ from results import assert_refused, make_result
 from analysis.charts import timeline
 from analysis.cli import main
 from analysis.compare.timeline import Block, flattened, read_step, step_of, with_common_labels
-from gssim.files import write_text
+from gssim.execution.files import write_text
+from gssim.program import TaskId
 from gssim.result import Span, Step, chrome_trace, phases_of
 
 PREDICTED = [
@@ -63,15 +64,21 @@ def test_a_step_ends_where_the_result_says_and_the_next_one_is_cut_off() -> None
 
 
 def test_layers_that_the_other_side_does_not_tell_apart_have_its_name() -> None:
-    def step(*labels: str) -> Any:
-        return step_of(
-            [Span(0, "compute", label, "exposed_communication", i, i + 1) for i, label in enumerate(labels)], 9
-        )
+    def step(*labels: tuple[str, ...]) -> Any:
+        spans = [
+            Span(0, "compute", label, "exposed_communication", i, i + 1, tuple(general))
+            for i, (label, *general) in enumerate(labels)
+        ]
+        return step_of(spans, 9)
 
-    alike = with_common_labels(
-        step("all-gather blocks.0", "publish bucket 1", "send x"), step("all-gather", "publish bucket 1")
+    gather, publish, send = (
+        TaskId("all-gather", layer="blocks.0"),
+        TaskId("publish", bucket=1, micro_batch=3),
+        TaskId("gradient", "send", stage=1),
     )
-    assert [block.label for block in alike.lanes[0].blocks] == ["all-gather", "publish bucket 1", "send x"]
+    known = [(each.label, *each.general_labels) for each in (gather, publish, send)]
+    alike = with_common_labels(step(*known), step(("all-gather",), ("publish bucket 1",), ("publish",)))
+    assert [block.label for block in alike.lanes[0].blocks] == ["all-gather", "publish bucket 1", send.label]
 
 
 SPANS = st.lists(

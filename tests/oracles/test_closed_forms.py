@@ -316,11 +316,11 @@ def test_overlapped_buckets_form_a_chain_behind_the_backward(bandwidth):
     ended_s = {}
     for task in program.tasks[0]:
         if task.communication is None:
-            clock_s = max([clock_s, *(ended_s[label] for label in task.after)]) + task.duration_s
-            ended_s[task.label] = clock_s
+            clock_s = max([clock_s, *(ended_s[each] for each in task.after)]) + task.duration_s
+            ended_s[task.id] = clock_s
         else:
-            start_s = max([link_free_s, *(ended_s[label] for label in task.after)])
-            link_free_s = ended_s[task.label] = start_s + program.communications[task.label].size_bytes / bandwidth
+            start_s = max([link_free_s, *(ended_s[each] for each in task.after)])
+            link_free_s = ended_s[task.id] = start_s + program.communications[task.id].size_bytes / bandwidth
     assert len(program.communications) > 2
     assert simulate(loaded_of(scenario)).result.step_time_s == pytest.approx(clock_s, rel=1e-9)
 

@@ -6,15 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import FEEDBACK_GRID, MULTIPLES, exponential_statistics, exponential_tensor
 
-from gssim.gradient_statistics import (
-    EDGES_PER_DECADE,
-    SKETCH_EDGES,
-    BlockTrace,
-    ChangeTrace,
-    RankTrace,
-    Sketch,
-    TensorTrace,
-)
 from gssim.plan import Publish, Push
 from gssim.sparsity import (
     moment_of,
@@ -26,6 +17,15 @@ from gssim.sparsity import (
     traces_of,
     union_density,
     united,
+)
+from gssim.workload.gradient_statistics import (
+    EDGES_PER_DECADE,
+    SKETCH_EDGES,
+    BlockTrace,
+    ChangeTrace,
+    RankTrace,
+    Sketch,
+    TensorTrace,
 )
 
 TENSOR = "head.weight"

@@ -22,13 +22,15 @@ from strategies import (
     scenario_of,
     star,
 )
+from tasks import labels_of
 from test_folding import assert_folding_changes_nothing
 from test_zero3 import most_held
 
 from gssim.cluster import Cluster
 from gssim.errors import UserError
+from gssim.memory import Footprint
 from gssim.plan import Plan, Push, divide, resolve
-from gssim.program import Task, lower
+from gssim.program import Program, Steps, Task, TaskId, lower
 from gssim.result import Result
 from gssim.scenario import Scenario
 from gssim.simulation import simulate
@@ -145,6 +147,37 @@ def test_folding_changes_nothing_whatever_the_cluster_and_plan(method, data):
     assert_folding_changes_nothing(data.draw(grids(methods=(method,))))
 
 
+def work_and_memory(program: Program, rank: int) -> list[tuple[float, Footprint]]:
+    """Return duration and memory of a rank's tasks."""
+    return [(task.duration_s, task.need) for task in program.tasks[program.role_of[rank]]]
+
+
+def assert_roles_are_of_equal_ranks(scenario: Scenario) -> None:
+    """Compare the tasks of every rank with those that are lowered for it alone."""
+    statistics = loaded_of(scenario).gradients
+    folded, alone = (Steps(scenario, statistics, unfolded=unfolded).program(0) for unfolded in (False, True))
+    for rank in range(scenario.ranks):
+        assert work_and_memory(folded, rank) == work_and_memory(alone, rank), rank
+
+
+@pytest.mark.parametrize("method", ["hsdp", "gs_hier", "gs_z3"])
+@settings(max_examples=40)
+@given(st.data())
+def test_ranks_of_one_role_do_the_same_in_the_same_memory(method, data):
+    assert_roles_are_of_equal_ranks(data.draw(grids(methods=(method,))))
+
+
+@pytest.mark.parametrize("bucket_bytes", [25 * 2**20, 64, 100, 300])
+@pytest.mark.parametrize("devices", [3, 4, 5, 8])
+def test_places_that_own_as_much_but_forward_other_parts_have_roles_of_their_own(devices, bucket_bytes):
+    shards = [1 + (place % 3 == 0) for place in range(devices)]
+    shares = {"shards": tuple(share / sum(shards) for share in shards)}
+    batch = 2 * devices
+    assert_roles_are_of_equal_ranks(
+        grid("gs_hier", 1, devices, global_batch_size=batch, shares=shares, bucket_bytes=bucket_bytes)
+    )
+
+
 @given(grids(methods=("hsdp", "gs_hier", "gs_z3")))
 def test_a_step_leaves_in_memory_what_it_found(scenario):
     for tasks in lower(scenario, loaded_of(scenario).gradients, step=1).tasks:
@@ -167,7 +200,7 @@ def test_groups_with_a_slower_link_meet_apart():
     cluster = replace(cluster, links=(*cluster.links[:3], slow, *cluster.links[4:]))
     scenario = grid("hsdp", 4, 2, cluster=cluster)
     machine, _ = machine_of(scenario)
-    gathers = [each.communication.groups for each in machine.instances["all-gather root"]]
+    gathers = [each.communication.groups for each in machine.instances[TaskId("all-gather", layer="root")]]
     assert [set(map(tuple, groups)) for groups in gathers] == [{(0, 1), (4, 5), (6, 7)}, {(2, 3)}]
     assert_folding_changes_nothing(scenario)
 
@@ -196,9 +229,9 @@ def test_one_replica_is_zero3(backend):
 
 def test_on_nccl_all_reduces_run_beside_all_else_and_only_the_end_waits_for_them():
     tasks = {task.label: task for task in lower(grid("hsdp", 2, 2, cluster=star(4, backend="nccl"))).tasks[0]}
-    beside = {label: task.after for label, task in tasks.items() if task.stream == "replication"}
+    beside = {label: labels_of(task.after) for label, task in tasks.items() if task.stream == "replication"}
     assert beside == {f"all-reduce {unit}": (f"reduce-scatter {unit}",) for unit in ("h.1", "h.0", "root")}
-    waits = {label: task.after for label, task in tasks.items() if set(task.after) & set(beside)}
+    waits = {label: labels_of(task.after) for label, task in tasks.items() if set(labels_of(task.after)) & set(beside)}
     assert waits == {"backward callback": ("reduce-scatter root", "all-reduce root")}
 
 
@@ -298,7 +331,7 @@ def test_on_nccl_a_bucket_is_reduced_behind_the_backward_and_pushed_once_the_nex
     streams = {task.label: task.stream for task in tasks}
     assert streams["reduce-scatter bucket 0"] == streams["push bucket 0"] == "communication"
     threshold = labels.index("threshold bucket 0")
-    assert tasks[threshold].after == ("reduce-scatter bucket 0",)
+    assert labels_of(tasks[threshold].after) == ("reduce-scatter bucket 0",)
     assert labels.index("reduce-scatter bucket 0") < labels.index("backward h.1") < threshold
     assert threshold < labels.index("reduce-scatter bucket 1") < labels.index("add bucket 0")
 

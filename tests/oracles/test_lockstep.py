@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 from strategies import machine_for, star
+from tasks import task_of
 
 from gssim.collectives import Communication
 from gssim.engine import DeadlockError, machine
-from gssim.program import Issue, Task
+from gssim.program import Issue
 from gssim.scenario import load_scenario
 from gssim.simulation import simulate
 
@@ -51,10 +52,15 @@ def test_hosts_issue_for_unequal_ranks_as_for_each_alone(monkeypatch):
         """Half of the pieces are issued more slowly than they are computed; unequally so on every rank."""
         issued = (Issue(0.7 * rank, goes_on=False), Issue(1.0, goes_on=True), None, Issue(2.5 - rank, goes_on=True))
         work = [
-            Task(f"work {i}", "forward", duration_s=0.5 + 0.25 * i * rank, issue=each) for i, each in enumerate(issued)
+            task_of(f"work {i}", "forward", duration_s=0.5 + 0.25 * i * rank, issue=each)
+            for i, each in enumerate(issued)
         ]
-        meet = Task("x", "exposed_communication", "communication", communication="x", after=("work 1",))
-        return [*work, meet, Task("end", "backward", duration_s=0.125, after=("x",), issue=Issue(rank, goes_on=True))]
+        meet = task_of("x", "exposed_communication", "communication", communication="x", after=("work 1",))
+        return [
+            *work,
+            meet,
+            task_of("end", "backward", duration_s=0.125, after=("x",), issue=Issue(rank, goes_on=True)),
+        ]
 
     everyone = {"x": Communication("all-reduce", (0, 1, 2), 1000)}
 
@@ -74,10 +80,10 @@ def test_hosts_issue_for_unequal_ranks_as_for_each_alone(monkeypatch):
 
 def test_who_waits_for_ever_is_told():
     def meet(label, **settings):
-        return Task(label, "exposed_communication", communication=label, **settings)
+        return task_of(label, "exposed_communication", communication=label, **settings)
 
     everyone = {label: Communication("all-reduce", (0, 1, 2), 1000) for label in "xy"}
-    first, second = [meet("x"), meet("y")], [Task("work", "forward", duration_s=1.0), meet("x"), meet("y")]
+    first, second = [meet("x"), meet("y")], [task_of("work", "forward", duration_s=1.0), meet("x"), meet("y")]
     with pytest.raises(DeadlockError) as error:
         machine_for(star(3), first, second, first[::-1], communications=everyone).run(1)
     told = "rank 0 (compute) at 'x', for rank 2; rank 1 (compute) at 'x', for rank 2; rank 2 (compute) at 'y', for rank"
@@ -85,9 +91,13 @@ def test_who_waits_for_ever_is_told():
 
 
 def test_who_waits_for_a_task_of_its_own_that_never_comes_is_told():
-    early = Task("early", "forward", duration_s=1.0, after=("late",))
-    late = Task("late", "exposed_communication", "communication", communication="late", after=("early",))
+    early = task_of("early", "forward", duration_s=1.0, after=("late",))
+    late = task_of("late", "exposed_communication", "communication", communication="late", after=("early",))
     alone = {"late": Communication("all-reduce", (0,), 8)}
-    lists = [[early, late], [Task("a", "forward", duration_s=1.0)], [Task("b", "forward", duration_s=1.0)]]
+    lists = [
+        [early, late],
+        [task_of("a", "forward", duration_s=1.0)],
+        [task_of("b", "forward", duration_s=1.0)],
+    ]
     with pytest.raises(DeadlockError, match=r"rank 0 \(communication\) at 'late', after 'early'"):
         machine_for(star(3), *lists, communications=alone).run(1)

@@ -14,6 +14,7 @@ import pytest
 from real_runs import predicted, run_cases, scenario_file
 from real_runs import star as real_star
 from strategies import exponential_statistics, loaded_of, scenario_of, star
+from tasks import labels_of
 
 from gssim import sparsity
 from gssim.errors import UserError
@@ -134,7 +135,12 @@ def test_each_layer_waits_for_its_own_buckets_which_are_sent_in_the_order_of_the
     tasks = program.tasks[0]
     order = [task.label for task in tasks if task.label.startswith("publish bucket")]
     assert order == [f"publish bucket {i}" for i in (5, 4, 3, 2, 1, 0)]
-    waits = {label: i for i, task in enumerate(tasks) for label in task.after if label.startswith("publish bucket")}
+    waits = {
+        label: i
+        for i, task in enumerate(tasks)
+        for label in labels_of(task.after)
+        if label.startswith("publish bucket")
+    }
     forwards = {task.label: i for i, task in enumerate(tasks) if task.label.startswith("forward ")}
     for number, layer in enumerate(("head", "h.1", "h.1", "h.0", "h.0", "embedding")):
         reader = f"forward {layer}"

@@ -20,6 +20,7 @@ from strategies import (
     wired_scenarios,
     with_plan,
 )
+from tasks import communications_by_label
 
 from gssim import cost
 from gssim.collectives import Communication
@@ -71,12 +72,12 @@ def test_tensors_are_dealt_out_as_zero_redundancy_optimizer_does_it(shapes: list
 def test_the_largest_tensors_are_dealt_out_first_and_each_is_broadcast_by_its_owner():
     # 64 and 64, then 16 and 16, then 4 and 4 elements go to ranks 0 and 1 in turn
     program = lower(tiny(2))
-    names = [task.communication for task in program.tasks[0] if (task.communication or "").startswith("broadcast")]
-    assert names == [
+    broadcasts = [each for task in program.tasks[0] if (each := task.communication) and each.op.startswith("broadcast")]
+    assert [each.label for each in broadcasts] == [
         f"broadcast parameters {name}"
         for name in ("embedding.weight", "h.0.weight", "h.0.bias", "head.weight", "h.1.weight", "h.1.bias")
     ]
-    found = [program.communications[name] for name in names if name]
+    found = [program.communications[each] for each in broadcasts]
     assert [(c.kind, c.root, c.size_bytes) for c in found] == [
         ("broadcast", rank, 4 * elements) for rank in (0, 1) for elements in (64, 16, 4)
     ]
@@ -182,7 +183,7 @@ def test_nccl_prices_a_broadcast_by_its_group_whatever_rank_is_the_root():
     machine = Machine(scenario.cluster, lower(scenario))
     alone_s: dict[float, set[float]] = {}
     for name, each in machine.schedules.items():
-        communication = machine.program.communications[name]
+        communication = communications_by_label(machine.program)[name]
         if communication.kind == "broadcast":
             alone_s.setdefault(communication.size_bytes, set()).add(round(each.alone_s(machine.network), 15))
     assert {size: len(found) for size, found in alone_s.items()} == {256: 1, 64: 1, 16: 1}

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("polars", reason="polars is not installed: pip install 'gssim[analysis]'")
 
-from analysis.literature.headlines import all_headlines, bert, gpt3, megatron, table1
+from analysis.literature.headlines import all_headlines, efficient_training, table1
 from analysis.literature.headlines.headline import Simulations, print_headlines
 from gssim.errors import UserError
 
@@ -97,31 +97,40 @@ def test_four_days_of_bert_large_are_a_low_utilisation(headlines):
     values = headlines["time of BERT-large on 64 TPU v2 chips"].values
     assert values["work_flop"] == pytest.approx(8.2e19, rel=0.15)
     assert values["utilisation_ratio"] == pytest.approx(values["work_flop"] / (16 * 180e12 * 96 * 3600))
-    assert values["simulated_h"] < bert.HOURS
+    assert values["simulated_h"] < efficient_training.BERT_HOURS
 
 
 def test_the_cost_of_gpt_3_is_within_what_is_stated(headlines):
     values = headlines["cost of GPT-3"].values
     assert values["v100_cost_usd"] == pytest.approx(4.67e6, rel=0.01)
-    low, high = gpt3.STATED_USD
+    low, high = efficient_training.GPT3_STATED_USD
     assert 0.9 * low < values["v100_cost_usd"] < high
 
 
 def test_megatron_turing_nlg_computes_at_the_published_rates(headlines):
     """126, 121, 113 TFLOP/s on each GPU, from the traced model; Megatron-LM's own formula to 1 %."""
     model = Simulations(SCENARIOS).model("mt-nlg-530b")
-    flop = megatron.recomputed_step_flop(model, megatron.BATCH, megatron.LENGTH)
-    layers, width, vocabulary, s = 105, 20480, 51200, megatron.LENGTH
-    formula = 96 * megatron.BATCH * s * layers * width**2 * (1 + s / (6 * width) + vocabulary / (16 * layers * width))
+    flop = efficient_training.recomputed_step_flop(
+        model, efficient_training.MEGATRON_BATCH, efficient_training.MEGATRON_LENGTH
+    )
+    layers, width, vocabulary, s = 105, 20480, 51200, efficient_training.MEGATRON_LENGTH
+    formula = (
+        96
+        * efficient_training.MEGATRON_BATCH
+        * s
+        * layers
+        * width**2
+        * (1 + s / (6 * width) + vocabulary / (16 * layers * width))
+    )
     assert flop == pytest.approx(formula, rel=0.01)
-    for gpus, step_s in megatron.STEPS_S.items():
-        assert flop / gpus / step_s == pytest.approx(megatron.STATED_FLOP_PER_S[gpus], rel=0.01)
+    for gpus, step_s in efficient_training.STEPS_S.items():
+        assert flop / gpus / step_s == pytest.approx(efficient_training.STATED_FLOP_PER_S[gpus], rel=0.01)
 
 
 def test_a_pipelines_bubble_is_part_of_what_scaling_loses():
-    for gpus, scaled_s in megatron.scaled_steps_s().items():
-        assert scaled_s <= megatron.STEPS_S[gpus] <= 1.05 * scaled_s
-    assert all(0 < share < 1 for share in megatron.explained_by_bubble().values())
+    for gpus, scaled_s in efficient_training.scaled_steps_s().items():
+        assert scaled_s <= efficient_training.STEPS_S[gpus] <= 1.05 * scaled_s
+    assert all(0 < share < 1 for share in efficient_training.explained_by_bubble().values())
 
 
 @pytest.mark.slow
@@ -131,8 +140,8 @@ def test_a_pipelines_bubble_is_part_of_what_scaling_loses():
 )
 def test_simulated_steps_of_megatron_turing_nlg_are_near_the_published_ones():
     """To 7 %, on devices whose two fitted numbers come from two other rows (Narayanan et al. 2021)."""
-    for gpus, step_s in megatron.STEPS_S.items():
-        found = megatron.simulated(gpus)
+    for gpus, step_s in efficient_training.STEPS_S.items():
+        found = efficient_training.simulated(gpus)
         assert found.step_s == pytest.approx(step_s, rel=0.07)
         assert found.device_bytes < 80e9
 

@@ -14,9 +14,8 @@ import pytest
 import gssim as api
 from analysis.cli import main
 from analysis.literature.platforms import calibration_rows, cluster_of, platforms, servers_of
-from analysis.literature.predict import predict
 from analysis.literature.runs import Run, Shape, SkippedError, Software
-from analysis.literature.scenarios import plan_of, scenario_of
+from analysis.literature.scenarios import plan_of, predict, scenario_of
 from analysis.literature.score import SourceScore, agreement_of, baseline_step_s, score
 from analysis.literature.tables.reading import read_table
 from analysis.literature.transformer import layers_of

@@ -8,9 +8,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from analysis.literature import predict as outcomes_module
-from analysis.literature.predict import INTERRUPTED, NoPrediction, Prediction, predict, predict_or_explain, predict_runs
+from analysis.literature import scenarios as outcomes_module
 from analysis.literature.runs import Run, SkippedError
+from analysis.literature.scenarios import (
+    INTERRUPTED,
+    NoPrediction,
+    Prediction,
+    predict,
+    predict_or_explain,
+    predict_runs,
+)
 from analysis.literature.score import baseline_step_s, score
 from analysis.literature.tables.reading import KINDS, read_table
 from gssim.errors import UserError
@@ -338,7 +345,7 @@ def test_fsdp_over_a_pipeline_keeps_what_a_sharded_optimizer_does(tmp_path):
 def test_runs_that_differ_in_name_alone_are_predicted_once(tmp_path, monkeypatch):
     asked = []
 
-    def counted(run: Run, _: object) -> Prediction:
+    def counted(run: Run) -> Prediction:
         asked.append(run)
         return Prediction(1.0, 1.0, 1.0, 1.0)
 
@@ -354,7 +361,7 @@ def test_runs_that_differ_in_name_alone_are_predicted_once(tmp_path, monkeypatch
 
 
 def test_a_fault_of_ours_ends_its_row_alone_and_is_told(tmp_path, monkeypatch):
-    def failing(run: Run, _: object) -> Prediction:
+    def failing(run: Run) -> Prediction:
         if run.micro_batch == 2:
             raise ZeroDivisionError("oh")
         return Prediction(1.0, 1.0, 1.0, 1.0)
@@ -369,7 +376,7 @@ def test_a_fault_of_ours_ends_its_row_alone_and_is_told(tmp_path, monkeypatch):
 
 
 def test_an_interrupt_leaves_what_is_finished(tmp_path, monkeypatch):
-    def interrupted(run: Run, _: object) -> Prediction:
+    def interrupted(run: Run) -> Prediction:
         if run.micro_batch == 2:
             raise KeyboardInterrupt
         return Prediction(1.0, 1.0, 1.0, 1.0)

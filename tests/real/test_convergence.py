@@ -14,13 +14,18 @@ pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip insta
 
 from analysis import charts
 from analysis.cli import main
-from analysis.study import runs
-from analysis.study.effects import paired_difference, paired_ratio, spread
-from analysis.study.findings import findings_of
-from analysis.study.report import study_cells
-from analysis.study.rows import rows_of, sent_bytes, total_sent_bytes, write_csv
-from analysis.study.runs import HERE, Trained, stands_for
-from analysis.study.study import Elsewhere, Study, load_study, on_network
+from analysis.study import study as study_module
+from analysis.study.findings import findings_of, study_cells
+from analysis.study.rows import (
+    paired_difference,
+    paired_ratio,
+    rows_of,
+    sent_bytes,
+    spread,
+    total_sent_bytes,
+    write_csv,
+)
+from analysis.study.study import HERE, Elsewhere, Study, Trained, key_of, load_study, on_network, trainings_in
 from gssim.errors import UserError
 from gssim.result import Collective, Density, Evaluation, RankClass, Result
 from gssim.scenario import as_overrides, load_scenario
@@ -431,7 +436,7 @@ def test_studies_that_ship_have_the_controls_and_five_seeds(file):
 # What is kept --------------------------------------------------------------------------------------------------------
 
 
-def test_a_kept_result_stands_for_the_same_training_alone():
+def test_a_kept_result_stands_for_the_same_training_alone(tmp_path):
     changes = ["plan.push.threshold=inf", "run.evaluate_every_steps=5"]
 
     def ask(*others):
@@ -443,13 +448,19 @@ def test_a_kept_result_stands_for_the_same_training_alone():
         scenario_id=asked.scenario.scenario_id,
         scenario=json.loads(json.dumps(asked.scenario.resolved())),
     )
-    assert stands_for(kept, asked)
-    assert stands_for(kept, ask("name=other"))
+
+    def stands_for(asked):
+        store = trainings_in(tmp_path)
+        store.keep("kept.json", kept)
+        return store.kept("kept.json", key_of(asked.scenario.scenario_id, asked.scenario.resolved())) == kept
+
+    assert stands_for(asked)
+    assert stands_for(ask("name=other"))
     retraced = kept.scenario["workload"]["model"]["layers"][0] | {"forward_streamed_bytes": "7"}  # said by newer code
     kept.scenario["workload"]["model"]["layers"][0] = retraced
-    assert stands_for(kept, asked)
+    assert stands_for(asked)
     for other in ("run.evaluate_every_steps=6", "run.seed=1", "workload.learning_rate=1.0"):
-        assert not stands_for(kept, ask(other))
+        assert not stands_for(ask(other))
 
 
 def test_an_interrupted_study_goes_on_where_it_was(tmp_path, monkeypatch):
@@ -470,17 +481,19 @@ def test_an_interrupted_study_goes_on_where_it_was(tmp_path, monkeypatch):
         out.mkdir(parents=True, exist_ok=True)
         (out / f"{scenario.name}.{scenario.scenario_id}.measured.json").write_text(made.to_json())
 
-    monkeypatch.setattr(runs, "_gsreal", command)
-    monkeypatch.setattr(runs, "_statistics", lambda loaded, inputs, out: SCENARIOS / "gradients" / "gpt-byte-1m.json")
-    monkeypatch.setattr(runs, "_predictions", lambda *_: {HERE: make_result(loss=0.0, step_time_s=0.1)})
+    monkeypatch.setattr(study_module, "_gsreal", command)
+    monkeypatch.setattr(
+        study_module, "_statistics", lambda loaded, inputs, out: SCENARIOS / "gradients" / "gpt-byte-1m.json"
+    )
+    monkeypatch.setattr(study_module, "_predictions", lambda *_: {HERE: make_result(loss=0.0, step_time_s=0.1)})
     with pytest.raises(KeyboardInterrupt):
-        runs.train(loaded, tmp_path / "out")
+        study_module.train(loaded, tmp_path / "out")
     assert ran == ["run", "run", "broken"]
-    trained = runs.train(loaded, tmp_path / "out")
+    trained = study_module.train(loaded, tmp_path / "out")
     assert ran == ["run", "run", "broken", "run", "run"]
     assert [each.variant.name for each in trained] == ["dense", "inf"]
     assert [result.evaluation[-1].loss for result in trained[0].results] == [1.0, 2.0]
-    runs.train(loaded, tmp_path / "out")
+    study_module.train(loaded, tmp_path / "out")
     assert len(ran) == 5
 
 

@@ -38,7 +38,7 @@ from gsreal.run.checkpoint import (
 from gsreal.run.feed import Feed
 from gsreal.run.worker import build
 from gssim.errors import RunFailedError, UserError
-from gssim.files import locked
+from gssim.execution.files import locked
 from gssim.result import read_result
 from gssim.scenario import load_scenario, single_device
 

@@ -13,7 +13,7 @@ from strategies import write_files
 from gsreal.lab.lab import cells_of, kept, measure_cells, median_results
 from gsreal.run.launch import signals_deferred
 from gssim.errors import RunFailedError
-from gssim.files import write_text
+from gssim.execution.files import write_text
 from gssim.result import read_result
 from gssim.scenario.sweep import load_sweep, points_of
 from gssim.simulation import simulate

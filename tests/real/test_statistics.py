@@ -20,11 +20,11 @@ from gsreal.run.feed import Feed
 from gsreal.run.worker import build
 from gsreal.statistics.collect import APART, Replica, sampled_steps, take_statistics, write_statistics
 from gsreal.statistics.records import BlockSketches, Feedback, partition, sketch, typical
-from gssim.gradient_statistics import SKETCH_EDGES, GradientStatistics, Sketch, read_gradients
 from gssim.plan import Push
 from gssim.scenario import Run, Scenario, load_model, single_device
 from gssim.sparsity import push_density
 from gssim.units import validated
+from gssim.workload.gradient_statistics import SKETCH_EDGES, GradientStatistics, Sketch, read_gradients
 
 MODELS = Path(__file__).resolve().parents[2] / "scenarios" / "models"
 EDGES = np.array(SKETCH_EDGES)

@@ -6,7 +6,7 @@ from analysis.charts.sweeps.memory import memory_by_category
 from analysis.charts.sweeps.scaling import scaling
 from analysis.charts.sweeps.thresholds import step_time_by_threshold
 from analysis.charts.sweeps.winners import who_wins
-from analysis.sweep_tables.table import SweepTable
+from analysis.sweep_tables import SweepTable
 
 
 def sweep_charts(table: SweepTable) -> list[Chart]:

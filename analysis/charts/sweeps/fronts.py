@@ -23,8 +23,21 @@ from analysis.charts.sweeps.panels import (
     threshold_words,
     value_axis,
 )
-from analysis.sweep_tables.plans import Layout, Place, by_plan, by_setting, front, layout_of, representative
-from analysis.sweep_tables.table import THRESHOLD, Row, SweepTable, is_control, is_dense, peak_bytes
+from analysis.sweep_tables import (
+    THRESHOLD,
+    Layout,
+    Place,
+    Row,
+    SweepTable,
+    by_plan,
+    by_setting,
+    front,
+    is_control,
+    is_dense,
+    layout_of,
+    peak_bytes,
+    representative,
+)
 
 SIZE = Size(wide=3.9, high=3.1, left=0.9, right=0.5, below=0.75)
 MOST_PANELS = 9

@@ -12,8 +12,18 @@ from matplotlib.ticker import MaxNLocator
 
 from analysis.charts.drawing import BYTE_UNITS, LABEL_POINTS, STYLE, Chart, label_width_in, plain, unit_for
 from analysis.charts.sweeps.panels import Size, add_axes, listed, sheet, subset_note
-from analysis.sweep_tables.plans import Layout, Place, by_plan, by_setting, layout_of, representative
-from analysis.sweep_tables.table import FITS, THRESHOLD, Row, SweepTable
+from analysis.sweep_tables import (
+    FITS,
+    THRESHOLD,
+    Layout,
+    Place,
+    Row,
+    SweepTable,
+    by_plan,
+    by_setting,
+    layout_of,
+    representative,
+)
 from gssim.result import CATEGORIES
 from gssim.units import human_bytes
 

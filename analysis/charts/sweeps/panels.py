@@ -12,8 +12,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from analysis.charts.accuracy import log_ticks
 from analysis.charts.drawing import LABEL_POINTS, LOG_FROM_RATIO, MARKS, label_width_in, new_figure, plain, wrapped
-from analysis.sweep_tables.plans import Layout, Place, by_plan
-from analysis.sweep_tables.table import Row, SweepTable
+from analysis.sweep_tables import Layout, Place, Row, SweepTable, by_plan
 
 Look = dict[str, Any]
 CONTROL: Look = {"marker": (8, 2, 0), "color": "black", "linestyle": "", "markersize": 9, "markeredgewidth": 1.4}

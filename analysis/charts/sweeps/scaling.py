@@ -10,8 +10,21 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from analysis.charts.drawing import LABEL_POINTS, STYLE, Chart
 from analysis.charts.sweeps.panels import Look, Size, add_axes, density_words, log_axis, looks_of, sheet, subset_note
-from analysis.sweep_tables.plans import Layout, Place, by_plan, family, follows, layout_of, representative, shown
-from analysis.sweep_tables.table import THRESHOLD, Row, SweepTable, is_control, is_dense
+from analysis.sweep_tables import (
+    THRESHOLD,
+    Layout,
+    Place,
+    Row,
+    SweepTable,
+    by_plan,
+    family,
+    follows,
+    is_control,
+    is_dense,
+    layout_of,
+    representative,
+    shown,
+)
 
 TITLE = "How far does each plan scale?"
 SIZE = Size(wide=3.7, high=2.4, left=0.85, right=0.35, above=0.45, below=1.95)

@@ -24,17 +24,21 @@ from analysis.charts.sweeps.panels import (
     threshold_words,
     value_axis,
 )
-from analysis.sweep_tables.plans import (
+from analysis.sweep_tables import (
+    THRESHOLD,
     Layout,
     Place,
+    Row,
+    SweepTable,
     best_gain,
     by_plan,
     by_setting,
+    is_control,
+    is_dense,
     layout_of,
     representative,
     thresholds,
 )
-from analysis.sweep_tables.table import THRESHOLD, Row, SweepTable, is_control, is_dense
 
 TITLE = "At which threshold is a step faster than dense training, and on which network?"
 SIZE = Size(wide=3.1, high=2.2, left=0.85, right=0.45, above=0.5, below=1.75)

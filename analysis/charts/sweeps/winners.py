@@ -12,19 +12,23 @@ from matplotlib.patches import Patch, Rectangle
 
 from analysis.charts.drawing import LABEL_POINTS, STYLE, Chart, label_width_in, plain, wrapped
 from analysis.charts.sweeps.panels import Size, add_axes, percentage, sheet, subset_note, threshold_words
-from analysis.sweep_tables.plans import (
+from analysis.sweep_tables import (
+    BANDWIDTH,
     Layout,
     Place,
+    Row,
+    SweepTable,
     Winner,
     by_setting,
     evenly_spaced,
+    is_control,
+    is_dense,
     layout_of,
     representative,
     shown,
     thresholds,
     winner,
 )
-from analysis.sweep_tables.table import BANDWIDTH, Row, SweepTable, is_control, is_dense
 
 TITLE = "Who wins by bandwidth and density: a threshold or dense training?"
 HEAD_POINTS = LABEL_POINTS - 1

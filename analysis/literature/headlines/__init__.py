@@ -6,7 +6,7 @@ distributed training in deep learning` states the training cost of some models.
 
 from pathlib import Path
 
-from analysis.literature.headlines import bert, gpt3, megatron, table1
+from analysis.literature.headlines import efficient_training, table1
 from analysis.literature.headlines.headline import Headline, Simulations
 
 __all__ = ["Headline", "all_headlines"]
@@ -18,6 +18,6 @@ def all_headlines(scenarios: Path, *, slow: bool = False) -> list[Headline]:
     `slow`: include those that take minutes.
     """
     simulations = Simulations(scenarios)
-    texts = (table1, bert, gpt3, megatron)
+    texts = (table1, efficient_training)
     headlines = [headline for text in texts for headline in text.headlines(simulations)]
-    return headlines + (megatron.slow_headlines() if slow else [])
+    return headlines + (efficient_training.slow_headlines() if slow else [])

@@ -6,14 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from analysis.literature.runs import Run, SkippedError
-from analysis.literature.tables.amp import amp
-from analysis.literature.tables.foundry import llm_foundry
+from analysis.literature.tables.frameworks import llm_foundry, megatron_tests
 from analysis.literature.tables.many_sources import many_sources
-from analysis.literature.tables.megatron import megatron_tests
-from analysis.literature.tables.sailor import sailor
-from analysis.literature.tables.vtrain import vtrain
+from analysis.literature.tables.planners import amp, sailor, vtrain
 from gssim.errors import UserError
-from gssim.files import read_rows
+from gssim.execution.files import read_rows
 
 Row = Mapping[str, str]
 Record = tuple[str, str, Run | SkippedError]

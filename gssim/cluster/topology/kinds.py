@@ -11,8 +11,7 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import BeforeValidator, Field
 
 from gssim.cluster.presets import expanded
-from gssim.limits import excess
-from gssim.units import BytesPerSecond, Count, PositiveFloat, PositiveInt, Seconds, spec
+from gssim.units import BytesPerSecond, Count, PositiveFloat, PositiveInt, Seconds, excess, spec
 
 CUBE_MESH_DEVICES, CUBE_MESH_LINKS = 8, 6
 """Number of devices of a hybrid cube mesh, and of NVLinks of each of them."""

@@ -18,10 +18,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from gssim.cache import Shared
-from gssim.engine import Machine, MemoryTracker
+from gssim.engine import Machine, allocates_beside_compute, memory_after
 from gssim.planner.bounds.collectives import CollectiveBounds
 from gssim.planner.bounds.compute import chance_of
-from gssim.program import Program, Task
+from gssim.program import Program, Task, TaskId
 from gssim.scenario import Scenario
 from gssim.simulation import outside_bytes
 
@@ -41,15 +41,15 @@ def step_time_s(scenario: Scenario, program: Program, collectives: CollectiveBou
 def met_step_time_s(scenario: Scenario, program: Program, collectives: CollectiveBounds, shared: Shared) -> float:
     """Return the least step time where equal groups share one instance; see [Note: met]."""
     machine = Machine(scenario.cluster, program, conditions=scenario.network, shared=shared)
-    alone_s: list[dict[str, float]] = [{} for _ in machine.classes]
+    alone_s: list[dict[TaskId, float]] = [{} for _ in machine.classes]
     known: dict[tuple[int, int], float] = {}
-    for label, meetings in machine.instances.items():
-        for number, meeting in enumerate(meetings):
-            key = (id(program.communications[label]), number)
+    for collective, instances in machine.instances.items():
+        for number, instance in enumerate(instances):
+            key = (id(program.communications[collective]), number)
             if key not in known:
-                known[key] = collectives.of_way(meeting.schedule).alone_s
-            for each in meeting.classes:
-                alone_s[each.index][label] = known[key]
+                known[key] = collectives.of_way(instance.schedule).alone_s
+            for each in instance.classes:
+                alone_s[each.index][collective] = known[key]
     return least_chance(scenario) * max(
         role_time_s(program.tasks[role], own_s) for role, own_s in zip(machine.roles, alone_s, strict=True)
     )
@@ -63,9 +63,9 @@ def least_chance(scenario: Scenario) -> float:
     return min(chance_of(scenario.cluster.type_of(rank)) for rank in range(scenario.ranks))
 
 
-def _alone_s(program: Program, tasks: Sequence[Task], rank: int, collectives: CollectiveBounds) -> dict[str, float]:
+def _alone_s(program: Program, tasks: Sequence[Task], rank: int, collectives: CollectiveBounds) -> dict[TaskId, float]:
     """Return the least time of each collective of a rank."""
-    found: dict[str, float] = {}
+    found: dict[TaskId, float] = {}
     known: dict[int, float] = {}  # equal micro-batches share their collectives
     for task in tasks:
         name = task.communication
@@ -77,20 +77,22 @@ def _alone_s(program: Program, tasks: Sequence[Task], rank: int, collectives: Co
     return found
 
 
-def role_time_s(tasks: Sequence[Task], alone_s: Mapping[str, float]) -> float:
+def role_time_s(tasks: Sequence[Task], alone_s: Mapping[TaskId, float]) -> float:
     """Return the end of a rank's compute stream, where collectives take the given times.
 
-    >>> work = Task("a", "forward", duration_s=2.0)
-    >>> send = Task("s", "exposed_communication", "communication", communication="c", after=("a",))
-    >>> beside, end = Task("b", "backward", duration_s=1.0), Task("e", "backward", after=("s",))
-    >>> role_time_s([work, send, beside, end], {"c": 4.0})
+    >>> work = Task(TaskId("forward"), "forward", duration_s=2.0)
+    >>> sum_up = TaskId("all-reduce", bucket=0)
+    >>> send = Task(sum_up, "exposed_communication", "communication", communication=sum_up, after=(work.id,))
+    >>> beside = Task(TaskId("backward"), "backward", duration_s=1.0)
+    >>> end = Task(TaskId("backward-end"), "backward", after=(sum_up,))
+    >>> role_time_s([work, send, beside, end], {sum_up: 4.0})
     6.0
     """
     streams: dict[str, list[Task]] = defaultdict(list)
     for task in tasks:
         streams[task.stream].append(task)
-    awaited = {label for task in tasks for label in task.after}
-    ends_s: dict[str, float] = {}
+    awaited = {each for task in tasks for each in task.after}
+    ends_s: dict[TaskId, float] = {}
     now_s = {name: 0.0 if name == "compute" else -math.inf for name in streams}
     next_of = dict.fromkeys(streams, 0)
     moved = True
@@ -101,12 +103,12 @@ def role_time_s(tasks: Sequence[Task], alone_s: Mapping[str, float]) -> float:
             while place < len(own):
                 task = own[place]
                 if task.after:
-                    if any(label not in ends_s for label in task.after):
+                    if any(each not in ends_s for each in task.after):
                         break
-                    end_s = max(end_s, max(ends_s[label] for label in task.after))
+                    end_s = max(end_s, max(ends_s[each] for each in task.after))
                 end_s += task.duration_s if task.communication is None else alone_s[task.communication]
-                if task.label in awaited:
-                    ends_s[task.label] = end_s
+                if task.id in awaited:
+                    ends_s[task.id] = end_s
                 place += 1
             moved |= place > next_of[name]
             next_of[name], now_s[name] = place, end_s
@@ -118,14 +120,10 @@ def peaks(program: Program) -> list[tuple[int, Mapping[str, float]]] | None:
 
     That is where only its compute stream allocates and frees memory; None where others do as well.
     """
-    found: list[tuple[int, Mapping[str, float]]] = []
-    for role, tasks in enumerate(program.tasks):
-        if any(task.need.peak or task.need.kept for task in tasks if task.stream != "compute"):
-            return None
-        own = [task for task in tasks if task.stream == "compute"]
-        memory = MemoryTracker(dict(program.persistent[role])).after_tasks(own * STEPS)
-        found.append((program.role_of.index(role), memory.peak))
-    return found
+    roles = range(len(program.tasks))
+    if any(program.once(allocates_beside_compute, role) for role in roles):
+        return None
+    return [(program.role_of.index(role), program.once(memory_after, role, STEPS).peak) for role in roles]
 
 
 def full_ratio(scenario: Scenario, program: Program, peak_of: Sequence[tuple[int, Mapping[str, float]]]) -> float:

@@ -18,13 +18,11 @@ from gssim.plan import Plan, Policies, ShareRules
 from gssim.planner.bounds.collectives import CollectiveBounds
 from gssim.planner.bounds.lowered import least_chance
 from gssim.planner.bounds.parts import ModelParts
-from gssim.program import MicroBatch, Steps, Task
+from gssim.program import Steps, Task
 from gssim.scenario import Scenario
 from gssim.units import Floats
 
 MICRO_BATCHES = 2
-LATER = MicroBatch(1, MICRO_BATCHES, sends_gradients=True, sent_before=True).suffix
-"""Label suffix of the second micro-batch."""
 MAX_RANKS = 256
 """With more ranks, collectives are not bounded: it would take longer than it saves."""
 
@@ -101,7 +99,7 @@ class TrafficBounds:
             (task, each)
             for task, each in sent
             if policies.gradient_sync == "micro-batch"
-            and task.label.endswith(LATER)
+            and task.id.micro_batch == MICRO_BATCHES - 1
             and not (policies.tp > 1 and len({policies.data_rank(rank) for rank in each.group}) == 1)  # tensor slices
         ]
         return self._busy_times_of(sent, ranks), self._busy_times_of(later, ranks)

@@ -1,5 +1,7 @@
 """Conditions that select points of a sweep, such as `plan.method == "gs_hier" and ranks <= 8`; parsed, never executed.
 
+Their syntax is a part of Python's, and Python's parser reads it:
+
     condition   either or either ...        either: both and both ...       both: not both, or a comparison
     comparison  sum == sum (or != < <= > >=), several in a row; sum in [value, ...]; sum not in [value, ...]
     sum         product + product - ...     product: value * value / value % value ...
@@ -9,10 +11,11 @@ A name is the path of a scenario's key, or a fact. A key that a point does not h
 and is not ordered. Text beside a key with a unit is a quantity: `... .bandwidth_bytes_per_s < "10 Gb/s"`.
 """
 
+import ast
 import math
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,24 +27,31 @@ Values = Mapping[str, Any]
 Test = Callable[[Values], Any]
 
 TOKEN = re.compile(
-    r"""\s*(?:(?P<number>(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)(?![\w.])
+    r"""(?P<number>(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)(?![\w.])
     |(?P<text>"[^"]*"|'[^']*')
     |(?P<name>[A-Za-z_][\w-]*(?:\.[\w-]+)*)
-    |(?P<sign>==|!=|<=|>=|[<>+\-*/%()\[\],]))""",
+    |(?P<sign>==|!=|<=|>=|[<>+\-*/%()\[\],])
+    |(?P<space>\s+)""",
     re.VERBOSE,
 )
 WORDS = {"true": True, "false": False, "inf": math.inf, "absent": None}
 RESERVED = ("and", "or", "not", "in")
-COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
-    "==": operator.eq,
-    "!=": operator.ne,
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
+COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
 }
-SUMS = {"+": operator.add, "-": operator.sub}
-PRODUCTS = {"*": operator.mul, "/": operator.truediv, "%": operator.mod}
+ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.Mod: operator.mod,
+}
+ALLOWED = 'allowed: keys, facts, numbers, "texts", + - * / %, comparisons, in [...], and, or, not, (...)'
 
 
 @dataclass(frozen=True)
@@ -72,128 +82,125 @@ def condition(text: str) -> Condition:
     """Return the condition of a text; raise UserError, which does not name its file, where it is invalid."""
     parser = _Parser(text)
     try:
-        test = parser.either()
-    except RecursionError:
-        raise UserError(f"'{text[:40]}...': nested too deep") from None
-    if parser.at is not None:
-        raise parser.fault("the end, 'and' or 'or'")
+        test, _ = parser.test_of(ast.parse(parser.masked, mode="eval").body)
+    except SyntaxError as error:
+        if "nested" in error.msg:
+            raise _too_deep(text) from None
+        place = parser.start + error.offset - 1 if error.offset else len(text)
+        raise parser.fault(place) from None
+    except (RecursionError, MemoryError):
+        raise _too_deep(text) from None
     return Condition(text, frozenset(parser.names), test)
 
 
+def _too_deep(text: str) -> UserError:
+    return UserError(f"'{text[:40]}...': nested too deep")
+
+
 class _Parser:
-    """A recursive-descent parser of conditions."""
+    """Reads the syntax tree that Python makes of a condition, of which it allows few kinds of nodes.
+
+    Keys have dots, hyphens and digits, and texts no escapes, which Python reads otherwise. So Python is given names and
+    constants of the same lengths instead, and what stands at their places is looked up.
+    """
 
     def __init__(self, text: str) -> None:
         self.text, self.names = text, set[str]()
-        self._words = _tokens(text)
-        self.at: tuple[str, str] | None = next(self._words, None)
+        self.start = len(text) - len(text.lstrip())
+        self._tokens: dict[int, tuple[str, str]] = {}
+        masked, end = "", self.start
+        while text[end:].strip():
+            match = TOKEN.match(text, end)
+            if match is None or match.lastgroup is None:
+                raise UserError(f"'{text}': character {end + 1}: '{text[end:].strip()[:20]}' cannot be read")
+            kind, word = match.lastgroup, match[0]
+            if kind == "name" and word in RESERVED:
+                kind = "sign"
+            if kind != "space":
+                self._tokens[end] = kind, word
+            fill = {"number": "1", "space": " "}.get(kind, "_") * len(word)
+            masked += word if kind == "sign" else f"'{fill[2:]}'" if kind == "text" else fill
+            end = match.end()
+        self.masked = masked
 
-    def fault(self, wanted: str) -> UserError:
-        found = f"'{self.at[1]}'" if self.at else "the end"
-        return UserError(f"'{self.text}': {found} where {wanted} is needed")
+    def fault(self, place: int) -> UserError:
+        """Return the error for what stands at a place of the text."""
+        if not any(start >= place for start in self._tokens):
+            return UserError(f"'{self.text}': ends too early; {ALLOWED}")
+        start = min(start for start in self._tokens if start >= place)
+        word = self._tokens[start][1]
+        if word in "([" and self.text.count(word) > self.text.count(")" if word == "(" else "]"):
+            return UserError(f"'{self.text}': character {start + 1}: '{word}' is not closed")
+        return UserError(f"'{self.text}': character {start + 1}: '{word}' is not allowed here; {ALLOWED}")
 
-    def taken(self, *words: str) -> str | None:
-        """Consume the next word and return it, if it is one of these."""
-        if self.at is None or self.at[1] not in words or self.at[0] == "text":
-            return None
-        word = self.at[1]
-        self.at = next(self._words, None)
-        return word
-
-    def needed(self, word: str) -> None:
-        if not self.taken(word):
-            raise self.fault(f"'{word}'")
-
-    def either(self) -> Test:
-        tests = [self.both()]
-        while self.taken("or"):
-            tests.append(self.both())
-        return tests[0] if len(tests) == 1 else lambda values: any(test(values) for test in tests)
-
-    def both(self) -> Test:
-        tests = [self.denied()]
-        while self.taken("and"):
-            tests.append(self.denied())
-        return tests[0] if len(tests) == 1 else lambda values: all(test(values) for test in tests)
-
-    def denied(self) -> Test:
-        if self.taken("not"):
-            test = self.denied()
-            return lambda values: not test(values)
-        return self.comparison()
-
-    def comparison(self) -> Test:
-        left, kind = self.sum()
-        tests = []
-        while sign := self.taken(*COMPARISONS, "in", "not"):
-            if sign == "not":
-                self.needed("in")
-            if sign in COMPARISONS:
-                right, right_kind = self.sum()
-                tests.append(_compared(COMPARISONS[sign], _read(left, right_kind), _read(right, kind)))
-                left, kind = right, right_kind
-            else:
-                members = [_read(member, kind) for member in self.members()]
-                tests.append(_contained(left, members, wanted=sign == "in"))
-        if not tests:
-            return left
-        return lambda values: all(test(values) for test in tests)
-
-    def members(self) -> list[Test]:
-        self.needed("[")
-        members = [self.sum()[0]]
-        while self.taken(","):
-            members.append(self.sum()[0])
-        self.needed("]")
-        return members
-
-    def sum(self) -> tuple[Test, str | None]:
-        return self.chained(self.product, SUMS)
-
-    def product(self) -> tuple[Test, str | None]:
-        return self.chained(self.value, PRODUCTS)
-
-    def chained(
-        self, part: Callable[[], tuple[Test, str | None]], signs: Mapping[str, Callable[[Any, Any], Any]]
-    ) -> tuple[Test, str | None]:
-        left, kind = part()
-        while sign := self.taken(*signs):
-            left = _reckoned(signs[sign], left, part()[0])
-        return left, kind
-
-    def value(self) -> tuple[Test, str | None]:
-        """Return the getter of a value, and its kind of quantity."""
-        if self.taken("("):
-            test = self.either()
-            self.needed(")")
-            return test, None
-        if self.taken("-"):
-            test, kind = self.value()
+    def test_of(self, node: ast.expr) -> tuple[Test, str | None]:
+        """Return the getter of a node's value, and its kind of quantity."""
+        if isinstance(node, (ast.Name, ast.Constant)):
+            return self._value(node)
+        if isinstance(node, ast.BoolOp):
+            tests = [self.test_of(value)[0] for value in node.values]
+            joined = any if isinstance(node.op, ast.Or) else all
+            return lambda values: joined(test(values) for test in tests), None
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.Not, ast.USub)):
+            test, kind = self.test_of(node.operand)
+            if isinstance(node.op, ast.Not):
+                return lambda values: not test(values), None
             return _reckoned(operator.sub, lambda values: 0, test), kind
-        if self.at is None or self.at[0] == "sign" or self.at[1] in RESERVED:
-            raise self.fault('a key, a fact, a number or a "text"')
-        (kind_of_word, word), self.at = self.at, next(self._words, None)
-        if kind_of_word == "name" and word not in WORDS:
+        if isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC:
+            left, kind = self.test_of(node.left)
+            return _reckoned(ARITHMETIC[type(node.op)], left, self.test_of(node.right)[0]), kind
+        if isinstance(node, ast.Compare):
+            return self._comparison(node), None
+        first = next(ast.iter_child_nodes(node), None)  # what is wrong stands behind it: `**`, or the bracket of a call
+        place = node.col_offset
+        if isinstance(first, ast.expr) and first.col_offset == place:
+            place = first.end_col_offset or place
+        raise self.fault(self.start + place)
+
+    def _value(self, node: ast.Name | ast.Constant) -> tuple[Test, str | None]:
+        kind, word = self._tokens[self.start + node.col_offset]
+        if node.end_col_offset != node.col_offset + len(word):  # Python joins adjacent texts
+            raise self.fault(self.start + node.col_offset + len(word))
+        if kind == "name" and word not in WORDS:
             self.names.add(word)
             return lambda values: values.get(word), quantity_of(word)
-        if kind_of_word == "text":
-            constant: Any = word[1:-1]
-        elif kind_of_word == "name":
+        constant: Any
+        if kind == "text":
+            constant = word[1:-1]
+        elif kind == "name":
             constant = WORDS[word]
         else:
-            constant = int(word) if word.replace("_", "").isdecimal() else float(word)
+            digits = word.replace("_", "")
+            constant = int(digits) if digits.isdecimal() else float(digits)
         return lambda values: constant, None
 
+    def _comparison(self, node: ast.Compare) -> Test:
+        """Return the test of comparisons in a row; what follows `in [...]` is compared with what is before it."""
+        tests: list[Test] = []
+        left, kind = self.test_of(node.left)
+        for sign, operand in zip(node.ops, node.comparators, strict=True):
+            if isinstance(sign, (ast.In, ast.NotIn)):
+                tests.append(self._membership(left, kind, operand, wanted=isinstance(sign, ast.In)))
+            elif type(sign) in COMPARISONS:
+                right, right_kind = self.test_of(operand)
+                tests.append(_compared(COMPARISONS[type(sign)], _read(left, right_kind), _read(right, kind)))
+                left, kind = right, right_kind
+            else:
+                raise self.fault(self.start + operand.col_offset)
+        return lambda values: all(test(values) for test in tests)
 
-def _tokens(text: str) -> Iterator[tuple[str, str]]:
-    """Yield the kind and the text of each token."""
-    end = 0
-    while text[end:].strip():
-        match = TOKEN.match(text, end)
-        if match is None or match.lastgroup is None:
-            raise UserError(f"'{text}': '{text[end:].strip()[:20]}' cannot be read")
-        yield match.lastgroup, match[match.lastgroup]
-        end = match.end()
+    def _membership(self, left: Test, kind: str | None, members: ast.expr, *, wanted: bool) -> Test:
+        if not isinstance(members, ast.List) or not members.elts:
+            raise self.fault(self.start + members.col_offset)
+        before_end = self.masked[: members.end_col_offset].rstrip("]").rstrip()
+        if before_end.endswith(","):
+            raise self.fault(self.start + len(before_end) - 1)
+        for member in members.elts:
+            is_test = isinstance(member, (ast.BoolOp, ast.Compare)) or isinstance(getattr(member, "op", None), ast.Not)
+            if is_test and not self.masked[: member.col_offset].rstrip().endswith("("):
+                raise self.fault(self.start + member.col_offset)  # `in ["a" or "b"]` would be `in [true]`
+        tests = [_read(self.test_of(member)[0], kind) for member in members.elts]
+        return lambda values: any(left(values) == test(values) for test in tests) == wanted
 
 
 def _read(test: Test, kind: str | None) -> Test:
@@ -219,10 +226,6 @@ def _compared(compare: Callable[[Any, Any], Any], left: Test, right: Test) -> Te
         return compare(a, b)
 
     return compared
-
-
-def _contained(left: Test, members: list[Test], *, wanted: bool) -> Test:
-    return lambda values: any(left(values) == member(values) for member in members) == wanted
 
 
 def _reckoned(reckon: Callable[[Any, Any], Any], left: Test, right: Test) -> Test:

@@ -10,10 +10,9 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 
 from gssim.errors import UserError
-from gssim.limits import excess
 from gssim.scenario.loading import first_comment, read_toml, toml
 from gssim.scenario.sweep.conditions import condition
-from gssim.units import PositiveInt, parse_quantity, quantity_of, spec, validated
+from gssim.units import PositiveInt, excess, parse_quantity, quantity_of, spec, validated
 from gssim.workload import PATHS
 
 FILES = ("cluster", "workload.model", "workload.gradients", *(f"workload.data.{key}" for key in PATHS))

@@ -13,7 +13,6 @@ from typing import Any
 
 from gssim.cache import Shared
 from gssim.errors import UserError
-from gssim.limits import excess
 from gssim.scenario.loading import as_overrides, load_scenario, parsed_override, read_toml
 from gssim.scenario.scenario import Loaded
 from gssim.scenario.sweep.conditions import Condition, condition
@@ -29,6 +28,7 @@ from gssim.scenario.sweep.file import (
     parts_of_variant,
     shown,
 )
+from gssim.units import excess
 
 OF_THE_CLUSTER = ("ranks", "devices")
 """Facts that need the point's scenario to be loaded."""

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from gssim.errors import UserError
-from gssim.files import read_json
+from gssim.execution.files import read_json
 from gssim.units import Count, NonNegativeFloat, PositiveFloat, PositiveInt, spec, validated
 
 SCHEMA: Literal["gssim.gradients/3"] = "gssim.gradients/3"

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from gssim.errors import UserError
-from gssim.limits import excess
+from gssim.units import excess
 
 try:
     import fcntl

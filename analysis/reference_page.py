@@ -19,10 +19,9 @@ from pydantic_core import PydanticUndefined
 
 from analysis.study.study import Study
 from gssim.cluster import Cluster
-from gssim.limits import LIMITS
 from gssim.scenario import Scenario, first_comment
 from gssim.scenario.sweep import Sweep
-from gssim.units import EXAMPLES, RANGES, UNITS, UNSAID, human_bytes
+from gssim.units import EXAMPLES, LIMITS, RANGES, UNITS, UNSAID, human_bytes
 from gssim.workload import Model
 
 PLAIN = {str: "text", bool: "true or false", int: "whole number", float: "number", Any: "any value"}

@@ -1,13 +1,115 @@
-"""Reader of Megatron-LM's functional tests: step times and memory of the last rank, from their golden values.
+"""Readers of the tables that frameworks keep of themselves: LLM Foundry's benchmarks, Megatron-LM's functional tests.
 
-Most run in deterministic mode, and models are small: step times are bound by the host, which issues the kernels.
+LLM Foundry: MPT models under FSDP on A100 and H100. Hyper-parameters follow from the models' names (llm-foundry,
+scripts/train/benchmarking and yamls of the MPT family); they are checked against the number of parameters that a row
+states.
+
+Megatron-LM: step times and memory of the last rank, from the tests' golden values. Most run in deterministic mode, and
+models are small: step times are bound by the host, which issues the kernels.
 """
 
 from collections.abc import Mapping
 from typing import Literal
 
-from analysis.literature.runs import Run, Shape, SkippedError, Software
-from analysis.literature.tables.fields import count, divided, method_of, micro_batches_of, needed, padded, positive
+from analysis.literature.platforms import first_attention_ratio_of, float8_ratio_of
+from analysis.literature.runs import Run, Shape, SkippedError, Software, gpt
+from analysis.literature.tables.fields import (
+    count,
+    divided,
+    method_of,
+    micro_batches_of,
+    needed,
+    number,
+    padded,
+    positive,
+)
+
+FOUNDRY_GPUS = {"a100_40gb": "A100-SXM-40GB", "a100_80gb": "A100-SXM-80GB", "h100_80gb": "H100-SXM-80GB"}
+MPT_MODELS = {
+    "125m": (12, 768, 12),
+    "350m": (24, 1024, 16),
+    "760m": (24, 1536, 12),
+    "1b": (24, 2048, 16),
+    "3b": (32, 2560, 20),
+    "7b": (32, 4096, 32),
+    "13b": (40, 5120, 40),
+    "30b": (48, 7168, 56),
+    "70b": (80, 8192, 64),
+}
+"""Layers, width, heads."""
+MPT_VOCABULARY = 50368
+CLOSE_RATIO = 0.01
+"""Allowed deviation of the stated number of parameters from that of the named model."""
+ID_KEYS = ("Model", "# GPUs", "GPU", "SeqLen (T)", "MicroBatchSize", "GlobalBatchSize", "Precision")
+"""Columns that identify a row."""
+STRATEGIES = {"FULL_SHARD": "zero3", "SHARD_GRAD_OP": "zero2"}
+PRECISIONS = ("bf16", "amp_bf16", "amp_fp16", "amp_fp8")
+
+
+def llm_foundry(record: Mapping[str, str], identity: str) -> Run:
+    """Return the run of a row; raise SkippedError for missing or unsupported fields."""
+    if record["Sharding Strategy"] not in STRATEGIES:
+        raise SkippedError(f"sharding '{record['Sharding Strategy']}' is not known")
+    if record["GPU"] not in FOUNDRY_GPUS:
+        raise SkippedError("a GPU that platforms.toml does not know")
+    ranks, micro, batch = (needed(record, key) for key in ("# GPUs", "MicroBatchSize", "GlobalBatchSize"))
+    if record["Activation CPUOffload"] == "True":
+        raise SkippedError("activations go to the host")
+    shape, rate = _mpt_shape(record), positive(record, "Throughput (T/s)")
+    if rate is None:
+        raise SkippedError("the row has neither a time nor a memory")
+    return Run(
+        identity="foundry " + " ".join(record[key] for key in ID_KEYS),
+        source=f"LLM Foundry, {FOUNDRY_GPUS[record['GPU']]}",
+        gpu=FOUNDRY_GPUS[record["GPU"]],
+        per_node=8,
+        shape=shape,
+        software=_mpt_software(record),
+        method=STRATEGIES[record["Sharding Strategy"]] if ranks > 1 else "single",
+        dp=ranks,
+        micro_batch=micro,
+        micro_batches=micro_batches_of(batch, ranks, micro),
+        recompute="full" if record["Activation Checkpointing"] == "True" else "none",
+        overlap=True,
+        step_s=batch * shape.sequence_length / rate,
+    )
+
+
+def _mpt_shape(record: Mapping[str, str]) -> Shape:
+    name, stated = record["Model"].lower(), number(record, "NumParams")
+    if name not in MPT_MODELS:
+        raise SkippedError(f"the model {record['Model']} is not known")
+    layers, hidden, heads = MPT_MODELS[name]
+    shape = gpt(
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        vocabulary=MPT_VOCABULARY,
+        sequence_length=needed(record, "SeqLen (T)"),
+    )
+    if stated and abs(stated / shape.parameters - 1) > CLOSE_RATIO:
+        raise SkippedError("the row's parameters are not those of a model of that name")
+    return shape
+
+
+def _mpt_software(record: Mapping[str, str]) -> Software:
+    precision = record["Precision"]
+    if precision not in PRECISIONS:
+        raise SkippedError(f"precision '{precision}' is not modelled")
+    float8 = precision == "amp_fp8"
+    ratio = float8_ratio_of(FOUNDRY_GPUS[record["GPU"]]) if float8 else 1.0
+    if ratio is None:
+        raise SkippedError("a GPU whose rate in float8 platforms.toml does not know")
+    return Software(
+        flash_attention=True,
+        attention_ratio=first_attention_ratio_of(FOUNDRY_GPUS[record["GPU"]]),
+        dropout=False,
+        map_speedup=ratio,
+        float8_casts=float8,
+    )
+
+
+# Megatron-LM ----------------------------------------------------------------------------------------------------------
 
 GPUS = {"a100": "A100-SXM-80GB", "h100": "H100-SXM-80GB", "gb200": "GB200"}
 """GPU by the part of the platform's name that identifies it."""

@@ -1,0 +1,230 @@
+"""Readers of the tables by which papers on planners are validated: AMP, Sailor and vTrain.
+
+AMP: GPT-2 medium on 16 T4, four to a machine. A row gives the plan and the stages; the rest is from the paper (Li et
+al. 2022, "AMP: Automatically Finding Model Parallel Strategies with Heterogeneity Awareness", section 5.1) and
+DeepSpeed's pipelined GPT-2.
+
+Sailor: plans that name the GPUs of every stage and replica.
+
+vTrain: GPT plans on A100 of 80 GB by Megatron-DeepSpeed, fp16, full recomputation.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import groupby, pairwise
+
+from analysis.literature.platforms import Server, sixteen_bits_of
+from analysis.literature.runs import Run, Shape, SkippedError, Software, gpt
+from analysis.literature.tables.fields import method_of, micro_batches_of, needed, padded, positive
+
+AMP_GPU = "T4"
+AMP_RANKS, AMP_MACHINE = 16, 4
+AMP_LAYERS, AMP_HIDDEN, AMP_HEADS, AMP_SEQUENCE = 24, 1024, 16, 1024
+AMP_GLOBAL_BATCH = 32
+AMP_VOCABULARY = 50257
+AMP_BEFORE, AMP_AFTER = 2, 4
+"""Layers of DeepSpeed's pipeline before the blocks (embedding, transposition) and after them (transposition, norm,
+logits, loss)."""
+
+
+def amp(record: Mapping[str, str], identity: str) -> Run:
+    """Return the run of a row; raise SkippedError for missing fields, or another experiment."""
+    if record["experiment"] != "homogeneous":
+        raise SkippedError(f"the experiment '{record['experiment']}' is not known")
+    dp, tp, pp = (needed(record, key) for key in ("dp", "tp", "pp"))
+    micro = needed(record, "micro_batch")
+    if dp * tp * pp != AMP_RANKS:
+        raise SkippedError("dp x tp x pp are not the 16 GPUs")
+    step_s = positive(record, "measured_iter_s")
+    if step_s is None:
+        raise SkippedError("the row has no time (inf: it did not fit)")
+    blocks = _blocks_of_partition(record["partition"], pp)
+    return Run(
+        identity=identity,
+        source="AMP, GPT-2 medium on 16 T4",
+        gpu=AMP_GPU,
+        per_node=AMP_MACHINE,
+        shape=gpt(
+            layers=AMP_LAYERS,
+            hidden=AMP_HIDDEN,
+            heads=AMP_HEADS,
+            vocabulary=padded(AMP_VOCABULARY, tp),
+            sequence_length=AMP_SEQUENCE,
+        ),
+        software=Software(
+            precision=sixteen_bits_of(AMP_GPU), early_stop=False, partitioned=tp > 1 and pp > 1, in_place_loss=True
+        ),
+        method=method_of(dp, tp, pp),
+        dp=dp,
+        tp=tp,
+        pp=pp,
+        blocks_of_stages=blocks if pp > 1 else None,
+        micro_batch=micro,
+        micro_batches=micro_batches_of(AMP_GLOBAL_BATCH, dp, micro),
+        recompute="full",
+        overlap=False,
+        step_s=step_s,
+    )
+
+
+def _blocks_of_partition(partition: str, pp: int) -> tuple[int, ...]:
+    """Return the number of blocks of each stage; the partition's bounds also count DeepSpeed's other layers.
+
+    >>> _blocks_of_partition("[0, 15, 30]", 2)
+    (13, 11)
+    """
+    try:
+        bounds = [int(each) for each in partition.strip("[] ").split(",")]
+    except ValueError:
+        raise SkippedError("a partition that cannot be read") from None
+    if len(bounds) != pp + 1 or (bounds[0], bounds[-1]) != (0, AMP_LAYERS + AMP_BEFORE + AMP_AFTER):
+        raise SkippedError("a partition of another model, or into other stages than pp")
+    inside = [min(max(bound - AMP_BEFORE, 0), AMP_LAYERS) for bound in bounds]
+    blocks = tuple(end - start for start, end in pairwise(inside))
+    if min(blocks) < 0:
+        raise SkippedError("a partition that cannot be read")
+    return blocks
+
+
+# Sailor ---------------------------------------------------------------------------------------------------------------
+
+SAILOR_SEQUENCE = 2048
+SAILOR_MODELS = {
+    "OPT-350": gpt(layers=24, hidden=1024, heads=16, vocabulary=50272, sequence_length=SAILOR_SEQUENCE),
+    "GPT-Neo-2.7": gpt(layers=32, hidden=2560, heads=20, vocabulary=50257, sequence_length=SAILOR_SEQUENCE),
+    "OPT-30": gpt(layers=48, hidden=7168, heads=56, vocabulary=50272, sequence_length=SAILOR_SEQUENCE),
+    "LLAMA-3-8": Shape(
+        kind="llama", layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocabulary=128256,
+        sequence_length=SAILOR_SEQUENCE,
+    ),
+}  # fmt: skip
+"""Zhang et al. 2022, OPT, table 1; EleutherAI's GPT-Neo 2.7B; Llama 3 8B. Sequences and widths agree with Sailor's own
+tables of layers, where vocabularies are padded as Megatron does."""
+
+
+def sailor(record: Mapping[str, str], identity: str) -> Run:
+    """Return the run of a row; raise SkippedError for missing fields, or stages that are split differently."""
+    if record["model"] not in SAILOR_MODELS:
+        raise SkippedError(f"the model {record['model']} is not known")
+    servers, tp, pp, dp = _stages(record["stages"])
+    gpus = " and ".join(dict(servers))
+    micro, layers = needed(record, "mbs"), _blocks_of_layers(record["layers_per_stage"], pp)
+    shape = SAILOR_MODELS[record["model"]]
+    if sum(layers) != shape.layers:
+        raise SkippedError("stages of another number of layers")
+    return Run(
+        identity=identity,
+        source=f"Sailor validation, {record['model']} on {gpus}",
+        gpu=gpus,
+        per_node=servers[0][1],
+        servers=servers if len(set(servers)) > 1 else (),
+        shape=replace(shape, vocabulary=padded(shape.vocabulary, tp)),
+        software=Software(
+            precision="fp32",
+            tensor_float=True,
+            dropout=False,
+            fused_softmax=False,
+            early_stop=False,
+            in_place_loss=True,
+            partitioned=tp > 1 and pp > 1,
+        ),
+        method=method_of(dp, tp, pp),
+        dp=dp,
+        tp=tp,
+        pp=pp,
+        blocks_of_stages=layers if pp > 1 else None,
+        micro_batch=micro,
+        micro_batches=micro_batches_of(needed(record, "gbs"), dp, micro),
+        recompute="none",
+        overlap=False,
+        step_s=positive(record, "measured_iter_s"),
+        memory_bytes=positive(record, "measured_max_mem_bytes"),
+        memory_metric="device",
+    )
+
+
+def _stages(text: str) -> tuple[tuple[Server, ...], int, int, int]:
+    """Return servers in rank order, tp, pp and dp; raise SkippedError where stages differ in tp or dp.
+
+    >>> _stages("A100-40x2:tp2|V100-16x4:tp2;V100-16x4:tp2|V100-16x4:tp2")
+    ((('A100-40', 2), ('V100-16', 4), ('V100-16', 2)), 2, 2, 2)
+    """
+    stages = [stage.split("|") for stage in text.split(";")]
+    replicas = [replica.strip() for stage in stages for replica in stage]
+    matches = [re.fullmatch(r"(.+)x([1-9]\d{0,3}):tp([1-9]\d{0,3})", replica) for replica in replicas]
+    if None in matches:
+        raise SkippedError("stages that cannot be read")
+    parsed = [(match.group(1), int(match.group(2)), int(match.group(3))) for match in matches if match]
+    tensor_ranks, replica_counts = {tp for _, _, tp in parsed}, {len(stage) for stage in stages}
+    if len(tensor_ranks) > 1:
+        raise SkippedError("replicas with unequal numbers of tensor ranks")
+    if len(replica_counts) > 1:
+        raise SkippedError("stages with unequal numbers of replicas")
+    (tp,) = tensor_ranks
+    servers: list[Server] = []
+    for (gpu, devices), same in groupby(parsed, key=lambda replica: replica[:2]):
+        ranks = tp * len(list(same))
+        servers += [(gpu, devices)] * (ranks // devices) + ([(gpu, ranks % devices)] if ranks % devices else [])
+    return tuple(servers), tp, len(stages), len(stages[0])
+
+
+def _blocks_of_layers(text: str, pp: int) -> tuple[int, ...]:
+    """Return the number of blocks of each stage, without the embedding and the head.
+
+    >>> _blocks_of_layers("5/7/7/7", 4)
+    (4, 7, 7, 6)
+    """
+    try:
+        layers = [int(each) for each in text.split("/")]
+    except ValueError:
+        raise SkippedError("stages that cannot be read") from None
+    layers[0] -= 1  # the embedding
+    layers[-1] -= 1  # the head
+    if len(layers) != pp or min(layers) < 0:
+        raise SkippedError("stages that cannot be read")
+    return tuple(layers)
+
+
+# vTrain ---------------------------------------------------------------------------------------------------------------
+
+VTRAIN_GPU = "A100-SXM-80GB, 4 cards"
+VTRAIN_NODE = 8
+VTRAIN_VOCABULARY = 51200
+"""Megatron's own vocabulary, padded; the tables do not state it."""
+
+
+def vtrain(record: Mapping[str, str], identity: str) -> Run:
+    """Return the run of a row; raise SkippedError for missing or contradictory fields."""
+    dp, micro = needed(record, "data parallelism"), needed(record, "micro batch")
+    hidden, heads = needed(record, "hidden size"), needed(record, "attention heads")
+    pp, milliseconds = needed(record, "pipeline parallelism"), positive(record, "iteration time (ms)")
+    tp, ranks = needed(record, "tensor parallelism"), needed(record, "# GPUs")
+    if dp * tp * pp != ranks:
+        raise SkippedError("dp x tp x pp are not the GPUs")
+    if milliseconds is None:
+        raise SkippedError("the row has neither a time nor a memory")
+    shape = gpt(
+        layers=needed(record, "# layers"),
+        hidden=hidden,
+        heads=heads,
+        vocabulary=VTRAIN_VOCABULARY,
+        sequence_length=needed(record, "sequence length"),
+    )
+    return Run(
+        identity=identity,
+        source=f"vTrain, {'several nodes' if ranks > VTRAIN_NODE else 'one node'}",
+        gpu=VTRAIN_GPU,
+        per_node=8,
+        shape=shape,
+        software=Software(early_stop=False, partitioned=tp > 1 and pp > 1, in_place_loss=True),
+        method=method_of(dp, tp, pp),
+        dp=dp,
+        tp=tp,
+        pp=pp,
+        micro_batch=micro,
+        micro_batches=micro_batches_of(needed(record, "global batch"), dp, micro),
+        recompute="full",
+        overlap=False,
+        step_s=milliseconds / 1e3,
+    )

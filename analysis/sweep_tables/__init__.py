@@ -1,1 +1,0 @@
-"""Tables of sweeps: reading them, and grouping their points into plans by setting."""

@@ -1,0 +1,147 @@
+"""Stores of finished work, from which an interrupted command goes on: files of a folder, or lines of a file.
+
+Each item has a key, made of all that its value depends on; what has another key, or is damaged, is done again. One
+process at a time writes to a store: it holds the lock of the output (`gssim.execution.files.locked`).
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Generic, TypeVar
+from uuid import uuid4
+
+from gssim.errors import UserError
+from gssim.execution.files import remove_partial, write_text
+
+Item = TypeVar("Item")
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class FileStore(Generic[Item]):
+    """Store of a file for each item, by name, in a folder of the user's."""
+
+    folder: Path
+    read: Callable[[Path], Item]
+    """Raises UserError for a missing or damaged file."""
+    text: Callable[[Item], str]
+    """Content of an item's file."""
+    key: Callable[[Item], object]
+    """Key of an item that was read; may raise UserError for one that has none."""
+    is_exact: bool = False
+    """Whether a file is only used if its text is the one that would be written: for what can be computed again."""
+
+    def kept(self, name: str, key: object) -> Item | None:
+        """Return the item in the file of this name if it has this key; else None."""
+        file = self.folder / name
+        remove_partial(file)
+        try:
+            item = self.read(file)
+            is_wanted = self.key(item) == key
+        except UserError:  # none, or a damaged one
+            return None
+        if is_wanted and self.is_exact:
+            is_wanted = file.read_text(encoding="utf-8") == self.text(item)
+        return item if is_wanted else None
+
+    def keep(self, name: str, item: Item) -> None:
+        """Write an item whole or not at all; raise UserError where it cannot be written."""
+        write_text(self.folder / name, self.text(item))
+
+
+PATTERN = "gssim-*.jsonl"
+"""Names of the files of records; nothing else in the folder is read or removed."""
+
+
+class RecordStore:
+    """Store of many small items until all are there: one line each, with its key and a digest, in a temporary folder.
+
+    Every process appends to a file of its own. An unfinished or damaged line is ignored. Only the position of a record
+    in its file is held in memory.
+    """
+
+    def __init__(self, folder: Path, wanted: Collection[str]) -> None:
+        self.folder = folder
+        self._places: dict[str, tuple[Path, int]] = {}
+        for file in sorted(folder.glob(PATTERN)):
+            for place, line in _lines(file):
+                entry = _read(line)
+                if entry is not None and entry[0] in wanted:
+                    self._places[entry[0]] = (file, place)
+        self._stream: BinaryIO | None = None
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def keep(self, key: str, record: Record) -> None:
+        """Append a record; raise UserError where it cannot be written."""
+        known = {name: value for name, value in record.items() if value is not None}
+        try:
+            if self._stream is None:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self._file = self.folder / PATTERN.replace("*", uuid4().hex)
+                self._stream = self._file.open("xb")
+            self._places[key] = (self._file, self._stream.tell())
+            text = json.dumps([key, known])
+            self._stream.write(f'{{"sha256": "{_digest(text)}", "row": {text}}}\n'.encode())
+            self._stream.flush()
+        except OSError as error:
+            raise UserError(f"{self.folder}: cannot be written: {error.strerror}") from None
+
+    def records(self, keys: Sequence[str]) -> Iterator[Record]:
+        """Yield the records of these keys, in this order."""
+        streams: dict[Path, BinaryIO] = {}
+        try:
+            for key in keys:
+                file, place = self._places[key]
+                stream = streams.get(file) or streams.setdefault(file, file.open("rb"))
+                stream.seek(place)
+                yield json.loads(stream.readline())["row"][1]
+        finally:
+            for stream in streams.values():
+                stream.close()
+
+    def close(self) -> None:
+        """Close the file that records are added to."""
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+    def remove(self) -> None:
+        """Remove all records, and their folder where it holds nothing else."""
+        self.close()
+        for file in self.folder.glob(PATTERN):
+            file.unlink(missing_ok=True)
+        with suppress(OSError):
+            self.folder.rmdir()
+
+
+def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the complete lines of a file, with their offsets."""
+    place = 0
+    with file.open("rb") as stream:
+        for line in stream:
+            if line.endswith(b"\n"):
+                yield place, line
+            place += len(line)
+
+
+def _read(line: bytes) -> tuple[str, Record] | None:
+    """Return a key and its record; None for a damaged line."""
+    try:
+        stored = json.loads(line)
+        key, record = stored["row"]
+        is_whole = stored["sha256"] == _digest(json.dumps(stored["row"]))
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    return (key, record) if is_whole and isinstance(key, str) and isinstance(record, dict) else None
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
