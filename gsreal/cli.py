@@ -163,7 +163,7 @@ def lab_command(
 
     Calls the factory that each model file names.
     """
-    from gsreal.lab.cleaning import check_tools
+    from gsreal.lab.building import check_tools
     from gsreal.model_files.build import set_trust
 
     set_trust(trust_code)
@@ -195,8 +195,15 @@ def lab_command(
 def _lab_sweep(
     file: Path, overrides: list[str], only: list[str], out: Path, timeout_s: float, *, as_json: bool, again: bool
 ) -> None:
-    from gsreal.lab.lab import run_lab, warn_of_other_processors
-    from gsreal.lab.sweep import LOCK, cells_of, check_points, measure_cells, median_results
+    from gsreal.lab.lab import (
+        LOCK,
+        cells_of,
+        check_points,
+        measure_cells,
+        median_results,
+        run_lab,
+        warn_of_other_processors,
+    )
     from gssim.scenario.sweep import chosen, load_sweep, points_of
     from gssim.terminal import print_results
 
@@ -217,7 +224,7 @@ def _lab_sweep(
 
 
 def _clean() -> None:
-    from gsreal.lab.cleaning import clean
+    from gsreal.lab.building import clean
 
     removed, alive = clean()
     folders = remove_abandoned()
@@ -227,7 +234,7 @@ def _clean() -> None:
 
 def _checked(scenario: Path, overrides: list[str] | None) -> "Loaded":
     """Return a scenario that can run for real; raise UserError for one that cannot."""
-    from gsreal.run.checks import check_real
+    from gsreal.run.launch import check_real
     from gssim.scenario import load_scenario
 
     loaded = load_scenario(scenario, overrides or [], gradients_needed=False)
@@ -445,7 +452,7 @@ def trace_command(
     Calls the factory that is named, or that the model file names: only for the latter must it be trusted.
     """
     from gsreal.model_files.build import set_trust
-    from gsreal.model_files.model_file import Request, check_options, counted_table, traced_model, write_model
+    from gsreal.model_files.trace import Request, check_options, counted_table, traced_model, write_model
 
     set_trust(trust_code or not model.endswith(".toml"))
     _check_writable(out)

@@ -10,9 +10,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gsreal.calibrate.bench import Bench, Settings
+from gsreal.calibrate.bench import (
+    OPTIMIZERS,
+    Bench,
+    Settings,
+    compression_cost,
+    device_rates,
+    matrix_rate,
+    optimizer_cost,
+)
 from gsreal.calibrate.communication import communicating_excess, communicating_slowdown, communication_cost
-from gsreal.calibrate.device import OPTIMIZERS, compression_cost, device_rates, matrix_rate, optimizer_cost
 from gsreal.calibrate.profile import neighbour_slowdown, profile_model, trained_between
 from gsreal.calibrate.wrappers import cut_block_cost, gradient_hook_cost, sharded_unit_cost
 from gsreal.machine import device_name, provenance

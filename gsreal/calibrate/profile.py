@@ -29,7 +29,7 @@ from gsreal.calibrate.bench import (
 from gsreal.calibrate.kernel_workspace import layer_scratch
 from gsreal.measure import MemoryCounter
 from gsreal.model_files.build import DTYPES, build_module, logits_of, loss_of
-from gsreal.model_files.layers import layer_boundaries
+from gsreal.model_files.step import layer_boundaries
 from gsreal.run.rank import gather_json
 from gssim.scenario import load_model
 from gssim.workload import Model, unrolled

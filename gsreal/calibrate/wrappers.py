@@ -10,13 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from gsreal.calibrate.bench import Bench, optimizer_alone
-from gsreal.calibrate.device import OPTIMIZERS
+from gsreal.calibrate.bench import OPTIMIZERS, Bench, optimizer_alone
 from gsreal.gradient_sharding import shard_gradients
 from gsreal.lab.throttle import device_time_s
 from gsreal.measure import Timeline
-from gsreal.methods.tensor import distribute
-from gsreal.methods.tensor_slices import cut_of, slices_of
+from gsreal.methods.tensor_slices import cut_of, distribute, slices_of
 from gsreal.models import TransformerBlock
 
 BLOCKS, PAIRS, SUMS = 2, 2, 4

@@ -27,8 +27,8 @@ from gssim.errors import UserError
 from gssim.workload import Glue, ImageFolder, ImageInput, Model, TextFolder, TokenInput, Workload
 
 if TYPE_CHECKING:
-    from gsreal.data.glue import Sentences
     from gsreal.data.images import Images
+    from gsreal.data.text import Sentences
 
 
 CHECKED_SAMPLES = 256
@@ -173,7 +173,7 @@ def _images(workload: Workload) -> "Images":
 
 
 def _glue(workload: Workload) -> "Sentences":
-    from gsreal.data.glue import Sentences
+    from gsreal.data.text import Sentences
 
     assert isinstance(workload.data, Glue)
     assert isinstance(workload.model.input, TokenInput)

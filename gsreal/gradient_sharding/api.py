@@ -8,15 +8,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from gsreal.gradient_sharding.bucket import Bucket, Partition
-from gsreal.gradient_sharding.bucketing import BucketPlan, plan_buckets, trained_parameters
-from gsreal.gradient_sharding.guards import OptimizerFactory, check_factory, check_optimizer_tensors
-from gsreal.gradient_sharding.hierarchy import Hierarchy, IntraNodeReducer, hierarchy_of
-from gsreal.gradient_sharding.options import (
+from gsreal.gradient_sharding.bucket import Bucket, BucketPlan, Partition, plan_buckets, trained_parameters
+from gsreal.gradient_sharding.guards import (
+    OptimizerFactory,
     Parameters,
     assign_param_groups,
     check_callable,
+    check_factory,
     check_model,
+    check_optimizer_tensors,
     check_options,
     check_shares,
     check_sizes,
@@ -26,6 +26,7 @@ from gsreal.gradient_sharding.options import (
     shards_by_group,
     unsharded_tensors,
 )
+from gsreal.gradient_sharding.hierarchy import Hierarchy, IntraNodeReducer, hierarchy_of
 from gsreal.gradient_sharding.point_to_point import backend_of, runs_on_device
 from gsreal.gradient_sharding.publish import Publisher, WaitBeforeForward
 from gsreal.gradient_sharding.push import Pusher

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gsreal.gradient_sharding.bucket import Partition
-from gsreal.gradient_sharding.bucketing import BucketPlan, plan_buckets, trained_parameters
+from gsreal.gradient_sharding.bucket import BucketPlan, Partition, plan_buckets, trained_parameters
+from gsreal.gradient_sharding.guards import check_shares, check_sizes
 from gsreal.gradient_sharding.master import master_type
-from gsreal.gradient_sharding.options import check_shares, check_sizes
 from gsreal.gradient_sharding.push import PRECISIONS
 from gssim.plan import (
     DDP_BUCKET_BYTES,

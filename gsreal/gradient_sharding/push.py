@@ -18,11 +18,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gsreal.gradient_sharding.bucket import ABSENT, Bucket
-from gsreal.gradient_sharding.messages import Encoding, Scratch, is_on_host, scratch_by_dtype
+from gsreal.gradient_sharding.messages import (
+    Encoding,
+    Scratch,
+    ThresholdedRange,
+    Thresholds,
+    clip_ranges,
+    is_on_host,
+    mark,
+    scratch_by_dtype,
+)
 from gsreal.gradient_sharding.point_to_point import Pending, all_to_all_v, is_staged
 from gsreal.gradient_sharding.protocol import ExchangeProtocol, MessageKind, pack_tags, unpack_tags
 from gsreal.gradient_sharding.side_stream import Observer
-from gsreal.gradient_sharding.thresholds import ThresholdedRange, Thresholds, clip_ranges, mark
 from gssim.plan import Push, splitting
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -16,15 +16,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from gsreal.gradient_sharding import state
 from gsreal.gradient_sharding.bucket import Bucket, skip_parameters_without_gradient
-from gsreal.gradient_sharding.guards import ModelGuard
+from gsreal.gradient_sharding.guards import ModelGuard, check_shares, describe_optimizer
 from gsreal.gradient_sharding.hierarchy import Hierarchy, IntraNodeReducer
-from gsreal.gradient_sharding.migration import migrate
-from gsreal.gradient_sharding.options import check_shares, describe_optimizer
 from gsreal.gradient_sharding.protocol import called_by_torch_state_dict, collective_call
 from gsreal.gradient_sharding.publish import Publisher
 from gsreal.gradient_sharding.push import Pusher, Sent
 from gsreal.gradient_sharding.pushed_gradient import PushedGradient, any_non_finite, clip, total_norm
 from gsreal.gradient_sharding.sharded_parameters import NO_BACKWARD, Unit
+from gsreal.gradient_sharding.state import migrate
 from gssim.plan import splitting
 
 BACKWARD = "a backward, and what it pushes"

@@ -17,9 +17,8 @@ import tomli_w
 from gsreal.calibrate.bench import Settings
 from gsreal.calibrate.cluster_file import GUARD, backend_cost_data, device_type_data, rounded, source_of
 from gsreal.lab.building import built
-from gsreal.lab.lab import Lab, lab_of
+from gsreal.lab.lab import Lab, lab_of, run_ranks
 from gsreal.lab.network import FASTEST_BYTES_PER_S
-from gsreal.lab.ranks import run_ranks
 from gsreal.lab.throttle import MOST_OF_THE_CORES, share_of
 from gsreal.machine import processor_name, usable_cores
 from gssim.cluster import BackendCost, Cluster, Device, DeviceType, Link

@@ -17,8 +17,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-from gsreal.lab.namespaces import in_namespace, prepare_process
-from gsreal.lab.network import ADDRESS_DEVICE, End, Network
+from gsreal.lab.network import ADDRESS_DEVICE, End, Network, in_namespace, prepare_process
 from gsreal.lab.throttle import own_place
 from gsreal.run.launch import signals_deferred
 from gssim.errors import RunFailedError

@@ -10,13 +10,10 @@ from torch import Tensor, nn
 
 from gsreal.gradient_sharding.sharded_parameters import gathered
 from gsreal.measure import Timeline
-from gsreal.methods.fully_sharded import fully_shard_parameters
+from gsreal.methods.data_parallel import all_reduce_gradients, fully_shard_parameters, train_single_device
 from gsreal.methods.gradient_sharding import push_gradients, train_owned_layers
-from gsreal.methods.pipeline_stages import StageModules
-from gsreal.methods.pipelined import pipeline_stages
-from gsreal.methods.replicated import all_reduce_gradients, train_single_device
-from gsreal.methods.tensor import slice_blocks
-from gsreal.methods.tensor_slices import whole_parameter
+from gsreal.methods.pipelined import StageModules, pipeline_stages
+from gsreal.methods.tensor_slices import slice_blocks, whole_parameter
 from gsreal.methods.training import Training, checkpoint_blocks, device_mesh
 from gsreal.run.rank_speed import Rebalancer, SlowDevice
 from gssim.scenario import Scenario

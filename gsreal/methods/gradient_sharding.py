@@ -17,8 +17,7 @@ from gsreal.gradient_sharding import shard_gradients
 from gsreal.gradient_sharding.point_to_point import all_gather_v
 from gsreal.gradient_sharding.side_stream import Observer
 from gsreal.measure import Timeline
-from gsreal.methods.optimizers import make_optimizer
-from gsreal.methods.training import Training, blocks_of, data_mesh, device_mesh
+from gsreal.methods.training import Training, blocks_of, data_mesh, device_mesh, make_optimizer
 from gssim.plan import DATA_AXES, Policies
 from gssim.scenario import Scenario
 from gssim.workload import gradient_order, unrolled

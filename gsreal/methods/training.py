@@ -1,9 +1,6 @@
-"""One training step of a module prepared for a plan; device meshes of the plan's axes.
+"""One training step of a module prepared for a plan; its optimizer, meshes of its axes, and checkpointing of blocks."""
 
-Activation checkpointing of blocks.
-"""
-
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -13,16 +10,95 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from gsreal.gradient_sharding import GradientSharding
+from gsreal.gradient_sharding.master import MasterCopy, master_type
 from gsreal.machine import group_threads
 from gsreal.measure import Timeline
-from gsreal.methods.recompute import selective_contexts
 from gsreal.model_files.build import logits_of, loss_of
 from gsreal.run.rank_speed import Rebalancer, SlowDevice
 from gssim.plan import AXES, Mesh, Policies, splitting
-from gssim.workload import Model, unrolled
+from gssim.scenario import has_master_copy
+from gssim.workload import Model, Workload, unrolled
+
+aten = torch.ops.aten
+COMPUTE_HEAVY: frozenset[Any] = frozenset(
+    packet.default
+    for packet in (
+        aten.mm,
+        aten.addmm,
+        aten.bmm,
+        aten.baddbmm,
+        aten._grouped_mm,
+        aten.convolution,
+        aten._scaled_dot_product_flash_attention,
+        aten._scaled_dot_product_flash_attention_for_cpu,
+        aten._scaled_dot_product_efficient_attention,
+        aten._scaled_dot_product_cudnn_attention,
+        aten._scaled_dot_product_fused_attention_overrideable,
+    )
+)
+"""Matrix products (of experts too), convolutions, fused attention (composed operations are seen as their parts).
+
+Source: torchtitan's list for selective checkpointing per operation, which saves only every second matrix product.
+"""
+
+
+def _policy(_context: Any, operation: Any, *_args: Any, **_settings: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in COMPUTE_HEAVY else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+selective_contexts = partial(create_selective_checkpoint_contexts, _policy)
+"""For `checkpoint(..., context_fn=selective_contexts)`: compute-heavy operations run once, all others twice."""
+
+
+KINDS: dict[str, type[torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "sgd-momentum": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
+
+
+def optimizer_of(workload: Workload, device: torch.device) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """Return the class of the workload's optimizer and its settings.
+
+    torch's default implementation for the device: one tensor at a time on a CPU, all together on a GPU.
+    """
+    wanted = workload.optimizer_implementation
+    foreach = device.type == "cuda" if wanted == "default" else wanted == "foreach"
+    settings = {
+        "lr": workload.learning_rate,
+        "weight_decay": workload.weight_decay,
+        "foreach": foreach,
+        "fused": wanted == "fused",
+    }
+    if workload.optimizer == "sgd-momentum":
+        settings["momentum"] = workload.momentum
+    return KINDS[workload.optimizer], settings
+
+
+def replica_optimizer_of(workload: Workload, device: torch.device) -> tuple[Any, dict[str, Any]]:
+    """Return the same for parameters in the workload's precision: with master copies if it has them."""
+    kind, settings = optimizer_of(workload, device)
+    return (partial(MasterCopy, kind=kind) if has_master_copy(workload) else kind), settings
+
+
+def make_optimizer(
+    workload: Workload, parameters: Iterable[nn.Parameter], device: torch.device
+) -> torch.optim.Optimizer:
+    """Return the workload's optimizer over the parameters, with master copies if their precision requires it.
+
+    DTensors and others are separate groups: torch's optimizers that process all tensors together refuse a mixture.
+    """
+    parameter_list = list(parameters)
+    low = any(parameter.dtype != master_type(parameter.dtype) for parameter in parameter_list)
+    kind, settings = replica_optimizer_of(workload, device) if low else optimizer_of(workload, device)
+    kinds = [[p for p in parameter_list if isinstance(p, DTensor) is native] for native in (True, False)]
+    optimizer: torch.optim.Optimizer = kind([{"params": each} for each in kinds if each], **settings)
+    return optimizer
 
 
 def device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:

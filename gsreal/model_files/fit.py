@@ -6,8 +6,8 @@ from fractions import Fraction
 from itertools import groupby
 from typing import Any
 
-from gsreal.model_files.layers import LOSS
 from gsreal.model_files.recorder import Recomputation, Record, Work
+from gsreal.model_files.step import LOSS
 from gssim.workload import Buffer, Layer, Moment, Parameter, Polynomial, Reduction
 
 

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from gsreal.model_files.build import example_batch, logits_of, loss_of
 from gsreal.model_files.fit import NoPolynomialError, Shape, fit_buffers, fit_polynomial, parameters_of
-from gsreal.model_files.layers import layer_boundaries
 from gsreal.model_files.recorder import Record, Recorder
-from gsreal.model_files.step import fake_module, known_storages, without_values
+from gsreal.model_files.step import fake_module, known_storages, layer_boundaries, without_values
 from gssim.workload import Layer, Model, Moment, PartialBackward, layer_input_gradient, layer_output
 
 Records = dict[Shape, Record]

@@ -3,7 +3,8 @@
 Ranks find each other by a file in a folder that only this user can read: torchrun's store would listen on every address
 of the machine, and answer anyone. gloo and NCCL listen on the loopback interface, or on the one that is named.
 
-While a lab's network is taken down, the signals that end a lab are ignored.
+Signals that end a lab are ignored while its network is taken down. Before the ranks start, `check_real` refuses
+scenarios that are valid, but cannot run on this machine.
 """
 
 import json
@@ -20,12 +21,53 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from gsreal.machine import ENVIRONMENT, die_with_parent
+from gsreal.data.sources import check_data
+from gsreal.machine import ENVIRONMENT, check_machine, die_with_parent
+from gsreal.methods.pipelined import check_stages
+from gsreal.model_files.build import check_factory
+from gsreal.run.feed import check_evaluation
 from gsreal.run.progress import DEFAULT_TIMEOUT_S, REPORTS, Watch
 from gsreal.run.rank import LAUNCHER, STORE, TIMEOUT
 from gssim.errors import RunFailedError, UserError
 from gssim.execution.files import scratch_folder
+from gssim.plan import PREDICTED_ONLY
+from gssim.scenario import Loaded, Scenario
 from gssim.terminal import ENDING
+
+
+def check_real(loaded: Loaded) -> None:
+    """Raise UserError if the scenario cannot run on this machine."""
+    ours, where = loaded.scenario, loaded.file
+    check_factory(ours.workload.model.module, where=where)
+    check_predicted_only(ours, where=where)
+    check_machine(ours.cluster, ours.ranks, where=where)
+    check_data(ours.workload, where=where, seed=ours.run.seed, steps=ours.run.warmup_steps + ours.run.steps)
+    check_stages(ours, where=where)
+    check_evaluation(ours, where=where)
+    check_overlap(ours, where=where)
+
+
+def check_predicted_only(scenario: Scenario, *, where: str) -> None:
+    """Raise UserError for values that can only be predicted."""
+    for (key, value), why in PREDICTED_ONLY.items():
+        table, _, name = key.partition(".")
+        if getattr(getattr(scenario, table), name) == value:
+            raise UserError(f"{where}: {key} = {value!r}: {why}")
+
+
+def check_overlap(scenario: Scenario, *, where: str) -> None:
+    """Raise UserError if the plan disables overlap, but PyTorch overlaps collectives with compute in any case.
+
+    FSDP2's collectives on gloo do not overlap (they are awaited where they start), and a plan need not say so.
+    """
+    policies = scenario.policies
+    if scenario.plan.overlap or policies.data_ranks == 1:
+        return
+    said = f"{where}: plan.overlap = false"
+    if policies.pp > 1:
+        raise UserError(f"{said}: replicas of a pipeline's stages can be predicted so, but not run; allowed: true")
+    if policies.gradients == "reduce-scatter" and scenario.cluster.backend == "nccl":
+        raise UserError(f"{said}: FSDP2 overlaps on nccl in any case, so it cannot be run; allowed: true")
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from gsreal.lab.verify import InterfaceBytes
 from gsreal.machine import provenance
 from gsreal.measure import ObservedCollective, RankStep, collectives_of
 from gsreal.methods.training import Training
-from gsreal.run.evaluation import HeldOut
+from gsreal.run.feed import HeldOut
 from gssim.errors import UserError
 from gssim.result import Density, Division, Evaluation, RankClass, Result
 from gssim.scenario import Loaded, Scenario

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from gsreal.gradient_sharding.master import MasterCopy, master_type
-from gsreal.gradient_sharding.messages import Scratch
-from gsreal.gradient_sharding.thresholds import Thresholds
+from gsreal.gradient_sharding.messages import Scratch, Thresholds
 from gsreal.measure import Timeline
-from gsreal.methods.optimizers import make_optimizer
+from gsreal.methods.training import make_optimizer
 from gsreal.model_files.build import logits_of, loss_of
 from gsreal.run.feed import Feed
 from gsreal.run.worker import build

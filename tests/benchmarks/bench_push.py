@@ -14,8 +14,11 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
-from gsreal.gradient_sharding.messages import Encoding, Scratch  # noqa: E402
-from gsreal.gradient_sharding.thresholds import mark  # noqa: E402
+from gsreal.gradient_sharding.messages import (  # noqa: E402
+    Encoding,
+    Scratch,
+    mark,
+)
 
 HERE = Path(__file__).resolve().parent
 ELEMENTS = 25 * 2**20 // 8

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from gsreal.model_files.model_file import Request, traced_model, write_model
+from gsreal.model_files.trace import Request, traced_model, write_model
 from gssim.scenario import load_model
 from gssim.units import validated
 from gssim.workload import Model, Workload

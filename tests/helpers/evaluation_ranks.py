@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 from gsreal.measure import CollectiveRecorder, Timeline
-from gsreal.run.evaluation import HeldOut
-from gsreal.run.feed import Feed
+from gsreal.run.feed import Feed, HeldOut
 from gsreal.run.rank import run_on_rank
 from gsreal.run.worker import build
 from gssim.scenario import load_scenario

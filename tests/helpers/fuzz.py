@@ -184,7 +184,7 @@ def _no_ranks() -> None:
     import gsreal.calibrate.bench
     import gsreal.calibrate.cluster_file
     import gsreal.cli
-    import gsreal.lab.cleaning
+    import gsreal.lab.building
     import gsreal.lab.lab
     import gsreal.run.launch
     import gsreal.statistics.collect
@@ -201,7 +201,7 @@ def _no_ranks() -> None:
     ):
         if hasattr(module, name):
             setattr(module, name, stop)
-    gsreal.lab.cleaning.check_tools = lambda: None
+    gsreal.lab.building.check_tools = lambda: None
 
 
 # Judgement -----------------------------------------------------------------------------------------------------------

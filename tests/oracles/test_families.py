@@ -14,11 +14,9 @@ from test_trace import CPU_ATTENTION, at, counted_peak_bytes, real_step, replaye
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
-from gsreal.model_files.build import build_module
-from gsreal.model_files.hugging_face import training_config
-from gsreal.model_files.model_file import counted_table, traced_model
+from gsreal.model_files.build import build_module, training_config
 from gsreal.model_files.recorder import ALIASES, FORMULAS, flop_of, is_bound_by_bytes
-from gsreal.model_files.trace import OperationCounts
+from gsreal.model_files.trace import OperationCounts, counted_table, traced_model
 from gssim.errors import UserError
 from gssim.workload import HuggingFace, Model, unrolled
 

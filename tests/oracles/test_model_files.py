@@ -13,8 +13,8 @@ from test_trace import at, counted_peak_bytes, flop_of, real_step, replayed_peak
 from torch import nn
 
 import gsreal.model_files.trace as tracer
-from gsreal.model_files.model_file import traced_model
 from gsreal.model_files.repeated import KEPT, with_fewer_blocks
+from gsreal.model_files.trace import traced_model
 from gssim.scenario import load_model
 from gssim.workload import Model, unrolled
 

@@ -10,7 +10,7 @@ import torch
 from strategies import scenario_of, star, tiny_model
 from torch import nn
 
-from gsreal.methods.pipeline_stages import check_stages, stage_module
+from gsreal.methods.pipelined import check_stages, stage_module
 from gsreal.model_files.build import build_module, example_batch
 from gsreal.run.feed import Feed
 from gssim.errors import UserError

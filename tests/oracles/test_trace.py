@@ -21,9 +21,8 @@ from gsreal.measure import MemoryCounter
 from gsreal.measure.memory import _StorageTracker
 from gsreal.methods.training import checkpoint_blocks
 from gsreal.model_files.build import build_module, example_batch, loss_of
-from gsreal.model_files.model_file import Request, traced_model, write_model
 from gsreal.model_files.recorder import Record, Recorder, _is_alias
-from gsreal.model_files.trace import trace
+from gsreal.model_files.trace import Request, trace, traced_model, write_model
 from gssim.errors import UserError
 from gssim.memory import CPU_RANDOM_STATE_BYTES, activation_timeline, as_traced, gradient_events, recomputed_buffers
 from gssim.scenario import load_model

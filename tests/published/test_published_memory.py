@@ -153,7 +153,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed: pip install
 
 from torch import nn  # noqa: E402
 
-from gsreal.model_files.model_file import Request, traced_model  # noqa: E402
+from gsreal.model_files.trace import Request, traced_model  # noqa: E402
 
 
 class ClassicBlock(nn.Module):

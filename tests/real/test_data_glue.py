@@ -11,7 +11,7 @@ from data_files import HEADERS, WORDS, glue_folder, glue_rows, word_tokeniser, w
 from numpy.random import default_rng
 
 from gsreal.data import sources as data
-from gsreal.data.glue import TASKS
+from gsreal.data.text import TASKS
 from gsreal.model_files.build import build_module, logits_of
 from gssim.errors import UserError
 from gssim.units import validated

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from gsreal.gradient_sharding.master import MasterCopy
 from gsreal.gradient_sharding.state import PartialTensor
-from gsreal.methods.pipeline_stages import StageModules
+from gsreal.methods.pipelined import StageModules
 from gsreal.methods.tensor_slices import Slice
-from gsreal.run.elements import Elements, _pieces
+from gsreal.run.checkpoint import Elements, _pieces
 
 
 @given(

@@ -167,7 +167,7 @@ def test_a_training_that_is_killed_goes_on_as_if_nothing_had_happened(tmp_path, 
 @pytest.mark.slow
 def test_a_lab_that_is_killed_leaves_what_clean_takes_away(tmp_path, temporary):
     pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
-    from gsreal.lab.cleaning import missing, runs
+    from gsreal.lab.building import missing, runs
 
     if missing() is not None:
         pytest.skip(f"the lab {missing()}")

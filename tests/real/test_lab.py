@@ -18,12 +18,11 @@ from strategies import built, fabrics, star, topology
 
 from gsreal import cli, compiled
 from gsreal.calibrate.bench import Settings
-from gsreal.lab import calibration, cleaning, lab, throttle
-from gsreal.lab import cleaning as check
+from gsreal.lab import building, calibration, lab, throttle
 from gsreal.lab import verify as counters
 from gsreal.lab.building import address_commands, node_commands, route_commands, wire_commands
+from gsreal.lab.lab import rank_command, rank_environment
 from gsreal.lab.network import LEAST_DELAY_S, network_of, shape, wire_bits_per_s
-from gsreal.lab.ranks import rank_command, rank_environment
 from gsreal.lab.throttle import MOST_OF_THE_CORES, Place, as_variable, cores_of, own_place
 from gsreal.lab.verify import Verified, interface_bytes
 from gsreal.machine import device_name, usable_cores
@@ -114,7 +113,7 @@ def test_two_labs_share_no_name():
     cluster = star(3)
     first, second = ({node.namespace for node in network(cluster, run_id).nodes} for run_id in ("a", "b"))
     assert not first & second
-    assert {cleaning.run_of(name) for name in first} == {"a"}
+    assert {building.run_of(name) for name in first} == {"a"}
 
 
 @pytest.mark.parametrize(
@@ -363,19 +362,19 @@ def test_a_missing_program_is_named_with_its_package(monkeypatch, capsys, progra
 def test_root_that_may_make_no_namespaces_is_refused(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
-    monkeypatch.setattr(check, "can_create_namespaces", lambda: False)
+    monkeypatch.setattr(building, "can_create_namespaces", lambda: False)
     with pytest.raises(UserError, match="lab: root may not make network namespaces here"):
-        check.check_tools()
+        building.check_tools()
 
 
 def test_slow_devices_and_delays_need_a_compiler(monkeypatch):
-    monkeypatch.setattr(check, "compiler", lambda: None)
+    monkeypatch.setattr(building, "compiler", lambda: None)
     plain, far = network(star(2)), network(switched(latency_s=0.02))
-    check.check_compiler(plain, [1.0, 1.0])
+    building.check_compiler(plain, [1.0, 1.0])
     with pytest.raises(UserError, match=r"to slow devices down \(lab.cpu_share_ratio\): apt-get install g\+\+"):
-        check.check_compiler(plain, [1.0, 0.5])
+        building.check_compiler(plain, [1.0, 0.5])
     with pytest.raises(UserError, match=r"to delay links where the kernel has no netem: apt-get install g\+\+"):
-        check.check_compiler(far, [1.0, 1.0])
+        building.check_compiler(far, [1.0, 1.0])
 
 
 def test_either_a_scenario_or_a_sweep_or_clean(monkeypatch, capsys):
@@ -388,18 +387,18 @@ def test_either_a_scenario_or_a_sweep_or_clean(monkeypatch, capsys):
 
 
 def test_a_lock_tells_dead_runs_from_those_alive(tmp_path, monkeypatch):
-    monkeypatch.setattr(cleaning, "LOCKS", tmp_path / "locks")
-    monkeypatch.setattr(cleaning, "FOLDER", tmp_path / "netns")
+    monkeypatch.setattr(building, "LOCKS", tmp_path / "locks")
+    monkeypatch.setattr(building, "FOLDER", tmp_path / "netns")
     (tmp_path / "netns").mkdir()
     for name in ("gsreal-lab-dead-0", "gsreal-lab-dead-1", "gsreal-lab-alive-0", "mine"):
         (tmp_path / "netns" / name).touch()
     taken = []
-    monkeypatch.setattr(cleaning, "take_down", taken.append)
-    with cleaning.claimed("alive") as first, cleaning.claimed("alive") as second:
+    monkeypatch.setattr(building, "take_down", taken.append)
+    with building.claimed("alive") as first, building.claimed("alive") as second:
         assert (first, second) == (True, False)
-        assert cleaning.clean() == (["dead"], ["alive"])
+        assert building.clean() == (["dead"], ["alive"])
         assert taken == ["dead"]
-    assert cleaning.namespaces_of("dead") == ["gsreal-lab-dead-0", "gsreal-lab-dead-1"]
+    assert building.namespaces_of("dead") == ["gsreal-lab-dead-0", "gsreal-lab-dead-1"]
     assert not (tmp_path / "locks").exists()
 
 
@@ -424,7 +423,7 @@ def test_a_signal_to_end_unwinds_the_stack():
 
 def test_packages_are_installed_by_continuous_integration():
     script = (SCENARIOS.parent / ".ci" / "run").read_text()
-    assert all(package in script for package in set(check.PACKAGES.values()))
+    assert all(package in script for package in set(building.PACKAGES.values()))
 
 
 # Calibration ---------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import torch
 
 from gsreal import cli
 from gsreal.machine import device_name, usable_cores
-from gsreal.model_files.model_file import Request, traced_model, write_model
+from gsreal.model_files.trace import Request, traced_model, write_model
 from gsreal.run.launch import reason_of
 from gssim.result import PHASES, Result, process_of, read_result
 from gssim.scenario import load_model

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
 from gsreal.gradient_sharding.bucket import Bucket  # noqa: E402
-from gsreal.gradient_sharding.messages import Encoding, Scratch  # noqa: E402
+from gsreal.gradient_sharding.messages import Encoding, Scratch, clip_ranges, mark, mean_magnitudes, quantile  # noqa: E402  # noqa: E402
 from gsreal.gradient_sharding.push import Accumulated, Residual  # noqa: E402
-from gsreal.gradient_sharding.thresholds import clip_ranges, mark, mean_magnitudes, quantile  # noqa: E402
 from gssim.plan import (  # noqa: E402
     CHUNK_ELEMENTS,
     divide,

@@ -169,7 +169,7 @@ def test_slow_commands_run_in_a_small_form(tmp_path):
 
 
 def can_emulate():
-    from gsreal.lab.cleaning import check_tools
+    from gsreal.lab.building import check_tools
     from gssim.errors import UserError
 
     try:

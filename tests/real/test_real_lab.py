@@ -21,11 +21,9 @@ from strategies import built as cluster_of
 from strategies import topology
 
 from gsreal.compiled import compiler
-from gsreal.lab.building import built, execute
-from gsreal.lab.cleaning import LOCKS, missing, namespaces_of, runs
-from gsreal.lab.namespaces import prepare_process
-from gsreal.lab.network import network_of
-from gsreal.lab.ranks import unreachable_rank
+from gsreal.lab.building import LOCKS, built, execute, missing, namespaces_of, runs
+from gsreal.lab.lab import unreachable_rank
+from gsreal.lab.network import network_of, prepare_process
 from gsreal.lab.throttle import Place, as_variable, throttle_library
 from gsreal.lab.verify import verify
 from gsreal.machine import usable_cores

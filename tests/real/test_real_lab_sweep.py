@@ -13,7 +13,7 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[
 
 from test_real_lab import lab, marked, pytestmark, run_in, soon
 
-from gsreal.lab.cleaning import namespaces_of, runs
+from gsreal.lab.building import namespaces_of, runs
 from gssim.cli import main
 from gssim.result import read_result
 

@@ -12,10 +12,9 @@ from strategies import built as cluster_of
 from strategies import communication_time_s, topology
 
 from gsreal.compiled import compiler
-from gsreal.lab.building import built
-from gsreal.lab.cleaning import missing
+from gsreal.lab.building import built, missing
+from gsreal.lab.lab import run_ranks
 from gsreal.lab.network import network_of
-from gsreal.lab.ranks import run_ranks
 from gsreal.lab.throttle import Place
 from gssim.collectives import Communication
 

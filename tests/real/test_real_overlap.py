@@ -8,7 +8,7 @@ from real_runs import predicted, run_cases, scenario_file, star
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
-from gsreal.run.checks import check_real
+from gsreal.run.launch import check_real
 from gssim.errors import UserError
 from gssim.program import lower
 from gssim.scenario import load_scenario

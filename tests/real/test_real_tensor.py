@@ -34,7 +34,7 @@ TINY = {
 
 def tiny(kind: str, folder: Path) -> Path:
     """Return the file of a small model of Hugging Face's, traced at one sequence length."""
-    from gsreal.model_files.model_file import Request, traced_model, write_model
+    from gsreal.model_files.trace import Request, traced_model, write_model
 
     request = Request(
         model=f"hf:{kind}",

@@ -18,9 +18,8 @@ from gsreal.measure import Timeline
 from gsreal.model_files.build import loss_of
 from gsreal.run.feed import Feed
 from gsreal.run.worker import build
-from gsreal.statistics.collect import APART, sampled_steps, take_statistics, write_statistics
-from gsreal.statistics.sketches import BlockSketches, Feedback, partition, sketch, typical
-from gsreal.statistics.training import Replica
+from gsreal.statistics.collect import APART, Replica, sampled_steps, take_statistics, write_statistics
+from gsreal.statistics.records import BlockSketches, Feedback, partition, sketch, typical
 from gssim.plan import Push
 from gssim.scenario import Run, Scenario, load_model, single_device
 from gssim.sparsity import push_density

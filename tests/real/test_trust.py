@@ -15,8 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from gsreal.model_files.build import build_module, check_factory, set_trust
-from gsreal.model_files.hugging_face import training_config
+from gsreal.model_files.build import build_module, check_factory, set_trust, training_config
 from gsreal.run.checkpoint import Planner, Reader, _digest
 from gssim.errors import UserError
 from gssim.scenario import load_model
@@ -72,7 +71,7 @@ VERBS = {
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_no_verb_runs_what_a_model_file_names_unless_it_is_trusted(verb, marker, tmp_path, monkeypatch):
-    monkeypatch.setattr("gsreal.lab.cleaning.check_tools", lambda: None)
+    monkeypatch.setattr("gsreal.lab.building.check_tools", lambda: None)
     (tmp_path / "sweep.toml").write_text(SWEEP.format(demo=SCENARIOS / "lab-two-sites.toml"), encoding="utf-8")
     places = {
         "demo": SCENARIOS / "demo.toml",
