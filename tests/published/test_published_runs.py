@@ -399,7 +399,7 @@ def assert_same(run: Run, result: api.Result) -> None:
     assert result.step_time_s == prediction.step_s
     ranks = [each for each in result.ranks if run.memory_of == "most" or run.ranks - 1 in each.ranks]
     assert max(each.peak_allocated_bytes for each in ranks) == prediction.allocated_bytes
-    assert max(each.peak_reserved_bytes or 0.0 for each in ranks) == prediction.reserved_bytes
+    assert max(each.peak_reserved_bytes or each.peak_allocated_bytes for each in ranks) == prediction.reserved_bytes
 
 
 def test_emitted_scenarios_are_predicted_as_their_rows(tmp_path, capsys, monkeypatch):
@@ -444,7 +444,7 @@ def scores(name: str, begin: str | tuple[str, ...] = "") -> tuple[SourceScore, .
     [
         ("amp_real_trials.csv", slice(20, None, 10)),
         ("llm_foundry_fsdp.csv", slice(0, None, 25)),
-        ("measured_master.csv", slice(2, None, 20)),
+        pytest.param("measured_master.csv", slice(2, None, 20), marks=pytest.mark.slow),
         ("megatron_ci_golden.csv", slice(0, None, 60)),
         ("sailor_validation.csv", slice(0, None, 5)),
         pytest.param("vtrain_ground_truth_multi.csv", slice(0, None, 9), marks=pytest.mark.slow),
