@@ -55,10 +55,7 @@ def push_gradients(scenario: Scenario, module: nn.Module, timeline: Timeline, de
 
 
 def _observer(timeline: Timeline, mesh: DeviceMesh) -> Observer:
-    """Return an observer that records spans, with the process group of those that communicate.
-
-    Intra-node or inter-node.
-    """
+    """Return an observer that records spans; one that communicates, with its group: within a node or across nodes."""
     across, inside = mesh.get_group(0), mesh.get_group(1) if mesh.ndim > 1 else None
 
     def observe(label: str, phase: str, *, intra_node: bool = False) -> AbstractContextManager[None]:
@@ -70,10 +67,7 @@ def _observer(timeline: Timeline, mesh: DeviceMesh) -> Observer:
 
 
 def _mesh(policies: Policies, device: torch.device) -> DeviceMesh:
-    """Return the ranks that push gradients to one another.
-
-    With those of their nodes if they are reduced there first.
-    """
+    """Return the mesh of ranks that push gradients to one another, with those of a node if they are reduced there."""
     if policies.push_axis == "dp_replicate":
         return device_mesh(policies.mesh, device)["dp_replicate", "dp_shard"]
     return data_mesh(policies, device, "dp_shard")

@@ -340,15 +340,12 @@ def outside_bytes(device: DeviceType, scenario: Scenario, program: Program, rank
 
 
 def _under_limit(scenario: Scenario, footprint: MemoryFootprint, program: Program) -> MemoryFootprint:
-    """Return the footprint of a rank whose allocator would reserve more than the device has, and must release in
-    time.
-    """
+    """Return the footprint of a rank whose allocator releases free segments where the device has no more memory."""
     room = footprint.memory_bytes - footprint.outside_bytes - _float_gradient_bytes(scenario, footprint)
     if footprint.reserved_bytes <= room or footprint.allocated_bytes > room:
         return footprint
     expandable = scenario.cluster.type_of(footprint.rank).expandable_segments
     role = program.role_of[footprint.rank]
-
     peaks = program.once(_replay, role, expandable, room)
     if peaks.missing_bytes:
         return replace(footprint, missing_bytes=peaks.missing_bytes)
