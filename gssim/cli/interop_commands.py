@@ -1,0 +1,79 @@
+"""Commands for what users bring: import, models."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gssim.cli.commands import Overrides, app
+from gssim.execution.files import write_text
+from gssim.interop import FORMATS, RefusedError, find_model, import_scenario
+from gssim.terminal import PIPE_WIDTH, plain_console
+from gssim.units import one_line
+from gssim.workload import shipped_models
+
+
+def _say(command: str, kind: str, line: str) -> None:
+    print(one_line(f"gssim: {command}: {kind}: {line}"), file=sys.stderr)
+
+
+@app.command("import")
+def import_command(
+    file: Annotated[Path, typer.Argument(help="The file; `-` reads Megatron-LM's arguments from stdin.")],
+    model: Annotated[str, typer.Option("--model", help="Model file, Hugging Face config.json, or a shipped name.")],
+    cluster: Annotated[Path, typer.Option("--cluster", help="Cluster file.")],
+    overrides: Overrides = None,
+    form: Annotated[
+        str | None, typer.Option("--from", metavar="FORMAT", help=f"{', '.join(FORMATS)}; by default as it looks.")
+    ] = None,
+    ignored: Annotated[
+        list[str] | None,
+        typer.Option("--ignore", metavar="KEY", help="Leave out a key that is refused; * and ? match; repeatable."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Scenario to write; by default it is printed.")] = None,
+) -> None:
+    """Make a scenario of a DeepSpeed, Accelerate, Megatron-LM, torchtitan, Automodel or axolotl file.
+
+    Keys without an effect and defaults are listed on stderr. A key that changes the answer and cannot be simulated is
+    refused, and nothing is written; --set gives what it would have said, --ignore leaves it out.
+    """
+    text = sys.stdin.read(2**22) if str(file) == "-" else None
+    try:
+        found = import_scenario(
+            Path("arguments") if text is not None else file,
+            model=model,
+            cluster=cluster,
+            overrides=overrides or [],
+            form=form,
+            ignored=ignored or [],
+            out=out,
+            text=text,
+        )
+    except RefusedError as error:
+        for line in error.refused:
+            _say("import", "refused", line)
+        raise
+    for line in found.listed:
+        _say("import", "approximated" if ": approximated: " in line else "without effect", line)
+    for line in found.defaults:
+        _say("import", "default", line)
+    if out is not None:
+        write_text(out, found.text)
+    else:
+        sys.stdout.write(found.text)
+
+
+@app.command("models")
+def models_command() -> None:
+    """List the models that come with the package: parameters, longest sequence, origin."""
+    from rich.table import Table  # here, as other commands need no table of models
+
+    table = Table("model", "parameters", "longest sequence", "origin")
+    for name in shipped_models():
+        model = find_model(name).model
+        longest = getattr(model.input, "maximum_sequence_length", None)
+        table.add_row(
+            name, f"{model.elements:,}", "" if longest is None else str(longest), model.source.partition(";")[0]
+        )
+    plain_console(PIPE_WIDTH).print(table)
