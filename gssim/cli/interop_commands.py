@@ -1,4 +1,4 @@
-"""Commands for what users bring: import, models."""
+"""Commands for what users bring and take away: import, export, models."""
 
 import sys
 from pathlib import Path
@@ -7,8 +7,10 @@ from typing import Annotated
 import typer
 
 from gssim.cli.commands import Overrides, app
+from gssim.errors import UserError
 from gssim.execution.files import write_text
-from gssim.interop import FORMATS, RefusedError, find_model, import_scenario
+from gssim.interop import EXPORTS, FORMATS, RefusedError, export_scenario, find_model, import_scenario
+from gssim.scenario import load_scenario
 from gssim.terminal import PIPE_WIDTH, plain_console
 from gssim.units import one_line
 from gssim.workload import shipped_models
@@ -58,6 +60,30 @@ def import_command(
         _say("import", "approximated" if ": approximated: " in line else "without effect", line)
     for line in found.defaults:
         _say("import", "default", line)
+    if out is not None:
+        write_text(out, found.text)
+    else:
+        sys.stdout.write(found.text)
+
+
+@app.command("export")
+def export_command(
+    scenario: Path,
+    to: Annotated[str, typer.Option("--to", metavar="PROGRAM", help=f"{', '.join(EXPORTS)}.")],
+    overrides: Overrides = None,
+    out: Annotated[Path | None, typer.Option("--out", help="File to write; by default it is printed.")] = None,
+) -> None:
+    """Write a scenario's plan as a configuration of another program, or as a script for torchrun.
+
+    A plan that the program cannot execute is refused; what its format cannot hold is listed on stderr.
+    """
+    loaded = load_scenario(scenario, overrides or [], gradients_needed=False)
+    try:
+        found = export_scenario(loaded.scenario, to)
+    except UserError as error:
+        raise UserError(f"{scenario}: {error}") from None
+    for note in found.notes:
+        _say("export", "not in the file", note)
     if out is not None:
         write_text(out, found.text)
     else:

@@ -260,6 +260,12 @@ def accelerate(keys: Keys, cluster: Cluster) -> Training:
     elif found.dp_replicate is not None and found.dp_shard is None and kind != "DEEPSPEED":
         found.dp_shard = Value(1, f"{found.dp_replicate.origin} alone")
         found.sharding = Value("none", found.dp_replicate.origin)
+    _precision_of_accelerate(keys, found, kind)
+    keys.close(ACCELERATE)
+    return found
+
+
+def _precision_of_accelerate(keys: Keys, found: Training, kind: str) -> None:
     precision = keys.choice(
         PRECISIONS, "mixed_precision", sets="workload.precision", why="this precision cannot be simulated"
     )
@@ -275,8 +281,6 @@ def accelerate(keys: Keys, cluster: Cluster) -> Training:
         )
     if not keys.has("mixed_precision") and kind != "DEEPSPEED":
         found.precision = Value("fp32", "mixed_precision is not given: no")
-    keys.close(ACCELERATE)
-    return found
 
 
 def _deepspeed_of_accelerate(keys: Keys) -> Training:

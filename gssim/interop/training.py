@@ -263,9 +263,10 @@ def _options(training: Training, keys: Keys, method: str, tp: int, pp: int, *, a
         entries.append(Entry("plan.recompute", recompute.value, recompute.origin))
     else:
         entries.append(Entry("plan.recompute", "none", "as the file does not say: the user's code decides", True))
-    if sync is not None and pp == 1 and accumulates and sync.value != METHODS[method].gradient_sync:
-        if METHODS[method].gradients == "reduce-scatter":
-            entries.append(Entry("plan.gradient_sync", sync.value, sync.origin))
+    rules = METHODS[method]
+    differs = sync is not None and sync.value != rules.gradient_sync
+    if sync is not None and differs and pp == 1 and accumulates and rules.gradients == "reduce-scatter":
+        entries.append(Entry("plan.gradient_sync", sync.value, sync.origin))
     buckets = training.bucket_bytes
     if buckets is not None:
         if method == "ddp" and pp == 1:
