@@ -1,5 +1,6 @@
 """Commands for what users bring and take away: import, export, models."""
 
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -9,7 +10,7 @@ import typer
 from gssim.cli.commands import Overrides, app
 from gssim.errors import UserError
 from gssim.execution.files import write_text
-from gssim.interop import EXPORTS, FORMATS, RefusedError, export_scenario, find_model, import_scenario
+from gssim.interop import EXPORTS, FORMATS, RefusedError, cluster_of, export_scenario, find_model, import_scenario
 from gssim.scenario import load_scenario
 from gssim.terminal import PIPE_WIDTH, plain_console
 from gssim.units import one_line
@@ -88,6 +89,40 @@ def export_command(
         write_text(out, found.text)
     else:
         sys.stdout.write(found.text)
+
+
+@app.command("cluster")
+def cluster_command(
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help="NCCL's XML or `nvidia-smi topo -m` of hosts; and Slurm's topology.conf or topology.yaml, topograph's "
+            "output, or nodes of Kubernetes, which join them."
+        ),
+    ] = None,
+    gpu: Annotated[str | None, typer.Option("--gpu", help="GPU of the hosts, such as h100 or a preset's name.")] = None,
+    hosts: Annotated[int | None, typer.Option("--hosts", help="Number of equal hosts, without a switch file.")] = None,
+    detect: Annotated[bool, typer.Option("--detect", help="Describe this machine.")] = False,
+    oversubscription: Annotated[
+        float, typer.Option("--oversubscription", help="Rate below a switch over that above it.")
+    ] = 1.0,
+    out: Annotated[Path | None, typer.Option("--out", help="Cluster file to write; by default it is printed.")] = None,
+) -> None:
+    """Make a cluster file from what machines, schedulers and libraries write about hosts and switches.
+
+    What was assumed is listed on stderr, and in the file. The last line is the command that draws the cluster.
+    """
+    if not (files or gpu or detect):
+        raise UserError("cluster: give a FILE, --gpu or --detect")
+    name = out.stem if out is not None else ""
+    made = cluster_of(files or [], gpu=gpu, hosts=hosts, detect=detect, oversubscription=oversubscription, name=name)
+    for note in made.notes:
+        _say("cluster", "default", note)
+    if out is not None:
+        write_text(out, made.text)
+        print(shlex.join(["python", "-m", "analysis", "draw", str(out), "--out", str(out.with_suffix(".png"))]))
+    else:
+        sys.stdout.write(made.text + "# python -m analysis draw FILE --out FILE.png\n")
 
 
 @app.command("models")
