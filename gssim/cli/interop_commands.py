@@ -1,19 +1,32 @@
-"""Commands for what users bring and take away: import, export, models."""
+"""Commands for what users bring and take away: import, export, cluster, fits, models."""
 
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from gssim.cli.commands import Overrides, app
+from gssim.cluster import presets
 from gssim.errors import UserError
 from gssim.execution.files import write_text
-from gssim.interop import EXPORTS, FORMATS, RefusedError, cluster_of, export_scenario, find_model, import_scenario
+from gssim.interop import (
+    EXPORTS,
+    FORMATS,
+    RefusedError,
+    cluster_of,
+    export_scenario,
+    find_model,
+    import_scenario,
+    usual_cluster,
+)
+from gssim.planner import with_suggested_changes
+from gssim.result import Result
 from gssim.scenario import load_scenario
-from gssim.terminal import PIPE_WIDTH, plain_console
-from gssim.units import one_line
+from gssim.simulation import simulate
+from gssim.terminal import PIPE_WIDTH, activity, plain_console
+from gssim.units import human_bytes, one_line
 from gssim.workload import shipped_models
 
 
@@ -123,6 +136,75 @@ def cluster_command(
         print(shlex.join(["python", "-m", "analysis", "draw", str(out), "--out", str(out.with_suffix(".png"))]))
     else:
         sys.stdout.write(made.text + "# python -m analysis draw FILE --out FILE.png\n")
+
+
+DOES_NOT_FIT = 1
+"""Exit code of `gssim fits` for a plan that does not fit."""
+
+
+@app.command("fits")
+def fits_command(
+    model: Annotated[str, typer.Argument(help="Model file, Hugging Face config.json, or a shipped name.")],
+    gpu: Annotated[str, typer.Option("--gpu", help="GPU, such as h100, or a preset's name.")],
+    count: Annotated[int, typer.Option("--count", help="Number of GPUs, in their usual servers.")] = 1,
+    method: Annotated[
+        str | None, typer.Option("--plan", help="Method, such as zero3; single for one GPU, else zero3 by default.")
+    ] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Say in one line whether a training fits, by how much, and what to change; exit 0 if it does, 1 if not.
+
+    One sample for each data-parallel rank, as long as the model takes, in 16 bits (fp32 where --set says so), AdamW.
+    """
+    given = {"plan.method": method or ("single" if count == 1 else "zero3")}
+    with activity("gssim: fits") as doing:
+        found = find_model(model)
+        cluster = usual_cluster(gpu, count)
+        device = next(iter(cluster["device_types"]))
+        rates = presets("devices")[device]["peak_flop_per_s"]
+        longest = getattr(found.model.input, "maximum_sequence_length", None)
+        workload: dict[str, Any] = {
+            "model": str(found.path.resolve()),
+            "precision": next(each for each in ("bf16", "fp16", "fp32") if each in rates),
+            "global_batch_size": count,
+        }
+        if longest is not None:
+            workload["sequence_length"] = longest
+        name = f"{found.model.name} on {count} x {device}"
+        tables = {"name": name, "cluster": cluster, "workload": workload, "plan": {"method": given["plan.method"]}}
+        asked = overrides or []
+        batch = [] if any(each.startswith("workload.global_batch_size") for each in asked) else [0]
+        loaded = load_scenario(Path("fits"), asked, tables=tables)
+        if batch:
+            plan = loaded.scenario
+            samples = plan.policies.data_ranks * plan.plan.micro_batches
+            loaded = load_scenario(Path("fits"), [*asked, f"workload.global_batch_size={samples}"], tables=tables)
+        doing(f"adding up the memory of {loaded.scenario.ranks:,} ranks")
+        result = with_suggested_changes(loaded, simulate(loaded).result)
+    scenario = loaded.scenario
+    length = f" of {scenario.workload.sequence_length} tokens" if scenario.workload.sequence_length else ""
+    trained = f"{scenario.workload.precision}, {scenario.workload.optimizer}"
+    under = f"{scenario.plan.method} ({trained}, {scenario.workload.global_batch_size} samples{length})"
+    print(f"{scenario.name} under {under}: {_fit(result)}")
+    if result.does_not_fit is not None:
+        raise typer.Exit(DOES_NOT_FIT)
+
+
+def _fit(result: Result) -> str:
+    """Return whether a plan fits, by how much, and the change that helps most where it does not."""
+    if result.does_not_fit is None:
+        if result.margin is None:
+            return "fits"
+        spare, memory = human_bytes(result.margin.margin_bytes), human_bytes(result.margin.memory_bytes)
+        return f"fits, {spare} of {memory} to spare (largest: {result.margin.category})"
+    lack = f"does not fit, {human_bytes(result.does_not_fit.excess_bytes)} too much"
+    lack += f" (largest: {result.does_not_fit.category})"
+    best = next((each for each in result.remedies if each.fits), None) or next(iter(result.remedies), None)
+    if best is None:
+        return f"{lack}; no change of the plan helps: take more GPUs or a smaller model"
+    margin = best.margin.margin_bytes
+    then = f"{human_bytes(margin)} to spare" if best.fits else f"still {human_bytes(-margin)} too much"
+    return f"{lack}; with {best.change}: {then}"
 
 
 @app.command("models")

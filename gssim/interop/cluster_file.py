@@ -258,3 +258,22 @@ def _text(data: dict[str, Any], notes: Sequence[str], fabric: Fabric | None) -> 
         for group in topology.get("servers", []):
             lines += ["", "[[topology.servers]]", *(f"{key} = {toml(value)}" for key, value in group.items())]
     return "\n".join(lines) + "\n"
+
+
+def usual_cluster(gpu: str, count: int) -> dict[str, Any]:
+    """Return the tables of a cluster of `count` GPUs in their usual servers, behind one switch.
+
+    Raises UserError where they are no whole number of servers, or the GPU's server is not known.
+
+    >>> usual_cluster("h100", 16)["topology"]["servers"][0]["count"]
+    2
+    """
+    server = server_of(gpu)
+    if count < 1 or count > 100_000 or (count > server.devices and count % server.devices):
+        raise UserError(f"--count {count}: allowed: up to {server.devices} of {gpu}, or a multiple of {server.devices}")
+    host = of_server(server)
+    if count < server.devices:
+        host = replace(host, devices=count, nics=0, nic_link=None, pcie_link=None)
+        if host.inside == "cube-mesh" or count == 1:
+            host = replace(host, inside="nvswitch" if count > 1 else "none")
+    return _data([host] * max(1, count // server.devices), None, 1.0, f"{count} x {server.device}")
