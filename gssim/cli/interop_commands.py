@@ -7,20 +7,12 @@ from typing import Annotated, Any
 
 import typer
 
+from gssim import interop
 from gssim.cli.commands import Overrides, app
 from gssim.cluster import presets
 from gssim.errors import UserError
 from gssim.execution.files import write_text
-from gssim.interop import (
-    EXPORTS,
-    FORMATS,
-    RefusedError,
-    cluster_of,
-    export_scenario,
-    find_model,
-    import_scenario,
-    usual_cluster,
-)
+from gssim.interop.formats import FORMATS, PROGRAMS
 from gssim.planner import with_suggested_changes
 from gssim.result import Result
 from gssim.scenario import load_scenario
@@ -56,7 +48,7 @@ def import_command(
     """
     text = sys.stdin.read(2**22) if str(file) == "-" else None
     try:
-        found = import_scenario(
+        found = interop.import_scenario(
             Path("arguments") if text is not None else file,
             model=model,
             cluster=cluster,
@@ -66,7 +58,7 @@ def import_command(
             out=out,
             text=text,
         )
-    except RefusedError as error:
+    except interop.RefusedError as error:
         for line in error.refused:
             _say("import", "refused", line)
         raise
@@ -83,7 +75,7 @@ def import_command(
 @app.command("export")
 def export_command(
     scenario: Path,
-    to: Annotated[str, typer.Option("--to", metavar="PROGRAM", help=f"{', '.join(EXPORTS)}.")],
+    to: Annotated[str, typer.Option("--to", metavar="PROGRAM", help=f"{', '.join(PROGRAMS)}.")],
     overrides: Overrides = None,
     out: Annotated[Path | None, typer.Option("--out", help="File to write; by default it is printed.")] = None,
 ) -> None:
@@ -93,7 +85,7 @@ def export_command(
     """
     loaded = load_scenario(scenario, overrides or [], gradients_needed=False)
     try:
-        found = export_scenario(loaded.scenario, to)
+        found = interop.export_scenario(loaded.scenario, to)
     except UserError as error:
         raise UserError(f"{scenario}: {error}") from None
     for note in found.notes:
@@ -128,7 +120,9 @@ def cluster_command(
     if not (files or gpu or detect):
         raise UserError("cluster: give a FILE, --gpu or --detect")
     name = out.stem if out is not None else ""
-    made = cluster_of(files or [], gpu=gpu, hosts=hosts, detect=detect, oversubscription=oversubscription, name=name)
+    made = interop.cluster_of(
+        files or [], gpu=gpu, hosts=hosts, detect=detect, oversubscription=oversubscription, name=name
+    )
     for note in made.notes:
         _say("cluster", "default", note)
     if out is not None:
@@ -158,8 +152,8 @@ def fits_command(
     """
     given = {"plan.method": method or ("single" if count == 1 else "zero3")}
     with activity("gssim: fits") as doing:
-        found = find_model(model)
-        cluster = usual_cluster(gpu, count)
+        found = interop.find_model(model)
+        cluster = interop.usual_cluster(gpu, count)
         device = next(iter(cluster["device_types"]))
         rates = presets("devices")[device]["peak_flop_per_s"]
         longest = getattr(found.model.input, "maximum_sequence_length", None)
@@ -214,7 +208,7 @@ def models_command() -> None:
 
     table = Table("model", "parameters", "longest sequence", "origin")
     for name in shipped_models():
-        model = find_model(name).model
+        model = interop.find_model(name).model
         longest = getattr(model.input, "maximum_sequence_length", None)
         table.add_row(
             name, f"{model.elements:,}", "" if longest is None else str(longest), model.source.partition(";")[0]

@@ -8,7 +8,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from gssim.interop import EXPORTS, FORMATS
+from gssim import interop
 from gssim.plan import Method, Plan
 from gssim.planner import PLAN, Found, Outcome, bound_by, memory_lack, reason
 from gssim.scenario import Support
@@ -137,9 +137,9 @@ def print_methods(methods: Iterable[Method]) -> None:
     console.print(table)
     console.print("`gssim support SCENARIO` checks every combination on its cluster and model.", highlight=False)
     console.print(
-        f"`gssim import` reads configurations of {', '.join(FORMATS)}; `gssim export` writes", highlight=False
+        f"`gssim import` reads configurations of {', '.join(interop.FORMATS)}; `gssim export` writes", highlight=False
     )
-    for program, (names, _) in EXPORTS.items():
+    for program, (names, _) in interop.EXPORTS.items():
         console.print(f"  {program}: {', '.join(names)}", highlight=False)
 
 

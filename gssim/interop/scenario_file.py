@@ -9,6 +9,7 @@ from typing import Any
 from gssim.cluster import Cluster
 from gssim.errors import UserError
 from gssim.interop.accelerate import accelerate, axolotl, deepspeed
+from gssim.interop.formats import FORMATS
 from gssim.interop.megatron import arguments_in, arguments_of, megatron
 from gssim.interop.models import find_model
 from gssim.interop.reading import (
@@ -24,8 +25,6 @@ from gssim.interop.training import Entry, Training, scenario_of
 from gssim.scenario import load_cluster, load_scenario
 from gssim.scenario.loading import parsed_override, toml
 from gssim.units import one_line
-
-FORMATS = ("deepspeed", "accelerate", "megatron", "torchtitan", "automodel", "axolotl")
 
 
 @dataclass(frozen=True)

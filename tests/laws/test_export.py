@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from gssim.errors import UserError
-from gssim.interop import EXPORTS, export_scenario, import_scenario
+from gssim.interop import EXPORTS, PROGRAMS, export_scenario, import_scenario
 from gssim.plan import METHODS
 from gssim.scenario import load_scenario
 
@@ -54,6 +54,10 @@ def test_what_comes_back_is_the_same_scenario(tmp_path, to, changes):
     found = import_scenario(path, model="llama3-8b", cluster=TWO_HOSTS, overrides=overrides, out=tmp_path / "x.toml")
     (tmp_path / "x.toml").write_text(found.text)
     assert load_scenario(tmp_path / "x.toml").scenario.scenario_id == scenario.scenario_id
+
+
+def test_all_programs_are_named():
+    assert tuple(EXPORTS) == PROGRAMS
 
 
 @pytest.mark.parametrize("to", EXPORTS)
