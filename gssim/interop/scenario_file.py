@@ -60,6 +60,10 @@ def import_scenario(
     found = _content(path, read_bounded(path) if text is None else text, form)
     name, values = found
     replaced = dict(parsed_override(override) for override in overrides)
+    for key, option in (("cluster", "--cluster"), ("workload.model", "--model")):
+        taken = next((each for each in replaced if each == key or each.startswith(f"{key}.")), None)
+        if taken is not None:
+            raise UserError(f"--set {taken}: give the file by {option}, and overrides of it to `gssim run`")
     keys = Keys(str(path), values, frozenset(replaced), ignored)
     model_file = find_model(model)
     its_cluster = load_cluster(cluster)
@@ -175,8 +179,11 @@ def _written(
     ]
     tables: dict[str, list[Entry]] = {"workload": [], "plan": [], "run": []}
     for entry in entries:
-        table, _, _ = entry.key.partition(".")
-        tables.setdefault(table, []).append(entry)
+        table, dot, _ = entry.key.partition(".")
+        if dot:
+            tables.setdefault(table, []).append(entry)
+        else:
+            lines.append(f"{entry.key} = {toml(entry.value)}  # {entry.comment}")
     for table, found in tables.items():
         if not found:
             continue

@@ -124,6 +124,15 @@ def test_what_changes_the_answer_is_refused_by_its_key(tmp_path, change, key):
     assert key in refused(tmp_path, DEEPSPEED | change, name="ds.json")
 
 
+def test_overrides_of_other_keys(tmp_path):
+    overrides = ["name=mine", "run.steps=5", "plan.method=gs", "plan.overlap=false"]
+    tables, _ = imported(tmp_path, DEEPSPEED, name="ds.json", overrides=overrides)
+    assert (tables["name"], tables["run"], tables["plan"]["method"]) == ("mine", {"steps": 5}, "gs")
+    for override in ("cluster=x.toml", "workload.model=y.toml", "plan.methud=gs"):
+        with pytest.raises(UserError, match=override.partition("=")[0]):
+            imported(tmp_path, DEEPSPEED, name="ds.json", overrides=[override])
+
+
 def test_a_refused_key_can_be_ignored(tmp_path):
     file = DEEPSPEED | {"invented": {"key": 1}}
     tables, found = imported(tmp_path, file, name="ds.json", ignored=["invented.*"])
