@@ -242,9 +242,12 @@ def worst_explained(rows: Sequence[dict[str, Any]]) -> str:
         for phase in PHASES
         if worst.get(f"{phase}_predicted_s") is not None and worst.get(f"{phase}_measured_s") is not None
     }
-    largest = sorted(differences.items(), key=lambda entry: -abs(entry[1]))[:3]
+    least_s = 0.05 * max(map(abs, differences.values()))
+    largest = sorted(
+        ((by, phase) for phase, by in differences.items() if abs(by) > least_s), key=lambda each: -abs(each[0])
+    )
     signs = [
-        f"{phase.replace('_', ' ')} {'+' if by > 0 else '-'}{human_seconds(abs(by))}" for phase, by in largest if by
+        f"{phase.replace('_', ' ')} {'+' if by > 0 else '-'}{shown(human_seconds(abs(by)))}" for by, phase in largest
     ]
     what = "the collectives are equal" if worst["collectives_equal"] else "the collectives differ"
     return (
