@@ -44,7 +44,7 @@ def persistent_tensors(low: Lowering, rank: int, held: Mapping[str, float]) -> T
         "parameters": lambda: _parameters(low, owned),
         "master_copy": lambda: [elements * low.master_bytes for elements in owned],
         "buckets": lambda: [bucket.elements * low.value_bytes for bucket in low.buckets],
-        "buffers": lambda: workload.model.buffer_bytes,
+        "buffers": lambda: [] if low.stages else workload.model.buffer_bytes,
         "workspace": lambda: workspaces(held["workspace"]),
         "optimizer": lambda: [elements * low.master_bytes for elements in owned for _ in range(values)] + on_device,
     }
@@ -242,6 +242,13 @@ def _gradients_at_end(low: Lowering, rank: int) -> tuple[float, ...]:
     return tuple(float(elements * value_bytes) for elements in owned_tensors(low, rank))
 
 
+def _module_buffers(low: Lowering) -> Sequence[int]:
+    """Return the bytes of the module buffers that a rank holds; layers that all its stages run have one module each."""
+    if not low.stages:
+        return low.scenario.workload.model.buffer_bytes
+    return [instance.layer.module_buffer_bytes for instance in low.layers]
+
+
 def persistent_bytes(low: Lowering, rank: int) -> dict[str, float]:
     """Return a rank's persistent memory, by category."""
     workload, policies = low.scenario.workload, low.scenario.policies
@@ -256,7 +263,7 @@ def persistent_bytes(low: Lowering, rank: int) -> dict[str, float]:
     held = {
         "parameters": parameters,
         "workspace": low.device(rank).workspace_bytes,
-        "buffers": float(sum(workload.model.buffer_bytes)),
+        "buffers": float(sum(_module_buffers(low))),
         "optimizer": optimizer_state_bytes(
             workload.optimizer, elements=sum(owned), tensors=len(owned), value_bytes=low.master_bytes
         ),

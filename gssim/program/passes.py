@@ -40,7 +40,7 @@ from gssim.program.sharded import (
 from gssim.program.stage_boundary import stages_of
 from gssim.program.task import MicroBatch, Program, Task, TaskId, collective_task, with_ids
 from gssim.result import COMPUTE_PHASES, UPDATE_PHASES
-from gssim.scenario import Scenario, model_slice, units_of_ranks
+from gssim.scenario import Scenario, held_layers, model_slice, units_of_ranks
 from gssim.workload import LayerInstance, unrolled
 from gssim.workload.gradient_statistics import GradientStatistics
 
@@ -279,7 +279,7 @@ def _held_stages(scenario: Scenario, part: int) -> Sequence[Sequence[LayerInstan
     if scenario.policies.tp == 1:
         return scenario.stages
     held = unrolled(model_slice(scenario.workload.model, scenario.slice_shares, part))
-    return [[held[instance.index] for instance in stage] for stage in scenario.stages]
+    return held_layers(held, scenario.stage_ranges)
 
 
 def _tasks(low: Lowering, rank: int, alike: "_Alike") -> list[Task]:
