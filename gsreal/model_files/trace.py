@@ -170,6 +170,8 @@ def _buffer_bytes(model: Model, where: str) -> tuple[int, ...]:
 
 def _with_module_buffers(layers: Sequence[Layer], model: Model, where: str) -> list[Layer]:
     """Return layers with the bytes of the buffers in their modules; those outside all modules are in the first."""
+    if not layers:
+        return []
     sizes: dict[str, int] = defaultdict(int)
     paths = {path: layer.name for layer in layers for path in layer.modules}
     with without_values(model):
