@@ -138,6 +138,8 @@ class TiedCopy(NamedTuple):
     name: str
     parameter: nn.Parameter
     group: dist.ProcessGroup
+    first: bool
+    """Whether it is on the first of the stages that hold one."""
 
 
 def tied_copies(
@@ -154,7 +156,8 @@ def tied_copies(
         group = process_group(mesh, dist.get_rank(), "pp", places=places) if len(places) > 1 else None
         held = [own[name] for name in names.get(tied.name, ()) if name in own]
         if group is not None and held:
-            copies.append(TiedCopy(tied.name, held[0], group))
+            first = mesh.place(dist.get_rank()).pp == tied.stages[0] % mesh.pp
+            copies.append(TiedCopy(tied.name, held[0], group, first))
     return copies
 
 
@@ -165,6 +168,17 @@ class PipelineTraining(Training):
     run: Callable[..., Any] = print
     losses: Losses | None = None
     copies: Sequence[TiedCopy] = ()
+
+    def clip_gradients(self, norm: float) -> None:
+        """Scale the gradients of all stages down to a norm of at most `norm`; tied parameters count once."""
+        assert isinstance(self.module, StageModules)
+        parameters = list(self.module.parameters())
+        again = {copy.parameter for copy in self.copies if not copy.first}
+        counted = [p.grad for p in parameters if p.grad is not None and p not in again]
+        squares = nn.utils.get_total_norm(counted).double().square()
+        with self.timeline.span("all-reduce gradient norm of the stages", "exposed_communication", self.module.group):
+            dist.all_reduce(squares, group=self.module.group)
+        nn.utils.clip_grads_with_norm_(parameters, norm, squares.sqrt().to(counted[0].dtype))
 
     def step(self, inputs: Tensor, targets: Tensor, weights: Weights, rank: int) -> Tensor:
         """Train on one batch. Returns the mean loss on ranks of the last stage, 0 on others."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from gssim import collectives, cost
 from gssim.collectives import Communication
 from gssim.memory import Event, footprint, input_bytes
+from gssim.program.clipping import clip_gradients
 from gssim.program.lowering import Lowering
 from gssim.program.messages import threshold_memory
 from gssim.program.publish import publish
@@ -98,10 +99,14 @@ def _fill(size: float, parts: Sequence[float]) -> tuple[float, ...]:
     return (*filled, float(left)) if left > 0 else tuple(filled)
 
 
-def optimize(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
-    """Append the update of what the rank owns and, where replicas are kept and states sharded, its publication."""
+def optimize(low: Lowering, rank: int, tasks: list[Task], *, replicas: Sequence[Sequence[int]] = ()) -> list[Task]:
+    """Append the update of what the rank owns and, where replicas are kept and states sharded, its publication.
+
+    `replicas`: see `clip_gradients`.
+    """
     workload, device = low.scenario.workload, low.device(rank)
     owned = owned_tensors(low, rank)
+    tasks = [*tasks, *clip_gradients(low, rank, owned, replicas)]
     elements = sum(owned)
     temporary = optimizer_temporary_bytes(
         workload.optimizer,

@@ -33,7 +33,7 @@ def pipeline(low: Lowering, rank: int, chunk: Chunk) -> list[Task]:
     """
     mesh = low.scenario.policies.mesh
     stages = {stage.number: _stage_lowering(low, stage) for stage in low.stages}
-    writer = _ScheduleWriter(low, _replicas(low, rank), stages, _output_bytes(low, rank), low.device(rank))
+    writer = _ScheduleWriter(low, replicas_of(low, rank), stages, _output_bytes(low, rank), low.device(rank))
     writer.add(Task(TaskId("step-begin"), "idle"))
     for action in low.schedule[mesh.place(rank).pp]:
         writer.add_action(action, chunk)
@@ -154,7 +154,7 @@ class _ScheduleWriter:
         return self.output_bytes[message.source if message.kind == "activation" else message.target]
 
 
-def _replicas(low: Lowering, rank: int) -> Sequence[Sequence[int]]:
+def replicas_of(low: Lowering, rank: int) -> Sequence[Sequence[int]]:
     """Return the ranks of every replica of the pipeline with as many samples as the rank's own."""
     return low.once_a_run(_replicas_with, low.batch_sizes[rank])
 

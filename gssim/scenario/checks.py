@@ -42,6 +42,7 @@ def check(scenario: Scenario, *, file: str) -> None:
             f"{file}: workload.gradient_precision = '{scenario.workload.gradient_precision}': method '{plan.method}' "
             "keeps no whole gradients until the update; leave it out"
         )
+    _check_clipping(scenario, policies, file)
     if policies.partition == "weight-gradient":
         _check_weight_gradient_owners(scenario, policies, file)
     if scenario.network:
@@ -52,6 +53,17 @@ def check(scenario: Scenario, *, file: str) -> None:
     for number in range(len(scenario.run.slowdowns)):
         _check_slowdown(scenario, policies, number, file)
     _check_replanning(scenario, policies, file)
+
+
+def _check_clipping(scenario: Scenario, policies: Policies, file: str) -> None:
+    """Refuse gradient clipping where ranks hold different parts of some gradients, and the same of others."""
+    norm = scenario.workload.clip_norm
+    if norm is not None and (policies.tp > 1 or policies.partition == "weight-gradient"):
+        raise UserError(
+            f"{file}: workload.clip_norm = {norm:g}: cannot run yet with method '{scenario.plan.method}' and plan.tp = "
+            f"{policies.tp}: ranks hold slices or layers of some gradients, and the whole of others; allowed: plan.tp "
+            "= 1, and methods that divide the batch"
+        )
 
 
 def _check_sizes(scenario: Scenario, file: str) -> None:
