@@ -191,6 +191,8 @@ class Training:
     """Emulates a slower device for a while, if the run says so."""
     follower: Rebalancer | None = None
     """Rebalances shares by the measured rank speeds, if the plan says so."""
+    clip_norm: float | None = None
+    """Largest norm of all gradients together, to which they are scaled down before the update."""
 
     def step(self, inputs: Tensor, targets: Tensor, weights: Weights, rank: int) -> Tensor:
         """Train on one batch, micro-batch by micro-batch. Returns this rank's mean loss."""
@@ -246,10 +248,20 @@ class Training:
     def _phase(self, phase: str, units: int = 1) -> AbstractContextManager[None]:
         return nullcontext() if self.slow is None else self.slow.phase(phase, units)
 
+    def clip_gradients(self, norm: float) -> None:
+        """Scale all gradients down to a norm of at most `norm`, by torch's function; it sums over FSDP2's shards."""
+        nn.utils.clip_grad_norm_(self.module.parameters(), norm)
+
     def _update(self) -> None:
         if isinstance(self.optimizer, GradientSharding):
+            if self.clip_norm is not None:
+                with self.timeline.span("clip gradients", "optimizer"):
+                    self.optimizer.clip_grad_norm_(self.clip_norm)
             self.optimizer.step()  # it observes its own parts
             return
+        if self.clip_norm is not None:
+            with self.timeline.span("clip gradients", "optimizer"):
+                self.clip_gradients(self.clip_norm)
         with self.timeline.span("optimizer", "optimizer"):
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)

@@ -109,10 +109,11 @@ def _layers(
         longer, longer_cut = repeat_blocks(traced, stack), repeat_blocks(traced_cut, stack)
         if longer is not None and longer_cut is not None:
             on_counted(OperationCounts(*checked, _operations(largest, stack)))
-            return grouped(longer), grouped(longer_cut)
+            whole, cut = longer, longer_cut
+            return grouped(_with_module_buffers(whole, model, where)), grouped(_with_module_buffers(cut, model, where))
     whole, cut, largest = _traced(model, lengths, checked, where)
     on_counted(OperationCounts(*checked, _operations(largest, None)))
-    return grouped(whole), grouped(cut)
+    return grouped(_with_module_buffers(whole, model, where)), grouped(_with_module_buffers(cut, model, where))
 
 
 def _operations(record: Record, stack: Stack | None) -> dict[str, Work]:
@@ -165,6 +166,20 @@ def _buffer_bytes(model: Model, where: str) -> tuple[int, ...]:
         for tensor in fake_module(model, where).buffers():
             sizes[tensor.dtype] += tensor.numel() * tensor.element_size()
     return tuple(sizes.values())
+
+
+def _with_module_buffers(layers: Sequence[Layer], model: Model, where: str) -> list[Layer]:
+    """Return layers with the bytes of the buffers in their modules; those outside all modules are in the first."""
+    if not layers:
+        return []
+    sizes: dict[str, int] = defaultdict(int)
+    paths = {path: layer.name for layer in layers for path in layer.modules}
+    with without_values(model):
+        for name, tensor in fake_module(model, where).named_buffers():
+            parents = [name.rsplit(".", i)[0] for i in range(1, 1 + name.count("."))]
+            holder = next((paths[parent] for parent in parents if parent in paths), layers[0].name)
+            sizes[holder] += tensor.numel() * tensor.element_size()
+    return [replace(layer, module_buffer_bytes=sizes[layer.name]) if layer.name in sizes else layer for layer in layers]
 
 
 def _sequence_lengths(model: Model) -> tuple[int | None, ...]:

@@ -118,6 +118,8 @@ class Workload:
     """Momentum of sgd-momentum."""
     weight_decay: NonNegativeFloat = 0.0
     """Weight decay as the optimizer defines it: decoupled in adamw."""
+    clip_norm: PositiveFloat | None = None
+    """Largest norm of all gradients together, to which they are scaled down before the update; absent: they are not."""
     data: Data = "auto"
     """`auto`: bytes of the Python standard library's source for tokens, scikit-learn's digits for images."""
 
