@@ -20,6 +20,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ from gssim.memory import Event, footprint
 from gssim.plan import absolute_threshold, encodings
 from gssim.program.compute import forward_id
 from gssim.program.lowering import Lowering
-from gssim.program.messages import MAX_CACHED_DENSITIES, Piece, owned_pieces, to_all
+from gssim.program.messages import MAX_CACHED_DENSITIES, of_messages, owned_pieces, to_all
 from gssim.program.push import COUNT_BYTES, push_group_collective
 from gssim.program.sharded import insert_beside
 from gssim.program.task import Bucket, Task, TaskId, collective_task
@@ -64,10 +65,13 @@ def messages_of(low: Lowering, bucket: Bucket, place: int) -> tuple[Message, ...
     return low.once_a_step(_messages, bucket.index, place)
 
 
-def _messages(low: Lowering, bucket: int, place: int) -> tuple[Message, ...]:
-    ratios = _publish_ratios(low) if low.scenario.plan.publish.selects else None
-    pieces_by_owner = owned_pieces(low, low.buckets[bucket], place)
-    return tuple(_owner_message(low, pieces, ratios) for pieces in pieces_by_owner)
+def _messages(low: Lowering, number: int, place: int) -> tuple[Message, ...]:
+    bucket = low.buckets[number]
+    owned = low.division(bucket).owned[place]
+    selects = low.scenario.plan.publish.selects
+    entries = owned_pieces(low, bucket, place).entries(_publish_ratios(low)) if selects else owned
+    messages: list[Message] = of_messages(owned, entries, partial(_message, low)).tolist()
+    return tuple(messages)
 
 
 def message_bytes(low: Lowering, bucket: Bucket, rank: int) -> tuple[float, ...]:
@@ -75,14 +79,12 @@ def message_bytes(low: Lowering, bucket: Bucket, rank: int) -> tuple[float, ...]
     return tuple(message.size_bytes for message in messages_of(low, bucket, low.place(rank)))
 
 
-def _owner_message(low: Lowering, pieces: Sequence[Piece], ratios: Mapping[str, sparsity.Ratios] | None) -> Message:
-    """Return the message of an owner of some pieces; `ratios`: published fraction of each tensor; None: all."""
-    elements = sum(piece[0] for piece in pieces)
-    entries = sum(n * ratios[tensor].over(begin, end) if ratios else n for n, tensor, begin, end in pieces)
-    sizes = {"entries": entries, "elements": float(elements)}
+def _message(low: Lowering, elements: float, entries: float) -> Message:
+    """Return the message of an owner of so many elements."""
+    sizes = {"entries": entries, "elements": elements}
     kind = encodings.chosen(low.scenario.plan.publish.encoding, **sizes, value_bytes=low.value_bytes)
     size = encodings.message_bytes(kind, **sizes, value_bytes=low.value_bytes)
-    return Message(elements, entries, size, kind)
+    return Message(int(elements), entries, size, kind)
 
 
 def _publish_ratios(low: Lowering) -> Mapping[str, sparsity.Ratios]:

@@ -3,6 +3,7 @@ them.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from gssim.program.messages import (
     accumulates_in_residual,
     encoding_of,
     is_thresholded,
+    of_messages,
     push_matrix,
     residual_elements,
     residual_value_bytes,
@@ -266,15 +268,12 @@ def _packing_times(
     """Return the times of a class of senders to select and to pack the entries of a bucket for every owner, in turn."""
     bucket, device = low.buckets[number], low.scenario.cluster.device_types[device_type]
     entries = push_matrix(low, bucket, micro_batch, place)[1]
-    messages = [*zip(low.division(bucket).owned[place], entries.rows[sender], strict=True)]
-    packed_s = {
-        message: _select_and_pack_s(low, device, bucket, *message, clears=clears) for message in dict.fromkeys(messages)
-    }
-    return np.array([packed_s[message] for message in messages]).ravel()
+    price = partial(_select_and_pack_s, low, device, bucket, clears=clears)
+    return of_messages(low.division(bucket).owned[place], entries.rows[sender], price).ravel()
 
 
 def _select_and_pack_s(
-    low: Lowering, device: DeviceType, bucket: Bucket, elements: int, sent: float, *, clears: bool
+    low: Lowering, device: DeviceType, bucket: Bucket, elements: float, sent: float, *, clears: bool
 ) -> tuple[float, float]:
     """Return the times to select the entries for an owner of so many elements, and to pack them."""
     value, encoding = low.value_bytes, encoding_of(low, elements, sent)
