@@ -56,14 +56,20 @@ class Pairs(Sequence[tuple[float, ...]]):
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Floats:
         """Return the matrix, as a new array."""
-        matrix: Floats = np.array(self.rows, dtype=float)[np.array(self.kinds)]
+        rows, kinds = self.arrays
+        matrix: Floats = rows[kinds]
         np.fill_diagonal(matrix, 0.0)
         return matrix
 
     @cached_property
+    def arrays(self) -> tuple[Floats, Ints]:
+        """The rows and the kinds as arrays, not to be changed."""
+        return np.array(self.rows, dtype=float), np.array(self.kinds)
+
+    @cached_property
     def sent(self) -> tuple[float, ...]:
         """Total bytes that each member sends."""
-        rows, kinds = np.array(self.rows, dtype=float), np.array(self.kinds)
+        rows, kinds = self.arrays
         sums = np.zeros(len(kinds))
         for kind, row in enumerate(rows):
             members = np.flatnonzero(kinds == kind)
@@ -75,7 +81,7 @@ class Pairs(Sequence[tuple[float, ...]]):
     @cached_property
     def received(self) -> tuple[float, ...]:
         """Total bytes that each member receives."""
-        rows, kinds = np.array(self.rows, dtype=float), np.array(self.kinds)
+        rows, kinds = self.arrays
         runs = np.cumsum(np.r_[0, kinds[1:] != kinds[:-1]])
         columns = np.column_stack([runs, rows.T])
         _, first, like = np.unique(columns, axis=0, return_index=True, return_inverse=True)
@@ -90,7 +96,7 @@ class Pairs(Sequence[tuple[float, ...]]):
     @cached_property
     def most(self) -> float:
         """Most bytes of any pair."""
-        rows, kinds = np.array(self.rows, dtype=float), np.array(self.kinds)
+        rows, kinds = self.arrays
         largest = []
         for kind in set(self.kinds):
             members = np.flatnonzero(kinds == kind)
@@ -237,6 +243,9 @@ class Communication:
     carried_as: str = ""
     """Kind by which its algorithm and costs are looked up, where it differs: an all-gather made of point-to-point
     messages is an all-gather-v to the network, and a push by a collective of the backend an all-to-all."""
+
+    at_once: int = 1
+    """Number of groups, its own included, that carry out such a collective at once, each with bytes of its own."""
 
     half_precision: str = ""
     """bf16 or fp16, where elements in it are summed: their additions may have costs of their own."""

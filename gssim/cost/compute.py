@@ -232,7 +232,9 @@ def select_time_s(device: DeviceType, *, elements: float, parts: int, value: int
     return _streamed_s(device, elements * (value + 2), operations=4 * parts)
 
 
-def pack_time_s(device: DeviceType, *, encoding: str, elements: float, entries: float, value: int, clears: bool) -> float:
+def pack_time_s(
+    device: DeviceType, *, encoding: str, elements: float, entries: float, value: int, clears: bool
+) -> float:
     """Return the time to write the `entries` of `elements` gradients into a message, and to clear them (`clears`).
 
     Without measured costs: gather values and write them with their indices; for a bitmap, read the flags; densely, read

@@ -153,7 +153,7 @@ def _push_ratios(low: Lowering, samples: int, part: float) -> Mapping[str, spars
             for name in names
         }
 
-    lag_steps = _lag_steps(low)
+    lag_steps = low.once_a_step(_lag_steps)
     key = (Same(statistics), Same(low.scenario.workload.model), low.push, samples, part, low.step, lag_steps)
     return low.shared.once("densities of pushes", key, ratios, most=MAX_CACHED_DENSITIES)
 
@@ -162,11 +162,19 @@ def _lag_steps(low: Lowering) -> float:
     """Return the number of steps by which parameters used for compute lag, where not all updates are published."""
     if not low.thresholds_publish:
         return 0.0
-    elements = {p.name.replace("{}", instance.module): p.elements for instance, p in low.parameters}
     threshold = absolute_threshold(low.scenario.plan.publish, low.scenario.workload.learning_rate)
-    assert low.statistics is not None
     assert threshold is not None
-    return staleness_steps(movements(low.statistics, elements, steps=low.step), threshold)
+    run = low.scenario.run
+    return staleness_steps(
+        low.once_a_run(_movements, max(low.step, run.warmup_steps + run.steps))[: low.step], threshold
+    )
+
+
+def _movements(low: Lowering, steps: int) -> Sequence[float]:
+    """Return the distance by which the mean element moves in each of the first steps."""
+    elements = {p.name.replace("{}", instance.module): p.elements for instance, p in low.parameters}
+    assert low.statistics is not None
+    return movements(low.statistics, elements, steps=steps)
 
 
 MAX_CACHED_DENSITIES = 256

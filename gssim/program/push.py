@@ -172,7 +172,8 @@ def push_group_collective(
     alike = [place] if low.sends_by_data else [other for other in range(low.places) if owned[other] == owned[place]]
     own = task if len(alike) == low.places else task._replace(place=alike[0])
     group, *beside = (low.push_groups[each] for each in alike)
-    return own, Communication(kind, group, size_bytes, beside=tuple(beside), **parts)
+    at_once = low.places if low.sends_by_data else 1
+    return own, Communication(kind, group, size_bytes, beside=tuple(beside), at_once=at_once, **parts)
 
 
 def _carried_as(low: Lowering) -> str:

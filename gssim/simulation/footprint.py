@@ -331,11 +331,15 @@ def outside_bytes(device: DeviceType, scenario: Scenario, program: Program, rank
     """Return a rank's memory outside the allocator: the context, and a communicator for each of its groups."""
     communicators = 0
     if scenario.cluster.backend == "nccl" and device.communicator_bytes:
-        families = {each.groups for each in program.communications.values()}
-        groups = {frozenset(group) for groups in families for group in groups if len(group) > 1 and rank in group}
-        communicators = len(groups)
+        communicators = sum(rank in group for group in program.once(_communicating_groups))
     sizes = {"context": device.context_bytes, "communicators": communicators * device.communicator_bytes}
     return {name: size for name, size in sizes.items() if size}
+
+
+def _communicating_groups(program: Program) -> tuple[frozenset[int], ...]:
+    """Return the groups of a program's collectives, each once."""
+    families = {each.groups for each in program.communications.values()}
+    return tuple({frozenset(group) for groups in families for group in groups if len(group) > 1})
 
 
 def _under_limit(scenario: Scenario, footprint: MemoryFootprint, program: Program) -> MemoryFootprint:
