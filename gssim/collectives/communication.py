@@ -73,9 +73,12 @@ class Pairs(Sequence[tuple[float, ...]]):
         sums = np.zeros(len(kinds))
         for kind, row in enumerate(rows):
             members = np.flatnonzero(kinds == kind)
-            runs = np.cumsum(np.r_[0, row[1:] != row[:-1]])[members]  # leaving out any one of a run gives the same sum
-            _, first, run = np.unique(runs, return_index=True, return_inverse=True)
-            sums[members] = _sums_without(partial(_repeated, row), members[first], len(row))[run]
+            run = np.cumsum(row[1:] != row[:-1])  # leaving out any one of a run gives the same sum
+            run = np.concatenate([np.zeros(1, np.int64), run])[members]
+            begins = np.ones(len(members), dtype=bool)
+            begins[1:] = run[1:] != run[:-1]
+            some = _sums_without(partial(_repeated, row), members[begins], len(row))
+            sums[members] = some[np.cumsum(begins) - 1]
         return tuple(sums.tolist())
 
     @cached_property

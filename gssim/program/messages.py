@@ -75,7 +75,8 @@ def of_messages(
 ) -> Floats:
     """Return the value of each message by its elements and entries; computed once for neighbours, often equal."""
     owned, sent = np.array(elements, dtype=float), np.asarray(entries)
-    changes = np.r_[True, (owned[1:] != owned[:-1]) | (sent[1:] != sent[:-1])]
+    changes = np.ones(len(owned), dtype=bool)
+    changes[1:] = (owned[1:] != owned[:-1]) | (sent[1:] != sent[:-1])
     runs = list(zip(owned[changes].tolist(), sent[changes].tolist(), strict=True))
     known = {message: value(*message) for message in dict.fromkeys(runs)}
     values: Floats = np.array([known[message] for message in runs])[np.cumsum(changes) - 1]

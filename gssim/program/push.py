@@ -323,7 +323,8 @@ def _count_exchange(low: Lowering, bucket: Bucket) -> Task:
     """Return the task that sends the number of entries to every owner: posted, and waited for."""
     size = low.nodes * (low.nodes - 1) * COUNT_BYTES
     axis, carried_as, matrix = low.policies.push_axis, _carried_as(low), low.once_a_run(_count_matrix)
-    exchange = low.communication("all-to-all-v", axis, size, pair_bytes=matrix, carried_as=carried_as)
+    settings: dict[str, Any] = {"pair_bytes": matrix, "carried_as": carried_as, "at_once": low.places}
+    exchange = low.communication("all-to-all-v", axis, size, **settings)
     return collective_task(TaskId("counts", bucket=bucket.index), exchange)
 
 

@@ -10,8 +10,9 @@ from gssim.collectives.communication import Communication, Exchange, Pairs
 from gssim.collectives.stage import Hops, Members, Stage, cached_hops
 
 SINGLE_FLOWS = 2**14
-"""Exchanges of more flows are one session, whose flows progress and end together: exact where one kind of link is the
-bottleneck of all, as in exchanges among equals; else a lower bound, because every link is then busy until the end."""
+"""Exchanges that have more flows, with those of other groups at once, are one session, whose flows progress and end
+together: exact where one kind of link is the bottleneck of all, as in exchanges among equals; else a lower bound,
+because every link is then busy until the end."""
 
 
 @cached_hops
