@@ -94,7 +94,7 @@ class Workload:
     """Model, batch, precision, optimizer and data of a training."""
 
     model: Model
-    """A model file (`gsreal trace`), or its table."""
+    """A model file (`gsreal trace`), the name of a shipped one (`gssim models`), or its table."""
     gradients: str | None = None
     """Gradient statistics file: needed where a threshold is set."""
     global_batch_size: Annotated[PositiveInt, limited("samples")]
