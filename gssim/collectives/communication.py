@@ -56,26 +56,35 @@ class Pairs(Sequence[tuple[float, ...]]):
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Floats:
         """Return the matrix, as a new array."""
-        matrix: Floats = np.array(self.rows, dtype=float)[np.array(self.kinds)]
+        rows, kinds = self.arrays
+        matrix: Floats = rows[kinds]
         np.fill_diagonal(matrix, 0.0)
         return matrix
 
     @cached_property
+    def arrays(self) -> tuple[Floats, Ints]:
+        """The rows and the kinds as arrays, not to be changed."""
+        return np.array(self.rows, dtype=float), np.array(self.kinds)
+
+    @cached_property
     def sent(self) -> tuple[float, ...]:
         """Total bytes that each member sends."""
-        rows, kinds = np.array(self.rows, dtype=float), np.array(self.kinds)
+        rows, kinds = self.arrays
         sums = np.zeros(len(kinds))
         for kind, row in enumerate(rows):
             members = np.flatnonzero(kinds == kind)
-            runs = np.cumsum(np.r_[0, row[1:] != row[:-1]])[members]  # leaving out any one of a run gives the same sum
-            _, first, run = np.unique(runs, return_index=True, return_inverse=True)
-            sums[members] = _sums_without(partial(_repeated, row), members[first], len(row))[run]
+            run = np.cumsum(row[1:] != row[:-1])  # leaving out any one of a run gives the same sum
+            run = np.concatenate([np.zeros(1, np.int64), run])[members]
+            begins = np.ones(len(members), dtype=bool)
+            begins[1:] = run[1:] != run[:-1]
+            some = _sums_without(partial(_repeated, row), members[begins], len(row))
+            sums[members] = some[np.cumsum(begins) - 1]
         return tuple(sums.tolist())
 
     @cached_property
     def received(self) -> tuple[float, ...]:
         """Total bytes that each member receives."""
-        rows, kinds = np.array(self.rows, dtype=float), np.array(self.kinds)
+        rows, kinds = self.arrays
         runs = np.cumsum(np.r_[0, kinds[1:] != kinds[:-1]])
         columns = np.column_stack([runs, rows.T])
         _, first, like = np.unique(columns, axis=0, return_index=True, return_inverse=True)
@@ -90,7 +99,7 @@ class Pairs(Sequence[tuple[float, ...]]):
     @cached_property
     def most(self) -> float:
         """Most bytes of any pair."""
-        rows, kinds = np.array(self.rows, dtype=float), np.array(self.kinds)
+        rows, kinds = self.arrays
         largest = []
         for kind in set(self.kinds):
             members = np.flatnonzero(kinds == kind)
@@ -237,6 +246,9 @@ class Communication:
     carried_as: str = ""
     """Kind by which its algorithm and costs are looked up, where it differs: an all-gather made of point-to-point
     messages is an all-gather-v to the network, and a push by a collective of the backend an all-to-all."""
+
+    at_once: int = 1
+    """Number of groups, its own included, that carry out such a collective at once, each with bytes of its own."""
 
     half_precision: str = ""
     """bf16 or fp16, where elements in it are summed: their additions may have costs of their own."""

@@ -230,7 +230,7 @@ def estimate_time_s(device: DeviceType, *, samples: int, tensors: int) -> float:
     return _streamed_s(device, 4 * 8 * samples, operations=3 * tensors)
 
 
-def select_time_s(device: DeviceType, *, elements: int, parts: int, value: int) -> float:
+def select_time_s(device: DeviceType, *, elements: float, parts: int, value: int) -> float:
     """Return the time to select those of `elements` gradients, in `parts` with a threshold each, that reach it.
 
     Without a measured cost: read the gradients, write and read a flag of one byte (A.3, kappa).
@@ -243,7 +243,9 @@ def select_time_s(device: DeviceType, *, elements: int, parts: int, value: int) 
     return _streamed_s(device, elements * (value + 2), operations=4 * parts)
 
 
-def pack_time_s(device: DeviceType, *, encoding: str, elements: int, entries: float, value: int, clears: bool) -> float:
+def pack_time_s(
+    device: DeviceType, *, encoding: str, elements: float, entries: float, value: int, clears: bool
+) -> float:
     """Return the time to write the `entries` of `elements` gradients into a message, and to clear them (`clears`).
 
     Without measured costs: gather values and write them with their indices; for a bitmap, read the flags; densely, read

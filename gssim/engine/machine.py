@@ -137,10 +137,9 @@ class Machine:
             if host in names:
                 devices[host] += 1
                 coupled[host] |= has_contention(self.cluster.device_types[device.type])
-        members = {
-            name: {rank_class.index: rank_class.on_host for rank_class in self.classes if rank_class.host == name}
-            for name in names
-        }
+        members: dict[str, dict[int, int]] = {name: {} for name in names}
+        for rank_class in self.classes:
+            members[rank_class.host][rank_class.index] = rank_class.on_host
         shares = core_shares(self.cluster)
         by_class = (
             None

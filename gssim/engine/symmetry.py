@@ -111,7 +111,7 @@ def _rank_classes(names: Sequence[str], colours: Ints, hosts: Ints) -> tuple[Ran
     classes = []
     for number, place in enumerate(order.tolist()):
         members = by_class[ends[place - 1] if place else 0 : ends[place]]
-        on_host = int(np.count_nonzero(hosts[members] == hosts[members[0]]))
+        on_host = int(np.count_nonzero(hosts[members] == hosts[members[0]])) if len(members) > 1 else 1
         host = min(names[rank] for rank in members.tolist())
         classes.append(RankClass(number, members, host, on_host))
     return tuple(classes)

@@ -15,9 +15,10 @@ from gssim.cluster import Conditions, ends_of, head_start_s
 from gssim.collectives import Hops, Stage
 from gssim.network.folding import Folded, Sessions, fold
 from gssim.network.routes import Router
-from gssim.units import Floats, Ints
+from gssim.units import Bools, Floats, Ints
 
 NOWHERE = -1
+NO_LINKS = np.zeros(0, dtype=np.int64)
 
 
 def max_min_rates(session: Ints, link: Ints, load: Floats, capacity: Floats, *, sessions: int) -> Floats:
@@ -111,16 +112,15 @@ class _Transfer:
             self.remaining[going] = np.maximum(left, 0.0)  # a session may have ended since
             self.last_s = now_s
 
-    def settle(self, now_s: float) -> list[int]:
+    def settle(self, now_s: float) -> Ints:
         """End the sessions that are over within the clock's resolution; return the links that they free."""
         slack_s = 1e-12 + 2 * math.ulp(now_s)
         ended = self.going & (self.remaining <= self.rate * slack_s + NEGLIGIBLE_BYTES)
         if not ended.any():
-            return []
+            return NO_LINKS
         self.remaining[ended] = 0.0
         self.going = self.going & ~ended
-        freed: list[int] = self.sessions.link[ended[self.sessions.session]].tolist()
-        return freed
+        return self.sessions.link[ended[self.sessions.session]]
 
     def lasts_s(self) -> Floats:
         """Return the remaining time of each session at its rate; 0 for those that have ended."""
@@ -133,9 +133,9 @@ class _Transfer:
         """Whether no bytes are left."""
         return not self.remaining.any()
 
-    def is_limited_by(self, links: frozenset[int]) -> bool:
-        """Return whether one of the links limits the rate of an unfinished session."""
-        return not links.isdisjoint(self.limit[self.remaining > 0].tolist())
+    def is_limited_by(self, links: Bools) -> bool:
+        """Return whether one of the links (marked; the last mark is for `NOWHERE`) limits an unfinished session."""
+        return bool(links[self.limit[self.remaining > 0]].any())
 
 
 class Network:
@@ -413,7 +413,9 @@ class Network:
         touched = self._touching(transfer)
         for other in touched:
             other.advance(self.env.now)
-        freed = frozenset(link for other in touched for link in other.settle(self.env.now))
+        freed = np.zeros(len(self.capacity) + 1, dtype=bool)
+        for other in touched:
+            freed[other.settle(self.env.now)] = True
         left: list[_Transfer] = []
         for other in touched:
             if other.is_over:

@@ -2,16 +2,20 @@
 rank.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from gssim import sparsity
 from gssim.cache import Same
-from gssim.collectives import Pairs
+from gssim.collectives import Pairs, summed
 from gssim.plan import absolute_threshold, encodings
 from gssim.program.lowering import Lowering
 from gssim.program.task import Bucket, MicroBatch
 from gssim.sparsity import movements, staleness_steps
-from gssim.units import PRECISION_BYTES
+from gssim.units import PRECISION_BYTES, Floats, Ints
 
 
 def is_thresholded(low: Lowering) -> bool:
@@ -57,14 +61,26 @@ def _message_row(
 ) -> tuple[Sequence[float], Sequence[float]]:
     """Return bytes and entries to each owner from senders whose gradient is such a mean; see `_sender_samples`."""
     entries = _entries_by_owner(low, bucket, place, samples, part)
-    messages = [*zip(map(float, low.division(bucket).owned[place]), entries, strict=True)]
-    sizes: dict[tuple[float, float], float] = {}
-    for owned, sent in dict.fromkeys(messages):  # messages to neighbouring owners are often equal
+
+    def message_bytes(owned: float, sent: float) -> float:
         encoding = encoding_of(low, owned, sent)
-        sizes[owned, sent] = encodings.message_bytes(
-            encoding, entries=sent, elements=owned, value_bytes=low.value_bytes
-        )
-    return tuple(sizes[message] for message in messages), tuple(entries)
+        return encodings.message_bytes(encoding, entries=sent, elements=owned, value_bytes=low.value_bytes)
+
+    sizes = of_messages(low.division(bucket).owned[place], entries, message_bytes)
+    return tuple(sizes.tolist()), tuple(entries.tolist())
+
+
+def of_messages(
+    elements: Sequence[float], entries: Sequence[float] | Floats, value: Callable[[float, float], Any]
+) -> Floats:
+    """Return the value of each message by its elements and entries; computed once for neighbours, often equal."""
+    owned, sent = np.array(elements, dtype=float), np.asarray(entries)
+    changes = np.ones(len(owned), dtype=bool)
+    changes[1:] = (owned[1:] != owned[:-1]) | (sent[1:] != sent[:-1])
+    runs = list(zip(owned[changes].tolist(), sent[changes].tolist(), strict=True))
+    known = {message: value(*message) for message in dict.fromkeys(runs)}
+    values: Floats = np.array([known[message] for message in runs])[np.cumsum(changes) - 1]
+    return values
 
 
 def to_all(owned: Sequence[float], factor: int) -> Pairs:
@@ -72,40 +88,56 @@ def to_all(owned: Sequence[float], factor: int) -> Pairs:
     return Pairs([tuple(float(factor * elements) for elements in owned)], (0,) * len(owned))
 
 
-def _entries_by_owner(low: Lowering, bucket: Bucket, place: int, samples: int, part: float) -> list[float]:
+def _entries_by_owner(low: Lowering, bucket: Bucket, place: int, samples: int, part: float) -> Floats:
     """Return the number of elements of each owner's range of a bucket that are sent to it; 0 without samples."""
-    ranges = low.division(bucket).ranges(place)
+    owned = np.array(low.division(bucket).owned[place], dtype=float)
     if not samples:
-        return [0.0] * len(ranges)
-    if not low.push.selects:
-        return [float(last - first) for first, last in ranges]
-    ratios, entries = _push_ratios(low, samples, part), []
-    for pieces in owned_pieces(low, bucket, place):
-        sent = 0.0
-        for elements, tensor, begin, end in pieces:
-            sent += elements * ratios[tensor].over(begin, end)
-        entries.append(sent)
-    return entries
+        return np.zeros(len(owned))
+    return owned_pieces(low, bucket, place).entries(_push_ratios(low, samples, part)) if low.push.selects else owned
 
 
-Piece = tuple[int, str, float, float]
-"""A part of a tensor: number of elements, name, and begin and end as fractions of the tensor."""
+@dataclass(frozen=True, eq=False)
+class OwnedPieces:
+    """The pieces of tensors in the ranges of a bucket's owners, in order."""
+
+    owners: int
+    owner: Ints
+    """Owner of each piece."""
+    elements: Ints
+    """Elements of each piece."""
+    tensors: tuple[str, ...]
+    """Names of the bucket's tensors."""
+    ranges: sparsity.Ranges
+
+    def entries(self, ratios: Mapping[str, sparsity.Ratios]) -> Floats:
+        """Return the number of elements of every owner's range that are sent, given the fraction of each tensor."""
+        densities = self.ranges.densities([ratios[name] for name in self.tensors])
+        return summed(self.owner, self.elements * densities, self.owners)
 
 
-def owned_pieces(low: Lowering, bucket: Bucket, place: int) -> list[list[Piece]]:
+def owned_pieces(low: Lowering, bucket: Bucket, place: int) -> OwnedPieces:
     """Return the pieces of tensors in each owner's range of a bucket."""
     return low.once_a_run(_pieces, bucket.index, place)
 
 
-def _pieces(low: Lowering, number: int, place: int) -> list[list[Piece]]:
+def _pieces(low: Lowering, number: int, place: int) -> OwnedPieces:
     bucket = low.buckets[number]
-    return [
-        [
-            (end - begin, p.name.replace("{}", instance.module), begin / p.elements, end / p.elements)
-            for instance, p, begin, end in bucket.inside(first, last)
-        ]
-        for first, last in low.division(bucket).ranges(place)
-    ]
+    names = tuple(p.name.replace("{}", instance.module) for instance, p in bucket.members)
+    tensor_sizes = np.array([p.elements for _, p in bucket.members], dtype=np.int64)
+    starts = np.array(bucket.starts, dtype=np.int64)
+    ranges = np.array(low.division(bucket).ranges(place), dtype=np.int64)
+    first, last = ranges[:, 0], ranges[:, 1]
+    # a range is cut where tensors begin
+    lowest = np.searchsorted(starts, first, side="right") - 1
+    counts = np.where(last > first, np.searchsorted(starts, last, side="left") - lowest, 0)
+    owner = np.repeat(np.arange(len(ranges)), counts)
+    tensor = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts) + lowest[owner]
+    begin = np.maximum(starts[tensor], first[owner]) - starts[tensor]
+    end = np.minimum(starts[tensor] + tensor_sizes[tensor], last[owner]) - starts[tensor]
+    some = begin < end
+    owner, tensor, begin, end = owner[some], tensor[some], begin[some], end[some]
+    parts = sparsity.Ranges(tensor, begin / tensor_sizes[tensor], end / tensor_sizes[tensor])
+    return OwnedPieces(len(ranges), owner, end - begin, names, parts)
 
 
 def _push_ratios(low: Lowering, samples: int, part: float) -> Mapping[str, sparsity.Ratios]:
@@ -122,7 +154,7 @@ def _push_ratios(low: Lowering, samples: int, part: float) -> Mapping[str, spars
             for name in names
         }
 
-    lag_steps = _lag_steps(low)
+    lag_steps = low.once_a_step(_lag_steps)
     key = (Same(statistics), Same(low.scenario.workload.model), low.push, samples, part, low.step, lag_steps)
     return low.shared.once("densities of pushes", key, ratios, most=MAX_CACHED_DENSITIES)
 
@@ -131,11 +163,19 @@ def _lag_steps(low: Lowering) -> float:
     """Return the number of steps by which parameters used for compute lag, where not all updates are published."""
     if not low.thresholds_publish:
         return 0.0
-    elements = {p.name.replace("{}", instance.module): p.elements for instance, p in low.parameters}
     threshold = absolute_threshold(low.scenario.plan.publish, low.scenario.workload.learning_rate)
-    assert low.statistics is not None
     assert threshold is not None
-    return staleness_steps(movements(low.statistics, elements, steps=low.step), threshold)
+    run = low.scenario.run
+    return staleness_steps(
+        low.once_a_run(_movements, max(low.step, run.warmup_steps + run.steps))[: low.step], threshold
+    )
+
+
+def _movements(low: Lowering, steps: int) -> Sequence[float]:
+    """Return the distance by which the mean element moves in each of the first steps."""
+    elements = {p.name.replace("{}", instance.module): p.elements for instance, p in low.parameters}
+    assert low.statistics is not None
+    return movements(low.statistics, elements, steps=steps)
 
 
 MAX_CACHED_DENSITIES = 256

@@ -10,6 +10,7 @@ waits for as well.
 
 import json
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import NamedTuple
@@ -25,10 +26,10 @@ from gssim.program.compute import compute
 from gssim.program.equal_messages import message_classes
 from gssim.program.flat_units import gather_flat_parameters, gather_flat_parameters_twice, push_units
 from gssim.program.lowering import Lowering
-from gssim.program.messages import mean_push_density
+from gssim.program.messages import is_thresholded, mean_push_density, push_matrix
 from gssim.program.optimizer import Tensors, optimize, persistent_bytes, persistent_tensors
 from gssim.program.pipeline import pipeline, replicas_of, stage_buffers
-from gssim.program.publish import mean_publish_density
+from gssim.program.publish import mean_publish_density, published_bytes
 from gssim.program.push import push_gradients
 from gssim.program.replicated import all_reduce_gradients, keep_gradients
 from gssim.program.sharded import (
@@ -139,6 +140,8 @@ class Steps:
         ]
         self._programs: dict[int, Program] = {}
         self._traffic: dict[int, StepTraffic] = {}
+        self._uneven: dict[bool, tuple[Mapping[TaskId, float], AbstractSet[TaskId]]] = {}
+        """Payloads of the uneven collectives of a step that is thresholded or not, and which depend on the data."""
 
     def program(self, step: int) -> Program:
         """Return the program of a step (counted from 0); steps differ only where push or publish are thresholded."""
@@ -153,17 +156,26 @@ class Steps:
         """
         if step not in self._traffic:
             lowerings = [low.at_step(step) for low in self._lowerings]
-            communications: Mapping[TaskId, Communication] = {}
+            communications: Mapping[TaskId, Communication] | None = None
             if step in self._programs:
                 communications = self._programs[step].communications
-            else:
+            elif len(lowerings) > 1 or is_thresholded(lowerings[0]) not in self._uneven:
                 by_rank = [tasks for low in lowerings for tasks in self._tasks(low, low.group[: low.places])]
                 communications = _communications(by_rank)
-            uneven = [(name, each) for name, each in communications.items() if each.pair_bytes or each.part_bytes]
-            payloads = {name: each.payload_bytes for name, each in uneven}
+            if communications is not None:
+                uneven = {name: each for name, each in communications.items() if each.pair_bytes or each.part_bytes}
+                dependent: AbstractSet[TaskId] = {name for name, each in uneven.items() if each.data_dependent}
+                payloads = {name: each.payload_bytes for name, each in uneven.items()}
+                self._uneven.setdefault(is_thresholded(lowerings[0]), (payloads, dependent))
+            else:  # the same collectives as in another step: only what depends on the data differs
+                same, dependent = self._uneven[is_thresholded(lowerings[0])]
+                payloads = {
+                    name: _data_payload(lowerings[0], name) if name in dependent else size
+                    for name, size in same.items()
+                }
             self._traffic[step] = StepTraffic(
                 payloads,
-                sum(payloads[name] for name, each in uneven if each.data_dependent),
+                sum(payloads[name] for name in payloads if name in dependent),
                 _push_density(lowerings[0]),
                 _publish_density(lowerings[0]),
             )
@@ -219,6 +231,15 @@ def _communications(by_rank: Iterable[Sequence[Task]]) -> dict[TaskId, Communica
                 assert task.exchange is not None
                 found[task.communication] = task.exchange
     return found
+
+
+def _data_payload(low: Lowering, name: TaskId) -> float:
+    """Return the payload of a push or publication in this step: that of its `Communication`."""
+    bucket, place = low.buckets[name.bucket or 0], name.place or 0
+    if name.op == "publish":
+        return published_bytes(low, bucket, place)
+    (micro_batch,) = (each for each in low.micro_batches if each.number == name.micro_batch)
+    return push_matrix(low, bucket, micro_batch, place)[0].total
 
 
 def _push_density(low: Lowering) -> float | None:

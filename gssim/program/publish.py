@@ -20,6 +20,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ from gssim.memory import Event, footprint
 from gssim.plan import absolute_threshold, encodings
 from gssim.program.compute import forward_id
 from gssim.program.lowering import Lowering
-from gssim.program.messages import MAX_CACHED_DENSITIES, Piece, owned_pieces, to_all
+from gssim.program.messages import MAX_CACHED_DENSITIES, of_messages, owned_pieces, to_all
 from gssim.program.push import COUNT_BYTES, push_group_collective
 from gssim.program.sharded import insert_beside
 from gssim.program.task import Bucket, Task, TaskId, collective_task
@@ -64,25 +65,36 @@ def messages_of(low: Lowering, bucket: Bucket, place: int) -> tuple[Message, ...
     return low.once_a_step(_messages, bucket.index, place)
 
 
-def _messages(low: Lowering, bucket: int, place: int) -> tuple[Message, ...]:
-    ratios = _publish_ratios(low) if low.scenario.plan.publish.selects else None
-    pieces_by_owner = owned_pieces(low, low.buckets[bucket], place)
-    return tuple(_owner_message(low, pieces, ratios) for pieces in pieces_by_owner)
+def _messages(low: Lowering, number: int, place: int) -> tuple[Message, ...]:
+    bucket = low.buckets[number]
+    owned = low.division(bucket).owned[place]
+    selects = low.scenario.plan.publish.selects
+    entries = owned_pieces(low, bucket, place).entries(_publish_ratios(low)) if selects else owned
+    messages: list[Message] = of_messages(owned, entries, partial(_message, low)).tolist()
+    return tuple(messages)
 
 
-def message_bytes(low: Lowering, bucket: Bucket, rank: int) -> tuple[float, ...]:
-    """Return the size of the message of every owner in a rank's push group."""
-    return tuple(message.size_bytes for message in messages_of(low, bucket, low.place(rank)))
+def message_bytes(low: Lowering, bucket: Bucket, place: int) -> tuple[float, ...]:
+    """Return the size of the message of the owner on every node, at a place."""
+    return low.once_a_step(_message_bytes, bucket.index, place)
 
 
-def _owner_message(low: Lowering, pieces: Sequence[Piece], ratios: Mapping[str, sparsity.Ratios] | None) -> Message:
-    """Return the message of an owner of some pieces; `ratios`: published fraction of each tensor; None: all."""
-    elements = sum(piece[0] for piece in pieces)
-    entries = sum(n * ratios[tensor].over(begin, end) if ratios else n for n, tensor, begin, end in pieces)
-    sizes = {"entries": entries, "elements": float(elements)}
+def _message_bytes(low: Lowering, bucket: int, place: int) -> tuple[float, ...]:
+    return tuple(message.size_bytes for message in low.once_a_step(_messages, bucket, place))
+
+
+def published_bytes(low: Lowering, bucket: Bucket, place: int) -> float:
+    """Return the payload of the thresholded publication of a bucket among the ranks at a place."""
+    parts = message_bytes(low, bucket, place)
+    return to_all(parts, 1).total if _posts_messages(low) else (low.nodes - 1) * sum(parts)
+
+
+def _message(low: Lowering, elements: float, entries: float) -> Message:
+    """Return the message of an owner of so many elements."""
+    sizes = {"entries": entries, "elements": elements}
     kind = encodings.chosen(low.scenario.plan.publish.encoding, **sizes, value_bytes=low.value_bytes)
     size = encodings.message_bytes(kind, **sizes, value_bytes=low.value_bytes)
-    return Message(elements, entries, size, kind)
+    return Message(int(elements), entries, size, kind)
 
 
 def _publish_ratios(low: Lowering) -> Mapping[str, sparsity.Ratios]:
@@ -155,7 +167,8 @@ def unpack(low: Lowering, rank: int, bucket: Bucket) -> Task:
     messages = messages_of(low, bucket, low.place(rank))
     most = encodings.CHUNK_ELEMENTS if device.kind == "cpu" else math.inf
     others = (*messages[:own], *messages[own + 1 :])
-    places = max((min(each.entries, most) for each in others if each.encoding == "coo"), default=0.0)
+    different = {id(each): each for each in others}.values()  # equal messages of neighbours are one object
+    places = max((min(each.entries, most) for each in different if each.encoding == "coo"), default=0.0)
     given_back = received_bytes(low, bucket, rank) + messages[own].buffer_bytes
     cast = [Event(0, INDEX_BYTES * places, "temporaries"), Event(1, -INDEX_BYTES * places, "temporaries")]
     need = footprint([*cast, Event(2, -given_back, "communication")])
@@ -167,7 +180,9 @@ def unpack(low: Lowering, rank: int, bucket: Bucket) -> Task:
 def _unpacking_times(low: Lowering, bucket: int, place: int, device_type: str) -> Floats:
     """Return the time of a device to write every owner's message to the replica."""
     device = low.scenario.cluster.device_types[device_type]
-    return np.array([_unpack_s(low, device, message) for message in low.once_a_step(_messages, bucket, place)])
+    messages = low.once_a_step(_messages, bucket, place)
+    unpack_s = {id(message): _unpack_s(low, device, message) for message in {id(m): m for m in messages}.values()}
+    return np.array([unpack_s[id(message)] for message in messages])
 
 
 def _unpack_s(low: Lowering, device: DeviceType, message: Message) -> float:
@@ -267,14 +282,13 @@ def _on_communication_stream(low: Lowering, tasks: list[Task]) -> list[Task]:
 def _exchange_across_nodes(low: Lowering, rank: int, bucket: Bucket) -> list[Task]:
     """Return the exchange of a bucket in the push group, by a ring or posted; a ring is followed by unpacking."""
     owned, thresholded = low.division(bucket).owned[low.place(rank)], low.thresholds_publish
-    dense = tuple(n * low.value_bytes for n in owned)
-    parts = message_bytes(low, bucket, rank) if thresholded else dense
+    parts = message_bytes(low, bucket, low.place(rank)) if thresholded else low.once_a_run(_dense_bytes, owned)
     carried: dict[str, Any] = {"part_bytes": parts}
     if _posts_messages(low):
         carried = {"pair_bytes": to_all(parts, 1), "carried_as": "all-to-all-v"}
     own = _publish_id(bucket)
     communication, exchange = push_group_collective(
-        low, bucket, rank, own, "all-gather-v", sum(dense), data_dependent=thresholded, **carried
+        low, bucket, rank, own, "all-gather-v", sum(owned) * low.value_bytes, data_dependent=thresholded, **carried
     )
     received = received_bytes(low, bucket, rank) if thresholded else 0.0
     need = footprint([Event(0, received, "communication")])
@@ -286,6 +300,11 @@ def _exchange_across_nodes(low: Lowering, rank: int, bucket: Bucket) -> list[Tas
     begin = Task(own.serving("begin"), "exposed_communication", need=need)  # messages go as they are posted
     post = Task(own.serving("post"), "exposed_communication", duration_s=posting_s)
     return [begin, post, collective_task(own, exchange, communication=communication, after=(begin.id,))]
+
+
+def _dense_bytes(low: Lowering, owned: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the bytes of owners' ranges."""
+    return tuple(elements * low.value_bytes for elements in owned)
 
 
 def _broadcast_parts(low: Lowering, bucket: Bucket) -> list[Task]:

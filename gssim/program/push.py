@@ -3,6 +3,7 @@ them.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from gssim.program.messages import (
     accumulates_in_residual,
     encoding_of,
     is_thresholded,
+    of_messages,
     push_matrix,
     residual_elements,
     residual_value_bytes,
@@ -170,7 +172,8 @@ def push_group_collective(
     alike = [place] if low.sends_by_data else [other for other in range(low.places) if owned[other] == owned[place]]
     own = task if len(alike) == low.places else task._replace(place=alike[0])
     group, *beside = (low.push_groups[each] for each in alike)
-    return own, Communication(kind, group, size_bytes, beside=tuple(beside), **parts)
+    at_once = low.places if low.sends_by_data else 1
+    return own, Communication(kind, group, size_bytes, beside=tuple(beside), at_once=at_once, **parts)
 
 
 def _carried_as(low: Lowering) -> str:
@@ -266,15 +269,12 @@ def _packing_times(
     """Return the times of a class of senders to select and to pack the entries of a bucket for every owner, in turn."""
     bucket, device = low.buckets[number], low.scenario.cluster.device_types[device_type]
     entries = push_matrix(low, bucket, micro_batch, place)[1]
-    messages = [*zip(low.division(bucket).owned[place], entries.rows[sender], strict=True)]
-    packed_s = {
-        message: _select_and_pack_s(low, device, bucket, *message, clears=clears) for message in dict.fromkeys(messages)
-    }
-    return np.array([packed_s[message] for message in messages]).ravel()
+    price = partial(_select_and_pack_s, low, device, bucket, clears=clears)
+    return of_messages(low.division(bucket).owned[place], entries.rows[sender], price).ravel()
 
 
 def _select_and_pack_s(
-    low: Lowering, device: DeviceType, bucket: Bucket, elements: int, sent: float, *, clears: bool
+    low: Lowering, device: DeviceType, bucket: Bucket, elements: float, sent: float, *, clears: bool
 ) -> tuple[float, float]:
     """Return the times to select the entries for an owner of so many elements, and to pack them."""
     value, encoding = low.value_bytes, encoding_of(low, elements, sent)
@@ -323,7 +323,8 @@ def _count_exchange(low: Lowering, bucket: Bucket) -> Task:
     """Return the task that sends the number of entries to every owner: posted, and waited for."""
     size = low.nodes * (low.nodes - 1) * COUNT_BYTES
     axis, carried_as, matrix = low.policies.push_axis, _carried_as(low), low.once_a_run(_count_matrix)
-    exchange = low.communication("all-to-all-v", axis, size, pair_bytes=matrix, carried_as=carried_as)
+    settings: dict[str, Any] = {"pair_bytes": matrix, "carried_as": carried_as, "at_once": low.places}
+    exchange = low.communication("all-to-all-v", axis, size, **settings)
     return collective_task(TaskId("counts", bucket=bucket.index), exchange)
 
 

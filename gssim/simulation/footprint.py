@@ -27,7 +27,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, repeat
 
 from gssim.cluster import DeviceType
 from gssim.memory import Block, CachingAllocator, Event, Footprint, NoMemoryLeftError, Request, rounded_bytes
@@ -198,16 +198,15 @@ class _LiveTensors:
         left = size_bytes
         for key in [key for key in reversed(self.alive) if key[0] == category]:
             alike = self.alive[key]
-            while alike and left > 0:
-                block = alike.pop()
-                self.allocator.free(block)
-                _, _, requested, _ = block
-                rest = requested - left
-                left -= requested
-                if rest > 0:
-                    kept = self.allocator.allocate(rest)
+            if alike and left > 0:
+                _, _, requested, pool = alike[-1]  # as of all of them
+                count = min(len(alike), -(-left // requested))
+                self.allocator.serve(repeat((alike, pool, 0, requested, -1), count))
+                left -= count * requested
+                if left < 0:
+                    kept = self.allocator.allocate(-left)
                     assert kept is not None
-                    self._blocks_of((category, key[1], float(rest))).append(kept)
+                    self._blocks_of((category, key[1], float(-left))).append(kept)
 
 
 EQUAL_PEAKS_RATIO = 0.02
@@ -332,11 +331,15 @@ def outside_bytes(device: DeviceType, scenario: Scenario, program: Program, rank
     """Return a rank's memory outside the allocator: the context, and a communicator for each of its groups."""
     communicators = 0
     if scenario.cluster.backend == "nccl" and device.communicator_bytes:
-        families = {each.groups for each in program.communications.values()}
-        groups = {frozenset(group) for groups in families for group in groups if len(group) > 1 and rank in group}
-        communicators = len(groups)
+        communicators = sum(rank in group for group in program.once(_communicating_groups))
     sizes = {"context": device.context_bytes, "communicators": communicators * device.communicator_bytes}
     return {name: size for name, size in sizes.items() if size}
+
+
+def _communicating_groups(program: Program) -> tuple[frozenset[int], ...]:
+    """Return the groups of a program's collectives, each once."""
+    families = {each.groups for each in program.communications.values()}
+    return tuple({frozenset(group) for groups in families for group in groups if len(group) > 1})
 
 
 def _under_limit(scenario: Scenario, footprint: MemoryFootprint, program: Program) -> MemoryFootprint:

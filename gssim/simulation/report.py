@@ -127,13 +127,14 @@ def _equal_members(
 
     Shard sizes that are rounded to the same units of a block, or elements of a bucket, make the same tasks.
     """
+    carried = np.round(np.column_stack([sent, received]), SIZE_DIGITS)
+    columns = np.column_stack([carried, np.round(shard_shares, SHARE_DIGITS)])
     for rank_class in machine.classes:
-        if len(rank_class.members) == 1:
+        rows = columns[rank_class.members]
+        if (rows == rows[0]).all():
             yield rank_class, rank_class.members
             continue
-        carried = np.round(np.column_stack([sent[rank_class.members], received[rank_class.members]]), SIZE_DIGITS)
-        columns = np.column_stack([carried, np.round(shard_shares[rank_class.members], SHARE_DIGITS)])
-        group = np.unique(columns, axis=0, return_inverse=True)[1].ravel()
+        group = np.unique(rows, axis=0, return_inverse=True)[1].ravel()
         for kind in dict.fromkeys(group.tolist()):
             yield rank_class, rank_class.members[group == kind]
 

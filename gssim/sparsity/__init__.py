@@ -1,6 +1,7 @@
 """Sparsity: the density of a threshold, from measured gradient statistics."""
 
 from gssim.sparsity.density import (
+    Ranges,
     Ratios,
     moment_of,
     movements,
@@ -15,6 +16,7 @@ from gssim.sparsity.density import (
 )
 
 __all__ = [
+    "Ranges",
     "Ratios",
     "moment_of",
     "movements",

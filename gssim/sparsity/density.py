@@ -30,6 +30,7 @@ import numpy as np
 
 from gssim.errors import UserError
 from gssim.plan import Publish, Push
+from gssim.units import Floats, Ints
 from gssim.workload.gradient_statistics import (
     EDGES_PER_DECADE,
     HELD_LEVELS,
@@ -311,6 +312,65 @@ class Ratios:
 
 
 EVERYTHING, SILENCE = Ratios((1.0,)), Ratios((0.0,))
+
+
+class Ranges:
+    """Ranges of tensors, as fractions of their elements, whose densities are computed at once.
+
+    `tensor`: index of each range's tensor. What does not depend on densities is computed once for all steps.
+
+    >>> ranges = Ranges(np.array([0, 0, 1]), np.array([0.0, 0.5, 0.0]), np.array([1.0, 1.0, 0.5]))
+    >>> ranges.densities([Ratios((0.25, 0.75)), SILENCE]).tolist()
+    [0.5, 0.75, 0.0]
+    """
+
+    def __init__(self, tensor: Ints, first: Floats, last: Floats) -> None:
+        self.tensor, self.first, self.last = tensor, first, last
+        self._parts: dict[tuple[int, ...], tuple[Ints, Ints, Floats]] = {}
+        """By the number of each tensor's blocks: range, block (of all tensors), and the length inside, in blocks."""
+
+    def densities(self, ratios: Sequence[Ratios]) -> Floats:
+        """Return the density of each range, given those of every tensor: as `Ratios.over`, to the last digit."""
+        high = self._over([each.values for each in ratios])
+        if not any(each.below for each in ratios):
+            return high
+        low = self._over([each.below or each.values for each in ratios])
+        mixtures: dict[tuple[int, float, float], float] = {}
+        for place, key in enumerate(zip(self.tensor.tolist(), low.tolist(), high.tolist(), strict=True)):
+            tensor, below, above = key
+            if ratios[tensor].below:
+                if key not in mixtures:
+                    mixtures[key] = mixed(below, above, ratios[tensor].weight)
+                high[place] = mixtures[key]
+        return high
+
+    def _over(self, values: Sequence[Sequence[float]]) -> Floats:
+        """Return the mean of the values of blocks in each range."""
+        counts = tuple(map(len, values))
+        if counts not in self._parts:
+            self._parts[counts] = self._parts_of(counts)
+        owner, block, inside = self._parts[counts]
+        flat, ranges = np.array([value for each in values for value in each]), len(self.tensor)
+        if len(owner) == ranges:  # each in one block
+            return np.asarray(flat[block], dtype=np.float64)
+        parts = np.bincount(owner, minlength=ranges)
+        sent = np.bincount(owner, weights=flat[block] * inside, minlength=ranges)
+        means = sent / np.bincount(owner, weights=inside, minlength=ranges)
+        alone = parts[owner] == 1
+        means[owner[alone]] = flat[block[alone]]  # exact, so that all ranges inside a block are equal
+        return np.asarray(means, dtype=np.float64)
+
+    def _parts_of(self, counts: Sequence[int]) -> tuple[Ints, Ints, Floats]:
+        count, offset = np.array(counts)[self.tensor], np.r_[0, np.cumsum(counts)][self.tensor]
+        begin, end = self.first * count, self.last * count
+        start, stop = begin.astype(np.int64), np.minimum(count, np.ceil(end)).astype(np.int64)
+        single = (count == 1) | (self.last <= self.first)
+        start, stop = np.where(single, 0, start), np.where(single, 1, stop)
+        lengths = stop - start
+        owner = np.repeat(np.arange(len(lengths)), lengths)
+        local = np.arange(len(owner)) - np.repeat(np.cumsum(lengths) - lengths, lengths) + start[owner]
+        inside = np.maximum(0.0, np.minimum(end[owner], local + 1) - np.maximum(begin[owner], local))
+        return owner, offset[owner] + local, inside
 
 
 class _View:

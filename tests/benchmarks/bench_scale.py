@@ -47,6 +47,22 @@ def test_gradient_sharding_on_1024_unequal_devices(benchmark, method):
     benchmark.pedantic(lambda: simulate(loaded), rounds=3)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [("gs",), ("gs", "publish.threshold=1e-4"), ("gs_z3",), ("gs_hier",)],
+    ids=["gs", "gs-publish", "gs_z3", "gs_hier"],
+)
+def test_thresholds_on_1024_unequal_devices(benchmark, changes):
+    """Of a small model: of no large one have gradients been measured over so many devices."""
+    method, *more = changes
+    plan = [f"plan.method={method}", "plan.push.threshold=1e-3", *(f"plan.{each}" for each in more)]
+    workload = ["global_batch_size=1024", f"gradients={SCENARIOS / 'gradients/gpt-byte-1m-1024.json'}"]
+    cluster = f"cluster={SCENARIOS / 'clusters/unequal-1024.toml'}"
+    run = ["run.steps=8", "run.warmup_steps=4"]
+    loaded = scenario("demo", cluster, *plan, *(f"workload.{each}" for each in workload), *run)
+    benchmark.pedantic(lambda: simulate(loaded), rounds=3)
+
+
 @pytest.mark.parametrize("servers", [32, 128])
 def test_fully_sharded_training_of_6_7_billion_parameters(benchmark, servers):
     ranks = 8 * servers

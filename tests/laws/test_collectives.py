@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from strategies import built, collectives_on, communicated, fabrics, stages_of, star, topology
 
 from gssim import collectives
-from gssim.collectives import BACKEND_ALGORITHMS, KINDS, Communication, Stage
-from gssim.collectives.algorithms import ALGORITHMS, Members
+from gssim.collectives import BACKEND_ALGORITHMS, KINDS, Communication, Pairs, Stage
+from gssim.collectives.algorithms import ALGORITHMS, SINGLE_FLOWS, Members
 from gssim.errors import UserError
 
 RINGS = ("all-reduce", "reduce-scatter", "all-gather")
@@ -213,6 +213,18 @@ def test_an_all_to_all_sends_everything_at_once_and_nothing_to_oneself():
     (stage,) = stages(Communication("all-to-all-v", (3, 5, 8), 0, pair_bytes=matrix), "gloo")
     assert set(messages(stage)) == {(3, 5, 1), (5, 3, 2), (5, 8, 3), (8, 5, 4)}
     assert not stage.coupled
+
+
+@pytest.mark.parametrize("kinds", [1, 20])
+def test_exchanges_of_several_groups_at_once_have_too_many_flows_together(kinds):
+    rows = [tuple(float(1 + (sender + owner) % 7) for owner in range(20)) for sender in range(kinds)]
+    matrix, most = Pairs(rows, [sender % kinds for sender in range(20)]), SINGLE_FLOWS // (20 * 19)
+    found = {
+        at_once: stages(Communication("all-to-all-v", tuple(range(20)), 0, pair_bytes=matrix, at_once=at_once), "gloo")
+        for at_once in (1, most, most + 1)
+    }
+    assert [stage.coupled for (stage,) in found.values()] == [False, False, True]
+    assert len({tuple(sorted(messages(stage))) for (stage,) in found.values()}) == 1
 
 
 @pytest.mark.parametrize("kind", [*KINDS[:6], *KINDS[7:]])

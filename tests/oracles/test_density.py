@@ -1,6 +1,7 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,6 +9,8 @@ from strategies import FEEDBACK_GRID, MULTIPLES, exponential_statistics, exponen
 
 from gssim.plan import Publish, Push
 from gssim.sparsity import (
+    Ranges,
+    Ratios,
     moment_of,
     movements,
     publish_density,
@@ -375,3 +378,25 @@ def test_the_union_of_measured_gradients_lies_between_one_ranks_and_all_independ
 def test_statistics_with_holes_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         exponential_statistics(**changes)
+
+
+# All ranges of owners at once ----------------------------------------------------------------------------------------
+
+
+@given(data=st.data(), blocks=st.lists(st.integers(1, 5), min_size=1, max_size=4))
+def test_densities_of_many_ranges_are_those_of_each_to_the_last_digit(data, blocks):
+    fraction = st.floats(0.0, 1.0)
+    ratios = []
+    for count in blocks:
+        values = data.draw(st.lists(fraction, min_size=count, max_size=count).map(tuple))
+        below = data.draw(st.sampled_from([(), values[::-1]]))
+        ratios.append(Ratios(values, below, data.draw(fraction) if below else 0.0))
+    ranges = []
+    for _ in range(data.draw(st.integers(1, 8))):
+        tensor, cuts = data.draw(st.integers(0, len(blocks) - 1)), sorted(data.draw(st.tuples(fraction, fraction)))
+        if cuts[0] < cuts[1] and cuts[1] - cuts[0] > 1e-9:
+            ranges.append((tensor, *cuts))
+    if ranges:
+        tensors, first, last = (np.array(column) for column in zip(*ranges, strict=True))
+        found = Ranges(tensors, first, last).densities(ratios).tolist()
+        assert found == [ratios[tensor].over(begin, end) for tensor, begin, end in ranges]

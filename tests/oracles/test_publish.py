@@ -20,6 +20,7 @@ from gssim import sparsity
 from gssim.errors import UserError
 from gssim.plan import Publish
 from gssim.program import Program, Task, lower
+from gssim.program.messages import OwnedPieces
 from gssim.result import Result
 from gssim.scenario import Scenario, load_scenario
 from gssim.simulation import simulate
@@ -102,15 +103,16 @@ def test_parts_of_tensors_are_asked_for_by_their_place(monkeypatch):
     """Owners' ranges cut tensors; what is asked for, all owners together, is every tensor once."""
     asked: dict[str, float] = {}
 
-    class Noted:
-        def __init__(self, tensor: str) -> None:
-            self.tensor = tensor
+    entries = OwnedPieces.entries
 
-        def over(self, first: float, last: float) -> float:
-            asked[self.tensor] = asked.get(self.tensor, 0.0) + last - first
-            return 0.5
+    def noted(pieces, ratios):
+        ranges = pieces.ranges
+        for tensor, first, last in zip(ranges.tensor.tolist(), ranges.first, ranges.last, strict=True):
+            name = pieces.tensors[tensor]
+            asked[name] = asked.get(name, 0.0) + last - first
+        return entries(pieces, ratios)
 
-    monkeypatch.setattr(sparsity, "publish_ratios", lambda *_statistics, tensor, **_where: Noted(tensor))
+    monkeypatch.setattr(OwnedPieces, "entries", noted)
     lower(pushed(3, publish={"threshold": 1e-3}, shares={"shards": [0.5, 0.3, 0.2]}), exponential_statistics())
     assert asked == pytest.approx(dict.fromkeys(asked, 1.0))
     assert len(asked) == 6

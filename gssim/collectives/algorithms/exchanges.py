@@ -10,8 +10,9 @@ from gssim.collectives.communication import Communication, Exchange, Pairs
 from gssim.collectives.stage import Hops, Members, Stage, cached_hops
 
 SINGLE_FLOWS = 2**14
-"""Exchanges of more flows are one session, whose flows progress and end together: exact where one kind of link is the
-bottleneck of all, as in exchanges among equals; else a lower bound, because every link is then busy until the end."""
+"""Exchanges that have more flows, with those of other groups at once, are one session, whose flows progress and end
+together: exact where one kind of link is the bottleneck of all, as in exchanges among equals; else a lower bound,
+because every link is then busy until the end."""
 
 
 @cached_hops
@@ -37,7 +38,8 @@ def direct(members: Members, communication: Communication) -> tuple[Stage, ...]:
 
 def direct_uneven(members: Members, communication: Communication) -> tuple[Stage, ...]:
     """All members send uneven parts to all others; exchanges in the same proportions share their hops."""
-    pairs, many = communication.pair_bytes, members.count * (members.count - 1) > SINGLE_FLOWS
+    pairs, pair_count = communication.pair_bytes, members.count * (members.count - 1)
+    many = pair_count * communication.at_once > SINGLE_FLOWS
     if many and isinstance(pairs, Pairs) and pairs.most and pairs.kind_count < members.count // 4:
         return (Stage(_exchange(members, pairs), pairs.most, coupled=True),)
     matrix = np.array(pairs, dtype=float)
@@ -54,12 +56,12 @@ def direct_uneven(members: Members, communication: Communication) -> tuple[Stage
 
     key = ("exchange", Same(members), hashlib.sha256(matrix.tobytes()).digest())
     hops = members.kept.once(key, uneven_hops, weight=lambda hops: len(hops.source))
-    return (Stage(hops, most, coupled=len(hops.source) > SINGLE_FLOWS),)
+    return (Stage(hops, most, coupled=len(hops.source) * communication.at_once > SINGLE_FLOWS),)
 
 
 def _exchange(members: Members, pairs: Pairs) -> Exchange:
     """Return the hops of many members, most of which send the same; cached by proportions."""
-    rows = np.array(pairs.rows, dtype=float) / pairs.most
+    rows = pairs.arrays[0] / pairs.most
     key = ("exchange", Same(members), hashlib.sha256(rows.tobytes()).digest(), tuple(pairs.kinds))
     return members.kept.once(
         key,
