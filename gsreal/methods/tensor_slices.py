@@ -8,12 +8,18 @@ Everything else is whole and equal on every rank.
 [Note: f and g] In Megatron-LM's paper (Shoeybi et al. 2019, section 3) f is the identity in the forward and a sum over
 the ranks in the backward, where a block's columns begin; g is the reverse, where its rows end.
 
+[Note: sequence parts] With sequence parallelism (Korthikanti et al. 2022, section 4.2.2) f is an all-gather of the
+ranks' parts of the sequence in the forward and a reduce-scatter in the backward, g the reverse. The first block's input
+is divided, and the output of the last block, or of the norm after it, is gathered: what is before and after (embedding,
+head, loss) is whole and equal on every rank, so that this gather's gradient is a rank's own part. Gradients of the
+parameters in between are sums over the ranks, see `SequenceGradients`.
+
 Tensor parallelism of a model's blocks.
 
 By DTensor if slices are even and it supports them, else by slices of our own.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import gcd
@@ -29,6 +35,7 @@ from gsreal.measure import Timeline
 from gsreal.methods.training import blocks_of
 from gssim.errors import UserError
 from gssim.scenario import Scenario, units_of_ranks
+from gssim.workload import unrolled
 
 AllReduce = Callable[[Tensor], Tensor]
 """Returns the sum of its argument over the ranks of a group, as a new tensor."""
@@ -50,6 +57,9 @@ class Cut:
     """Norms between columns and rows, all of whose parameters are sliced."""
     parts: Mapping[str, int] = field(default_factory=dict)
     """Number of tensors that a column module's output concatenates (query, key, value), each of all units."""
+    gathered: tuple[str, ...] = ()
+    """Modules that take the input of columns, and nothing else that is divided, where sequences are divided among
+    ranks: that input is gathered for all of their columns at once. Empty: sequences cannot be divided."""
 
 
 def _resize_transformer(block: Any, held: int) -> None:
@@ -99,6 +109,7 @@ CUTS: dict[str, Cut] = {
         rows=("attention.out", "down"),
         resize=_resize_transformer,
         parts={"attention.qkv": 3},
+        gathered=("attention", "up"),
     ),
     "gsreal.models.ResidualBlock": Cut(
         units=lambda block: block.norm1.num_groups,
@@ -113,18 +124,21 @@ CUTS: dict[str, Cut] = {
         rows=("attn.c_proj", "mlp.c_proj"),
         resize=_resize_gpt2,
         parts={"attn.c_attn": 3},
+        gathered=("attn", "mlp"),
     ),
     "transformers.models.llama.modeling_llama.LlamaDecoderLayer": Cut(
         units=_llama_units,
         columns=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"),
         rows=("self_attn.o_proj", "mlp.down_proj"),
         resize=_resize_nothing,
+        gathered=("self_attn", "mlp"),
     ),
     "transformers.models.bert.modeling_bert.BertLayer": Cut(
         units=_bert_units,
         columns=("attention.self.query", "attention.self.key", "attention.self.value", "intermediate.dense"),
         rows=("attention.output.dense", "output.dense"),
         resize=_resize_nothing,
+        gathered=("attention.self", "intermediate"),
     ),
 }
 """By the full name of the block's class."""
@@ -184,9 +198,18 @@ def slices_of(block: nn.Module, held: range) -> dict[tuple[str, str], Slice]:
 
 
 def slice_block(
-    block: nn.Module, held: range, all_reduce: AllReduce, *, ranks: int, group: dist.ProcessGroup | None = None
+    block: nn.Module,
+    held: range,
+    all_reduce: AllReduce,
+    *,
+    ranks: int,
+    group: dist.ProcessGroup | None = None,
+    parts: "SequenceParts | None" = None,
 ) -> None:
-    """Reduce a block to a rank's units; `all_reduce` sums over the `ranks` ranks of its `group`."""
+    """Reduce a block to a rank's units; `all_reduce` sums over the `ranks` ranks of its `group`.
+
+    `parts`: how they divide sequences, if they do; see [Note: sequence parts].
+    """
     cut = cut_of(block)
     assert cut is not None  # the caller has asked
     for (path, name), part in slices_of(block, held).items():
@@ -196,11 +219,13 @@ def slice_block(
         module.register_parameter(name, own)
         mark(module, name, part, group)
     cut.resize(block, len(held))
-    for path in cut.columns:
-        block.get_submodule(path).register_forward_pre_hook(partial(_shared_input, all_reduce))
+    f, g = (_CopyIn, _SumOut) if parts is None else (_GatherIn, _ScatterOut)
+    for path in cut.columns if parts is None else cut.gathered:
+        hook = partial(_with_input, lambda x: f.apply(x, parts or all_reduce))
+        block.get_submodule(path).register_forward_pre_hook(hook, with_kwargs=True)
     for path in cut.rows:
         module = block.get_submodule(path)
-        module.forward = partial(_row_forward, module, all_reduce, ranks)
+        module.forward = partial(_row_forward, module, lambda y: g.apply(y, parts or all_reduce), ranks)
 
 
 def mark(module: nn.Module, name: str, part: Slice, group: dist.ProcessGroup | None) -> None:
@@ -226,11 +251,16 @@ def whole_parameter(module: nn.Module, name: str) -> Tensor:
     return whole
 
 
-def _shared_input(all_reduce: AllReduce, _module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    return (_CopyIn.apply(inputs[0], all_reduce), *inputs[1:])
+def _with_input(
+    change: Callable[[Tensor], Tensor], _module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Change a module's first input, or its hidden states, where these are named."""
+    if inputs:
+        return (change(inputs[0]), *inputs[1:]), named
+    return inputs, named | {"hidden_states": change(named["hidden_states"])}
 
 
-def _row_forward(module: Any, all_reduce: AllReduce, ranks: int, x: Tensor) -> Tensor:
+def _row_forward(module: Any, summed: Callable[[Tensor], Tensor], ranks: int, x: Tensor) -> Tensor:
     """Return the sum of all ranks' outputs; each adds its fraction of the bias, as DTensor does."""
     bias: Any = None if module.bias is None else _PartOf.apply(module.bias, ranks)
     if isinstance(module, nn.Linear):
@@ -239,7 +269,7 @@ def _row_forward(module: Any, all_reduce: AllReduce, ranks: int, x: Tensor) -> T
         y = F.conv2d(x, module.weight, bias, module.stride, module.padding, module.dilation, module.groups)
     else:  # Hugging Face's Conv1D
         y = torch.addmm(bias, x.view(-1, x.size(-1)), module.weight).view(*x.shape[:-1], -1)
-    return _SumOut.apply(y, all_reduce)
+    return summed(y)
 
 
 class _CopyIn(torch.autograd.Function):
@@ -267,6 +297,145 @@ class _SumOut(torch.autograd.Function):
         return gradients[0], None
 
 
+class SequenceParts:
+    """The division of sequences of shape (batch, sequence, width) among tensor-parallel ranks, in equal parts.
+
+    `all_gather` maps a tensor to those of all ranks, one after another in its first dimension; `reduce_scatter` maps
+    such a tensor to the sum over the ranks of this rank's part.
+    """
+
+    def __init__(self, ranks: int, rank: int, all_gather: AllReduce, reduce_scatter: AllReduce) -> None:
+        self.ranks, self.rank, self.all_gather, self.reduce_scatter = ranks, rank, all_gather, reduce_scatter
+
+    def whole(self, part: Tensor) -> Tensor:
+        """Return the whole sequences, of which each rank has a part."""
+        by_rank = self.all_gather(part.contiguous()).unflatten(0, (self.ranks, -1))
+        return by_rank.transpose(0, 1).flatten(1, 2)
+
+    def summed(self, whole: Tensor) -> Tensor:
+        """Return this rank's part of the sum over the ranks."""
+        return self.reduce_scatter(whole.unflatten(1, (self.ranks, -1)).transpose(0, 1).flatten(0, 1))
+
+    def own(self, whole: Tensor) -> Tensor:
+        """Return this rank's part, as a tensor of its own."""
+        part = whole.unflatten(1, (self.ranks, -1)).select(1, self.rank)
+        return part.clone(memory_format=torch.contiguous_format)
+
+
+class _GatherIn(torch.autograd.Function):
+    """f of a divided sequence: the parts of all ranks; gradients are reduce-scattered."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parts: SequenceParts) -> Tensor:
+        ctx.parts = parts
+        return parts.whole(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.parts.summed(gradients[0]), None
+
+
+class _ScatterOut(torch.autograd.Function):
+    """g of a divided sequence: a rank's part of the sum over the ranks; gradients are gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, parts: SequenceParts) -> Tensor:
+        ctx.parts = parts
+        return parts.summed(y)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.parts.whole(gradients[0]), None
+
+
+class _Divide(torch.autograd.Function):
+    """A rank's part of what all have whole; gradients are gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parts: SequenceParts) -> Tensor:
+        ctx.parts = parts
+        return parts.own(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.parts.whole(gradients[0]), None
+
+
+class _Join(torch.autograd.Function):
+    """The parts of all ranks, for what all do alike; a rank's gradient is its part of everybody's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parts: SequenceParts) -> Tensor:
+        ctx.parts = parts
+        return parts.whole(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.parts.own(gradients[0]), None
+
+
+def divide_sequences(order: Sequence[str], blocks: Sequence[str], module: nn.Module, parts: SequenceParts) -> list[str]:
+    """Divide sequences among ranks from a module's first block to its last, or to the norm after that.
+
+    `order`: paths of the modules at which layers begin, as they run; `blocks`: those of blocks, which are sliced
+    already. Returns the names of the parameters whose gradients are to be summed over the ranks.
+    """
+    after = order[order.index(blocks[-1]) + 1 :][:1]
+    norms = [path for path in after if is_norm(module.get_submodule(path))]
+    first = module.get_submodule(blocks[0])
+    first.register_forward_pre_hook(partial(_with_input, lambda x: _Divide.apply(x, parts)), with_kwargs=True)
+
+    def joined(_module: nn.Module, _inputs: tuple[Any, ...], output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (_Join.apply(output[0], parts), *output[1:])
+        return _Join.apply(output, parts)
+
+    module.get_submodule((norms or blocks[-1:])[0]).register_forward_hook(joined)
+    names = [f"{path}.{name}" for path in norms for name, _ in module.get_submodule(path).named_parameters()]
+    for path in blocks:
+        cut = cut_of(block := module.get_submodule(path))
+        assert cut is not None  # they are sliced
+        linear = (*cut.columns, *cut.rows)
+        names += [f"{path}.{name}" for name, _ in block.named_parameters() if name.rpartition(".")[0] not in linear]
+    return names
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Return whether a module is a norm over the width: each position is normalised by itself."""
+    kind = type(module).__name__.lower()
+    flat = all(parameter.dim() <= 1 for parameter in module.parameters())
+    return "norm" in kind and "batch" not in kind and "group" not in kind and flat and not list(module.children())
+
+
+@dataclass(frozen=True)
+class SequenceGradients:
+    """Sums gradients of what ranks run on their parts of sequences, all in one tensor, as Megatron-LM does.
+
+    Source: Megatron-LM, core/distributed/finalize_model_grads.py, `_allreduce_layernorm_grads`. Of sharded parameters a
+    rank has the gradients of its shards, padded to equal rows.
+    """
+
+    places: Sequence[tuple[nn.Module, str]]
+    """Modules and the names of their parameters: wrappers may replace these."""
+    group: dist.ProcessGroup
+    timeline: Timeline
+    shards: int
+
+    def sum(self) -> None:
+        """Replace the gradients by their sums over the ranks (a collective)."""
+        parameters = [getattr(module, name) for module, name in self.places]
+        sizes = [-(-len(each) // self.shards) * (each.numel() // len(each)) for each in parameters]
+        gradients = [each.grad.to_local() if hasattr(each.grad, "to_local") else each.grad for each in parameters]
+        with self.timeline.span("all-reduce gradients of sequence parts", "exposed_communication", self.group):
+            flat = gradients[0].new_zeros(sum(sizes))
+            own = [part[: each.numel()] for part, each in zip(flat.split(sizes), gradients, strict=True)]
+            for part, gradient in zip(own, gradients, strict=True):
+                part.copy_(gradient.reshape(-1))
+            dist.all_reduce(flat, group=self.group)
+            for part, gradient in zip(own, gradients, strict=True):
+                gradient.copy_(part.view_as(gradient))
+
+
 class _PartOf(torch.autograd.Function):
     """A whole tensor's fraction in a sum over the ranks; every rank has the whole gradient already."""
 
@@ -279,13 +448,17 @@ class _PartOf(torch.autograd.Function):
         return gradients[0], None
 
 
-def slice_blocks(scenario: Scenario, module: nn.Module, timeline: Timeline, mesh: DeviceMesh) -> None:
+def slice_blocks(
+    scenario: Scenario, module: nn.Module, timeline: Timeline, mesh: DeviceMesh
+) -> SequenceGradients | None:
     """Reduce each block to this rank's slice; `mesh`: the tensor-parallel ranks, one axis.
 
-    Raises UserError if a block cannot be sliced, or if dropout would differ between the ranks.
+    Returns the gradients to be summed before each update, where these ranks divide sequences. Raises UserError if a
+    block cannot be sliced, or if dropout would differ between the ranks.
     """
     _check(scenario, module)
     all_reduce = _observed_all_reduce(mesh, timeline)
+    parts = _observed_parts(mesh, timeline) if scenario.policies.sequence_parallel else None
     for block in blocks_of(scenario.workload.model, module):
         cut = cut_of(block)
         assert cut is not None  # checked
@@ -295,7 +468,15 @@ def slice_blocks(scenario: Scenario, module: nn.Module, timeline: Timeline, mesh
         if scenario.policies.cuts_natively and is_linear(block, cut):
             distribute(block, cut, held, mesh, timeline)
         else:
-            slice_block(block, held, all_reduce, ranks=len(sizes), group=mesh.get_group())
+            slice_block(block, held, all_reduce, ranks=len(sizes), group=mesh.get_group(), parts=parts)
+    if parts is None:
+        return None
+    layers = [instance for instance in unrolled(scenario.workload.model) if instance.layer.modules]
+    blocks = [instance.module for instance in layers if instance.layer.block]
+    names = divide_sequences([instance.module for instance in layers], blocks, module, parts)
+    places = [(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
+    shards = scenario.policies.dp_shard if scenario.policies.gradients == "reduce-scatter" else 1
+    return SequenceGradients(places, mesh.get_group(), timeline, shards)
 
 
 def _check(scenario: Scenario, module: nn.Module) -> None:
@@ -318,6 +499,23 @@ def _observed_all_reduce(mesh: DeviceMesh, timeline: Timeline) -> AllReduce:
             return functional.wait_tensor(functional.all_reduce(tensor, "sum", (mesh, 0)))
 
     return all_reduce
+
+
+def _observed_parts(mesh: DeviceMesh, timeline: Timeline) -> SequenceParts:
+    """Return the division of sequences among the ranks of a mesh by torch's functional collectives, as spans."""
+    from torch.distributed import _functional_collectives as functional
+
+    group = mesh.get_group()
+
+    def all_gather(part: Tensor) -> Tensor:
+        with timeline.span("all-gather sequence", "exposed_communication", group):
+            return functional.wait_tensor(functional.all_gather_single(part, 0, (mesh, 0)))
+
+    def reduce_scatter(whole: Tensor) -> Tensor:
+        with timeline.span("reduce-scatter sequence", "exposed_communication", group):
+            return functional.wait_tensor(functional.reduce_scatter_single(whole, "sum", 0, (mesh, 0)))
+
+    return SequenceParts(mesh.size(), mesh.get_local_rank(), all_gather, reduce_scatter)
 
 
 def distribute(block: nn.Module, cut: Cut, held: range, mesh: DeviceMesh, timeline: Timeline) -> None:

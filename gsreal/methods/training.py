@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,9 @@ from gsreal.run.rank_speed import Rebalancer, SlowDevice
 from gssim.plan import AXES, Mesh, Policies, splitting
 from gssim.scenario import has_master_copy
 from gssim.workload import Model, Workload, unrolled
+
+if TYPE_CHECKING:
+    from gsreal.methods.tensor_slices import SequenceGradients
 
 aten = torch.ops.aten
 COMPUTE_HEAVY: frozenset[Any] = frozenset(
@@ -192,6 +195,9 @@ class Training:
     follower: Rebalancer | None = None
     """Rebalances shares by the measured rank speeds, if the plan says so."""
 
+    divided_sequences: "SequenceGradients | None" = None
+    """Gradients to be summed over tensor-parallel ranks before the update, where these divide sequences."""
+
     def step(self, inputs: Tensor, targets: Tensor, weights: Weights, rank: int) -> Tensor:
         """Train on one batch, micro-batch by micro-batch. Returns this rank's mean loss."""
         if isinstance(self.optimizer, GradientSharding):
@@ -250,6 +256,8 @@ class Training:
         if isinstance(self.optimizer, GradientSharding):
             self.optimizer.step()  # it observes its own parts
             return
+        if self.divided_sequences is not None:
+            self.divided_sequences.sum()
         with self.timeline.span("optimizer", "optimizer"):
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)

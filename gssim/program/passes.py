@@ -40,7 +40,7 @@ from gssim.program.sharded import (
 from gssim.program.stage_boundary import stages_of
 from gssim.program.task import MicroBatch, Program, Task, TaskId, collective_task, with_ids
 from gssim.result import COMPUTE_PHASES, UPDATE_PHASES
-from gssim.scenario import Scenario, model_slice, units_of_ranks
+from gssim.scenario import Scenario, held_slice, units_of_ranks
 from gssim.workload import LayerInstance, unrolled
 from gssim.workload.gradient_statistics import GradientStatistics
 
@@ -278,7 +278,7 @@ def _held_stages(scenario: Scenario, part: int) -> Sequence[Sequence[LayerInstan
     """Return the layers of every stage of a pipeline; where blocks are sliced, as held by the ranks with that slice."""
     if scenario.policies.tp == 1:
         return scenario.stages
-    held = unrolled(model_slice(scenario.workload.model, scenario.slice_shares, part))
+    held = unrolled(held_slice(scenario, part))
     return [[held[instance.index] for instance in stage] for stage in scenario.stages]
 
 

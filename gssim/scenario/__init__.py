@@ -29,7 +29,7 @@ from gssim.scenario.scenario import Loaded, Run, Scenario, Source, single_device
 from gssim.scenario.search_space import SEARCHED_METHODS, Objective, SearchSpace
 from gssim.scenario.stages import schedule_of, stage_cut_error
 from gssim.scenario.support import Support, supported
-from gssim.scenario.tensor_slices import model_slice, native_tensors, units_of_ranks
+from gssim.scenario.tensor_slices import held_slice, model_slice, native_tensors, units_of_ranks
 
 __all__ = [
     "SEARCHED_METHODS",
@@ -50,6 +50,7 @@ __all__ = [
     "first_comment",
     "has_master_copy",
     "held_bytes",
+    "held_slice",
     "layer_profile",
     "load_cluster",
     "load_model",
