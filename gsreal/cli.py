@@ -117,14 +117,14 @@ def run_command(
 
 @contextmanager
 def _checkpoint_lock(folder: Path | None) -> Iterator[tuple[int, ...]]:
-    """Lock a folder of checkpoints, and remove incomplete ones from it; yield the lock's file descriptor.
+    """Lock a folder of checkpoints, and remove what killed runs left in it; yield the lock's file descriptor.
 
     Raises UserError if another run saves there. Of torchrun's ranks the first one takes the lock.
     """
     if folder is None or os.environ.get("RANK", "0") != "0":
         yield ()
         return
-    from gsreal.run.checkpoint import LOCK, remove_unfinished
+    from gsreal.run.checkpoint import LOCK, remove_leftovers
 
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--checkpoint {folder}: is no folder")
@@ -132,7 +132,7 @@ def _checkpoint_lock(folder: Path | None) -> Iterator[tuple[int, ...]]:
         try:
             yield (handle,)
         finally:
-            remove_unfinished(folder)
+            remove_leftovers(folder)
 
 
 @app.command("lab")

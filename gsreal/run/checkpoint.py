@@ -286,7 +286,7 @@ class Checkpoints:
         rank, total = dist.get_rank(), scenario.run.warmup_steps + scenario.run.steps
         last: tuple[Path, Progress] | None = None
         if rank == 0:
-            remove_unfinished(self.folder)
+            remove_leftovers(self.folder)
             last = last_undamaged(
                 self.folder, before=total, tell=lambda line: print(f"gsreal: {line}", file=sys.stderr, flush=True)
             )
@@ -320,8 +320,7 @@ class Checkpoints:
         progress = Progress(step, total, len(parts), identity(scenario), *shared, files=files)
         write_text(partial / PROGRESS, json.dumps(asdict(progress)))
         _commit(partial, path)
-        for old in _complete(self.folder)[:-KEPT]:
-            _remove(old)
+        remove_leftovers(self.folder)
 
 
 def check_checkpoints(scenario: Scenario, folder: Path, every: int, *, where: str) -> None:
@@ -431,11 +430,16 @@ def _raise_with_reason(path: Path, done: str) -> Iterator[None]:
         raise RunFailedError(f"{path}: cannot be {done}: rank {rank}: {type(fault).__name__}: {fault}") from None
 
 
-def remove_unfinished(folder: Path) -> None:
-    """Remove unfinished checkpoints of killed ranks; the caller holds the lock."""
+def remove_leftovers(folder: Path) -> None:
+    """Remove what killed ranks left: unfinished checkpoints, and complete ones before the last `KEPT`.
+
+    The caller holds the lock.
+    """
     for left in folder.iterdir() if folder.is_dir() else ():
         if UNFINISHED.fullmatch(left.name):
             _remove(left)
+    for old in _complete(folder)[:-KEPT]:
+        _remove(old)
 
 
 def _remove(path: Path) -> None:

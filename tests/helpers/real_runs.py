@@ -1,7 +1,7 @@
 """Real runs of many cases on a few ranks, and their predictions; the ranks themselves are in `ranks.py`."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ from gssim.workload.gradient_statistics import (
     TensorTrace,
 )
 
+Cases = dict[str, dict[str, Any]]
+"""By name: a scenario's file and what is overridden there."""
 HELPERS = Path(__file__).resolve().parent
 """Where the modules are that ranks run."""
 SCENARIOS = HELPERS.parents[1] / "scenarios"
@@ -37,12 +39,41 @@ def scenario_file(name: str) -> str:
     return str(SCENARIOS / name)
 
 
-def slow_where(ranks: int, *values: Any, slow: Sequence[int]) -> Any:
+def slow_where(ranks: int, *values: Any, slow: Sequence[int], few: Collection[str] | None = None) -> Any:
     """Return a test's parameters, marked slow where there are as many ranks as `slow` says: `make test-slow` runs them.
 
     A machine of two cores takes longest where ranks are more than cores, and shows there what two or four show too.
+    `few`: of other numbers of ranks, the cases (first of `values`) that are not slow (as `quick` says); all by default.
     """
-    return pytest.param(ranks, *values, marks=[pytest.mark.slow] if ranks in slow else [])
+    is_slow = ranks in slow or (few is not None and values[0] not in few)
+    return pytest.param(ranks, *values, marks=[pytest.mark.slow] if is_slow else [])
+
+
+def quick(names: Iterable[str], few: Collection[str]) -> list[Any]:
+    """Return names of cases as a test's parameters: all but the `few` are marked slow.
+
+    The few hold every mechanism once; what else there is combines them, and `make test-slow` runs it. Raises ValueError
+    where one of the few is no case.
+    """
+    known = list(names)
+    if unknown := set(few) - set(known):
+        raise ValueError(f"no such cases: {sorted(unknown)}")
+    return [pytest.param(name, marks=[] if name in few else [pytest.mark.slow]) for name in known]
+
+
+def selected(request: pytest.FixtureRequest, cases: Cases, *, by: str = "name", **where: Any) -> Cases:
+    """Return those cases that tests of this file, of the parameters `where`, were selected to look at.
+
+    A launch of ranks then runs no slow case unless it is asked for, and `pytest -k` runs one alone. `by`: the
+    parameter that names a case.
+    """
+    parameters = [
+        item.callspec.params
+        for item in request.session.items
+        if item.path == request.path and isinstance(item, pytest.Function) and hasattr(item, "callspec")
+    ]
+    wanted = {each[by] for each in parameters if by in each and where.items() <= each.items()}
+    return {name: case for name, case in cases.items() if name in wanted}
 
 
 def star(ranks: int) -> str:
@@ -94,18 +125,24 @@ def _predicted(scenario: str, overrides: tuple[str, ...]) -> Result:
     return simulate(load_scenario(Path(scenario), list(overrides))).result
 
 
-Cases = dict[str, dict[str, Any]]
-
-
 def run_once(
-    worlds: dict[int, tuple[Cases, Cases]], ranks: int, cases_for: Callable[[int], Cases], folder: Callable[[str], Path]
+    worlds: dict[int, tuple[Cases, Cases]],
+    request: pytest.FixtureRequest,
+    cases_for: Callable[[int], Cases],
+    folder: Callable[[str], Path],
+    *,
+    always: Collection[str] = (),
 ) -> tuple[Cases, Cases]:
-    """Return all cases of a number of ranks and what they showed; they are run in one launch, where they are not yet.
+    """Return the selected cases of a number of ranks and what they showed: of one launch, at the first call.
 
-    `worlds`: what was run, by number of ranks; `folder`: makes a new folder of a name.
+    `worlds`: what was run, by number of ranks; `request`: its parameter is that number, `world` in tests; `folder`:
+    makes a new folder of a name; `always`: cases that tests look at without a parameter.
     """
+    ranks: int = request.param
     if ranks not in worlds:
-        cases = cases_for(ranks)
+        every = cases_for(ranks)
+        kept = selected(request, every, world=ranks).keys() | set(always)
+        cases = {name: case for name, case in every.items() if name in kept}
         worlds[ranks] = cases, run_cases(folder(f"ranks{ranks}"), cases, ranks=ranks)
     return worlds[ranks]
 

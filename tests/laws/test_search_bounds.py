@@ -29,7 +29,7 @@ def question():
     return load_scenario(ROOT / "scenarios/search-unequal-gpus.toml", SMALL)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 2))])
 def test_no_plan_on_gpus_is_better_than_its_bounds(seed):
     loaded = question()
     bounds = Bounds(loaded.scenario, "step-time")
@@ -93,7 +93,7 @@ def thresholded(seed):
     return loaded_of(scenario, exponential_statistics()), {"methods": ("zero2", "gs", "gs_z3"), **thresholds, **more}
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [3, 4, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 1, 2, 5))])
 def test_no_thresholded_plan_is_better_than_its_bounds_and_the_best_is_found(seed):
     loaded, space = thresholded(seed)
     found, workers = searched(loaded, top=3, **space)

@@ -408,7 +408,9 @@ def test_kernel_scratch_alone_is_missing_from_the_replayed_peak_of_convolutions(
     assert replayed <= counted_peak_bytes(model, shape)  # by how much hangs on the processor's kernels
 
 
-@pytest.mark.parametrize("name", ["gpt-byte-1m", pytest.param("bert-byte-1m", marks=pytest.mark.slow), "resnet-digits"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt-byte-1m", "bert-byte-1m")), "resnet-digits"]
+)
 def test_tracing_a_model_file_again_changes_no_byte_of_it(name, tmp_path):
     path = MODELS / f"{name}.toml"
     version = torch.__version__.partition("+")[0]
@@ -494,6 +496,7 @@ def test_any_hugging_face_config_is_traced():
     assert sum(layer.repeats for layer in model.layers if layer.block) == 2
 
 
+@pytest.mark.slow
 def test_a_length_of_its_own_restricts_the_model_to_it():
     arguments = ("width=16", "heads=2", "layers=2", "vocabulary=32", "maximum_length=64")
     changes = {"arguments": arguments, "vocabulary": 32, "image": None}

@@ -10,7 +10,7 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[
 pytest.importorskip("PIL", reason="Pillow is not installed: pip install 'gssim[data]'")
 
 from data_files import glue_folder, image_tree, text_folder, traced, word_tokeniser
-from real_runs import predicted, run_cases, star
+from real_runs import predicted, quick, run_cases, selected, star
 
 from gsreal.cli import main
 from gssim.result import read_result
@@ -65,8 +65,8 @@ OVERRIDES = {
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    """Run all cases in one launch; return (cases, what they showed)."""
+def world(request, tmp_path_factory):
+    """Run the selected cases in one launch; return (cases, what they showed)."""
     pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("data")
     write_scenarios(folder)
@@ -74,10 +74,10 @@ def world(tmp_path_factory):
         name: {"scenario": str(folder / f"{name.partition('-')[0]}-on-data.toml"), "overrides": overrides}
         for name, overrides in OVERRIDES.items()
     }
-    return cases, run_cases(folder, cases, ranks=2)
+    return cases, run_cases(folder, selected(request, cases), ranks=2)
 
 
-@pytest.mark.parametrize("name", list(OVERRIDES))
+@pytest.mark.parametrize("name", quick(OVERRIDES, ["bert-gs", "hf-zero3", "gpt-ddp", "resnet-zero2"]))
 def test_parameters_equal_those_of_one_device(world, name):
     seen = world[1][name]
     tolerance = 1e-5 if "sgd-momentum" in OVERRIDES[name][0] else 1e-9
@@ -86,7 +86,7 @@ def test_parameters_equal_those_of_one_device(world, name):
     assert seen["replicas_equal"]
 
 
-@pytest.mark.parametrize("name", list(OVERRIDES))
+@pytest.mark.parametrize("name", quick(OVERRIDES, ["bert-gs", "hf-zero3", "gpt-ddp", "resnet-zero2"]))
 def test_collectives_and_peaks_are_those_predicted(world, name):
     cases, found = world
     result = predicted(cases[name])

@@ -63,6 +63,7 @@ def pushes(*thresholds: float) -> list[Push]:
     return [Push(threshold=each, error_feedback=feedback) for each in thresholds for feedback in (False, True)]
 
 
+@pytest.mark.slow
 def test_sketches_of_one_training_predict_the_density_of_another():
     """Digits, of whose gradients a seventh is sent; two courses, to be quick."""
     scenario = loaded("resnet-digits.toml", "run.steps=14", "run.warmup_steps=3")

@@ -33,7 +33,7 @@ from gsreal.run.checkpoint import (
     last_undamaged,
     latest,
     read_progress,
-    remove_unfinished,
+    remove_leftovers,
 )
 from gsreal.run.feed import Feed
 from gsreal.run.worker import build
@@ -424,11 +424,19 @@ def test_only_what_is_a_part_of_a_checkpoint_is_removed(tmp_path: Path, plain_sc
     for name in ("rank-0.pt", "notes.txt"):
         (mixed / name).touch()
     (tmp_path / "step-00000006.partial").symlink_to(mine)
-    remove_unfinished(tmp_path)
+    remove_leftovers(tmp_path)
     assert not left.exists()
     assert [path.name for path in mixed.iterdir()] == ["notes.txt"]
     assert (mine / "chapter.txt").exists()
     assert (tmp_path / "step-00000006.partial").is_symlink()
+
+
+def test_checkpoints_that_a_killed_run_had_no_time_to_remove_are_removed_by_the_next(tmp_path: Path, plain_scenario):
+    for step in (2, 4, 6, 8):
+        written(tmp_path, plain_scenario, step)
+    (tmp_path / "step-00000002" / "progress.json").unlink()  # its removal had begun
+    remove_leftovers(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000006", "step-00000008"]
 
 
 def test_a_second_run_that_would_save_in_the_same_folder_is_refused_by_the_name_of_the_first(tmp_path: Path):

@@ -311,6 +311,7 @@ def overrides(changes):
     return [part for change in changes for part in ("--set", change)]
 
 
+@pytest.mark.slow  # tests of the README run a program under torchrun
 def test_a_run_works_under_torchrun_too(files):
     line, environment, marker = command(files, "gsreal", "run", files / "scenario.toml", "--json", *overrides(DENSE))
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
@@ -330,7 +331,9 @@ DENSE = ("plan.method=ddp", "plan.push={}", "plan.shares={}")
 @pytest.mark.parametrize(
     ("factory", "message"),
     [
-        ("raises", "gsreal: rank 1 failed: ValueError: the second rank has had enough"),
+        pytest.param(
+            "raises", "gsreal: rank 1 failed: ValueError: the second rank has had enough", marks=pytest.mark.slow
+        ),
         ("dies", "gsreal: rank 1 died (SIGKILL)"),
     ],
 )

@@ -159,6 +159,7 @@ def test_nothing_is_left_of_a_lab_that_is_ended(number):
     assert not (LOCKS / f"{run_id}.lock").exists()
 
 
+@pytest.mark.slow
 def test_two_labs_stand_beside_each_other_and_links_are_what_they_are_asked_to_be():
     ring = cluster_of(topology("ring", devices=[{"device": "fast", "count": 3}], bandwidth=5e6, latency_s=4e-3))
     first, second = network_of(switch(bandwidth=2.5e6), "test1"), network_of(ring, "test2")

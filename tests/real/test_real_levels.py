@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_runs import predicted, run_module, run_once, scenario_file, slow_where, star, tolerance_of
+from real_runs import predicted, run_module, run_once, scenario_file, selected, slow_where, star, tolerance_of
 from strategies import scenario_of
 from strategies import star as small_star
 
@@ -61,9 +61,9 @@ BY_HAND: list[dict[str, Any]] = []
 """What every rank of four saw of models sharded without a scenario."""
 
 
-def run_four(folder: Path) -> None:
-    """Run the cases of four ranks, and what they do by hand, in one launch."""
-    cases = cases_for(4)
+def run_four(request: pytest.FixtureRequest, folder: Path) -> None:
+    """Run the selected cases of four ranks, and what they do by hand, in one launch."""
+    cases = selected(request, cases_for(4), world=4)
     (folder / "cases.json").write_text(json.dumps(cases), encoding="utf-8")
     found = run_module("levels_ranks", [str(folder / "cases.json")], folder, ranks=4)
     WORLDS[4] = cases, found["cases"]
@@ -72,13 +72,14 @@ def run_four(folder: Path) -> None:
 
 @pytest.fixture
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict]:
-    """Run all cases of one number of ranks in one launch; return (cases, what they showed)."""
+    """Run the selected cases of one number of ranks in one launch; return (cases, what they showed)."""
     if request.param == 4 and 4 not in WORLDS:
-        run_four(tmp_path_factory.mktemp("four"))
-    return run_once(WORLDS, request.param, cases_for, tmp_path_factory.mktemp)
+        run_four(request, tmp_path_factory.mktemp("four"))
+    return run_once(WORLDS, request, cases_for, tmp_path_factory.mktemp)
 
 
-PAIRS = [slow_where(ranks, name, slow=[3]) for ranks in UNEVEN for name in cases_for(ranks)]
+FEW = ["grid-coo-uneven-adamw", "grid-each-bf16", "rest-slices-uneven-sgd"]
+PAIRS = [slow_where(ranks, name, slow=[3], few=FEW) for ranks in UNEVEN for name in cases_for(ranks)]
 each_case = pytest.mark.parametrize(("world", "name"), PAIRS, indirect=["world"])
 
 
@@ -118,10 +119,10 @@ def test_the_predicted_peak_of_every_rank_is_the_counted_one(world: tuple[dict, 
 
 
 @pytest.fixture
-def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Return what every rank of four saw."""
     if not BY_HAND:
-        run_four(tmp_path_factory.mktemp("four"))
+        run_four(request, tmp_path_factory.mktemp("four"))
     return BY_HAND
 
 

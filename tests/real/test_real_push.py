@@ -163,10 +163,11 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     def cases(ranks: int) -> Cases:
         return cases_for(ranks, tmp_path_factory.mktemp(f"planted{ranks}"))
 
-    return run_once(WORLDS, request.param, cases, tmp_path_factory.mktemp)
+    return run_once(WORLDS, request, cases, tmp_path_factory.mktemp)
 
 
-PAIRS = [slow_where(r, name, slow=[3]) for r in (2, 3) for name in TRAINED if r == 2 or name in ON_THREE]
+FEW = ["all-received-coo-each", "some-kept-bitmap-each", "some-received-bfloat16-backend", "none-relative"]
+PAIRS = [slow_where(r, name, slow=[3], few=FEW) for r in (2, 3) for name in TRAINED if r == 2 or name in ON_THREE]
 each_case = pytest.mark.parametrize(("world", "name"), PAIRS, indirect=["world"])
 
 

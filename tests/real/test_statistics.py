@@ -264,6 +264,7 @@ def test_dropping_gradients_changes_later_ones(taken):
     assert by_run[0.0, False] != by_run[THRESHOLD, False] != by_run[THRESHOLD, True]
 
 
+@pytest.mark.slow
 def test_looking_at_other_batches_leaves_the_training_as_it_is():
     """What is published comes of the training alone; gradients are looked at in all batches."""
     one, several = (take_statistics(short(), [], every=1, courses=1, batches=batches) for batches in (1, 3))
