@@ -51,7 +51,7 @@ class Polynomial:
             for factor in match.group(2).split("*")[1:]:
                 powers[factor[0]] += int(factor[2:] or 1)
             if max(powers.values()) > 2 or powers["u"] + powers["p"] > 1:
-                raise ValueError(f"has the term {term!r}; b and s may have powers up to 2, one of u and p up to 1")
+                raise ValueError(f"has the term {term!r}; b and s may have powers up to 2, u up to 1, or p instead")
             kind = "u" if powers["u"] else "p" if powers["p"] else ""
             terms[kind].append((int(match.group(1)), powers["b"], powers["s"]))
         return cls(tuple(terms[""]), tuple(terms["u"]), tuple(terms["p"]))
