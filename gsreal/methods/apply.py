@@ -45,7 +45,7 @@ def prepare(scenario: Scenario, module: nn.Module, timeline: Timeline, device: t
     if policies.partition == "weight-gradient":
         apply = train_owned_layers
     training = apply(scenario, module, timeline, device)
-    training.divided_sequences = divided
+    training.partial_gradients = divided
     if scenario.plan.shares.replan:
         training.follower = Rebalancer(scenario, device)
     if scenario.run.slowdowns:

@@ -12,7 +12,12 @@ the ranks in the backward, where a block's columns begin; g is the reverse, wher
 ranks' parts of the sequence in the forward and a reduce-scatter in the backward, g the reverse. The first block's input
 is divided, and the output of the last block, or of the norm after it, is gathered: what is before and after (embedding,
 head, loss) is whole and equal on every rank, so that this gather's gradient is a rank's own part. Gradients of the
-parameters in between are sums over the ranks, see `SequenceGradients`.
+parameters in between are sums over the ranks, see `PartialGradients`.
+
+[Note: roles] Blocks of unknown classes (of Hugging Face's decoders) are cut where the names of their linear maps tell
+their roles: queries, keys and values (or one map with the rows of each head together), the attention's output, the
+perceptron's first maps and its last. Norms inside the attention over the width of a head stay whole: a rank's gradient
+is that of its own heads. All else is refused by the module's name.
 
 Tensor parallelism of a model's blocks.
 
@@ -22,6 +27,7 @@ By DTensor if slices are even and it supports them, else by slices of our own.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from inspect import signature
 from math import gcd
 from typing import Any
 
@@ -60,6 +66,8 @@ class Cut:
     gathered: tuple[str, ...] = ()
     """Modules that take the input of columns, and nothing else that is divided, where sequences are divided among
     ranks: that input is gathered for all of their columns at once. Empty: sequences cannot be divided."""
+    heads: tuple[str, ...] = ()
+    """Norms over each head by itself: whole on every rank, which has the gradient of its own heads."""
 
 
 def _resize_transformer(block: Any, held: int) -> None:
@@ -144,15 +152,113 @@ CUTS: dict[str, Cut] = {
 """By the full name of the block's class."""
 
 
+QUERIES_KEYS_VALUES = ("q_proj", "k_proj", "v_proj")
+FUSED_BY_HEADS = {"GPTNeoXLayer": "query_key_value", "FalconDecoderLayer": "query_key_value"}
+"""By class of the block: the map whose output has query, key and value of one head together, head after head."""
+ATTENTION_OUTPUTS = ("o_proj", "out_proj", "dense")
+FIRST_MAPS = ("gate_proj", "up_proj", "fc1", "fc_in", "c_fc", "dense_h_to_4h")
+LAST_MAPS = ("down_proj", "fc2", "fc_out", "c_proj", "dense_4h_to_h")
+HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads")
+"""Attributes of an attention module that count heads."""
+HEADS_WIDTHS = ("embed_dim", "hidden_size", "split_size")
+"""Attributes of an attention module that may be the width of all heads together."""
+
+
 def cut_of(block: nn.Module) -> Cut | None:
-    """Return the slicing rules of the block's class, if known."""
+    """Return the slicing rules of a block: of its class, or by the roles of its linear maps; None: it cannot be cut."""
+    cut = cut_or_reason(block)
+    return cut if isinstance(cut, Cut) else None
+
+
+def cut_or_reason(block: nn.Module) -> Cut | str:
+    """Return the slicing rules of a block, or why it cannot be cut, with the name of the module; see [Note: roles]."""
     kind = type(block)
-    return CUTS.get(f"{kind.__module__}.{kind.__qualname__}")
+    known = CUTS.get(f"{kind.__module__}.{kind.__qualname__}") or block.__dict__.get("_gsreal_cut")
+    if known is not None:
+        return known
+    try:
+        found = _cut_by_roles(block)
+    except _UnknownRoleError as error:
+        return f"{kind.__name__}{error}"
+    block.__dict__["_gsreal_cut"] = found  # slices of it look different
+    return found
+
+
+class _UnknownRoleError(Exception):
+    """A module whose role in a block is not known; the message begins with its path in the block, after a dot."""
+
+
+def _cut_by_roles(block: Any) -> Cut:
+    """Return the slicing rules of a block by the roles of its linear maps; see [Note: roles]."""
+    fused = FUSED_BY_HEADS.get(type(block).__name__, "")
+    maps = {path: module for path, module in block.named_modules() if isinstance(module, nn.Linear)}
+    inputs, (output,), first, (last,) = _maps_by_role(maps, fused)
+    path = inputs[0].rpartition(".")[0]
+    attention = block.get_submodule(path)
+    head_width = getattr(attention, "head_dim", getattr(attention, "head_size", None))
+    if not isinstance(head_width, int):
+        raise _UnknownRoleError(f".{path}: does not tell the width of a head")
+    if "alibi" in signature(type(block).forward).parameters and getattr(attention.config, "alibi", True):
+        raise _UnknownRoleError(f".{path}: its attention has a bias of its own for every head")
+    grouped = getattr(attention, "new_decoder_architecture", False)
+    if fused and getattr(attention, "multi_query", False) and not grouped:
+        raise _UnknownRoleError(f".{path}.{fused}: all heads share one key and value")
+    shared_by = attention.num_kv_heads if grouped else min(maps[each].out_features for each in inputs) // head_width
+    groups = shared_by // 3 if fused and not grouped else shared_by
+    heads_width = maps[output].in_features
+    units = gcd(groups, *(maps[each].out_features for each in first))
+    norms = _norms_of_heads(block, path, maps, head_width)
+
+    def resize(part: Any, held: int) -> None:
+        inner = part.get_submodule(path)
+        for key in (*HEAD_COUNTS, *HEADS_WIDTHS):
+            value = inner.__dict__.get(key)
+            if isinstance(value, int) and (key in HEAD_COUNTS or value == heads_width):
+                setattr(inner, key, value * held // units)
+
+    perceptron = first[0].rpartition(".")[0]
+    gathered = (path, perceptron) if perceptron else ()
+    return Cut(lambda _block: units, (*inputs, *first), (output, last), resize, gathered=gathered, heads=norms)
+
+
+def _maps_by_role(maps: Mapping[str, nn.Linear], fused: str) -> tuple[list[str], list[str], list[str], list[str]]:
+    """Return the paths of a block's linear maps: of the attention's inputs and output, and the perceptron's."""
+    inputs = (*QUERIES_KEYS_VALUES, fused)
+    owners = {path.rpartition(".")[0] for path in maps if path.rpartition(".")[2] in inputs}
+    by_role: dict[tuple[str, ...], list[str]] = {inputs: [], ATTENTION_OUTPUTS: [], FIRST_MAPS: [], LAST_MAPS: []}
+    for path in maps:
+        owner, _, leaf = path.rpartition(".")
+        roles = (inputs, ATTENTION_OUTPUTS) if owner in owners else (FIRST_MAPS, LAST_MAPS)
+        role = next((names for names in roles if leaf in names), None)
+        if role is None:
+            raise _UnknownRoleError(f".{path}: a linear map of unknown role")
+        by_role[role].append(path)
+    first, output, opening, closing = by_role.values()
+    if len(owners) != 1 or len(first) != (1 if fused else 3) or len(output) != 1:
+        raise _UnknownRoleError(": no attention with maps of query, key, value and output by their usual names")
+    if not opening or len(closing) != 1:
+        raise _UnknownRoleError(": no perceptron with first and last maps by their usual names")
+    return first, output, opening, closing
+
+
+def _norms_of_heads(block: nn.Module, attention: str, maps: Mapping[str, Any], head_width: int) -> tuple[str, ...]:
+    """Return the norms over single heads inside the attention; refuse parameters of other modules than norms."""
+    norms = []
+    for path, module in block.named_modules():
+        if path in maps or not any(True for _ in module.parameters(recurse=False)):
+            continue
+        if not is_norm(module):
+            raise _UnknownRoleError(f".{path}: has parameters, and is neither a linear map nor a norm")
+        if path.startswith(f"{attention}."):
+            if any(parameter.shape != (head_width,) for parameter in module.parameters()):
+                raise _UnknownRoleError(f".{path}: a norm over all heads")
+            norms.append(path)
+    return tuple(norms)
 
 
 def is_linear(block: nn.Module, cut: Cut) -> bool:
     """Return whether all sliced modules of a block are linear maps: DTensor does not slice convolutions by channels."""
-    return all(isinstance(block.get_submodule(path), nn.Linear) for path in (*cut.columns, *cut.between, *cut.rows))
+    return all(type(block.get_submodule(path)) is nn.Linear for path in (*cut.columns, *cut.between, *cut.rows))
 
 
 @dataclass(frozen=True)
@@ -408,8 +514,8 @@ def is_norm(module: nn.Module) -> bool:
 
 
 @dataclass(frozen=True)
-class SequenceGradients:
-    """Sums gradients of what ranks run on their parts of sequences, all in one tensor, as Megatron-LM does.
+class PartialGradients:
+    """Sums gradients of what ranks run on their parts of sequences or on their heads, all in one tensor.
 
     Source: Megatron-LM, core/distributed/finalize_model_grads.py, `_allreduce_layernorm_grads`. Of sharded parameters a
     rank has the gradients of its shards, padded to equal rows.
@@ -426,7 +532,7 @@ class SequenceGradients:
         parameters = [getattr(module, name) for module, name in self.places]
         sizes = [-(-len(each) // self.shards) * (each.numel() // len(each)) for each in parameters]
         gradients = [each.grad.to_local() if hasattr(each.grad, "to_local") else each.grad for each in parameters]
-        with self.timeline.span("all-reduce gradients of sequence parts", "exposed_communication", self.group):
+        with self.timeline.span("all-reduce partial gradients", "exposed_communication", self.group):
             flat = gradients[0].new_zeros(sum(sizes))
             own = [part[: each.numel()] for part, each in zip(flat.split(sizes), gradients, strict=True)]
             for part, gradient in zip(own, gradients, strict=True):
@@ -450,7 +556,7 @@ class _PartOf(torch.autograd.Function):
 
 def slice_blocks(
     scenario: Scenario, module: nn.Module, timeline: Timeline, mesh: DeviceMesh
-) -> SequenceGradients | None:
+) -> PartialGradients | None:
     """Reduce each block to this rank's slice; `mesh`: the tensor-parallel ranks, one axis.
 
     Returns the gradients to be summed before each update, where these ranks divide sequences. Raises UserError if a
@@ -459,6 +565,7 @@ def slice_blocks(
     _check(scenario, module)
     all_reduce = _observed_all_reduce(mesh, timeline)
     parts = _observed_parts(mesh, timeline) if scenario.policies.sequence_parallel else None
+    shards = scenario.policies.dp_shard if scenario.policies.gradients == "reduce-scatter" else 1
     for block in blocks_of(scenario.workload.model, module):
         cut = cut_of(block)
         assert cut is not None  # checked
@@ -470,19 +577,25 @@ def slice_blocks(
         else:
             slice_block(block, held, all_reduce, ranks=len(sizes), group=mesh.get_group(), parts=parts)
     if parts is None:
-        return None
+        parts_of_sums = [
+            (block.get_submodule(path), name)
+            for block in blocks_of(scenario.workload.model, module)
+            for path in getattr(cut_of(block), "heads", ())
+            for name, _ in block.get_submodule(path).named_parameters()
+        ]
+        return PartialGradients(parts_of_sums, mesh.get_group(), timeline, shards) if parts_of_sums else None
     layers = [instance for instance in unrolled(scenario.workload.model) if instance.layer.modules]
     blocks = [instance.module for instance in layers if instance.layer.block]
     names = divide_sequences([instance.module for instance in layers], blocks, module, parts)
     places = [(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
-    shards = scenario.policies.dp_shard if scenario.policies.gradients == "reduce-scatter" else 1
-    return SequenceGradients(places, mesh.get_group(), timeline, shards)
+    return PartialGradients(places, mesh.get_group(), timeline, shards)
 
 
 def _check(scenario: Scenario, module: nn.Module) -> None:
     for block in blocks_of(scenario.workload.model, module):
-        if cut_of(block) is None:
-            raise UserError(f"workload.model: {type(block).__name__}: it is not known how to cut such a block")
+        cut = cut_or_reason(block)
+        if isinstance(cut, str):
+            raise UserError(f"workload.model: a block cannot be cut: {cut}")
     if any(isinstance(part, nn.Dropout) and part.p > 0 for part in module.modules()):
         raise UserError(
             f"plan.method = '{scenario.plan.method}': the ranks draw their random numbers apart, so that dropout would "

@@ -24,7 +24,7 @@ from gssim.scenario import has_master_copy
 from gssim.workload import Model, Workload, unrolled
 
 if TYPE_CHECKING:
-    from gsreal.methods.tensor_slices import SequenceGradients
+    from gsreal.methods.tensor_slices import PartialGradients
 
 aten = torch.ops.aten
 COMPUTE_HEAVY: frozenset[Any] = frozenset(
@@ -195,7 +195,7 @@ class Training:
     follower: Rebalancer | None = None
     """Rebalances shares by the measured rank speeds, if the plan says so."""
 
-    divided_sequences: "SequenceGradients | None" = None
+    partial_gradients: "PartialGradients | None" = None
     """Gradients to be summed over tensor-parallel ranks before the update, where these divide sequences."""
 
     def step(self, inputs: Tensor, targets: Tensor, weights: Weights, rank: int) -> Tensor:
@@ -256,8 +256,8 @@ class Training:
         if isinstance(self.optimizer, GradientSharding):
             self.optimizer.step()  # it observes its own parts
             return
-        if self.divided_sequences is not None:
-            self.divided_sequences.sum()
+        if self.partial_gradients is not None:
+            self.partial_gradients.sum()
         with self.timeline.span("optimizer", "optimizer"):
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)

@@ -24,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gsreal.methods.tensor_slices import SequenceParts, cut_of, divide_sequences, is_linear, slice_block
+from gsreal.methods.tensor_slices import SequenceParts, cut_of, cut_or_reason, divide_sequences, is_linear, slice_block
 from gsreal.model_files.build import (
     DTYPES,
     build_module,
@@ -202,6 +202,10 @@ def record_step(
         cut = _cut_blocks(module, chosen, units, stand_in, divided) if units else {}
         if divided is not None:
             record.summed = {*divide_sequences(modules, [name for name in modules if chosen[name]], module, divided)}
+        for name in cut if divided is None else ():
+            block = module.get_submodule(name)
+            norms = [(path, block.get_submodule(path)) for path in getattr(cut_of(block), "heads", ())]
+            record.summed |= {f"{name}.{path}.{each}" for path, norm in norms for each, _ in norm.named_parameters()}
         record.units = {layer: cut[name][0] for layer, name in enumerate(modules) if name in cut}
         record.linear = {layer: cut[name][1] for layer, name in enumerate(modules) if name in cut}
         try:
@@ -261,6 +265,19 @@ def fewest_units(model: Model, where: str) -> int:
         blocks = [module.get_submodule(name) for name, is_block in layer_modules(module).items() if is_block]
         cuts = [cut_of(block) for block in blocks]
         return min((cut.units(block) if cut else 0 for cut, block in zip(cuts, blocks, strict=True)), default=0)
+
+
+def uncut_reason(model: Model, where: str) -> str | None:
+    """Return why the model's blocks cannot be sliced, with the name of the module; None: they can, or it has none."""
+    with without_values(model):
+        module = fake_module(model, where)
+        blocks = [module.get_submodule(name) for name, is_block in layer_modules(module).items() if is_block]
+        reasons = [cut for block in blocks if isinstance(cut := cut_or_reason(block), str)]
+        if reasons or not blocks:
+            return next(iter(reasons), None)
+        units = min(cut.units(block) for block in blocks if (cut := cut_of(block)) is not None)
+        kind = type(blocks[0]).__name__
+        return f"{kind}: what it does is no polynomial in its {units} units (heads, or groups that share keys)"
 
 
 def can_divide_sequences(model: Model, where: str) -> bool:

@@ -23,7 +23,14 @@ from gsreal.model_files.fit import NoPolynomialError, Shape, fit_layers, grouped
 from gsreal.model_files.partial_backward import with_partial_costs
 from gsreal.model_files.recorder import Record, Work
 from gsreal.model_files.repeated import KEPT, Stack, repeat_blocks, with_fewer_blocks
-from gsreal.model_files.step import can_divide_sequences, fake_module, fewest_units, record_step, without_values
+from gsreal.model_files.step import (
+    can_divide_sequences,
+    fake_module,
+    fewest_units,
+    record_step,
+    uncut_reason,
+    without_values,
+)
 from gssim.errors import UserError
 from gssim.execution.files import write_text
 from gssim.scenario import load_model
@@ -69,6 +76,7 @@ def trace(model: Model, *, where: str, on_counted: Callable[[OperationCounts], N
         layers=layers,
         sliced_layers=sliced,
         sequence_layers=divided,
+        uncut_reason=None if sliced else uncut_reason(model, where),
         buffer_bytes=_buffer_bytes(model, where),
         traced_batch_sizes=TRACED_BATCH_SIZES,
         traced_sequence_lengths=tuple(s for s in lengths if s is not None),
@@ -89,6 +97,7 @@ def trace_at_length(
         layers=layers,
         sliced_layers=sliced,
         sequence_layers=divided,
+        uncut_reason=None if sliced else uncut_reason(model, where),
         buffer_bytes=_buffer_bytes(model, where),
         exact_sequence=False,
         traced_batch_sizes=TRACED_BATCH_SIZES,

@@ -44,7 +44,7 @@ Operation = Literal[
     "share-compute-times",
     "gather-sequence",
     "scatter-sequence",
-    "sum-sequence",
+    "sum-gradients",
     "step-begin",
     "forward-begin",
     "forward-end",
@@ -57,7 +57,7 @@ Operation = Literal[
 
 `activation`, `gradient`: the message of a pipeline that carries one. `...-begin`, `...-end` and `backward-callback`:
 moments of a step. `gather-sequence`, `scatter-sequence`: of tensors whose sequences tensor ranks divide among them;
-`sum-sequence`: of gradients of what they run on these parts. `parameters`: updated tensors that ZeRO-1 broadcasts, all
+`sum-gradients`: of gradients of what they run on these parts. `parameters`: updated tensors that ZeRO-1 broadcasts, all
 together. `other`: in a program written by hand, whose labels are `layer`."""
 Action = Literal[
     "",
@@ -96,7 +96,7 @@ _OPERATION_TEXTS: Mapping[Operation, str] = {
     "share-compute-times": "share compute times",
     "gather-sequence": "all-gather sequence",
     "scatter-sequence": "reduce-scatter sequence",
-    "sum-sequence": "all-reduce gradients of sequence parts",
+    "sum-gradients": "all-reduce partial gradients",
     "step-begin": "begin",
     "forward-begin": "forward begin",
     "forward-end": "forward end",

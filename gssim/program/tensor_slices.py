@@ -83,17 +83,18 @@ OPERATIONS: Mapping[str, Operation] = {
 SLICE_COLLECTIVES = frozenset(OPERATIONS.values())
 
 
-def sum_sequence_gradients(low: Lowering, rank: int) -> list[Task]:
-    """Return the all-reduce over a tensor group of the gradients of what each rank runs on its part of the sequence.
+def sum_partial_gradients(low: Lowering, rank: int) -> list[Task]:
+    """Return the all-reduce over a tensor group of gradients of which each rank has a part.
 
-    They are copied into one tensor, and back; of parameters that are sharded, a rank has the gradients of its shards.
+    Such are those of norms that each rank runs on its part of the sequence, or on its own heads. They are copied into
+    one tensor, and back; of parameters that are sharded, a rank has the gradients of its shards.
     """
-    elements = low.once_a_run(_summed_elements) if low.policies.sequence_parallel else 0
+    elements = low.once_a_run(_summed_elements) if low.policies.tp > 1 else 0
     if not elements:
         return []
     size = float(elements * (low.value_bytes if low.policies.gradients != "reduce-scatter" else low.master_bytes))
     group, *beside = low.once_a_run(_tensor_groups, low.batch_sizes[rank])
-    own = TaskId("sum-sequence", samples=low.batch_sizes[rank] if len(beside) + 1 < len(low.group) else None)
+    own = TaskId("sum-gradients", samples=low.batch_sizes[rank] if len(beside) + 1 < len(low.group) else None)
     copy_s = cost.copy_time_s(low.device(rank), size)
     need = [footprint([Event(0, change, "temporaries")]) for change in (size, -size)]
     phase = "exposed_communication"

@@ -349,11 +349,19 @@ def _check_owners(scenario: Scenario, policies: Policies, file: str) -> None:
 
 def _check_slices(scenario: Scenario, policies: Policies, file: str) -> None:
     """Refuse tensor parallelism of blocks that cannot be cut so: every rank needs at least one unit of each."""
-    layers, ranks = scenario.workload.model.sliced_layers, policies.tp
+    model, ranks = scenario.workload.model, policies.tp
+    layers = model.sliced_layers
+    if not layers and model.uncut_reason is not None:
+        raise UserError(f"{file}: plan.tp = {ranks}: blocks of '{model.name}' cannot be cut: {model.uncut_reason}")
     if not layers:
         raise UserError(
             f"{file}: workload.model: has no slices of its blocks for {ranks} tensor-parallel ranks; "
-            "trace it again with `gsreal trace` (gsreal.methods.tensor_slices lists the blocks that can be cut)"
+            "trace it again with `gsreal trace` (gsreal.methods.tensor_slices tells which blocks can be cut)"
+        )
+    if policies.gradients == "push" and any(each.summed for layer in layers for each in layer.parameters):
+        raise UserError(
+            f"{file}: plan.tp = {ranks}: method '{scenario.plan.method}' pushes gradients in the backward, and some of "
+            f"'{model.name}' are only summed over tensor ranks after it; allowed: 1"
         )
     for layer in layers:
         if layer.units is None:

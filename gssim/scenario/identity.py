@@ -114,7 +114,7 @@ def calibration_id(cluster: Cluster, gradients: GradientStatistics | None, share
 
 def _canonical_model(model: Model) -> dict[str, Any]:
     """Return a model without its name, its source, and what follows from its module."""
-    data = _fields(model, leave_out={"source", "name", "sliced_layers", "sequence_layers", "layers"})
+    data = _fields(model, leave_out={"source", "name", "sliced_layers", "sequence_layers", "uncut_reason", "layers"})
     layers = [_dumped(layer, include=LAYER_FIELDS) for layer in model.layers]
     return data | {"layers": layers}
 
@@ -151,8 +151,10 @@ def resolved(scenario: "Scenario", shared: Shared) -> dict[str, Any]:
     """
     cluster, model, plan, run = scenario.cluster, scenario.workload.model, scenario.plan, scenario.run
     parts: dict[str, Any] = _dumped(scenario, exclude={"cluster": True, "search": True, "workload": {"model"}})
-    unused = set() if scenario.policies.sequence_parallel else {"sequence_layers"}
-    whole = shared.once("plain model", (Same(model), bool(unused)), lambda: _dumped(model, exclude=unused))
+    unused = {"uncut_reason"} | (set() if scenario.policies.sequence_parallel else {"sequence_layers"})
+    whole = shared.once(
+        "plain model", (Same(model), scenario.policies.sequence_parallel), lambda: _dumped(model, exclude=unused)
+    )
     workload = {"model": whole} | parts["workload"]
     clusters = {"cluster": shared.once("plain cluster", Same(cluster), lambda: _dumped(cluster))}
     data = {key: ({**parts, **clusters, "workload": workload})[key] for key in KEYS}

@@ -196,7 +196,8 @@ class Parameter:
     cut: int | None = None
     """Dimension that is cut in units; its size in `shape` is that of one unit; see [Note: units]."""
     summed: bool = False
-    """Whether each rank's gradient is that of its part of the sequence; see [Note: sequence parts]."""
+    """Whether the gradients of tensor-parallel ranks are parts of a sum: of what each runs on its own heads, or on its
+    part of the sequence; see [Note: sequence parts]."""
 
     @classmethod
     def parse(cls, text: object) -> "Parameter":

@@ -122,6 +122,8 @@ class Model:
     """Layers in the order of the forward."""
     sliced_layers: tuple[Layer, ...] = ()
     """The layers with their blocks cut among ranks, see [Note: units]; empty: they cannot be cut."""
+    uncut_reason: str | None = None
+    """Why the blocks cannot be cut among ranks, with the name of the module; absent: they can, or it is not known."""
     sequence_layers: tuple[Layer, ...] = ()
     """The same with sequences divided among these ranks, see [Note: sequence parts]; empty: they cannot be."""
 
