@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -254,6 +255,62 @@ def _write_result(result: "Result", text: str, file: Path | None, *, as_json: bo
         from gssim.terminal import print_result
 
         print_result(result)
+
+
+VALIDATED = {"cpu": "demo.toml", "cuda": "validate-gpu.toml"}
+"""Sweeps of `gsreal validate`, in the project's scenarios/sweeps, by kind of device."""
+
+
+@app.command("validate")
+def validate_command(
+    sweep: Annotated[
+        Path | None, typer.Argument(help="Sweep file whose points to run; by default one for this kind of device.")
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", help="Folder for all that is made; what is there is kept.")] = Path(
+        "out/validate"
+    ),
+    device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", help="Devices to use: two cores, all GPUs, or four ranks on one GPU.")
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", metavar="NAME", help="Points so named; * and ? match; repeatable.")
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option("--seconds", help="Start no run after about so long; the next call goes on.")
+    ] = None,
+    trust_code: TrustCode = False,
+) -> None:
+    """Calibrate this machine, run the points of a sweep on it, predict them, and compare: tables, charts, a page.
+
+    Calls the factory that each model file names.
+    """
+    from gsreal.machine import ENVIRONMENT, die_with_parent
+
+    _check_writable(out / "comparison.csv")
+    if seconds is not None and not 0 < seconds < math.inf:
+        raise UserError(f"--seconds {seconds:g}: must be more than 0")
+    # ranks are forked: allocators and thread pools read their settings when a process starts. A parent that has used
+    # CUDA cannot be forked; NVML tells of GPUs without it.
+    needed = {**ENVIRONMENT, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    if any(os.environ.get(name) != value for name, value in needed.items()):
+        command = [sys.executable, "-m", "gsreal", *sys.argv[1:]]
+        process = subprocess.Popen(command, env={**os.environ, **needed}, preexec_fn=die_with_parent)
+        try:
+            raise typer.Exit(process.wait())
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
+    from gsreal.validate import Request, default_ranks, device_kind, validate
+
+    kind = device_kind(device)
+    count = default_ranks(kind) if ranks is None else ranks
+    _check_positive("--ranks", count)
+    file = sweep or Path(__file__).resolve().parents[1] / "scenarios" / "sweeps" / VALIDATED[kind]
+    if sweep is None and not file.exists():
+        raise UserError("validate: name a sweep: the project's own are in its folder scenarios/sweeps")
+    validate(Request(file, out, kind, count, tuple(only or ()), seconds, trust_code))
 
 
 @app.command("gradients")

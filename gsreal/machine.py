@@ -20,6 +20,7 @@ import os
 import platform
 import re
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -170,6 +171,33 @@ def die_with_parent() -> None:
     """Ask Linux to kill this process when its parent dies, so that no rank outlives its launcher."""
     if platform.system() == "Linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class CoreWait:
+    """Time that the calling thread could run, but waited for a core, as Linux counts it."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Count from now on."""
+        self._began = self._now()
+
+    def ratio(self) -> float | None:
+        """Return the waiting since the start as a fraction of the time passed; None where the kernel does not tell."""
+        now = self._now()
+        if now is None or self._began is None or now[1] <= self._began[1]:
+            return None
+        return (now[0] - self._began[0]) / (now[1] - self._began[1])
+
+    @staticmethod
+    def _now() -> tuple[float, float] | None:
+        """Return (seconds waited, seconds of the clock)."""
+        try:
+            text = Path("/proc/thread-self/schedstat").read_text(encoding="ascii")
+        except OSError:
+            return None
+        return int(text.split()[1]) / 1e9, time.monotonic()
 
 
 def provenance(device: torch.device) -> dict[str, Any]:

@@ -39,7 +39,7 @@ from analysis.compare.table import (
 from gssim.cluster import Cluster
 from gssim.errors import UserError
 from gssim.execution import SHOWN, code_digest, package_digest
-from gssim.result import COMPUTE_PHASES, PHASES, UPDATE_PHASES, Collective, Result
+from gssim.result import BUSY_RATIO, COMPUTE_PHASES, PHASES, UPDATE_PHASES, Collective, Result
 from gssim.units import validated
 
 COMPUTED = (*COMPUTE_PHASES, *UPDATE_PHASES)
@@ -496,7 +496,7 @@ MOST_NAMES = 3
 
 
 def differences(pairs: Sequence[Pair]) -> list[str]:
-    """Return a sentence for each difference between the code of some Results and the installed code.
+    """Return a sentence for each circumstance that makes figures doubtful: other code, or a machine with other work.
 
     No Result is left out for it: a changed line need not change a figure.
     """
@@ -508,6 +508,15 @@ def differences(pairs: Sequence[Pair]) -> list[str]:
             measured, "gsreal", package_digest("gsreal"), "measured", "another gsreal", "--again measures anew"
         ),
     ]
+    busy = [
+        f"{name_of(file.result)} ({file.result.provenance['core_wait_ratio']:.0%})"
+        for file in measured
+        if file.result.provenance.get("core_wait_ratio", 0.0) > BUSY_RATIO
+    ]
+    if busy:
+        sentences.append(
+            f"measured while ranks waited for cores that other work used (part of the time): {', '.join(busy)}"
+        )
     versions = Counter(str(file.result.provenance.get("torch", "not stated")) for file in measured)
     if len(versions) > 1:
         counts = ", ".join(f"{version} ({count})" for version, count in versions.most_common())

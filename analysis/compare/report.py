@@ -12,6 +12,7 @@ from rich.text import Text
 
 from analysis.compare.comparison import medians
 from analysis.compare.groups import ALL, Target, error_column, targets, variant_of, worst_of
+from gssim.result import PHASES
 from gssim.terminal import plain_console
 from gssim.units import human_bytes, human_seconds
 
@@ -36,6 +37,8 @@ def print_comparison(comparison: pl.DataFrame, groups: pl.DataFrame) -> None:
         out.print(f"the {len(shown)} of {len(rows)} step times that are predicted worst; all are in comparison.csv")
     out.print(_comparison_table(shown))
     _print_differences(out, rows)
+    if not large and (worst := worst_explained(rows)):
+        out.print(worst)
     thresholded = [row for row in rows if row["speed_up_over"] is not None]
     if thresholded and not large:
         _print_effects(out, thresholded)
@@ -220,6 +223,37 @@ def _print_differences(out: Console, rows: Sequence[dict[str, Any]]) -> None:
             out.print(f"{row['name']}: collectives: {more} more in comparison.csv")
     if len(differing) > DIFFERING_SHOWN:
         out.print(f"collectives of {len(differing) - DIFFERING_SHOWN} more scenarios differ: see comparison.csv")
+
+
+EXPLAINED_RATIO = 0.03
+"""A step time with a smaller error needs no explanation."""
+
+
+def worst_explained(rows: Sequence[dict[str, Any]]) -> str:
+    """Return one line on the step time that is predicted worst: what is sent, how much, and in which phases it differs.
+
+    Empty if all are within `EXPLAINED_RATIO`.
+    """
+    worst = max(rows, key=lambda row: abs(row["step_time_error_ratio"]), default=None)
+    if worst is None or abs(worst["step_time_error_ratio"]) < EXPLAINED_RATIO:
+        return ""
+    differences = {
+        phase: worst[f"{phase}_predicted_s"] - worst[f"{phase}_measured_s"]
+        for phase in PHASES
+        if worst.get(f"{phase}_predicted_s") is not None and worst.get(f"{phase}_measured_s") is not None
+    }
+    least_s = 0.05 * max(map(abs, differences.values()))
+    largest = sorted(
+        ((by, phase) for phase, by in differences.items() if abs(by) > least_s), key=lambda each: -abs(each[0])
+    )
+    signs = [
+        f"{phase.replace('_', ' ')} {'+' if by > 0 else '-'}{shown(human_seconds(abs(by)))}" for by, phase in largest
+    ]
+    what = "the collectives are equal" if worst["collectives_equal"] else "the collectives differ"
+    return (
+        f"predicted worst: {worst['name']}, step {100 * worst['step_time_error_ratio']:+.1f} %: {what}, "
+        f"the peak is {100 * worst['peak_error_ratio']:+.1f} % off; predicted less measured: {', '.join(signs)}"
+    )
 
 
 def _percent(ratio: float | None) -> str:

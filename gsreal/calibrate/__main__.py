@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from gsreal.calibrate.bench import (
-    OPTIMIZERS,
     Bench,
     Settings,
     compression_cost,
@@ -38,7 +37,7 @@ BESIDE: dict[str, Callable[[Bench, Model], Any]] = {
 def main(settings: str, out: str) -> None:
     """Measure on one rank; `settings` is JSON, and rank 0 writes the measurements to the file `out`."""
     asked: dict[str, Any] = json.loads(settings)
-    for key in ("models", "batch_sizes"):
+    for key in ("models", "batch_sizes", "optimizers"):
         asked[key] = tuple(asked[key])
     measured = run(Settings(**asked))
     if dist.get_rank() == 0:
@@ -72,7 +71,7 @@ def _device_costs(bench: Bench) -> dict[str, Any]:
     device = bench.alone(lambda: device_rates(bench))
     bench.say("optimizers")
     with trained_between(bench):
-        optimizers = bench.alone(lambda: {name: optimizer_cost(bench, name) for name in OPTIMIZERS})
+        optimizers = bench.alone(lambda: {name: optimizer_cost(bench, name) for name in bench.settings.optimizers})
     bench.say("thresholding")
     compression = bench.alone(lambda: compression_cost(bench))
     return {"device": device, "optimizers": optimizers, "compression": compression}

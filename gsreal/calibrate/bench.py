@@ -25,6 +25,9 @@ from gssim.units import validated
 from gssim.workload import Model, Workload, unrolled
 
 DISPLACED_BYTES = 2**26
+OPTIMIZERS = ("adamw", "sgd", "sgd-momentum")
+ROUNDS = 6
+"""Batch sizes, alone and together, alternate in rounds: slow periods of the machine affect all of them equally."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,9 @@ class Settings:
     kind: str
     only: Literal["", "layers", "neighbours", "communication"] = ""
     """Measure only the models' layers, or only their slow-down while all ranks compute or communicate."""
+    rounds: int = ROUNDS
+    """Rounds in which layers are measured; several measurements of few rounds may be averaged."""
+    optimizers: tuple[str, ...] = OPTIMIZERS
 
 
 class Bench:
@@ -331,9 +337,6 @@ def _memory_bytes(device: torch.device) -> int:
         return int(torch.cuda.get_device_properties(device).total_memory)
     text = Path("/proc/meminfo").read_text(encoding="utf-8")
     return int(text.split("MemTotal:")[1].split()[0]) * 1024
-
-
-OPTIMIZERS = ("adamw", "sgd", "sgd-momentum")
 
 
 def optimizer_cost(bench: Bench, name: str) -> dict[str, Any]:

@@ -19,11 +19,11 @@ GUARD = Guard(timeout_s=1800)
 """For micro-benchmarks: one rank may measure for long while the others wait."""
 
 
-def measure(settings: Settings, *, ranks: int) -> dict[str, Any]:
-    """Return the measurements of the micro-benchmarks on `ranks` ranks of this machine."""
+def measure(settings: Settings, *, ranks: int, forked: bool = False) -> dict[str, Any]:
+    """Return the measurements of the micro-benchmarks on `ranks` ranks of this machine; `forked`: see `launch`."""
     with scratch_folder("gsreal-run-") as folder:
         file = Path(folder, "measured.json")
-        launch("gsreal.calibrate", [json.dumps(asdict(settings)), str(file)], ranks=ranks, guard=GUARD)
+        launch("gsreal.calibrate", [json.dumps(asdict(settings)), str(file)], ranks=ranks, guard=GUARD, forked=forked)
         measured: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         return measured
 

@@ -34,12 +34,11 @@ from gsreal.run.rank import gather_json
 from gssim.scenario import load_model
 from gssim.workload import Model, unrolled
 
-ROUNDS = 6
-PAUSE_ROUNDS = 31
+PAUSE_ROUNDS = 5
+"""In each round of the layers."""
 PAUSES_S = (0.005, 0.02, 0.1)
 """Pauses before a timed step: waits for messages are of such lengths."""
 STEPS_PER_ROUND = 6
-"""Batch sizes, alone and together, alternate in rounds: slow periods of the machine affect all of them equally."""
 
 
 def profile_model(bench: Bench, model: Model, counter: MemoryCounter) -> tuple[dict[str, Any], tuple[float, float]]:
@@ -124,7 +123,7 @@ def _in_turns(
     """Return the steps of each batch size on one rank alone, and of the middle one on all ranks together."""
     times: dict[int, list[_Step]] = defaultdict(list)
     together: dict[int, list[_Step]] = defaultdict(list)
-    for _ in range(ROUNDS):
+    for _ in range(bench.settings.rounds):
         for batch_size, batch in batches.items():
             some_steps = partial(_timed, bench, module, optimizer, names, batch, STEPS_PER_ROUND)
             times[batch_size] += bench.alone(some_steps) or []
@@ -181,7 +180,7 @@ def _pause_excess(
     if bench.device.type == "cuda":
         return {}
     times: dict[float, list[float]] = defaultdict(list)
-    for _ in range(PAUSE_ROUNDS):
+    for _ in range(PAUSE_ROUNDS * bench.settings.rounds + 1):
         for pause_s in (0.0, *PAUSES_S):
             time.sleep(pause_s)
             marks = step_marks(bench, module, batch)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from gsreal.calibrate.bench import OPTIMIZERS, Bench, optimizer_alone
+from gsreal.calibrate.bench import Bench, optimizer_alone
 from gsreal.gradient_sharding import shard_gradients
 from gsreal.lab.throttle import device_time_s
 from gsreal.measure import Timeline
@@ -155,7 +155,9 @@ def sharded_unit_cost(bench: Bench) -> tuple[dict[str, float], dict[str, float]]
         "backward_tensor_s": max(0.0, tensor[1]),
         "copied_byte_s": max(0.0, copied_byte_s),
     }
-    added = {"adamw": tensor[2]} | {name: _sharded_tensor_s(bench, name) for name in OPTIMIZERS if name != "adamw"}
+    added = {"adamw": tensor[2]} | {
+        name: _sharded_tensor_s(bench, name) for name in bench.settings.optimizers if name != "adamw"
+    }
     return unit, {name: max(0.0, seconds) for name, seconds in added.items()}
 
 

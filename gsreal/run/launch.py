@@ -26,6 +26,7 @@ from gsreal.machine import ENVIRONMENT, check_machine, die_with_parent
 from gsreal.methods.pipelined import check_stages
 from gsreal.model_files.build import check_factory
 from gsreal.run.feed import check_evaluation
+from gsreal.run.forked import Forked, module_run
 from gsreal.run.progress import DEFAULT_TIMEOUT_S, REPORTS, Watch
 from gsreal.run.rank import LAUNCHER, STORE, TIMEOUT
 from gssim.errors import RunFailedError, UserError
@@ -121,11 +122,18 @@ class Guard:
 
 
 def launch(
-    module: str, arguments: Sequence[str], *, ranks: int, max_restarts: int = 0, guard: Guard | None = None
+    module: str,
+    arguments: Sequence[str],
+    *,
+    ranks: int,
+    max_restarts: int = 0,
+    guard: Guard | None = None,
+    forked: bool = False,
 ) -> None:
     """Run `python -m module arguments...` on `ranks` ranks; raise RunFailedError if one of them fails.
 
     Up to `max_restarts` times, all of them are restarted instead. No process outlives the call, however it ends.
+    `forked`: ranks are forks of this process (see gsreal/run/forked.py), and their progress is not printed.
     """
     guard = guard or Guard()
     for attempt in range(max_restarts + 1):
@@ -133,7 +141,8 @@ def launch(
         for rank in range(ranks):
             own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
             environment = {**listening_on(guard.interface), **{name: str(value) for name, value in own.items()}}
-            starts.append(Start([sys.executable, "-m", module, *arguments], environment, die_with_parent))
+            command = [module, *arguments] if forked else [sys.executable, "-m", module, *arguments]
+            starts.append(Start(command, environment, die_with_parent, forked))
         try:
             run_ranks(starts, guard)
             return
@@ -168,6 +177,8 @@ class Start:
     """In addition to the variables common to all ranks."""
     before: Callable[[], None]
     """Called in the new process before it executes the command."""
+    forked: bool = False
+    """The command is a module and its arguments, which a fork of this process runs."""
 
 
 class Rank:
@@ -175,10 +186,16 @@ class Rank:
 
     def __init__(self, number: int, start: Start, environment: Mapping[str, str], log: Path, guard: Guard) -> None:
         self.number, self.log = number, log
+        more = {**environment, **start.environment}
+        self.process: Forked | subprocess.Popen[bytes]
+        if start.forked:
+            with signals_deferred():
+                self.process = Forked(module_run(start.command[0], start.command[1:], more), log)
+            return
         with log.open("wb") as stream, signals_deferred():
             self.process = subprocess.Popen(
                 start.command,
-                env={**os.environ, **ENVIRONMENT, **environment, **start.environment},
+                env={**os.environ, **ENVIRONMENT, **more},
                 stdin=subprocess.DEVNULL,
                 stdout=stream,  # a user's module may print; our stdout is for the Result alone
                 stderr=subprocess.STDOUT,
@@ -208,7 +225,7 @@ def run_ranks(
             for number, start in enumerate(starts):
                 ranks.append(Rank(number, start, environment, reports / f"rank-{number}.log", guard))
             with ranks[0].log.open(encoding="utf-8", errors="replace") as progress:
-                failed = _wait(ranks, reports, progress, guard.timeout_s, check, explain)
+                failed = _wait(ranks, reports, None if starts[0].forked else progress, guard.timeout_s, check, explain)
         finally:
             with signals_ignored():
                 for rank in ranks:
@@ -220,26 +237,29 @@ def run_ranks(
             # the exit of a rank that died without a report says more than reports of lost connections
             dead = min(failed, key=lambda rank: (Path(reports, f"rank-{rank.number}.json").exists(), rank.number))
             log = dead.log.read_text(encoding="utf-8", errors="replace")
-            raise RunFailedError(str(reason_of(reports, (dead.number, dead.process.returncode), log)))
+            code = dead.process.returncode
+            assert code is not None, "it has ended: it failed"
+            raise RunFailedError(str(reason_of(reports, (dead.number, code), log)))
 
 
 def _wait(
     ranks: Sequence[Rank],
     reports: Path,
-    progress: IO[str],
+    progress: IO[str] | None,
     timeout_s: float,
     check: Callable[[], None],
     explain: Callable[[], str | None],
 ) -> list[Rank]:
     """Wait until all ranks have ended, or for a grace time after one has failed; return those that failed.
 
-    The grace time lets the others report their reasons. Rank 0's progress is passed on meanwhile.
+    The grace time lets the others report their reasons. Rank 0's progress, if given, is passed on meanwhile.
     """
     watch = Watch({rank.number: rank.process.pid for rank in ranks}, reports)
     until_s = float("inf")
     while time.monotonic() < until_s:
         codes = [rank.process.poll() for rank in ranks]
-        _print_progress(progress)
+        if progress is not None:
+            _print_progress(progress)
         if None not in codes:
             break
         check()

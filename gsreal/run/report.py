@@ -107,6 +107,8 @@ class RankReport:
     """Entries sent and offered in the timed steps."""
     published: tuple[int, int]
     memory_counter: str
+    core_wait_ratio: float | None
+    """Fraction of the timed steps that its main thread could run, but waited for a core; None where it is unknown."""
 
 
 def result_of(loaded: Loaded, reports: list[RankReport], device: torch.device) -> Result:
@@ -168,8 +170,15 @@ def result_of(loaded: Loaded, reports: list[RankReport], device: torch.device) -
             "backend": scenario.cluster.backend,
             "memory_counter": reports[0].memory_counter,
             "seed": scenario.run.seed,
+            **core_wait(reports),
         },
     )
+
+
+def core_wait(reports: Sequence[RankReport]) -> dict[str, float]:
+    """Return `core_wait_ratio`, the largest of all ranks, for the provenance; nothing where it is unknown."""
+    ratios = [report.core_wait_ratio for report in reports if report.core_wait_ratio is not None]
+    return {"core_wait_ratio": round(max(ratios), 4)} if ratios else {}
 
 
 def _density(ranks: Sequence[tuple[int, int]], threshold: float | None) -> float | None:

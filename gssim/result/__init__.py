@@ -1,6 +1,7 @@
 """The Result: one schema for simulated and real runs, and one step as a Chrome trace."""
 
 from gssim.result.result import (
+    BUSY_RATIO,
     CATEGORIES,
     COMPUTE_PHASES,
     PHASES,
@@ -26,6 +27,7 @@ from gssim.result.result import (
 from gssim.result.trace import Arrow, Held, Step, arrows_among, chrome_trace, process_of
 
 __all__ = [
+    "BUSY_RATIO",
     "CATEGORIES",
     "COMPUTE_PHASES",
     "PHASES",

@@ -36,6 +36,8 @@ CATEGORIES = {
 }
 """Categories of memory, and what is booked under each."""
 
+BUSY_RATIO = 0.15
+"""A measurement with a larger `core_wait_ratio` in its provenance was disturbed by other work on its machine."""
 PHASES = ("forward", "backward", "compression", "optimizer", "exposed_communication", "idle")
 COMPUTE_PHASES = ("forward", "backward")
 """Phases whose time is proportional to a rank's samples, by which its speed is measured."""
@@ -301,7 +303,10 @@ class Result:
     energy_j_per_step: Amount | None = None
     """Energy of the same devices, without hosts and network (simulated); absent where a power is unknown."""
     provenance: dict[str, Any] = field(default_factory=dict)
-    """Versions and digests of the code, the machine, and the run's circumstances."""
+    """Versions and digests of the code, the machine, and the run's circumstances.
+
+    Of a measurement also `core_wait_ratio`: the largest part of the timed steps that a rank waited for a core.
+    """
 
     def to_json(self) -> str:
         """Return the Result as JSON, keys in schema order, the same bytes for the same Result."""

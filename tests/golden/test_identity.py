@@ -3,8 +3,6 @@
 import csv
 import json
 import os
-import re
-import shlex
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -18,7 +16,7 @@ from analysis.reference_page import tables_of
 from gssim.cache import Shared
 from gssim.cluster import Cluster
 from gssim.execution.files import write_text
-from gssim.scenario import Scenario, load_scenario
+from gssim.scenario import Scenario
 from gssim.scenario.identity import VERSION, _digest, _fields, canonical
 from gssim.scenario.sweep import load_sweep, points_of
 from gssim.units import Count, spec, validated
@@ -74,13 +72,12 @@ def test_the_labs_points_ask_what_was_measured():
 
 
 def test_the_demos_rows_ask_what_was_measured():
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    changes = {name: shlex.split(words)[1::2] for name, words in re.findall(r"^SET_(\S+) := (.*)$", makefile, re.M)}
+    path = SCENARIOS / "sweeps" / "demo-full.toml"
+    points = {point.name.partition("--")[2]: point for point in points_of(load_sweep(path), file=path)}
     rows = rows_of("two-cores/comparison.csv")
-    assert {row["name"] for row in rows} == set(changes)
+    assert {row["name"] for row in rows} == set(points)
     for row in rows:
-        overrides = [*changes[row["name"]], "run.steps=30"]
-        scenario = load_scenario(SCENARIOS / "demo.toml", overrides, gradients_needed=False).scenario
+        scenario = points[row["name"]].load(gradients_needed=False).scenario
         assert scenario.scenario_id == row["scenario_id"], row["name"]
 
 

@@ -15,7 +15,8 @@ from matplotlib.text import Text
 from results import ALL_REDUCE, PUSH, assert_refused, in_file, make_result, run, write
 
 from analysis.charts import phases, point_labels, predicted_vs_measured, spread
-from analysis.compare.comparison import COLUMNS, compare, join
+from analysis.compare.comparison import COLUMNS, compare, differences, join
+from analysis.compare.report import worst_explained
 from analysis.compare.table import ResultFile, find_results
 from gssim.result import PHASES, Collective, Result
 
@@ -159,6 +160,28 @@ def test_phases_stand_beside_each_other_on_the_right_side() -> None:
     )
     assert [row[f"{phase}_predicted_s"] for phase in PHASES] == pytest.approx([0.1, 0.2, 0.3, 0.05, 0.15, 0.2])
     assert [row[f"{phase}_measured_s"] for phase in PHASES] == pytest.approx([0.4, 0.2, 0.1, 0.6, 0.4, 0.3])
+
+
+def test_the_worst_step_is_explained_by_what_is_sent_and_by_phases() -> None:
+    near = compared(make_result("simulated", step_time_s=1.0), make_result("measured", step_time_s=1.01))
+    assert worst_explained([near]) == worst_explained([]) == ""
+    far = compared(
+        make_result("simulated", step_time_s=1.0, phase_shares=(0.4, 0.3, 0.0, 0.1, 0.2, 0.0)),
+        make_result("measured", step_time_s=1.25, phase_shares=(0.32, 0.24, 0.0, 0.08, 0.36, 0.0)),
+    )
+    said = worst_explained([near, far])
+    assert ", step -20.0 %: the collectives are equal, the peak is +0.0 % off" in said
+    assert said.endswith("predicted less measured: exposed communication -250.0 ms")
+
+
+def test_measurements_on_a_busy_machine_are_named() -> None:
+    provenance = {"core_wait_ratio": 0.4}
+    busy = replace(make_result("measured", name="slow"), provenance=provenance)
+    quiet = replace(make_result("measured", name="calm"), provenance={"core_wait_ratio": 0.02})
+    predicted = [in_file(make_result("simulated", name=each.scenario["name"])) for each in (busy, quiet)]
+    for each, wanted in ((busy, True), (quiet, False)):
+        pairs = join([predicted[0], in_file(each)]).pairs
+        assert any("waited for cores" in line and "slow (40%)" in line for line in differences(pairs)) == wanted
 
 
 def test_one_planted_collective_makes_them_unequal_and_is_named() -> None:

@@ -1,0 +1,400 @@
+"""Validates predictions on this machine: calibrates it, runs the points of a sweep on it, predicts and compares them.
+
+Everything goes to one folder: the machine's cluster file, gradient statistics where thresholds need them, a Result of
+each point from both sides, and at the end the comparison, its charts and a page. What is finished is kept: the same
+command goes on after an interrupt. `gssim` and `analysis` do their parts as commands.
+
+A shared machine drifts within minutes. Layers are therefore measured before, between and after the runs, and a run that
+waited for its cores is repeated at the end, if there is time.
+"""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from gsreal.calibrate.bench import Settings
+from gsreal.calibrate.cluster_file import averaged, cluster_data, measure, read_previous, write_cluster
+from gsreal.machine import device_name, usable_cores
+from gsreal.model_files.build import set_trust
+from gsreal.model_files.trace import write_model
+from gsreal.run.forked import Forked, module_run
+from gsreal.run.launch import Guard, check_real, launch
+from gssim.errors import RunFailedError, UserError
+from gssim.execution import FileStore
+from gssim.execution.files import locked, scratch_folder
+from gssim.result import BUSY_RATIO, Result, file_name, read_result
+from gssim.scenario import Loaded, load_cluster
+from gssim.scenario.sweep import SEPARATOR, Point, chosen, load_sweep, loaded_point, points_of
+from gssim.units import human_seconds
+
+LOCK = ".gsreal-validate.lock"
+ROUNDS = 3
+"""Times that layers are measured: before, halfway through, and after the runs."""
+LAYER_ROUNDS = 2
+"""Of each such measurement: together they are as many as those of `gsreal calibrate`."""
+MOST_BATCH_SIZES = 3
+FINISH_S = 40.0
+"""Time kept for predicting all points, comparing them and drawing the charts."""
+COURSES = 2
+"""Trainings from which gradient statistics are taken."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """Arguments of `gsreal validate`."""
+
+    sweep: Path
+    out: Path
+    kind: str
+    """Kind of the devices: cpu or cuda."""
+    ranks: int
+    """Number of devices of the machine's cluster; plans take all of them, or `plan.ranks`."""
+    only: tuple[str, ...] = ()
+    seconds: float | None = None
+    """Time after which no further run is started."""
+    trust_code: bool = False
+
+
+def validate(request: Request) -> None:
+    """Do all that the request asks for and the folder lacks; print the comparison.
+
+    Raises RunFailedError at the end if a run failed, or a busy machine made one doubtful; the same command repeats it.
+    """
+    began_s = time.monotonic()
+    set_trust(request.trust_code)
+    with locked(request.out / LOCK, place=str(request.out)):
+        session = Session(request, began_s)
+        session.run_all()
+        session.finish()
+
+
+@dataclass
+class Row:
+    """A point of the sweep, and its measurement, if there is one."""
+
+    point: Point
+    loaded: Loaded
+    measured: Result | None = None
+
+    @property
+    def name(self) -> str:
+        """Name of the point."""
+        return self.point.name
+
+    @property
+    def busy_ratio(self) -> float:
+        """Part of the measured steps that a rank waited for a core; 0 where it is unknown."""
+        return busy_ratio(self.measured) if self.measured else 0.0
+
+
+class Session:
+    """One call of the command: the rows, the calibration, and the time that is left."""
+
+    def __init__(self, request: Request, began_s: float) -> None:
+        self.request, self.began_s, self.out = request, began_s, request.out
+        self.results, self.cluster = self.out / "results", self.out / "cluster.toml"
+        self.sweep = request.sweep
+        # this machine is not measured yet: any cluster of as many equal devices has the same plans
+        shapes = [
+            loaded_point(point, file=self.sweep, gradients_needed=False)
+            for point in self._points(unmeasured(request.kind, request.ranks))
+        ]
+        self.settings = settings_of(shapes, request.kind, self.out)
+        self.rows: list[Row] = []
+        self.failed: list[str] = []
+
+    def _points(self, cluster: str) -> tuple[Point, ...]:
+        """Return the chosen points on a cluster, named as in the sweep file, without the group if there is only one.
+
+        Raises UserError if a point names a cluster: the machine's own is used.
+        """
+        sweep = load_sweep(self.sweep)
+        points = []
+        for point in points_of(sweep, file=self.sweep):
+            if any(override.startswith("cluster=") for override in point.overrides):
+                raise UserError(f"{self.sweep}: {point.name}: cluster: validate runs points on this machine's cluster")
+            name = point.name.removeprefix(f"{point.group}{SEPARATOR}") if len(sweep.groups) < 2 else point.name
+            overrides = (f"cluster={cluster}", *point.overrides, f"name={json.dumps(name)}")
+            points.append(replace(point, name=name, overrides=overrides))
+        return chosen(points, self.request.only, file=self.sweep)
+
+    # Steps ------------------------------------------------------------------------------------------------------------
+
+    def run_all(self) -> None:
+        """Calibrate and run all that is missing, interleaved, until there is no time left."""
+        self.calibrate()
+        rows = self.rows = self.load_rows()
+        missing = [row for row in rows if row.measured is None]
+        if len(missing) < len(rows):
+            self.say(f"{len(rows) - len(missing)} of {len(rows)} are there already")
+        done_s: list[float] = []
+        for number, row in enumerate(missing):
+            if self.is_over():
+                self.say(f"the time is over (--seconds): {len(missing) - number} runs are left to the next call")
+                return
+            if number == (len(missing) + 1) // 2:
+                self.calibrate_again()
+            start_s = time.monotonic()
+            self.measure(row)
+            done_s.append(time.monotonic() - start_s)
+            left_s = sum(done_s) / len(done_s) * (len(missing) - number - 1)
+            left = f", about {left_s:.0f} s of runs left" if left_s else ""
+            self.say(f"{number + 1} of {len(missing)} runs done{left}")
+        if not self.is_over():
+            self.calibrate_again()
+        for row in rows:
+            if row.busy_ratio > BUSY_RATIO and not self.is_over():
+                self.say(f"{row.name}: the machine was busy ({row.busy_ratio:.0%} of the time): once more")
+                before = row.measured
+                self.measure(row)
+                if before and row.measured and row.busy_ratio >= busy_ratio(before):
+                    row.measured = before
+                    self.store.keep(self.file_of(row), before)
+
+    def calibrate(self) -> None:
+        """Write the cluster file of this machine, unless it is there."""
+        name = device_name(torch.device(self.request.kind))
+        if self.cluster.exists():
+            read_previous(self.cluster, name)  # raises for another machine's
+            if len(load_cluster(self.cluster).devices) == self.request.ranks:
+                return
+        self.say("calibrating this machine: arithmetic, memory, layers, communication")
+        measured = measure(self.settings, ranks=self.request.ranks, forked=True)
+        write_cluster(self.cluster, cluster_data(measured, self.settings))
+
+    def calibrate_again(self) -> None:
+        """Average another measurement of the layers into the cluster file, up to `ROUNDS` of them."""
+        before = read_previous(self.cluster, device_name(torch.device(self.request.kind)))
+        counts = [
+            profile.get("measurements", 1) for kind in before["device_types"].values() for profile in kind["profiles"]
+        ]
+        if min(counts, default=ROUNDS) >= ROUNDS:
+            return
+        self.say("calibrating layers again, for a machine drifts")
+        measured = measure(replace(self.settings, only="layers"), ranks=self.request.ranks, forked=True)
+        write_cluster(self.cluster, averaged(before, measured, where=str(self.cluster)))
+
+    def load_rows(self) -> list[Row]:
+        """Return the points on this machine's cluster, with the measurements that are there."""
+        self.store = FileStore(self.results, read_result, Result.to_json, lambda result: result.scenario_id)
+        rows = []
+        for point in self._points(str(self.cluster.absolute())):
+            loaded = loaded_point(point, file=self.sweep, gradients_needed=False)
+            row = Row(self.with_statistics(point, loaded), loaded)
+            check_real(loaded)
+            row.measured = self.store.kept(self.file_of(row), loaded.scenario.scenario_id)
+            rows.append(row)
+        return rows
+
+    def with_statistics(self, point: Point, loaded: Loaded) -> Point:
+        """Return the point with gradient statistics of its own training, where it needs some and names none."""
+        try:
+            point.load()
+            return point
+        except UserError as error:
+            if "workload.gradients" not in str(error):
+                raise UserError(f"{self.sweep}: {point.name}: {error}") from None
+        workload = loaded.scenario.workload
+        file = self.out / f"gradients-{workload.model.name}-{workload.global_batch_size}.json"
+        taken = replace(point, overrides=(*point.overrides, f"workload.gradients={file.absolute()}"))
+        if not file.exists():
+            self.say(f"training {workload.model.name} for its gradient statistics")
+            words = [str(point.file), *set_words(point.overrides), "--courses", str(COURSES), "--out", str(file)]
+            run_module("gsreal", ["gradients", *words])
+        loaded_point(taken, file=self.sweep)
+        return taken
+
+    def measure(self, row: Row) -> None:
+        """Run a row's ranks; keep its Result, and print it beside the prediction."""
+        self.say(f"running {row.name}")
+        with scratch_folder("gsreal-run-") as folder:
+            file = Path(folder, "measured.json")
+            arguments = [str(row.point.file), json.dumps(row.point.overrides), str(file), "", "", "0"]
+            try:
+                launch("gsreal.run.worker", arguments, ranks=row.loaded.scenario.ranks, guard=Guard(), forked=True)
+            except RunFailedError as error:
+                self.failed.append(row.name)
+                self.say(f"{row.name}: failed: {error}")
+                return
+            row.measured = read_result(file)
+            self.store.keep(self.file_of(row), row.measured)
+        predicted = self.predict(row)
+        if predicted is not None:
+            self.say(f"{row.name}: {pair_line(predicted, row.measured)}")
+
+    def predict(self, row: Row) -> Result | None:
+        """Return the prediction with the calibration so far; None if it fails, which the end of the command tells."""
+        with scratch_folder("gsreal-run-") as folder:
+            try:
+                run_module("gssim", ["run", str(row.point.file), *set_words(row.point.overrides), "--out", str(folder)])
+                (file,) = Path(folder).glob("*.json")
+                return read_result(file)
+            except (RunFailedError, ValueError):
+                return None
+
+    def finish(self) -> None:
+        """Predict every measured row with the whole calibration, and compare: tables, charts and a page."""
+        measured = [row for row in self.rows if row.measured is not None]
+        if not measured:
+            raise RunFailedError("validate: nothing was measured; the same command goes on")
+        self.say(f"predicting {len(measured)} points, and comparing")
+        for row in measured:
+            words = [str(row.point.file), *set_words(row.point.overrides), "--out", str(self.results)]
+            run_module("gssim", ["run", *words])
+        for command in (["compare", self.results, "--out", self.out], ["report", self.results, "--out", self.page]):
+            ended = subprocess.run([sys.executable, "-m", "analysis", *map(str, command)], check=False)
+            if ended.returncode:
+                raise RunFailedError(f"validate: python -m analysis {command[0]} ended with status {ended.returncode}")
+        left = [row.name for row in self.rows if row.measured is None and row.name not in self.failed]
+        if left:
+            self.say(f"not run for lack of time: {', '.join(left)}; the same command goes on")
+        if self.failed:
+            raise RunFailedError(f"validate: failed: {', '.join(self.failed)}; the same command tries them again")
+
+    # Parts ------------------------------------------------------------------------------------------------------------
+
+    @property
+    def page(self) -> Path:
+        """The page of the comparison."""
+        return self.out / "report.html"
+
+    def file_of(self, row: Row) -> str:
+        """Return the name of the file of a row's measurement."""
+        scenario = row.loaded.scenario
+        return file_name(scenario.name, scenario.scenario_id, "measured")
+
+    def is_over(self) -> bool:
+        """Return whether there is no time for more than the comparison."""
+        asked = self.request.seconds
+        return asked is not None and time.monotonic() - self.began_s > asked - FINISH_S
+
+    def say(self, line: str) -> None:
+        """Print a line of progress with the time since the start."""
+        minutes, seconds = divmod(int(time.monotonic() - self.began_s), 60)
+        print(f"gsreal: {minutes}:{seconds:02d} {line}", file=sys.stderr, flush=True)
+
+
+def unmeasured(kind: str, ranks: int) -> str:
+    """Return a cluster of equal devices as inline TOML, of which nothing is known but the number."""
+    rates = "{fp64=1, fp32=1, bf16=1, fp16=1}"
+    about = f'{{kind="{kind}", memory_bytes=1e18, peak_flop_per_s={rates}, memory_bandwidth_bytes_per_s=1, source="-"}}'
+    devices = ", ".join(f'{{name="d{i}", type="any", host="h"}}' for i in range(ranks))
+    links = ", ".join(
+        f'{{between=["d{i}", "s"], bandwidth_bytes_per_s=1, latency_s=0, source="-"}}' for i in range(ranks)
+    )
+    return (
+        f'{{name="unmeasured", backend="gloo", source="-", switches=["s"], device_types={{any={about}}}, '
+        f"devices=[{devices}], links=[{links}]}}"
+    )
+
+
+def settings_of(shapes: Sequence[Loaded], kind: str, out: Path) -> Settings:
+    """Return what to calibrate for some scenarios: their models, written beside, at the batch sizes that ranks train.
+
+    Raises UserError where they have several sequence lengths or precisions: a calibration has one of each.
+    """
+    workloads = [each.scenario.workload for each in shapes]
+    lengths = sorted({each.sequence_length for each in workloads if each.sequence_length is not None})
+    precisions = sorted({each.precision for each in workloads})
+    for name, values in (("sequence_length", lengths), ("precision", precisions)):
+        if len(values) > 1:
+            raise UserError(
+                f"validate: points with workload.{name} = {', '.join(map(str, values))}: one calibration has one; "
+                "choose by --only"
+            )
+    models = {workload.model.name: workload.model for workload in workloads}
+    files = []
+    for name, model in models.items():
+        files.append(out / "models" / f"{name}.toml")
+        write_model(files[-1], model)
+    sizes = sorted(
+        {
+            max(1, size // each.scenario.plan.micro_batches)
+            for each in shapes
+            for size in each.scenario.batch_sizes
+            if size
+        }
+    )
+    return Settings(
+        models=tuple(map(str, files)),
+        batch_sizes=spread(sizes, MOST_BATCH_SIZES),
+        sequence_length=lengths[0] if lengths else 1,
+        precision=precisions[0],
+        kind=kind,
+        rounds=LAYER_ROUNDS,
+        optimizers=tuple(sorted({workload.optimizer for workload in workloads})),
+    )
+
+
+def spread(values: Sequence[int], most: int) -> tuple[int, ...]:
+    """Return at most `most` of some increasing values: the ends, and between them those nearest to a geometric series.
+
+    >>> spread([4, 6, 8, 10, 16], 3)
+    (4, 8, 16)
+    """
+    if len(values) <= most:
+        return tuple(values)
+    ratio = (values[-1] / values[0]) ** (1 / (most - 1))
+    wanted = [values[0] * ratio**i for i in range(most)]
+    return tuple(sorted({min(values, key=lambda value: abs(value - each)) for each in wanted}))
+
+
+def busy_ratio(result: Result) -> float:
+    """Return the part of a measurement's steps that its ranks waited for a core; 0 where it is unknown."""
+    return float(result.provenance.get("core_wait_ratio", 0.0))
+
+
+def pair_line(predicted: Result, measured: Result) -> str:
+    """Return one line on a prediction and its measurement."""
+    step = predicted.step_time_s / measured.step_time_s - 1
+    peaks = [max(entry.peak_allocated_bytes for entry in each.ranks) for each in (predicted, measured)]
+    same = [entry.key for entry in predicted.collectives] == [entry.key for entry in measured.collectives]
+    return (
+        f"step predicted {human_seconds(predicted.step_time_s)}, measured {human_seconds(measured.step_time_s)} "
+        f"({step:+.1%}); peak memory {peaks[0] / peaks[1] - 1:+.1%}; "
+        f"collectives {'equal' if same else 'differ'}"
+    )
+
+
+def set_words(overrides: Sequence[str]) -> list[str]:
+    """Return overrides as words of a command line."""
+    return [word for override in overrides for word in ("--set", override)]
+
+
+def run_module(module: str, arguments: Sequence[str]) -> None:
+    """Run a command of the project in a fork of this process; raise RunFailedError with its last line if it fails."""
+    with scratch_folder("gsreal-run-") as folder:
+        log = Path(folder, "log.txt")
+        process = Forked(module_run(module, arguments, {}), log)
+        try:
+            code = process.wait()
+        finally:
+            process.kill()
+        if code:
+            lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            raise RunFailedError(f"{module} {arguments[0]}: {lines[-1] if lines else f'exit status {code}'}")
+
+
+def device_kind(asked: str) -> str:
+    """Return the kind of device for `--device`: cpu, cuda, or auto; raise UserError where there is none."""
+    has_gpu = torch.cuda.is_available()
+    if asked == "auto":
+        return "cuda" if has_gpu else "cpu"
+    if asked not in ("cpu", "cuda"):
+        raise UserError(f"--device {asked}: allowed: auto, cpu, cuda")
+    if asked == "cuda" and not has_gpu:
+        raise UserError("--device cuda: this machine has no GPU that torch can use")
+    return asked
+
+
+def default_ranks(kind: str) -> int:
+    """Return the number of ranks to validate with: all GPUs, or four ranks that share the only one; two cores."""
+    if kind == "cpu":
+        return min(2, len(usable_cores()))
+    return torch.cuda.device_count() if torch.cuda.device_count() > 1 else 4

@@ -1,0 +1,184 @@
+"""Real: `gsreal validate` calibrates, runs, predicts and compares the points of a sweep, and goes on where it ended."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import commands
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
+
+import torch
+
+from gsreal import validate
+from gsreal.machine import ENVIRONMENT, device_name
+from gsreal.run.forked import Forked, check_environment, module_run
+from gssim.errors import RunFailedError
+from gssim.result import read_result
+from gssim.scenario import load_scenario
+
+pytestmark = pytest.mark.real
+
+SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
+SWEEP = f"""# Are two plans as predicted?
+scenario = "{SCENARIOS / "demo.toml"}"
+set = {{ run.steps = 3, run.warmup_steps = 1, workload.global_batch_size = 16, workload.sequence_length = 128 }}
+variants.ddp = {{ plan.method = "ddp" }}
+variants.gs-3e-3 = {{ plan.method = "gs", plan.push.threshold = 3e-3 }}
+"""
+
+
+def calibrated(folder):
+    """Write the shipped calibration as if it were this machine's, of as many measurements as are taken."""
+    name = device_name(torch.device("cpu"))
+    text = (SCENARIOS / "clusters" / "two-cores.toml").read_text(encoding="utf-8")
+    theirs = re.search(r"^\[device_types\.([^.\]]+)\]$", text, re.M)[1]
+    folder.mkdir(parents=True)
+    text = text.replace(theirs, name)
+    text, count = re.subn(r"^measurements = \d+$", f"measurements = {validate.ROUNDS}", text, flags=re.M)
+    assert count
+    (folder / "cluster.toml").write_text(text, encoding="utf-8")
+
+
+def started(*words):
+    """Start the command, with its messages in a pipe, in the environment that ranks need."""
+    needed = {**ENVIRONMENT, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    command = [sys.executable, "-m", "gsreal", "validate", *map(str, words)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env={**os.environ, **needed}, **pipes)
+
+
+def ended(*words):
+    """Run the command to its end; return (exit code, table, messages)."""
+    process = started(*words)
+    table, messages = process.communicate(timeout=600)
+    return process.returncode, table, messages
+
+
+def pairs_in(out):
+    """Return {name: (predicted, measured)} of a folder."""
+    found = {}
+    for file in (out / "results").glob("*.json"):
+        result = read_result(file)
+        found.setdefault(result.scenario["name"], {})[result.source] = result
+    return {name: (sides.get("simulated"), sides.get("measured")) for name, sides in found.items()}
+
+
+def test_points_are_run_predicted_and_compared(tmp_path):
+    sweep, out = tmp_path / "two.toml", tmp_path / "out"
+    sweep.write_text(SWEEP)
+    calibrated(out)
+    line = (sweep, "--device", "cpu", "--out", out)
+    code, table, said = ended(*line)
+    assert code == 0, said
+    assert "calibrating" not in said  # there already
+    assert len(re.findall(r"step predicted .*, measured .*; peak memory .*; collectives equal", said)) >= 2
+    assert "collectives equal in 2 of 2" in table
+    for name in ("comparison.csv", "report.html", "predicted_vs_measured.png"):
+        assert (out / name).stat().st_size > 0
+    pairs = pairs_in(out)
+    assert sorted(pairs) == ["ddp", "gs-3e-3"]
+    for predicted, measured in pairs.values():
+        assert measured.scenario_id == predicted.scenario_id
+        assert [entry.key for entry in measured.collectives] == [entry.key for entry in predicted.collectives]
+        assert 0 <= measured.provenance["core_wait_ratio"] < 1
+
+
+def test_a_call_that_is_ended_keeps_what_is_finished_and_the_next_goes_on(tmp_path):
+    sweep, out = tmp_path / "two.toml", tmp_path / "out"
+    sweep.write_text(SWEEP)
+    calibrated(out)
+    process = started(sweep, "--device", "cpu", "--out", out)
+    assert any("1 of 2 runs done" in line for line in process.stderr)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode
+    (kept,) = (out / "results").glob("*.measured.json")
+    before = kept.stat().st_mtime_ns
+    code, _, said = ended(sweep, "--device", "cpu", "--out", out, "--seconds", 10)  # no time but for the comparison
+    assert code == 0, said
+    assert "1 of 2 are there already" in said
+    assert "not run for lack of time: " in said
+    assert kept.stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
+        (SWEEP, ("--only", "nothing"), "--only nothing: no point of"),
+        (SWEEP + 'variants.far = { cluster = "x.toml" }\n', (), "validate runs points on this machine's cluster"),
+        (SWEEP + "variants.short = { workload.sequence_length = 64 }\n", (), "workload.sequence_length = 64, 128"),
+        (SWEEP, ("--device", "tpu"), "--device tpu: allowed: auto, cpu, cuda"),
+        (SWEEP, ("--seconds", "-1"), "--seconds -1: must be more than 0"),
+        (SWEEP, ("--ranks", "0"), "--ranks 0: must be at least 1"),
+    ],
+)
+def test_what_cannot_be_validated_is_refused_in_one_line(tmp_path, monkeypatch, text, options, message):
+    for name, value in {**ENVIRONMENT, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "s.toml").write_text(text)
+    refused = commands.run("gsreal", "validate", tmp_path / "s.toml", "--out", tmp_path / "o", *options)
+    assert refused.returncode == 2, refused.stderr
+    assert message in refused.stderr
+    assert refused.stderr.count("\n") == 1
+    assert not list((tmp_path / "o").glob("results/*"))
+
+
+def test_batch_sizes_of_a_calibration_are_those_that_ranks_train():
+    scenarios = [
+        load_scenario(SCENARIOS / "demo.toml", [f"plan.method={method}", *more], gradients_needed=False)
+        for method, more in (("ddp", []), ("single", []), ("pipeline", ["plan.micro_batches=4"]))
+    ]
+    settings = validate.settings_of(scenarios, "cpu", Path("out"))
+    assert settings.batch_sizes == (4, 8, 16)
+
+
+def test_a_forked_process_reports_its_end_and_runs_nothing_of_its_parent(tmp_path, monkeypatch):
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("threading.active_count", lambda: 1)
+    log = tmp_path / "log.txt"
+    good = Forked(lambda: os.write(1, f"{os.getpid()}".encode()), log)
+    assert good.wait() == 0
+    assert log.read_text() == str(good.pid)
+    assert Forked(module_run("platform", ["--terse"], {}), log).wait() == 0
+
+    def fails():
+        raise RuntimeError("no more")
+
+    bad = Forked(fails, log)
+    assert bad.wait() == bad.poll() == 1
+    assert "RuntimeError: no more" in log.read_text()
+    endless = Forked(lambda: time.sleep(600), log)
+    assert endless.poll() is None
+    endless.kill()
+    assert endless.wait() == -signal.SIGKILL
+
+
+def test_ranks_are_not_forked_from_a_process_that_would_make_them_otherwise(monkeypatch):
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("threading.active_count", lambda: 2)
+    with pytest.raises(RunFailedError, match="several threads"):
+        check_environment()
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    with pytest.raises(RunFailedError, match="started without OMP_NUM_THREADS"):
+        check_environment()
+
+
+@pytest.mark.slow
+def test_the_demonstration_is_complete_with_a_calibration_of_its_own(tmp_path):
+    """How far steps are off is the machine's affair, what is sent and held is not."""
+    code, _, said = ended(SCENARIOS / "sweeps" / "demo.toml", "--device", "cpu", "--out", tmp_path)
+    assert code == 0, said
+    pairs = pairs_in(tmp_path)
+    assert len(pairs) == 10
+    for name, (predicted, measured) in pairs.items():
+        assert [entry.key for entry in measured.collectives] == [entry.key for entry in predicted.collectives], name
+        peaks = [max(entry.peak_allocated_bytes for entry in each.ranks) for each in (predicted, measured)]
+        assert peaks[0] == pytest.approx(peaks[1], rel=0.01), name
