@@ -275,7 +275,7 @@ def uncut_reason(model: Model, where: str) -> str | None:
         reasons = [cut for block in blocks if isinstance(cut := cut_or_reason(block), str)]
         if reasons or not blocks:
             return next(iter(reasons), None)
-        units = min(cut.units(block) for block in blocks if (cut := cut_of(block)) is not None)
+        units = min(known.units(block) for block in blocks if (known := cut_of(block)) is not None)
         kind = type(blocks[0]).__name__
         return f"{kind}: what it does is no polynomial in its {units} units (heads, or groups that share keys)"
 
