@@ -117,10 +117,11 @@ def _layers(
     if sibling is not None:
         short, stack = sibling
         *traced, largest = _traced(short, lengths, checked, where)
-        longer = [layers for each in traced if (layers := repeat_blocks(each, stack)) is not None]
-        if len(longer) == len(traced):
+        longer = [repeat_blocks(each, stack) for each in traced]
+        if longer[0] is not None and longer[1] is not None:
             on_counted(OperationCounts(*checked, _operations(largest, stack)))
-            whole, cut, divided = map(grouped, longer)
+            # of divided sequences, blocks may differ where the last one gathers them: such are not traced
+            whole, cut, divided = (grouped(layers or []) for layers in longer)
             return whole, cut, divided
     *traced, largest = _traced(model, lengths, checked, where)
     on_counted(OperationCounts(*checked, _operations(largest, None)))
