@@ -101,11 +101,11 @@ class Session:
         self.results, self.cluster = self.out / "results", self.out / "cluster.toml"
         self.sweep = request.sweep
         # this machine is not measured yet: any cluster of as many equal devices has the same plans
-        shapes = [
-            loaded_point(point, file=self.sweep, gradients_needed=False)
-            for point in self._points(unmeasured(request.kind, request.ranks))
-        ]
-        self.settings = settings_of(shapes, request.kind, self.out)
+        self.left_out: dict[str, str] = {}
+        shapes = self.loaded_points(unmeasured(request.kind, request.ranks))
+        for name, reason in self.left_out.items():
+            self.say(f"{name} is left out: {reason}")
+        self.settings = settings_of([loaded for _, loaded in shapes], request.kind, self.out)
         self.rows: list[Row] = []
         self.failed: list[str] = []
 
@@ -123,6 +123,24 @@ class Session:
             overrides = (f"cluster={cluster}", *point.overrides, f"name={json.dumps(name)}")
             points.append(replace(point, name=name, overrides=overrides))
         return chosen(points, self.request.only, file=self.sweep)
+
+    def loaded_points(self, cluster: str) -> list[tuple[Point, Loaded]]:
+        """Return the points that this machine can run; the others' reasons are in `left_out`.
+
+        Raises UserError if it can run none.
+        """
+        found = []
+        for point in self._points(cluster):
+            try:
+                loaded = point.load(gradients_needed=False)
+                check_real(loaded)
+                found.append((point, loaded))
+            except UserError as error:
+                self.left_out[point.name] = str(error)
+        if not found:
+            name, reason = next(iter(self.left_out.items()))
+            raise UserError(f"{self.sweep}: {name}: {reason}")
+        return found
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
@@ -184,10 +202,8 @@ class Session:
         """Return the points on this machine's cluster, with the measurements that are there."""
         self.store = FileStore(self.results, read_result, Result.to_json, lambda result: result.scenario_id)
         rows = []
-        for point in self._points(str(self.cluster.absolute())):
-            loaded = loaded_point(point, file=self.sweep, gradients_needed=False)
+        for point, loaded in self.loaded_points(str(self.cluster.absolute())):
             row = Row(self.with_statistics(point, loaded), loaded)
-            check_real(loaded)
             row.measured = self.store.kept(self.file_of(row), loaded.scenario.scenario_id)
             rows.append(row)
         return rows

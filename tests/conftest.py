@@ -5,10 +5,15 @@ import signal
 import sys
 
 import pytest
+from examples import examples
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
-    "repeatable", deadline=None, derandomize=True, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
+    "repeatable",
+    deadline=None,
+    derandomize=True,
+    max_examples=examples(50),
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("repeatable")
 

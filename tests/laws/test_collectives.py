@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import built, collectives_on, communicated, fabrics, stages_of, star, topology
@@ -282,7 +283,7 @@ EXACT = frozenset(
 """What comes in is exactly what is missing: nobody gets anything for others, and nothing twice."""
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.data())
 def test_every_rank_gets_and_gives_what_the_collective_is_for_in_any_algorithm(data):
     cluster, communication = data.draw(collectives_on(data.draw(fabrics())))

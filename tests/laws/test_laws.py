@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import (
@@ -250,7 +251,7 @@ def test_around_one_switch_uplinks_carry_what_ranks_send_and_downlinks_what_they
         assert carried["sw", f"d{rank}"] == pytest.approx(received[rank])
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.data())
 def test_bytes_are_conserved_on_every_link_by_every_algorithm_on_every_network(data):
     cluster, communication = data.draw(collectives_on(data.draw(fabrics())))
@@ -288,7 +289,7 @@ def test_no_link_is_used_more_than_all_the_time(scenario):
         assert link.utilisation_ratio == pytest.approx(link.bytes / capacity / result.step_time_s, rel=1e-9)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(scenarios(methods=("gs",)))
 def test_a_lower_threshold_never_sends_less(scenario):
     found = []
@@ -324,7 +325,7 @@ def assert_memory_returns(scenario: Scenario) -> None:
             assert sum(memory.peak.values()) == pytest.approx(memory.peak_bytes)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(scenarios())
 def test_every_step_leaves_the_memory_as_it_found_it(scenario):
     assert_memory_returns(scenario)
@@ -382,7 +383,7 @@ def test_renaming_devices_and_switches_changes_nothing(scenario, letters):
     assert after.scenario_id == before.scenario_id
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(st.permutations([0, 1, 2, 3]), st.sampled_from(["ddp", "zero2", "gs"]), st.booleans())
 def test_exchanging_equal_ranks_changes_nothing(order, method, in_a_row):
     links = [(f"d{i}", "sw") for i in (order if in_a_row else range(4))]
@@ -413,7 +414,7 @@ def test_ranks_of_unequal_work_may_stand_in_any_order_around_a_switch(data, orde
     assert times[1] == pytest.approx(times[0], rel=1e-9)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(scenarios())
 def test_the_same_scenario_twice_gives_the_same_bytes(scenario):
     first, second = (simulate(loaded_of(scenario)).result.to_json() for _ in range(2))

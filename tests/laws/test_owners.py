@@ -5,6 +5,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from strategies import cluster_of, device_type, tiny_model
@@ -96,7 +97,7 @@ def owner_cases(draw):
     return draw(times_of(ranks)), most
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(owner_cases())
 def test_no_other_shares_within_the_limits_cost_less(case):
     times, most = case
@@ -113,7 +114,7 @@ def test_no_other_shares_within_the_limits_cost_less(case):
     assert owner_time_s(times, shares) <= least_s * (1 + 1e-6)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(owner_cases(), st.floats(1e-6, 1e6), st.integers(0, 3))
 def test_by_cost_neither_the_unit_of_time_nor_where_the_ring_begins_matters(case, unit, turn):
     times, most = case

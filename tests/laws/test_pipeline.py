@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import clusters, device_type, loaded_of, machine_of, scenario_of, star
@@ -111,7 +112,7 @@ def test_a_slow_link_makes_the_step_longer_by_what_it_cannot_hide():
     assert predicted(made).step_time_s == pytest.approx(2 * (FORWARD_S + BACKWARD_S) + 2 * message_s, rel=1e-9)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(st.data())
 def test_every_pipeline_ends_and_computes_everything_once(data):
     schedule = data.draw(st.sampled_from(["gpipe", "1f1b", "interleaved"]))
@@ -129,7 +130,7 @@ def test_every_pipeline_ends_and_computes_everything_once(data):
     assert sum(entry.count for entry in result.collectives) == 2 * (ranks * local - 1) * micro_batches
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(st.data())
 def test_the_second_step_on_unequal_devices_and_slow_links_is_like_every_later_one(data):
     """Ranks begin a step when they have done the one before, so that steps overlap between ranks."""

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,7 +30,7 @@ def batches(watch, sample_s_by_step, *, noise=0.0, seed=0, fixed_s=0.0, settings
     return found, watch
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.data())
 def test_noise_of_a_tenth_never_changes_a_balanced_division(data):
     """Whatever the noise is: not only what chance makes likely."""

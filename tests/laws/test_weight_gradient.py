@@ -10,6 +10,7 @@ from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import device_type, loaded_of, scenario_of, star, tiny_model, with_plan
@@ -135,7 +136,7 @@ def sizes_and_shares(draw: st.DrawFn) -> tuple[list[int], list[float]]:
     return sizes, [weight / sum(weights) for weight in weights]
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(sizes_and_shares())
 def test_no_other_runs_of_layers_are_nearer_to_the_shares(given_):
     sizes, wanted = given_

@@ -4,6 +4,7 @@ import random
 from itertools import pairwise
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -158,7 +159,7 @@ SIZES = st.one_of(st.integers(1, 4096), st.integers(4096, 3 * MIB), st.integers(
 TRACES = st.lists(st.tuples(st.booleans(), SIZES, st.sampled_from(["", "beside"]), st.integers(0, 2**16)), max_size=60)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(trace=TRACES, expandable=st.booleans())
 def test_whatever_is_asked_for(trace, expandable):
     allocator = CachingAllocator(expandable_segments=expandable)
@@ -188,7 +189,7 @@ def test_whatever_is_asked_for(trace, expandable):
     assert allocator.reserved_bytes == 0, "all that is joined again can be given back"
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(sizes=st.lists(SIZES, min_size=1, max_size=20), expandable=st.booleans())
 def test_what_is_given_back_is_used_again(sizes, expandable):
     allocator = CachingAllocator(expandable_segments=expandable)
@@ -258,7 +259,7 @@ FEW_SIZES = st.lists(SIZES, min_size=1, max_size=4).flatmap(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(trace=FEW_SIZES, limit=st.sampled_from([None, 30 * MIB, 150 * MIB]))
 def test_it_reserves_what_an_allocator_does_that_looks_through_everything(trace, limit):
     allocator, plain = CachingAllocator(limit_bytes=limit), PlainAllocator(limit)

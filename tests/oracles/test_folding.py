@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from point_checks import RELATIVE, assert_same_as_unfolded
@@ -35,7 +36,7 @@ def assert_folding_changes_nothing(scenario: Scenario) -> None:
 
 
 @pytest.mark.parametrize("method", ["ddp", "zero1", "zero2", "zero3", "gs"])
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.data())
 def test_folding_changes_nothing_whatever_the_cluster_and_plan(method, data):
     scenario = data.draw(wired_scenarios(methods=(method,)))
@@ -50,7 +51,7 @@ def test_the_root_of_a_broadcast_sends_and_the_last_rank_only_receives():
     assert bytes_by_rank(machine) == ([0, 0, 2000, 1000], [1000, 1000, 0, 1000])
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(st.data())
 def test_one_collective_folded_takes_as_long_and_loads_every_link_as_unfolded(data):
     cluster, communication = data.draw(collectives_on(data.draw(fabrics())))

@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import device_type, loaded_of, machine_of, scenario_of, star, tiny_model
@@ -91,7 +92,7 @@ def test_buffers_go_no_later_in_the_first_forward_than_a_model_file_without_thei
         assert here.kept == there.kept
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.sampled_from(["gpt-byte-1m", "bert-byte-1m", "resnet-digits"]), st.sampled_from(METHODS), st.integers(1, 64))
 def test_the_more_is_recomputed_the_less_memory_but_for_the_states_of_random_numbers(name, method, batch):
     model = load_model(MODELS / f"{name}.toml")

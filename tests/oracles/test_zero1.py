@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from examples import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from strategies import (
@@ -48,7 +49,7 @@ def tiny(ranks: int, *, cluster: dict[str, Any] | None = None, **workload: Any) 
 # Who updates what ----------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     st.lists(st.lists(st.integers(1, 5), max_size=3), min_size=1, max_size=40),
     st.integers(1, 9),

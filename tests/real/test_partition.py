@@ -1,10 +1,12 @@
 """Shards that end at the edges of parameters: laws of the division, and what they need."""
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
+
 
 from gsreal.gradient_sharding import memory_and_traffic  # noqa: E402
 from gsreal.gradient_sharding.bucket import Partition  # noqa: E402
@@ -14,7 +16,7 @@ SIZES = st.lists(st.lists(st.integers(1, 1000), min_size=1, max_size=12), min_si
 WEIGHTS = st.lists(st.integers(0, 5), min_size=1, max_size=5).filter(any)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(SIZES, WEIGHTS)
 def test_whole_tensors_have_one_owner_and_shares_are_met_to_the_largest_of_them(buckets, weights):
     shares = [weight / sum(weights) for weight in weights]

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -57,7 +58,7 @@ def bucket_of(elements: int, shares, rank: int) -> Bucket:
     return bucket
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=examples(25))
 @given(
     st.sampled_from([torch.float32, torch.bfloat16]),
     st.sampled_from(["coo", "bitmap", "dense", "auto"]),
