@@ -261,6 +261,29 @@ VALIDATED = {"cpu": "demo.toml", "cuda": "validate-gpu.toml"}
 """Sweeps of `gsreal validate`, in the project's scenarios/sweeps, by kind of device."""
 
 
+@app.command("script")
+def script_command(
+    scenario: Path,
+    launcher: Annotated[
+        str, typer.Option("--for", metavar="LAUNCHER", help="slurm, torchrun, kubernetes or skypilot.")
+    ],
+    overrides: Overrides = None,
+    image: Annotated[str | None, typer.Option("--image", help="Container image, for kubernetes.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="File to write; by default it is printed.")] = None,
+) -> None:
+    """Print what to submit to a launcher, so that `gsreal run` executes a scenario on its hosts. Starts nothing."""
+    from gsreal.run.script import launch_script
+    from gssim.execution.files import write_text
+    from gssim.scenario import load_scenario
+
+    loaded = load_scenario(scenario, overrides or [], gradients_needed=False)
+    text = launch_script(loaded.scenario, scenario, overrides or [], launcher, image=image)
+    if out is not None:
+        write_text(out, text)
+    else:
+        sys.stdout.write(text)
+
+
 @app.command("validate")
 def validate_command(
     sweep: Annotated[

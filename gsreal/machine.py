@@ -76,14 +76,15 @@ def usable_cores() -> list[int]:
 
 
 def check_machine(cluster: Cluster, ranks: int, *, where: str) -> None:
-    """Raise UserError if this machine cannot run the cluster's ranks."""
+    """Raise UserError if this machine cannot run the cluster's ranks; under torchrun, those of them that it started."""
     kinds = {cluster.type_of(rank).kind for rank in range(ranks)}
     if kinds == {"cuda"} and not torch.cuda.is_available():
         raise UserError(f"{where}: cluster: its devices are GPUs, but this machine has none; use --set cluster=FILE")
     if kinds not in ({"cuda"}, {"cpu"}):
         raise UserError(f"{where}: cluster: ranks on {', '.join(sorted(kinds))} cannot run together here")
-    if cluster.backend == "nccl" and ranks > (torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        raise UserError(f"{where}: cluster.backend = 'nccl': {ranks} ranks need a GPU each; gloo can share one")
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    if cluster.backend == "nccl" and here > (torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        raise UserError(f"{where}: cluster.backend = 'nccl': {here} ranks need a GPU each; gloo can share one")
 
 
 @dataclass(frozen=True)

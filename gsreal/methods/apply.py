@@ -35,7 +35,9 @@ def prepare(scenario: Scenario, module: nn.Module, timeline: Timeline, device: t
     """Return the module prepared for the scenario's plan on this rank, as a `Training`."""
     policies = scenario.policies
     if policies.pp > 1:
-        return pipeline_stages(scenario, module, timeline, device)
+        training = pipeline_stages(scenario, module, timeline, device)
+        training.clip_norm = scenario.workload.clip_norm
+        return training
     if scenario.plan.recompute != "none":
         checkpoint_blocks(scenario.workload.model, module, selective=scenario.plan.recompute == "selective")
     divided = None
@@ -46,6 +48,7 @@ def prepare(scenario: Scenario, module: nn.Module, timeline: Timeline, device: t
         apply = train_owned_layers
     training = apply(scenario, module, timeline, device)
     training.partial_gradients = divided
+    training.clip_norm = scenario.workload.clip_norm
     if scenario.plan.shares.replan:
         training.follower = Rebalancer(scenario, device)
     if scenario.run.slowdowns:

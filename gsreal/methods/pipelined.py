@@ -1,14 +1,14 @@
 """Pipeline parallelism by torch.distributed.pipelining: a module cut into stages on several ranks, and their schedule.
 
 A module that supports this has a method `keep_layers(names)`, which removes all layers but those of the given paths,
-and a forward that runs the remaining layers; an `nn.Sequential` needs none. Parameters keep their names. Stages may be
-replicated by DDP.
+and a forward that runs the remaining layers; an `nn.Sequential` and a Hugging Face model need none. Parameters keep
+their names. Stages may be replicated by DDP. Copies of a tied parameter get the sum of their gradients; see [Note:
+tied] in `gssim.scenario.stages`.
 """
 
-import copy
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,67 +18,24 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from gsreal.machine import group_threads
 from gsreal.measure import Timeline
 from gsreal.methods.data_parallel import shard_optimizer_state
+from gsreal.methods.stage_modules import stage_module, tied_names
 from gsreal.methods.training import Training, Weights, checkpoint_block, make_optimizer
-from gsreal.model_files.build import build_module, loss_of
+from gsreal.model_files.build import loss_of
 from gsreal.run.rank import gather_json, wire_device
-from gssim.errors import UserError
 from gssim.plan import DATA_AXES, DDP_BUCKET_BYTES, MIB, Mesh
-from gssim.scenario import Scenario, schedule_of
-from gssim.workload import LayerInstance
-
-
-def check_stages(scenario: Scenario, *, where: str) -> None:
-    """Raise UserError if the plan is a pipeline, but the real module cannot be split into stages."""
-    pp, source = scenario.policies.pp, scenario.workload.model.module
-    if pp == 1:
-        return
-    if scenario.policies.tp > 1:
-        raise UserError(
-            f"{where}: plan.pp = {pp}: stages whose blocks are cut too (plan.tp = {scenario.policies.tp}) can be "
-            "predicted, but not run yet; allowed: plan.tp = 1"
-        )
-    if source.hugging_face is not None:
-        raise UserError(
-            f"{where}: plan.pp = {pp}: Hugging Face modules cannot be cut into stages; "
-            "allowed: modules with a method keep_layers, such as those of gsreal.models, and nn.Sequential"
-        )
-    with torch.device("meta"):
-        module = build_module(source, where=where)
-    if not (callable(getattr(module, "keep_layers", None)) or isinstance(module, nn.Sequential)):
-        raise UserError(
-            f"{where}: plan.pp = {pp}: {type(module).__name__} cannot be cut into stages; "
-            "allowed: modules with a method keep_layers, such as those of gsreal.models, and nn.Sequential"
-        )
-
-
-def stage_module(module: nn.Module, layers: Sequence[LayerInstance], *, shared: bool) -> nn.Module:
-    """Return the module with these layers only; `shared`: copy it first, as other stages need `module` unchanged."""
-    part = copy.deepcopy(module) if shared else module
-    names = {instance.module for instance in layers if instance.layer.modules}
-    if isinstance(part, nn.Sequential) and not hasattr(part, "keep_layers"):
-        _keep_named_children(part, names)
-    else:
-        part.keep_layers(names)  # type: ignore[operator]
-    return part
-
-
-def _keep_named_children(module: nn.Sequential, names: Collection[str]) -> None:
-    """Replace all layers of a chain but those named; a child between two layers belongs to the one before it."""
-    is_kept = False
-    for name, child in list(module.named_children()):
-        has_layers = any(True for _ in child.parameters())
-        is_kept = name in names if has_layers or name in names else is_kept
-        if not is_kept:
-            setattr(module, name, nn.Identity())
+from gssim.scenario import Scenario, schedule_of, tied_parameters
+from gssim.workload import unrolled
 
 
 class StageModules(nn.Module):
     """The pipeline stages on this rank."""
 
-    def __init__(self, stages: Sequence[nn.Module], group: dist.ProcessGroup) -> None:
+    def __init__(self, stages: Sequence[nn.Module], group: dist.ProcessGroup, names: Collection[str]) -> None:
         super().__init__()
         self.stages = nn.ModuleList(stages)
         self.group = group
+        self.names = names
+        """Names of the model's parameters, of a tied one the first."""
 
     def gather_parameters(self) -> dict[str, Tensor]:
         """Return every parameter of the model by its name in the model (a collective over the pipeline's ranks)."""
@@ -87,6 +44,7 @@ class StageModules(nn.Module):
             for stage in self.stages
             for name, parameter in stage.named_parameters()
         }
+        own = {name: parameter for name, parameter in own.items() if name in self.names}
         described = [[name, list(each.shape), str(each.dtype).removeprefix("torch.")] for name, each in own.items()]
         parameters: dict[str, Tensor] = {}
         for rank, entries in zip(
@@ -101,14 +59,17 @@ class StageModules(nn.Module):
         return parameters
 
 
-def process_group(mesh: Mesh, rank: int, *axes: str) -> dist.ProcessGroup:
-    """Return the group of ranks that differ from `rank` on these axes only (a collective over all ranks)."""
+def process_group(mesh: Mesh, rank: int, *axes: str, places: Sequence[int] | None = None) -> dist.ProcessGroup | None:
+    """Return the group of ranks that differ from `rank` on these axes only (a collective over all ranks).
+
+    `places`: positions in such a group of those ranks that are in it; None where `rank` is not.
+    """
     mine = None
-    for group in dict.fromkeys(tuple(mesh.group(each, *axes)) for each in range(mesh.ranks)):
+    for whole in dict.fromkeys(tuple(mesh.group(each, *axes)) for each in range(mesh.ranks)):
+        group = whole if places is None else tuple(whole[place] for place in places)
         with group_threads():
             created = dist.new_group(list(group))
         mine = created if rank in group else mine
-    assert mine is not None
     return mine
 
 
@@ -171,12 +132,53 @@ class Losses:
             return loss if factor == 1 else loss * factor
 
 
+class TiedCopy(NamedTuple):
+    """This rank's copy of a parameter that layers of several stages use, and the ranks that hold one."""
+
+    name: str
+    parameter: nn.Parameter
+    group: dist.ProcessGroup
+    first: bool
+    """Whether it is on the first of the stages that hold one."""
+
+
+def tied_copies(
+    scenario: Scenario, modules: Sequence[nn.Module], names: Mapping[str, frozenset[str]]
+) -> list[TiedCopy]:
+    """Return this rank's copies of tied parameters (a collective over all ranks, which creates their groups).
+
+    `names`: all names in the model of each parameter that has several.
+    """
+    mesh, copies = scenario.policies.mesh, []
+    own = {name.removeprefix("module."): p for module in modules for name, p in module.named_parameters()}
+    for tied in tied_parameters(unrolled(scenario.workload.model), scenario.stage_ranges):
+        places = sorted({stage % mesh.pp for stage in tied.stages})
+        group = process_group(mesh, dist.get_rank(), "pp", places=places) if len(places) > 1 else None
+        held = [own[name] for name in names.get(tied.name, ()) if name in own]
+        if group is not None and held:
+            first = mesh.place(dist.get_rank()).pp == tied.stages[0] % mesh.pp
+            copies.append(TiedCopy(tied.name, held[0], group, first))
+    return copies
+
+
 @dataclass
 class PipelineTraining(Training):
     """Training on a rank of a pipeline: a step runs the schedule."""
 
     run: Callable[..., Any] = print
     losses: Losses | None = None
+    copies: Sequence[TiedCopy] = ()
+
+    def clip_gradients(self, norm: float) -> None:
+        """Scale the gradients of all stages down to a norm of at most `norm`; tied parameters count once."""
+        assert isinstance(self.module, StageModules)
+        parameters = list(self.module.parameters())
+        again = {copy.parameter for copy in self.copies if not copy.first}
+        counted = [p.grad for p in parameters if p.grad is not None and p not in again]
+        squares = nn.utils.get_total_norm(counted).double().square()
+        with self.timeline.span("all-reduce gradient norm of the stages", "exposed_communication", self.module.group):
+            dist.all_reduce(squares, group=self.module.group)
+        nn.utils.clip_grads_with_norm_(parameters, norm, squares.sqrt().to(counted[0].dtype))
 
     def step(self, inputs: Tensor, targets: Tensor, weights: Weights, rank: int) -> Tensor:
         """Train on one batch. Returns the mean loss on ranks of the last stage, 0 on others."""
@@ -186,6 +188,10 @@ class PipelineTraining(Training):
         arguments = (inputs,) if inputs.numel() else ()
         with self.timeline.span("wait for neighbours", "exposed_communication"):
             self.run(*arguments, target=targets if targets.numel() else None, return_outputs=False)
+        for copy in self.copies:
+            assert copy.parameter.grad is not None
+            with self.timeline.span(f"all-reduce {copy.name}", "exposed_communication", copy.group):
+                dist.all_reduce(copy.parameter.grad, group=copy.group)
         self._update()
         self.timeline.end_step()
         means = self.losses.means
@@ -196,12 +202,15 @@ class PipelineTraining(Training):
 def pipeline_stages(scenario: Scenario, module: nn.Module, timeline: Timeline, device: torch.device) -> Training:
     """Keep this rank's stages of the module, replicated by DDP if the plan says so, and schedule them."""
     mesh, rank, stages = scenario.policies.mesh, dist.get_rank(), scenario.stages
+    model, aliases = scenario.workload.model, tied_names(module)
+    names = frozenset(name for name, _ in module.named_parameters())
     group = process_group(mesh, rank, "pp")
+    assert group is not None
     numbers = range(mesh.place(rank).pp, len(stages), mesh.pp)
     last_gradient: list[Any] = []
     modules = []
     for number in numbers:
-        part = stage_module(module, stages[number], shared=number != numbers[-1])
+        part = stage_module(module, stages[number], shared=number != numbers[-1], model=model)
         if scenario.plan.recompute != "none":
             inner = dict(part.named_modules())
             for instance in stages[number]:
@@ -217,7 +226,7 @@ def pipeline_stages(scenario: Scenario, module: nn.Module, timeline: Timeline, d
     for stage in observed:
         stage.observe(timeline, last_gradient, replicas)
     losses = Losses(observed[-1], timeline)
-    own_stages = StageModules(modules, group)
+    own_stages = StageModules(modules, group, names)
     if scenario.policies.optimizer_state == "sharded":
         optimizer = shard_optimizer_state(scenario.workload, own_stages, timeline, device, group=replicas)
     else:
@@ -230,6 +239,7 @@ def pipeline_stages(scenario: Scenario, module: nn.Module, timeline: Timeline, d
         last_gradient=last_gradient,
         run=_schedule(scenario, observed, losses).step,
         losses=losses,
+        copies=tied_copies(scenario, modules, aliases),
     )
 
 

@@ -194,6 +194,8 @@ class Training:
     """Emulates a slower device for a while, if the run says so."""
     follower: Rebalancer | None = None
     """Rebalances shares by the measured rank speeds, if the plan says so."""
+    clip_norm: float | None = None
+    """Largest norm of all gradients together, to which they are scaled down before the update."""
 
     partial_gradients: "PartialGradients | None" = None
     """Gradients to be summed over tensor-parallel ranks before the update, where these divide sequences."""
@@ -252,12 +254,22 @@ class Training:
     def _phase(self, phase: str, units: int = 1) -> AbstractContextManager[None]:
         return nullcontext() if self.slow is None else self.slow.phase(phase, units)
 
+    def clip_gradients(self, norm: float) -> None:
+        """Scale all gradients down to a norm of at most `norm`, by torch's function; it sums over FSDP2's shards."""
+        nn.utils.clip_grad_norm_(self.module.parameters(), norm)
+
     def _update(self) -> None:
         if isinstance(self.optimizer, GradientSharding):
+            if self.clip_norm is not None:
+                with self.timeline.span("clip gradients", "optimizer"):
+                    self.optimizer.clip_grad_norm_(self.clip_norm)
             self.optimizer.step()  # it observes its own parts
             return
         if self.partial_gradients is not None:
             self.partial_gradients.sum()
+        if self.clip_norm is not None:
+            with self.timeline.span("clip gradients", "optimizer"):
+                self.clip_gradients(self.clip_norm)
         with self.timeline.span("optimizer", "optimizer"):
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)

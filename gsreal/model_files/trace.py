@@ -121,11 +121,11 @@ def _layers(
         if longer[0] is not None and longer[1] is not None:
             on_counted(OperationCounts(*checked, _operations(largest, stack)))
             # of divided sequences, blocks may differ where the last one gathers them: such are not traced
-            whole, cut, divided = (grouped(layers or []) for layers in longer)
+            whole, cut, divided = (grouped(_with_module_buffers(layers or [], model, where)) for layers in longer)
             return whole, cut, divided
     *traced, largest = _traced(model, lengths, checked, where)
     on_counted(OperationCounts(*checked, _operations(largest, None)))
-    whole, cut, divided = map(grouped, traced)
+    whole, cut, divided = (grouped(_with_module_buffers(layers, model, where)) for layers in traced)
     return whole, cut, divided
 
 
@@ -215,6 +215,20 @@ def _buffer_bytes(model: Model, where: str) -> tuple[int, ...]:
         for tensor in fake_module(model, where).buffers():
             sizes[tensor.dtype] += tensor.numel() * tensor.element_size()
     return tuple(sizes.values())
+
+
+def _with_module_buffers(layers: Sequence[Layer], model: Model, where: str) -> list[Layer]:
+    """Return layers with the bytes of the buffers in their modules; those outside all modules are in the first."""
+    if not layers:
+        return []
+    sizes: dict[str, int] = defaultdict(int)
+    paths = {path: layer.name for layer in layers for path in layer.modules}
+    with without_values(model):
+        for name, tensor in fake_module(model, where).named_buffers():
+            parents = [name.rsplit(".", i)[0] for i in range(1, 1 + name.count("."))]
+            holder = next((paths[parent] for parent in parents if parent in paths), layers[0].name)
+            sizes[holder] += tensor.numel() * tensor.element_size()
+    return [replace(layer, module_buffer_bytes=sizes[layer.name]) if layer.name in sizes else layer for layer in layers]
 
 
 def _sequence_lengths(model: Model) -> tuple[int | None, ...]:

@@ -23,7 +23,7 @@ from typing import IO
 
 from gsreal.data.sources import check_data
 from gsreal.machine import ENVIRONMENT, check_machine, die_with_parent
-from gsreal.methods.pipelined import check_stages
+from gsreal.methods.stage_modules import check_stages
 from gsreal.model_files.build import check_factory
 from gsreal.run.feed import check_evaluation
 from gsreal.run.forked import Forked, module_run

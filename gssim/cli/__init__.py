@@ -1,5 +1,8 @@
 """The `gssim` command line."""
 
+from gssim.cli import interop_commands as _interop_commands  # its commands join those of the application
 from gssim.cli.commands import app, main
 
 __all__ = ["app", "main"]
+
+del _interop_commands

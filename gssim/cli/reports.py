@@ -8,6 +8,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from gssim import interop
 from gssim.plan import Method, Plan
 from gssim.planner import PLAN, Found, Outcome, bound_by, memory_lack, reason
 from gssim.scenario import Support
@@ -135,6 +136,11 @@ def print_methods(methods: Iterable[Method]) -> None:
     console = plain_console(WIDTH)
     console.print(table)
     console.print("`gssim support SCENARIO` checks every combination on its cluster and model.", highlight=False)
+    console.print(
+        f"`gssim import` reads configurations of {', '.join(interop.FORMATS)}; `gssim export` writes", highlight=False
+    )
+    for program, (names, _) in interop.EXPORTS.items():
+        console.print(f"  {program}: {', '.join(names)}", highlight=False)
 
 
 def print_support(combinations: Sequence[Support]) -> None:

@@ -173,6 +173,17 @@ def master_copy_time_s(device: DeviceType, workload: Workload, *, elements: int,
     return casts * (moved_bytes / device.memory_bandwidth_bytes_per_s + tensors * device.operation_overhead_s)
 
 
+def gradient_pass_s(device: DeviceType, *, elements: int, tensors: int, value_bytes: int) -> float:
+    """Return the time to read gradients once, tensor by tensor.
+
+    >>> from gssim.cluster import DeviceType
+    >>> cpu = DeviceType(kind="cpu", memory_bytes=1e9, peak_flop_per_s={}, memory_bandwidth_bytes_per_s=4e9, source="")
+    >>> gradient_pass_s(cpu, elements=10**9, tensors=2, value_bytes=4)
+    1.0
+    """
+    return value_bytes * elements / device.memory_bandwidth_bytes_per_s + tensors * device.operation_overhead_s
+
+
 def copy_time_s(device: DeviceType, size_bytes: float) -> float:
     """Return the time to read `size_bytes` and write them elsewhere.
 

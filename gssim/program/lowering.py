@@ -110,11 +110,10 @@ class Lowering:
         return tuple(instance for stage in self.stages for instance in stage.layers)
 
     def whole_layer(self, instance: LayerInstance) -> Layer | None:
-        """Return the unsliced layer of which a rank runs a slice or a partial backward; None where it runs whole
-        layers.
+        """Return the layer of the whole model of which a rank runs a slice, a partial backward, or one without the sum
+        of a tied parameter's gradients; None where it runs layers of the whole model.
         """
-        parts = self.assigns_layers or self.scenario.policies.tp > 1
-        if not parts:
+        if not (self.assigns_layers or self.stages or self.scenario.policies.tp > 1):
             return None
         index = self._stage_layers[instance.index].index if self.stages else instance.index
         return self.whole_layers[index].layer

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from gssim import collectives, cost
 from gssim.collectives import Communication
 from gssim.memory import Event, footprint, input_bytes
+from gssim.program.clipping import clip_gradients
 from gssim.program.lowering import Lowering
 from gssim.program.messages import threshold_memory
 from gssim.program.publish import publish
@@ -45,7 +46,7 @@ def persistent_tensors(low: Lowering, rank: int, held: Mapping[str, float]) -> T
         "parameters": lambda: _parameters(low, owned),
         "master_copy": lambda: [elements * low.master_bytes for elements in owned],
         "buckets": lambda: [bucket.elements * low.value_bytes for bucket in low.buckets],
-        "buffers": lambda: workload.model.buffer_bytes,
+        "buffers": lambda: [] if low.stages else workload.model.buffer_bytes,
         "workspace": lambda: workspaces(held["workspace"]),
         "optimizer": lambda: [elements * low.master_bytes for elements in owned for _ in range(values)] + on_device,
     }
@@ -99,10 +100,14 @@ def _fill(size: float, parts: Sequence[float]) -> tuple[float, ...]:
     return (*filled, float(left)) if left > 0 else tuple(filled)
 
 
-def optimize(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
-    """Append the update of what the rank owns and, where replicas are kept and states sharded, its publication."""
+def optimize(low: Lowering, rank: int, tasks: list[Task], *, replicas: Sequence[Sequence[int]] = ()) -> list[Task]:
+    """Append the update of what the rank owns and, where replicas are kept and states sharded, its publication.
+
+    `replicas`: see `clip_gradients`.
+    """
     workload, device = low.scenario.workload, low.device(rank)
     owned = owned_tensors(low, rank)
+    tasks = [*tasks, *clip_gradients(low, rank, owned, replicas)]
     elements = sum(owned)
     temporary = optimizer_temporary_bytes(
         workload.optimizer,
@@ -243,6 +248,13 @@ def _gradients_at_end(low: Lowering, rank: int) -> tuple[float, ...]:
     return tuple(float(elements * value_bytes) for elements in owned_tensors(low, rank))
 
 
+def _module_buffers(low: Lowering) -> Sequence[int]:
+    """Return the bytes of the module buffers that a rank holds; layers that all its stages run have one module each."""
+    if not low.stages:
+        return low.scenario.workload.model.buffer_bytes
+    return [instance.layer.module_buffer_bytes for instance in low.layers]
+
+
 def persistent_bytes(low: Lowering, rank: int) -> dict[str, float]:
     """Return a rank's persistent memory, by category."""
     workload, policies = low.scenario.workload, low.scenario.policies
@@ -257,7 +269,7 @@ def persistent_bytes(low: Lowering, rank: int) -> dict[str, float]:
     held = {
         "parameters": parameters,
         "workspace": low.device(rank).workspace_bytes,
-        "buffers": float(sum(workload.model.buffer_bytes)),
+        "buffers": float(sum(_module_buffers(low))),
         "optimizer": optimizer_state_bytes(
             workload.optimizer, elements=sum(owned), tensors=len(owned), value_bytes=low.master_bytes
         ),

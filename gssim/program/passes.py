@@ -27,7 +27,7 @@ from gssim.program.flat_units import gather_flat_parameters, gather_flat_paramet
 from gssim.program.lowering import Lowering
 from gssim.program.messages import mean_push_density
 from gssim.program.optimizer import Tensors, optimize, persistent_bytes, persistent_tensors
-from gssim.program.pipeline import pipeline, stage_buffers
+from gssim.program.pipeline import pipeline, replicas_of, stage_buffers
 from gssim.program.publish import mean_publish_density
 from gssim.program.push import push_gradients
 from gssim.program.replicated import all_reduce_gradients, keep_gradients
@@ -40,7 +40,7 @@ from gssim.program.sharded import (
 from gssim.program.stage_boundary import stages_of
 from gssim.program.task import MicroBatch, Program, Task, TaskId, collective_task, with_ids
 from gssim.result import COMPUTE_PHASES, UPDATE_PHASES
-from gssim.scenario import Scenario, held_slice, units_of_ranks
+from gssim.scenario import Scenario, held_layers, held_slice, units_of_ranks
 from gssim.workload import LayerInstance, unrolled
 from gssim.workload.gradient_statistics import GradientStatistics
 
@@ -278,14 +278,14 @@ def _held_stages(scenario: Scenario, part: int) -> Sequence[Sequence[LayerInstan
     """Return the layers of every stage of a pipeline; where blocks are sliced, as held by the ranks with that slice."""
     if scenario.policies.tp == 1:
         return scenario.stages
-    held = unrolled(held_slice(scenario, part))
-    return [[held[instance.index] for instance in stage] for stage in scenario.stages]
+    return held_layers(unrolled(held_slice(scenario, part)), scenario.stage_ranges)
 
 
 def _tasks(low: Lowering, rank: int, alike: "_Alike") -> list[Task]:
     """Return the tasks of a rank's step."""
     if low.stages:
-        return optimize(low, rank, pipeline(low, rank, partial(_micro_batch, rank=rank, alike=alike)))
+        tasks = pipeline(low, rank, partial(_micro_batch, rank=rank, alike=alike))
+        return optimize(low, rank, tasks, replicas=replicas_of(low, rank))
     kind = _rank_kind(low, rank)
     if kind not in alike.steps:
         micro_batches = (_micro_batch(low, micro_batch, rank=rank, alike=alike) for micro_batch in low.micro_batches)

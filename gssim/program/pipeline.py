@@ -13,9 +13,11 @@ from gssim.collectives import Communication
 from gssim.memory import input_bytes, release_of
 from gssim.plan import Action, Message
 from gssim.program.lowering import Lowering
-from gssim.program.replicated import is_reduction
+from gssim.program.replicated import HALF_BYTES, is_reduction
 from gssim.program.stage_boundary import Stage
 from gssim.program.task import BACKWARD, MicroBatch, Task, TaskId, collective_task, with_ids
+from gssim.scenario import TiedParameter, tied_parameters
+from gssim.units import PRECISION_BYTES
 
 Chunk = Callable[[Lowering, MicroBatch], Sequence[Task]]
 """Function that returns forward and backward of one stage for one micro-batch, with the policies' collectives."""
@@ -31,11 +33,34 @@ def pipeline(low: Lowering, rank: int, chunk: Chunk) -> list[Task]:
     """
     mesh = low.scenario.policies.mesh
     stages = {stage.number: _stage_lowering(low, stage) for stage in low.stages}
-    writer = _ScheduleWriter(low, _replicas(low, rank), stages, _output_bytes(low, rank), low.device(rank))
+    writer = _ScheduleWriter(low, replicas_of(low, rank), stages, _output_bytes(low, rank), low.device(rank))
     writer.add(Task(TaskId("step-begin"), "idle"))
     for action in low.schedule[mesh.place(rank).pp]:
         writer.add_action(action, chunk)
-    return [*writer.tasks, *writer.deferred]
+    return [*writer.tasks, *writer.deferred, *_sum_tied_gradients(low, rank, writer.replicas)]
+
+
+def _sum_tied_gradients(low: Lowering, rank: int, replicas: Sequence[Sequence[int]]) -> list[Task]:
+    """Return the all-reduces of the gradients of tied parameters over the ranks that hold a copy, one after another.
+
+    They follow the reductions over replicas; see [Note: tied] in `gssim.scenario.stages`.
+    """
+    tasks, count = [], len(replicas[0])
+    for tied in low.once_a_run(_tied):
+        places = sorted({stage % count for stage in tied.stages})
+        if low.scenario.policies.mesh.place(rank).pp not in places or len(places) == 1:
+            continue
+        first, *others = (tuple(ranks[place] for place in places) for ranks in replicas)
+        precision = low.scenario.workload.precision
+        summed = precision if PRECISION_BYTES[precision] == HALF_BYTES else ""
+        size = tied.elements * low.value_bytes
+        exchange = Communication("all-reduce", first, size, beside=tuple(others), half_precision=summed)
+        tasks.append(collective_task(TaskId("all-reduce", layer=tied.name), exchange))
+    return tasks
+
+
+def _tied(low: Lowering) -> Sequence[TiedParameter]:
+    return tied_parameters(low.whole_layers, low.scenario.stage_ranges)
 
 
 def _stage_lowering(low: Lowering, stage: Stage) -> Lowering:
@@ -129,7 +154,7 @@ class _ScheduleWriter:
         return self.output_bytes[message.source if message.kind == "activation" else message.target]
 
 
-def _replicas(low: Lowering, rank: int) -> Sequence[Sequence[int]]:
+def replicas_of(low: Lowering, rank: int) -> Sequence[Sequence[int]]:
     """Return the ranks of every replica of the pipeline with as many samples as the rank's own."""
     return low.once_a_run(_replicas_with, low.batch_sizes[rank])
 

@@ -31,9 +31,10 @@ def all_reduce_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batc
     """DDP: each bucket is all-reduced once complete, behind the rest of the backward, which ends when all are reduced.
 
     Buckets may be compressed; see [Note: compression]. Module buffers are broadcast in a forward that follows an
-    all-reduce: under no_sync they are left as they are (DistributedDataParallel, require_forward_param_sync).
+    all-reduce: under no_sync they are left as they are (DistributedDataParallel, require_forward_param_sync). All
+    forwards of a pipeline are under it (PipelineStage.forward_maybe_with_nosync): none but its very first broadcasts.
     """
-    if micro_batch.first or micro_batch.sent_before:
+    if (micro_batch.first or micro_batch.sent_before) and not low.stages:
         broadcasts = []
         for number, buffer_bytes in enumerate(low.scenario.workload.model.buffer_bytes):
             broadcast = Communication("broadcast", low.group, buffer_bytes)

@@ -11,8 +11,10 @@ the stage's forward or backward returns.
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from gssim.memory import Event, Lives, Timeline
+from gssim.scenario import of_no_sample
 from gssim.workload import Buffer, Layer, LayerInstance, Moment, Polynomial
 
 LAST = 2**31
@@ -34,17 +36,34 @@ class Stage:
     received: Polynomial | None = None
     """Size of its input, whose gradient it computes; None for the first stage."""
 
-    @property
-    def output_layer(self) -> LayerInstance:
-        """The layer that computes the stage's output; of the last stage, the logits."""
-        modules = [instance for instance in self.layers if instance.layer.modules]
-        return modules[-1]
+    @cached_property
+    def shared(self) -> int:
+        """Number of layers at its start that other stages run too, because they take nothing of a sample."""
+        return sum(self.before is not None and each.index <= self.before.index for each in self.layers)
+
+    @cached_property
+    def output_place(self) -> tuple[int, Buffer | None]:
+        """Place of the layer that computes the stage's output (of the last stage, the logits), and its buffer.
+
+        Layers that allocate nothing (a dropout of probability zero, a flattening), or nothing of a sample, pass on what
+        an earlier one made.
+        """
+        last = place = max(i for i, instance in enumerate(self.layers) if instance.layer.modules)
+        layers = [instance.layer for instance in self.layers]
+        while place > self.shared and (not layers[place].buffers or of_no_sample(layers[place])):
+            place -= 1
+        buffer = passed_on(self.layers[place].layer)
+        if place < last and (buffer is None or place + buffer.freed.layer_offset < last):
+            return last, None
+        return place, buffer
 
     @property
     def output(self) -> tuple[Polynomial, str]:
         """Size and category of the stage's output."""
-        buffer = passed_on(self.output_layer.layer)
-        return (buffer.size_bytes, buffer.category) if buffer else (self.output_layer.layer.output_bytes, "activations")
+        place, buffer = self.output_place
+        if buffer is None:
+            return self.layers[place].layer.output_bytes, "activations"
+        return buffer.size_bytes, buffer.category
 
 
 def stages_of(layers: Sequence[Sequence[LayerInstance]]) -> tuple[Stage, ...]:
@@ -85,7 +104,7 @@ def stage_timeline(stage: Stage, *, batch_size: int, sequence_length: int, scale
     around = [stage.before, *stage.layers, stage.after]
     for number, instance in enumerate(stage.layers):
         beside = [each.layer if each else None for each in around[number : number + 3]]
-        output = passed_on(instance.layer) if instance is stage.output_layer else None
+        output = stage.output_place[1] if number == stage.output_place[0] else None
         for place, buffer in enumerate(lives(instance.layer, beside[0], beside[2])):
             freed = _freed(stage, number, buffer, output)
             key = (*map(id, beside), place, freed)
@@ -106,11 +125,11 @@ def _freed(stage: Stage, number: int, buffer: Buffer, output: Buffer | None) -> 
     freed, target = buffer.freed, number + buffer.freed.layer_offset
     if output is not None and (buffer.born, buffer.size_bytes) == (output.born, output.size_bytes):  # also recomputed
         return RELEASED
+    to_stage_before = buffer.born.phase == freed.phase == "b" and number >= stage.shared > target
+    if to_stage_before:
+        return RELEASED if buffer.size_bytes == stage.received else Moment("end")
     if freed.phase == "end" or 0 <= target < len(stage.layers):
         return freed
-    if target >= len(stage.layers):
-        if freed.phase == "f":
-            return Moment("f", LAST, len(stage.layers) - 1 - number)
-        return Moment("end")
-    own = number == 0 and freed.layer_offset == -1 and buffer.born.phase == "b"
-    return RELEASED if own and buffer.size_bytes == stage.received else Moment("end")
+    if target >= len(stage.layers) and freed.phase == "f":
+        return Moment("f", LAST, len(stage.layers) - 1 - number)
+    return Moment("end")

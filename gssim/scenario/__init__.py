@@ -27,7 +27,14 @@ from gssim.scenario.loading import (
 from gssim.scenario.ownership import USABLE_RATIO, activation_bytes, held_bytes, owned_bytes, rank_rates
 from gssim.scenario.scenario import Loaded, Run, Scenario, Source, single_device
 from gssim.scenario.search_space import SEARCHED_METHODS, Objective, SearchSpace
-from gssim.scenario.stages import schedule_of, stage_cut_error
+from gssim.scenario.stages import (
+    TiedParameter,
+    held_layers,
+    of_no_sample,
+    schedule_of,
+    stage_cut_error,
+    tied_parameters,
+)
 from gssim.scenario.support import Support, supported
 from gssim.scenario.tensor_slices import held_slice, model_slice, native_tensors, units_of_ranks
 
@@ -41,6 +48,7 @@ __all__ = [
     "SearchSpace",
     "Source",
     "Support",
+    "TiedParameter",
     "achieved_flop_per_s",
     "activation_bytes",
     "after_step",
@@ -50,6 +58,7 @@ __all__ = [
     "first_comment",
     "has_master_copy",
     "held_bytes",
+    "held_layers",
     "held_slice",
     "layer_profile",
     "load_cluster",
@@ -58,6 +67,7 @@ __all__ = [
     "master_bytes",
     "model_slice",
     "native_tensors",
+    "of_no_sample",
     "overrides_of",
     "owned_bytes",
     "parsed_override",
@@ -70,6 +80,7 @@ __all__ = [
     "stage_cut_error",
     "supported",
     "takes_tokens",
+    "tied_parameters",
     "toml",
     "units_of_ranks",
     "value_bytes",

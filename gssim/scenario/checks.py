@@ -6,8 +6,8 @@ from gssim.plan import MOST_INDEXED, Plan, Policies, Push, coo_range_error, refu
 from gssim.scenario.scenario import Scenario
 from gssim.scenario.stages import schedule_of, stage_cut_error
 from gssim.scenario.tensor_slices import units_of_ranks
-from gssim.units import PRECISION_BYTES, excess
-from gssim.workload import TokenInput
+from gssim.units import excess
+from gssim.workload import TokenInput, unrolled
 
 
 def check(scenario: Scenario, *, file: str) -> None:
@@ -43,6 +43,7 @@ def check(scenario: Scenario, *, file: str) -> None:
             f"{file}: workload.gradient_precision = '{scenario.workload.gradient_precision}': method '{plan.method}' "
             "keeps no whole gradients until the update; leave it out"
         )
+    _check_clipping(scenario, policies, file)
     if policies.partition == "weight-gradient":
         _check_weight_gradient_owners(scenario, policies, file)
     if scenario.network:
@@ -53,6 +54,17 @@ def check(scenario: Scenario, *, file: str) -> None:
     for number in range(len(scenario.run.slowdowns)):
         _check_slowdown(scenario, policies, number, file)
     _check_replanning(scenario, policies, file)
+
+
+def _check_clipping(scenario: Scenario, policies: Policies, file: str) -> None:
+    """Refuse gradient clipping where ranks hold different parts of some gradients, and the same of others."""
+    norm = scenario.workload.clip_norm
+    if norm is not None and (policies.tp > 1 or policies.partition == "weight-gradient"):
+        raise UserError(
+            f"{file}: workload.clip_norm = {norm:g}: cannot run yet with method '{scenario.plan.method}' and plan.tp = "
+            f"{policies.tp}: ranks hold slices or layers of some gradients, and the whole of others; allowed: plan.tp "
+            "= 1, and methods that divide the batch"
+        )
 
 
 def _check_sizes(scenario: Scenario, file: str) -> None:
@@ -174,17 +186,21 @@ def _check_pipeline_policies(plan: Plan, policies: Policies, file: str) -> None:
 
 def _check_stages(scenario: Scenario, ranks: int, file: str) -> None:
     plan, model = scenario.plan, scenario.workload.model
-    if model.buffer_bytes:
-        raise UserError(f"{file}: plan.pp = {ranks}: a model with module buffers cannot be cut into stages yet")
+    held = sum(layer.repeats * layer.module_buffer_bytes for layer in model.layers)
+    if held != sum(model.buffer_bytes):
+        raise UserError(
+            f"{file}: plan.pp = {ranks}: the model file does not list which layers hold the module buffers of "
+            f"{sum(model.buffer_bytes)} bytes: trace it again with `gsreal trace`"
+        )
     try:
-        stages = scenario.stages
+        stages = scenario.stage_ranges
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
     try:
         refuse(schedule_of(plan, ranks), ranks=ranks, stages=len(stages), micro_batches=plan.micro_batches)
     except ValueError as error:
         raise UserError(f"{file}: plan.schedule: {error}") from None
-    reason = stage_cut_error(stages, value_bytes=PRECISION_BYTES[model.traced_precision])
+    reason = stage_cut_error(unrolled(model), stages)
     if reason:
         raise UserError(f"{file}: plan.pp = {ranks}: the model is no chain that can be cut: {reason}")
 

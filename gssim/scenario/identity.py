@@ -164,6 +164,7 @@ def resolved(scenario: "Scenario", shared: Shared) -> dict[str, Any]:
         (data["run"], "extrapolate_micro_batches", not run.extrapolate_micro_batches),
         (data["run"], "slowdowns", not run.slowdowns),
         (data["workload"], "gradient_precision", scenario.workload.gradient_precision is None),
+        (data["workload"], "clip_norm", scenario.workload.clip_norm is None),
         (data["plan"]["shares"], "replanning", not plan.shares.replan),
         (data["plan"], "ranks", plan.ranks is None),
         (data["plan"], "zero1_implementation", plan.zero1_implementation == "torch"),

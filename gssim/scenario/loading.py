@@ -17,7 +17,7 @@ from gssim.execution.files import read_text
 from gssim.scenario.checks import check
 from gssim.scenario.scenario import Loaded, Scenario, Source
 from gssim.units import validated
-from gssim.workload import PATHS, Model, unrolled
+from gssim.workload import PATHS, Model, shipped_models, unrolled
 from gssim.workload.gradient_statistics import GradientStatistics, read_gradients
 
 
@@ -319,6 +319,8 @@ def _find(name: str, key: str, file: str, folders: dict[str, Path]) -> Path:
     for candidate in candidates:
         if candidate.is_file():
             return candidate
+    if key == "workload.model" and name in shipped_models():
+        return shipped_models()[name]
     if any(candidate.is_dir() for candidate in candidates):
         raise UserError(f"{file}: {key} = '{name}': is a folder, not a file")
     folder = candidates[-1].parent

@@ -15,7 +15,7 @@ from gssim.scenario.device_rates import sample_costs
 from gssim.scenario.identity import calibration_id, resolved, scenario_id
 from gssim.scenario.ownership import better_shard_shares, owned_shares, sample_room
 from gssim.scenario.search_space import SearchSpace
-from gssim.scenario.stages import cut_layers
+from gssim.scenario.stages import cut_layers, held_layers
 from gssim.units import RANGES, Count, PositiveInt, TimeRatio, excess, spec, spec_with_memory
 from gssim.workload import LayerInstance, Workload, unrolled
 from gssim.workload.gradient_statistics import GradientStatistics
@@ -277,8 +277,8 @@ class Scenario:
         return tuple(shares)
 
     @cached_property
-    def stages(self) -> tuple[tuple[LayerInstance, ...], ...]:
-        """Layers of each pipeline stage; stage i is on the ranks whose coordinate on the axis pp is i, modulo its size.
+    def stage_ranges(self) -> tuple[range, ...]:
+        """Numbers of the layers of each pipeline stage.
 
         Raises UserError where the plan's stages do not fit the model.
         """
@@ -288,6 +288,14 @@ class Scenario:
             types[mesh.place(rank).pp].append(self.cluster.type_of(rank))
         samples = max(1, max(self.data_batch_sizes) // self.plan.micro_batches)
         return cut_layers(self.plan, self.workload, types, samples=samples)
+
+    @cached_property
+    def stages(self) -> tuple[tuple[LayerInstance, ...], ...]:
+        """Layers of each pipeline stage; stage i is on the ranks whose coordinate on the axis pp is i, modulo its size.
+
+        Raises UserError where the plan's stages do not fit the model.
+        """
+        return held_layers(unrolled(self.workload.model), self.stage_ranges)
 
     @cached_property
     def slice_shares(self) -> tuple[float, ...]:

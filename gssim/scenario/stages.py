@@ -1,12 +1,17 @@
-"""Cut of a model's chain of layers into pipeline stages: given by the user, or balanced over unequal devices."""
+"""Cut of a model's chain of layers into pipeline stages: given by the user, or balanced over unequal devices; what
+stages have in common: copies of tied parameters, and layers that each runs itself.
+"""
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from gssim.cluster import DeviceType
 from gssim.errors import UserError
 from gssim.plan import Plan, splitting
 from gssim.scenario.device_rates import layer_costs_s
-from gssim.workload import LayerInstance, Workload, unrolled
+from gssim.units import PRECISION_BYTES
+from gssim.workload import Buffer, Layer, LayerInstance, Moment, Parameter, Polynomial, Workload, unrolled
 
 INTERLEAVED_STAGES_PER_RANK = 2
 """Default number of stages per rank of an interleaved plan."""
@@ -26,8 +31,8 @@ def stages_per_rank(plan: Plan, ranks: int) -> int:
 
 def cut_layers(
     plan: Plan, workload: Workload, devices: Sequence[Sequence[DeviceType]], *, samples: int
-) -> tuple[tuple[LayerInstance, ...], ...]:
-    """Return the layers of each stage: stage i is on the pipeline's rank i, modulo the number of its ranks.
+) -> tuple[range, ...]:
+    """Return the numbers of the layers of each stage: stage i is on the pipeline's rank i, modulo the number of ranks.
 
     `devices`: those of each rank, one in each replica; the slowest counts. `samples`: of a micro-batch. Counts are of
     the unrolled model's layers; the loss, which is in no module, is part of the last stage and is not counted. Raises
@@ -47,15 +52,37 @@ def cut_layers(
                 f"{where}: sums to {sum(plan.stages)}, but the model has {len(chain)} layers "
                 "(every module of the model file, repetitions one by one; the loss is part of the last stage)"
             )
-        counts = plan.stages
-    elif stages > len(chain):
-        raise UserError(f"plan.pp = {len(devices)}: {stages} stages, but the model has {len(chain)} layers (no loss)")
+        counts: Sequence[int] = plan.stages
     else:
+        units = _inseparable(chain)
+        if stages > len(units):
+            raise UserError(
+                f"plan.pp = {len(devices)}: {stages} stages, but the model has {len(units)} layers (no loss)"
+            )
         rows = [_slowest_layer_times_s(types, workload, chain, samples) for types in devices]
-        counts = splitting.balanced_stages([rows[stage % len(rows)] for stage in range(stages)])
+        rows = [[sum(row[unit.start : unit.stop]) for unit in units] for row in rows]
+        unit_counts = splitting.balanced_stages([rows[stage % len(rows)] for stage in range(stages)])
+        ends = [sum(unit_counts[: i + 1]) for i in range(len(unit_counts))]
+        starts = [units[i].start for i in (0, *ends[:-1])]
+        counts = [stop - start for start, stop in zip(starts, [*starts[1:], len(chain)], strict=True)]
     ends = [sum(counts[: i + 1]) for i in range(len(counts))]
     ends[-1] = len(layers)
-    return tuple(layers[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True))
+    return tuple(range(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True))
+
+
+def _inseparable(layers: Sequence[LayerInstance]) -> list[range]:
+    """Return consecutive layers that must be on one stage: gradients of one's parameters arise in another's backward.
+
+    A trace ascribes the operations between two modules to the module before them, in the forward and in the backward.
+    """
+    units: list[range] = []
+    for instance in layers:
+        last = max((instance.index + p.ready.layer_offset for p in instance.layer.parameters), default=instance.index)
+        if units and instance.index < units[-1].stop:
+            units[-1] = range(units[-1].start, max(units[-1].stop, last + 1))
+        else:
+            units.append(range(instance.index, max(instance.index, last) + 1))
+    return units
 
 
 def _slowest_layer_times_s(
@@ -66,30 +93,206 @@ def _slowest_layer_times_s(
     return [max(times) for times in zip(*(layer_costs_s(t, workload, layers, samples) for t in distinct), strict=True)]
 
 
-def stage_cut_error(stages: Sequence[Sequence[LayerInstance]], *, value_bytes: int) -> str | None:
-    """Return the reason why a model cannot be cut there, or None: a stage may pass one tensor on, and share nothing.
+# Parameters and tensors that stages have in common --------------------------------------------------------------------
 
-    `value_bytes`: of an element as traced. Tensors that several layers use show in the trace: the gradient of a shared
-    parameter is created in one layer and added to in another, and a second tensor outlives the stage boundary.
+
+@dataclass(frozen=True)
+class TiedParameter:
+    """A parameter that layers of several stages use: each such stage holds a copy, and their gradients are summed.
+
+    [Note: tied] Autograd adds the gradients of all uses in the backward of the layer that lists the parameter. Across
+    stages, each copy accumulates the gradient of its own use; after the schedule, and after the reductions over
+    replicas, they are all-reduced over the stages that hold a copy, so that equal copies get equal updates. Source:
+    Megatron-LM, core/distributed/finalize_model_grads.py, _allreduce_word_embedding_grads.
     """
-    home = {instance.index: number for number, stage in enumerate(stages) for instance in stage}
-    gradients = {
-        (instance.index + parameter.ready.layer_offset, parameter.elements * value_bytes): name
-        for stage in stages
-        for instance in stage
-        for parameter, name in zip(instance.layer.parameters, instance.parameter_names, strict=True)
-    }
-    for number, stage in enumerate(stages):
+
+    name: str
+    """Its name in the model."""
+    layer: int
+    """Number of the layer that lists it."""
+    place: int
+    """Index among that layer's parameters."""
+    uses: tuple[tuple[int, Buffer], ...]
+    """Number of every other layer that uses it, and the buffer of that use's gradient in the whole model's backward."""
+    stages: tuple[int, ...]
+    """Stages that hold a copy."""
+    elements: int
+    """Number of its elements."""
+
+
+def tied_parameters(layers: Sequence[LayerInstance], stages: Sequence[range]) -> tuple[TiedParameter, ...]:
+    """Return the parameters that layers of several stages use, as the trace of the whole model shows them.
+
+    The gradient of another use is a buffer that the backward of the parameter's own layer frees as it allocates the
+    sum.
+    """
+    home = {number: stage for stage, numbers in enumerate(stages) for number in numbers}
+    uses: dict[tuple[int, int], list[tuple[int, Buffer]]] = defaultdict(list)
+    candidates: dict[int, list[Buffer]] = {}  # repetitions share theirs
+    for instance in layers:
+        layer = instance.layer
+        if id(layer) not in candidates:
+            candidates[id(layer)] = [b for b in layer.buffers if _is_passed_back(b) and _is_constant(b.size_bytes)]
+        for buffer in candidates[id(layer)]:
+            freed_in = instance.index + buffer.freed.layer_offset
+            if home.get(freed_in, home[instance.index]) != home[instance.index]:
+                uses[freed_in, buffer.freed.position].append((instance.index, buffer))
+    found = []
+    for instance in layers if uses else ():
+        for place, parameter in enumerate(instance.layer.parameters):
+            sizes = _gradient_sizes(parameter.elements)
+            made_at = (instance.index + parameter.born.layer_offset, parameter.born.position)
+            tied = tuple(use for use in uses.get(made_at, ()) if use[1].size_bytes.at(b=0, s=0) in sizes)
+            if tied:
+                holders = sorted({home[instance.index], *(home[number] for number, _ in tied)})
+                name, elements = instance.parameter_names[place], parameter.elements
+                found.append(TiedParameter(name, instance.index, place, tied, tuple(holders), elements))
+    return tuple(found)
+
+
+def _is_passed_back(buffer: Buffer) -> bool:
+    return buffer.born.phase == buffer.freed.phase == "b" and buffer.freed.layer_offset < 0
+
+
+def _is_constant(size: Polynomial) -> bool:
+    return all(i == j == 0 for _, i, j in size.terms)
+
+
+def held_layers(layers: Sequence[LayerInstance], stages: Sequence[range]) -> tuple[tuple[LayerInstance, ...], ...]:
+    """Return the layers that each stage runs, given all layers and the numbers of each stage's own.
+
+    Layers that use a tied parameter list a copy of it, see [Note: tied]. Layers in front of the blocks without
+    parameters, of whose outputs none depends on the batch size (rotary angles), hold nothing of a sample: every stage
+    with blocks runs them itself, without a backward.
+    """
+    changed = {instance.index: instance for instance in layers}
+    for tied in tied_parameters(layers, stages):
+        for number, untied in _untied(changed, tied).items():
+            changed[number] = replace(changed[number], layer=untied)
+    shared = [replace(layers[number], layer=_without_backward(layers[number].layer)) for number in _shared(layers)]
+    held = []
+    for numbers in stages:
+        own = tuple(changed[number] for number in numbers)
+        before = [each for each in shared if each.index < numbers.start] if any(e.layer.block for e in own) else []
+        held.append((*before, *own))
+    return tuple(held)
+
+
+def _untied(layers: Mapping[int, LayerInstance], tied: TiedParameter) -> dict[int, Layer]:
+    """Return the layers that use a tied parameter as they are where each use has a copy of its own."""
+    own = layers[tied.layer].layer
+    parameter = own.parameters[tied.place]
+    name, offset = tied.name, parameter.born.layer_offset
+    found: dict[int, Layer] = {}
+    size = Polynomial(((0, 0, 0),))
+    for number, buffer in tied.uses:
+        layer = found.get(number, layers[number].layer)
+        last = max((m.position for b in layer.buffers for m in (b.born, b.freed) if m.phase == "b"), default=0)
+        copied = Parameter(name, parameter.shape, buffer.born, Moment("b", last + 1))
+        kept = tuple(each for each in layer.buffers if each is not buffer)
+        found[number] = replace(layer, parameters=(*layer.parameters, copied), buffers=kept)
+        size = buffer.size_bytes
+    # the gradient of the own use is no buffer that is added and freed, but the gradient itself
+    adds = tied.layer + offset
+    layer = found.get(adds, layers[adds].layer)
+    summed = next(
+        (
+            buffer
+            for buffer in layer.buffers
+            if (buffer.freed, buffer.size_bytes) == (Moment("b", parameter.born.position), size)
+            and buffer.born.phase == "b"
+        ),
+        None,
+    )
+    if summed is None:
+        return found
+    sums = len(tied.uses)
+    moved = 3 * sums * size.at(b=0, s=0)  # each sum reads two gradients and writes one
+    found[adds] = replace(
+        layer,
+        buffers=tuple(buffer for buffer in layer.buffers if buffer is not summed),
+        backward_bytes=_less(layer.backward_bytes, moved),
+        backward_streamed_bytes=layer.backward_streamed_bytes and _less(layer.backward_streamed_bytes, moved),
+        backward_operations=max(0, layer.backward_operations - sums),
+    )
+    home = found.get(tied.layer, own)
+    born = Moment("b", summed.born.position, offset)
+    parameters = list(home.parameters)
+    parameters[tied.place] = replace(parameter, born=born)
+    found[tied.layer] = replace(home, parameters=tuple(parameters))
+    return found
+
+
+def _less(quantity: Polynomial, constant: int) -> Polynomial:
+    """Return a quantity less a number."""
+    return replace(quantity, terms=tuple((c - constant * (i == j == 0), i, j) for c, i, j in quantity.terms))
+
+
+def _shared(layers: Sequence[LayerInstance]) -> tuple[int, ...]:
+    """Return the numbers of the layers that every stage with blocks runs itself; see `held_layers`."""
+    found = []
+    for instance in layers:
+        if instance.layer.block or not instance.layer.modules:
+            break
+        if of_no_sample(instance.layer):
+            found.append(instance.index)
+    return tuple(found)
+
+
+def of_no_sample(layer: Layer) -> bool:
+    """Return whether a layer without parameters has outputs, of which none depends on the batch size."""
+    outputs = [buffer for buffer in layer.buffers if buffer.born.phase == "f" and buffer.freed.layer_offset > 0]
+    constant = all(power == 0 for output in outputs for _, power, _ in output.size_bytes.terms)
+    return bool(outputs) and constant and not layer.parameters and not layer.block
+
+
+def _without_backward(layer: Layer) -> Layer:
+    """Return a layer of whose outputs none needs a gradient."""
+    nothing = Polynomial(((0, 0, 0),))
+    return replace(
+        layer,
+        backward_flop=nothing,
+        backward_bytes=nothing,
+        backward_streamed_bytes=layer.backward_streamed_bytes and nothing,
+        backward_operations=0,
+        buffers=tuple(buffer for buffer in layer.buffers if buffer.born.phase == "f"),
+    )
+
+
+def stage_cut_error(layers: Sequence[LayerInstance], stages: Sequence[range]) -> str | None:
+    """Return the reason why a model cannot be cut there, or None: a stage may pass one tensor on.
+
+    Tensors that several layers use show in the trace: a second one outlives the stage boundary, or the gradient of a
+    parameter, allocated in one layer, is added to in another where it is not known to be tied (see [Note: tied]).
+    """
+    home = {number: stage for stage, numbers in enumerate(stages) for number in numbers}
+    sums: dict[int, list[tuple[int, str]]] = defaultdict(list)
+    for instance in layers:
+        for parameter, name in zip(instance.layer.parameters, instance.parameter_names, strict=True):
+            ready_in = instance.index + parameter.ready.layer_offset
+            sums[ready_in].append((parameter.elements, name))
+            if home[ready_in] != home[instance.index]:
+                beside = layers[ready_in].module
+                return f"the gradient of '{name}' arises in the backward of '{beside}': both must be in one stage"
+    ties = {id(buffer) for tied in tied_parameters(layers, stages) for _, buffer in tied.uses}
+    shared = _shared(layers)
+    for number, numbers in enumerate(stages):
         passed = 0
-        for instance in stage:
+        for instance in (layers[each] for each in numbers):
             for buffer in instance.layer.buffers:
                 freed_in = instance.index + buffer.freed.layer_offset
-                if buffer.freed.phase != "b" or home.get(freed_in, number) == number:
+                if buffer.freed.phase != "b" or home.get(freed_in, number) == number or id(buffer) in ties:
                     continue
-                passed += buffer.born.phase == "f" and freed_in > instance.index
-                shared = gradients.get((freed_in, buffer.size_bytes.at(b=0, s=0)))
-                if buffer.born.phase == "b" and shared:
-                    return f"stages {home[freed_in]} and {number} would share the parameter '{shared}'"
+                passed += buffer.born.phase == "f" and freed_in > instance.index and instance.index not in shared
+                size = buffer.size_bytes.at(b=0, s=0)
+                names = [name for elements, name in sums[freed_in] if size in _gradient_sizes(elements)]
+                if buffer.born.phase == "b" and names:
+                    return f"stages {home[freed_in]} and {number} would share the parameter '{names[0]}'"
         if passed > 1:
-            return f"{passed} tensors, not one, go from '{stage[-1].module}' to later layers"
+            return f"{passed} tensors, not one, go from '{layers[numbers[-1]].module}' to later layers"
     return None
+
+
+def _gradient_sizes(elements: int) -> list[int]:
+    """Return the bytes of a gradient in any precision."""
+    return [elements * value_bytes for value_bytes in PRECISION_BYTES.values()]

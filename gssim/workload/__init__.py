@@ -30,6 +30,7 @@ from gssim.workload.optimizers import (
     optimizer_state_bytes,
     optimizer_temporary_bytes,
 )
+from gssim.workload.shipped import shipped_models
 from gssim.workload.workload import PATHS, Glue, ImageFolder, TextFolder, Workload
 
 __all__ = [
@@ -61,5 +62,6 @@ __all__ = [
     "optimizer_operations",
     "optimizer_state_bytes",
     "optimizer_temporary_bytes",
+    "shipped_models",
     "unrolled",
 ]

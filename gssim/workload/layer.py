@@ -384,6 +384,8 @@ class Layer:
     """The same of `selective_bytes`."""
     buffers: tuple[text_of(Buffer), ...] = ()  # type: ignore[valid-type]
     """Every tensor that it allocates: the moments of its allocation and release, category and size."""
+    module_buffer_bytes: Count = 0
+    """Bytes of its module buffers (not parameters), such as running means."""
     units: PositiveInt | None = None
     """Number of units of a sliced block; see [Note: units]."""
     reductions: tuple[text_of(Reduction), ...] = ()  # type: ignore[valid-type]
@@ -405,6 +407,8 @@ class Layer:
         for key in STREAMED:
             if data.get(key) is None:
                 data.pop(key, None)
+        if not data.get("module_buffer_bytes"):
+            data.pop("module_buffer_bytes", None)
         return data
 
     @property

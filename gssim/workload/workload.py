@@ -94,7 +94,7 @@ class Workload:
     """Model, batch, precision, optimizer and data of a training."""
 
     model: Model
-    """A model file (`gsreal trace`), or its table."""
+    """A model file (`gsreal trace`), the name of a shipped one (`gssim models`), or its table."""
     gradients: str | None = None
     """Gradient statistics file: needed where a threshold is set."""
     global_batch_size: Annotated[PositiveInt, limited("samples")]
@@ -118,6 +118,8 @@ class Workload:
     """Momentum of sgd-momentum."""
     weight_decay: NonNegativeFloat = 0.0
     """Weight decay as the optimizer defines it: decoupled in adamw."""
+    clip_norm: PositiveFloat | None = None
+    """Largest norm of all gradients together, to which they are scaled down before the update; absent: they are not."""
     data: Data = "auto"
     """`auto`: bytes of the Python standard library's source for tokens, scikit-learn's digits for images."""
 

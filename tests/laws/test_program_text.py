@@ -13,7 +13,11 @@ from gssim.program import program_table, program_text, read_tasks
 from gssim.scenario import load_scenario
 from gssim.simulation import program_of
 
-SHIPPED = sorted(SCENARIOS.glob("*.toml"))
+LARGE = ("gpt3-1024-3d", "mt-nlg-280-dgx")
+SHIPPED = [
+    pytest.param(path, marks=[pytest.mark.slow] if path.stem in LARGE else [], id=path.stem)
+    for path in sorted(SCENARIOS.glob("*.toml"))
+]
 MOST_TASKS = 3000
 """Tasks of a program that are written and read: those of further roles differ in little but numbers."""
 
@@ -32,7 +36,7 @@ def assert_reads_back(path) -> None:
     assert len({each.label for each in named}) == len(named)
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", SHIPPED)
 def test_programs_of_shipped_scenarios_read_back(path):
     assert_reads_back(path)
 

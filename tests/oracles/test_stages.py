@@ -1,5 +1,6 @@
 """Real modules cut into stages: one after another they make what the whole module makes, under the same names."""
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,11 @@ import torch
 from strategies import scenario_of, star, tiny_model
 from torch import nn
 
-from gsreal.methods.pipelined import check_stages, stage_module
-from gsreal.model_files.build import build_module, example_batch
+from gsreal.methods.stage_modules import check_stages, stage_module, tied_names
+from gsreal.model_files.build import build_module, example_batch, logits_of
 from gsreal.run.feed import Feed
 from gssim.errors import UserError
-from gssim.scenario import Scenario, load_model
+from gssim.scenario import Scenario, held_layers, load_model, stage_cut_error
 from gssim.units import validated
 from gssim.workload import HuggingFace, Model, Module, unrolled
 
@@ -64,6 +65,45 @@ def test_stages_one_after_another_make_what_the_whole_module_makes(name, share):
     assert torch.equal(parts[1](parts[0](inputs)), whole(inputs))
 
 
+SMALL = sorted((Path(__file__).resolve().parents[1] / "helpers" / "models").glob("*.toml"))
+"""Small configurations of the families that ship; `small_models` traces them."""
+
+
+@pytest.mark.parametrize("file", SMALL, ids=lambda file: file.stem)
+def test_stages_of_each_family_make_what_the_whole_model_makes_forward_and_backward(file):
+    """Cut before and after every layer: outputs, and gradients of all parameters, those of tied copies as sums."""
+    model = load_model(file)
+    layers = unrolled(model)
+    torch.manual_seed(0)
+    whole = build_module(model.module, where="test").double().train()
+    ties = tied_names(whole)
+    inputs, _ = example_batch(model, batch_size=2, sequence_length=24)
+    inputs = torch.randint_like(inputs, 200) if model.input.kind == "tokens" else torch.rand_like(inputs).double()
+    reference = copy.deepcopy(whole)
+    expected = logits_of(reference(inputs))
+    expected.square().mean().backward()
+    cuts = [
+        cut for cut in range(1, len(layers) - 1) if not stage_cut_error(layers, (range(cut), range(cut, len(layers))))
+    ]
+    assert len(cuts) >= len([each for each in layers if each.layer.block])
+    for cut in cuts:
+        held = held_layers(layers, (range(cut), range(cut, len(layers))))
+        first, last = (stage_module(whole, stage, shared=True, model=model) for stage in held)
+        passed = first(inputs)
+        received = passed.detach().requires_grad_()
+        made = last(received)
+        assert torch.equal(made, expected)
+        made.square().mean().backward()
+        passed.backward(received.grad)
+        parts = [dict(part.named_parameters()) for part in (first, last)]
+        listed = [{n for each in stage for n in each.parameter_names} for stage in held]
+        for part, names in zip(parts, listed, strict=True):
+            assert {min(ties.get(n, {n})) for n in part} == {min(ties.get(n, {n})) for n in names}
+        for name, parameter in reference.named_parameters():
+            copies = [part[n].grad for part in parts for n in ties.get(name, {name}) if n in part]
+            assert torch.allclose(sum(copies), parameter.grad, rtol=1e-12, atol=1e-15), name
+
+
 def test_a_chain_of_the_users_needs_no_method_and_what_has_no_parameters_goes_with_the_layer_before_it():
     whole = sequence()
     layers = unrolled(tiny_model())
@@ -90,10 +130,12 @@ def renamed(instance, module):
 def test_what_cannot_be_cut_is_refused_before_ranks_start():
     cases = {
         "Bilinear cannot be cut into stages": Module(factory="test_stages.one_piece"),
-        "Hugging Face modules cannot be cut into stages": Module(hugging_face=HuggingFace(model_type="gpt2")),
+        "BertForSequenceClassification needs the tokens in its last layers too": Module(
+            hugging_face=HuggingFace(model_type="bert", auto_class="AutoModelForSequenceClassification")
+        ),
     }
     for message, module in cases.items():
-        with pytest.raises(UserError, match=f"file: plan.pp = 2: {message}; allowed: modules with a method keep_lay"):
+        with pytest.raises(UserError, match=f"file: plan.pp = 2: {message}.*; allowed: "):
             check_stages(pipeline(with_module(module)), where="file")
     check_stages(pipeline(with_module(Module(factory="test_stages.sequence"))), where="file")
     check_stages(pipeline(load_model(MODELS / "gpt-byte-1m.toml")), where="file")

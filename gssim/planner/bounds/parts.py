@@ -8,7 +8,6 @@ from typing import TypeVar, cast
 from gssim.errors import UserError
 from gssim.plan import Plan, Policies, resolve, splitting
 from gssim.scenario import Scenario, master_bytes, model_slice, stage_cut_error, value_bytes
-from gssim.units import PRECISION_BYTES
 from gssim.workload import Layer, LayerInstance, unrolled
 
 T = TypeVar("T")
@@ -63,13 +62,15 @@ class ModelParts:
 
     def part(self, plan: Plan, policies: Policies, rank: int) -> Part:
         """Return the part of a rank; raise UserError where the model cannot be cut so."""
-        whole = self.whole.wholes
         if policies.pp > 1:
             place = policies.mesh.place(rank).pp
             stages = self.stages(plan, policies)[place :: policies.pp]
-            held = ("stages", tuple((stage[0].index, len(stage)) for stage in stages), policies.tp)
+            held = ("stages", tuple((stage[-1].index, len(stage)) for stage in stages), policies.tp)
             layers = tuple(instance for stage in stages for instance in stage)
-            return self.once(held, lambda: Part(held, layers, whole[: len(layers)], 1 / policies.tp))
+            # layers with a copy of a tied parameter, or without a backward, are as measured but for that
+            traced = [self.layers[instance.index].layer for instance in layers]
+            wholes = tuple(None if t is i.layer else t for t, i in zip(traced, layers, strict=True))
+            return self.once(held, lambda: Part(held, layers, wholes, 1 / policies.tp))
         if policies.tp == 1:
             return self.whole
         parts = self._slice_shares(plan, policies)
@@ -98,8 +99,8 @@ class ModelParts:
         key = ("stages", plan.stages, plan.schedule, plan.micro_batches, policies.mesh, sizes)
 
         def cut() -> tuple[tuple[tuple[LayerInstance, ...], ...], str | None]:
-            stages = self.with_plan(plan).stages
-            return stages, stage_cut_error(stages, value_bytes=PRECISION_BYTES[self.model.traced_precision])
+            cut = self.with_plan(plan)
+            return cut.stages, stage_cut_error(self.layers, cut.stage_ranges)
 
         stages, reason = self.once(key, cut)
         if reason:

@@ -1,0 +1,198 @@
+"""Modules cut into pipeline stages: by their own method, as a chain of children, or a Hugging Face model by its layers.
+
+[Note: stages of Hugging Face models] A stage runs the model's own forward, in which layers of other stages pass on
+what they are given. A stage that is not the first one takes
+its input where the first of its layers would have received it, and until there the forward runs on a
+tensor of that shape that takes no memory (`inputs_embeds` of token models, from which masks and rotary angles follow as
+from the real one). A stage
+that is not the last ends where the first layer of the next one would begin, and passes on what that is given. What the
+forward does between two layers thus belongs to the stage of the layer before, as in a trace. Parameters keep their
+names.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gsreal.model_files.build import build_module, logits_of
+from gssim.errors import UserError
+from gssim.scenario import Scenario, of_no_sample
+from gssim.workload import LayerInstance, Model, TokenInput, unrolled
+
+
+def check_stages(scenario: Scenario, *, where: str) -> None:
+    """Raise UserError if the plan is a pipeline, but the real module cannot be split into stages."""
+    pp, model = scenario.policies.pp, scenario.workload.model
+    if pp == 1:
+        return
+    if scenario.policies.tp > 1:
+        raise UserError(
+            f"{where}: plan.pp = {pp}: stages whose blocks are cut too (plan.tp = {scenario.policies.tp}) can be "
+            "predicted, but not run yet; allowed: plan.tp = 1"
+        )
+    with torch.device("meta"):
+        module = build_module(model.module, where=where)
+    if model.module.hugging_face is not None:
+        tokens = isinstance(model.input, TokenInput)
+        if tokens and "inputs_embeds" not in inspect.signature(module.forward).parameters:
+            raise UserError(
+                f"{where}: plan.pp = {pp}: {type(module).__name__} takes no inputs_embeds, on which stages but the "
+                "first run; allowed: models whose forward has this parameter"
+            )
+        if model.module.hugging_face.auto_class.endswith("ForSequenceClassification"):
+            raise UserError(
+                f"{where}: plan.pp = {pp}: {type(module).__name__} needs the tokens in its last layers too, which the "
+                "first stage alone has; allowed: models of tokens or images without padding"
+            )
+        return
+    if not (callable(getattr(module, "keep_layers", None)) or isinstance(module, nn.Sequential)):
+        raise UserError(
+            f"{where}: plan.pp = {pp}: {type(module).__name__} cannot be cut into stages; "
+            "allowed: Hugging Face models, modules with a method keep_layers, such as those of gsreal.models, and "
+            "nn.Sequential"
+        )
+
+
+def stage_module(
+    module: nn.Module, layers: Sequence[LayerInstance], *, shared: bool, model: Model | None = None
+) -> nn.Module:
+    """Return the module with these layers only; `shared`: copy it first, as other stages need `module` unchanged.
+
+    `model`: the model file, needed for Hugging Face models.
+    """
+    part = copy.deepcopy(module) if shared else module
+    names = {instance.module for instance in layers if instance.layer.modules}
+    if model is not None and model.module.hugging_face is not None:
+        _keep_hugging_face_layers(part, layers, model)
+    elif isinstance(part, nn.Sequential) and not hasattr(part, "keep_layers"):
+        _keep_named_children(part, names)
+    else:
+        part.keep_layers(names)  # type: ignore[operator]
+    return part
+
+
+def tied_names(module: nn.Module) -> dict[str, frozenset[str]]:
+    """Return all names of every parameter that has several, by each of them."""
+    by_parameter: dict[nn.Parameter, set[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        by_parameter.setdefault(parameter, set()).add(name)
+    return {name: frozenset(names) for names in by_parameter.values() if len(names) > 1 for name in names}
+
+
+def _keep_named_children(module: nn.Sequential, names: Collection[str]) -> None:
+    """Replace all layers of a chain but those named; a child between two layers belongs to the one before it."""
+    is_kept = False
+    for name, child in list(module.named_children()):
+        has_layers = any(True for _ in child.parameters())
+        is_kept = name in names if has_layers or name in names else is_kept
+        if not is_kept:
+            setattr(module, name, nn.Identity())
+
+
+# Hugging Face models --------------------------------------------------------------------------------------------------
+
+
+class _OtherLayer(nn.Module):
+    """Stands for a layer of another stage; it has that layer's plain attributes, which a forward may read."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.__dict__ |= {name: value for name, value in vars(layer).items() if not name.startswith("_")}
+
+
+class _PassOn(_OtherLayer):
+    """Returns the tensor that it is given."""
+
+    def forward(self, *tensors: Any, **named: Any) -> Any:
+        """Return the first tensor, or the embeddings that are passed by name."""
+        embedded = named.get("inputs_embeds")
+        return tensors[0] if embedded is None else embedded
+
+
+class _Nothing(Tensor):
+    """Changes nothing that it is added to, and takes no memory in doing so."""
+
+    @classmethod
+    def __torch_function__(cls, _function: Any, _types: Any, args: Any = (), _named: Any = None) -> Any:
+        """Return the other tensor, or itself where there is none (a copy to another device)."""
+        return next((each for each in args if isinstance(each, Tensor) and not isinstance(each, _Nothing)), args[0])
+
+
+class _NoEmbedding(_OtherLayer):
+    """Embeds nothing."""
+
+    def forward(self, _ids: Tensor, *_others: Any, **_named: Any) -> Tensor:
+        """Return what changes nothing that it is added to."""
+        return torch.zeros(()).as_subclass(_Nothing)
+
+
+class _EndError(Exception):
+    """Ends a forward at the end of a stage."""
+
+
+class _End(_OtherLayer):
+    """Stands for the first layer of the next stage: keeps what it is given, and ends the forward."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__(layer)
+        self.given: list[Any] = []
+
+    def forward(self, *tensors: Any, **named: Any) -> Any:
+        """Keep the first tensor."""
+        self.given.append(tensors[0] if tensors else named["hidden_states"])
+        raise _EndError
+
+
+def _keep_hugging_face_layers(module: nn.Module, layers: Sequence[LayerInstance], model: Model) -> None:
+    """Take all layers of other stages out of a module; see [Note: stages of Hugging Face models]."""
+    chain = [instance for instance in unrolled(model) if instance.layer.modules]
+    own = [instance for instance in layers if instance.layer.modules]
+    last = own[-1].index
+    first = next(each.index for each in own if not of_no_sample(each.layer))
+    aliases = tied_names(module)
+    parameters = {name for each in own for listed in each.parameter_names for name in aliases.get(listed, {listed})}
+    end = _End(module.get_submodule(chain[last + 1].module)) if last < chain[-1].index else None
+    names = {instance.module for instance in own}
+    for instance in chain:
+        if instance.module not in names:
+            goes_on = end is None or instance.index != last + 1
+            _replace(module, instance.module, _PassOn(module.get_submodule(instance.module)) if goes_on else end)
+    for path, inner in list(module.named_modules()):
+        held = [f"{path}.{name}" for name, _ in inner.named_parameters(recurse=False)]
+        if held and not parameters.intersection(held):  # it is listed with another module's layer (position embeddings)
+            _replace(module, path, _NoEmbedding(inner) if isinstance(inner, nn.Embedding) else _PassOn(inner))
+    received: list[Tensor] = []
+    if first > 0:
+
+        def take_input(_module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+            return ((received.pop(), *args[1:]), named) if args else (args, named | {"hidden_states": received.pop()})
+
+        module.get_submodule(chain[first].module).register_forward_pre_hook(take_input, with_kwargs=True)
+    tokens = isinstance(model.input, TokenInput)
+    module.forward = partial(_run_stage, module.forward, received if first > 0 else None, end, tokens)
+
+
+def _run_stage(
+    whole: Callable[..., Any], received: list[Tensor] | None, end: _End | None, tokens: bool, x: Tensor
+) -> Tensor:
+    """Return the output of a stage for its input; `whole`: the forward of the model without other stages' layers."""
+    output = None
+    try:
+        if received is None:
+            output = whole(x)
+        else:
+            received.append(x)
+            output = whole(inputs_embeds=x.new_zeros(()).expand(x.shape)) if tokens else whole(x)
+    except _EndError:
+        assert end is not None
+    return logits_of(output) if end is None else end.given.pop()
+
+
+def _replace(module: nn.Module, path: str, by: nn.Module | None) -> None:
+    parent, _, name = path.rpartition(".")
+    module.get_submodule(parent)._modules[name] = by

@@ -1,0 +1,216 @@
+"""Commands for what users bring and take away: import, export, cluster, fits, models."""
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from gssim import interop
+from gssim.cli.commands import Overrides, app
+from gssim.cluster import presets
+from gssim.errors import UserError
+from gssim.execution.files import write_text
+from gssim.interop.formats import FORMATS, PROGRAMS
+from gssim.planner import with_suggested_changes
+from gssim.result import Result
+from gssim.scenario import load_scenario
+from gssim.simulation import simulate
+from gssim.terminal import PIPE_WIDTH, activity, plain_console
+from gssim.units import human_bytes, one_line
+from gssim.workload import shipped_models
+
+
+def _say(command: str, kind: str, line: str) -> None:
+    print(one_line(f"gssim: {command}: {kind}: {line}"), file=sys.stderr)
+
+
+@app.command("import")
+def import_command(
+    file: Annotated[Path, typer.Argument(help="The file; `-` reads Megatron-LM's arguments from stdin.")],
+    model: Annotated[str, typer.Option("--model", help="Model file, Hugging Face config.json, or a shipped name.")],
+    cluster: Annotated[Path, typer.Option("--cluster", help="Cluster file.")],
+    overrides: Overrides = None,
+    form: Annotated[
+        str | None, typer.Option("--from", metavar="FORMAT", help=f"{', '.join(FORMATS)}; by default as it looks.")
+    ] = None,
+    ignored: Annotated[
+        list[str] | None,
+        typer.Option("--ignore", metavar="KEY", help="Leave out a key that is refused; * and ? match; repeatable."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Scenario to write; by default it is printed.")] = None,
+) -> None:
+    """Make a scenario of a DeepSpeed, Accelerate, Megatron-LM, torchtitan, Automodel or axolotl file.
+
+    Keys without an effect and defaults are listed on stderr. A key that changes the answer and cannot be simulated is
+    refused, and nothing is written; --set gives what it would have said, --ignore leaves it out.
+    """
+    text = sys.stdin.read(2**22) if str(file) == "-" else None
+    try:
+        found = interop.import_scenario(
+            Path("arguments") if text is not None else file,
+            model=model,
+            cluster=cluster,
+            overrides=overrides or [],
+            form=form,
+            ignored=ignored or [],
+            out=out,
+            text=text,
+        )
+    except interop.RefusedError as error:
+        for line in error.refused:
+            _say("import", "refused", line)
+        raise
+    for line in found.listed:
+        _say("import", "approximated" if ": approximated: " in line else "without effect", line)
+    for line in found.defaults:
+        _say("import", "default", line)
+    if out is not None:
+        write_text(out, found.text)
+    else:
+        sys.stdout.write(found.text)
+
+
+@app.command("export")
+def export_command(
+    scenario: Path,
+    to: Annotated[str, typer.Option("--to", metavar="PROGRAM", help=f"{', '.join(PROGRAMS)}.")],
+    overrides: Overrides = None,
+    out: Annotated[Path | None, typer.Option("--out", help="File to write; by default it is printed.")] = None,
+) -> None:
+    """Write a scenario's plan as a configuration of another program, or as a script for torchrun.
+
+    A plan that the program cannot execute is refused; what its format cannot hold is listed on stderr.
+    """
+    loaded = load_scenario(scenario, overrides or [], gradients_needed=False)
+    try:
+        found = interop.export_scenario(loaded.scenario, to)
+    except UserError as error:
+        raise UserError(f"{scenario}: {error}") from None
+    for note in found.notes:
+        _say("export", "not in the file", note)
+    if out is not None:
+        write_text(out, found.text)
+    else:
+        sys.stdout.write(found.text)
+
+
+@app.command("cluster")
+def cluster_command(
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help="NCCL's XML or `nvidia-smi topo -m` of hosts; and Slurm's topology.conf or topology.yaml, topograph's "
+            "output, or nodes of Kubernetes, which join them."
+        ),
+    ] = None,
+    gpu: Annotated[str | None, typer.Option("--gpu", help="GPU of the hosts, such as h100 or a preset's name.")] = None,
+    hosts: Annotated[int | None, typer.Option("--hosts", help="Number of equal hosts, without a switch file.")] = None,
+    detect: Annotated[bool, typer.Option("--detect", help="Describe this machine.")] = False,
+    oversubscription: Annotated[
+        float, typer.Option("--oversubscription", help="Rate below a switch over that above it.")
+    ] = 1.0,
+    out: Annotated[Path | None, typer.Option("--out", help="Cluster file to write; by default it is printed.")] = None,
+) -> None:
+    """Make a cluster file from what machines, schedulers and libraries write about hosts and switches.
+
+    What was assumed is listed on stderr, and in the file. The last line is the command that draws the cluster.
+    """
+    if not (files or gpu or detect):
+        raise UserError("cluster: give a FILE, --gpu or --detect")
+    name = out.stem if out is not None else ""
+    made = interop.cluster_of(
+        files or [], gpu=gpu, hosts=hosts, detect=detect, oversubscription=oversubscription, name=name
+    )
+    for note in made.notes:
+        _say("cluster", "default", note)
+    if out is not None:
+        write_text(out, made.text)
+        print(shlex.join(["python", "-m", "analysis", "draw", str(out), "--out", str(out.with_suffix(".png"))]))
+    else:
+        sys.stdout.write(made.text + "# python -m analysis draw FILE --out FILE.png\n")
+
+
+DOES_NOT_FIT = 1
+"""Exit code of `gssim fits` for a plan that does not fit."""
+
+
+@app.command("fits")
+def fits_command(
+    model: Annotated[str, typer.Argument(help="Model file, Hugging Face config.json, or a shipped name.")],
+    gpu: Annotated[str, typer.Option("--gpu", help="GPU, such as h100, or a preset's name.")],
+    count: Annotated[int, typer.Option("--count", help="Number of GPUs, in their usual servers.")] = 1,
+    method: Annotated[
+        str | None, typer.Option("--plan", help="Method, such as zero3; single for one GPU, else zero3 by default.")
+    ] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Say in one line whether a training fits, by how much, and what to change; exit 0 if it does, 1 if not.
+
+    One sample for each data-parallel rank, as long as the model takes, in 16 bits (fp32 where --set says so), AdamW.
+    """
+    given = {"plan.method": method or ("single" if count == 1 else "zero3")}
+    with activity("gssim: fits") as doing:
+        found = interop.find_model(model)
+        cluster = interop.usual_cluster(gpu, count)
+        device = next(iter(cluster["device_types"]))
+        rates = presets("devices")[device]["peak_flop_per_s"]
+        longest = getattr(found.model.input, "maximum_sequence_length", None)
+        workload: dict[str, Any] = {
+            "model": str(found.path.resolve()),
+            "precision": next(each for each in ("bf16", "fp16", "fp32") if each in rates),
+            "global_batch_size": count,
+        }
+        if longest is not None:
+            workload["sequence_length"] = longest
+        name = f"{found.model.name} on {count} x {device}"
+        tables = {"name": name, "cluster": cluster, "workload": workload, "plan": {"method": given["plan.method"]}}
+        asked = overrides or []
+        batch = [] if any(each.startswith("workload.global_batch_size") for each in asked) else [0]
+        loaded = load_scenario(Path("fits"), asked, tables=tables)
+        if batch:
+            plan = loaded.scenario
+            samples = plan.policies.data_ranks * plan.plan.micro_batches
+            loaded = load_scenario(Path("fits"), [*asked, f"workload.global_batch_size={samples}"], tables=tables)
+        doing(f"adding up the memory of {loaded.scenario.ranks:,} ranks")
+        result = with_suggested_changes(loaded, simulate(loaded).result)
+    scenario = loaded.scenario
+    length = f" of {scenario.workload.sequence_length} tokens" if scenario.workload.sequence_length else ""
+    trained = f"{scenario.workload.precision}, {scenario.workload.optimizer}"
+    under = f"{scenario.plan.method} ({trained}, {scenario.workload.global_batch_size} samples{length})"
+    print(f"{scenario.name} under {under}: {_fit(result)}")
+    if result.does_not_fit is not None:
+        raise typer.Exit(DOES_NOT_FIT)
+
+
+def _fit(result: Result) -> str:
+    """Return whether a plan fits, by how much, and the change that helps most where it does not."""
+    if result.does_not_fit is None:
+        if result.margin is None:
+            return "fits"
+        spare, memory = human_bytes(result.margin.margin_bytes), human_bytes(result.margin.memory_bytes)
+        return f"fits, {spare} of {memory} to spare (largest: {result.margin.category})"
+    lack = f"does not fit, {human_bytes(result.does_not_fit.excess_bytes)} too much"
+    lack += f" (largest: {result.does_not_fit.category})"
+    best = next((each for each in result.remedies if each.fits), None) or next(iter(result.remedies), None)
+    if best is None:
+        return f"{lack}; no change of the plan helps: take more GPUs or a smaller model"
+    margin = best.margin.margin_bytes
+    then = f"{human_bytes(margin)} to spare" if best.fits else f"still {human_bytes(-margin)} too much"
+    return f"{lack}; with {best.change}: {then}"
+
+
+@app.command("models")
+def models_command() -> None:
+    """List the models that come with the package: parameters, longest sequence, origin."""
+    from rich.table import Table  # here, as other commands need no table of models
+
+    table = Table("model", "parameters", "longest sequence", "origin")
+    for name in shipped_models():
+        model = interop.find_model(name).model
+        longest = getattr(model.input, "maximum_sequence_length", None)
+        table.add_row(
+            name, f"{model.elements:,}", "" if longest is None else str(longest), model.source.partition(";")[0]
+        )
+    plain_console(PIPE_WIDTH).print(table)

@@ -1,0 +1,279 @@
+"""Cluster files from hosts and a fabric: as a topology where it has a shape, else link by link."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from gssim.cluster import Cluster
+from gssim.cluster.presets import expanded
+from gssim.cluster.topology import build
+from gssim.cluster.topology.kinds import Servers
+from gssim.errors import UserError
+from gssim.interop.fabric import Fabric, of_fabric_file
+from gssim.interop.hosts import Host, detected, of_nccl_xml, of_server, of_smi_matrix
+from gssim.interop.reading import read_bounded
+from gssim.interop.servers import server_of
+from gssim.scenario.loading import toml
+from gssim.units import one_line, parse_quantity, validated
+
+NCCL_ORDER = ("volta", "ampere", "hopper", "blackwell")
+HOP_LATENCY_S = 0.5e-6
+"""Latency of a link between switches, as in topologies: assumed, a switch and its cable."""
+
+
+class MadeCluster:
+    """A cluster file's text, and what was assumed in it."""
+
+    def __init__(self, text: str, notes: Sequence[str]) -> None:
+        self.text, self.notes = text, tuple(notes)
+
+
+def cluster_of(
+    paths: Sequence[Path],
+    *,
+    gpu: str | None = None,
+    hosts: int | None = None,
+    detect: bool = False,
+    oversubscription: float = 1.0,
+    name: str = "",
+) -> MadeCluster:
+    """Return the cluster of hosts and switches that files describe.
+
+    `paths`: NCCL's XML or `nvidia-smi topo -m` of one or more hosts, and at most one file of switches; without a host's
+    file hosts are usual servers of `gpu`, or with `detect` this machine. `hosts`: how many equal ones, where no file
+    says. Raises UserError for files that are invalid or contradict each other.
+    """
+    if not 0 < oversubscription < 1000:
+        raise UserError(f"--oversubscription {oversubscription}: must be more than 0 and less than 1000")
+    described, fabric, listed = _read(paths, gpu)
+    if detect:
+        described.append(detected())
+    if not described:
+        if gpu is None:
+            raise UserError("--gpu: missing; without a host's file it names the usual server, such as h100")
+        described = [of_server(server_of(gpu))]
+    count = len(fabric.nodes) if fabric is not None else hosts or len(described)
+    if hosts is not None and hosts != count:
+        raise UserError(f"--hosts {hosts}: the file of switches names {count}")
+    if not 1 <= count <= 100_000:
+        raise UserError(f"--hosts {count}: must be from 1 to 100000")
+    if len(described) not in (1, count):
+        raise UserError(f"{len(described)} files of hosts for {count} hosts: give one for all, or one for each")
+    all_hosts = described * count if len(described) == 1 else described
+    notes = [*listed, *dict.fromkeys(note for host in described for note in host.defaults)]
+    if count > 1 and fabric is None:
+        notes.append("fabric: one switch for all hosts; a file of switches tells another")
+    if fabric is not None and fabric.tops != fabric.switches:
+        notes.append(f"oversubscription = {oversubscription:g}: --oversubscription tells another")
+    title = name or (paths[0].stem if paths else "this machine" if detect else f"{count} x {gpu}")
+    data = _data(all_hosts, fabric, oversubscription, one_line(title, 100) or "cluster")
+    validated(Cluster, data, file=str(paths[0]) if paths else "cluster")
+    return MadeCluster(_text(data, notes, fabric), notes)
+
+
+def _read(paths: Sequence[Path], gpu: str | None) -> tuple[list[Host], Fabric | None, list[str]]:
+    described: list[Host] = []
+    fabric: Fabric | None = None
+    for path in paths:
+        text = read_bounded(path)
+        if path.suffix == ".xml" or text.lstrip().startswith("<"):
+            described.append(of_nccl_xml(text, file=str(path), gpu=gpu))
+        elif "GPU0" in text and path.suffix not in (".yaml", ".yml", ".json", ".conf"):
+            described.append(of_smi_matrix(text, file=str(path), gpu=gpu))
+        elif fabric is not None:
+            raise UserError(f"{path}: a second file of switches; allowed: one")
+        else:
+            fabric = of_fabric_file(path, text)
+    return described, fabric, fabric.listed if fabric is not None else []
+
+
+def _data(hosts: Sequence[Host], fabric: Fabric | None, oversubscription: float, name: str) -> dict[str, Any]:
+    """Return the cluster's tables."""
+    first = hosts[0]
+    source = "; ".join(dict.fromkeys(host.source for host in hosts))
+    if first.inside == "cores":
+        return _of_cores(hosts, fabric, name, source)
+    generations = [host.nccl for host in hosts]
+    slowest = min(generations, key=lambda each: NCCL_ORDER.index(each.partition("-")[0]))
+    data: dict[str, Any] = {
+        "name": name,
+        "backend": "nccl",
+        "nccl": slowest,
+        "source": f"wiring: {source}; rates as in the presets",
+        "device_types": {host.device: host.device for host in hosts},
+    }
+    needs_network = len(hosts) > 1
+    groups = [_group(host, len(list(same)), needs_network) for host, same in groupby(hosts)]
+    shape = _shape(fabric, oversubscription) if needs_network else None
+    has_pairs = any(host.inside == "links" for host in hosts)
+    if not has_pairs and (shape is not None or not needs_network):
+        data["topology"] = {"kind": "servers"} | ({"fabric": shape} if shape else {}) | {"servers": groups}
+        return data
+    return data | _link_by_link(hosts, groups, fabric, oversubscription)
+
+
+def _group(host: Host, count: int, needs_network: bool) -> dict[str, Any]:
+    if needs_network and not host.nics:
+        raise UserError(f"{host.source}: has no network card to join its host with others")
+    inside = "pcie" if host.inside == "links" else host.inside
+    table: dict[str, Any] = {"count": count, "device": host.device, "devices": host.devices}
+    if host.devices > 1 and inside != "none":
+        table |= {"inside": inside, "inside_link": host.inside_link or host.pcie_link or "pcie4x16"}
+    if host.nics:
+        table |= {"nics": host.nics, "nic_link": host.nic_link, "pcie_link": host.pcie_link or "pcie4x16"}
+    return table
+
+
+def _shape(fabric: Fabric | None, oversubscription: float) -> dict[str, Any] | None:
+    """Return the fabric as a shape of cluster files; None where it has none of them."""
+    if fabric is None or len(fabric.switches) == 1:
+        return {"kind": "switch"}
+    leafs = [list(same) for _, same in groupby(fabric.nodes, key=lambda node: fabric.above[node])]
+    tops = fabric.tops
+    flat = all(sorted(fabric.above.get(fabric.above[nodes[0]][0], [])) == sorted(tops) for nodes in leafs)
+    single = all(len(fabric.above[node]) == 1 for node in fabric.nodes)
+    distinct = len({fabric.above[nodes[0]][0] for nodes in leafs}) == len(leafs)
+    equal = all(len(nodes) == len(leafs[0]) for nodes in leafs[:-1]) and len(leafs[-1]) <= len(leafs[0])
+    if not (flat and single and distinct and equal and len(fabric.switches) == len(leafs) + len(tops)):
+        return None
+    return {
+        "kind": "leaf-spine",
+        "servers_per_leaf": len(leafs[0]),
+        "spines": len(tops),
+        "oversubscription": oversubscription,
+    }
+
+
+def _link_by_link(
+    hosts: Sequence[Host], groups: Sequence[dict[str, Any]], fabric: Fabric | None, oversubscription: float
+) -> dict[str, Any]:
+    """Return devices, switches and links one by one."""
+    several = len(hosts) > 1
+    servers = {"kind": "servers", "servers": groups} | ({"fabric": {"kind": "switch"}} if several else {})
+    built = build(validated(Servers, servers, file="cluster"))
+    wiring = built.wiring
+    switches = [name for name in built.switches if name != "switch"]
+    above = fabric.above if fabric is not None else {}
+    nodes = fabric.nodes if fabric is not None else [""] * len(hosts)
+    links, up_bytes_per_s = [], dict[str, float]()
+    for a, b, rate, latency_s in zip(
+        wiring.source.tolist(),
+        wiring.target.tolist(),
+        wiring.bandwidth_bytes_per_s.tolist(),
+        wiring.latency_s.tolist(),
+        strict=True,
+    ):
+        ends = [wiring.names[a], wiring.names[b]]
+        if a >= b:
+            continue
+        if ends[1] == "switch" and fabric is not None:
+            node = nodes[int(ends[0].partition("/")[0].removeprefix("server"))]
+            parents = above[node]
+            for parent in parents:
+                links.append(_link(ends[0], parent, rate / len(parents), latency_s))
+                up_bytes_per_s[parent] = up_bytes_per_s.get(parent, 0.0) + rate / len(parents)
+        else:
+            links.append(_link(ends[0], ends[1], rate, latency_s))
+    if fabric is not None:
+        for switch in fabric.switches:  # lower ones first, so that what is below is known
+            for parent in above.get(switch, []):
+                rate = up_bytes_per_s[switch] / len(above[switch]) / oversubscription
+                links.append(_link(switch, parent, rate, HOP_LATENCY_S))
+                up_bytes_per_s[parent] = up_bytes_per_s.get(parent, 0.0) + rate
+        switches += fabric.switches
+    elif several:
+        switches.append("switch")
+    links += [
+        _between(f"server{index}/gpu{a}", f"server{index}/gpu{b}", rate)
+        for index, host in enumerate(hosts)
+        for a, b, rate in host.pairs
+    ]
+    devices = [{"name": device, "type": kind, "host": host} for device, kind, host in built.devices]
+    return {"devices": devices, "switches": switches, "links": links}
+
+
+def _link(a: str, b: str, rate: float, latency_s: float) -> dict[str, Any]:
+    source = "rates of the presets, latencies of both halves of a way through a switch"
+    return {"between": [a, b], "bandwidth_bytes_per_s": rate, "latency_s": latency_s, "source": source}
+
+
+def _between(a: str, b: str, rate: Any) -> dict[str, Any]:
+    table = expanded("links", rate)
+    speed, latency_s = table["bandwidth_bytes_per_s"], table["latency_s"]
+    found = _link(a, b, parse_quantity(speed, "bytes/s"), parse_quantity(latency_s, "seconds"))
+    return found | {"source": table["source"]}
+
+
+def _of_cores(hosts: Sequence[Host], fabric: Fabric | None, name: str, source: str) -> dict[str, Any]:
+    """Return hosts of processors, whose cores are the devices."""
+    if fabric is not None and len(fabric.switches) > 1:
+        raise UserError("--detect: cores behind several switches cannot be written; allowed: one switch")
+    host, rates = hosts[0], replace(hosts[0]).inside_link
+    if not isinstance(rates, dict):
+        raise UserError("--detect: no rates of the processor")
+    kind = {
+        "kind": "cpu",
+        "memory_bytes": rates["memory_bytes"],
+        "memory_bandwidth_bytes_per_s": rates["bandwidth"],
+        "peak_flop_per_s": {"fp32": rates["fp32"]},
+        "source": f"assumed from {source}; `gsreal calibrate` measures them",
+    }
+    link = {
+        "bandwidth_bytes_per_s": 5e9,
+        "latency_s": 50e-6,
+        "source": "assumed: loopback; measure by gsreal calibrate",
+    }
+    if len(hosts) > 1:
+        link = dict(expanded("links", host.nic_link or "tcp-10g"))
+    return {
+        "name": name,
+        "backend": "gloo",
+        "source": source,
+        "device_types": {"core": kind},
+        "topology": {
+            "kind": "switch",
+            "devices": [{"device": "core", "count": host.devices * len(hosts)}],
+            "devices_per_host": host.devices,
+            "link": link,
+        },
+    }
+
+
+def _text(data: dict[str, Any], notes: Sequence[str], fabric: Fabric | None) -> str:
+    """Return the tables as TOML, with what was assumed as comments."""
+    lines = [f"# What does {one_line(str(data['name']))} do?", *(f"# default: {one_line(note)}" for note in notes)]
+    if fabric is not None and len(fabric.nodes) <= 64:
+        lines.append(f"# server0 to server{len(fabric.nodes) - 1}: {one_line(', '.join(fabric.nodes))}")
+    lines += [f"{key} = {toml(data[key])}" for key in ("name", "backend", "nccl", "source") if key in data]
+    if "topology" not in data:
+        for key in ("devices", "switches", "links"):
+            lines += [f"{key} = [", *(f"    {toml(each)}," for each in data[key]), "]"]
+    lines += [f"device_types.{key} = {toml(value)}" for key, value in data["device_types"].items()]
+    if "topology" in data:
+        topology = data["topology"]
+        tables = {key: value for key, value in topology.items() if key != "servers"}
+        lines += ["", "[topology]", *(f"{key} = {toml(value)}" for key, value in tables.items())]
+        for group in topology.get("servers", []):
+            lines += ["", "[[topology.servers]]", *(f"{key} = {toml(value)}" for key, value in group.items())]
+    return "\n".join(lines) + "\n"
+
+
+def usual_cluster(gpu: str, count: int) -> dict[str, Any]:
+    """Return the tables of a cluster of `count` GPUs in their usual servers, behind one switch.
+
+    Raises UserError where they are no whole number of servers, or the GPU's server is not known.
+
+    >>> usual_cluster("h100", 16)["topology"]["servers"][0]["count"]
+    2
+    """
+    server = server_of(gpu)
+    if count < 1 or count > 100_000 or (count > server.devices and count % server.devices):
+        raise UserError(f"--count {count}: allowed: up to {server.devices} of {gpu}, or a multiple of {server.devices}")
+    host = of_server(server)
+    if count < server.devices:
+        host = replace(host, devices=count, nics=0, nic_link=None, pcie_link=None)
+        if host.inside == "cube-mesh" or count == 1:
+            host = replace(host, inside="nvswitch" if count > 1 else "none")
+    return _data([host] * max(1, count // server.devices), None, 1.0, f"{count} x {server.device}")

@@ -1,0 +1,253 @@
+"""Fabrics between hosts: Slurm's topology.conf and topology.yaml (topograph writes them), and labels of Kubernetes.
+
+None of them has rates: switches are taken to be as fast as the cards below them, divided by an oversubscription.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from gssim.errors import UserError
+from gssim.interop.reading import parsed_json, parsed_yaml
+from gssim.units import one_line
+
+MOST_HOSTS = 100_000
+LONGEST_LIST = 20_000
+"""Characters of a host list."""
+TIER = re.compile(r"^(?:fabric\.topograph\.run|network\.topology\.(?:nvidia\.com|kubernetes\.io))/(?:tier-)?(.+)$")
+ORDER = {"accelerator": 0, "leaf": 1, "spine": 2, "core": 3, "block": 1, "datacenter": 4}
+"""Levels of labels that have names in the place of numbers."""
+
+
+@dataclass
+class Fabric:
+    """Switches over hosts."""
+
+    nodes: list[str] = field(default_factory=list)
+    """Names of the hosts in the order of the file."""
+    above: dict[str, list[str]] = field(default_factory=dict)
+    """Switches directly over each host and switch."""
+    listed: list[str] = field(default_factory=list)
+    """What the file says that has no effect."""
+
+    def put(self, child: str, parent: str) -> None:
+        """Hang a host or switch under a switch."""
+        parents = self.above.setdefault(child, [])
+        if parent not in parents:
+            parents.append(parent)
+
+    @property
+    def switches(self) -> list[str]:
+        """Names of all switches, lower ones first."""
+        found = list(dict.fromkeys(parent for node in self.nodes for parent in self.above.get(node, [])))
+        for switch in found:  # grows while it is walked
+            found += [parent for parent in self.above.get(switch, []) if parent not in found]
+        return found
+
+    @property
+    def tops(self) -> list[str]:
+        """Switches under no other."""
+        return [switch for switch in self.switches if not self.above.get(switch)]
+
+
+def of_fabric_file(path: Path, text: str) -> Fabric:
+    """Return the fabric in a file of switches; raise UserError where it is invalid or has islands."""
+    file = str(path)
+    if path.suffix in (".yaml", ".yml", ".json"):
+        data = parsed_json(text, file=file) if path.suffix == ".json" else parsed_yaml(text, file=file)
+        fabric = _of_labels(data["items"], file) if _has_items(data) else _of_yaml(data, file)
+    else:
+        fabric = _of_conf(text, file)
+    _check(fabric, file)
+    return fabric
+
+
+def _has_items(data: Any) -> bool:
+    return isinstance(data, Mapping) and isinstance(data.get("items"), list)
+
+
+def hosts_in(text: str, *, file: str) -> list[str]:
+    """Return the names in a host list of Slurm.
+
+    >>> hosts_in("srv[8-10,12],login", file="example")
+    ['srv8', 'srv9', 'srv10', 'srv12', 'login']
+    """
+    if len(text) > LONGEST_LIST or text.count("[") != text.count("]"):
+        raise UserError(f"{file}: {one_line(text, 60)!r}: is no host list")
+    found: list[str] = []
+    for part in re.findall(r"[^,\[]*(?:\[[^\]]*\][^,\[]*)+|[^,\[\]]+", text):
+        names = [""]
+        for plain, ranges in re.findall(r"([^\[\]]+)|\[([^\]]*)\]", part):
+            ends = [plain] if plain else _numbers(ranges, file)
+            if len(names) * len(ends) + len(found) > MOST_HOSTS:
+                raise UserError(f"{file}: {one_line(part, 60)}: more than {MOST_HOSTS} names")
+            names = [name + end for name in names for end in ends]
+        found += names
+    if not found:
+        raise UserError(f"{file}: {one_line(text, 60)!r}: is no host list")
+    return found
+
+
+def _numbers(ranges: str, file: str) -> list[str]:
+    found: list[str] = []
+    for each in ranges.split(","):
+        match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", each.strip())
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise UserError(f"{file}: [{one_line(ranges, 40)}]: is no list of numbers and ranges")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last - first + len(found) >= MOST_HOSTS:
+            raise UserError(f"{file}: [{one_line(ranges, 40)}]: more than {MOST_HOSTS} names")
+        found += [str(number).zfill(len(match[1])) for number in range(first, last + 1)]
+    return found
+
+
+def _of_conf(text: str, file: str) -> Fabric:
+    """Return the fabric of a topology.conf: lines of SwitchName= or BlockName= with their children."""
+    fabric = Fabric()
+    blocks = []
+    for number, line in enumerate(re.sub(r"\\\r?\n", " ", text).splitlines(), start=1):
+        pairs = dict(
+            (key.lower(), value) for key, _, value in (word.partition("=") for word in line.partition("#")[0].split())
+        )
+        where = f"{file} line {number}"
+        if not pairs:
+            continue
+        name = pairs.pop("switchname", None)
+        block = pairs.pop("blockname", None)
+        nodes, switches = pairs.pop("nodes", None), pairs.pop("switches", None)
+        for key in pairs:
+            if key not in ("linkspeed", "blocksizes"):
+                raise UserError(f"{where}: {one_line(key, 40)}: unknown key; allowed: SwitchName, BlockName and theirs")
+            fabric.listed.append(f"line {number}: {key} = {pairs[key]}: without effect")
+        if name is None and block is None:
+            if nodes or switches:
+                raise UserError(f"{where}: lacks SwitchName or BlockName")
+            continue
+        if (nodes is None) == (switches is None):
+            raise UserError(f"{where}: {name or block}: needs Nodes or Switches, one of them")
+        blocks += [block] if block is not None else []
+        _hang(fabric, name or str(block), nodes, switches, where)
+    _join_blocks(fabric, blocks)
+    return fabric
+
+
+def _hang(fabric: Fabric, name: str, nodes: str | None, switches: str | None, where: str) -> None:
+    for child in hosts_in(nodes or switches or "", file=where):
+        if child == name:
+            raise UserError(f"{where}: {name}: is its own child")
+        if nodes is not None and child not in fabric.above:
+            fabric.nodes.append(child)
+        fabric.put(child, name)
+
+
+def _join_blocks(fabric: Fabric, blocks: Sequence[str]) -> None:
+    """Put one switch over blocks, which the file does not join."""
+    if len(blocks) > 1:
+        fabric.listed.append(f"{len(blocks)} blocks: joined by one switch, as the file does not say")
+        for block in blocks:
+            fabric.put(block, "switch-of-blocks")
+
+
+def _of_yaml(data: Any, file: str) -> Fabric:
+    """Return the fabric of a topology.yaml: a list of topologies, of which the cluster's default counts."""
+    entries = data if isinstance(data, list) else [data]
+    tables = [entry for entry in entries if isinstance(entry, Mapping) and (entry.get("tree") or entry.get("block"))]
+    if not tables:
+        raise UserError(f"{file}: holds no tree and no block; allowed: Slurm's topology.yaml, or nodes of Kubernetes")
+    table = next((entry for entry in tables if entry.get("cluster_default")), tables[0])
+    fabric = Fabric()
+    fabric.listed += [f"topology {entry.get('topology')}: another one counts" for entry in tables if entry is not table]
+    blocks = []
+    kind = "tree" if table.get("tree") else "block"
+    entries = _entries(table[kind], "switches" if kind == "tree" else "blocks", file)
+    for entry in entries:
+        name = entry.get("switch" if kind == "tree" else "block")
+        nodes, children = entry.get("nodes"), entry.get("children")
+        if not isinstance(name, str) or not isinstance(nodes or children, str) or (nodes and children):
+            raise UserError(f"{file}: {one_line(str(name), 60)}: needs a name, and nodes or children, one of them")
+        blocks += [name] if kind == "block" else []
+        _hang(fabric, name, nodes, children, file)
+    _join_blocks(fabric, blocks)
+    return fabric
+
+
+def _entries(table: Any, name: str, file: str) -> list[Mapping[str, Any]]:
+    entries = table.get(name) if isinstance(table, Mapping) else None
+    if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
+        raise UserError(f"{file}: {name}: must be a list of tables")
+    return entries
+
+
+def _of_labels(items: Sequence[Any], file: str) -> Fabric:
+    """Return the fabric of nodes of Kubernetes (`kubectl get nodes -o json`) by topograph's labels."""
+    fabric = Fabric()
+    for item in items:
+        meta = item.get("metadata") if isinstance(item, Mapping) else None
+        labels = meta.get("labels") if isinstance(meta, Mapping) else None
+        if not isinstance(labels, Mapping) or not isinstance(meta, Mapping):
+            raise UserError(f"{file}: a node has no metadata.labels")
+        tiers = {
+            _level(match[1]): str(value) for key, value in labels.items() if (match := TIER.match(str(key))) is not None
+        }
+        name = str(meta.get("name"))
+        if not tiers:
+            raise UserError(f"{file}: {one_line(name, 60)}: has no label fabric.topograph.run/tier-0")
+        fabric.nodes.append(name)
+        path = [name, *(f"tier{level}/{tiers[level]}" for level in sorted(tiers))]
+        for child, parent in pairwise(path):
+            fabric.put(child, parent)
+    return fabric
+
+
+def _level(text: str) -> int:
+    return int(text) if re.fullmatch(r"[0-9]{1,3}", text) else ORDER.get(text, 5)
+
+
+def _check(fabric: Fabric, file: str) -> None:
+    """Raise UserError for cycles, islands, and switches that nothing hangs under."""
+    if not fabric.nodes:
+        raise UserError(f"{file}: names no hosts")
+    hosts = set(fabric.nodes)
+    mixed = next((switch for switch in fabric.switches if switch in hosts), None)
+    if mixed is not None:
+        raise UserError(f"{file}: {mixed}: is a host and a switch")
+    _check_order(fabric, file)
+    below: dict[str, list[str]] = {}
+    for child, parents in fabric.above.items():
+        for parent in parents:
+            below.setdefault(parent, []).append(child)
+    reached, waiting = {fabric.nodes[0]}, [fabric.nodes[0]]
+    while waiting:
+        name = waiting.pop()
+        new = [each for each in (*fabric.above.get(name, []), *below.get(name, [])) if each not in reached]
+        reached.update(new)
+        waiting += new
+    islands = [node for node in fabric.nodes if node not in reached]
+    if islands:
+        first = fabric.nodes[0]
+        raise UserError(f"{file}: {first} and {islands[0]} have no switch in common: islands; join their switches")
+
+
+def _check_order(fabric: Fabric, file: str) -> None:
+    """Raise UserError for switches that are under themselves, and for those that no host is under."""
+    switches = fabric.switches
+    empty = sorted(name for name in fabric.above if name not in {*switches, *fabric.nodes})
+    if empty:
+        raise UserError(f"{file}: {empty[0]}: no host is under this switch")
+    left = {name: len(fabric.above.get(name, [])) for name in switches}
+    below: dict[str, list[str]] = {name: [] for name in switches}
+    for name in switches:
+        for parent in fabric.above.get(name, []):
+            below[parent].append(name)
+    free = [name for name, parents in left.items() if not parents]
+    for name in free:  # grows while it is walked, from the tops down
+        for child in below[name]:
+            left[child] -= 1
+            if not left[child]:
+                free.append(child)
+    if len(free) < len(switches):
+        looped = next(name for name in switches if name not in set(free))
+        raise UserError(f"{file}: {looped}: is under itself")

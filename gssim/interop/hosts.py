@@ -1,0 +1,351 @@
+"""Hosts from what machines say of themselves: NCCL's topology XML, `nvidia-smi topo -m`, and /sys and /proc.
+
+Rates are of the wire, as in the presets; `nccl` in the cluster file knows how much of them is reached.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+from xml.etree.ElementTree import Element
+
+from gssim.cluster.topology.builders import CUBE_MESH
+from gssim.errors import UserError
+from gssim.interop.reading import parsed_xml
+from gssim.interop.servers import SERVERS, Server, server_of
+from gssim.units import one_line
+
+NVSWITCH, NVLINK_PEER = "0x068000", "0x030200"
+"""Classes of NVLinks' targets in NCCL's XML (tclass): NVSwitch, another GPU."""
+NVLINK_BYTES_PER_S = {60: 20e9, 70: 25e9, 80: 25e9, 90: 25e9, 100: 50e9}
+"""Rate of one NVLink's wire in each direction, by compute capability. Source: NVIDIA's data sheets."""
+NVLINK_PRESETS = {
+    (70, 6): "nvlink2-v100",
+    (80, 12): "nvlink3-a100",
+    (90, 18): "nvlink4-h100",
+    (100, 18): "nvlink5-b200",
+}
+GPU_OF_CAPABILITY = {70: "v100", 80: "a100", 90: "h100", 100: "b200"}
+"""The GPU of a compute capability where only one of the presets has it; others are to be named."""
+NCCL_OF_CAPABILITY = {
+    70: "volta",
+    75: "volta",
+    80: "ampere",
+    86: "ampere",
+    89: "ampere",
+    90: "hopper",
+    100: "blackwell",
+}
+PCIE_PRESETS = {(8.0, 16): "pcie3x16", (8.0, 8): "pcie3x8", (16.0, 16): "pcie4x16", (32.0, 16): "pcie5x16"}
+PCIE_LANE_BYTES_PER_S = {2.5: 0.1875e9, 5.0: 0.375e9, 8.0: 0.75e9, 16.0: 1.5e9, 32.0: 3e9, 64.0: 6e9}
+"""Usable rate of a lane by its GT/s. Source: NCCL, topo.h (12 GB/s for 16 lanes of 8 GT/s, and in proportion)."""
+INFINIBAND = {100: "ib-edr-100", 200: "ib-hdr-200", 400: "ib-ndr-400"}
+ETHERNET = {1: "tcp-1g", 10: "tcp-10g", 25: "tcp-25g", 100: "tcp-100g"}
+"""Presets of network cards by Gbit/s."""
+
+MOST_GPUS = 256
+"""Most GPUs of a matrix."""
+
+Rate = str | dict[str, Any]
+"""A link's preset, or its table."""
+
+
+@dataclass
+class Host:
+    """The devices of one host, and how they are linked."""
+
+    device: str
+    """Preset of its devices."""
+    devices: int
+    inside: str
+    """nvswitch, pcie, cube-mesh, none, or links: those of `pairs`."""
+    inside_link: Rate | None
+    nics: int
+    nic_link: Rate | None
+    pcie_link: Rate | None
+    nccl: str
+    source: str
+    pairs: list[tuple[int, int, Rate]] = field(default_factory=list)
+    """Links between two devices, where no shape of the cluster file has them."""
+    defaults: list[str] = field(default_factory=list)
+    """What was assumed."""
+
+
+def of_server(server: Server) -> Host:
+    """Return a usual server as a host."""
+    return Host(
+        server.device,
+        server.devices,
+        server.inside,
+        server.inside_link,
+        server.nics,
+        server.nic_link,
+        server.pcie_link,
+        server.nccl,
+        server.source,
+    )
+
+
+def of_nccl_xml(text: str, *, file: str, gpu: str | None) -> Host:
+    """Return the host in a topology that NCCL has dumped; `gpu` names its GPUs where their capability does not."""
+    root = parsed_xml(text, file=file)
+    if root.tag != "system":
+        raise UserError(f"{file}: <{one_line(root.tag, 40)}>: is no topology of NCCL; allowed: <system>")
+    gpus = [(pci, each) for pci in root.iter("pci") for each in pci.findall("gpu")]
+    if not gpus:
+        raise UserError(
+            f"{file}: has no <gpu>; NCCL_TOPO_DUMP_FILE is written by rank 0 of a group with this host's GPUs"
+        )
+    busids = [pci.get("busid", "").lower() for pci, _ in gpus]
+    capabilities = {_int(each, "sm", file) for _, each in gpus}
+    if len(capabilities) > 1:
+        raise UserError(f"{file}: sm = {sorted(capabilities)}: GPUs of two kinds in a host cannot be imported")
+    capability = capabilities.pop()
+    device, defaults = _gpu_of(capability, gpu, file)
+    found = Host(device, len(gpus), "pcie", None, 0, None, None, "", f"NCCL's topology file {Path(file).name}")
+    found.defaults = defaults
+    found.nccl = NCCL_OF_CAPABILITY.get(capability, "ampere")
+    found.pcie_link = _pcie(gpus[0][0], file)
+    _nvlinks(found, [each for _, each in gpus], busids, capability, file)
+    if found.inside == "pcie":
+        found.inside_link = found.pcie_link
+    _cards(found, [net for nic in root.iter("nic") for net in nic.findall("net")], file)
+    return found
+
+
+def _gpu_of(capability: int, gpu: str | None, file: str) -> tuple[str, list[str]]:
+    if gpu is not None:
+        return server_of(gpu).device, []
+    if capability not in GPU_OF_CAPABILITY:
+        raise UserError(f"{file}: sm = {capability}: several GPUs have it; name yours by --gpu ({', '.join(SERVERS)})")
+    device = SERVERS[GPU_OF_CAPABILITY[capability]].device
+    return device, [f"device = {device}: the usual GPU of sm = {capability}; --gpu names another"]
+
+
+def _int(element: Element, key: str, file: str) -> int:
+    value = element.get(key, "")
+    if not re.fullmatch(r"-?[0-9]{1,12}", value):
+        raise UserError(f"{file}: <{element.tag}> {key} = '{one_line(value, 40)}': must be a whole number")
+    return int(value)
+
+
+def _pcie(pci: Element, file: str) -> Rate:
+    """Return the link of a device from its PCIe speed and width."""
+    speed, lanes = pci.get("link_speed", ""), _int(pci, "link_width", file)
+    match = re.match(r"^([0-9.]{1,6})\s*GT/s", speed)
+    giga = float(match[1]) if match and match[1].count(".") < 2 and match[1] != "." else 0.0
+    if giga not in PCIE_LANE_BYTES_PER_S or lanes not in (1, 2, 4, 8, 16, 32):
+        said = f"link_speed = '{one_line(speed, 30)}', link_width = {lanes}"
+        raise UserError(f"{file}: <pci> {said}: is no PCIe link; virtual machines may hide it")
+    if (giga, lanes) in PCIE_PRESETS:
+        return PCIE_PRESETS[giga, lanes]
+    rate = PCIE_LANE_BYTES_PER_S[giga] * lanes
+    return {"preset": "pcie4x16", "bandwidth_bytes_per_s": rate, "source": f"NCCL, topo.h: {giga} GT/s, {lanes} lanes"}
+
+
+def _nvlink(capability: int, count: int) -> Rate:
+    if (capability, count) in NVLINK_PRESETS:
+        return NVLINK_PRESETS[capability, count]
+    generation = max((each for each in NVLINK_BYTES_PER_S if each <= capability), default=60)
+    rate = count * NVLINK_BYTES_PER_S[generation]
+    return {"preset": "nvlink3-a100", "bandwidth_bytes_per_s": rate, "source": f"{count} NVLinks of sm {capability}"}
+
+
+def _nvlinks(host: Host, gpus: Sequence[Element], busids: Sequence[str], capability: int, file: str) -> None:
+    """Fill in how NVLinks join the GPUs: through switches, as the mesh of a DGX-1V, or pair by pair."""
+    to_switch = []
+    pairs: dict[tuple[int, int], int] = {}
+    for index, gpu in enumerate(gpus):
+        links = gpu.findall("nvlink")
+        to_switch.append(sum(_int(link, "count", file) for link in links if link.get("tclass") == NVSWITCH))
+        for link in links:
+            target = link.get("target", "").lower()
+            if link.get("tclass") == NVLINK_PEER and target in busids and busids.index(target) != index:
+                other = busids.index(target)
+                pairs[min(index, other), max(index, other)] = _int(link, "count", file)
+    if all(to_switch) and len(gpus) > 1:
+        if len(set(to_switch)) > 1 or not 1 <= to_switch[0] <= 64:
+            raise UserError(f"{file}: NVLinks to switches = {to_switch}: must be equally many of each GPU, at most 64")
+        host.inside, host.inside_link = "nvswitch", _nvlink(capability, to_switch[0])
+    elif pairs:
+        _joined_by_pairs(host, pairs, lambda count: _nvlink(capability, count))
+
+
+def _joined_by_pairs(host: Host, pairs: dict[tuple[int, int], int], rate: Any) -> None:
+    """Fill in NVLinks between pairs of GPUs: a shape that the cluster file knows, or each link."""
+    if pairs == CUBE_MESH:
+        host.inside, host.inside_link = "cube-mesh", rate(6)
+        return
+    host.inside = "links"
+    host.pairs = [(a, b, rate(count)) for (a, b), count in sorted(pairs.items())]
+
+
+def _cards(host: Host, nets: Sequence[Element], file: str) -> None:
+    """Fill in the network cards that are as fast as the fastest one; the others are for storage or control."""
+    speeds = [(net.get("name", ""), _int(net, "speed", file)) for net in nets]
+    fastest = max((speed for _, speed in speeds), default=0)
+    cards = [(name, speed) for name, speed in speeds if speed == fastest]
+    if fastest <= 0:
+        host.nics, host.nic_link = 0, None
+        host.pcie_link = None if host.inside != "none" else host.pcie_link
+        return
+    count = len(cards)
+    while count > 1 and host.devices % count:
+        count -= 1
+    if count < len(speeds):
+        host.defaults.append(
+            f"nics = {count}: of {len(speeds)} cards, those of {fastest} Mbit/s that the GPUs share evenly"
+        )
+    host.nics, host.nic_link = count, card_link(cards[0][0], fastest / 1000)
+
+
+def card_link(name: str, gbit: float) -> Rate:
+    """Return the link of a network card by its name and rate in Gbit/s.
+
+    >>> card_link("mlx5_0", 400), card_link("eth0", 10)
+    ('ib-ndr-400', 'tcp-10g')
+    """
+    infiniband = name.startswith(("mlx", "ib", "rocep", "bnxt"))
+    table = INFINIBAND if infiniband else ETHERNET
+    if gbit in table:
+        return table[int(gbit)]
+    source = f"{name}: {gbit:g} Gbit/s; latency as in the preset"
+    preset = "ib-hdr-200" if infiniband else "tcp-25g"
+    return {"preset": preset, "bandwidth_bytes_per_s": gbit * 1e9 / 8, "source": one_line(source, 80)}
+
+
+def of_smi_matrix(text: str, *, file: str, gpu: str | None) -> Host:
+    """Return the host in the output of `nvidia-smi topo -m`, which has no rates: they are those of the GPU's server."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    lines = [line.split("\t") if "\t" in line else line.split() for line in plain.splitlines()]
+    header = next((line for line in lines if any(cell.strip() == "GPU0" for cell in line)), None)
+    if header is None:
+        raise UserError(f"{file}: has no GPU0; allowed: the output of `nvidia-smi topo -m`")
+    if gpu is None:
+        raise UserError(f"{file}: does not name its GPUs; say --gpu ({', '.join(SERVERS)})")
+    names = [cell.strip() for cell in header if re.fullmatch(r"(GPU|NIC|mlx5_)[0-9]+", cell.strip())]
+    gpus = [name for name in names if name.startswith("GPU")]
+    rows: dict[str, list[str]] = {}
+    for line in lines:
+        cells = [cell.strip() for cell in line if cell.strip()]
+        if cells and cells[0] in gpus and len(cells) > len(names):
+            rows[cells[0]] = cells[1:]
+    if list(rows) != gpus or len(gpus) > MOST_GPUS:
+        raise UserError(f"{file}: the matrix lacks a row of its {len(gpus)} GPUs, or has more than {MOST_GPUS}")
+    server = of_server(server_of(gpu))
+    server.devices, server.source = len(gpus), f"`nvidia-smi topo -m` in {Path(file).name}; rates: {server.source}"
+    _smi_inside(server, _smi_pairs(rows, gpus, names, file), server_of(gpu))
+    cards = len(names) - len(gpus)
+    while cards > 1 and len(gpus) % cards:
+        cards -= 1
+    server.nics = min(cards, len(gpus)) if cards else 0
+    if not server.nics:
+        server.nic_link = server.pcie_link = None
+    server.defaults.append(f"rates: of the usual server of {gpu}, as the matrix has none")
+    return server
+
+
+def _smi_pairs(
+    rows: dict[str, list[str]], gpus: Sequence[str], names: Sequence[str], file: str
+) -> dict[tuple[int, int], int]:
+    """Return the number of NVLinks between GPUs by pair."""
+    pairs = {}
+    for a, b in combinations(range(len(gpus)), 2):
+        cell = rows[gpus[a]][names.index(gpus[b])]
+        if rows[gpus[b]][names.index(gpus[a])] != cell:
+            raise UserError(f"{file}: GPU{a} and GPU{b}: the matrix is not symmetric")
+        if match := re.fullmatch(r"NV([0-9]{1,2})", cell):
+            pairs[a, b] = int(match[1])
+        elif cell not in ("PIX", "PXB", "PHB", "NODE", "SYS"):
+            raise UserError(f"{file}: GPU{a} and GPU{b}: {one_line(cell, 20)!r}: no such connection")
+    return pairs
+
+
+def _smi_inside(host: Host, pairs: dict[tuple[int, int], int], server: Server) -> None:
+    all_joined = len(pairs) == host.devices * (host.devices - 1) // 2
+    if not pairs:
+        host.inside, host.inside_link = ("pcie", server.pcie_link) if host.devices > 1 else ("none", None)
+    elif all_joined and len(set(pairs.values())) == 1 and host.devices > 2:
+        host.inside, host.inside_link = "nvswitch", server.inside_link
+    else:
+        capability = next((sm for sm, name in GPU_OF_CAPABILITY.items() if server.device.startswith(name)), 80)
+        _joined_by_pairs(host, pairs, lambda count: _nvlink(capability, count))
+
+
+# The machine itself ---------------------------------------------------------------------------------------------------
+
+
+def detected(*, proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> Host:
+    """Return this machine: its GPUs where nvidia-smi tells them, else its processor's cores."""
+    names = _smi("--query-gpu=name", "--format=csv,noheader")
+    if names:
+        first = names.splitlines()[0].lower()
+        key = next((name for name in SERVERS if name in first.replace(" ", "")), None)
+        if key is None:
+            raise UserError(
+                f"--detect: {one_line(first, 60)}: no such preset; say --gpu, with nvidia-smi's matrix as FILE"
+            )
+        host = of_smi_matrix(_smi("topo", "-m"), file="nvidia-smi", gpu=key)
+    else:
+        host = _processor(proc)
+    cards = [card for card in sorted(sys.glob("class/net/*")) if (card / "device").exists()]
+    speeds = {card.name: speed for card in cards if (speed := _speed_of(card)) > 0}
+    if speeds:
+        name = max(speeds, key=lambda each: speeds[each])
+        host.defaults.append(f"network card {name} of {speeds[name]} Mbit/s: used where hosts are joined")
+        if host.nic_link is None:
+            host.nics, host.nic_link = 1, card_link(name, speeds[name] / 1000)
+            host.pcie_link = host.pcie_link or "pcie4x16"
+    return host
+
+
+def _speed_of(card: Path) -> int:
+    try:
+        return int((card / "speed").read_text())
+    except (OSError, ValueError):  # a card that is down has none
+        return 0
+
+
+def _smi(*arguments: str) -> str:
+    """Return the output of nvidia-smi, or an empty text where there is none."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return ""
+    try:
+        ended = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return ended.stdout if ended.returncode == 0 else ""
+
+
+FLOP_PER_CYCLE = {"avx512f": 64, "avx2": 32, "asimd": 16}
+"""fp32 operations of a core in a cycle by its widest vectors: two fused multiply-adds."""
+
+
+def _processor(proc: Path) -> Host:
+    """Return the cores of this machine as devices, with rates that are assumed from clock and vectors."""
+    try:
+        info = (proc / "cpuinfo").read_text(errors="replace")
+        total = re.search(r"MemTotal:\s*([0-9]+) kB", (proc / "meminfo").read_text())
+    except OSError as error:
+        raise UserError(f"--detect: {error.filename}: cannot be read: {error.strerror}") from None
+    model = re.search(r"model name\s*:\s*(.*)", info)
+    cores = len(set(re.findall(r"physical id\s*:\s*(\d+)[\s\S]*?core id\s*:\s*(\d+)", info))) or os.cpu_count() or 1
+    sockets = len(set(re.findall(r"physical id\s*:\s*(\d+)", info))) or 1
+    clock = re.search(r"cpu MHz\s*:\s*([0-9.]+)", info)
+    megahertz = float(clock[1]) if clock else 2500.0
+    per_cycle = next((flop for flag, flop in FLOP_PER_CYCLE.items() if flag in info), 8)
+    name = one_line(model[1].strip(), 60) if model else "processor"
+    host = Host("core", cores, "cores", None, 0, None, None, "", f"/proc of this machine: {sockets} x {name}")
+    host.inside_link = {
+        "memory_bytes": int(total[1]) * 1024 // cores if total else 2**30,
+        "fp32": megahertz * 1e6 * per_cycle,
+        "bandwidth": 10e9,
+    }
+    host.defaults.append(f"rates of {name}: assumed from {megahertz:g} MHz; `gsreal calibrate` measures them")
+    return host

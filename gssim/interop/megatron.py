@@ -1,0 +1,486 @@
+"""Importer of Megatron-LM's arguments: a command line or script, a file of arguments, or a YAML file of them.
+
+Names as of Megatron-LM core 0.16, written with hyphens and without the leading ones. A script is not run: variables
+that it sets to plain texts are replaced, all others stay as they are written, and keys that need them are refused.
+"""
+
+import re
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from gssim.errors import UserError
+from gssim.interop.reading import Keys, Rule, Value, flattened, listed, refused
+from gssim.interop.training import Training, optimizer_in
+
+LOGGING = "logging, data, checkpoints and evaluation are no part of a step"
+NUMERICS = "changes numbers, not step time or memory"
+KERNELS = "approximated: kernels are those that the model was traced with"
+MODEL = "the model is --model"
+EXPERTS = "mixtures of experts cannot be simulated"
+INFERENCE = "generation cannot be simulated"
+UNSHARDED = "of a kind of sharding that is off, or refused above"
+
+MEGATRON: dict[str, Rule] = {
+    **refused(
+        EXPERTS, "num-experts", "moe-use-upcycling", "moe-layer-freq", "expert-tensor-parallel-size", neutral=(1,)
+    ),
+    **listed("of mixtures of experts, which are off or refused", "moe-*", "expert-*", "*-expert-*", "router-*"),
+    **refused("fp8 and fp4 cannot be simulated", "fp8", "fp8-format", "fp8-hybrid", "fp8-e4m3", "fp4*"),
+    **listed("of fp8, which is off or refused", "fp8-*", "*-bf16-layers", "first-last-layers-bf16", "keep-fp8*"),
+    **refused(
+        "state-space, hybrid and latent-attention models cannot be simulated",
+        "multi-latent-attention",
+        "hybrid-*-pattern",
+        "hybrid-*-ratio",
+        "mamba-*",
+        "experimental-attention-variant",
+        "mtp-num-layers",
+        "is-hybrid-model",
+        "heterogeneous-layers-config*",
+    ),
+    **listed("of latent attention or state-space models, which are off or refused", "q-lora-rank", "kv-lora-rank"),
+    **listed(
+        "of latent attention or state-space models, which are off or refused", "qk-head-dim", "qk-pos*", "v-head*"
+    ),
+    **listed("of latent attention or state-space models, which are off or refused", "mtp-*", "linear-*", "mscale*"),
+    **refused(INFERENCE, "perform-rl-step", "rl-*", "grpo-*", "num-tokens-to-generate", "use-legacy-static-engine"),
+    **refused(INFERENCE, "inference-dynamic-batching", "langrl-*", "incoming-requests-*", "prompts", "prompt-file"),
+    **listed("of generation", "inference-*", "max-tokens-to-oom", "temperature", "top*k", "top*p", "flash-decode"),
+    **listed("of generation", "return-log-probs", "output-path", "enable-chunked-prefill", "num-speculative-tokens"),
+    **refused("a training of several models or stages cannot be simulated", "encoder-num-layers", "decoder-num-layers"),
+    **refused(
+        "a training of several models or stages cannot be simulated", "vision-model-type", "encoder-tp", "llm-tp"
+    ),
+    **refused("steps of changing batch cannot be simulated", "step-batch-size-schedule"),
+    **refused(EXPERTS, "num-moe-experts"),
+    **listed("of context parallelism, which is off or refused", "cp-comm-type", "hierarchical-context*"),
+    **listed("of pipelines, which send while they compute here", "wgrad-deferral-limit", "variable-seq-lengths"),
+    **refused("knowledge distillation cannot be simulated", "export-kd*", "logits-*", "teacher-*", "modelopt*"),
+    **refused("offloading cannot be simulated", "optimizer-cpu-offload", "cpu-offloading*", "offload-*"),
+    **refused("offloading cannot be simulated", "fine-grained-activation-offloading", "use-cpu-initialization-offload"),
+    **listed("of offloading, which is off or refused", "optimizer-offload-fraction", "overlap-cpu-*", "*pin-cpu-*"),
+    **refused(
+        "16-bit state of the optimizer cannot be simulated",
+        "main-grads-dtype",
+        "main-params-dtype",
+        "exp-avg-dtype",
+        "exp-avg-sq-dtype",
+        neutral=("fp32",),
+    ),
+    **listed("state is in fp32", "use-precision-aware-optimizer", "store-param-remainders"),
+    **refused("CUDA graphs are not modelled", "enable-cuda-graph", "cuda-graph-impl", "external-cuda-graph"),
+    **listed("of CUDA graphs, which are off or refused", "cuda-graph-*", "te-rng-tracker", "inference-rng-tracker"),
+    **refused("tensor parallelism that overlaps its messages cannot be simulated", "tp-comm-overlap"),
+    **listed("of an overlap that is off or refused", "tp-comm-*", "delay-wgrad-compute", "overlap-moe*"),
+    **refused("pipelines that overlap with updates cannot be simulated", "overlap-param-gather-with-optimizer-step"),
+    **refused(
+        "a layout of stages by letters cannot be simulated", "pipeline-model-parallel-layout", or_set=("plan.stages",)
+    ),
+    **refused("stages of embeddings and loss cannot be simulated", "account-for-*-in-pipeline-split", "standalone-*"),
+    **refused(
+        "optimizers beside the distributed one cannot be simulated", "num-distributed-optimizer-instances", neutral=(1,)
+    ),
+    **refused(
+        "sharding at two levels of Megatron-FSDP cannot be simulated",
+        "outer-dp-sharding-strategy",
+        neutral=("no_shard",),
+    ),
+    **refused("sharding at two levels of Megatron-FSDP cannot be simulated", "enable-full-sharding-in-hsdp"),
+    **refused("steps of changing batch cannot be simulated", "rampup-batch-size"),
+    **refused("steps of changing batch cannot be simulated", "decrease-batch-size-if-needed"),
+    **refused("frozen layers cannot be simulated", "freeze-*", "lora-*"),
+    **refused("checkpoint arguments replace those of the file", "use-checkpoint-args"),
+    **refused(
+        "a retired spelling: see Megatron's own message", "model-parallel-size", "batch-size", "checkpoint-activations"
+    ),
+    **refused("arguments in a further file", "yaml-cfg", "config-file"),
+    **listed("approximated: all gradients are reduced in the buckets of this method", "ddp-*", "no-align-*"),
+    **listed(
+        UNSHARDED, "megatron-fsdp-*", "torch-fsdp2-*", "fsdp-*", "data-parallel-sharding-strategy", "init-model-with*"
+    ),
+    **listed("approximated: the shards are those of the method", "overlap-param-gather", "align-*", "use-nccl-ub"),
+    **listed("approximated: the shards are those of the method", "suggested-communication-unit-size", "nccl-*"),
+    **listed("approximated: pipelines send while they compute", "no-overlap-p2p*", "overlap-p2p*", "microbatch-group*"),
+    **listed("approximated: pipelines send while they compute", "deallocate-pipeline-outputs", "defer-embedding*"),
+    **listed(
+        "approximated: sums of a micro-batch's gradients are kernels of their own", "*gradient-accumulation-fusion"
+    ),
+    **listed(
+        KERNELS, "*-fusion", "*-fusion-impl", "transformer-impl", "attention-backend", "use-flash-attn", "no-persist-*"
+    ),
+    **listed(
+        KERNELS,
+        "use-*fused*",
+        "cross-entropy-*",
+        "use-transformer-engine-op-fuser",
+        "*flashinfer*",
+        "batch-invariant-mode",
+    ),
+    **listed(KERNELS, "deterministic-mode", "attention-softmax-in-fp32", "apply-query-key-layer-scaling", "use-te*"),
+    **listed(KERNELS, "fp16-lm-cross-entropy", "fp32-residual-connection", "output-logit-dtype", "fallback-to-eager*"),
+    **listed(
+        MODEL, "max-position-embeddings", "position-embedding-type", "rotary-*", "use-rotary*", "use-rope*", "*rope*"
+    ),
+    **listed(MODEL, "yarn-*", "no-position-embedding", "swiglu", "quick-geglu", "squared-relu", "openai-gelu", "glu-*"),
+    **listed(
+        MODEL, "normalization", "norm-epsilon", "layernorm-epsilon", "apply-layernorm-1p", "qk-layernorm", "qk-l2*"
+    ),
+    **listed(MODEL, "disable-bias-linear", "add-qkv-bias", "add-bias-linear", "untie-embeddings*", "kv-channels"),
+    **listed(MODEL, "group-query-attention", "attention-output-gate", "make-vocab*", "vocab-*", "padded-vocab*"),
+    **listed(
+        MODEL, "hidden-dropout", "attention-dropout", "*dropout*", "init-method*", "window-*", "softmax-type", "spec"
+    ),
+    **listed(
+        MODEL,
+        "tokenizer-*",
+        "*tokenizer*",
+        "tiktoken-*",
+        "merge-file",
+        "bert-*",
+        "num-classes",
+        "trust-remote-code",
+        "use-cpu-initialization",
+        "img-*",
+        "patch-*",
+    ),
+    **listed(MODEL, "use-mcore-models", "use-legacy-models", "model-provider", "export-*", "onnx-safe", "model-name"),
+    **listed(
+        NUMERICS, "min-lr", "lr-*", "override-opt*", "adam-*", "muon-*", "lion-*", "decoupled-*", "use-checkpoint-opt*"
+    ),
+    **listed(
+        NUMERICS, "start-weight-decay", "end-weight-decay", "weight-decay-incr*", "apply-wd*", "no-weight-decay-cond*"
+    ),
+    **listed(NUMERICS, "*loss-scale*", "hysteresis", "calculate-per-token-loss", "mask-*", "eod-mask*", "reset-*"),
+    **listed(
+        NUMERICS, "accumulate-allreduce-grads-in-fp32", "grad-reduce-in-bf16", "no-gradient-reduce-div*", "warmup"
+    ),
+    **listed(
+        LOGGING, "data-*", "*-data-path", "split", "train-iters", "train-samples", "eval-*", "*num-workers", "mock-data"
+    ),
+    **listed(
+        LOGGING,
+        "*mmap*",
+        "*-cache-path",
+        "fim-*",
+        "*attention-mask-in-dataloader",
+        "dataloader-*",
+        "sft*",
+        "skip-train",
+    ),
+    **listed(
+        LOGGING, "save*", "load*", "no-save*", "no-load*", "*ckpt*", "*checkpoint*", "async-*", "exit-*", "finetune"
+    ),
+    **listed(
+        LOGGING, "log-*", "timing-*", "tensorboard-*", "wandb-*", "one-logger*", "no-one-logger*", "enable-one-logger"
+    ),
+    **listed(
+        LOGGING,
+        "profile*",
+        "use-pytorch-profiler",
+        "record-*",
+        "no-record-*",
+        "logging-*",
+        "app-tag-*",
+        "full-validation",
+    ),
+    **listed(
+        LOGGING, "run-workload*", "straggler-*", "disable-straggler*", "inprocess-*", "*ft-*", "rerun-*", "check-*"
+    ),
+    **listed(
+        LOGGING, "no-check-*", "verify-integrity", "result-rejected*", "error-injection*", "adlr-*", "sample-rate"
+    ),
+    **listed(LOGGING, "iterations-to-skip", "phase-transition*", "retro-*", "per-split*", "test-mode", "manual-gc*"),
+    **listed(
+        "how processes are started, not what they do", "distributed-*", "master*", "node*", "rdzv*", "standalone", "tee"
+    ),
+    **listed(
+        "how processes are started, not what they do", "local-rank", "use-tp-pp-dp-mapping", "*gloo*", "high-priority*"
+    ),
+    **listed(
+        "how processes are started, not what they do",
+        "empty-unused-memory*",
+        "use-ring*",
+        "lazy-mpu-init",
+        "max-restarts",
+    ),
+    **listed(
+        "how processes are started, not what they do", "job-name", "container-*", "log-dir", "redirects", "account", "p"
+    ),
+    **listed(
+        "how processes are started, not what they do",
+        "partition",
+        "time",
+        "output",
+        "error",
+        "gpus*",
+        "ntasks*",
+        "cpus*",
+    ),
+    **listed(
+        "how processes are started, not what they do",
+        "nodes",
+        "exclusive",
+        "mem",
+        "export",
+        "mpi",
+        "no-python",
+        "m",
+        "devices",
+        "num-nodes",
+        "refit-*",
+    ),
+}
+"""What becomes of Megatron's arguments that are not read; the first pattern counts."""
+
+ASSIGNED = re.compile(
+    r"^\s*(?:export\s+|declare\s+-\w+\s+|local\s+)?([A-Za-z_]\w*)=(?!\()(\S*|\"[^\"]*\"|'[^']*')\s*(?:#.*)?$"
+)
+VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?::?-([^{}]*))?\}|\$([A-Za-z_]\w*)")
+OPTION = re.compile(r"^--[A-Za-z][\w.-]*(=.*)?$", re.DOTALL)
+ENDS = {";", "&&", "||", "|", ")", "(", "&", ">", ">>", "2>&1", "<", "fi", "then", "else", "done", "\\"}
+
+
+def arguments_in(text: str, *, file: str) -> dict[str, Any]:
+    r"""Return the arguments in a command line, script or file of arguments; flags without a value are True.
+
+    >>> arguments_in("N=8\ntorchrun pretrain_gpt.py --micro-batch-size 2 --seq-length=$((N)) --bf16", file="train.sh")
+    {'micro-batch-size': '2', 'seq-length': '$((N))', 'bf16': True}
+    """
+    joined = re.sub(r"\\\r?\n", " ", text)
+    variables: dict[str, str] = {}
+    found: dict[str, Any] = {}
+    for line in joined.splitlines():
+        assigned = ASSIGNED.match(line)
+        if assigned:
+            variables[assigned[1]] = _expanded(assigned[2].strip("\"'"), variables)
+        if "--" not in line or line.lstrip().startswith("#"):
+            continue
+        for name, value in _options(line):
+            value = _expanded(value, variables) if isinstance(value, str) else value
+            if name in found and found[name] != value:
+                raise UserError(f"{file}: --{name}: is given twice, as {found[name]} and as {value}; leave one")
+            found[name] = value
+    return found
+
+
+def _options(line: str) -> list[tuple[str, str | bool]]:
+    """Return the options of one line, with their values."""
+    lexer = shlex.shlex(line, posix=True, punctuation_chars=False)
+    lexer.whitespace_split, lexer.commenters = True, "#"
+    words = []
+    try:
+        words = list(lexer)
+    except ValueError:  # a quotation that begins or ends in another line
+        words = line.replace('"', " ").replace("'", " ").split()
+    words = [part for word in words for part in (word.split() if " --" in f" {word}" and " " in word else [word])]
+    found: list[tuple[str, str | bool]] = []
+    values: list[str] | None = None
+    name = ""
+    for word in [*words, ";"]:
+        bare = word.lstrip("(").rstrip(")") if word.startswith("(--") or "$(" not in word else word
+        if OPTION.match(bare) or word in ENDS:
+            if values is not None:
+                found.append((name, " ".join(values) if values else True))
+            values = None
+            if OPTION.match(bare):
+                name, has_value, value = bare.removeprefix("--").partition("=")
+                name, values = name.replace("_", "-").rstrip(";"), [value] if has_value else []
+        elif values is not None and bare and not word.endswith(".py") and not word.startswith(("$@", "${@", "$*")):
+            if re.fullmatch(r"\$\{?[A-Z_]+(\[[@*]\])?\}?", word) and (values or name in FLAGS):
+                continue  # another array of arguments
+            values.append(bare)
+    return found
+
+
+FLAGS = {
+    "bf16",
+    "fp16",
+    "sequence-parallel",
+    "use-distributed-optimizer",
+    "overlap-grad-reduce",
+    "no-python",
+    "standalone",
+}
+
+
+def _expanded(text: str, variables: Mapping[str, str]) -> str:
+    """Return a text with the variables replaced that a script sets to plain texts.
+
+    >>> _expanded("$TP and ${PP:-2}", {"TP": "4"})
+    '4 and 2'
+    """
+
+    def value(match: re.Match[str]) -> str:
+        name = match[1] or match[3]
+        return variables.get(name, match[2] if match[2] is not None else match[0])
+
+    return VARIABLE.sub(value, text) if len(text) < 10_000 else text
+
+
+def arguments_of(data: Any, *, file: str) -> dict[str, Any]:
+    """Return the arguments in a YAML file: of the table MODEL_ARGS, or of all tables."""
+    if isinstance(data, Mapping) and isinstance(data.get("MODEL_ARGS"), Mapping):
+        data = data["MODEL_ARGS"]
+    found: dict[str, Any] = {}
+    for key, value in flattened(data, file=file).items():
+        short = key if key.startswith("--") else key.rpartition(".")[2]
+        name = short.removeprefix("--").replace("_", "-")
+        if name in found and found[name] != value:
+            raise UserError(f"{file}: {name}: is given twice, as {found[name]} and as {value}; leave one")
+        found[name] = value
+    return {name: value for name, value in found.items() if value is not False}
+
+
+STRATEGIES = {"no_shard": "none", "optim": "zero1", "optim_grads": "zero2", "optim_grads_params": "zero3"}
+SIZES = {
+    "layers": "num-layers",
+    "width": "hidden-size",
+    "heads": "num-attention-heads",
+    "key-value heads": "num-query-groups",
+    "perceptron": "ffn-hidden-size",
+    "vocabulary": "vocab-size",
+}
+
+
+def megatron(keys: Keys) -> Training:
+    """Return the training in Megatron-LM's arguments."""
+    training = Training()
+    for name, (key, sets) in READ_SIZES.items():
+        setattr(training, name, keys.integer(key, sets=sets))
+    processes, nodes = keys.integer("nproc-per-node"), keys.integer("nnodes")
+    if processes is not None:
+        count = processes.value * (nodes.value if nodes else 1)
+        training.world = Value(count, f"{processes.origin}{', ' + nodes.origin if nodes else ''}")
+    _architecture(keys, training)
+    _precision(keys, training)
+    _sharding(keys, training)
+    _pipeline(keys, training)
+    _recompute(keys, training)
+    _optimizer(keys, training)
+    training.clip_norm = keys.number("clip-grad") or Value(1.0, "clip-grad = 1.0 (its default)")
+    training.seed = keys.integer("seed", least=0)
+    training.sequence_parallel = keys.flag("sequence-parallel")
+    keys.close(MEGATRON)
+    return training
+
+
+def _architecture(keys: Keys, training: Training) -> None:
+    grouped = keys.has("group-query-attention")
+    keys.raw("group-query-attention")
+    for size, key in SIZES.items():
+        if key == "num-query-groups" and not grouped:
+            keys.raw(key)
+        elif key == "vocab-size" and keys.has(key):
+            keys.note(key, "approximated: the vocabulary is the model's, which Megatron pads")
+        elif (value := keys.integer(key)) is not None:
+            training.architecture[size] = value
+
+
+def _optimizer(keys: Keys, training: Training) -> None:
+    kind = str(keys.raw("optimizer") or "adam").lower()
+    if kind == "adam":
+        origin = keys.line("optimizer") if keys.has("optimizer") else "optimizer is not given: adam"
+        coupled = keys.flag("no-adam-decoupled-weight-decay")
+        training.optimizer = Value("adam" if coupled is not None and coupled.value else "adamw", origin)
+        training.optimizer_implementation = Value("fused", f"{origin}, fused")
+    else:
+        optimizer_in(keys, training, "optimizer")
+        if kind == "sgd" and training.optimizer is not None:
+            training.optimizer = Value("sgd-momentum", training.optimizer.origin)
+    for name, key in (("learning_rate", "lr"), ("weight_decay", "weight-decay"), ("momentum", "sgd-momentum")):
+        setattr(training, name, keys.number(key, sets=f"workload.{name}"))
+
+
+READ_SIZES = {
+    "tp": ("tensor-model-parallel-size", "plan.tp"),
+    "pp": ("pipeline-model-parallel-size", "plan.pp"),
+    "cp": ("context-parallel-size", "plan.cp"),
+    "ep": ("expert-model-parallel-size", "plan.ep"),
+    "micro_batch": ("micro-batch-size", "plan.micro_batches"),
+    "global_batch": ("global-batch-size", "workload.global_batch_size"),
+    "sequence": ("seq-length", "workload.sequence_length"),
+}
+
+
+def _precision(keys: Keys, training: Training) -> None:
+    bf16, fp16 = keys.flag("bf16"), keys.flag("fp16")
+    on = [(name, flag) for name, flag in (("bf16", bf16), ("fp16", fp16)) if flag is not None and flag.value]
+    if len(on) == 2:
+        keys.refuse("fp16", "contradicts bf16", replaced_by=["workload.precision"])
+    if not on:
+        training.precision = Value("fp32", "neither bf16 nor fp16")
+        return
+    name, flag = on[0]
+    training.precision = Value(name, flag.origin)
+    wide, narrow = keys.flag("accumulate-allreduce-grads-in-fp32"), keys.flag("grad-reduce-in-bf16")
+    if (wide is not None and wide.value) or (name == "bf16" and not (narrow is not None and narrow.value)):
+        origin = wide.origin if wide else f"{flag.origin}, whose gradients are summed in fp32"
+        training.gradient_precision = Value("fp32", f"{origin}; messages have {name} here")
+
+
+def _sharding(keys: Keys, training: Training) -> None:
+    overlap = keys.flag("overlap-grad-reduce")
+    distributed, fsdp2 = keys.flag("use-distributed-optimizer"), keys.flag("use-torch-fsdp2")
+    megatron_fsdp = keys.flag("use-megatron-fsdp", "use-custom-fsdp")
+    training.zero1_implementation = "deepspeed"
+    if fsdp2 is not None and fsdp2.value:
+        kept = keys.flag("torch-fsdp2-no-reshard-after-forward")
+        training.sharding = Value("zero2" if kept is not None and kept.value else "zero3", (kept or fsdp2).origin)
+    elif megatron_fsdp is not None and megatron_fsdp.value:
+        strategy = keys.choice(STRATEGIES, "data-parallel-sharding-strategy", sets="plan.method")
+        training.sharding = strategy or Value("zero3", f"{megatron_fsdp.origin}: optim_grads_params")
+    elif distributed is not None and distributed.value:
+        training.sharding = distributed
+        training.sharding = Value("zero1", distributed.origin)
+    else:
+        training.sharding = Value("none", "use-distributed-optimizer is not given")
+    if training.sharding.value in ("zero2", "zero3"):
+        training.gradient_precision = None  # shards are summed in fp32 anyway
+    on = overlap is not None and overlap.value
+    if training.sharding.value in ("none", "zero1"):
+        training.overlap = Value(on, overlap.origin if overlap else "overlap-grad-reduce is not given")
+
+
+def _pipeline(keys: Keys, training: Training) -> None:
+    ranks = training.pp.value if training.pp else 1
+    virtual = keys.integer("num-virtual-stages-per-pipeline-rank")
+    per_stage = keys.integer("num-layers-per-virtual-pipeline-stage")
+    first, last = keys.integer("decoder-first-pipeline-num-layers"), keys.integer("decoder-last-pipeline-num-layers")
+    if ranks == 1:
+        return
+    training.schedule = Value("1f1b", "neither virtual stages nor layers of them are given")
+    if virtual is not None and virtual.value > 1:
+        training.schedule, training.stages_per_rank = Value("interleaved", virtual.origin), virtual
+    elif per_stage is not None:
+        training.schedule, training.blocks_per_stage = Value("interleaved", per_stage.origin), per_stage
+    training.first_stage_blocks, training.last_stage_blocks = first, last
+    training.even_stages = True
+
+
+def _recompute(keys: Keys, training: Training) -> None:
+    granularity = keys.raw("recompute-granularity")
+    old = keys.flag("recompute-activations")
+    method, layers = keys.raw("recompute-method"), keys.integer("recompute-num-layers")
+    keys.raw("recompute-modules")
+    keys.raw("distribute-saved-activations")
+    plan = ["plan.recompute"]
+    if granularity == "full":
+        if keys.flag("distribute-saved-activations") is not None:
+            keys.refuse("distribute-saved-activations", "saved activations that are distributed cannot be simulated")
+        if method == "block":
+            keys.refuse("recompute-method", "recomputes only the first layers of a stage", replaced_by=plan)
+        elif layers is not None and layers.value > 1:
+            keys.refuse("recompute-num-layers", "units of several layers cannot be simulated", replaced_by=plan)
+        training.recompute = Value("full", keys.line("recompute-granularity"))
+    elif granularity == "selective" or (old is not None and old.value):
+        keys.refuse(
+            "recompute-granularity" if granularity else "recompute-activations",
+            "recomputes the core of attention (or the modules that are named), which is not this plan's 'selective': "
+            "fused attention kernels keep as little without, so say none, or full",
+            replaced_by=plan,
+        )
+    elif granularity is not None:
+        keys.refuse("recompute-granularity", "must be full or selective", replaced_by=plan)
+    else:
+        training.recompute = Value("none", "recompute-granularity is not given")

@@ -1,0 +1,66 @@
+"""Models by name: the shipped model files, and a Hugging Face config that one of them was traced from."""
+
+import difflib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gssim.errors import MistakenNameError, UserError
+from gssim.interop.reading import parsed_json, read_bounded
+from gssim.interop.training import sizes_in, sizes_of
+from gssim.scenario import load_model
+from gssim.workload import Model, shipped_models
+
+TOLD_BY_ALL = ("layers", "width", "heads", "vocabulary")
+"""Sizes that a config must name to be recognised."""
+
+
+@dataclass(frozen=True)
+class ModelFile:
+    """A model, its file, and how a scenario names it."""
+
+    model: Model
+    path: Path
+    written: str
+
+
+def find_model(name: str) -> ModelFile:
+    """Return a model by its file, its Hugging Face config.json, or the name of a shipped one.
+
+    Raises UserError where there is none, or the config is of no shipped model.
+    """
+    path = Path(name)
+    if path.suffix == ".json":
+        return _of_config(path)
+    if path.is_file():
+        return ModelFile(load_model(path), path, name)
+    known = shipped_models()
+    if name in known:
+        return ModelFile(load_model(known[name]), known[name], name)
+    close = difflib.get_close_matches(path.stem if path.suffix == ".toml" else name, known, n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    raise MistakenNameError(f"--model {name}: no such file or shipped model (`gssim models` lists them){hint}")
+
+
+def _of_config(path: Path) -> ModelFile:
+    """Return the shipped model that was traced from a config of these sizes."""
+    config: Any = parsed_json(read_bounded(path), file=str(path))
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise UserError(f"{path}: model_type: missing; this is no config of a Hugging Face model")
+    asked, kind = sizes_in(config), config["model_type"]
+    lacking = [name for name in TOLD_BY_ALL if name not in asked]
+    if lacking:
+        raise UserError(f"{path}: names no number of {lacking[0]}; trace it: gsreal trace hf:{kind} --help")
+    for name, place in shipped_models().items():
+        model = load_model(place)
+        source = model.module.hugging_face
+        if source is None or source.model_type != kind:
+            continue
+        known = sizes_of(model)
+        if all(known.get(size, value) == value for size, value in asked.items()):
+            return ModelFile(model, place, name)
+    sizes = ", ".join(f"{size} {value}" for size, value in asked.items())
+    raise UserError(
+        f"{path}: no shipped model is a {kind} of {sizes}; trace it (`gsreal trace hf:{kind} --out FILE`, "
+        "with the sizes as --argument), and give the file by --model"
+    )

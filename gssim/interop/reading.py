@@ -1,0 +1,368 @@
+"""Reading of other programs' files: bounded JSON, YAML, TOML and XML, and accounting for every key of a file.
+
+[Note: hostile files] Files come from strangers. They are read up to `MOST_BYTES`; brackets nested deeper than
+`MOST_NESTED` and more than `MOST_VALUES` values (which a YAML file of nine lines can make by aliases) are refused, as
+are document types and entities in XML. No file is executed, and no class is built that a file names.
+
+[Note: every key counts] A key of a file is either read into the scenario, or listed as having no effect on it, or
+refused: because the plan cannot say it, or because nobody told what it does. `Keys` holds which; `Keys.close` refuses
+what is left over. Refused keys are collected, so that all of them are named at once.
+"""
+
+import json
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from gssim.errors import UserError
+from gssim.units import one_line
+
+MOST_BYTES = 4 * 2**20
+"""Size of the largest file that is read: topologies of thousands of hosts stay below it."""
+MOST_YAML_BYTES = 2**20
+"""The same of YAML, whose parser is slow."""
+MOST_NESTED = 64
+MOST_VALUES = 100_000
+SHOWN_VALUE = 60
+"""Characters of a value that messages show."""
+
+
+def read_bounded(path: Path, *, most_bytes: int = MOST_BYTES) -> str:
+    """Return the text of a file; raise UserError where it is missing, too large or no UTF-8 text."""
+    try:
+        with path.open("rb") as stream:
+            content = stream.read(most_bytes + 1)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
+    if len(content) > most_bytes:
+        raise UserError(f"{path}: is larger than {most_bytes} bytes, the most that is read of such a file")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: is no UTF-8 text: {error.reason} at byte {error.start}") from None
+
+
+def parsed_json(text: str, *, file: str) -> Any:
+    """Return the content of a JSON file; raise UserError where it is invalid, or names a key twice."""
+
+    def table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = [key for key, _ in pairs]
+            twice = next(key for key in names if names.count(key) > 1)
+            raise UserError(f"{file}: {one_line(twice, SHOWN_VALUE)}: is given twice in one table")
+        return found
+
+    try:
+        return json.loads(text, object_pairs_hook=table)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file}: not valid JSON: {_reason(error)}") from None
+
+
+def parsed_toml(text: str, *, file: str) -> Any:
+    """Return the content of a TOML file; raise UserError where it is invalid."""
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file}: not valid TOML: {_reason(error)}") from None
+
+
+def parsed_yaml(text: str, *, file: str) -> Any:
+    """Return the content of a YAML file of plain data; raise UserError where it is invalid or expands too far."""
+    import yaml  # here, as the commands that read no YAML need not wait for it
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc] # yaml has no annotations here
+        """PyYAML's safe loader, with a limit on what merge keys expand to."""
+
+        merged = 0
+
+        def flatten_mapping(self, node: Any) -> None:
+            super().flatten_mapping(node)
+            self.merged += len(node.value)
+            if self.merged > MOST_VALUES:
+                raise UserError(f"{file}: merge keys expand to more than {MOST_VALUES} values")
+
+    if len(text) > MOST_YAML_BYTES:
+        raise UserError(f"{file}: is larger than {MOST_YAML_BYTES} bytes, the most that is read of a YAML file")
+    try:
+        return yaml.load(text, Loader)  # a subclass of the safe loader
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f" in line {mark.line + 1}" if mark is not None else ""
+        raise UserError(f"{file}: not valid YAML: {getattr(error, 'problem', None) or 'unreadable'}{place}") from None
+    except (ValueError, RecursionError, TypeError, AttributeError, LookupError) as error:
+        # a date of month 13, brackets nested too deep, a list as the key of a mapping
+        raise UserError(f"{file}: not valid YAML: {_reason(error)}") from None
+
+
+def parsed_xml(text: str, *, file: str) -> ElementTree.Element:
+    """Return the root of an XML file; raise UserError where it is invalid or has a document type (entities)."""
+    if "<!DOCTYPE" in text.upper() or "<!ENTITY" in text.upper():
+        raise UserError(f"{file}: has a document type or entities, which are not read")
+    try:
+        root = ElementTree.fromstring(text)  # entities are refused above, and the size is bounded
+    except (ElementTree.ParseError, ValueError) as error:
+        raise UserError(f"{file}: not valid XML: {_reason(error)}") from None
+    level, depth, seen = [root], 0, 0
+    while level:
+        depth, seen = depth + 1, seen + len(level)
+        if depth > MOST_NESTED or seen > MOST_VALUES:
+            raise UserError(f"{file}: has more than {MOST_NESTED} levels or {MOST_VALUES} elements")
+        level = [child for element in level for child in element]
+    return root
+
+
+def _reason(error: BaseException) -> str:
+    return "nested too deep" if isinstance(error, RecursionError) else one_line(str(error), 120)
+
+
+def flattened(data: Any, *, file: str) -> dict[str, Any]:
+    """Return nested tables as one, by dotted keys; lists stay values, empty tables are left out.
+
+    >>> flattened({"betas": [0.9, 0.95], "zero_optimization": {"stage": 3}}, file="example")
+    {'betas': [0.9, 0.95], 'zero_optimization.stage': 3}
+    """
+    if not isinstance(data, Mapping):
+        raise UserError(f"{file}: must hold a table of keys and values, it holds {_kind(data)}")
+    found: dict[str, Any] = {}
+    _measure(data, file)
+    waiting: list[tuple[str, Any]] = [("", data)]
+    while waiting:
+        prefix, table = waiting.pop()
+        for key, value in table.items():
+            path = f"{prefix}{key}"
+            if isinstance(value, Mapping):
+                waiting.append((f"{path}.", value))
+            else:
+                found[path] = value
+    return found
+
+
+def _measure(data: Any, file: str) -> None:
+    """Raise UserError for data of too many values or levels, aliases counted wherever they are used."""
+    level, seen = [data], 0
+    for _ in range(MOST_NESTED):
+        below: list[Any] = []
+        for value in level:
+            parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+            below += parts
+            if (seen := seen + len(parts)) > MOST_VALUES:
+                raise UserError(f"{file}: has more than {MOST_VALUES} values")
+        if not below:
+            return
+        level = below
+    raise UserError(f"{file}: is nested deeper than {MOST_NESTED} levels")
+
+
+def _kind(value: Any) -> str:
+    return "nothing" if value is None else f"a {type(value).__name__}"
+
+
+def shown(value: Any) -> str:
+    """Return a file's value for messages and comments, on one line and short.
+
+    >>> shown("auto"), shown(None), shown([1, 2])
+    ('"auto"', 'null', '[1, 2]')
+    """
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):  # a date, a set, a list that holds itself
+        text = str(value)
+    return one_line(text, SHOWN_VALUE)
+
+
+@dataclass(frozen=True)
+class Value:
+    """A value for the scenario, and the key that it was read from."""
+
+    value: Any
+    origin: str
+    """The key and its value in the file, for a comment."""
+
+
+@dataclass
+class Keys:
+    """The keys of one file, and what became of each; see [Note: every key counts]."""
+
+    file: str
+    values: dict[str, Any]
+    overridden: frozenset[str] = frozenset()
+    """Keys of the scenario that `--set` gives: what they replace need not be understood."""
+    ignored: Sequence[str] = ()
+    """Patterns of keys (`*` and `?` match) that the user wants to be ignored."""
+    read: set[str] = field(default_factory=set)
+    listed: list[tuple[str, str]] = field(default_factory=list)
+    """Keys without an effect on the scenario, each with the reason."""
+    refused: list[tuple[str, str]] = field(default_factory=list)
+    """Keys that cannot be read, each with the reason."""
+
+    def has(self, key: str) -> bool:
+        """Return whether the file holds the key, with a value other than null."""
+        return self.values.get(key) is not None
+
+    def raw(self, key: str) -> Any:
+        """Return the value of a key, which counts as read; None where there is none."""
+        if key in self.values:
+            self.read.add(key)
+        return self.values.get(key)
+
+    def line(self, key: str) -> str:
+        """Return a key and its value as messages show them."""
+        name = one_line(key, 80)
+        return f"{name} = {shown(self.values[key])}" if key in self.values else name
+
+    def note(self, key: str, reason: str) -> None:
+        """List a key as having no effect."""
+        self.read.add(key)
+        self.listed.append((self.line(key), reason))
+
+    def refuse(self, key: str, reason: str, *, replaced_by: Iterable[str] = ()) -> None:
+        """Refuse a key, unless the user ignores it or overrides what it would set."""
+        self.read.add(key)
+        given = [name for name in replaced_by if name in self.overridden]
+        if given:
+            self.listed.append((self.line(key), f"replaced by --set {given[0]}"))
+        elif any(fnmatchcase(key, pattern) for pattern in self.ignored):
+            self.listed.append((self.line(key), f"ignored on request, although: {reason}"))
+        else:
+            hint = "".join(f"; or --set {name}=..." for name in list(replaced_by)[:1])
+            self.refused.append((self.line(key), reason + hint))
+
+    def number(self, *names: str, sets: str = "", least: float = 0.0) -> Value | None:
+        """Return the value of the first of these keys that the file holds, as a number; None where there is none.
+
+        `sets`: the scenario's key that it becomes. Texts of numbers are numbers: YAML reads `1e-4` as a text.
+        """
+        for name in names:
+            value = self.raw(name)
+            if value is None or name in self._refused_names():
+                continue
+            number = _number(value)
+            if value == "auto":
+                self.refuse(name, "what it becomes is not in the file", replaced_by=[sets] if sets else [])
+            elif isinstance(value, str) and "$" in value:
+                self.refuse(name, "the file does not say what this variable is", replaced_by=[sets] if sets else [])
+            elif number is None or number < least:
+                allowed = f"a number of at least {least:g}" if least else "a number"
+                self.refuse(name, f"must be {allowed}", replaced_by=[sets] if sets else [])
+            else:
+                return Value(number, self.line(name))
+        return None
+
+    def integer(self, *names: str, sets: str = "", least: int = 1) -> Value | None:
+        """Return the same as a whole number of at least `least`."""
+        found = self.number(*names, sets=sets, least=-1)
+        if found is None:
+            return None
+        if found.value != int(found.value) or not least <= found.value <= 10**15:
+            name = next(name for name in names if self.has(name))
+            self.refuse(name, f"must be a whole number of at least {least}", replaced_by=[sets] if sets else [])
+            return None
+        return Value(int(found.value), found.origin)
+
+    def flag(self, *names: str) -> Value | None:
+        """Return the value of the first of these keys that the file holds, as true or false."""
+        for name in names:
+            value = self.raw(name)
+            if value is None:
+                continue
+            word = str(value).lower()
+            if word in ("true", "1", "yes", "on"):
+                return Value(True, self.line(name))
+            if word in ("false", "0", "no", "off", "none"):
+                return Value(False, self.line(name))
+            self.refuse(name, "what it becomes is not in the file" if word == "auto" else "must be true or false")
+        return None
+
+    def choice(self, choices: Mapping[str, Any], *names: str, sets: str = "", why: str = "") -> Value | None:
+        """Return what the first of these keys stands for; keys are compared in lower case.
+
+        A value without a meaning here is refused, `why` being the reason.
+        """
+        for name in names:
+            value = self.raw(name)
+            if value is None:
+                continue
+            word = "false" if value is False else "true" if value is True else str(value).lower()
+            if word in choices:
+                return Value(choices[word], self.line(name))
+            allowed = ", ".join(dict.fromkeys(choices))
+            reason = "what it becomes is not in the file" if word == "auto" else why or "no such choice here"
+            self.refuse(name, f"{reason}; allowed: {allowed}", replaced_by=[sets] if sets else [])
+        return None
+
+    def _refused_names(self) -> set[str]:
+        return {line.partition(" = ")[0] for line, _ in self.refused}
+
+    def close(self, table: Mapping[str, "Rule"]) -> None:
+        """Account for the keys that were not read: by the first pattern of `table` that matches, else as unknown."""
+        for key in self.values:
+            if key in self.read:
+                continue
+            rule = next((rule for pattern, rule in table.items() if fnmatchcase(key, pattern)), None)
+            if self.values[key] is None:
+                self.note(key, "not set")
+            elif rule is None:
+                self.refuse(key, "unknown key, which may change the answer; --ignore it if it does not")
+            elif rule.harmless(self.values[key]):
+                self.note(key, rule.reason if rule.no_effect else "off")
+            else:
+                self.refuse(key, rule.reason, replaced_by=rule.replaced_by)
+
+
+OFF = (None, False, 0, "", "none", "None", "null", "no", "false", "off", "disabled", "disable")
+"""Values that turn a feature off."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What becomes of a key that is not read into the scenario."""
+
+    reason: str
+    no_effect: bool = False
+    """Whether it changes neither step time nor memory, whatever its value."""
+    neutral: tuple[Any, ...] = ()
+    """Values, besides those of `OFF`, under which it changes nothing."""
+    replaced_by: tuple[str, ...] = ()
+    """Keys of the scenario that say what it would have said."""
+
+    def harmless(self, value: Any) -> bool:
+        """Return whether a key of this value changes nothing.
+
+        >>> Rule("LoRA").harmless(None), Rule("LoRA").harmless("lora"), Rule("cp", neutral=(1,)).harmless(1)
+        (True, False, True)
+        """
+        if self.no_effect or value in ([], {}):
+            return True
+        return isinstance(value, (str, int, float, type(None))) and any(
+            value == each and isinstance(value, bool) == isinstance(each, bool) for each in (*OFF, *self.neutral)
+        )
+
+
+def listed(reason: str, *patterns: str) -> dict[str, Rule]:
+    """Return rules for keys without an effect."""
+    return {pattern: Rule(reason, no_effect=True) for pattern in patterns}
+
+
+def refused(
+    reason: str, *patterns: str, neutral: tuple[Any, ...] = (), or_set: tuple[str, ...] = ()
+) -> dict[str, Rule]:
+    """Return rules for keys that are refused unless they are off, or have one of the `neutral` values."""
+    return {pattern: Rule(reason, neutral=neutral, replaced_by=or_set) for pattern in patterns}
+
+
+def _number(value: Any) -> float | int | None:
+    """Return a number, or the number that a text is; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return None
+    if isinstance(value, int):
+        return value if abs(value) < 10**18 else None
+    try:
+        number = float(value)
+    except ValueError:
+        return None
+    return number if abs(number) < 1e18 else None  # also where it is no number

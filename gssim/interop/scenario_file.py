@@ -1,0 +1,213 @@
+"""Import of another program's file as a scenario: its format, the model and cluster, and the TOML that is written."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gssim.cluster import Cluster
+from gssim.errors import UserError
+from gssim.interop.accelerate import accelerate, axolotl, deepspeed
+from gssim.interop.formats import FORMATS
+from gssim.interop.megatron import arguments_in, arguments_of, megatron
+from gssim.interop.models import find_model
+from gssim.interop.reading import (
+    Keys,
+    flattened,
+    parsed_json,
+    parsed_toml,
+    parsed_yaml,
+    read_bounded,
+)
+from gssim.interop.torchtitan import automodel, torchtitan
+from gssim.interop.training import Entry, Training, scenario_of
+from gssim.scenario import load_cluster, load_scenario
+from gssim.scenario.loading import parsed_override, toml
+from gssim.units import one_line
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A scenario that was made of another program's file."""
+
+    text: str
+    """The scenario's TOML."""
+    listed: tuple[str, ...]
+    """Lines on keys that have no effect, or were approximated."""
+    defaults: tuple[str, ...]
+    """Lines on keys of the scenario that the file does not tell."""
+
+
+def import_scenario(
+    path: Path,
+    *,
+    model: str,
+    cluster: Path,
+    overrides: Sequence[str] = (),
+    form: str | None = None,
+    ignored: Sequence[str] = (),
+    out: Path | None = None,
+    text: str | None = None,
+) -> Imported:
+    """Return the scenario that a file of another program describes.
+
+    `model`: a model file, a Hugging Face config.json or the name of a shipped model. `form`: one of `FORMATS`; None: as
+    the file looks. `ignored`: patterns of keys that are left out although they may change the answer. `out`: where the
+    scenario will be, for relative paths. `text`: the content, where it is not read from the file. Raises RefusedError
+    where keys cannot be read, and UserError for a file that is invalid or of an unknown format.
+    """
+    found = _content(path, read_bounded(path) if text is None else text, form)
+    name, values = found
+    replaced = dict(parsed_override(override) for override in overrides)
+    for key, option in (("cluster", "--cluster"), ("workload.model", "--model")):
+        taken = next((each for each in replaced if each == key or each.startswith(f"{key}.")), None)
+        if taken is not None:
+            raise UserError(f"--set {taken}: give the file by {option}, and overrides of it to `gssim run`")
+    keys = Keys(str(path), values, frozenset(replaced), ignored)
+    model_file = find_model(model)
+    its_cluster = load_cluster(cluster)
+    training = _read(name, keys, its_cluster)
+    entries = scenario_of(training, keys, model_file.model, its_cluster, replaced)
+    listed = tuple(f"{line}: {reason}" for line, reason in keys.listed)
+    if keys.refused:
+        raise RefusedError(str(path), tuple(f"{line}: {reason}" for line, reason in keys.refused), listed)
+    entries = [entry for entry in entries if entry.key not in replaced]
+    entries += [Entry(key, value, "--set") for key, value in replaced.items()]
+    places = {"cluster": str(cluster), "model": model_file.written}
+    written = _written(path, name, entries, places, keys, out)
+    _check(written, path, cluster, model_file.path, entries)
+    defaults = tuple(f"{entry.key} = {toml(entry.value)}: {entry.comment}" for entry in entries if entry.is_default)
+    return Imported(written, listed, defaults)
+
+
+class RefusedError(UserError):
+    """A file with keys that cannot be read into a scenario; the message has the first and counts the others."""
+
+    def __init__(self, file: str, refused: Sequence[str], listed: Sequence[str]) -> None:
+        more = f" (and {len(refused) - 1} more keys, listed above)" if len(refused) > 1 else ""
+        super().__init__(f"{file}: {refused[0]}{more}; nothing is written")
+        self.refused = tuple(refused)
+        self.listed = tuple(listed)
+
+
+def _content(path: Path, text: str, form: str | None) -> tuple[str, dict[str, Any]]:
+    """Return the format of a file, and its keys."""
+    file = str(path)
+    if form is not None and form not in FORMATS:
+        raise UserError(f"--from {form}: no such format; allowed: {', '.join(FORMATS)}")
+    data: Any
+    match path.suffix:
+        case ".json":
+            data = parsed_json(text, file=file)
+        case ".toml":
+            data = parsed_toml(text, file=file)
+        case ".yaml" | ".yml":
+            data = parsed_yaml(text, file=file)
+        case _ if text.lstrip().startswith("{"):
+            data = parsed_json(text, file=file)
+        case _:
+            arguments = arguments_in(text, file=file)
+            if not arguments or form not in (None, "megatron"):
+                raise UserError(f"{file}: holds no arguments such as --micro-batch-size 1; {_allowed()}")
+            return "megatron", arguments
+    looks = _looks_like(data, file)
+    name = form or looks
+    if name is None:
+        raise UserError(f"{file}: is of no known format; say --from; {_allowed()}")
+    return name, arguments_of(data, file=file) if name == "megatron" else flattened(data, file=file)
+
+
+def _allowed() -> str:
+    return f"allowed: files of {', '.join(FORMATS)}"
+
+
+SIGNS: dict[str, tuple[str, ...]] = {
+    "accelerate": ("distributed_type", "compute_environment", "fsdp_config.fsdp_version"),
+    "axolotl": ("base_model",),
+    "deepspeed": ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "bf16", "fp16"),
+    "megatron": ("MODEL_ARGS", "model_parallel", "language_model", "--micro-batch-size", "tensor_model_parallel_size"),
+    "torchtitan": ("parallelism", "activation_checkpoint", "job"),
+    "automodel": ("step_scheduler", "recipe", "dist_env"),
+}
+"""Keys at the top of a file, any of which tells its format; tried in this order."""
+
+
+def _looks_like(data: Any, file: str) -> str | None:
+    if not isinstance(data, dict):
+        return None
+    if "cluster" in data and "plan" in data:
+        raise UserError(f"{file}: is a scenario already; give it to `gssim run`")
+    if "model_type" in data and "architectures" in data:
+        raise UserError(f"{file}: is the config of a model; give it by --model, and the training's file here")
+    if "trainer" in data and "data" in data:
+        raise UserError(f"{file}: is a NeMo or Lightning recipe, which is Python's; {_allowed()}")
+    return next((name for name, signs in SIGNS.items() if any(sign in data for sign in signs)), None)
+
+
+def _read(name: str, keys: Keys, cluster: Cluster) -> Training:
+    match name:
+        case "deepspeed":
+            return deepspeed(keys)
+        case "accelerate":
+            return accelerate(keys, cluster)
+        case "megatron":
+            return megatron(keys)
+        case "torchtitan":
+            return torchtitan(keys)
+        case "automodel":
+            return automodel(keys)
+        case _:
+            return axolotl(keys, cluster)
+
+
+def _written(
+    path: Path, form: str, entries: Sequence[Entry], places: dict[str, str], keys: Keys, out: Path | None
+) -> str:
+    """Return the scenario's TOML, with comments on where each key comes from."""
+    folder = out.parent if out is not None else Path()
+
+    def place(name: str) -> str:
+        if not Path(name).suffix or not Path(name).is_file():
+            return name
+        return os.path.relpath(name, folder) if not Path(name).is_absolute() else name
+
+    lines = [
+        f"# What does the {form} configuration {one_line(path.name)} take here?",
+        "# Written by gssim import; behind each key what it was read from.",
+        f"cluster = {toml(place(places['cluster']))}  # --cluster",
+    ]
+    tables: dict[str, list[Entry]] = {"workload": [], "plan": [], "run": []}
+    for entry in entries:
+        table, dot, _ = entry.key.partition(".")
+        if dot:
+            tables.setdefault(table, []).append(entry)
+        else:
+            lines.append(f"{entry.key} = {toml(entry.value)}  # {entry.comment}")
+    for table, found in tables.items():
+        if not found:
+            continue
+        lines += ["", f"[{table}]"]
+        if table == "workload":
+            lines.append(f"model = {toml(place(places['model']))}  # --model")
+        for entry in found:
+            word = "default: " if entry.is_default else ""
+            key = entry.key.partition(".")[2]
+            lines.append(f"{key} = {toml(entry.value)}  # {word}{one_line(entry.comment)}")
+    if keys.listed:
+        lines += ["", "# Without effect here, or approximated:"]
+        lines += [f"# {one_line(line)}: {one_line(reason)}" for line, reason in sorted(keys.listed)]
+    return "\n".join(lines) + "\n"
+
+
+def _check(text: str, path: Path, cluster: Path, model: Path, entries: Sequence[Entry]) -> None:
+    """Raise UserError where the scenario cannot run, with what its key was read from."""
+    tables = parsed_toml(text, file=str(path))
+    tables["cluster"], tables["workload"]["model"] = str(cluster.resolve()), str(model.resolve())
+    tables.setdefault("name", path.stem or "imported")
+    try:
+        load_scenario(path, tables=tables, gradients_needed=False)
+    except UserError as error:
+        from_file = next((entry for entry in entries if f" {entry.key} = " in str(error)), None)
+        reason = f" ({from_file.key} is from {from_file.comment})" if from_file is not None else ""
+        raise UserError(f"{error}{reason}") from None

@@ -1,0 +1,73 @@
+"""Usual servers by GPU: what stands around the GPUs of the presets where no file tells it."""
+
+from dataclasses import dataclass
+
+from gssim.cluster import presets
+from gssim.errors import UserError
+
+
+@dataclass(frozen=True)
+class Server:
+    """GPUs of one server and their links, by the names of presets."""
+
+    device: str
+    devices: int
+    inside: str
+    inside_link: str
+    nics: int
+    nic_link: str
+    pcie_link: str
+    nccl: str
+    source: str
+
+
+def _pcie(device: str, devices: int, pcie: str, nic: str, nccl: str) -> Server:
+    source = "assumed: PCIe cards behind one root, one network card"
+    return Server(device, devices, "pcie", pcie, 1, nic, pcie, nccl, source)
+
+
+SERVERS: dict[str, Server] = {
+    "v100": Server(
+        *("v100-sxm2-32", 8, "cube-mesh", "nvlink2-v100", 4, "ib-edr-100", "pcie3x16", "volta-dgx-1"),
+        source="NVIDIA 2017, DGX-1 with Tesla V100 system architecture",
+    ),
+    "a100": Server(
+        *("a100-sxm-80", 8, "nvswitch", "nvlink3-a100", 8, "ib-hdr-200", "pcie4x16", "ampere"),
+        source="NVIDIA 2020, DGX A100 system architecture",
+    ),
+    "h100": Server(
+        *("h100-sxm", 8, "nvswitch", "nvlink4-h100", 8, "ib-ndr-400", "pcie5x16", "hopper"),
+        source="NVIDIA 2022, DGX H100 system architecture",
+    ),
+    "h200": Server(
+        *("h200-sxm", 8, "nvswitch", "nvlink4-h100", 8, "ib-ndr-400", "pcie5x16", "hopper"),
+        source="assumed: as DGX H100, whose board it shares",
+    ),
+    "b200": Server(
+        *("b200-sxm", 8, "nvswitch", "nvlink5-b200", 8, "ib-ndr-400", "pcie5x16", "blackwell"),
+        source="assumed: DGX B200, cards of 400 Gbit/s",
+    ),
+    "t4": _pcie("t4", 4, "pcie3x16", "tcp-50g-t4", "volta-t4"),
+    "a10": _pcie("a10", 4, "pcie4x16", "tcp-25g", "ampere"),
+    "l4": _pcie("l4", 8, "pcie4x16", "tcp-100g", "ampere"),
+    "l40s": _pcie("l40s", 8, "pcie4x16", "tcp-100g", "ampere"),
+    "rtx3090": _pcie("rtx3090", 8, "pcie4x16-8-gpus", "tcp-10g", "ampere"),
+    "rtx4090": _pcie("rtx4090", 8, "pcie4x16", "tcp-10g", "ampere"),
+}
+"""By the GPU's usual name."""
+
+
+def server_of(gpu: str) -> Server:
+    """Return the usual server of a GPU, by its usual name or that of a preset; raise UserError where there is none.
+
+    >>> server_of("h100").inside_link, server_of("a100-sxm-40").device
+    ('nvlink4-h100', 'a100-sxm-40')
+    """
+    if gpu in SERVERS:
+        return SERVERS[gpu]
+    base = next((name for name in SERVERS if gpu.startswith(f"{name}-")), None)
+    if base is None or gpu not in presets("devices"):
+        known = ", ".join(dict.fromkeys([*SERVERS, *(each for each in presets("devices") if "tpu" not in each)]))
+        raise UserError(f"--gpu {gpu}: no such GPU, or its server is not known; allowed: {known}")
+    server = SERVERS[base]
+    return Server(gpu, *[getattr(server, name) for name in list(Server.__dataclass_fields__)[1:]])

@@ -1,0 +1,339 @@
+"""Importers of torchtitan's configurations (TOML up to 0.2, JSON that a run saves) and of NeMo Automodel's YAML."""
+
+from gssim.interop.reading import Keys, Rule, Value, listed, refused
+from gssim.interop.training import PRECISIONS, Training, optimizer_in
+
+LOGGING = "logging, data, checkpoints and evaluation are no part of a step"
+NUMERICS = "changes numbers, not step time or memory"
+NOT_COMPILED = "compilation is not modelled: operations run one by one"
+MODEL = "the model is --model"
+RECOMPUTE = ("plan.recompute",)
+PURE_16_BIT = (
+    "approximated: parameters and optimizer state there are in 16 bits alone; here the optimizer updates fp32 copies"
+)
+REDUCED_IN_FP32 = "approximated: gradients are reduce-scattered in 16 bits here, in half the bytes of float32"
+
+TORCHTITAN: dict[str, Rule] = {
+    **refused(NOT_COMPILED, "compile.enable"),
+    **listed("of compilation, which is off or refused", "compile.*", "parallelism.enable_async_tensor_parallel"),
+    **refused("fp8 and MX formats cannot be simulated", "model.converters", "model_converters*"),
+    **listed("of fp8 or MX formats, which are off or refused", "quantize.*", "float8.*", "mx.*"),
+    **refused("offloading cannot be simulated", "training.enable_cpu_offload"),
+    **refused("updates during the backward cannot be simulated", "optimizer.early_step_in_backward"),
+    **refused("fault-tolerant replicas cannot be simulated", "fault_tolerance.enable"),
+    **listed("of fault tolerance, which is off or refused", "fault_tolerance.*"),
+    **refused("schedules from a file cannot be simulated", "parallelism.pipeline_parallel_schedule_csv"),
+    **refused("expert parallelism cannot be simulated", "parallelism.expert_tensor_parallel_degree", neutral=(1,)),
+    **listed("of experts, which are off or refused", "parallelism.*expert*"),
+    **listed("of context parallelism, which is off or refused", "parallelism.context_parallel_*"),
+    **refused("stages by names of modules: say plan.stages", "parallelism.module_fqns*", or_set=("plan.stages",)),
+    **refused(
+        "the first stages by weights: say plan.stages",
+        "parallelism.pipeline_parallel_layers_per_stage",
+        or_set=("plan.stages",),
+    ),
+    **listed("approximated: stages are balanced by time", "parallelism.pipeline_parallel_*_less_layers"),
+    **listed("approximated: the loss of tensor-parallel ranks is computed whole", "parallelism.disable_loss_parallel"),
+    **listed("implementation", "parallelism.spmd_backend", "parallelism.enable_fsdp_symm_mem"),
+    **listed("approximated: CUDA graphs are not modelled", "training.disable_cuda_graphs"),
+    **refused("parts of the model that are not trained cannot be simulated", "lora*", "peft*"),
+    **listed(
+        MODEL, "model.*", "model_spec*", "hf_transformers.*", "encoder.*", "tokenizer*", "hf_assets_path", "loss.*"
+    ),
+    **listed(NUMERICS, "lr_scheduler.*", "optimizer.*", "training.classifier_free*", "debug.*", "loss"),
+    **listed(LOGGING, "job.*", "profiling.*", "profiler.*", "metrics.*", "checkpoint.*", "validation.*", "validator.*"),
+    **listed(LOGGING, "training.dataset*", "training.steps", "training.gc_*", "training.dataloader.*", "dataloader.*"),
+    **listed(LOGGING, "dump_folder", "memory_estimation.*", "inference.*", "eval.*", "comm.*", "experimental.*"),
+    **listed(LOGGING, "training.seed", "training.deterministic", "override.*", "activation_checkpoint.preserve_rng*"),
+    **listed(LOGGING, "activation_checkpoint.determinism_check", "activation_checkpoint.debug", "data.*"),
+    **listed("of recomputation, see above", "activation_checkpoint.*"),
+}
+"""What becomes of torchtitan's keys that are not read."""
+
+SCHEDULES = {"1f1b": "1f1b", "gpipe": "gpipe", "interleaved1f1b": "interleaved"}
+RESHARD = {"default": "default", "always": "zero3", "never": "zero2"}
+
+
+def torchtitan(keys: Keys) -> Training:
+    """Return the training in a torchtitan configuration of any generation; what it leaves out has its defaults."""
+    training = Training()
+    for name, key in (
+        ("tp", "tensor_parallel_degree"),
+        ("pp", "pipeline_parallel_degree"),
+        ("cp", "context_parallel_degree"),
+        ("ep", "expert_parallel_degree"),
+    ):
+        setattr(training, name, keys.integer(f"parallelism.{key}", sets=f"plan.{name}"))
+    replicate = keys.integer("parallelism.data_parallel_replicate_degree", sets="plan.dp_replicate")
+    shard = keys.integer("parallelism.data_parallel_shard_degree", sets="plan.dp_shard", least=-1)
+    training.dp_replicate = replicate or Value(1, "data_parallel_replicate_degree = 1 (its default)")
+    training.dp_shard = shard or Value(-1, "data_parallel_shard_degree = -1 (its default)")
+    _sharding(keys, training)
+    _batch(keys, training)
+    _precision(keys, training)
+    _recompute(keys, training)
+    name, implementation = "optimizer.name", "optimizer.implementation"
+    optimizer_in(keys, training, name)
+    if training.optimizer is None and not keys.has(name):
+        training.optimizer = Value("adamw", "optimizer.name = AdamW (its default)")
+    choice = keys.choice({each: each for each in ("for-loop", "foreach", "fused")}, implementation)
+    training.optimizer_implementation = choice or Value("fused", "optimizer.implementation = fused (its default)")
+    training.learning_rate = keys.number("optimizer.lr") or Value(8e-4, "optimizer.lr = 8e-4 (its default)")
+    weight_decay = keys.number("optimizer.weight_decay")
+    training.weight_decay = weight_decay or Value(0.1, "optimizer.weight_decay = 0.1 (its default)")
+    training.clip_norm = keys.number("training.max_norm") or Value(1.0, "training.max_norm = 1.0 (its default)")
+    training.seed = keys.integer("debug.seed", "training.seed", least=0)
+    if training.pp is not None and training.pp.value > 1:
+        schedule = keys.choice(SCHEDULES, "parallelism.pipeline_parallel_schedule", sets="plan.schedule")
+        training.schedule = schedule or Value("1f1b", "pipeline_parallel_schedule = 1F1B (its default)")
+        if keys.has("parallelism.num_pp_microbatches"):
+            training.accumulation = keys.integer("parallelism.num_pp_microbatches", sets="plan.micro_batches")
+        else:
+            piece = keys.integer("parallelism.pipeline_parallel_microbatch_size", sets="plan.micro_batches")
+            training.pipeline_micro_batch = piece or Value(1, "pipeline_parallel_microbatch_size = 1 (its default)")
+    else:
+        for key in ("schedule", "microbatch_size"):
+            if keys.has(f"parallelism.pipeline_parallel_{key}"):
+                keys.note(f"parallelism.pipeline_parallel_{key}", "there is no pipeline")
+        if keys.has("parallelism.num_pp_microbatches"):
+            keys.note("parallelism.num_pp_microbatches", "there is no pipeline")
+    sequence_parallel = keys.flag("parallelism.enable_sequence_parallel")
+    tp = training.tp.value if training.tp else 1
+    if tp > 1:  # 0.2 has no key for it: its tensor parallelism is always sequence-parallel beside
+        origin = f"{training.tp.origin}, with sequence parallelism" if training.tp else ""
+        training.sequence_parallel = sequence_parallel or Value(True, origin)
+    keys.close(TORCHTITAN)
+    return training
+
+
+def _sharding(keys: Keys, training: Training) -> None:
+    reshard = keys.choice(RESHARD, "parallelism.fsdp_reshard_after_forward", sets="plan.method")
+    pipelined = training.pp is not None and training.pp.value > 1
+    if training.dp_shard is not None and training.dp_shard.value == 1:
+        training.sharding = Value("none", training.dp_shard.origin)
+    elif reshard is not None and reshard.value != "default":
+        training.sharding = reshard
+    else:
+        origin = reshard.origin if reshard else "fsdp_reshard_after_forward = default"
+        training.sharding = Value("zero2" if pipelined else "zero3", origin)
+
+
+def _batch(keys: Keys, training: Training) -> None:
+    """Read samples, of the older generations, or tokens, of the newer ones."""
+    if any(keys.has(f"training.{key}") for key in ("num_tokens_per_microbatch_per_dp_rank", "max_context_length")):
+        longest = keys.integer("training.max_context_length", sets="workload.sequence_length")
+        tokens = keys.integer("training.num_tokens_per_microbatch_per_dp_rank", sets="workload.global_batch_size")
+        whole = keys.integer("training.num_tokens_per_train_step", sets="workload.global_batch_size", least=-1)
+        training.sequence = longest or Value(2048, "training.max_context_length = 2048 (its default)")
+        for name, value in (("micro_batch", tokens), ("global_batch", whole)):
+            if value is None or value.value == -1:
+                continue
+            samples, rest = divmod(value.value, training.sequence.value)
+            if rest or not samples:
+                keys.refuse(value.origin.partition(" = ")[0], f"is no multiple of {training.sequence.origin}")
+            setattr(training, name, Value(samples, f"{value.origin} of {training.sequence.origin}"))
+        return
+    training.sequence = keys.integer("training.seq_len", sets="workload.sequence_length")
+    training.micro_batch = keys.integer("training.local_batch_size", "training.batch_size", sets="plan.micro_batches")
+    whole = keys.integer("training.global_batch_size", sets="workload.global_batch_size", least=-1)
+    training.global_batch = whole if whole is not None and whole.value > 0 else None
+    training.sequence = training.sequence or Value(2048, "training.seq_len = 2048 (its default)")
+    training.micro_batch = training.micro_batch or Value(8, "training.local_batch_size = 8 (its default)")
+
+
+def _precision(keys: Keys, training: Training) -> None:
+    """Read the precision; under FSDP2 shards are kept in `training.dtype` and computed in `mixed_precision_param`."""
+    why = "this precision cannot be simulated"
+    kept = keys.choice(PRECISIONS, "training.dtype", sets="workload.precision", why=why)
+    computed = keys.choice(PRECISIONS, "training.mixed_precision_param", sets="workload.precision", why=why)
+    reduced = keys.choice(PRECISIONS, "training.mixed_precision_reduce", sets="workload.precision", why=why)
+    training.precision = computed or Value("bf16", "training.mixed_precision_param = bfloat16 (its default)")
+    if training.sharding is not None and training.sharding.value == "none" and training.precision.value != "fp32":
+        keys.listed.append((training.precision.origin, "approximated: autocast beside fp32 gradients and messages"))
+    if kept is not None and kept.value != "fp32":
+        keys.note("training.dtype", PURE_16_BIT)
+    if training.precision.value != "fp32" and (reduced is None or reduced.value == "fp32"):
+        origin = reduced.origin if reduced else "training.mixed_precision_reduce = float32 (its default)"
+        keys.listed.append((origin, REDUCED_IN_FP32))
+
+
+def _recompute(keys: Keys, training: Training) -> None:
+    """Read the recomputation, by `mode`, or in the newer generations by the fields that a policy has."""
+    mode_key = "activation_checkpoint.mode"
+    reason = (
+        "recomputes every second matrix product too (or every second layer), which is not this plan's 'selective'; "
+        "nearest is selective"
+    )
+    fields = {key.partition(".")[2] for key in keys.values if key.startswith("activation_checkpoint.")}
+    if keys.has(mode_key):
+        mode = str(keys.raw(mode_key)).lower()
+        keys.raw("activation_checkpoint.selective_ac_option")
+    elif "activation_checkpoint" in keys.values:  # null
+        mode, mode_key = "none", "activation_checkpoint"
+        keys.raw(mode_key)
+    elif "memory_budget" in fields:
+        mode, mode_key = "memory_budget", "activation_checkpoint.memory_budget"
+    elif "force_recompute_mm_shapes_by_fqns" in fields:
+        mode, mode_key = "selective", "activation_checkpoint.force_recompute_mm_shapes_by_fqns"
+    elif fields:
+        mode, mode_key = "full", f"activation_checkpoint.{min(fields)}"
+    else:
+        mode, mode_key = "selective", "activation_checkpoint"
+    if mode in ("none", "full"):
+        training.recompute = Value(mode, keys.line(mode_key))
+        keys.read.add(mode_key)
+    elif mode == "selective":
+        keys.refuse(mode_key, reason, replaced_by=RECOMPUTE)
+    elif mode == "memory_budget":
+        keys.refuse(mode_key, "what the compiler would recompute within a budget is not known", replaced_by=RECOMPUTE)
+    else:
+        keys.refuse(mode_key, "must be none, full, selective or memory_budget", replaced_by=RECOMPUTE)
+
+
+LORA = "adapters of low rank and frozen weights cannot be simulated"
+AUTOMODEL: dict[str, Rule] = {
+    **refused(LORA, "peft._target_", "peft.peft_fn", "freeze_config.freeze_*"),
+    **listed("of adapters or frozen weights, which are off or refused", "peft.*", "freeze_config.*"),
+    **refused(NOT_COMPILED, "compile.enabled"),
+    **listed("of compilation, which is off or refused", "compile.*"),
+    **refused(
+        "fp8 and quantization cannot be simulated", "fp8.enabled", "quantization.*", "qat.enabled", "qat._target_"
+    ),
+    **listed("of fp8, which is off or refused", "fp8.*", "qat.*"),
+    **refused("samples that are packed into one sequence cannot be simulated", "packed_sequence.packed_sequence_size"),
+    **listed("of packing, which is off or refused", "packed_sequence.*"),
+    **refused("distillation and several models cannot be simulated", "teacher_model.*", "kd_*", "recipe_args.*"),
+    **refused("diffusion cannot be simulated", "flow_matching.*", "diffusion*"),
+    **refused("training from a benchmark of another model cannot be simulated", "mtp*"),
+    **refused("offloading cannot be simulated", "distributed.offload_policy*", "distributed.cpu_offload"),
+    **refused("two-level sharding of Megatron-FSDP cannot be simulated", "distributed.zero_dp_strategy", neutral=(3,)),
+    **refused("what is kept cannot be told from the file", "distributed.activation_checkpointing_*"),
+    **refused("CPU-resident or deferred weights cannot be simulated", "distributed.defer_rs_*"),
+    **listed("of experts, which are off or refused", "distributed.moe.*", "parallelizer*", "distributed.*moe*"),
+    **listed("approximated: stages are balanced by time", "distributed.pipeline.layers_per_stage"),
+    **listed("approximated: stages are balanced by time", "distributed.pipeline.round_virtual_stages*"),
+    **listed("how stages are made", "distributed.pipeline.*", "autopipeline.*"),
+    **listed("implementation of the shards", "distributed.mp_policy.*", "distributed.*_target_", "distributed.backend"),
+    **listed(
+        "implementation of the shards", "distributed.use_hf_tp_plan", "distributed.tp_plan", "distributed.*prefetch*"
+    ),
+    **listed(
+        "implementation of the shards", "distributed.enable_*", "distributed.*find_unused*", "distributed.overlap_*"
+    ),
+    **listed("implementation of the shards", "distributed.*symm_mem*", "distributed.autocast*", "distributed.*grad*"),
+    **refused("offloading cannot be simulated", "fsdp.cpu_offload", "*offload_teacher*"),
+    **refused("this kind of training cannot be simulated", "dllm.*", "dflash.*", "teacher_*", "separate_meshes"),
+    **refused(NOT_COMPILED, "fsdp.enable_compile"),
+    **listed("implementation of the shards", "fsdp.*prefetch*", "fsdp.use_hf_tp_plan", "distributed.patch_is*"),
+    **listed("numbers, or how they are logged", "seed", "moe_metrics.*", "nvtx", "performance.*", "recipe.*"),
+    **listed(
+        "implementation of the shards", "distributed.check_for_nan*", "distributed.average_in*", "distributed.keep_*"
+    ),
+    **listed("attention and kernels are those of the model file", "model.*attn*", "model.backend*", "model.use_*"),
+    **listed(MODEL, "model.*", "tokenizer*", "processor*", "model_type"),
+    **listed(NUMERICS, "optimizer.*", "lr_scheduler.*", "rng.*", "loss_fn*", "loss.*", "clip_grad_norm.*"),
+    **listed(
+        LOGGING, "checkpoint*", "dataset*", "validation_*", "dataloader*", "packed_*", "wandb*", "mlflow*", "comet*"
+    ),
+    **listed(LOGGING, "step_scheduler.*", "ci.*", "recipe", "benchmark.*", "logging.*", "profil*", "nsys*", "data.*"),
+    **listed(LOGGING, "temperature", "train_n_passages", "eval_*", "output_dir", "num_epochs", "max_steps", "log_*"),
+    **listed("how processes are started, not what they do", "dist_env.*", "slurm*", "launcher*", "skypilot*", "k8s*"),
+    **listed("how processes are started, not what they do", "nproc_per_node", "nnodes", "device*"),
+}
+"""What becomes of Automodel's keys that are not read."""
+
+
+def automodel(keys: Keys) -> Training:
+    """Return the training in a NeMo Automodel recipe."""
+    for key, value in list(keys.values.items()):
+        if value in ("none", "None") and key.startswith(("distributed.", "fsdp.", "step_scheduler.")):
+            keys.values[key] = None
+            keys.read.add(key)
+    training = Training()
+    tables = {key.partition(".")[0] for key in keys.values}
+    at = "distributed" if "distributed" in tables or "fsdp" not in tables else "fsdp"  # fsdp: of the diffusers' recipes
+    for name, keyed in (
+        ("dp", "dp_size"),
+        ("dp_replicate", "dp_replicate_size"),
+        ("tp", "tp_size"),
+        ("pp", "pp_size"),
+        ("cp", "cp_size"),
+        ("ep", "ep_size"),
+    ):
+        sets = f"plan.{name}"
+        setattr(training, name, keys.integer(f"{at}.{keyed}", sets=sets))
+    _automodel_sharding(keys, training, at)
+    local = keys.integer("step_scheduler.local_batch_size", sets="plan.micro_batches")
+    training.micro_batch = local
+    training.global_batch = keys.integer("step_scheduler.global_batch_size", sets="workload.global_batch_size")
+    accumulation = keys.integer("step_scheduler.grad_acc_steps", sets="plan.micro_batches")
+    training.accumulation = accumulation
+    names = ("dataset.seq_len", "dataset.seq_length", "dataset.sequence_length", "dataset.block_size")
+    training.sequence = keys.integer(*names, sets="workload.sequence_length")
+    _automodel_precision(keys, training)
+    _automodel_recompute(keys, training, f"{at}.activation_checkpointing")
+    optimizer_in(keys, training, "optimizer._target_")
+    for flag in ("foreach", "fused"):
+        value = keys.flag(f"optimizer.{flag}")
+        if value is not None and value.value:
+            training.optimizer_implementation = Value(flag, value.origin)
+    training.learning_rate = keys.number("optimizer.lr", sets="workload.learning_rate")
+    training.weight_decay = keys.number("optimizer.weight_decay", sets="workload.weight_decay")
+    training.clip_norm = keys.number("clip_grad_norm.max_norm")
+    training.seed = keys.integer("rng.seed", "seed", least=0)
+    if training.pp is not None and training.pp.value > 1:
+        training.schedule = keys.choice(SCHEDULES, "distributed.pipeline.pp_schedule", sets="plan.schedule")
+        key = "distributed.pipeline.pp_microbatch_size"
+        training.pipeline_micro_batch = keys.integer(key, sets="plan.micro_batches")
+    training.sequence_parallel = keys.flag("distributed.sequence_parallel")
+    if training.tp is None or training.tp.value == 1:
+        training.sequence_parallel = None
+    keys.close(AUTOMODEL)
+    return training
+
+
+def _automodel_sharding(keys: Keys, training: Training, at: str) -> None:
+    """Read the strategy from the table named `at`."""
+    strategy = keys.choice(
+        {"fsdp2": "zero3", "ddp": "none", "megatron_fsdp": "zero3"}, "distributed.strategy", sets="plan.method"
+    )
+    target = str(keys.values.get("distributed._target_", ""))
+    if strategy is None and target:
+        kind = "none" if "ddp" in target.lower() else "zero3"
+        strategy = Value(kind, keys.line("distributed._target_"))
+    training.sharding = strategy or Value("zero3", "distributed.strategy is not given: fsdp2")
+    reshard = keys.flag(f"{at}.reshard_after_forward")
+    if reshard is not None and training.sharding.value == "zero3" and not reshard.value:
+        training.sharding = Value("zero2", reshard.origin)
+    if training.pp is not None and training.pp.value > 1 and training.sharding.value == "zero3":
+        training.sharding = Value("zero2", f"{training.pp.origin}: stages keep parameters gathered")
+    defers = keys.flag(f"{at}.defer_fsdp_grad_sync")
+    if training.sharding.value != "none":
+        deferred = defers is None or defers.value
+        origin = defers.origin if defers else "distributed.defer_fsdp_grad_sync = true (its default)"
+        training.gradient_sync = Value("step" if deferred else "micro-batch", origin)
+
+
+def _automodel_precision(keys: Keys, training: Training) -> None:
+    names = ("model.torch_dtype", "model.config.torch_dtype", "model.dtype", "distributed.mp_policy.param_dtype")
+    said = [name for name in names if keys.has(name) and keys.values[name] != "auto"]
+    precision = keys.choice(PRECISIONS, *said[:1], sets="workload.precision") if said else None
+    origin = (
+        "model.torch_dtype is not given: bfloat16" if not keys.has(names[0]) else f"{keys.line(names[0])}: bfloat16"
+    )
+    training.precision = precision or Value("bf16", origin)
+    for name in names:
+        keys.raw(name)
+    if training.precision.value != "fp32" and training.sharding is not None:
+        keys.listed.append((training.precision.origin, PURE_16_BIT))
+
+
+def _automodel_recompute(keys: Keys, training: Training, key: str) -> None:
+    if keys.raw(key) == "selective":
+        keys.refuse(key, "what it keeps is not this plan's 'selective'; nearest is selective", replaced_by=RECOMPUTE)
+        return
+    found = keys.flag(key)
+    if found is not None:
+        training.recompute = Value("full" if found.value else "none", found.origin)
+    else:
+        training.recompute = Value("none", f"{key} is not given")

@@ -1,0 +1,491 @@
+"""A training as other programs' files describe it, and the scenario that it becomes on a model and a cluster.
+
+Importers fill in a `Training`; `scenario_of` checks its sizes against model and cluster, resolves what the file leaves
+open, and returns the scenario's entries, each with the key that it was read from. What nobody said has a default,
+which is marked as such.
+"""
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from gssim.cluster import Cluster
+from gssim.errors import UserError
+from gssim.interop.reading import Keys, Value
+from gssim.plan import METHODS, Plan
+from gssim.workload import HuggingFace, ImageInput, Model, Workload, unrolled
+
+OPTIMIZERS: dict[str, tuple[str, str]] = {
+    "adam": ("adam", "default"),
+    "adamw": ("adamw", "default"),
+    "sgd": ("sgd", "default"),
+    "momentum": ("sgd-momentum", "default"),
+    "fusedadam": ("adamw", "fused"),
+    "adamw_torch": ("adamw", "default"),
+    "adamw_hf": ("adamw", "for-loop"),
+    "adamw_torch_fused": ("adamw", "fused"),
+    "adamw_apex_fused": ("adamw", "fused"),
+    "torch.optim.adam": ("adam", "default"),
+    "torch.optim.adamw": ("adamw", "default"),
+    "torch.optim.sgd": ("sgd", "default"),
+    "transformer_engine.pytorch.optimizers.fused_adam.fusedadam": ("adamw", "fused"),
+}
+"""(optimizer, implementation) by other programs' names in lower case."""
+OTHER_OPTIMIZER = "no such optimizer here: its state and its update are not modelled"
+
+PRECISIONS = {
+    **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), "bf16"),
+    **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), "fp16"),
+    **dict.fromkeys(("fp32", "float32", "no", "false", "torch.float32"), "fp32"),
+}
+
+ARCHITECTURE: dict[str, tuple[str, ...]] = {
+    "layers": ("num_hidden_layers", "n_layer", "num_layers", "layers"),
+    "width": ("hidden_size", "n_embd", "d_model", "width"),
+    "heads": ("num_attention_heads", "n_head", "num_heads", "heads"),
+    "key-value heads": ("num_key_value_heads",),
+    "perceptron": ("intermediate_size", "n_inner", "ffn_hidden_size"),
+    "vocabulary": ("vocab_size",),
+}
+"""Sizes of a transformer, and what configs of Hugging Face and factories call them."""
+DEFAULTS_OF_TYPES: dict[str, dict[str, int]] = {
+    "gpt2": {"n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257},
+    "bert": {
+        "num_hidden_layers": 12,
+        "hidden_size": 768,
+        "num_attention_heads": 12,
+        "intermediate_size": 3072,
+        "vocab_size": 30522,
+    },
+}
+"""Defaults of the configs of transformers, for model files that hold only what differs from them."""
+
+
+@dataclass(frozen=True)
+class Pending:
+    """What other programs' plans say and this one cannot say yet."""
+
+    what: str
+    scenario_key: str
+    """The key that will say it; once it exists, importers set it."""
+    harmless: tuple[Any, ...]
+    """Values under which it is off."""
+    approximated: bool = False
+    """Whether the answer without it is close: it is listed, not refused."""
+
+
+PENDING: dict[str, Pending] = {
+    "cp": Pending("context parallelism", "plan.cp", (1,)),
+    "ep": Pending("expert parallelism", "plan.ep", (1,)),
+    "sequence_parallel": Pending("sequence parallelism beside tensor parallelism", "plan.sequence_parallel", (False,)),
+    "clip_norm": Pending(
+        "clipping by the gradients' norm (a pass over the gradients and a small all-reduce)",
+        "workload.clip_norm",
+        (0, 0.0, False),
+        approximated=True,
+    ),
+}
+"""The one place for what is missing: an entry's fields are those of `Training`."""
+
+
+@dataclass
+class Training:
+    """What a file says of a training; None where it says nothing."""
+
+    world: Value | None = None
+    """Ranks; absent: all devices of the cluster."""
+    dp: Value | None = None
+    """Data-parallel ranks of both axes together."""
+    dp_replicate: Value | None = None
+    dp_shard: Value | None = None
+    """-1: the rest."""
+    tp: Value | None = None
+    pp: Value | None = None
+    cp: Value | None = None
+    ep: Value | None = None
+    sharding: Value | None = None
+    """none, zero1, zero2 or zero3."""
+    zero1_implementation: str = "torch"
+    sequence_parallel: Value | None = None
+    clip_norm: Value | None = None
+    micro_batch: Value | None = None
+    """Samples of a rank's forward."""
+    accumulation: Value | None = None
+    """Micro-batches of a rank in a step."""
+    global_batch: Value | None = None
+    pipeline_micro_batch: Value | None = None
+    """Samples of a pipeline's micro-batch, where `micro_batch` is divided into such."""
+    sequence: Value | None = None
+    precision: Value | None = None
+    gradient_precision: Value | None = None
+    optimizer: Value | None = None
+    optimizer_implementation: Value | None = None
+    learning_rate: Value | None = None
+    weight_decay: Value | None = None
+    momentum: Value | None = None
+    recompute: Value | None = None
+    schedule: Value | None = None
+    even_stages: bool = False
+    """Every stage has as many blocks, except where the next two say otherwise; else stages are balanced."""
+    first_stage_blocks: Value | None = None
+    last_stage_blocks: Value | None = None
+    stages_per_rank: Value | None = None
+    blocks_per_stage: Value | None = None
+    gradient_sync: Value | None = None
+    bucket_bytes: Value | None = None
+    overlap: Value | None = None
+    seed: Value | None = None
+    architecture: dict[str, Value] = field(default_factory=dict)
+    """Sizes of the model, by the names of `ARCHITECTURE`."""
+
+
+BATCH = "workload.global_batch_size"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One key of the scenario to be written."""
+
+    key: str
+    value: Any
+    comment: str
+    is_default: bool = False
+
+
+def scenario_of(
+    training: Training, keys: Keys, model: Model, cluster: Cluster, overrides: dict[str, Any]
+) -> list[Entry]:
+    """Return the scenario's entries in the order of the file; what contradicts model or cluster is refused in `keys`.
+
+    `overrides`: what `--set` gives, by the scenario's key; it replaces what the file says.
+    """
+    _check_architecture(training, keys, model)
+    for name, pending in PENDING.items():
+        _check_pending(name, pending, training, keys)
+    if keys.refused:
+        return []
+    plan = _plan(training, keys, model, cluster, overrides)
+    workload = _workload(training, keys, model)
+    if keys.refused:
+        return []
+    entries = [*workload, *plan]
+    if training.seed is not None:
+        entries.append(Entry("run.seed", training.seed.value, training.seed.origin))
+    return entries
+
+
+def _refuse(keys: Keys, value: Value, reason: str, *replaced_by: str) -> None:
+    keys.refuse(value.origin.partition(" = ")[0], reason, replaced_by=replaced_by)
+
+
+def _check_architecture(training: Training, keys: Keys, model: Model) -> None:
+    """Refuse sizes that are not those of the model."""
+    known = sizes_of(model)
+    for name, value in training.architecture.items():
+        if name in known and known[name] != value.value:
+            _refuse(keys, value, f"the model '{model.name}' has {name} = {known[name]}; give the right one by --model")
+        elif name not in known:
+            keys.note(value.origin.partition(" = ")[0], f"the model is --model ('{model.name}')")
+
+
+def sizes_of(model: Model) -> dict[str, int]:
+    """Return the sizes of a model that its file tells, by the names of `ARCHITECTURE`."""
+    module = model.module
+    blocks = sum(layer.repeats for layer in model.layers if layer.block)
+    config: dict[str, Any] = dict(module.arguments)
+    if isinstance(module.hugging_face, HuggingFace):
+        config = DEFAULTS_OF_TYPES.get(module.hugging_face.model_type, {}) | module.hugging_face.config
+    found = sizes_in(config)
+    if blocks:
+        found["layers"] = blocks
+    if not isinstance(model.input, ImageInput):
+        found["vocabulary"] = model.input.vocabulary
+    return found
+
+
+def sizes_in(config: dict[str, Any]) -> dict[str, int]:
+    """Return the sizes that a config names.
+
+    >>> sizes_in({"n_embd": 768, "n_layer": 12})
+    {'layers': 12, 'width': 768}
+    """
+    return {
+        size: config[name]
+        for size, names in ARCHITECTURE.items()
+        for name in names
+        if isinstance(config.get(name), int) and not isinstance(config[name], bool)
+    }
+
+
+def _check_pending(name: str, pending: Pending, training: Training, keys: Keys) -> None:
+    """Refuse or list what the plan cannot say, unless it is off or the scenario has its key by now."""
+    value: Value | None = getattr(training, name)
+    if value is None or value.value in pending.harmless or _has_key(pending.scenario_key):
+        return
+    key = value.origin.partition(" = ")[0]
+    if pending.approximated:
+        keys.note(key, f"approximated: {pending.what} is not counted")
+    else:
+        keys.refuse(key, f"{pending.what} cannot be simulated yet")
+
+
+def _has_key(path: str) -> bool:
+    table, _, name = path.partition(".")
+    return name in {each.name for each in fields({"plan": Plan, "workload": Workload}[table])}
+
+
+def _plan(training: Training, keys: Keys, model: Model, cluster: Cluster, overrides: dict[str, Any]) -> list[Entry]:
+    sizes = _axes(training, keys, cluster, overrides)
+    if sizes is None:
+        return []
+    ranks, dp, tp, pp, entries = sizes
+    method = next(entry.value for entry in entries if entry.key == "plan.method")
+    if tp.value > 1 and method != "single":
+        entries.append(Entry("plan.tp", tp.value, tp.origin))
+    if pp.value > 1:
+        entries.append(Entry("plan.pp", pp.value, pp.origin))
+        entries += _pipeline(training, keys, model, pp.value)
+    if method in ("zero1",) and training.zero1_implementation != "torch" and training.sharding is not None:
+        entries.append(Entry("plan.zero1_implementation", training.zero1_implementation, training.sharding.origin))
+    batch = _batch(training, keys, dp, pp.value, overrides)
+    accumulates = any(entry.key == "plan.micro_batches" and entry.value > 1 for entry in batch)
+    entries += _options(training, keys, method, tp.value, pp.value, accumulates=accumulates)
+    if ranks < len(cluster.devices) and method != "single":
+        origin = training.world.origin if training.world else "what the file says"
+        entries.append(Entry("plan.ranks", ranks, f"{origin}; the cluster has {len(cluster.devices)} devices"))
+    return [*batch, *entries]
+
+
+def _options(training: Training, keys: Keys, method: str, tp: int, pp: int, *, accumulates: bool) -> list[Entry]:
+    """Return the entries of recomputation, synchronization, buckets and overlap."""
+    entries = []
+    recompute, sync = training.recompute, training.gradient_sync
+    if recompute is not None:
+        entries.append(Entry("plan.recompute", recompute.value, recompute.origin))
+    else:
+        entries.append(Entry("plan.recompute", "none", "as the file does not say: the user's code decides", True))
+    rules = METHODS[method]
+    differs = sync is not None and sync.value != rules.gradient_sync
+    if sync is not None and differs and pp == 1 and accumulates and rules.gradients == "reduce-scatter":
+        entries.append(Entry("plan.gradient_sync", sync.value, sync.origin))
+    buckets = training.bucket_bytes
+    if buckets is not None:
+        if method == "ddp" and pp == 1:
+            entries.append(Entry("plan.bucket_bytes", buckets.value, buckets.origin))
+        else:
+            keys.note(buckets.origin.partition(" = ")[0], f"method '{method}' has no buckets of this size here")
+    if training.overlap is not None and training.overlap.value is False:
+        entries.append(Entry("plan.overlap", False, training.overlap.origin))
+    if training.sequence_parallel is not None and training.sequence_parallel.value and tp > 1:
+        entries.append(Entry("plan.sequence_parallel", True, training.sequence_parallel.origin))
+    return entries
+
+
+def _axes(
+    training: Training, keys: Keys, cluster: Cluster, overrides: dict[str, Any]
+) -> tuple[int, int, Value, Value, list[Entry]] | None:
+    """Return ranks, data-parallel ranks, tp, pp, and the entries of the method and of its own axes."""
+    devices = len(cluster.devices)
+    world = training.world
+    ranks: int = overrides.get("plan.ranks") or (world.value if world else devices)
+    if ranks > devices:
+        if world is not None:
+            _refuse(keys, world, f"the cluster '{cluster.name}' has {devices} devices", "plan.ranks")
+        return None
+    one = Value(1, "not in the file: 1")
+    tp, pp = training.tp or one, training.pp or one
+    if overrides.keys() & {"plan.tp", "plan.pp"}:
+        tp = Value(overrides.get("plan.tp", tp.value), tp.origin)
+        pp = Value(overrides.get("plan.pp", pp.value), pp.origin)
+    cut = tp.value * pp.value
+    if ranks % cut:
+        blamed = pp if pp.value > 1 else tp
+        _refuse(keys, blamed, f"tensor times pipeline ranks are {cut}, which does not divide {ranks} ranks")
+        return None
+    dp = ranks // cut
+    if training.dp is not None and training.dp.value not in (-1, dp):
+        _refuse(keys, training.dp, f"{ranks} ranks of which {cut} share a replica leave {dp}")
+        return None
+    entries = _method(training, keys, dp, tp.value, pp.value)
+    return None if entries is None else (ranks, dp, tp, pp, entries)
+
+
+def _method(training: Training, keys: Keys, dp: int, tp: int, pp: int) -> list[Entry] | None:
+    """Return the entries of the method and of the data axes that it sizes."""
+    sharding = training.sharding or Value("none", "not in the file: no sharding")
+    split = _data_axes(training, keys, dp, sharding)
+    if split is None:
+        return None
+    replicas, shards = split
+    if dp == 1 or sharding.value == "none" or (shards == 1 and sharding.value != "zero1"):
+        why = sharding.origin if sharding.value == "none" else f"{sharding.origin}, but one rank has nothing to share"
+        method = "ddp" if dp > 1 else "pipeline" if pp > 1 else "tensor" if tp > 1 else "single"
+        return [Entry("plan.method", method, why)]
+    method = "hsdp" if sharding.value == "zero3" and replicas > 1 else sharding.value
+    if pp > 1 and method != "zero1":
+        _refuse(keys, sharding, f"method '{method}' cannot run in a pipeline yet", "plan.method")
+        return None
+    entries = [Entry("plan.method", method, sharding.origin)]
+    if replicas > 1 and method != "zero1":
+        for name, size in (("dp_replicate", replicas), ("dp_shard", shards)):
+            value: Value | None = getattr(training, name)
+            entries.append(Entry(f"plan.{name}", size, value.origin if value else "the rest of the ranks"))
+    return entries
+
+
+def _data_axes(training: Training, keys: Keys, dp: int, sharding: Value) -> tuple[int, int] | None:
+    """Return the sizes of dp_replicate and dp_shard, of which one may be the rest."""
+    replicate, shard = training.dp_replicate, training.dp_shard
+    replicas = replicate.value if replicate else -1
+    shards = shard.value if shard else -1
+    if replicas == -1 and shards == -1:
+        replicas = 1 if sharding.value != "none" else dp
+    for mine, other in ((replicas, shards), (shards, replicas)):
+        if mine == -1 and (other < 1 or dp % other):
+            blamed = shard or replicate
+            if blamed is not None:
+                _refuse(keys, blamed, f"does not divide the {dp} data-parallel ranks")
+            return None
+    replicas = dp // shards if replicas == -1 else replicas
+    shards = dp // replicas if shards == -1 else shards
+    if replicas * shards != dp:
+        blamed = shard or replicate
+        if blamed is not None:
+            _refuse(keys, blamed, f"replicas times shards are {replicas * shards}, the data-parallel ranks {dp}")
+        return None
+    return replicas, shards
+
+
+def _pipeline(training: Training, keys: Keys, model: Model, ranks: int) -> list[Entry]:
+    schedule, per_rank = training.schedule, training.stages_per_rank
+    entries = [Entry("plan.schedule", schedule.value, schedule.origin)] if schedule is not None else []
+    layers = unrolled(model)
+    blocks = [index for index, instance in enumerate(layers) if instance.layer.block]
+    if training.blocks_per_stage is not None:
+        of = training.blocks_per_stage
+        if len(blocks) % (of.value * ranks):
+            _refuse(keys, of, f"stages of {of.value} blocks on {ranks} ranks do not divide the {len(blocks)} blocks")
+            return []
+        per_rank = Value(len(blocks) // (of.value * ranks), of.origin)
+    count = ranks * (per_rank.value if per_rank is not None else 1)
+    if not training.even_stages and (per_rank is None or per_rank.value <= 2):
+        return entries
+    stages = [len(blocks) // count] * count
+    first, last = training.first_stage_blocks, training.last_stage_blocks
+    if first is not None or last is not None:
+        ends = [end for end in (first, last) if end is not None]
+        rest, inner = len(blocks) - sum(end.value for end in ends), count - len(ends)
+        stages = [rest // inner if inner > 0 else 0] * count
+        stages[0] = first.value if first is not None else stages[0]
+        stages[-1] = last.value if last is not None else stages[-1]
+    origin = ", ".join(each.origin for each in (per_rank, first, last, training.pp) if each is not None)
+    if sum(stages) != len(blocks) or min(stages) < 1:
+        blamed = first or last or per_rank or training.pp
+        if blamed is not None:
+            _refuse(keys, blamed, f"the {len(blocks)} blocks of '{model.name}' do not divide so among {count} stages")
+        return []
+    # embeddings are with the first block, the norm and the head behind the last; the loss is not counted
+    stages[0] += blocks[0]
+    stages[-1] += len(layers) - 2 - blocks[-1]
+    return [*entries, Entry("plan.stages", stages, f"{origin}: as many blocks each")]
+
+
+def _batch(training: Training, keys: Keys, dp: int, pp: int, overrides: dict[str, Any]) -> list[Entry]:
+    """Return the entries of the global batch and of the micro-batches; see `Training`.
+
+    global = micro-batch * accumulation * data-parallel ranks, of which any two tell the third.
+    """
+    micro, many, total = training.micro_batch, training.accumulation, training.global_batch
+    if "workload.global_batch_size" in overrides:
+        total = Value(overrides["workload.global_batch_size"], "--set workload.global_batch_size")
+    if "plan.micro_batches" in overrides:
+        many = Value(overrides["plan.micro_batches"], "--set plan.micro_batches")
+        micro = micro if total is None else None
+    open_keys = set()
+    if micro is None and (total is None or many is None):
+        micro = Value(1, "one sample a micro-batch, as the file does not say")
+        open_keys.add("plan.micro_batches")
+    if total is None and many is None:
+        many = Value(1, "no accumulation, as the file does not say")
+        open_keys.add("plan.micro_batches")
+    if total is None and micro is not None and many is not None:
+        origin = f"{micro.origin}; {many.origin}; on {dp} data-parallel ranks"
+        total = Value(micro.value * many.value * dp, origin)
+        open_keys |= {"workload.global_batch_size"} if open_keys else set()
+    elif total is not None:
+        known = micro or many
+        share = known.value * dp if known is not None else dp
+        if not isinstance(total.value, int) or total.value % share:
+            _refuse(keys, total, f"is no multiple of {share}: {known.origin if known else ''} on {dp} ranks", BATCH)
+            return []
+        rest = Value(total.value // share, f"{total.origin}; {known.origin if known else ''}; {dp} data-parallel ranks")
+        micro, many = micro or rest, many or rest
+    if micro is None or many is None or total is None:
+        raise UserError(f"{keys.file}: says nothing of its batch")  # never: each has a default
+    if total.value != micro.value * many.value * dp:
+        reason = f"{micro.value} samples times {many.value} micro-batches times {dp} data-parallel ranks are "
+        _refuse(keys, total, f"{reason}{micro.value * many.value * dp}", BATCH)
+        return []
+    pieces = _pieces(training, keys, micro, many, pp)
+    return [
+        Entry(BATCH, total.value, total.origin, BATCH in open_keys),
+        Entry("plan.micro_batches", pieces.value, pieces.origin, "plan.micro_batches" in open_keys),
+    ]
+
+
+def _pieces(training: Training, keys: Keys, micro: Value, many: Value, pp: int) -> Value:
+    """Return the number of micro-batches of a rank, which a pipeline may divide further."""
+    piece = training.pipeline_micro_batch
+    if piece is None or pp == 1:
+        return many
+    if many.value > 1:
+        _refuse(keys, many, "a pipeline that is run several times for one update cannot be simulated; allowed: once")
+    elif micro.value % piece.value:
+        _refuse(keys, piece, f"does not divide the {micro.value} samples of {micro.origin}")
+    return Value(micro.value // piece.value, f"{micro.origin} in parts of {piece.origin}")
+
+
+def _workload(training: Training, keys: Keys, model: Model) -> list[Entry]:
+    entries = []
+    if not isinstance(model.input, ImageInput):
+        longest = model.input.maximum_sequence_length
+        sequence = training.sequence
+        if sequence is None:
+            reason = f"the longest of '{model.name}', as the file does not say"
+            entries.append(Entry("workload.sequence_length", longest, reason, True))
+        elif sequence.value > longest:
+            _refuse(keys, sequence, f"the model '{model.name}' takes at most {longest}", "workload.sequence_length")
+        else:
+            entries.append(Entry("workload.sequence_length", sequence.value, sequence.origin))
+    for name, default, reason in (
+        ("precision", "fp32", "the program's own, as the file does not say"),
+        ("gradient_precision", None, ""),
+        ("optimizer", "adamw", "as the file does not say"),
+        ("optimizer_implementation", None, ""),
+        ("learning_rate", None, ""),
+        ("weight_decay", None, ""),
+        ("momentum", None, ""),
+        ("clip_norm", None, ""),
+    ):
+        value: Value | None = getattr(training, name)
+        if name == "momentum" and (training.optimizer is None or training.optimizer.value != "sgd-momentum"):
+            continue
+        if name == "learning_rate" and value is not None and not value.value:
+            keys.note(value.origin.partition(" = ")[0], "a rate of 0 is replaced by the scenario's default")
+            continue
+        if name == "clip_norm" and (value is None or not value.value or not _has_key("workload.clip_norm")):
+            continue
+        if value is not None:
+            entries.append(Entry(f"workload.{name}", value.value, value.origin))
+        elif default is not None:
+            entries.append(Entry(f"workload.{name}", default, reason, True))
+    return entries
+
+
+def optimizer_in(keys: Keys, training: Training, *names: str) -> None:
+    """Read an optimizer and its implementation from the first of these keys that the file holds."""
+    found = keys.choice(OPTIMIZERS, *names, sets="workload.optimizer", why=OTHER_OPTIMIZER)
+    if found is not None:
+        kind, implementation = found.value
+        training.optimizer = Value(kind, found.origin)
+        if implementation != "default":
+            training.optimizer_implementation = Value(implementation, found.origin)

@@ -1,0 +1,76 @@
+"""Model files of small configurations of the families that ship, traced as `gsreal trace` does."""
+
+from pathlib import Path
+
+from gsreal.model_files.trace import Request, traced_model, write_model
+
+LENGTH = 24
+FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "gpt-tied": ("gsreal.models.gpt", ("width=48", "heads=4", "layers=3", "tied=true", "maximum_length=24")),
+    "gpt2": (
+        "hf:gpt2",
+        (
+            "n_embd=48",
+            "n_head=4",
+            "n_layer=3",
+            "n_positions=24",
+            "vocab_size=256",
+            "resid_pdrop=0.0",
+            "embd_pdrop=0.0",
+            "attn_pdrop=0.0",
+        ),
+    ),
+    "llama": (
+        "hf:llama",
+        (
+            "vocab_size=256",
+            "hidden_size=48",
+            "intermediate_size=96",
+            "num_hidden_layers=3",
+            "num_attention_heads=4",
+            "num_key_value_heads=2",
+            "max_position_embeddings=24",
+        ),
+    ),
+    "bert": (
+        "hf:bert",
+        (
+            "vocab_size=257",
+            "hidden_size=48",
+            "intermediate_size=96",
+            "num_hidden_layers=3",
+            "num_attention_heads=4",
+            "max_position_embeddings=24",
+            "hidden_dropout_prob=0.0",
+            "attention_probs_dropout_prob=0.0",
+        ),
+    ),
+    "resnet": (
+        "hf:resnet",
+        ("hidden_sizes=[16,32]", "depths=[1,2]", "embedding_size=16", "layer_type=basic", "num_channels=1"),
+    ),
+}
+"""What to trace, and its arguments."""
+VOCABULARY = 256
+"""Bytes; a masked-token model has one token more."""
+
+
+def model_file(folder: Path, family: str) -> Path:
+    """Trace a family's small configuration; return its model file."""
+    model, arguments = FAMILIES[family]
+    image = family == "resnet"
+    request = Request(
+        model=model,
+        arguments=arguments,
+        name=f"small-{family}",
+        vocabulary=None if image else VOCABULARY + (family == "bert"),
+        maximum_sequence_length=LENGTH,
+        image="1x8x8" if image else None,
+        classes=10 if image else None,
+        auto_class=None,
+        sequence_length=None if image else LENGTH,
+        task="masked-token" if family == "bert" else "next-token",
+    )
+    path = folder / f"{family}.toml"
+    write_model(path, traced_model(request))
+    return path

@@ -1,0 +1,51 @@
+"""Gradient clipping as predicted: three passes over the gradients; an all-reduce where ranks hold different ones."""
+
+from pathlib import Path
+
+import pytest
+from strategies import loaded_of, scenario_of, star, tiny_model
+
+from gssim.errors import UserError
+from gssim.scenario import Scenario, check, load_model
+from gssim.simulation import simulate
+from gssim.workload import Model
+
+BANDWIDTH, LATENCY_S = 1e6, 1e-3
+
+
+GPT = load_model(Path(__file__).resolve().parents[2] / "scenarios" / "models" / "gpt-byte-1m.toml")
+
+
+def made(method: str, clip_norm: float | None, *, model: Model | None = None, **plan) -> Scenario:
+    scenario = scenario_of(
+        star(2, bandwidth=BANDWIDTH, latency_s=LATENCY_S),
+        {"method": method} | plan,
+        model=model or tiny_model(),
+        global_batch_size=8,
+        sequence_length=4,
+        optimizer="sgd",
+        clip_norm=clip_norm,
+    )
+    check(scenario, file="made")
+    return scenario
+
+
+@pytest.mark.parametrize(("method", "held", "summed_bytes"), [("ddp", 1, 0), ("gs", 0.5, 8)])
+def test_clipping_reads_gradients_twice_and_writes_them_once_and_sums_one_number(method, held, summed_bytes):
+    """3 S / memory bandwidth for S bytes of gradients; an all-reduce of n bytes over two ranks takes two trips of half.
+
+    gloo's sender waits for the receiver's notice, so that each trip has the latency twice.
+    """
+    clipped, free = (simulate(loaded_of(made(method, norm))).result for norm in (1.0, None))
+    passes_s = 3 * 4 * held * tiny_model().elements / 1e9
+    links = 2  # of each hop: to the switch and from it
+    sum_s = 2 * (2 * links * LATENCY_S + summed_bytes / 2 / BANDWIDTH) if summed_bytes else 0.0
+    assert clipped.step_time_s - free.step_time_s == pytest.approx(passes_s + sum_s, rel=1e-6)
+    added = [entry for entry in clipped.collectives if entry.key not in {each.key for each in free.collectives}]
+    assert [(entry.kind, entry.bytes, entry.count) for entry in added] == [("all-reduce", 8, 1)] * bool(summed_bytes)
+
+
+@pytest.mark.parametrize(("method", "plan"), [("gs_wgrad", {}), ("tensor", {"tp": 2})])
+def test_clipping_of_slices_and_of_assigned_layers_is_refused(method, plan):
+    with pytest.raises(UserError, match=r"workload.clip_norm = 1: cannot run yet with method"):
+        made(method, 1.0, model=GPT, **plan)

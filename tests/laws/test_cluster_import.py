@@ -1,0 +1,246 @@
+"""Cluster files from NCCL's XML, nvidia-smi, Slurm, topograph and the machine: the presets' shapes, and bad input."""
+
+import random
+import tomllib
+from pathlib import Path
+
+import commands
+import pytest
+from topologies import nccl_xml, smi_matrix
+
+from gssim.cluster.topology.builders import CUBE_MESH
+from gssim.errors import UserError
+from gssim.interop import cluster_of
+from gssim.interop.hosts import detected
+from gssim.scenario import load_cluster
+
+ROOT = Path(__file__).resolve().parents[2]
+CLUSTERS = ROOT / "scenarios/clusters"
+
+
+def made(folder, files, **options):
+    """Return the cluster that files make, loaded again, and the notes."""
+    paths = []
+    for name, text in files.items():
+        (folder / name).write_text(text)
+        paths.append(folder / name)
+    found = cluster_of(paths, **options)
+    (folder / "made.toml").write_text(found.text)
+    return load_cluster(folder / "made.toml"), found
+
+
+def edges(cluster):
+    """Return the links by their ends: rates and latencies."""
+    wiring = cluster.wiring
+    names = wiring.names
+    return {
+        (names[a], names[b]): (rate, round(latency_s, 12))
+        for a, b, rate, latency_s in zip(
+            wiring.source.tolist(),
+            wiring.target.tolist(),
+            wiring.bandwidth_bytes_per_s.tolist(),
+            wiring.latency_s.tolist(),
+            strict=True,
+        )
+        if not {"server0/memory"} & {names[a], names[b]}
+    }
+
+
+@pytest.mark.parametrize(
+    ("shipped", "options"),
+    [
+        ("dgx-h100", {}),
+        ("dgx-a100", {"sm": 80, "links": 12, "speed": "16.0 GT/s PCIe", "mbits": 200000}),
+        ("dgx-1v", {"sm": 70, "speed": "8.0 GT/s PCIe", "nics": 4, "mbits": 100000, "target": CUBE_MESH}),
+    ],
+)
+def test_nccl_xml_gives_the_shipped_server(tmp_path, shipped, options):
+    cluster, found = made(tmp_path, {"host.xml": nccl_xml(**options)})
+    expected = load_cluster(CLUSTERS / f"{shipped}.toml")
+    assert edges(cluster) == edges(expected)
+    assert {each.type for each in cluster.devices} == {each.type for each in expected.devices}
+    assert any("--gpu" in note for note in found.notes)
+    named, found = made(tmp_path, {"host.xml": nccl_xml(**options)}, gpu="h200")
+    assert {each.type for each in named.devices} == {"h200-sxm"}
+    assert not any("--gpu" in note for note in found.notes)
+
+
+def test_slower_cards_are_not_for_training(tmp_path):
+    cluster, found = made(tmp_path, {"host.xml": nccl_xml(more=2)})
+    assert len([name for name in cluster.switches if "nic" in name]) == 8
+    assert any("of 10 cards" in note for note in found.notes)
+
+
+def test_pairs_of_nvlinks_are_written_link_by_link(tmp_path):
+    bridged = {(0, 1): 4, (2, 3): 4}
+    text = nccl_xml(gpus=4, nics=1, mbits=100000, sm=80, speed="16.0 GT/s PCIe", target=bridged)
+    cluster, _ = made(tmp_path, {"host.xml": text})
+    assert cluster.topology is None
+    assert edges(cluster)["server0/gpu0", "server0/gpu1"][0] == 4 * 25e9
+    assert ("server0/gpu1", "server0/gpu2") not in edges(cluster)
+
+
+TREE = """# two servers a leaf, as in scenarios/clusters/leaf-spine-64.toml
+SwitchName=leaf0 Nodes=a[0-1]
+SwitchName=leaf1 Nodes=a[2-3] LinkSpeed=100
+SwitchName=leaf2 Nodes=a[4-5]
+SwitchName=leaf3 Nodes=a[6-7]
+SwitchName=spine0 Switches=leaf[0-3]
+SwitchName=spine1 Switches=leaf[0-3]
+"""
+TREE_YAML = """
+- topology: other
+  block: {block_sizes: [2], blocks: [{block: b0, nodes: "a[0-7]"}]}
+- topology: default
+  cluster_default: true
+  tree:
+    switches:
+      - {switch: leaf0, nodes: "a[0-1]"}
+      - {switch: leaf1, nodes: "a[2-3]"}
+      - {switch: leaf2, nodes: "a[4-5]"}
+      - {switch: leaf3, nodes: "a[6-7]"}
+      - {switch: spine0, children: "leaf[0-3]"}
+      - {switch: spine1, children: "leaf[0-3]"}
+"""
+
+
+@pytest.mark.parametrize(("name", "text"), [("topology.conf", TREE), ("topology.yaml", TREE_YAML)])
+def test_a_tree_of_slurm_gives_the_shipped_fat_tree(tmp_path, name, text):
+    cluster, found = made(tmp_path, {name: text}, gpu="a100", oversubscription=4.0)
+    assert edges(cluster) == edges(load_cluster(CLUSTERS / "leaf-spine-64.toml"))
+    assert len(found.notes) == 2  # LinkSpeed or the other topology, and the oversubscription
+
+
+def test_a_tree_of_three_levels(tmp_path):
+    text = "".join(f"SwitchName=leaf{i} Nodes=a[{2 * i}-{2 * i + 1}]\n" for i in range(4))
+    text += (
+        "SwitchName=pod0 Switches=leaf[0-1]\nSwitchName=pod1 Switches=leaf[2-3]\nSwitchName=core Switches=pod[0-1]\n"
+    )
+    cluster, _ = made(tmp_path, {"topology.conf": text}, gpu="h100", oversubscription=2.0)
+    found = edges(cluster)
+    assert len(cluster.devices) == 64
+    assert cluster.switches[-3:] == ("pod0", "pod1", "core")
+    # two servers of eight cards of 50 GB/s below a leaf, halved at every level
+    assert found["leaf0", "pod0"][0] == 2 * 8 * 50e9 / 2
+    assert found["pod0", "core"][0] == 2 * 8 * 50e9 / 2
+    assert found["server0/nic0", "leaf0"][0] == 50e9
+
+
+def test_unequal_hosts_and_blocks(tmp_path):
+    files = {"a.xml": nccl_xml(), "b.xml": nccl_xml(sm=80, links=12, speed="16.0 GT/s PCIe", mbits=200000)}
+    files["topology.conf"] = "BlockName=b1 Nodes=x1\nBlockName=b2 Nodes=x2\nBlockSizes=1\n"
+    cluster, found = made(tmp_path, files)
+    assert [each.type for each in cluster.devices[::8]] == ["h100-sxm", "a100-sxm-80"]
+    assert cluster.nccl is not None
+    assert any("joined by one switch" in note for note in found.notes)
+
+
+def test_labels_of_kubernetes(tmp_path):
+    labels = [{"tier-0": f"s{i // 2}", "tier-1": "t"} for i in range(4)]
+    items = [
+        {"metadata": {"name": f"n{i}", "labels": {f"fabric.topograph.run/{k}": v for k, v in each.items()}}}
+        for i, each in enumerate(labels)
+    ]
+    import json
+
+    cluster, _ = made(tmp_path, {"nodes.json": json.dumps({"items": items})}, gpu="h100")
+    assert len(cluster.devices) == 32
+    assert tomllib.loads((tmp_path / "made.toml").read_text())["topology"]["fabric"]["servers_per_leaf"] == 2
+
+
+@pytest.mark.parametrize(
+    ("cells", "inside"),
+    [("NV18", "nvswitch"), ({pair: f"NV{n}" for pair, n in CUBE_MESH.items()}, "cube-mesh"), ("PIX", "pcie")],
+)
+def test_nvidia_smi(tmp_path, cells, inside):
+    cluster, found = made(
+        tmp_path, {"topo.txt": smi_matrix(cells, nics=8)}, gpu="v100" if inside == "cube-mesh" else "h100"
+    )
+    group = tomllib.loads(found.text)["topology"]["servers"][0]
+    assert (group["inside"], group["devices"], group["nics"]) == (inside, 8, 8)
+    assert any("usual server" in note for note in found.notes)
+    assert len(cluster.devices) == 8
+
+
+def test_this_machine(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "proc").mkdir()
+    cores = "".join(
+        f"processor : {i}\nphysical id : {i // 2}\ncore id : {i % 2}\nmodel name : A Processor\ncpu MHz : 2000.0\n"
+        "flags : fpu avx2\n\n"
+        for i in range(4)
+    )
+    (tmp_path / "proc/cpuinfo").write_text(cores)
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 8000000 kB\n")
+    card = tmp_path / "sys/class/net/eth0"
+    (card / "device").mkdir(parents=True)
+    (card / "speed").write_text("10000\n")
+    host = detected(proc=tmp_path / "proc", sys=tmp_path / "sys")
+    assert (host.devices, host.nic_link, host.inside_link["fp32"]) == (4, "tcp-10g", 2e9 * 32)
+    cluster, found = made(tmp_path, {}, detect=True)  # the real one
+    assert cluster.backend == "gloo"
+    assert any("gsreal calibrate" in note for note in found.notes)
+
+
+BAD = {
+    "laughs.xml": '<!DOCTYPE l [<!ENTITY a "x"><!ENTITY b "&a;&a;">]><system>&b;</system>',
+    "truncated.xml": nccl_xml()[:900],
+    "other.xml": "<html/>",
+    "empty.xml": "<system/>",
+    "speed.xml": nccl_xml(speed="Unknown"),
+    "kinds.xml": nccl_xml().replace('sm="90"', 'sm="80"', 1),
+    "number.xml": nccl_xml().replace('sm="90"', 'sm="ninety"', 1),
+    "guess.xml": nccl_xml(sm=89, target="none"),
+    "deep.xml": "<system>" + "<a>" * 500 + "</a>" * 500 + "</system>",
+    "islands.conf": "SwitchName=a Nodes=n[1-2]\nSwitchName=b Nodes=n[3-4]\n",
+    "cycle.conf": "SwitchName=a Nodes=n1\nSwitchName=b Switches=a\nSwitchName=a Switches=b\n",
+    "itself.conf": "SwitchName=a Switches=a\n",
+    "range.conf": "SwitchName=a Nodes=n[1-999999999]\n",
+    "product.conf": "SwitchName=a Nodes=n[1-999][1-999][1-999]\n",
+    "brackets.conf": "SwitchName=a Nodes=n[1-2\n",
+    "unknown.conf": "SwitchName=a Nodez=n1\n",
+    "nothing.conf": "# only a comment\n",
+    "both.conf": "SwitchName=a Nodes=n1 Switches=b\n",
+    "tree.yaml": "tree: 3\n",
+    "laughs.yaml": "a: &a [x]\nb: [*a, *a]\n",
+    "matrix.txt": smi_matrix("NV18").replace("NV18", "NV17", 1),
+    "rows.txt": "\n".join(smi_matrix("NV18").splitlines()[:5]),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line(tmp_path, name):
+    with pytest.raises(UserError) as caught:
+        made(tmp_path, {name: BAD[name]}, gpu=None if name == "guess.xml" else "h100")
+    assert "\n" not in str(caught.value)
+    assert name in str(caught.value)
+
+
+def test_damaged_topologies_are_read_or_refused(tmp_path):
+    random_ = random.Random(0)
+    files = {"h.xml": nccl_xml(gpus=2, nics=2), "t.conf": TREE, "t.yaml": TREE_YAML, "m.txt": smi_matrix("NV18", 2)}
+    refused = 0
+    for _ in range(150):
+        name = random_.choice(sorted(files))
+        text = files[name]
+        for _ in range(random_.randint(1, 3)):
+            at, length = random_.randrange(len(text)), random_.randint(1, 9)
+            piece = random_.choice(["", text[at : at + length] * 2, "[", "<", "-1", "9" * 20, "=", "\x00"])
+            text = text[:at] + piece + text[at + length :]
+        try:
+            made(tmp_path, {name: text}, gpu="h100")
+        except UserError as error:
+            refused += "\n" not in str(error)
+    assert 0 < refused < 150
+
+
+def test_the_command_ends_with_how_to_draw(tmp_path):
+    (tmp_path / "topology.conf").write_text(TREE)
+    arguments = ("cluster", "topology.conf", "--gpu", "h100", "--out", "c.toml")
+    ended = commands.run("gssim", *arguments, folder=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[-1] == "python -m analysis draw c.toml --out c.png"
+    assert "default: oversubscription" in ended.stderr
+    (tmp_path / "bad.conf").write_text(BAD["islands.conf"])
+    ended = commands.run("gssim", "cluster", "bad.conf", "--gpu", "h100", "--out", "d.toml", folder=tmp_path)
+    assert (ended.returncode, len(ended.stderr.splitlines()), (tmp_path / "d.toml").exists()) == (2, 1, False)

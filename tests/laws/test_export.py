@@ -1,0 +1,105 @@
+"""Export of plans: what comes back by import is the same scenario, and what a program cannot execute is refused."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from gssim.errors import UserError
+from gssim.interop import EXPORTS, PROGRAMS, export_scenario, import_scenario
+from gssim.plan import METHODS
+from gssim.scenario import load_scenario
+
+ROOT = Path(__file__).resolve().parents[2]
+TWO_HOSTS = ROOT / "scenarios/clusters/two-dgx-h100.toml"
+
+
+def scenario_with(changes):
+    path = ROOT / "scenarios/llama3-8b-fsdp.toml"
+    usual = {"cluster": str(TWO_HOSTS), "workload.global_batch_size": 64, "plan.recompute": "none"}
+    return load_scenario(path, [f"{key}={value}" for key, value in (usual | changes).items()]).scenario
+
+
+ROUND = [
+    ("deepspeed", {"plan.method": "ddp", "plan.micro_batches": 2}),
+    ("deepspeed", {"plan.method": "zero1", "plan.zero1_implementation": "deepspeed", "workload.weight_decay": 0.1}),
+    ("deepspeed", {"plan.method": "zero2", "plan.micro_batches": 2, "workload.learning_rate": 3e-4}),
+    ("deepspeed", {"plan.method": "zero3", "plan.overlap": "false"}),
+    ("deepspeed", {"plan.method": "hsdp", "workload.precision": "fp32"}),
+    ("deepspeed", {"plan.method": "ddp", "plan.tp": 4, "workload.optimizer": "adam"}),
+    ("accelerate", {"plan.method": "zero3", "plan.recompute": "full"}),
+    ("accelerate", {"plan.method": "zero2"}),
+    ("accelerate", {"plan.method": "hsdp", "plan.dp_replicate": 4, "plan.dp_shard": 4}),
+    ("accelerate", {"plan.method": "ddp", "workload.precision": "fp32"}),
+    ("accelerate", {"plan.method": "zero3", "plan.tp": 2, "plan.ranks": 8}),
+    ("torchtitan", {"plan.method": "zero3", "plan.micro_batches": 4, "plan.recompute": "full", "run.seed": 7}),
+    ("torchtitan", {"plan.method": "zero2", "workload.weight_decay": 0.1}),
+    ("torchtitan", {"plan.method": "hsdp"}),
+    ("torchtitan", {"plan.method": "ddp", "workload.precision": "fp32", "workload.optimizer": "adam"}),
+]
+
+
+@pytest.mark.parametrize(("to", "changes"), ROUND, ids=lambda value: value if isinstance(value, str) else None)
+def test_what_comes_back_is_the_same_scenario(tmp_path, to, changes):
+    scenario = scenario_with(changes)
+    path = tmp_path / {"deepspeed": "ds.json", "accelerate": "a.yaml", "torchtitan": "t.toml"}[to]
+    path.write_text(export_scenario(scenario, to).text)
+    # what the formats have no keys for
+    given = {"deepspeed": ["workload.sequence_length"], "torchtitan": []}.get(
+        to, ["workload.sequence_length", "workload.global_batch_size", "workload.optimizer_implementation"]
+    )
+    values = {name: getattr(scenario.workload, name.partition(".")[2]) for name in given}
+    overrides = [f"{name}={value}" for name, value in values.items()]
+    overrides += ["plan.micro_batches=1"] if to == "accelerate" else []
+    found = import_scenario(path, model="llama3-8b", cluster=TWO_HOSTS, overrides=overrides, out=tmp_path / "x.toml")
+    (tmp_path / "x.toml").write_text(found.text)
+    assert load_scenario(tmp_path / "x.toml").scenario.scenario_id == scenario.scenario_id
+
+
+def test_all_programs_are_named():
+    assert tuple(EXPORTS) == PROGRAMS
+
+
+@pytest.mark.parametrize("to", EXPORTS)
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_is_written_or_refused(to, method):
+    more = {"plan.ranks": 1} if method == "single" else {"plan.pp": 16} if method == "pipeline" else {}
+    try:
+        scenario = scenario_with({"plan.method": method, "workload.precision": "fp32"} | more)
+    except UserError:
+        pytest.skip("no scenario of this model and cluster")
+    try:
+        written = export_scenario(scenario, to).text
+    except UserError as error:
+        written = ""
+        said = str(error)
+        assert said.startswith(("plan.", "workload.", "cluster"))
+        assert "allowed" in said
+    assert bool(written) == (method in EXPORTS[to][0]) or "zero1_implementation" in said
+
+
+@pytest.mark.parametrize(
+    ("to", "changes", "said"),
+    [
+        ("deepspeed", {"plan.method": "zero1"}, "zero1_implementation"),
+        ("deepspeed", {"plan.method": "zero2", "plan.micro_batches": 2, "plan.gradient_sync": "step"}, "gradient_sync"),
+        ("accelerate", {"plan.method": "ddp"}, "autocast"),
+        ("accelerate", {"plan.method": "zero3", "plan.recompute": "selective"}, "plan.recompute"),
+        ("torchtitan", {"plan.method": "zero3", "plan.tp": 2}, "sequence-parallel"),
+        ("torchrun", {"plan.method": "gs", "plan.shares.shards": "memory"}, "plan.shares"),
+        ("vllm", {}, "no such format"),
+    ],
+)
+def test_what_a_program_cannot_execute_is_refused(to, changes, said):
+    with pytest.raises(UserError, match=said):
+        export_scenario(scenario_with(changes), to)
+
+
+@pytest.mark.parametrize("method", ["single", "ddp", "zero2", "zero3", "hsdp", "gs"])
+def test_scripts_for_torchrun_are_python(method):
+    more = {"plan.ranks": 1} if method == "single" else {}
+    scenario = scenario_with({"plan.method": method, "plan.recompute": "full", "workload.precision": "fp32"} | more)
+    text = export_scenario(scenario, "torchrun").text
+    ast.parse(text)
+    assert ("--nnodes 2" in text) == (method != "single")
+    assert '"model.layers.31",' in text

@@ -1,0 +1,505 @@
+"""Import of other programs' files: what each documented key becomes, what is refused, and hostile files."""
+
+import json
+import random
+import tomllib
+from pathlib import Path
+
+import commands
+import pytest
+
+from gssim.errors import UserError
+from gssim.interop import RefusedError, import_scenario
+from gssim.interop import reading as limits
+from gssim.interop.megatron import arguments_in
+from gssim.scenario import load_scenario
+
+ROOT = Path(__file__).resolve().parents[2]
+EIGHT = "scenarios/clusters/dgx-h100.toml"
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def imported(folder, text, *, name, model="llama3-8b", cluster=EIGHT, overrides=(), ignored=(), form=None):
+    """Return the tables of the scenario that a file becomes, and the import."""
+    path = folder / name
+    path.write_text(text if isinstance(text, str) else json.dumps(text))
+    found = import_scenario(
+        path, model=model, cluster=Path(cluster), overrides=overrides, ignored=ignored, form=form, out=folder / "x.toml"
+    )
+    (folder / "x.toml").write_text(found.text)
+    load_scenario(folder / "x.toml")
+    return tomllib.loads(found.text), found
+
+
+def refused(folder, text, **options):
+    with pytest.raises(RefusedError) as caught:
+        imported(folder, text, **options)
+    assert "\n" not in str(caught.value)
+    return " | ".join(caught.value.refused)
+
+
+DEEPSPEED = {
+    "train_batch_size": 64,
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 4,
+    "zero_optimization": {"stage": 3, "overlap_comm": True, "reduce_bucket_size": 5e8},
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": "1e-4", "betas": [0.9, 0.95], "weight_decay": 0.1}},
+    "gradient_clipping": 1.0,
+    "steps_per_print": 10,
+}
+
+
+def test_deepspeed(tmp_path):
+    tables, found = imported(tmp_path, DEEPSPEED, name="ds.json")
+    assert tables["workload"] == {
+        "model": "llama3-8b",
+        "sequence_length": 8192,
+        "precision": "bf16",
+        "optimizer": "adamw",
+        "optimizer_implementation": "fused",
+        "learning_rate": 1e-4,
+        "weight_decay": 0.1,
+        "global_batch_size": 64,
+    }
+    assert tables["plan"] == {"method": "zero3", "micro_batches": 4, "recompute": "none"}
+    assert {line.split(" = ")[0] for line in found.defaults} == {"workload.sequence_length", "plan.recompute"}
+    assert any(line.startswith("steps_per_print = 10") for line in found.listed)
+    assert any("reduce_bucket_size" in line and "approximated" in line for line in found.listed)
+    assert "# zero_optimization.stage = 3" in found.text
+    assert "# default: the longest of 'llama3-8b'" in found.text
+
+
+@pytest.mark.parametrize(
+    ("stage", "method", "more"),
+    [
+        (0, "ddp", {"overlap": False}),
+        (1, "zero1", {"overlap": False, "zero1_implementation": "deepspeed"}),
+        (2, "zero2", {"overlap": False}),
+        (3, "zero3", {}),
+    ],
+)
+def test_stages_of_zero(tmp_path, stage, method, more):
+    tables, _ = imported(tmp_path, DEEPSPEED | {"zero_optimization": {"stage": stage}}, name="ds.json")
+    assert tables["plan"] == {"method": method, "micro_batches": 4, "recompute": "none"} | more
+
+
+def test_mics_is_hybrid_sharding(tmp_path):
+    zero = {"stage": 3, "mics_shard_size": 4}
+    tables, _ = imported(tmp_path, DEEPSPEED | {"zero_optimization": zero}, name="ds.json")
+    assert {key: tables["plan"][key] for key in ("method", "dp_replicate", "dp_shard")} == {
+        "method": "hsdp",
+        "dp_replicate": 2,
+        "dp_shard": 4,
+    }
+
+
+def test_auto_is_named_and_replaced(tmp_path):
+    file = DEEPSPEED | {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
+    said = refused(tmp_path, file, name="ds.json")
+    assert 'train_batch_size = "auto"' in said
+    assert "--set workload.global_batch_size" in said
+    tables, _ = imported(tmp_path, file, name="ds.json", overrides=["workload.global_batch_size=128"])
+    assert (tables["workload"]["global_batch_size"], tables["plan"]["micro_batches"]) == (128, 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, "offload_param.device"),
+        ({"optimizer": {"type": "Lamb"}}, "optimizer.type"),
+        ({"train_batch_size": 65}, "train_batch_size"),
+        ({"sequence_parallel_size": 2}, "sequence_parallel_size"),
+        ({"zero_optimisation": {"stage": 3}}, "zero_optimisation.stage"),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "fp16.enabled"),
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage"),
+        ({"train_micro_batch_size_per_gpu": True}, "train_micro_batch_size_per_gpu"),
+    ],
+)
+def test_what_changes_the_answer_is_refused_by_its_key(tmp_path, change, key):
+    assert key in refused(tmp_path, DEEPSPEED | change, name="ds.json")
+
+
+def test_overrides_of_other_keys(tmp_path):
+    overrides = ["name=mine", "run.steps=5", "plan.method=gs", "plan.overlap=false"]
+    tables, _ = imported(tmp_path, DEEPSPEED, name="ds.json", overrides=overrides)
+    assert (tables["name"], tables["run"], tables["plan"]["method"]) == ("mine", {"steps": 5}, "gs")
+    for override in ("cluster=x.toml", "workload.model=y.toml", "plan.methud=gs"):
+        with pytest.raises(UserError, match=override.partition("=")[0]):
+            imported(tmp_path, DEEPSPEED, name="ds.json", overrides=[override])
+
+
+def test_a_refused_key_can_be_ignored(tmp_path):
+    file = DEEPSPEED | {"invented": {"key": 1}}
+    tables, found = imported(tmp_path, file, name="ds.json", ignored=["invented.*"])
+    assert tables["plan"]["method"] == "zero3"
+    assert any("ignored on request" in line for line in found.listed)
+
+
+FSDP = """
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+mixed_precision: bf16
+num_machines: 1
+num_processes: 8
+fsdp_config:
+  fsdp_version: 2
+  fsdp_reshard_after_forward: {reshard}
+  fsdp_activation_checkpointing: true
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+{more}
+"""
+
+
+@pytest.mark.parametrize(("reshard", "method"), [("true", "zero3"), ("false", "zero2")])
+def test_accelerate_fsdp2(tmp_path, reshard, method):
+    tables, found = imported(tmp_path, FSDP.format(reshard=reshard, more=""), name="a.yaml")
+    assert tables["plan"] == {"method": method, "micro_batches": 1, "recompute": "full"}
+    assert tables["workload"]["precision"] == "bf16"
+    assert any(line.startswith("plan.micro_batches = 1") for line in found.defaults)
+
+
+def test_accelerate_parallelism_config(tmp_path):
+    sizes = "parallelism_config:\n" + "".join(
+        f"  parallelism_config_{name}_size: {size}\n"
+        for name, size in (("dp_replicate", 2), ("dp_shard", 4), ("tp", 1))
+    )
+    tables, _ = imported(tmp_path, FSDP.format(reshard="true", more=sizes), name="a.yaml")
+    assert (tables["plan"]["method"], tables["plan"]["dp_shard"]) == ("hsdp", 4)
+    said = refused(tmp_path, FSDP.format(reshard="true", more=sizes.replace("tp_size: 1", "cp_size: 2")), name="a.yaml")
+    assert "context parallelism" in said
+
+
+@pytest.mark.parametrize(
+    ("strategy", "method"),
+    [
+        ("FULL_SHARD", "zero3"),
+        ("SHARD_GRAD_OP", "zero2"),
+        ("NO_SHARD", "ddp"),
+        ("HYBRID_SHARD", "hsdp"),
+        ("1", "zero3"),
+    ],
+)
+def test_accelerate_fsdp1(tmp_path, strategy, method):
+    text = "distributed_type: FSDP\nmixed_precision: 'no'\nnum_processes: 16\n"
+    text += f"fsdp_config:\n  fsdp_sharding_strategy: {strategy}\n"
+    tables, _ = imported(tmp_path, text, name="a.yaml", cluster="scenarios/clusters/two-dgx-h100.toml")
+    assert tables["plan"]["method"] == method
+    assert (tables["plan"].get("dp_shard") == 8) == (strategy == "HYBRID_SHARD")
+
+
+def test_accelerate_names_a_deepspeed_file(tmp_path):
+    (tmp_path / "ds.json").write_text(json.dumps(DEEPSPEED))
+    text = "distributed_type: DEEPSPEED\nnum_processes: 8\ndeepspeed_config:\n  deepspeed_config_file: {}\n"
+    tables, _ = imported(tmp_path, text.format("ds.json"), name="a.yaml")
+    assert (tables["plan"]["method"], tables["plan"]["micro_batches"]) == ("zero3", 4)
+    assert "no such file" in refused(tmp_path, text.format("lost.json"), name="a.yaml")
+
+
+def test_accelerate_ranks_and_autocast(tmp_path):
+    text = "distributed_type: MULTI_GPU\nnum_processes: {}\nmixed_precision: {}\n"
+    tables, _ = imported(tmp_path, text.format(4, "'no'"), name="a.yaml")
+    assert tables["plan"] == {"method": "ddp", "ranks": 4, "micro_batches": 1, "recompute": "none"}
+    assert "the cluster 'DGX H100' has 8 devices" in refused(tmp_path, text.format(16, "no"), name="a.yaml")
+    assert "autocast" in refused(tmp_path, text.format(4, "bf16"), name="a.yaml")
+
+
+MEGATRON = """#!/bin/bash
+GPUS=8
+TP=${TP:-1}
+GPT_ARGS=(
+    --num-layers 24          # of gpt3-1.3b
+    --hidden-size 2048
+    --num-attention-heads 16
+    --seq-length 1024
+)
+torchrun --nproc_per_node $GPUS --nnodes 1 pretrain_gpt.py "${GPT_ARGS[@]}" \\
+    --micro-batch-size 2 --global-batch-size 64 --bf16 --lr 1.5e-4 --clip-grad 1.0 \\
+    --use-distributed-optimizer --overlap-grad-reduce --recompute-granularity full \\
+    --recompute-method uniform --recompute-num-layers 1 --log-interval 10
+"""
+
+
+def test_megatron_script(tmp_path):
+    tables, found = imported(tmp_path, MEGATRON, name="train.sh", model="gpt3-1.3b")
+    assert tables["plan"] == {
+        "method": "zero1",
+        "zero1_implementation": "deepspeed",
+        "micro_batches": 4,
+        "recompute": "full",
+    }
+    assert tables["workload"]["gradient_precision"] == "fp32"
+    assert tables["workload"]["learning_rate"] == 1.5e-4
+    assert not found.defaults
+
+
+def test_megatron_yaml_is_the_script(tmp_path):
+    arguments = {f"--{key}": value for key, value in arguments_in(MEGATRON, file="x").items()}
+    table = "".join(f"  {key}: {json.dumps(value)}\n" for key, value in arguments.items())
+    by_yaml, _ = imported(tmp_path, f"ENV_VARS:\n  A: 1\nMODEL_ARGS:\n{table}", name="m.yaml", model="gpt3-1.3b")
+    by_script, _ = imported(tmp_path, MEGATRON, name="train.sh", model="gpt3-1.3b")
+    assert by_yaml == by_script
+
+
+def test_megatron_pipelines_have_equal_stages(tmp_path):
+    sizes = "--num-layers 6 --seq-length 128 --micro-batch-size 1 --global-batch-size 16 --clip-grad 0"
+    text = f"{sizes} --nproc-per-node 4 --pipeline-model-parallel-size 2"
+    tables, _ = imported(tmp_path, text, name="args.txt", model="gpt-byte-10m")
+    # the embedding before six blocks, a norm and a head behind
+    assert tables["plan"]["stages"] == [4, 5]
+    assert (tables["plan"]["method"], tables["plan"]["schedule"]) == ("ddp", "1f1b")
+    more = f"{text} --num-layers-per-virtual-pipeline-stage 1"
+    tables, _ = imported(tmp_path, more, name="args.txt", model="gpt-byte-10m")
+    assert (tables["plan"]["stages"], tables["plan"]["schedule"]) == ([2, 1, 1, 1, 1, 3], "interleaved")
+    last = f"{text} --decoder-last-pipeline-num-layers 2"
+    tables, _ = imported(tmp_path, last, name="args.txt", model="gpt-byte-10m")
+    assert tables["plan"]["stages"] == [5, 4]
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ("--num-layers 32", "is given twice"),
+        ("--context-parallel-size 2", "context parallelism"),
+        ("--num-experts 8", "experts"),
+        ("--tensor-model-parallel-size $TENSOR", "does not say what this variable is"),
+        ("--tensor-model-parallel-size 3", "does not divide 8 ranks"),
+        ("--recompute-activations --recompute-modules core_attn", "selective"),
+        ("--fp8-format hybrid", "fp8"),
+        ("--tensor-modle-parallel-size 2", "unknown key"),
+    ],
+)
+def test_megatron_refusals(tmp_path, argument, said):
+    text = MEGATRON.replace("--recompute-granularity full", "") if "activations" in argument else MEGATRON
+    with pytest.raises(UserError, match=said):
+        imported(tmp_path, f"{text.rstrip()} {argument}", name="train.sh", model="gpt3-1.3b")
+
+
+def test_sizes_of_another_model_are_refused(tmp_path):
+    assert "the model 'llama3-8b' has width = 4096" in refused(tmp_path, MEGATRON, name="train.sh")
+
+
+TITAN = """
+[model]
+name = "llama3"
+flavor = "8B"
+[optimizer]
+name = "AdamW"
+lr = 3e-4
+[training]
+local_batch_size = 1
+global_batch_size = {batch}
+seq_len = 8192
+max_norm = 1.0
+steps = 1000
+[parallelism]
+data_parallel_replicate_degree = {replicate}
+data_parallel_shard_degree = {shard}
+fsdp_reshard_after_forward = "{reshard}"
+[activation_checkpoint]
+mode = "{mode}"
+"""
+
+
+@pytest.mark.parametrize(
+    ("replicate", "shard", "reshard", "method"),
+    [
+        (1, -1, "default", "zero3"),
+        (1, 8, "always", "zero3"),
+        (1, -1, "never", "zero2"),
+        (2, -1, "default", "hsdp"),
+        (8, 1, "default", "ddp"),
+    ],
+)
+def test_torchtitan(tmp_path, replicate, shard, reshard, method):
+    text = TITAN.format(batch=16, replicate=replicate, shard=shard, reshard=reshard, mode="full")
+    tables, found = imported(tmp_path, text, name="t.toml")
+    assert tables["plan"]["method"] == method
+    assert (tables["plan"]["micro_batches"], tables["plan"]["recompute"]) == (2, "full")
+    assert tables["workload"]["optimizer_implementation"] == "fused"
+    assert any("float32" in line for line in found.listed)
+
+
+def test_torchtitan_selective_is_not_ours(tmp_path):
+    text = TITAN.format(batch=-1, replicate=1, shard=-1, reshard="default", mode="selective")
+    assert "--set plan.recompute" in refused(tmp_path, text, name="t.toml")
+    tables, _ = imported(tmp_path, text, name="t.toml", overrides=["plan.recompute=selective"])
+    assert (tables["plan"]["recompute"], tables["workload"]["global_batch_size"]) == ("selective", 8)
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "recompute"),
+    [(None, "none"), ({"preserve_rng_state": True}, "full"), ({"memory_budget": 0.5}, None)],
+)
+def test_torchtitan_saved_json(tmp_path, checkpointing, recompute):
+    training = {"num_tokens_per_microbatch_per_dp_rank": 16384, "num_tokens_per_train_step": 262144}
+    saved = {
+        "training": training | {"max_context_length": 8192, "mixed_precision_param": "bfloat16"},
+        "parallelism": {"data_parallel_shard_degree": -1, "num_pp_microbatches": 1},
+        "activation_checkpoint": checkpointing,
+        "compile": {"enable": False, "backend": "inductor"},
+    }
+    if recompute is None:
+        assert "memory_budget" in refused(tmp_path, saved, name="t.json")
+        return
+    tables, _ = imported(tmp_path, saved, name="t.json")
+    assert tables["workload"]["global_batch_size"] == 32
+    assert (tables["plan"]["micro_batches"], tables["plan"]["recompute"]) == (2, recompute)
+
+
+AUTOMODEL = """
+recipe: TrainFinetuneRecipeForNextTokenPrediction
+step_scheduler: {global_batch_size: 64, local_batch_size: 2, num_epochs: 1}
+dist_env: {backend: nccl, timeout_minutes: 1}
+model:
+  _target_: nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained
+  pretrained_model_name_or_path: meta-llama/Meta-Llama-3-8B
+  torch_dtype: bf16
+distributed: {strategy: fsdp2, dp_size: none, tp_size: 1, cp_size: 1, activation_checkpointing: true}
+dataset: {_target_: x.y, seq_len: 4096}
+optimizer: {_target_: torch.optim.AdamW, lr: 1e-5, foreach: true}
+"""
+
+
+def test_automodel(tmp_path):
+    tables, found = imported(tmp_path, AUTOMODEL, name="r.yaml")
+    assert tables["plan"] == {"method": "zero3", "micro_batches": 4, "recompute": "full", "gradient_sync": "step"}
+    assert tables["workload"]["sequence_length"] == 4096
+    assert tables["workload"]["optimizer_implementation"] == "foreach"
+    assert any("in 16 bits alone" in line for line in found.listed)
+    assert "ep_size" in refused(tmp_path, AUTOMODEL.replace("cp_size: 1", "ep_size: 8"), name="r.yaml")
+
+
+AXOLOTL = """
+base_model: NousResearch/Meta-Llama-3-8B
+sequence_len: 8192
+micro_batch_size: 1
+gradient_accumulation_steps: 2
+optimizer: adamw_torch_fused
+learning_rate: 2e-5
+bf16: auto
+gradient_checkpointing: true
+datasets: [{path: x, type: alpaca}]
+fsdp_version: 2
+fsdp_config:
+  offload_params: false
+  auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  reshard_after_forward: true
+"""
+
+
+def test_axolotl(tmp_path):
+    tables, _ = imported(tmp_path, AXOLOTL, name="x.yml")
+    assert tables["plan"] == {"method": "zero3", "micro_batches": 2, "recompute": "full", "gradient_sync": "step"}
+    assert tables["workload"]["global_batch_size"] == 16
+    assert "adapter" in refused(tmp_path, AXOLOTL + "adapter: lora\n", name="x.yml")
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 1}}))
+    without = AXOLOTL[: AXOLOTL.index("fsdp_version")]
+    tables, _ = imported(tmp_path, without + "deepspeed: ds.json\n", name="x.yml")
+    assert tables["plan"]["method"] == "zero1"
+
+
+def test_a_config_of_hugging_face_names_the_shipped_model(tmp_path):
+    config = {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tables, _ = imported(tmp_path, DEEPSPEED, name="ds.json", model=str(tmp_path / "config.json"))
+    assert tables["workload"]["model"] == "llama3-8b"
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 33}))
+    with pytest.raises(UserError, match="gsreal trace hf:llama"):
+        imported(tmp_path, DEEPSPEED, name="ds.json", model=str(tmp_path / "config.json"))
+
+
+LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 10))
+MERGES = "a0: &a0 {k: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 10))
+HOSTILE = {
+    "laughs.yaml": LAUGHS,
+    "merges.yaml": MERGES,
+    "itself.yaml": "distributed_type: &a [*a]\n",
+    "class.yaml": "distributed_type: !!python/object/apply:os.system ['true']\n",
+    "deep.yaml": "[" * 5000,
+    "deep.json": "[" * 100_000,
+    "deep.toml": "a = " + "[" * 5000,
+    "truncated.json": json.dumps(DEEPSPEED)[:-9],
+    "twice.json": '{"train_batch_size": 8, "train_batch_size": 16}',
+    "list.json": "[1, 2]",
+    "empty.yaml": "",
+    "digits.json": '{"train_batch_size": ' + "9" * 6000 + "}",
+    "infinite.json": '{"train_batch_size": Infinity, "zero_optimization": {"stage": NaN}}',
+    "scenario.toml": '[plan]\nmethod = "ddp"\n[cluster]\n',
+    "script.sh": "echo hello\n",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_files_are_one_line(tmp_path, name):
+    with pytest.raises(UserError) as caught:
+        imported(tmp_path, HOSTILE[name], name=name)
+    assert "\n" not in str(caught.value)
+    assert name in str(caught.value)
+
+
+def test_large_files_are_not_read(tmp_path):
+    for name in ("large.json", "large.yaml"):
+        with (tmp_path / name).open("wb") as stream:
+            stream.truncate(100_000_000)
+        with pytest.raises(UserError, match="larger than"):
+            limits.read_bounded(tmp_path / name)
+    with pytest.raises(UserError, match="larger than"):
+        limits.parsed_yaml("#" * (limits.MOST_YAML_BYTES + 1), file="x")
+
+
+def test_damaged_files_are_read_or_refused(tmp_path):
+    """A small fuzz: bytes of good files are cut, doubled and replaced; none ends in another error."""
+    random_ = random.Random(0)
+    files = {"ds.json": json.dumps(DEEPSPEED, indent=1), "a.yaml": FSDP.format(reshard="true", more="")}
+    files |= {
+        "t.toml": TITAN.format(batch=16, replicate=1, shard=-1, reshard="never", mode="none"),
+        "r.yaml": AUTOMODEL,
+    }
+    files |= {"train.sh": MEGATRON, "x.yml": AXOLOTL}
+    outcomes = set()
+    for turn in range(120):
+        name = random_.choice(sorted(files))
+        text = files[name]
+        for _ in range(random_.randint(1, 3)):
+            at, length = random_.randrange(len(text)), random_.randint(1, 12)
+            piece = random_.choice(
+                ["", text[at : at + length] * 2, "[", "{", "null", "-1", "1e400", "auto", ": ", "\x00"]
+            )
+            text = text[:at] + piece + text[at + length :]
+        said = ""
+        try:
+            imported(tmp_path, text, name=name, model="gpt3-1.3b" if name == "train.sh" else "llama3-8b")
+        except UserError as error:
+            said = str(error)
+        assert "\n" not in said, (turn, name)
+        outcomes.add(bool(said))
+    assert outcomes == {True, False}
+
+
+def test_the_command_writes_nothing_where_a_key_is_refused(tmp_path):
+    (tmp_path / "ds.json").write_text(json.dumps(DEEPSPEED | {"one": 1, "two": 2}))
+    options = ("--model", "llama3-8b", "--cluster", str(ROOT / EIGHT), "--out", "made.toml")
+    ended = commands.run("gssim", "import", "ds.json", *options, folder=tmp_path)
+    assert ended.returncode == 2
+    lines = ended.stderr.splitlines()
+    assert [line.split(": ")[2] for line in lines] == ["refused", "refused", "one = 1"]
+    assert not (tmp_path / "made.toml").exists()
+    ended = commands.run("gssim", "import", "ds.json", *options, "--ignore", "one", "--ignore", "two", folder=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert "default: workload.sequence_length" in ended.stderr
+    ended = commands.run("gssim", "check", "made.toml", folder=tmp_path)
+    assert ended.returncode == 0, ended.stderr
