@@ -40,12 +40,14 @@ def prepare(scenario: Scenario, module: nn.Module, timeline: Timeline, device: t
         return training
     if scenario.plan.recompute != "none":
         checkpoint_blocks(scenario.workload.model, module, selective=scenario.plan.recompute == "selective")
+    divided = None
     if policies.tp > 1:
-        slice_blocks(scenario, module, timeline, device_mesh(policies.mesh, device)["tp"])
+        divided = slice_blocks(scenario, module, timeline, device_mesh(policies.mesh, device)["tp"])
     apply = APPLY[policies.parameters, policies.gradients]
     if policies.partition == "weight-gradient":
         apply = train_owned_layers
     training = apply(scenario, module, timeline, device)
+    training.partial_gradients = divided
     training.clip_norm = scenario.workload.clip_norm
     if scenario.plan.shares.replan:
         training.follower = Rebalancer(scenario, device)

@@ -8,14 +8,26 @@ Everything else is whole and equal on every rank.
 [Note: f and g] In Megatron-LM's paper (Shoeybi et al. 2019, section 3) f is the identity in the forward and a sum over
 the ranks in the backward, where a block's columns begin; g is the reverse, where its rows end.
 
+[Note: sequence parts] With sequence parallelism (Korthikanti et al. 2022, section 4.2.2) f is an all-gather of the
+ranks' parts of the sequence in the forward and a reduce-scatter in the backward, g the reverse. The first block's input
+is divided, and the output of the last block, or of the norm after it, is gathered: what is before and after (embedding,
+head, loss) is whole and equal on every rank, so that this gather's gradient is a rank's own part. Gradients of the
+parameters in between are sums over the ranks, see `PartialGradients`.
+
+[Note: roles] Blocks of unknown classes (of Hugging Face's decoders) are cut where the names of their linear maps tell
+their roles: queries, keys and values (or one map with the rows of each head together), the attention's output, the
+perceptron's first maps and its last. Norms inside the attention over the width of a head stay whole: a rank's gradient
+is that of its own heads. All else is refused by the module's name.
+
 Tensor parallelism of a model's blocks.
 
 By DTensor if slices are even and it supports them, else by slices of our own.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from inspect import signature
 from math import gcd
 from typing import Any
 
@@ -29,6 +41,7 @@ from gsreal.measure import Timeline
 from gsreal.methods.training import blocks_of
 from gssim.errors import UserError
 from gssim.scenario import Scenario, units_of_ranks
+from gssim.workload import unrolled
 
 AllReduce = Callable[[Tensor], Tensor]
 """Returns the sum of its argument over the ranks of a group, as a new tensor."""
@@ -50,6 +63,11 @@ class Cut:
     """Norms between columns and rows, all of whose parameters are sliced."""
     parts: Mapping[str, int] = field(default_factory=dict)
     """Number of tensors that a column module's output concatenates (query, key, value), each of all units."""
+    gathered: tuple[str, ...] = ()
+    """Modules that take the input of columns, and nothing else that is divided, where sequences are divided among
+    ranks: that input is gathered for all of their columns at once. Empty: sequences cannot be divided."""
+    heads: tuple[str, ...] = ()
+    """Norms over each head by itself: whole on every rank, which has the gradient of its own heads."""
 
 
 def _resize_transformer(block: Any, held: int) -> None:
@@ -99,6 +117,7 @@ CUTS: dict[str, Cut] = {
         rows=("attention.out", "down"),
         resize=_resize_transformer,
         parts={"attention.qkv": 3},
+        gathered=("attention", "up"),
     ),
     "gsreal.models.ResidualBlock": Cut(
         units=lambda block: block.norm1.num_groups,
@@ -113,32 +132,133 @@ CUTS: dict[str, Cut] = {
         rows=("attn.c_proj", "mlp.c_proj"),
         resize=_resize_gpt2,
         parts={"attn.c_attn": 3},
+        gathered=("attn", "mlp"),
     ),
     "transformers.models.llama.modeling_llama.LlamaDecoderLayer": Cut(
         units=_llama_units,
         columns=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"),
         rows=("self_attn.o_proj", "mlp.down_proj"),
         resize=_resize_nothing,
+        gathered=("self_attn", "mlp"),
     ),
     "transformers.models.bert.modeling_bert.BertLayer": Cut(
         units=_bert_units,
         columns=("attention.self.query", "attention.self.key", "attention.self.value", "intermediate.dense"),
         rows=("attention.output.dense", "output.dense"),
         resize=_resize_nothing,
+        gathered=("attention.self", "intermediate"),
     ),
 }
 """By the full name of the block's class."""
 
 
+QUERIES_KEYS_VALUES = ("q_proj", "k_proj", "v_proj")
+FUSED_BY_HEADS = {"GPTNeoXLayer": "query_key_value", "FalconDecoderLayer": "query_key_value"}
+"""By class of the block: the map whose output has query, key and value of one head together, head after head."""
+ATTENTION_OUTPUTS = ("o_proj", "out_proj", "dense")
+FIRST_MAPS = ("gate_proj", "up_proj", "fc1", "fc_in", "c_fc", "dense_h_to_4h")
+LAST_MAPS = ("down_proj", "fc2", "fc_out", "c_proj", "dense_4h_to_h")
+HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads")
+"""Attributes of an attention module that count heads."""
+HEADS_WIDTHS = ("embed_dim", "hidden_size", "split_size")
+"""Attributes of an attention module that may be the width of all heads together."""
+
+
 def cut_of(block: nn.Module) -> Cut | None:
-    """Return the slicing rules of the block's class, if known."""
+    """Return the slicing rules of a block: of its class, or by the roles of its linear maps; None: it cannot be cut."""
+    cut = cut_or_reason(block)
+    return cut if isinstance(cut, Cut) else None
+
+
+def cut_or_reason(block: nn.Module) -> Cut | str:
+    """Return the slicing rules of a block, or why it cannot be cut, with the name of the module; see [Note: roles]."""
     kind = type(block)
-    return CUTS.get(f"{kind.__module__}.{kind.__qualname__}")
+    known = CUTS.get(f"{kind.__module__}.{kind.__qualname__}") or block.__dict__.get("_gsreal_cut")
+    if known is not None:
+        return known
+    try:
+        found = _cut_by_roles(block)
+    except _UnknownRoleError as error:
+        return f"{kind.__name__}{error}"
+    block.__dict__["_gsreal_cut"] = found  # slices of it look different
+    return found
+
+
+class _UnknownRoleError(Exception):
+    """A module whose role in a block is not known; the message begins with its path in the block, after a dot."""
+
+
+def _cut_by_roles(block: Any) -> Cut:
+    """Return the slicing rules of a block by the roles of its linear maps; see [Note: roles]."""
+    fused = FUSED_BY_HEADS.get(type(block).__name__, "")
+    maps = {path: module for path, module in block.named_modules() if isinstance(module, nn.Linear)}
+    inputs, (output,), first, (last,) = _maps_by_role(maps, fused)
+    path = inputs[0].rpartition(".")[0]
+    attention = block.get_submodule(path)
+    head_width = getattr(attention, "head_dim", getattr(attention, "head_size", None))
+    if not isinstance(head_width, int):
+        raise _UnknownRoleError(f".{path}: does not tell the width of a head")
+    if "alibi" in signature(type(block).forward).parameters and getattr(attention.config, "alibi", True):
+        raise _UnknownRoleError(f".{path}: its attention has a bias of its own for every head")
+    grouped = getattr(attention, "new_decoder_architecture", False)
+    if fused and getattr(attention, "multi_query", False) and not grouped:
+        raise _UnknownRoleError(f".{path}.{fused}: all heads share one key and value")
+    shared_by = attention.num_kv_heads if grouped else min(maps[each].out_features for each in inputs) // head_width
+    groups = shared_by // 3 if fused and not grouped else shared_by
+    heads_width = maps[output].in_features
+    units = gcd(groups, *(maps[each].out_features for each in first))
+    norms = _norms_of_heads(block, path, maps, head_width)
+
+    def resize(part: Any, held: int) -> None:
+        inner = part.get_submodule(path)
+        for key in (*HEAD_COUNTS, *HEADS_WIDTHS):
+            value = inner.__dict__.get(key)
+            if isinstance(value, int) and (key in HEAD_COUNTS or value == heads_width):
+                setattr(inner, key, value * held // units)
+
+    perceptron = first[0].rpartition(".")[0]
+    gathered = (path, perceptron) if perceptron else ()
+    return Cut(lambda _block: units, (*inputs, *first), (output, last), resize, gathered=gathered, heads=norms)
+
+
+def _maps_by_role(maps: Mapping[str, nn.Linear], fused: str) -> tuple[list[str], list[str], list[str], list[str]]:
+    """Return the paths of a block's linear maps: of the attention's inputs and output, and the perceptron's."""
+    inputs = (*QUERIES_KEYS_VALUES, fused)
+    owners = {path.rpartition(".")[0] for path in maps if path.rpartition(".")[2] in inputs}
+    by_role: dict[tuple[str, ...], list[str]] = {inputs: [], ATTENTION_OUTPUTS: [], FIRST_MAPS: [], LAST_MAPS: []}
+    for path in maps:
+        owner, _, leaf = path.rpartition(".")
+        roles = (inputs, ATTENTION_OUTPUTS) if owner in owners else (FIRST_MAPS, LAST_MAPS)
+        role = next((names for names in roles if leaf in names), None)
+        if role is None:
+            raise _UnknownRoleError(f".{path}: a linear map of unknown role")
+        by_role[role].append(path)
+    first, output, opening, closing = by_role.values()
+    if len(owners) != 1 or len(first) != (1 if fused else 3) or len(output) != 1:
+        raise _UnknownRoleError(": no attention with maps of query, key, value and output by their usual names")
+    if not opening or len(closing) != 1:
+        raise _UnknownRoleError(": no perceptron with first and last maps by their usual names")
+    return first, output, opening, closing
+
+
+def _norms_of_heads(block: nn.Module, attention: str, maps: Mapping[str, Any], head_width: int) -> tuple[str, ...]:
+    """Return the norms over single heads inside the attention; refuse parameters of other modules than norms."""
+    norms = []
+    for path, module in block.named_modules():
+        if path in maps or not any(True for _ in module.parameters(recurse=False)):
+            continue
+        if not is_norm(module):
+            raise _UnknownRoleError(f".{path}: has parameters, and is neither a linear map nor a norm")
+        if path.startswith(f"{attention}."):
+            if any(parameter.shape != (head_width,) for parameter in module.parameters()):
+                raise _UnknownRoleError(f".{path}: a norm over all heads")
+            norms.append(path)
+    return tuple(norms)
 
 
 def is_linear(block: nn.Module, cut: Cut) -> bool:
     """Return whether all sliced modules of a block are linear maps: DTensor does not slice convolutions by channels."""
-    return all(isinstance(block.get_submodule(path), nn.Linear) for path in (*cut.columns, *cut.between, *cut.rows))
+    return all(type(block.get_submodule(path)) is nn.Linear for path in (*cut.columns, *cut.between, *cut.rows))
 
 
 @dataclass(frozen=True)
@@ -184,9 +304,18 @@ def slices_of(block: nn.Module, held: range) -> dict[tuple[str, str], Slice]:
 
 
 def slice_block(
-    block: nn.Module, held: range, all_reduce: AllReduce, *, ranks: int, group: dist.ProcessGroup | None = None
+    block: nn.Module,
+    held: range,
+    all_reduce: AllReduce,
+    *,
+    ranks: int,
+    group: dist.ProcessGroup | None = None,
+    parts: "SequenceParts | None" = None,
 ) -> None:
-    """Reduce a block to a rank's units; `all_reduce` sums over the `ranks` ranks of its `group`."""
+    """Reduce a block to a rank's units; `all_reduce` sums over the `ranks` ranks of its `group`.
+
+    `parts`: how they divide sequences, if they do; see [Note: sequence parts].
+    """
     cut = cut_of(block)
     assert cut is not None  # the caller has asked
     for (path, name), part in slices_of(block, held).items():
@@ -196,11 +325,13 @@ def slice_block(
         module.register_parameter(name, own)
         mark(module, name, part, group)
     cut.resize(block, len(held))
-    for path in cut.columns:
-        block.get_submodule(path).register_forward_pre_hook(partial(_shared_input, all_reduce))
+    f, g = (_CopyIn, _SumOut) if parts is None else (_GatherIn, _ScatterOut)
+    for path in cut.columns if parts is None else cut.gathered:
+        hook = partial(_with_input, lambda x: f.apply(x, parts or all_reduce))
+        block.get_submodule(path).register_forward_pre_hook(hook, with_kwargs=True)
     for path in cut.rows:
         module = block.get_submodule(path)
-        module.forward = partial(_row_forward, module, all_reduce, ranks)
+        module.forward = partial(_row_forward, module, lambda y: g.apply(y, parts or all_reduce), ranks)
 
 
 def mark(module: nn.Module, name: str, part: Slice, group: dist.ProcessGroup | None) -> None:
@@ -226,11 +357,16 @@ def whole_parameter(module: nn.Module, name: str) -> Tensor:
     return whole
 
 
-def _shared_input(all_reduce: AllReduce, _module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    return (_CopyIn.apply(inputs[0], all_reduce), *inputs[1:])
+def _with_input(
+    change: Callable[[Tensor], Tensor], _module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Change a module's first input, or its hidden states, where these are named."""
+    if inputs:
+        return (change(inputs[0]), *inputs[1:]), named
+    return inputs, named | {"hidden_states": change(named["hidden_states"])}
 
 
-def _row_forward(module: Any, all_reduce: AllReduce, ranks: int, x: Tensor) -> Tensor:
+def _row_forward(module: Any, summed: Callable[[Tensor], Tensor], ranks: int, x: Tensor) -> Tensor:
     """Return the sum of all ranks' outputs; each adds its fraction of the bias, as DTensor does."""
     bias: Any = None if module.bias is None else _PartOf.apply(module.bias, ranks)
     if isinstance(module, nn.Linear):
@@ -239,7 +375,7 @@ def _row_forward(module: Any, all_reduce: AllReduce, ranks: int, x: Tensor) -> T
         y = F.conv2d(x, module.weight, bias, module.stride, module.padding, module.dilation, module.groups)
     else:  # Hugging Face's Conv1D
         y = torch.addmm(bias, x.view(-1, x.size(-1)), module.weight).view(*x.shape[:-1], -1)
-    return _SumOut.apply(y, all_reduce)
+    return summed(y)
 
 
 class _CopyIn(torch.autograd.Function):
@@ -267,6 +403,145 @@ class _SumOut(torch.autograd.Function):
         return gradients[0], None
 
 
+class SequenceParts:
+    """The division of sequences of shape (batch, sequence, width) among tensor-parallel ranks, in equal parts.
+
+    `all_gather` maps a tensor to those of all ranks, one after another in its first dimension; `reduce_scatter` maps
+    such a tensor to the sum over the ranks of this rank's part.
+    """
+
+    def __init__(self, ranks: int, rank: int, all_gather: AllReduce, reduce_scatter: AllReduce) -> None:
+        self.ranks, self.rank, self.all_gather, self.reduce_scatter = ranks, rank, all_gather, reduce_scatter
+
+    def whole(self, part: Tensor) -> Tensor:
+        """Return the whole sequences, of which each rank has a part."""
+        by_rank = self.all_gather(part.contiguous()).unflatten(0, (self.ranks, -1))
+        return by_rank.transpose(0, 1).flatten(1, 2)
+
+    def summed(self, whole: Tensor) -> Tensor:
+        """Return this rank's part of the sum over the ranks."""
+        return self.reduce_scatter(whole.unflatten(1, (self.ranks, -1)).transpose(0, 1).flatten(0, 1))
+
+    def own(self, whole: Tensor) -> Tensor:
+        """Return this rank's part, as a tensor of its own."""
+        part = whole.unflatten(1, (self.ranks, -1)).select(1, self.rank)
+        return part.clone(memory_format=torch.contiguous_format)
+
+
+class _GatherIn(torch.autograd.Function):
+    """f of a divided sequence: the parts of all ranks; gradients are reduce-scattered."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parts: SequenceParts) -> Tensor:
+        ctx.parts = parts
+        return parts.whole(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.parts.summed(gradients[0]), None
+
+
+class _ScatterOut(torch.autograd.Function):
+    """g of a divided sequence: a rank's part of the sum over the ranks; gradients are gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, parts: SequenceParts) -> Tensor:
+        ctx.parts = parts
+        return parts.summed(y)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.parts.whole(gradients[0]), None
+
+
+class _Divide(torch.autograd.Function):
+    """A rank's part of what all have whole; gradients are gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parts: SequenceParts) -> Tensor:
+        ctx.parts = parts
+        return parts.own(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.parts.whole(gradients[0]), None
+
+
+class _Join(torch.autograd.Function):
+    """The parts of all ranks, for what all do alike; a rank's gradient is its part of everybody's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parts: SequenceParts) -> Tensor:
+        ctx.parts = parts
+        return parts.whole(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.parts.own(gradients[0]), None
+
+
+def divide_sequences(order: Sequence[str], blocks: Sequence[str], module: nn.Module, parts: SequenceParts) -> list[str]:
+    """Divide sequences among ranks from a module's first block to its last, or to the norm after that.
+
+    `order`: paths of the modules at which layers begin, as they run; `blocks`: those of blocks, which are sliced
+    already. Returns the names of the parameters whose gradients are to be summed over the ranks.
+    """
+    after = order[order.index(blocks[-1]) + 1 :][:1]
+    norms = [path for path in after if is_norm(module.get_submodule(path))]
+    first = module.get_submodule(blocks[0])
+    first.register_forward_pre_hook(partial(_with_input, lambda x: _Divide.apply(x, parts)), with_kwargs=True)
+
+    def joined(_module: nn.Module, _inputs: tuple[Any, ...], output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (_Join.apply(output[0], parts), *output[1:])
+        return _Join.apply(output, parts)
+
+    module.get_submodule((norms or blocks[-1:])[0]).register_forward_hook(joined)
+    names = [f"{path}.{name}" for path in norms for name, _ in module.get_submodule(path).named_parameters()]
+    for path in blocks:
+        cut = cut_of(block := module.get_submodule(path))
+        assert cut is not None  # they are sliced
+        linear = (*cut.columns, *cut.rows)
+        names += [f"{path}.{name}" for name, _ in block.named_parameters() if name.rpartition(".")[0] not in linear]
+    return names
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Return whether a module is a norm over the width: each position is normalised by itself."""
+    kind = type(module).__name__.lower()
+    flat = all(parameter.dim() <= 1 for parameter in module.parameters())
+    return "norm" in kind and "batch" not in kind and "group" not in kind and flat and not list(module.children())
+
+
+@dataclass(frozen=True)
+class PartialGradients:
+    """Sums gradients of what ranks run on their parts of sequences or on their heads, all in one tensor.
+
+    Source: Megatron-LM, core/distributed/finalize_model_grads.py, `_allreduce_layernorm_grads`. Of sharded parameters a
+    rank has the gradients of its shards, padded to equal rows.
+    """
+
+    places: Sequence[tuple[nn.Module, str]]
+    """Modules and the names of their parameters: wrappers may replace these."""
+    group: dist.ProcessGroup
+    timeline: Timeline
+    shards: int
+
+    def sum(self) -> None:
+        """Replace the gradients by their sums over the ranks (a collective)."""
+        parameters = [getattr(module, name) for module, name in self.places]
+        sizes = [-(-len(each) // self.shards) * (each.numel() // len(each)) for each in parameters]
+        gradients = [each.grad.to_local() if hasattr(each.grad, "to_local") else each.grad for each in parameters]
+        with self.timeline.span("all-reduce partial gradients", "exposed_communication", self.group):
+            flat = gradients[0].new_zeros(sum(sizes))
+            own = [part[: each.numel()] for part, each in zip(flat.split(sizes), gradients, strict=True)]
+            for part, gradient in zip(own, gradients, strict=True):
+                part.copy_(gradient.reshape(-1))
+            dist.all_reduce(flat, group=self.group)
+            for part, gradient in zip(own, gradients, strict=True):
+                gradient.copy_(part.view_as(gradient))
+
+
 class _PartOf(torch.autograd.Function):
     """A whole tensor's fraction in a sum over the ranks; every rank has the whole gradient already."""
 
@@ -279,13 +554,18 @@ class _PartOf(torch.autograd.Function):
         return gradients[0], None
 
 
-def slice_blocks(scenario: Scenario, module: nn.Module, timeline: Timeline, mesh: DeviceMesh) -> None:
+def slice_blocks(
+    scenario: Scenario, module: nn.Module, timeline: Timeline, mesh: DeviceMesh
+) -> PartialGradients | None:
     """Reduce each block to this rank's slice; `mesh`: the tensor-parallel ranks, one axis.
 
-    Raises UserError if a block cannot be sliced, or if dropout would differ between the ranks.
+    Returns the gradients to be summed before each update, where these ranks divide sequences. Raises UserError if a
+    block cannot be sliced, or if dropout would differ between the ranks.
     """
     _check(scenario, module)
     all_reduce = _observed_all_reduce(mesh, timeline)
+    parts = _observed_parts(mesh, timeline) if scenario.policies.sequence_parallel else None
+    shards = scenario.policies.dp_shard if scenario.policies.gradients == "reduce-scatter" else 1
     for block in blocks_of(scenario.workload.model, module):
         cut = cut_of(block)
         assert cut is not None  # checked
@@ -295,13 +575,27 @@ def slice_blocks(scenario: Scenario, module: nn.Module, timeline: Timeline, mesh
         if scenario.policies.cuts_natively and is_linear(block, cut):
             distribute(block, cut, held, mesh, timeline)
         else:
-            slice_block(block, held, all_reduce, ranks=len(sizes), group=mesh.get_group())
+            slice_block(block, held, all_reduce, ranks=len(sizes), group=mesh.get_group(), parts=parts)
+    if parts is None:
+        parts_of_sums = [
+            (block.get_submodule(path), name)
+            for block in blocks_of(scenario.workload.model, module)
+            for path in getattr(cut_of(block), "heads", ())
+            for name, _ in block.get_submodule(path).named_parameters()
+        ]
+        return PartialGradients(parts_of_sums, mesh.get_group(), timeline, shards) if parts_of_sums else None
+    layers = [instance for instance in unrolled(scenario.workload.model) if instance.layer.modules]
+    blocks = [instance.module for instance in layers if instance.layer.block]
+    names = divide_sequences([instance.module for instance in layers], blocks, module, parts)
+    places = [(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
+    return PartialGradients(places, mesh.get_group(), timeline, shards)
 
 
 def _check(scenario: Scenario, module: nn.Module) -> None:
     for block in blocks_of(scenario.workload.model, module):
-        if cut_of(block) is None:
-            raise UserError(f"workload.model: {type(block).__name__}: it is not known how to cut such a block")
+        cut = cut_or_reason(block)
+        if isinstance(cut, str):
+            raise UserError(f"workload.model: a block cannot be cut: {cut}")
     if any(isinstance(part, nn.Dropout) and part.p > 0 for part in module.modules()):
         raise UserError(
             f"plan.method = '{scenario.plan.method}': the ranks draw their random numbers apart, so that dropout would "
@@ -318,6 +612,23 @@ def _observed_all_reduce(mesh: DeviceMesh, timeline: Timeline) -> AllReduce:
             return functional.wait_tensor(functional.all_reduce(tensor, "sum", (mesh, 0)))
 
     return all_reduce
+
+
+def _observed_parts(mesh: DeviceMesh, timeline: Timeline) -> SequenceParts:
+    """Return the division of sequences among the ranks of a mesh by torch's functional collectives, as spans."""
+    from torch.distributed import _functional_collectives as functional
+
+    group = mesh.get_group()
+
+    def all_gather(part: Tensor) -> Tensor:
+        with timeline.span("all-gather sequence", "exposed_communication", group):
+            return functional.wait_tensor(functional.all_gather_single(part, 0, (mesh, 0)))
+
+    def reduce_scatter(whole: Tensor) -> Tensor:
+        with timeline.span("reduce-scatter sequence", "exposed_communication", group):
+            return functional.wait_tensor(functional.reduce_scatter_single(whole, "sum", 0, (mesh, 0)))
+
+    return SequenceParts(mesh.size(), mesh.get_local_rank(), all_gather, reduce_scatter)
 
 
 def distribute(block: nn.Module, cut: Cut, held: range, mesh: DeviceMesh, timeline: Timeline) -> None:

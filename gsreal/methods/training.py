@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,9 @@ from gsreal.run.rank_speed import Rebalancer, SlowDevice
 from gssim.plan import AXES, Mesh, Policies, splitting
 from gssim.scenario import has_master_copy
 from gssim.workload import Model, Workload, unrolled
+
+if TYPE_CHECKING:
+    from gsreal.methods.tensor_slices import PartialGradients
 
 aten = torch.ops.aten
 COMPUTE_HEAVY: frozenset[Any] = frozenset(
@@ -194,6 +197,9 @@ class Training:
     clip_norm: float | None = None
     """Largest norm of all gradients together, to which they are scaled down before the update."""
 
+    partial_gradients: "PartialGradients | None" = None
+    """Gradients to be summed over tensor-parallel ranks before the update, where these divide sequences."""
+
     def step(self, inputs: Tensor, targets: Tensor, weights: Weights, rank: int) -> Tensor:
         """Train on one batch, micro-batch by micro-batch. Returns this rank's mean loss."""
         if isinstance(self.optimizer, GradientSharding):
@@ -259,6 +265,8 @@ class Training:
                     self.optimizer.clip_grad_norm_(self.clip_norm)
             self.optimizer.step()  # it observes its own parts
             return
+        if self.partial_gradients is not None:
+            self.partial_gradients.sum()
         if self.clip_norm is not None:
             with self.timeline.span("clip gradients", "optimizer"):
                 self.clip_gradients(self.clip_norm)

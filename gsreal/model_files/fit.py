@@ -15,8 +15,9 @@ class NoPolynomialError(Exception):
     """A quantity is not a polynomial in batch size and sequence length."""
 
 
-Shape = tuple[int, int | None] | tuple[int, int | None, int]
-"""Batch size, sequence length, and for sliced blocks the units of the slice."""
+Shape = tuple[int, int | None] | tuple[int, int | None, int] | tuple[int, int | None, int, int]
+"""Batch size, sequence length, for sliced blocks the units of the slice, for divided sequences the positions of a part.
+"""
 
 
 def fit_layers(records: dict[Shape, Record], check: Record, checked: Shape) -> list[Layer]:
@@ -95,7 +96,8 @@ def _recomputed(
 
 def parameters_of(everything: dict[Shape, Record], index: int, module: str) -> tuple[Parameter, ...]:
     """Return the parameters that a layer is the first to use."""
-    (_, _, *units), first = next(iter(everything.items()))
+    shape_of_first, first = next(iter(everything.items()))
+    units = shape_of_first[2:3]
     parameters = []
     for name, (layer, shape, born, ready) in first.parameters.items():
         if layer == index:
@@ -109,23 +111,24 @@ def parameters_of(everything: dict[Shape, Record], index: int, module: str) -> t
             cut = differing.pop() if differing else None  # one dimension at most: blocks are cut so
             # of one unit
             sizes = tuple(size // sum(units) if dimension == cut else size for dimension, size in enumerate(shape))
-            parameters.append(Parameter(short, sizes, _moment(born, index), _moment(ready, index), cut))
+            moments = _moment(born, index), _moment(ready, index)
+            parameters.append(Parameter(short, sizes, *moments, cut, name in first.summed))
     return tuple(parameters)
 
 
 def _reductions(
     everything: dict[Shape, Record], index: int, fit: Callable[[Callable[[Record], int], str], Polynomial]
 ) -> tuple[Reduction, ...]:
-    moments = {tuple(at for at, _ in record.reductions.get(index, ())) for record in everything.values()}
+    moments = {tuple((at, kind) for at, _, kind in record.reductions.get(index, ())) for record in everything.values()}
     if len(moments) > 1:
         raise NoPolynomialError("the sums over ranks depend on batch size, sequence length or units")
     reductions = []
-    for number, at in enumerate(moments.pop()):
+    for number, (at, kind) in enumerate(moments.pop()):
 
         def size(record: Record, number: int = number) -> int:
             return record.reductions[index][number][1]
 
-        reductions.append(Reduction(_moment(at, index), fit(size, "bytes of a sum over ranks")))
+        reductions.append(Reduction(_moment(at, index), fit(size, "bytes of a sum over ranks"), kind))
     return tuple(reductions)
 
 
@@ -161,17 +164,21 @@ def fit_polynomial(values: dict[Shape, int], checked: Shape, what: str) -> Polyn
     shapes = [shape for shape in values if shape != checked]
     lengths = {shape[1] for shape in shapes}
     unit_powers = (0, 1) if len(checked) > 2 else (0,)
-    powers = [(i, j, k) for k in unit_powers for j in range(len(lengths)) for i in (0, 1)]
-    rows = [[Fraction(b**i * (s or 1) ** j * (sum(u) ** k)) for i, j, k in powers] for b, s, *u in shapes]
+    powers = [(i, j, k, 0) for k in unit_powers for j in range(len(lengths)) for i in (0, 1)]
+    if len(checked) > 3:  # what is on parts of sequences depends on their length alone, and on no units
+        powers += [(i, 0, 0, 1) for i in (0, 1)]
+    sizes = [(*(size or 1 for size in shape), 1, 1)[:4] for shape in shapes]
+    rows = [[Fraction(b**i * s**j * u**k * p**n) for i, j, k, n in powers] for b, s, u, p in sizes]
     solution = _solve(rows, [Fraction(values[shape]) for shape in shapes])
     if any(c.denominator != 1 for c in solution):
         raise NoPolynomialError(f"{what} is no whole polynomial in batch size and sequence length")
-    terms, unit_terms = (
-        tuple((int(c), i, j) for c, (i, j, k) in zip(solution, powers, strict=True) if c and k == by_unit)
-        for by_unit in (0, 1)
+    terms, unit_terms, part_terms = (
+        tuple((int(c), i, j) for c, (i, j, *by) in zip(solution, powers, strict=True) if c and tuple(by) == kind)
+        for kind in ((0, 0), (1, 0), (0, 1))
     )
-    fitted = Polynomial(terms if terms or unit_terms else ((0, 0, 0),), unit_terms)  # what "0" is parsed to
-    if fitted.held(sum(checked[2:])).at(b=checked[0], s=checked[1] or 1) != values[checked]:
+    nothing = not (terms or unit_terms or part_terms)
+    fitted = Polynomial(((0, 0, 0),) if nothing else terms, unit_terms, part_terms)  # what "0" is parsed to
+    if fitted.held(*(checked[2:] or (0,))).at(b=checked[0], s=checked[1] or 1) != values[checked]:
         raise NoPolynomialError(f"{what} is no polynomial in batch size and sequence length")
     return fitted
 

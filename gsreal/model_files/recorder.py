@@ -185,6 +185,10 @@ class Recomputation:
     """The part of it that is not compute-heavy."""
 
 
+SliceCollective = tuple[tuple[int, str, int], int, str]
+"""Moment (layer, phase, position), bytes and kind of a collective over the ranks that share a sliced block."""
+
+
 @dataclass
 class Record:
     """Record of one traced step, per layer index."""
@@ -219,8 +223,10 @@ class Record:
     """Of sliced blocks: the number of their units."""
     linear: dict[int, bool] = field(default_factory=dict)
     """Of sliced blocks: whether all sliced modules are linear maps."""
-    reductions: dict[int, list[tuple[tuple[int, str, int], int]]] = field(default_factory=lambda: defaultdict(list))
-    """Of sliced blocks: moment and bytes of every sum over the ranks."""
+    reductions: dict[int, list[SliceCollective]] = field(default_factory=lambda: defaultdict(list))
+    """Of sliced blocks: every collective over the ranks."""
+    summed: set[str] = field(default_factory=set)
+    """Names of the parameters whose gradients are those of a part of the sequence."""
 
 
 class Recorder(TorchDispatchMode):
@@ -234,6 +240,8 @@ class Recorder(TorchDispatchMode):
         self.live: dict[int, StorageLife] = {}
         self.first_use: dict[int, int] = {}
         self.light: dict[tuple[int, str], Work] = defaultdict(Work)
+        self.allocating = False
+        """Whether operations only allocate what a collective fills."""
 
     def enter(self, layer: int, phase: str) -> None:
         """Record subsequent operations for a phase of a layer."""
@@ -265,7 +273,7 @@ class Recorder(TorchDispatchMode):
         self._written(func, args)
         result = func(*args, **kwargs)
         outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
-        if not func.is_view and (outputs or func._schema.is_mutable):
+        if not func.is_view and not self.allocating and (outputs or func._schema.is_mutable):
             self._count(func, args, kwargs, result, inputs, outputs, place)
         for tensor in outputs:
             self._born(tensor)
@@ -310,8 +318,18 @@ class Recorder(TorchDispatchMode):
     def reduce(self, tensor: Tensor) -> Tensor:
         """Replace a sum over ranks by a copy, which is the effect of torch's functional all-reduce on its own rank."""
         copy = tensor.clone(memory_format=torch.contiguous_format)
-        self.record.reductions[self.layer].append((self.now(), copy.numel() * copy.element_size()))
+        self.record.reductions[self.layer].append((self.now(), copy.numel() * copy.element_size(), "all-reduce"))
         return copy
+
+    def receive(self, sent: Tensor, kind: str, ranks: int) -> Tensor:
+        """Replace an all-gather or reduce-scatter among `ranks` ranks by the tensor that it allocates."""
+        rows = len(sent) * ranks if kind == "all-gather" else len(sent) // ranks
+        self.allocating = True
+        received = sent.new_empty((rows, *sent.shape[1:]))
+        self.allocating = False
+        whole = max(sent.numel(), received.numel()) * sent.element_size()
+        self.record.reductions[self.layer].append((self.now(), whole, kind))
+        return received
 
     def _born(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()

@@ -9,6 +9,7 @@ of its output is complete, which is that of the next layer's input.
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -23,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gsreal.methods.tensor_slices import cut_of, is_linear, slice_block
+from gsreal.methods.tensor_slices import SequenceParts, cut_of, cut_or_reason, divide_sequences, is_linear, slice_block
 from gsreal.model_files.build import (
     DTYPES,
     build_module,
@@ -176,22 +177,35 @@ def without_values(model: Model) -> Iterator[None]:
 
 
 def record_step(
-    model: Model, batch_size: int, sequence_length: int | None, units: int | None = None, *, where: str
+    model: Model,
+    batch_size: int,
+    sequence_length: int | None,
+    units: int | None = None,
+    parts: int | None = None,
+    *,
+    where: str,
 ) -> Record:
     """Return the record of one training step at this shape, layer by layer.
 
-    `units`: each block is sliced to this number of units.
+    `units`: each block is sliced to this number of units. `parts`: number of ranks that divide sequences.
     """
     with without_values(model):
         module = fake_module(model, where)
         module.train()
         chosen = layer_modules(module)
         stand_in = _ReductionRecorder()
-        cut = _cut_blocks(module, chosen, units, stand_in) if units else {}
         inputs, targets = example_batch(model, batch_size=batch_size, sequence_length=sequence_length)
         _check_positions(module, sequence_length, where)
         modules = _execution_order(module, list(chosen), inputs, targets, model, where)
         record = Record(modules, blocks={name for name in modules if chosen[name]})
+        divided = stand_in.parts(parts) if parts else None
+        cut = _cut_blocks(module, chosen, units, stand_in, divided) if units else {}
+        if divided is not None:
+            record.summed = {*divide_sequences(modules, [name for name in modules if chosen[name]], module, divided)}
+        for name in cut if divided is None else ():
+            block = module.get_submodule(name)
+            norms = [(path, block.get_submodule(path)) for path in getattr(cut_of(block), "heads", ())]
+            record.summed |= {f"{name}.{path}.{each}" for path, norm in norms for each, _ in norm.named_parameters()}
         record.units = {layer: cut[name][0] for layer, name in enumerate(modules) if name in cut}
         record.linear = {layer: cut[name][1] for layer, name in enumerate(modules) if name in cut}
         try:
@@ -210,13 +224,27 @@ class _ReductionRecorder:
     recorder: Recorder | None = None
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        return self.recorder.reduce(tensor) if self.recorder else tensor.clone()
+        assert self.recorder is not None  # blocks are sliced for a record
+        return self.recorder.reduce(tensor)
+
+    def parts(self, ranks: int) -> SequenceParts:
+        """Return the division of sequences among so many ranks, of which this is the first."""
+
+        def received(kind: str, sent: Tensor) -> Tensor:
+            assert self.recorder is not None
+            return self.recorder.receive(sent, kind, ranks)
+
+        return SequenceParts(ranks, 0, partial(received, "all-gather"), partial(received, "reduce-scatter"))
 
 
 def _cut_blocks(
-    module: nn.Module, chosen: dict[str, bool], units: int, stand_in: _ReductionRecorder
+    module: nn.Module,
+    chosen: dict[str, bool],
+    units: int,
+    stand_in: _ReductionRecorder,
+    parts: SequenceParts | None,
 ) -> dict[str, tuple[int, bool]]:
-    """Slice each block to this number of units.
+    """Slice each block to this number of units, with sequences divided in parts if there are any.
 
     Return the whole number of units of each, and whether they are linear maps.
     """
@@ -225,7 +253,8 @@ def _cut_blocks(
         cut = cut_of(block)
         if cut is not None:
             units_of[name] = cut.units(block), is_linear(block, cut)
-            slice_block(block, range(units), stand_in, ranks=2)  # their number makes no difference to one rank
+            # the number of ranks makes no difference to one
+            slice_block(block, range(units), stand_in, ranks=2, parts=parts)
     return units_of
 
 
@@ -236,6 +265,27 @@ def fewest_units(model: Model, where: str) -> int:
         blocks = [module.get_submodule(name) for name, is_block in layer_modules(module).items() if is_block]
         cuts = [cut_of(block) for block in blocks]
         return min((cut.units(block) if cut else 0 for cut, block in zip(cuts, blocks, strict=True)), default=0)
+
+
+def uncut_reason(model: Model, where: str) -> str | None:
+    """Return why the model's blocks cannot be sliced, with the name of the module; None: they can, or it has none."""
+    with without_values(model):
+        module = fake_module(model, where)
+        blocks = [module.get_submodule(name) for name, is_block in layer_modules(module).items() if is_block]
+        reasons = [cut for block in blocks if isinstance(cut := cut_or_reason(block), str)]
+        if reasons or not blocks:
+            return next(iter(reasons), None)
+        units = min(known.units(block) for block in blocks if (known := cut_of(block)) is not None)
+        kind = type(blocks[0]).__name__
+        return f"{kind}: what it does is no polynomial in its {units} units (heads, or groups that share keys)"
+
+
+def can_divide_sequences(model: Model, where: str) -> bool:
+    """Return whether ranks can divide the sequences between all slices of the model's blocks."""
+    with without_values(model):
+        module = fake_module(model, where)
+        cuts = [cut_of(module.get_submodule(name)) for name, is_block in layer_modules(module).items() if is_block]
+        return bool(cuts) and all(cut is not None and cut.gathered for cut in cuts)
 
 
 def _check_positions(module: nn.Module, sequence_length: int | None, where: str) -> None:

@@ -23,7 +23,14 @@ from gsreal.model_files.fit import NoPolynomialError, Shape, fit_layers, grouped
 from gsreal.model_files.partial_backward import with_partial_costs
 from gsreal.model_files.recorder import Record, Work
 from gsreal.model_files.repeated import KEPT, Stack, repeat_blocks, with_fewer_blocks
-from gsreal.model_files.step import fake_module, fewest_units, record_step, without_values
+from gsreal.model_files.step import (
+    can_divide_sequences,
+    fake_module,
+    fewest_units,
+    record_step,
+    uncut_reason,
+    without_values,
+)
 from gssim.errors import UserError
 from gssim.execution.files import write_text
 from gssim.scenario import load_model
@@ -59,7 +66,7 @@ def trace(model: Model, *, where: str, on_counted: Callable[[OperationCounts], N
     lengths = _sequence_lengths(model)
     checked = (CHECKED_BATCH_SIZE, model.input.maximum_sequence_length if isinstance(model.input, TokenInput) else None)
     try:
-        layers, sliced = _layers(model, lengths, checked, where, on_counted)
+        layers, sliced, divided = _layers(model, lengths, checked, where, on_counted)
     except NoPolynomialError as error:
         raise UserError(
             f"{where}: {error}; give one sequence length with --sequence-length to trace it there alone"
@@ -68,6 +75,8 @@ def trace(model: Model, *, where: str, on_counted: Callable[[OperationCounts], N
         model,
         layers=layers,
         sliced_layers=sliced,
+        sequence_layers=divided,
+        uncut_reason=None if sliced else uncut_reason(model, where),
         buffer_bytes=_buffer_bytes(model, where),
         traced_batch_sizes=TRACED_BATCH_SIZES,
         traced_sequence_lengths=tuple(s for s in lengths if s is not None),
@@ -80,13 +89,15 @@ def trace_at_length(
     """Return `model` traced at one sequence length only: its quantities depend on the batch size alone."""
     checked = (CHECKED_BATCH_SIZE, sequence_length)
     try:
-        layers, sliced = _layers(model, (sequence_length,), checked, where, on_counted)
+        layers, sliced, divided = _layers(model, (sequence_length,), checked, where, on_counted)
     except NoPolynomialError as error:
         raise UserError(f"{where}: {error}") from None
     return replace(
         model,
         layers=layers,
         sliced_layers=sliced,
+        sequence_layers=divided,
+        uncut_reason=None if sliced else uncut_reason(model, where),
         buffer_bytes=_buffer_bytes(model, where),
         exact_sequence=False,
         traced_batch_sizes=TRACED_BATCH_SIZES,
@@ -100,20 +111,22 @@ def _layers(
     checked: tuple[int, int | None],
     where: str,
     on_counted: Callable[[OperationCounts], None],
-) -> tuple[tuple[Layer, ...], tuple[Layer, ...]]:
-    """Return the model's layers, whole, and with sliced blocks (empty if they cannot be sliced)."""
+) -> tuple[tuple[Layer, ...], tuple[Layer, ...], tuple[Layer, ...]]:
+    """Return the model's layers: whole, with sliced blocks, and with divided sequences too (empty if not possible)."""
     sibling = with_fewer_blocks(model, where)
     if sibling is not None:
         short, stack = sibling
-        traced, traced_cut, largest = _traced(short, lengths, checked, where)
-        longer, longer_cut = repeat_blocks(traced, stack), repeat_blocks(traced_cut, stack)
-        if longer is not None and longer_cut is not None:
+        *traced, largest = _traced(short, lengths, checked, where)
+        longer = [repeat_blocks(each, stack) for each in traced]
+        if longer[0] is not None and longer[1] is not None:
             on_counted(OperationCounts(*checked, _operations(largest, stack)))
-            whole, cut = longer, longer_cut
-            return grouped(_with_module_buffers(whole, model, where)), grouped(_with_module_buffers(cut, model, where))
-    whole, cut, largest = _traced(model, lengths, checked, where)
+            # of divided sequences, blocks may differ where the last one gathers them: such are not traced
+            whole, cut, divided = (grouped(_with_module_buffers(layers or [], model, where)) for layers in longer)
+            return whole, cut, divided
+    *traced, largest = _traced(model, lengths, checked, where)
     on_counted(OperationCounts(*checked, _operations(largest, None)))
-    return grouped(_with_module_buffers(whole, model, where)), grouped(_with_module_buffers(cut, model, where))
+    whole, cut, divided = (grouped(_with_module_buffers(layers, model, where)) for layers in traced)
+    return whole, cut, divided
 
 
 def _operations(record: Record, stack: Stack | None) -> dict[str, Work]:
@@ -129,17 +142,53 @@ def _operations(record: Record, stack: Stack | None) -> dict[str, Work]:
 
 def _traced(
     model: Model, lengths: Sequence[int | None], checked: tuple[int, int | None], where: str
-) -> tuple[list[Layer], list[Layer], Record]:
-    """Return all layers, one for each module, whole and with sliced blocks, and the record of the largest step."""
+) -> tuple[list[Layer], list[Layer], list[Layer], Record]:
+    """Return all layers, one for each module, and the record of the largest step.
+
+    Layers are whole, with sliced blocks, and with divided sequences too.
+    """
     shapes: list[tuple[int, int | None]] = list(product(TRACED_BATCH_SIZES, lengths))
     records: dict[Shape, Record] = {shape: record_step(model, *shape, where=where) for shape in shapes}
     largest = record_step(model, *checked, where=where)
     fitted = fit_layers(records, largest, checked)
     whole = with_partial_costs(model, fitted, shapes, checked, where=where)
     try:
-        return whole, _traced_cut(model, shapes, checked, where), largest
+        cut = _traced_cut(model, shapes, checked, where)
     except NoPolynomialError:  # operations depend on the units: such blocks are not sliced
-        return whole, [], largest
+        return whole, [], [], largest
+    try:
+        return whole, cut, traced_parts(model, lengths, checked, where) if cut else [], largest
+    except NoPolynomialError:
+        return whole, cut, [], largest
+
+
+TRACED_RANKS = (2, 4)
+"""Numbers of ranks that divide sequences in traces; lengths are rounded to multiples of the larger one."""
+
+
+def traced_parts(
+    model: Model, lengths: Sequence[int | None], checked: tuple[int, int | None], where: str
+) -> list[Layer]:
+    """Return all layers with sliced blocks and divided sequences, as functions of units and positions of a part too.
+
+    Parts of two ranks are traced at all shapes and units, those of four at two batch sizes: what is on parts depends on
+    their positions alone.
+    """
+    units, fewer, more = fewest_units(model, where), *TRACED_RANKS
+    if units < 2 or not can_divide_sequences(model, where):
+        return []
+    rounded = [-(-length // more) * more for length in lengths if length is not None]
+    longest = (checked[1] or 0) // more * more
+    if longest == 0 or (checked[1] in lengths and checked[1] != longest):  # one length, which is no multiple
+        return []
+    several = TRACED_UNITS if units >= max(TRACED_UNITS) else (1, 2)
+    sizes = [(b, s, u, fewer) for u in several for b in TRACED_BATCH_SIZES for s in rounded]
+    sizes += [(b, rounded[-1], several[0], more) for b in TRACED_BATCH_SIZES]
+    records: dict[Shape, Record] = {
+        (b, s, u, s // ranks): record_step(model, b, s, u, ranks, where=where) for b, s, u, ranks in sizes
+    }
+    largest = record_step(model, checked[0], longest, units, more, where=where)
+    return fit_layers(records, largest, (checked[0], longest, units, longest // more))
 
 
 def _traced_cut(

@@ -15,7 +15,7 @@ that the second forward does not reach, since it stops early, are kept as long a
 
 from dataclasses import replace
 
-from gssim.workload import Buffer, Layer, Moment, Polynomial
+from gssim.workload import Buffer, Layer, Moment, Polynomial, layer_output
 
 CPU_RANDOM_STATE_BYTES = 5056
 """Size of torch.get_rng_state(): kept once for each block from forward to backward, once more during recomputation."""
@@ -47,7 +47,9 @@ def recomputed_buffers(
             end = _last_use(layer, after) if buffer is output else Moment("f", releases.get(id(buffer), LAST))
             moved += [replace(buffer, freed=end), replace(buffer, born=replace(buffer.born, phase="r"))]
         else:
-            moved.append(replace(buffer, freed=_moved(buffer.freed, layer, after)))
+            # beside its output, a layer may leave a tensor to the caller, who drops it once the next block has run
+            dropped = buffer.freed.phase == "f" and buffer is not layer_output(layer.buffers)
+            moved.append(replace(buffer, freed=buffer.freed if dropped else _moved(buffer.freed, layer, after)))
             if layer.block and is_forward and buffer.born.position < _positions(layer):  # recomputed too
                 freed = _freed_again(buffer, layer)
                 moved.append(replace(buffer, born=replace(buffer.born, phase="r"), freed=freed, category="temporaries"))

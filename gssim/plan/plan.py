@@ -177,6 +177,10 @@ class Plan:
     """Publication of parameters by owners."""
     shares: ShareRules = field(default_factory=ShareRules)
     """Batch split and shard sizes."""
+    sequence_parallel: bool = False
+    """Divide sequences among the ranks of the axis tp between the cut parts of blocks: norms, dropouts and residuals
+    then run on parts of the sequence, and all-gathers and reduce-scatters take the place of all-reduces. As torch does
+    (and Megatron-LM does not), the gathered inputs of linear maps are kept for the backward."""
     recompute: Literal["none", "selective", "full"] = "none"
     """`full`: each block keeps only its input, and its backward runs its forward again (gradient checkpointing).
     `selective`: it keeps the outputs of compute-heavy operations too (matrix products, convolutions, attention), and

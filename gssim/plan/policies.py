@@ -51,15 +51,17 @@ class Policies:
     """16-bit format in which buckets of gradients are all-reduced; None: the workload's precision."""
     exchange: str = "backend"
     """`point-to-point` or `backend`."""
+    sequence_parallel: bool = False
+    """Whether the ranks of the axis tp divide sequences among them between the cut parts of blocks."""
 
     @property
     def cuts_natively(self) -> bool:
-        """Whether blocks of linear maps are cut by DTensor: evenly, and without data-parallel replicas.
+        """Whether blocks of linear maps are cut by DTensor: evenly, with whole sequences, and without replicas.
 
         DistributedDataParallel and Gradient Sharding take no DTensors.
         """
         replicas = self.gradients in ("all-reduce", "push") and self.data_ranks > 1
-        return self.tp > 1 and self.slices == "even" and not replicas
+        return self.tp > 1 and self.slices == "even" and not self.sequence_parallel and not replicas
 
     @property
     def point_to_point(self) -> bool:
@@ -117,6 +119,7 @@ def resolve(plan: Plan, *, devices: int, hosts: Sequence[str] = (), backend: str
         slices=method.slices,
         compress=plan.compress or method.compress,
         publish_overlaps=publishes and plan.overlap and bool(plan.publish.overlap),
+        sequence_parallel=plan.sequence_parallel,
     )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from typing import Literal
 
 from gssim import cost
 from gssim.cache import Same
@@ -25,7 +26,7 @@ from gssim.program.kernel_workspace import scratch_events
 from gssim.program.lowering import Lowering
 from gssim.program.stage_boundary import stage_timeline
 from gssim.program.task import BACKWARD, PASSES, Issue, MicroBatch, Task, TaskId
-from gssim.program.tensor_slices import sum_positions, with_all_reduces, with_host_time
+from gssim.program.tensor_slices import SLICE_COLLECTIVES, sum_positions, with_all_reduces, with_host_time
 from gssim.scenario import pause_excess
 from gssim.workload import LayerInstance
 
@@ -77,6 +78,18 @@ def forward_id(layer: LayerInstance) -> TaskId:
 def backward_id(layer: LayerInstance, part: int = 0) -> TaskId:
     """Return the identity of a part of a layer's backward; an unsplit layer has only part 0."""
     return TaskId("backward", layer=layer.module, part=part or None)
+
+
+def pass_ends(tasks: Sequence[Task], name: Literal["forward", "backward"]) -> dict[str, TaskId]:
+    """Return the last task of each layer's forward or backward, by module.
+
+    It is a part of that pass, or a collective of a sliced block after the last of them.
+    """
+    return {
+        task.id.layer: task.id
+        for task in tasks
+        if task.id.op == name or (task.id.during == name and task.id.op in SLICE_COLLECTIVES)
+    }
 
 
 def backward_begin(low: Lowering, layer: LayerInstance) -> TaskId:
@@ -180,7 +193,8 @@ def _cached_timeline(
     """Return the timeline of the layers that every rank of a part of the model runs, cached over plans of that
     model.
     """
-    slices = (low.scenario.slice_shares, low.tensor_part) if low.policies.tp > 1 else ()
+    divided = low.policies.sequence_parallel
+    slices = (low.scenario.slice_shares, low.tensor_part, divided) if low.policies.tp > 1 else ()
     settings = tuple(sorted(lives.keywords.items())) if isinstance(lives, partial) else ()
     key = (Same(low.scenario.workload.model), slices, size, settings)
     return low.shared.once("timeline", key, make)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from gssim import cost
 from gssim.memory import Event, footprint
-from gssim.program.compute import backward_begin, backward_id, forward_id
+from gssim.program.compute import backward_begin, forward_id, pass_ends
 from gssim.program.lowering import Lowering
 from gssim.program.push import send_bucket
 from gssim.program.sharded import gather_id, insert_beside
@@ -66,6 +66,7 @@ def push_units(low: Lowering, rank: int, tasks: list[Task], micro_batch: MicroBa
     after_task: dict[TaskId, list[Task]] = defaultdict(list)
     end: list[Task] = []
     draining: list[Task] = []
+    ends = pass_ends(tasks, "backward")
     for unit in flat_units(low):
         new = [_end_of_backward(low, rank, unit, leaves=micro_batch.sends_gradients)]
         if micro_batch.sends_gradients:
@@ -75,7 +76,7 @@ def push_units(low: Lowering, rank: int, tasks: list[Task], micro_batch: MicroBa
         if unit.is_root:
             end = new
         else:
-            after_task[backward_id(unit.layers[0])] = new
+            after_task[ends[unit.layers[0].module]] = new
     return [*insert_beside(tasks, before={}, behind=after_task), *end, *draining]
 
 
@@ -124,9 +125,10 @@ def _with_gathers(low: Lowering, rank: int, tasks: list[Task], *, twice: bool) -
         issuer = low.layers[-2] if root else low.layers[-1]  # the root's hook is on the input of the loss
         for use, new in _just_in_time(low, rank, uses, "backward", backward_begin(low, issuer)).items():
             before[use] += new
+        ends = pass_ends(tasks, "forward")
         for block in blocks:
             freed = footprint([Event(0, -block.size_bytes, "gathered_parameters")])
-            after_task[forward_id(block.layers[0])] = [Task(TaskId("free", layer=block.name), "forward", need=freed)]
+            after_task[ends[block.layers[0].module]] = [Task(TaskId("free", layer=block.name), "forward", need=freed)]
     return insert_beside(tasks, before=before, behind=after_task)
 
 

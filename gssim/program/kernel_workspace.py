@@ -71,7 +71,8 @@ def _profile_key(low: Lowering, rank: int, instance: LayerInstance) -> str:
     """Return the key under which profiles record the way in which a rank runs a layer."""
     units = instance.layer.units
     if low.policies.tp > 1 and units:
-        return f"units-{units_of_ranks(units, low.scenario.slice_shares)[low.tensor_part]}"
+        held = f"units-{units_of_ranks(units, low.scenario.slice_shares)[low.tensor_part]}"
+        return f"{held}-of-parts" if low.policies.sequence_parallel else held
     roles = low.layers_of(rank).roles
     return roles[instance.index] if roles else "whole"
 

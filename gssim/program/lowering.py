@@ -16,7 +16,7 @@ from gssim.plan import Action, Division, Policies, Push, assign_buckets, bucket_
 from gssim.program.owned import OwnedLayers, owned_layers
 from gssim.program.stage_boundary import Stage
 from gssim.program.task import Bucket, MicroBatch, Task
-from gssim.scenario import Scenario, has_master_copy, master_bytes, model_slice, schedule_of, value_bytes
+from gssim.scenario import Scenario, has_master_copy, held_slice, master_bytes, schedule_of, value_bytes
 from gssim.units import PRECISION_BYTES, Ints
 from gssim.workload import Layer, LayerInstance, Parameter, gradient_order, unrolled
 from gssim.workload.gradient_statistics import GradientStatistics
@@ -101,7 +101,7 @@ class Lowering:
         if self.stages:
             return tuple(replace(instance, index=i) for i, instance in enumerate(self._stage_layers))
         if self.scenario.policies.tp > 1:
-            return unrolled(model_slice(self.scenario.workload.model, self.scenario.slice_shares, self.tensor_part))
+            return unrolled(held_slice(self.scenario, self.tensor_part))
         return self.whole_layers
 
     @cached_property

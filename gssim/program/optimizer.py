@@ -13,6 +13,7 @@ from gssim.program.messages import threshold_memory
 from gssim.program.publish import publish
 from gssim.program.sharded import owned_rows, units
 from gssim.program.task import Task, TaskId, collective_task
+from gssim.program.tensor_slices import sum_partial_gradients
 from gssim.scenario import native_tensors
 from gssim.workload import (
     COUNTS_STEPS,
@@ -137,7 +138,7 @@ def optimize(low: Lowering, rank: int, tasks: list[Task], *, replicas: Sequence[
     update = Task(TaskId("optimizer"), "optimizer", duration_s=duration_s, need=footprint(events))
     if low.policies.gradients == "push":
         return publish(low, rank, tasks, update)
-    return [*tasks, update, *low.once_a_step(_publish_replicas)]
+    return [*tasks, *sum_partial_gradients(low, rank), update, *low.once_a_step(_publish_replicas)]
 
 
 def _casts_gradients(low: Lowering) -> bool:

@@ -41,7 +41,7 @@ from gssim.program.sharded import (
 from gssim.program.stage_boundary import stages_of
 from gssim.program.task import MicroBatch, Program, Task, TaskId, collective_task, with_ids
 from gssim.result import COMPUTE_PHASES, UPDATE_PHASES
-from gssim.scenario import Scenario, held_layers, model_slice, units_of_ranks
+from gssim.scenario import Scenario, held_layers, held_slice, units_of_ranks
 from gssim.workload import LayerInstance, unrolled
 from gssim.workload.gradient_statistics import GradientStatistics
 
@@ -299,8 +299,7 @@ def _held_stages(scenario: Scenario, part: int) -> Sequence[Sequence[LayerInstan
     """Return the layers of every stage of a pipeline; where blocks are sliced, as held by the ranks with that slice."""
     if scenario.policies.tp == 1:
         return scenario.stages
-    held = unrolled(model_slice(scenario.workload.model, scenario.slice_shares, part))
-    return held_layers(held, scenario.stage_ranges)
+    return held_layers(unrolled(held_slice(scenario, part)), scenario.stage_ranges)
 
 
 def _tasks(low: Lowering, rank: int, alike: "_Alike") -> list[Task]:

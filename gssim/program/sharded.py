@@ -30,7 +30,7 @@ from functools import cached_property, lru_cache
 from gssim import collectives, cost
 from gssim.collectives import Communication
 from gssim.memory import NOTHING, Event, Footprint, footprint
-from gssim.program.compute import backward_begin, backward_id, forward_id
+from gssim.program.compute import backward_begin, forward_id, pass_ends
 from gssim.program.lowering import Lowering
 from gssim.program.task import MicroBatch, Task, TaskId, collective_task
 from gssim.workload import LayerInstance, Parameter
@@ -252,6 +252,7 @@ def reduce_scatter_gradients(low: Lowering, rank: int, tasks: list[Task], micro_
     behind: dict[TaskId, list[Task]] = defaultdict(list)
     before: Unit | None = None
     end: list[Task] = []
+    ends = pass_ends(tasks, "backward")
     for unit in sorted(units(low), key=lambda unit: (unit.is_root, -unit.layers[0].index)):
         if micro_batch.sends_gradients:
             new = _reduce_scatter(low, rank, unit, before, micro_batch)
@@ -261,7 +262,7 @@ def reduce_scatter_gradients(low: Lowering, rank: int, tasks: list[Task], micro_
         if unit.is_root:
             end = new
         else:
-            behind[backward_id(unit.layers[0])] = new
+            behind[ends[unit.layers[0].module]] = new
         before = unit
     return [*insert_beside(tasks, before={}, behind=behind), *end, _callback(low, before, micro_batch)]
 
@@ -387,8 +388,9 @@ def gather_parameters(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]
 def gather_parameters_twice(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
     """FSDP2 with its default reshard_after_forward: each block is freed after its forward, and gathered again."""
     before = {**_gather_forward(low, rank), **_gather_backward(low, rank)}
+    ends = pass_ends(tasks, "forward")
     behind = {
-        forward_id(unit.layers[0]): [
+        ends[unit.layers[0].module]: [
             Task(TaskId("free", layer=unit.name), "forward", need=_need(unit.gathered(0, sign=-1)))
         ]
         for unit in units(low)

@@ -44,6 +44,9 @@ Operation = Literal[
     "gradient",
     "messages",
     "share-compute-times",
+    "gather-sequence",
+    "scatter-sequence",
+    "sum-gradients",
     "step-begin",
     "forward-begin",
     "forward-end",
@@ -55,8 +58,9 @@ Operation = Literal[
 """What a task does, or serves.
 
 `activation`, `gradient`: the message of a pipeline that carries one. `...-begin`, `...-end` and `backward-callback`:
-moments of a step. `parameters`: updated tensors that ZeRO-1 broadcasts, all together. `other`: in a program written by
-hand, whose labels are `layer`."""
+moments of a step. `gather-sequence`, `scatter-sequence`: of tensors whose sequences tensor ranks divide among them;
+`sum-gradients`: of gradients of what they run on these parts. `parameters`: updated tensors that ZeRO-1 broadcasts, all
+together. `other`: in a program written by hand, whose labels are `layer`."""
 Action = Literal[
     "",
     "issue",
@@ -94,6 +98,9 @@ _OPERATION_TEXTS: Mapping[Operation, str] = {
     "clip": "clip gradients",
     "messages": "",
     "share-compute-times": "share compute times",
+    "gather-sequence": "all-gather sequence",
+    "scatter-sequence": "reduce-scatter sequence",
+    "sum-gradients": "all-reduce partial gradients",
     "step-begin": "begin",
     "forward-begin": "forward begin",
     "forward-end": "forward end",
@@ -193,7 +200,7 @@ class TaskId(NamedTuple):
         """Yield what it does, to what."""
         yield _ACTION_TEXTS.get(self.action, self.action)
         yield _OPERATION_TEXTS.get(self.op, self.op)
-        before = self.op == "all-reduce"
+        before = self.op in ("all-reduce", "gather-sequence", "scatter-sequence")
         if before:
             yield self.during
         yield self.layer

@@ -1,18 +1,23 @@
-"""Tensor parallelism: all-reduces over the ranks of a tensor group, placed where sliced blocks sum, and their host
+"""Tensor parallelism: collectives over the ranks of a tensor group, placed where sliced blocks sum, and their host
 time.
+
+Blocks all-reduce, or where the ranks divide sequences (`plan.sequence_parallel`) all-gather and reduce-scatter; the
+gradients of what runs on parts of sequences are then summed after the backward, all in one tensor, as Megatron-LM does.
+The host's time for each gather and reduce-scatter is assumed to be that of an all-reduce.
 
 torch's functional all-reduce copies its input and sums the copies (the copy is traced as the layer's own buffer); the
 rank waits for the sum at once, as the next operation needs it. On nccl, too, it is the compute stream that waits. The
 host's overhead over a plain call of the collective counts before each sum, and DTensor's own in each layer.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
-from gssim import cost
+from gssim import collectives, cost
 from gssim.collectives import Communication
-from gssim.memory import last_saved
+from gssim.memory import Event, footprint, last_saved
 from gssim.program.lowering import Lowering
-from gssim.program.task import PASSES, Task, TaskId, collective_task
+from gssim.program.task import PASSES, Operation, Task, TaskId, collective_task
 from gssim.scenario import Scenario
 from gssim.workload import Layer, LayerInstance, Reduction
 
@@ -39,7 +44,7 @@ def with_all_reduces(
     ends: Sequence[int],
     samples: int,
 ) -> list[Task]:
-    """Return the parts of a layer's phase with the all-reduces among them; `ends`: the last position of each part."""
+    """Return the parts of a layer's phase with the collectives among them; `ends`: the last position of each part."""
     pending = list(enumerate(_reductions(instance.layer, phase)))
     if not pending:
         return list(parts)
@@ -53,7 +58,7 @@ def with_all_reduces(
             number, reduction = pending.pop(0)
             # not the part's own number: ranks that hold other slices may cut elsewhere too, where buckets are complete
             own = TaskId(
-                "all-reduce",
+                OPERATIONS[reduction.kind],
                 layer=instance.module,
                 part=number or None,
                 during=PASSES[phase],
@@ -62,8 +67,52 @@ def with_all_reduces(
             size = _sum_bytes(low, reduction, samples)
             if device.kind == "cpu" and (host_s := cost.cut_sum_time_s(device, sum_bytes=size)):
                 tasks.append(Task(own.serving("issue"), "exposed_communication", duration_s=host_s))
-            tasks.append(collective_task(own, Communication("all-reduce", group, size, beside=tuple(beside))))
+            exchange = Communication(reduction.kind, group, size, beside=tuple(beside))
+            staging = collectives.staging_bytes(exchange, low.scenario.cluster.backend, kind=device.kind)
+            staged = [Event(place, each, "communication") for place, each in enumerate((staging, -staging)) if staging]
+            tasks.append(collective_task(own, exchange, need=footprint(staged)))
     return tasks
+
+
+OPERATIONS: Mapping[str, Operation] = {
+    "all-reduce": "all-reduce",
+    "all-gather": "gather-sequence",
+    "reduce-scatter": "scatter-sequence",
+}
+"""By kind of collective."""
+SLICE_COLLECTIVES = frozenset(OPERATIONS.values())
+
+
+def sum_partial_gradients(low: Lowering, rank: int) -> list[Task]:
+    """Return the all-reduce over a tensor group of gradients of which each rank has a part.
+
+    Such are those of norms that each rank runs on its part of the sequence, or on its own heads. They are copied into
+    one tensor, and back; of parameters that are sharded, a rank has the gradients of its shards.
+    """
+    elements = low.once_a_run(_summed_elements) if low.policies.tp > 1 else 0
+    if not elements:
+        return []
+    size = float(elements * (low.value_bytes if low.policies.gradients != "reduce-scatter" else low.master_bytes))
+    group, *beside = low.once_a_run(_tensor_groups, low.batch_sizes[rank])
+    own = TaskId("sum-gradients", samples=low.batch_sizes[rank] if len(beside) + 1 < len(low.group) else None)
+    copy_s = cost.copy_time_s(low.device(rank), size)
+    need = [footprint([Event(0, change, "temporaries")]) for change in (size, -size)]
+    phase = "exposed_communication"
+    return [
+        Task(own.serving("copy-in"), phase, duration_s=copy_s, need=need[0]),
+        collective_task(own, Communication("all-reduce", group, size, beside=tuple(beside))),
+        Task(own.serving("copy-out"), phase, duration_s=copy_s, need=need[1]),
+    ]
+
+
+def _summed_elements(low: Lowering) -> int:
+    """Return the elements of the gradients that a tensor group sums; shards are padded to equal rows (torch.chunk)."""
+    count, shards = 0, low.shards if low.policies.gradients == "reduce-scatter" else 1
+    for _, parameter in low.parameters:
+        if parameter.summed:
+            rows = parameter.shape[0] if parameter.shape else 1
+            count += math.ceil(rows / shards) * (parameter.elements // rows)
+    return count
 
 
 def _sum_bytes(low: Lowering, reduction: Reduction, samples: int) -> float:
@@ -85,7 +134,8 @@ def with_host_time(
         return alone_s
     host_s = 0.0
     if layer.linear and low.policies.cuts_natively:  # DTensor
-        pairs = sum(each.moment.phase == "f" for each in layer.reductions)
+        # a pair of maps ends in one all-reduce, or one reduce-scatter, in the forward
+        pairs = sum(each.moment.phase == "f" and each.kind != "all-gather" for each in layer.reductions)
         size = _sum_bytes(low, layer.reductions[0], samples)
         host_s += cost.cut_pairs_time_s(device, phase=phase, pairs=pairs, sum_bytes=size)
     if device.kind != "cpu":
@@ -102,7 +152,9 @@ def unmeasured_host_time(scenario: Scenario) -> tuple[str, ...]:
     kinds = dict.fromkeys(scenario.cluster.devices[rank].type for rank in range(scenario.ranks))
     missing = [name for name in kinds if scenario.cluster.device_types[name].cut_block is None]
     messages = [f"host time in cut blocks: device_types.{name}.cut_block is not measured" for name in missing]
-    blocks = [layer for layer in scenario.workload.model.sliced_layers if layer.reductions]
+    model = scenario.workload.model
+    layers = model.sequence_layers if scenario.policies.sequence_parallel else model.sliced_layers
+    blocks = [layer for layer in layers if layer.units]
     if scenario.policies.cuts_natively and any(layer.linear is None for layer in blocks):
         messages.append("DTensor's host time: the model file does not tell whether it cuts the blocks (`gsreal trace`)")
     return tuple(messages)

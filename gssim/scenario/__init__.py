@@ -36,7 +36,7 @@ from gssim.scenario.stages import (
     tied_parameters,
 )
 from gssim.scenario.support import Support, supported
-from gssim.scenario.tensor_slices import model_slice, native_tensors, units_of_ranks
+from gssim.scenario.tensor_slices import held_slice, model_slice, native_tensors, units_of_ranks
 
 __all__ = [
     "SEARCHED_METHODS",
@@ -59,6 +59,7 @@ __all__ = [
     "has_master_copy",
     "held_bytes",
     "held_layers",
+    "held_slice",
     "layer_profile",
     "load_cluster",
     "load_model",

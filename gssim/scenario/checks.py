@@ -7,7 +7,7 @@ from gssim.scenario.scenario import Scenario
 from gssim.scenario.stages import schedule_of, stage_cut_error
 from gssim.scenario.tensor_slices import units_of_ranks
 from gssim.units import excess
-from gssim.workload import unrolled
+from gssim.workload import TokenInput, unrolled
 
 
 def check(scenario: Scenario, *, file: str) -> None:
@@ -35,6 +35,7 @@ def check(scenario: Scenario, *, file: str) -> None:
     _check_pipeline(scenario, policies, file)
     if policies.tp > 1:
         _check_slices(scenario, policies, file)
+    _check_sequence_parts(scenario, policies, file)
     _check_recompute(scenario, policies, file)
     kept_whole = policies.partition == "data" and policies.parameters == "replicated" and policies.gradients != "push"
     if scenario.workload.gradient_precision is not None and not kept_whole:
@@ -364,11 +365,19 @@ def _check_owners(scenario: Scenario, policies: Policies, file: str) -> None:
 
 def _check_slices(scenario: Scenario, policies: Policies, file: str) -> None:
     """Refuse tensor parallelism of blocks that cannot be cut so: every rank needs at least one unit of each."""
-    layers, ranks = scenario.workload.model.sliced_layers, policies.tp
+    model, ranks = scenario.workload.model, policies.tp
+    layers = model.sliced_layers
+    if not layers and model.uncut_reason is not None:
+        raise UserError(f"{file}: plan.tp = {ranks}: blocks of '{model.name}' cannot be cut: {model.uncut_reason}")
     if not layers:
         raise UserError(
             f"{file}: workload.model: has no slices of its blocks for {ranks} tensor-parallel ranks; "
-            "trace it again with `gsreal trace` (gsreal.methods.tensor_slices lists the blocks that can be cut)"
+            "trace it again with `gsreal trace` (gsreal.methods.tensor_slices tells which blocks can be cut)"
+        )
+    if policies.gradients == "push" and any(each.summed for layer in layers for each in layer.parameters):
+        raise UserError(
+            f"{file}: plan.tp = {ranks}: method '{scenario.plan.method}' pushes gradients in the backward, and some of "
+            f"'{model.name}' are only summed over tensor ranks after it; allowed: 1"
         )
     for layer in layers:
         if layer.units is None:
@@ -389,6 +398,34 @@ def _check_slices(scenario: Scenario, policies: Policies, file: str) -> None:
                 f"{file}: plan.shares.shards = {shares}: leaves a rank none of the {layer.units} units of {layer.name} "
                 "(heads or norm groups); each rank needs one"
             )
+
+
+def _check_sequence_parts(scenario: Scenario, policies: Policies, file: str) -> None:
+    """Refuse to divide sequences where there is nobody to divide them among, or gradients leave before their sum."""
+    if not policies.sequence_parallel:
+        return
+    where, model = f"{file}: plan.sequence_parallel = true", scenario.workload.model
+    if policies.tp == 1:
+        raise UserError(f"{where}: there are no tensor-parallel ranks to divide sequences among; set plan.tp")
+    if policies.gradients == "push":
+        raise UserError(
+            f"{where}: method '{scenario.plan.method}' pushes gradients in the backward, and those of norms are only "
+            "summed over the parts of the sequence after it; allowed: methods that push no gradients"
+        )
+    if scenario.plan.zero1_implementation == "deepspeed":
+        raise UserError(f"{where}: cannot run yet with plan.zero1_implementation = 'deepspeed'; allowed: 'torch'")
+    if not isinstance(model.input, TokenInput):
+        raise UserError(f"{where}: the input of '{model.name}' is no sequence; leave it out")
+    if not model.sequence_layers:
+        raise UserError(
+            f"{where}: workload.model: '{model.name}' is not traced with parts of sequences; trace it again with "
+            "`gsreal trace` (gsreal.methods.tensor_slices tells which blocks can run so)"
+        )
+    if (scenario.workload.sequence_length or 0) % policies.tp:
+        raise UserError(
+            f"{where}: workload.sequence_length = {scenario.workload.sequence_length}: cannot be divided evenly among "
+            f"plan.tp = {policies.tp} ranks; allowed: a multiple"
+        )
 
 
 def _check_batch(scenario: Scenario, ranks: int, file: str) -> None:

@@ -114,7 +114,7 @@ def calibration_id(cluster: Cluster, gradients: GradientStatistics | None, share
 
 def _canonical_model(model: Model) -> dict[str, Any]:
     """Return a model without its name, its source, and what follows from its module."""
-    data = _fields(model, leave_out={"source", "name", "sliced_layers", "layers"})
+    data = _fields(model, leave_out={"source", "name", "sliced_layers", "sequence_layers", "uncut_reason", "layers"})
     layers = [_dumped(layer, include=LAYER_FIELDS) for layer in model.layers]
     return data | {"layers": layers}
 
@@ -151,7 +151,11 @@ def resolved(scenario: "Scenario", shared: Shared) -> dict[str, Any]:
     """
     cluster, model, plan, run = scenario.cluster, scenario.workload.model, scenario.plan, scenario.run
     parts: dict[str, Any] = _dumped(scenario, exclude={"cluster": True, "search": True, "workload": {"model"}})
-    workload = {"model": shared.once("plain model", Same(model), lambda: _dumped(model))} | parts["workload"]
+    unused = {"uncut_reason"} | (set() if scenario.policies.sequence_parallel else {"sequence_layers"})
+    whole = shared.once(
+        "plain model", (Same(model), scenario.policies.sequence_parallel), lambda: _dumped(model, exclude=unused)
+    )
+    workload = {"model": whole} | parts["workload"]
     clusters = {"cluster": shared.once("plain cluster", Same(cluster), lambda: _dumped(cluster))}
     data = {key: ({**parts, **clusters, "workload": workload})[key] for key in KEYS}
     for table, key, is_absent in (
@@ -165,6 +169,7 @@ def resolved(scenario: "Scenario", shared: Shared) -> dict[str, Any]:
         (data["plan"], "ranks", plan.ranks is None),
         (data["plan"], "zero1_implementation", plan.zero1_implementation == "torch"),
         (data["plan"], "compress", plan.compress is None),
+        (data["plan"], "sequence_parallel", not plan.sequence_parallel),
     ):
         if is_absent:
             del table[key]

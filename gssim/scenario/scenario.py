@@ -308,6 +308,12 @@ class Scenario:
             return splitting.proportional([1 / max(costs[place :: policies.tp]) for place in range(policies.tp)])
         return splitting.proportional(wanted)
 
+    @cached_property
+    def sequence_positions(self) -> int | None:
+        """Positions of each sequence that a rank of a tensor group has; None: sequences are not divided."""
+        policies = self.policies
+        return (self.workload.sequence_length or 0) // policies.tp if policies.sequence_parallel else None
+
     def _sample_costs(self) -> list[tuple[float, float]]:
         """Return (fixed_s, sample_s) of each rank."""
         types = [device.type for device in self.cluster.devices[: self.ranks]]

@@ -14,6 +14,7 @@ from gssim.scenario.loading import load_scenario, overrides_of
 FEATURES: dict[str, Mapping[str, Any]] = {
     "alone": {},
     "tp 2": {"plan.tp": 2},
+    "sequence parallelism": {"plan.tp": 2, "plan.sequence_parallel": True},
     "pp 2": {"plan.pp": 2, "plan.micro_batches": 2},
     "2 micro-batches": {"plan.micro_batches": 2},
     "full recomputation": {"plan.recompute": "full"},

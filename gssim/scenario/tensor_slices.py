@@ -6,10 +6,13 @@ The real backend cuts modules so, and predictions take their layers from here. S
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gssim.plan import splitting
 from gssim.workload import Layer, Model, Parameter, Polynomial
+
+if TYPE_CHECKING:
+    from gssim.scenario.scenario import Scenario
 
 
 def units_of_ranks(units: int, parts: Sequence[float]) -> tuple[int, ...]:
@@ -22,17 +25,18 @@ def units_of_ranks(units: int, parts: Sequence[float]) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=256)
-def _sliced_layer(layer: Layer, units: int) -> Layer:
-    """Return the slice of a layer that has so many units."""
+def _sliced_layer(layer: Layer, units: int, positions: int) -> Layer:
+    """Return the slice of a layer that has so many units, and so many positions of each sequence."""
+    size = (units, positions)
     changes: dict[str, Any] = {
         "parameters": tuple(parameter.held(units) for parameter in layer.parameters),
-        "buffers": tuple(replace(buffer, size_bytes=buffer.size_bytes.held(units)) for buffer in layer.buffers),
-        "reductions": tuple(replace(each, size_bytes=each.size_bytes.held(units)) for each in layer.reductions),
+        "buffers": tuple(replace(buffer, size_bytes=buffer.size_bytes.held(*size)) for buffer in layer.buffers),
+        "reductions": tuple(replace(each, size_bytes=each.size_bytes.held(*size)) for each in layer.reductions),
     }
     for field in fields(layer):
         value = getattr(layer, field.name)
         if isinstance(value, Polynomial):
-            changes[field.name] = value.held(units)
+            changes[field.name] = value.held(*size)
     return replace(layer, **changes)
 
 
@@ -54,10 +58,20 @@ def _map_of(parameter: Parameter) -> str:
     return parameter.name.rpartition(".")[0]
 
 
-def model_slice(model: Model, parts: Sequence[float], position: int) -> Model:
-    """Return the slice of the model on the rank at `position` of a tensor group; `parts`: every rank's share."""
+def model_slice(model: Model, parts: Sequence[float], position: int, *, positions: int | None = None) -> Model:
+    """Return the slice of the model on the rank at `position` of a tensor group; `parts`: every rank's share.
+
+    `positions`: of each sequence that the rank has with sequence parallelism; None: without.
+    """
     layers = []
-    for layer in model.sliced_layers:
+    for layer in model.sliced_layers if positions is None else model.sequence_layers:
         units = units_of_ranks(layer.units, parts)[position] if layer.units else 0
-        layers.append(_sliced_layer(layer, units) if layer.units else layer)
-    return replace(model, layers=tuple(layers), sliced_layers=())
+        changes = layer.units or positions is not None
+        layers.append(_sliced_layer(layer, units, positions or 0) if changes else layer)
+    return replace(model, layers=tuple(layers), sliced_layers=(), sequence_layers=())
+
+
+def held_slice(scenario: "Scenario", position: int) -> Model:
+    """Return the slice of a scenario's model on the ranks at `position` of their tensor groups."""
+    model, positions = scenario.workload.model, scenario.sequence_positions
+    return model_slice(model, scenario.slice_shares, position, positions=positions)

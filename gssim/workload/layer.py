@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, PlainSerializer, SerializerFunctionWrapHan
 
 from gssim.units import Count, PositiveInt, spec
 
-_TERM = re.compile(r"^(-?\d+)((?:\*(?:[bs](?:\^[12])?|u))*)$")
+_TERM = re.compile(r"^(-?\d+)((?:\*(?:[bs](?:\^[12])?|[up]))*)$")
 Terms = tuple[tuple[int, int, int], ...]
 """(Coefficient, power of b, power of s)."""
 
@@ -28,6 +28,8 @@ class Polynomial:
     terms: Terms
     unit_terms: Terms = ()
     """Terms that count once for each unit u on a rank; see [Note: units]."""
+    part_terms: Terms = ()
+    """Terms that count once for each position p of a rank's part of the sequence; see [Note: sequence parts]."""
 
     @classmethod
     def parse(cls, text: object) -> "Polynomial":
@@ -40,33 +42,36 @@ class Polynomial:
             return text
         if isinstance(text, bool) or not isinstance(text, (int, str)):
             raise ValueError('must be a polynomial in b and s, such as "512 + 4*b*s"')
-        terms: dict[bool, list[tuple[int, int, int]]] = {False: [], True: []}
+        terms: dict[str, list[tuple[int, int, int]]] = {"": [], "u": [], "p": []}
         for term in str(text).replace(" ", "").split("+"):
             match = _TERM.match(term)
             if match is None:
                 raise ValueError(f'has the term {term!r}; a polynomial in b and s is needed, such as "512 + 4*b*s"')
-            powers = {"b": 0, "s": 0, "u": 0}
+            powers = {"b": 0, "s": 0, "u": 0, "p": 0}
             for factor in match.group(2).split("*")[1:]:
                 powers[factor[0]] += int(factor[2:] or 1)
-            if max(powers.values()) > 2 or powers["u"] > 1:
-                raise ValueError(f"has the term {term!r}; b and s may have powers up to 2, u up to 1")
-            terms[powers["u"] == 1].append((int(match.group(1)), powers["b"], powers["s"]))
-        return cls(tuple(terms[False]), tuple(terms[True]))
+            if max(powers.values()) > 2 or powers["u"] + powers["p"] > 1:
+                raise ValueError(f"has the term {term!r}; b and s may have powers up to 2, u up to 1, or p instead")
+            kind = "u" if powers["u"] else "p" if powers["p"] else ""
+            terms[kind].append((int(match.group(1)), powers["b"], powers["s"]))
+        return cls(tuple(terms[""]), tuple(terms["u"]), tuple(terms["p"]))
 
     def at(self, *, b: int, s: int) -> int:
-        """Return the value at batch size `b` and sequence length `s`, without the terms that depend on units."""
+        """Return the value at batch size `b` and sequence length `s`, without the terms in units or positions."""
         return sum(c * b**i * s**j for c, i, j in self.terms)
 
-    def held(self, units: int) -> "Polynomial":
-        """Return the polynomial for a rank with so many units.
+    def held(self, units: int, positions: int = 0) -> "Polynomial":
+        """Return the polynomial for a rank with so many units, and so many positions of each sequence.
 
         >>> str(Polynomial.parse("8*b + 3*b*u + 2*s*u").held(2))
         '14*b + 4*s'
+        >>> str(Polynomial.parse("8*b*s + 4*b*p").held(2, positions=16))
+        '8*b*s + 64*b'
         """
-        if not self.unit_terms:
+        if not self.unit_terms and not self.part_terms:
             return self
         sums: dict[tuple[int, int], int] = {}
-        for factor, terms in ((1, self.terms), (units, self.unit_terms)):
+        for factor, terms in ((1, self.terms), (units, self.unit_terms), (positions, self.part_terms)):
             for c, i, j in terms:
                 sums[i, j] = sums.get((i, j), 0) + factor * c
         return Polynomial(tuple((c, i, j) for (i, j), c in sums.items() if c) or ((0, 0, 0),))
@@ -76,7 +81,7 @@ class Polynomial:
         powers = ("", "*{0}", "*{0}^2")
         terms_as_text = [
             f"{c}{powers[i].format('b')}{powers[j].format('s')}{unit}"
-            for terms, unit in ((self.terms, ""), (self.unit_terms, "*u"))
+            for terms, unit in ((self.terms, ""), (self.unit_terms, "*u"), (self.part_terms, "*p"))
             for c, i, j in terms
         ]
         return " + ".join(terms_as_text) or "0"
@@ -174,7 +179,7 @@ def layer_input_gradient(buffers: Sequence[Buffer]) -> Buffer | None:
 
 BUFFER_CATEGORIES = ("input", "activations", "temporaries")
 
-_PARAMETER = re.compile(r"^(\S+) ((?:\d+u?(?:x\d+u?)*)|scalar) (\S+) (\S+)$")
+_PARAMETER = re.compile(r"^(\S+) ((?:\d+u?(?:x\d+u?)*)|scalar) (\S+) (\S+?)( summed)?$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +195,9 @@ class Parameter:
     ready: Moment
     cut: int | None = None
     """Dimension that is cut in units; its size in `shape` is that of one unit; see [Note: units]."""
+    summed: bool = False
+    """Whether the gradients of tensor-parallel ranks are parts of a sum: of what each runs on its own heads, or on its
+    part of the sequence; see [Note: sequence parts]."""
 
     @classmethod
     def parse(cls, text: object) -> "Parameter":
@@ -197,19 +205,21 @@ class Parameter:
 
         >>> Parameter.parse("{}.weight 4x3 b1 b2").elements
         12
+        >>> Parameter.parse("{}.weight 4 b1 b2 summed").summed
+        True
         """
         if isinstance(text, Parameter):
             return text
         match = _PARAMETER.match(text) if isinstance(text, str) else None
         if match is None:
-            raise ValueError('must be "NAME SHAPE BORN READY", such as "{}.weight 4x3 b1 b2"')
-        name, shape, born, ready = match.groups()
+            raise ValueError('must be "NAME SHAPE BORN READY", such as "{}.weight 4x3 b1 b2", and may end in "summed"')
+        name, shape, born, ready, summed = match.groups()
         sizes = [] if shape == "scalar" else shape.split("x")
         cut = [dimension for dimension, size in enumerate(sizes) if size.endswith("u")]
         if len(cut) > 1:
             raise ValueError(f"has the shape {shape}; one dimension at most is cut in units (u)")
         whole = tuple(int(size.rstrip("u")) for size in sizes)
-        return cls(name, whole, Moment.parse(born), Moment.parse(ready), cut[0] if cut else None)
+        return cls(name, whole, Moment.parse(born), Moment.parse(ready), cut[0] if cut else None, bool(summed))
 
     def held(self, units: int) -> "Parameter":
         """Return the parameter for a rank with so many units of its layer.
@@ -220,12 +230,13 @@ class Parameter:
         if self.cut is None:
             return self
         sizes = (size * units if dimension == self.cut else size for dimension, size in enumerate(self.shape))
-        return Parameter(self.name, tuple(sizes), self.born, self.ready)
+        return Parameter(self.name, tuple(sizes), self.born, self.ready, summed=self.summed)
 
     def __str__(self) -> str:
         """Return the text form, which `parse` reads."""
         sizes = [f"{size}u" if dimension == self.cut else str(size) for dimension, size in enumerate(self.shape)]
-        return f"{self.name} {'x'.join(sizes) or 'scalar'} {self.born} {self.ready}"
+        summed = " summed" if self.summed else ""
+        return f"{self.name} {'x'.join(sizes) or 'scalar'} {self.born} {self.ready}{summed}"
 
     @property
     def elements(self) -> int:
@@ -236,30 +247,42 @@ class Parameter:
         return product
 
 
+REDUCTIONS = ("all-reduce", "all-gather", "reduce-scatter")
+
+
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """An all-reduce over the ranks that share a sliced block, right after a moment of the layer."""
+    """A collective over the ranks that share a sliced block, right after a moment of the layer.
+
+    It is an all-reduce, or where ranks have parts of the sequence a gather of these or a reduce-scatter into them.
+    """
 
     moment: Moment
     size_bytes: Polynomial
+    """Bytes of the whole tensor, not of a rank's part."""
+    kind: str = "all-reduce"
 
     @classmethod
     def parse(cls, text: object) -> "Reduction":
         """Return the reduction that `text` denotes.
 
-        >>> str(Reduction.parse("f5 64*b*s"))
-        'f5 64*b*s'
+        >>> str(Reduction.parse("f5 64*b*s")), Reduction.parse("b3 all-gather 64*b*s").kind
+        ('f5 64*b*s', 'all-gather')
         """
         if isinstance(text, Reduction):
             return text
         if not isinstance(text, str) or len(text.split(maxsplit=1)) != 2:
-            raise ValueError('must be "MOMENT BYTES", such as "f5 64*b*s"')
+            raise ValueError('must be "MOMENT BYTES", such as "f5 64*b*s", or "MOMENT KIND BYTES"')
         moment, size = text.split(maxsplit=1)
+        kind, _, rest = size.partition(" ")
+        if kind in REDUCTIONS:
+            return cls(Moment.parse(moment), Polynomial.parse(rest), kind)
         return cls(Moment.parse(moment), Polynomial.parse(size))
 
     def __str__(self) -> str:
         """Return the text form, which `parse` reads."""
-        return f"{self.moment} {self.size_bytes}"
+        kind = "" if self.kind == "all-reduce" else f"{self.kind} "
+        return f"{self.moment} {kind}{self.size_bytes}"
 
 
 STREAMED = (
@@ -366,7 +389,7 @@ class Layer:
     units: PositiveInt | None = None
     """Number of units of a sliced block; see [Note: units]."""
     reductions: tuple[text_of(Reduction), ...] = ()  # type: ignore[valid-type]
-    """All-reduces of a sliced block, in the order of their moments."""
+    """Collectives of a sliced block, in the order of their moments."""
     linear: bool | None = None
     """Whether only linear maps of a sliced block are cut, as DTensor can; absent: not traced."""
     untrained_buffers: tuple[text_of(Buffer), ...] | None = None  # type: ignore[valid-type]

@@ -4,6 +4,12 @@
 of the perceptron's columns, or a norm group's channels. The layers of `Model.sliced_layers` are traced with their
 blocks cut: each quantity is a polynomial in b and s for the part that every rank has, and another that counts once for
 each of the u units on the rank. `gssim.scenario.tensor_slices` makes ordinary layers of them.
+
+[Note: sequence parts] With sequence parallelism (Korthikanti et al. 2022, arXiv 2205.05198) the ranks that share sliced
+blocks divide every sequence between these: norms, dropouts and residuals run on p positions of each sequence. Inputs of
+the first linear maps are all-gathered, and outputs of the last ones reduce-scattered, where they are all-reduced
+otherwise. The gradients of parameters in between (norms) are those of the rank's positions: after the backward they
+are summed over the ranks. The layers of `Model.sequence_layers` are traced so.
 """
 
 from collections import Counter
@@ -116,6 +122,10 @@ class Model:
     """Layers in the order of the forward."""
     sliced_layers: tuple[Layer, ...] = ()
     """The layers with their blocks cut among ranks, see [Note: units]; empty: they cannot be cut."""
+    uncut_reason: str | None = None
+    """Why the blocks cannot be cut among ranks, with the name of the module; absent: they can, or it is not known."""
+    sequence_layers: tuple[Layer, ...] = ()
+    """The same with sequences divided among these ranks, see [Note: sequence parts]; empty: they cannot be."""
 
     def __post_init__(self) -> None:
         """Refuse a model that is too large, and layers that share a name."""

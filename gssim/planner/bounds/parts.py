@@ -75,8 +75,9 @@ class ModelParts:
             return self.whole
         parts = self._slice_shares(plan, policies)
         position = rank % policies.tp if policies.slices == "shares" else 0
-        key = ("slice", parts, position)
-        return self.once(key, lambda: self._new_slice(key, parts, position))
+        positions = self.with_plan(plan).sequence_positions
+        key = ("slice", parts, position, positions)
+        return self.once(key, lambda: self._new_slice(key, parts, position, positions))
 
     def _slice_shares(self, plan: Plan, policies: Policies) -> tuple[float, ...]:
         if policies.slices != "shares":
@@ -84,12 +85,12 @@ class ModelParts:
         key = ("slice shares", plan.shares.shards, policies.tp)
         return self.once(key, lambda: self.with_plan(plan).slice_shares)
 
-    def _new_slice(self, key: Hashable, parts: Sequence[float], position: int) -> Part:
+    def _new_slice(self, key: Hashable, parts: Sequence[float], position: int, positions: int | None) -> Part:
         if not self.model.sliced_layers:
             raise UserError("the model does not say how its blocks are cut")
         if any(layer.units and layer.units < len(parts) for layer in self.model.sliced_layers):
             raise UserError("there are fewer units than ranks")
-        layers = unrolled(model_slice(self.model, parts, position))
+        layers = unrolled(model_slice(self.model, parts, position, positions=positions))
         return Part(key, layers, tuple(instance.layer for instance in self.layers))
 
     def stages(self, plan: Plan, policies: Policies) -> tuple[tuple[LayerInstance, ...], ...]:

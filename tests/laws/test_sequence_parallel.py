@@ -1,0 +1,157 @@
+"""Laws and closed forms: sequences divided among tensor-parallel ranks; Korthikanti et al. 2022, arXiv 2205.05198."""
+
+from pathlib import Path
+
+import pytest
+from strategies import loaded_of, scenario_of, star
+
+from gssim.errors import UserError
+from gssim.program import lower
+from gssim.scenario import load_model, model_slice
+from gssim.simulation import simulate
+from gssim.workload import Layer, Parameter, Polynomial, Reduction
+
+MODELS = Path(__file__).resolve().parents[2] / "scenarios" / "models"
+GPT = load_model(MODELS / "gpt-byte-1m.toml")
+WIDTH, HEADS, LAYERS, VALUE_BYTES = 144, 4, 4, 4
+DIVIDED = {"method": "tensor", "sequence_parallel": True}
+
+
+def scenario(plan: dict, ranks: int = 2, **workload):
+    return scenario_of(star(ranks), plan, model=GPT, sequence_length=64, global_batch_size=12, **workload)
+
+
+def block(layers) -> Layer:
+    return next(layer for layer in layers if layer.block)
+
+
+@pytest.mark.parametrize("text", ["8*b*s + 4*b*p", "3*p", "2*b*u + 5*b*p"])
+def test_a_polynomial_in_positions_survives_its_text(text):
+    assert str(Polynomial.parse(text)) == text
+
+
+def test_what_depends_on_units_and_positions_at_once_is_refused():
+    with pytest.raises(ValueError, match="u up to 1, or p instead"):
+        Polynomial.parse("3*u*p")
+
+
+def test_collectives_and_summed_gradients_survive_their_text():
+    for text in ("f1 all-gather 4*b*s", "b3 reduce-scatter 4*b*s", "f1 4*b"):
+        assert str(Reduction.parse(text)) == text
+    assert str(Parameter.parse("{}.weight 8 b0 b1 summed")) == "{}.weight 8 b0 b1 summed"
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_block_saves_what_korthikanti_and_others_count(ranks):
+    """Section 4.2.2, equation 4: s*b*h/t*(34 + 5as/h) bytes at 2 bytes a value, all of a block's activations over t.
+
+    Without dropout its 34 is 32: the inputs of both norms and of both pairs of linear maps (8), and 24 of the tensors
+    that tensor parallelism alone divides. torch keeps the gathered inputs of both pairs, where Megatron-LM keeps a
+    rank's part and gathers again: s*b*h more, twice, less the parts. Flash attention keeps the logarithm of a sum for
+    each row of a head in place of 5as/h; each norm keeps two statistics of each position.
+    """
+    b, s = 3, 64
+    saved = block(model_slice(GPT, (1 / ranks,) * ranks, 0, positions=s // ranks).layers).saved_bytes.at(b=b, s=s)
+    published = s * b * WIDTH * 32 / ranks * VALUE_BYTES / 2
+    gathered = 2 * s * b * WIDTH * VALUE_BYTES * (1 - 1 / ranks)
+    statistics = s * b * VALUE_BYTES * (HEADS + 4) / ranks
+    assert saved == published + gathered + statistics
+
+
+def test_a_block_has_two_gathers_and_two_reduce_scatters_in_each_pass():
+    """Section 4.2.2: in the place of two all-reduces; in a ring they move the same bytes."""
+    kinds = [(each.moment.phase, each.kind) for each in block(GPT.sequence_layers).reductions]
+    once = ["all-gather", "reduce-scatter"] * 2
+    assert kinds == [("f", kind) for kind in once] + [("b", kind) for kind in once]
+    assert {each.size_bytes for each in block(GPT.sequence_layers).reductions} == {
+        Polynomial.parse(f"{VALUE_BYTES * WIDTH}*b*s")
+    }
+
+
+def test_products_of_matrices_are_those_of_whole_sequences():
+    for name in ("forward_flop", "backward_flop"):
+        assert getattr(block(GPT.sequence_layers), name) == getattr(block(GPT.sliced_layers), name)
+
+
+def test_parameters_are_held_as_without():
+    for own, usual in zip(GPT.sequence_layers, GPT.sliced_layers, strict=True):
+        assert [(p.name, p.shape, p.cut) for p in own.parameters] == [
+            (p.name, p.shape, p.cut) for p in usual.parameters
+        ]
+
+
+def test_all_ranks_gather_scatter_and_sum_once_what_they_run_on_parts():
+    entries = {entry.kind: entry for entry in simulate(loaded_of(scenario(DIVIDED))).result.collectives}
+    whole_bytes = 12 * 64 * WIDTH * VALUE_BYTES
+    # two of a block in each pass, and one each at the ends of the stack: its first input's gradient, its norm's output
+    assert (entries["all-gather"].bytes, entries["all-gather"].count) == (whole_bytes, 4 * LAYERS + 2)
+    assert (entries["reduce-scatter"].bytes, entries["reduce-scatter"].count) == (whole_bytes, 4 * LAYERS)
+    norms_bytes = (2 * LAYERS + 1) * 2 * WIDTH * VALUE_BYTES
+    assert (entries["all-reduce"].bytes, entries["all-reduce"].count) == (norms_bytes, 1)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_it_saves_memory(recompute):
+    def peak(**plan) -> float:
+        table = {"method": "tensor", "recompute": recompute} | plan
+        return simulate(loaded_of(scenario(table, 4))).result.ranks[0].peak_allocated_bytes
+
+    assert peak(sequence_parallel=True) < peak()
+
+
+def test_messages_of_a_pipeline_are_parts_of_sequences():
+    def sent(**plan) -> float:
+        table = {"method": "pipeline", "tp": 2, "pp": 2, "micro_batches": 4} | plan
+        found = simulate(loaded_of(scenario(table, 4))).result.collectives
+        return sum(entry.bytes * entry.count for entry in found if entry.kind == "send")
+
+    assert sent(sequence_parallel=True) == sent() / 2
+
+
+@pytest.mark.parametrize(
+    ("plan", "ranks"),
+    [
+        ({"method": "tensor"}, 4),
+        ({"method": "ddp", "tp": 2, "dp_replicate": 2, "micro_batches": 2}, 4),
+        ({"method": "zero3", "tp": 2, "dp_shard": 2}, 4),
+        ({"method": "pipeline", "tp": 2, "pp": 2, "micro_batches": 4}, 4),
+    ],
+    ids=str,
+)
+def test_equal_ranks_are_simulated_once_with_the_same_result(plan, ranks):
+    loaded = loaded_of(scenario(plan | {"sequence_parallel": True}, ranks))
+    folded, unfolded = (simulate(loaded, unfolded=whole).result for whole in (False, True))
+    assert folded.step_time_s == pytest.approx(unfolded.step_time_s, rel=1e-9)
+    assert set(folded.collectives) == set(unfolded.collectives)
+
+
+def test_shards_are_reduced_once_a_blocks_whole_backward_is_done():
+    program = lower(scenario({"method": "zero3", "tp": 2, "dp_shard": 2, "sequence_parallel": True}, 4))
+    labels = [task.label for task in program.tasks[0]]
+    last = max(i for i, label in enumerate(labels) if label.startswith("backward blocks.3"))
+    assert labels.index(next(each for each in labels if each.startswith("reduce-scatter blocks.3"))) > last
+
+
+@pytest.mark.parametrize(
+    ("plan", "ranks", "message"),
+    [
+        ({"method": "ddp"}, 2, "there are no tensor-parallel ranks"),
+        ({"method": "gs", "tp": 2, "dp_shard": 2}, 4, "pushes gradients in the backward"),
+        ({"method": "gs_z3", "tp": 2, "dp_shard": 2}, 4, "pushes gradients in the backward"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_divided_is_refused(plan, ranks, message):
+    with pytest.raises(UserError, match=message):
+        scenario(plan | {"sequence_parallel": True}, ranks)
+
+
+def test_a_length_that_ranks_do_not_divide_is_refused():
+    with pytest.raises(UserError, match=r"cannot be divided evenly among plan\.tp = 4"):
+        scenario_of(star(4), DIVIDED, model=GPT, sequence_length=30, global_batch_size=12)
+
+
+def test_images_have_no_sequences():
+    model = load_model(MODELS / "resnet-digits.toml")
+    with pytest.raises(UserError, match="is no sequence"):
+        scenario_of(star(2), DIVIDED, model=model, sequence_length=None, global_batch_size=12)

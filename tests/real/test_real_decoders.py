@@ -1,0 +1,96 @@
+"""Real: decoders of Hugging Face whose blocks are cut by the roles of their linear maps equal one device's training."""
+
+import json
+from pathlib import Path
+
+import pytest
+from real_runs import predicted, predicted_peaks, run_cases, scenario_file, star, tolerance_of
+
+pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
+pytest.importorskip("transformers", reason="transformers is not installed: pip install 'gssim[models]'")
+
+from gssim.errors import UserError
+from gssim.scenario import load_scenario
+
+pytestmark = pytest.mark.real
+
+GROUPED = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 4}
+HEADS = GROUPED | {"head_dim": 4}
+PLAIN = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
+CONFIGS: dict[str, dict[str, object]] = {
+    "qwen3": HEADS | {"intermediate_size": 48},
+    "falcon": PLAIN | {"new_decoder_architecture": "true", "num_attention_heads": 8, "num_kv_heads": 4},
+    "gpt_neox": PLAIN | {"intermediate_size": 64},
+    "opt": PLAIN | {"ffn_dim": 64, "word_embed_proj_dim": 32, "dropout": 0.0},
+    "mistral": HEADS | {"intermediate_size": 48},
+    "gemma": HEADS | {"intermediate_size": 48},
+    "qwen2": GROUPED | {"intermediate_size": 48},
+    "phi": PLAIN | {"intermediate_size": 64, "resid_pdrop": 0.0},
+    "gptj": {"n_layer": 2, "n_embd": 32, "n_head": 4, "rotary_dim": 4, "n_positions": 64}
+    | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+    "starcoder2": GROUPED | {"intermediate_size": 48} | dict.fromkeys(("residual_dropout", "embedding_dropout"), 0.0),
+    "stablelm": GROUPED | {"intermediate_size": 48},
+}
+"""By type of the model; queries share keys and values where they can."""
+FEW = ("qwen3", "falcon")
+DIVIDED = ("qwen3", "gpt_neox", "mistral", "phi")
+"""Their sequences are divided too."""
+USUAL = ["workload.sequence_length=24", "workload.global_batch_size=12", "plan.method=tensor"]
+SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
+
+
+def traced(kind: str, folder: Path) -> Path:
+    """Return the file of a small model of that type, traced at one sequence length."""
+    from gsreal.model_files.trace import Request, traced_model, write_model
+
+    settings = CONFIGS.get(kind, PLAIN) | {"vocab_size": 256, "use_cache": "false", "max_position_embeddings": 64}
+    request = Request(
+        model=f"hf:{kind}",
+        arguments=tuple(f"{key}={value}" for key, value in settings.items()),
+        name=f"tiny-{kind}",
+        vocabulary=256,
+        maximum_sequence_length=64,
+        image=None,
+        classes=None,
+        auto_class=None,
+        sequence_length=24,
+    )
+    write_model(folder / f"{kind}.toml", traced_model(request))
+    return folder / f"{kind}.toml"
+
+
+@pytest.fixture(scope="module", params=[FEW, pytest.param(tuple(CONFIGS)[len(FEW) :], marks=[pytest.mark.slow])])
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict]:
+    """Run all cases of some types in one launch of two ranks; return (cases, what they showed)."""
+    folder, cases = tmp_path_factory.mktemp("decoders"), {}
+    for kind in request.param:
+        overrides = [star(2), f"workload.model={traced(kind, folder)}", *USUAL, *SGD]
+        cases[f"{kind}-sgd"] = {"scenario": scenario_file("demo.toml"), "overrides": overrides}
+        if kind in DIVIDED:
+            divided = [*overrides, "plan.sequence_parallel=true"]
+            cases[f"{kind}-divided-sgd"] = {"scenario": scenario_file("demo.toml"), "overrides": divided}
+    return cases, run_cases(folder, cases, ranks=2)
+
+
+def test_parameters_after_five_steps_equal_those_of_one_device(world: tuple[dict, dict]) -> None:
+    for name, seen in world[1].items():
+        assert seen["largest_parameter"] > 0.05
+        assert seen["difference"] <= tolerance_of(name, "sgd") * seen["largest_parameter"], name
+        assert seen["replicas_equal"], name
+
+
+def test_the_predicted_collectives_are_the_ones_that_the_process_group_saw(world: tuple[dict, dict]) -> None:
+    for name, case in world[0].items():
+        entries = sorted([list(entry.key) for entry in predicted(case).collectives], key=str)
+        assert json.loads(json.dumps(entries)) == sorted(world[1][name]["collectives"], key=str), name
+
+
+def test_the_predicted_peak_of_every_rank_is_the_counted_one(world: tuple[dict, dict]) -> None:
+    for name, case in world[0].items():
+        assert predicted_peaks(case) == pytest.approx(world[1][name]["peaks"], rel=0.01), name
+
+
+def test_a_block_of_unknown_roles_is_refused_by_the_name_of_its_module(tmp_path: Path) -> None:
+    overrides = [star(2), f"workload.model={traced('bloom', tmp_path)}", *USUAL]
+    with pytest.raises(UserError, match=r"BloomBlock\.self_attention\.query_key_value: a linear map of unknown role"):
+        load_scenario(Path(scenario_file("demo.toml")), overrides)
