@@ -4,6 +4,7 @@ A plan that a program cannot execute is refused; what its format has no key for 
 """
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -107,6 +108,8 @@ def _deepspeed(scenario: Scenario, notes: list[str]) -> Exported:
         "gradient_accumulation_steps": many,
         "zero_optimization": zero,
     }
+    if workload.clip_norm is not None:
+        data["gradient_clipping"] = workload.clip_norm
     if workload.precision != "fp32":
         data[workload.precision] = {"enabled": True}
     if policies.tp > 1:
@@ -167,6 +170,8 @@ def _accelerate(scenario: Scenario, notes: list[str]) -> Exported:
     if len(hosts) > 1:
         notes.append("machine_rank and main_process_ip: give them to `accelerate launch` on each host")
     notes.append("batch, sequence length and optimizer are the script's; `gssim import` takes them by --set")
+    if workload.clip_norm is not None:
+        notes.append(f"workload.clip_norm = {workload.clip_norm:g}: call `accelerator.clip_grad_norm_` in your script")
     return Exported("\n".join(lines) + "\n", notes)
 
 
@@ -198,6 +203,7 @@ def _torchtitan(scenario: Scenario, notes: list[str]) -> Exported:
             "local_batch_size": micro * many if policies.pp > 1 else micro,
             "global_batch_size": workload.global_batch_size,
             "seq_len": workload.sequence_length,
+            "max_norm": math.inf if workload.clip_norm is None else workload.clip_norm,
             "steps": scenario.run.warmup_steps + scenario.run.steps,
             "dtype": "float32",
             "mixed_precision_param": DTYPES[workload.precision],
@@ -233,6 +239,9 @@ def _torchrun(scenario: Scenario, notes: list[str]) -> Exported:
     _refuse("torchrun", "workload.precision", scenario.workload.precision, plain, "fp32, or bf16 under FSDP2")
     _refuse(
         "torchrun", "workload.precision", scenario.workload.precision, scenario.workload.precision != "fp16", "bf16"
+    )
+    _refuse(
+        "torchrun", "workload.clip_norm", scenario.workload.clip_norm, scenario.workload.clip_norm is None, "absent"
     )
     return Exported(training_script(scenario, *_batch(scenario)), notes)
 

@@ -1,5 +1,7 @@
 """Importers of torchtitan's configurations (TOML up to 0.2, JSON that a run saves) and of NeMo Automodel's YAML."""
 
+import math
+
 from gssim.interop.reading import Keys, Rule, Value, listed, refused
 from gssim.interop.training import PRECISIONS, Training, optimizer_in
 
@@ -81,7 +83,8 @@ def torchtitan(keys: Keys) -> Training:
     training.learning_rate = keys.number("optimizer.lr") or Value(8e-4, "optimizer.lr = 8e-4 (its default)")
     weight_decay = keys.number("optimizer.weight_decay")
     training.weight_decay = weight_decay or Value(0.1, "optimizer.weight_decay = 0.1 (its default)")
-    training.clip_norm = keys.number("training.max_norm") or Value(1.0, "training.max_norm = 1.0 (its default)")
+    if keys.raw("training.max_norm") != math.inf:  # that clips nothing
+        training.clip_norm = keys.number("training.max_norm") or Value(1.0, "training.max_norm = 1.0 (its default)")
     training.seed = keys.integer("debug.seed", "training.seed", least=0)
     if training.pp is not None and training.pp.value > 1:
         schedule = keys.choice(SCHEDULES, "parallelism.pipeline_parallel_schedule", sets="plan.schedule")

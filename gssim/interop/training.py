@@ -159,6 +159,7 @@ def scenario_of(
     `overrides`: what `--set` gives, by the scenario's key; it replaces what the file says.
     """
     _check_architecture(training, keys, model)
+    _check_clipping(training, keys)
     for name, pending in PENDING.items():
         _check_pending(name, pending, training, keys)
     if keys.refused:
@@ -185,6 +186,20 @@ def _check_architecture(training: Training, keys: Keys, model: Model) -> None:
             _refuse(keys, value, f"the model '{model.name}' has {name} = {known[name]}; give the right one by --model")
         elif name not in known:
             keys.note(value.origin.partition(" = ")[0], f"the model is --model ('{model.name}')")
+
+
+def _check_clipping(training: Training, keys: Keys) -> None:
+    """List clipping where the scenario cannot have it: beside tensor parallelism; leave out norms that clip nothing."""
+    clip, tp = training.clip_norm, training.tp
+    if clip is None:
+        return
+    if clip.value in PENDING["clip_norm"].harmless:
+        training.clip_norm = None
+    elif tp is not None and tp.value > 1:
+        keys.note(
+            clip.origin.partition(" = ")[0], f"approximated: {PENDING['clip_norm'].what} is not counted with tp > 1"
+        )
+        training.clip_norm = None
 
 
 def sizes_of(model: Model) -> dict[str, int]:
@@ -244,6 +259,12 @@ def _plan(training: Training, keys: Keys, model: Model, cluster: Cluster, overri
     if pp.value > 1:
         entries.append(Entry("plan.pp", pp.value, pp.origin))
         entries += _pipeline(training, keys, model, pp.value)
+    sequences = training.sequence_parallel
+    if sequences is not None and sequences.value and tp.value > 1 and training.zero1_implementation == "deepspeed":
+        training.zero1_implementation = "torch"
+        if method == "zero1" and training.sharding is not None:
+            name = training.sharding.origin.partition(" = ")[0]
+            keys.note(name, "approximated beside sequence parallelism: broadcasts of parameters, not gathers")
     if method in ("zero1",) and training.zero1_implementation != "torch" and training.sharding is not None:
         entries.append(Entry("plan.zero1_implementation", training.zero1_implementation, training.sharding.origin))
     batch = _batch(training, keys, dp, pp.value, overrides)
@@ -471,8 +492,6 @@ def _workload(training: Training, keys: Keys, model: Model) -> list[Entry]:
             continue
         if name == "learning_rate" and value is not None and not value.value:
             keys.note(value.origin.partition(" = ")[0], "a rate of 0 is replaced by the scenario's default")
-            continue
-        if name == "clip_norm" and (value is None or not value.value or not _has_key("workload.clip_norm")):
             continue
         if value is not None:
             entries.append(Entry(f"workload.{name}", value.value, value.origin))

@@ -24,6 +24,7 @@ ROUND = [
     ("deepspeed", {"plan.method": "ddp", "plan.micro_batches": 2}),
     ("deepspeed", {"plan.method": "zero1", "plan.zero1_implementation": "deepspeed", "workload.weight_decay": 0.1}),
     ("deepspeed", {"plan.method": "zero2", "plan.micro_batches": 2, "workload.learning_rate": 3e-4}),
+    ("deepspeed", {"plan.method": "zero2", "workload.clip_norm": 0.5}),
     ("deepspeed", {"plan.method": "zero3", "plan.overlap": "false"}),
     ("deepspeed", {"plan.method": "hsdp", "workload.precision": "fp32"}),
     ("deepspeed", {"plan.method": "ddp", "plan.tp": 4, "workload.optimizer": "adam"}),
@@ -34,7 +35,7 @@ ROUND = [
     ("accelerate", {"plan.method": "zero3", "plan.tp": 2, "plan.ranks": 8}),
     ("torchtitan", {"plan.method": "zero3", "plan.micro_batches": 4, "plan.recompute": "full", "run.seed": 7}),
     ("torchtitan", {"plan.method": "zero2", "workload.weight_decay": 0.1}),
-    ("torchtitan", {"plan.method": "hsdp"}),
+    ("torchtitan", {"plan.method": "hsdp", "workload.clip_norm": 1.0}),
     ("torchtitan", {"plan.method": "ddp", "workload.precision": "fp32", "workload.optimizer": "adam"}),
 ]
 

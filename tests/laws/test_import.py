@@ -13,6 +13,7 @@ from gssim.interop import RefusedError, import_scenario
 from gssim.interop import reading as limits
 from gssim.interop.megatron import arguments_in
 from gssim.scenario import load_scenario
+from gssim.simulation import simulate
 
 ROOT = Path(__file__).resolve().parents[2]
 EIGHT = "scenarios/clusters/dgx-h100.toml"
@@ -64,6 +65,7 @@ def test_deepspeed(tmp_path):
         "optimizer_implementation": "fused",
         "learning_rate": 1e-4,
         "weight_decay": 0.1,
+        "clip_norm": 1.0,
         "global_batch_size": 64,
     }
     assert tables["plan"] == {"method": "zero3", "micro_batches": 4, "recompute": "none"}
@@ -503,3 +505,27 @@ def test_the_command_writes_nothing_where_a_key_is_refused(tmp_path):
     assert "default: workload.sequence_length" in ended.stderr
     ended = commands.run("gssim", "check", "made.toml", folder=tmp_path)
     assert ended.returncode == 0, ended.stderr
+
+
+def test_a_megatron_job_in_three_dimensions_is_imported_and_predicted(tmp_path):
+    """Tensor with sequence parallelism, stages that share an embedding, the distributed optimizer: what people run."""
+    words = """pretrain_gpt.py --num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048
+    --max-position-embeddings 2048 --micro-batch-size 2 --global-batch-size 64 --bf16 --lr 1.5e-4
+    --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer"""
+    path = tmp_path / "job.sh"
+    path.write_text(f"torchrun {' '.join(words.split())}\n")
+    found = import_scenario(
+        path,
+        model="gpt3-1.3b",
+        cluster=ROOT / "scenarios/clusters/two-dgx-h100.toml",
+        overrides=[],
+        out=tmp_path / "job.toml",
+    )
+    plan = tomllib.loads(found.text)["plan"]
+    assert plan["method"] == "zero1"
+    assert [plan[key] for key in ("tp", "pp", "micro_batches", "sequence_parallel")] == [2, 2, 8, True]
+    assert any("clip-grad" in line and "approximated" in line for line in found.listed)
+    (tmp_path / "job.toml").write_text(found.text)
+    result = simulate(load_scenario(tmp_path / "job.toml", ["plan.micro_batches=2"])).result
+    kinds = {entry.kind for entry in result.collectives}
+    assert {"all-gather", "reduce-scatter", "all-reduce", "send"} <= kinds
