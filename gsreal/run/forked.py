@@ -40,6 +40,7 @@ class Forked:
         It ends with status 0, with that of SystemExit, or with 1 if `act` raises.
         """
         check_environment()
+        log.touch()  # the launcher may look before the new process opens it
         gc.collect()
         gc.freeze()  # a collection in the new process must not copy all pages that it shares with this one
         sys.stdout.flush()
