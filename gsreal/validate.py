@@ -195,7 +195,7 @@ class Session:
         if min(counts, default=ROUNDS) >= ROUNDS:
             return
         self.say("calibrating layers again, for a machine drifts")
-        measured = measure(replace(self.settings, only="layers"), ranks=self.request.ranks, forked=True)
+        measured = measure(replace(self.settings, only="layers", memory=False), ranks=self.request.ranks, forked=True)
         write_cluster(self.cluster, averaged(before, measured, where=str(self.cluster)))
 
     def load_rows(self) -> list[Row]:

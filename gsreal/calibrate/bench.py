@@ -44,6 +44,8 @@ class Settings:
     rounds: int = ROUNDS
     """Rounds in which layers are measured; several measurements of few rounds may be averaged."""
     optimizers: tuple[str, ...] = OPTIMIZERS
+    memory: bool = True
+    """Count the memory of layers too: it does not drift, so that a repeated measurement need not."""
 
 
 class Bench:

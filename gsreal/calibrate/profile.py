@@ -55,8 +55,9 @@ def profile_model(bench: Bench, model: Model, counter: MemoryCounter) -> tuple[d
     peaks = {
         b: bench.alone(partial(_layer_peaks, bench, module, names, batch, counter)) or {}
         for b, batch in batches.items()
+        if bench.settings.memory
     }
-    counted = counter.method == "allocator"
+    counted = counter.method == "allocator" and bench.settings.memory
     scratch = bench.alone(partial(layer_scratch, model, batches, counter, dtype)) if counted else None
     lateness = _lateness(bench, together[middle])
     if bench.rank:
@@ -265,7 +266,7 @@ def _profile(
             entry[f"{key}_s"] = {"sizes": sizes, "values": values}
             if name in scratch:
                 entry["scratch_bytes"] = scratch[name]
-            elif all(peaks[b] for b in sizes):
+            elif all(peaks.get(b) for b in sizes):
                 workspaces = [max(peaks[b].get((i, phase), 0.0) for i in indices) for b in sizes]
                 entry[f"{key}_peak_bytes"] = {"sizes": sizes, "values": workspaces}
         layers[name] = entry

@@ -23,8 +23,9 @@ def sample_costs(device: DeviceType, workload: Workload) -> tuple[float, float]:
                 for curve in (profile.layers[entry.name].forward_s, profile.layers[entry.name].backward_s)
             ]
             largest = max((curve.sizes[-1] for _, curve in curves), default=0)
-            if largest:
-                return 0.0, sum(n * curve.at(largest) for n, curve in curves) / largest
+            time_s = sum(n * curve.at(largest) for n, curve in curves) if largest else 0.0
+            if time_s > 0:  # a profile may be of memory alone
+                return 0.0, time_s / largest
     flop = sum(_training_flop(layer, workload.sequence_length or 1) for layer in workload.model.layers)
     return 0.0, flop / achieved_flop_per_s(device, workload.precision)
 

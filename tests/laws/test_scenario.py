@@ -93,6 +93,16 @@ def test_throughput_is_measured_where_there_is_a_profile():
     assert sample_costs(device, scenario.workload) == (0.0, pytest.approx(2 * 5 * 1e-3))
 
 
+def test_a_profile_of_memory_alone_leaves_the_division_of_work_to_the_rates():
+    """Times of zero would divide by zero, or give one of two equal devices more samples."""
+    named = {"profiles": (profile(0.0),)}
+    cluster = star(2, types={"cpu": device_type(**named)})
+    shares = {"shards": "compute", "batch": "throughput"}
+    scenario = scenario_of(cluster, {"method": "gs", "shares": shares}, global_batch_size=12)
+    assert scenario.batch_sizes == (6, 6)
+    assert scenario.shard_shares == (0.5, 0.5)
+
+
 def test_a_profile_of_another_model_precision_or_sequence_does_not_count():
     workload = scenario_of(star(1), {"method": "single"}).workload
     device = scenario_of(star(1), {"method": "single"}).cluster.type_of(0)
