@@ -16,7 +16,7 @@ from gssim.plan import METHODS, Plan
 from gssim.scenario import Scenario
 from gssim.scenario.loading import toml
 
-SHARDED = ("zero2", "zero3", "fsdp", "hsdp")
+SHARDED = tuple(name for name, method in METHODS.items() if method.gradients == "reduce-scatter")
 DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
 FLAVORS = {"llama3-8b": ("llama3", "8B"), "llama3-70b": ("llama3", "70B")}
 """Names of shipped models in torchtitan: (model.name, model.flavor)."""
@@ -247,10 +247,14 @@ def _torchrun(scenario: Scenario, notes: list[str]) -> Exported:
 
 
 Writer = Callable[[Scenario, list[str]], Exported]
+WRITERS: dict[str, Writer] = {
+    "deepspeed": _deepspeed,
+    "accelerate": _accelerate,
+    "torchtitan": _torchtitan,
+    "torchrun": _torchrun,
+}
 EXPORTS: dict[str, tuple[Sequence[str], Writer]] = {
-    "deepspeed": (("single", "ddp", "zero1", *SHARDED), _deepspeed),
-    "accelerate": (("single", "ddp", *SHARDED), _accelerate),
-    "torchtitan": (("single", "ddp", "pipeline", *SHARDED), _torchtitan),
-    "torchrun": (("single", "ddp", *SHARDED, "gs"), _torchrun),
+    program: (tuple(name for name, method in METHODS.items() if program in method.programs), writer)
+    for program, writer in WRITERS.items()
 }
 """Methods that each program executes, and the function that writes its file."""

@@ -36,6 +36,9 @@ class Method:
     searched: bool = True
     """`gssim search` tries it by default: it is no other name of a method, and gradients keep their precision."""
 
+    programs: tuple[str, ...] = ()
+    """Other programs that execute it: `gssim export` writes their files."""
+
     @property
     def is_gradient_sharding(self) -> bool:
         """Whether ranks own shards of any size: gradients, weight gradients or slices of blocks."""
@@ -47,24 +50,29 @@ class Method:
         return self.gradients in ("all-reduce", "reduce-scatter")
 
 
+EVERYWHERE = ("deepspeed", "accelerate", "torchtitan", "torchrun")
+"""Programs that execute the usual methods."""
+
 _REPLICATED: dict[str, Any] = {"parameters": "replicated", "optimizer_state": "replicated"}
 _FULLY_SHARDED: dict[str, Any] = {
     "parameters": "sharded",
     "gradients": "reduce-scatter",
     "optimizer_state": "sharded",
     "gradient_sync": "micro-batch",
+    "programs": EVERYWHERE,
 }
 _PUSHED: dict[str, Any] = {"parameters": "replicated", "gradients": "push", "optimizer_state": "sharded"}
 
 METHODS: dict[str, Method] = {
     method.name: method
     for method in (
-        Method("single", "One device.", "the module itself", gradients="local", **_REPLICATED),
+        Method("single", "One device.", "the module itself", gradients="local", programs=EVERYWHERE, **_REPLICATED),
         Method(
             "ddp",
             "Data parallelism: gradients are all-reduced in buckets.",
             "torch.nn.parallel.DistributedDataParallel",
             gradients="all-reduce",
+            programs=EVERYWHERE,
             axis="dp_replicate",
             in_pipelines=True,
             **_REPLICATED,
@@ -78,6 +86,7 @@ METHODS: dict[str, Method] = {
             optimizer_state="sharded",
             axis="dp_replicate",
             in_pipelines=True,
+            programs=("deepspeed",),
         ),
         Method(
             "half",
@@ -97,6 +106,7 @@ METHODS: dict[str, Method] = {
             gradients="reduce-scatter",
             optimizer_state="sharded",
             gradient_sync="micro-batch",
+            programs=EVERYWHERE,
         ),
         Method("zero3", "ZeRO stage 3: parameters, gradients and states are sharded.", "FSDP2", **_FULLY_SHARDED),
         Method("fsdp", "The same as zero3.", "FSDP2", searched=False, **_FULLY_SHARDED),
@@ -114,6 +124,7 @@ METHODS: dict[str, Method] = {
             gradients="local",
             axis="pp",
             in_pipelines=True,
+            programs=("torchtitan",),
             **_REPLICATED,
         ),
         Method(
@@ -128,6 +139,7 @@ METHODS: dict[str, Method] = {
             "gs",
             "Gradient Sharding: gradients are pushed to the owners of their shards, thresholded if asked.",
             "gsreal.gradient_sharding",
+            programs=("torchrun",),
             **_PUSHED,
         ),
         Method(
