@@ -10,7 +10,7 @@ import torch
 
 from gsreal.gradient_sharding import GradientSharding
 from gsreal.lab.verify import InterfaceBytes
-from gsreal.machine import provenance
+from gsreal.machine import CoreWait, provenance
 from gsreal.measure import ObservedCollective, RankStep, collectives_of
 from gsreal.methods.training import Training
 from gsreal.run.feed import HeldOut
@@ -28,12 +28,14 @@ class RunRecorder:
         self.held_out = HeldOut(scenario, rank, device) if self.every else None
         self.evaluations: list[Evaluation] = []
         self.carried = InterfaceBytes()
+        self.core_wait = CoreWait()
         self.restart()
 
     def restart(self) -> None:
-        """Reset the counts of pushed entries and of carried bytes."""
+        """Reset the counts of pushed entries, of carried bytes, and of waiting for a core."""
         self._pushed = [(0, 0)]
         self.carried.restart()
+        self.core_wait.restart()
 
     def note(self, step: int) -> None:
         """Record a step, counted from 0 with the warm-up's; evaluates (a collective) if the run says so."""

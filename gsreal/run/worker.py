@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from gsreal.gradient_sharding import GradientSharding, Sent
-from gsreal.machine import CoreWait, device_name, settle
+from gsreal.machine import device_name, settle
 from gsreal.measure import (
     CollectiveRecorder,
     MemoryCounter,
@@ -93,9 +93,8 @@ def measure(
     resumed = checkpoints.resume(scenario, training) if checkpoints else Progress()
     if training.follower is not None:
         feed.divide(training.follower.following.samples)
-    core_wait = CoreWait()
-    losses = _timed_steps(scenario, training, feed, rank, course, resumed, checkpoints, core_wait)
-    core_wait_ratio = core_wait.ratio()
+    losses = _timed_steps(scenario, training, feed, rank, course, resumed, checkpoints)
+    core_wait_ratio = course.core_wait.ratio()
     spans, ends_s = training.timeline.read()
     phases_s = typical_phases(spans, ends_s)
     sent, steps = _sent(training), len(ends_s) - 1
@@ -168,7 +167,6 @@ def _timed_steps(
     course: RunRecorder,
     resumed: Progress,
     checkpoints: Checkpoints | None,
-    core_wait: CoreWait,
 ) -> list[float]:
     """Train warm-up and timed steps from the resumed step on; return this rank's part of the losses after the warm-up.
 
@@ -184,7 +182,6 @@ def _timed_steps(
         if step == min(resumed.step + run.warmup_steps, steps.stop - 1):
             training.timeline.restart()
             course.restart()
-            core_wait.restart()
             if sharding:
                 sharding.reset_counts()
         inputs, targets, weights = feed.at(step)
