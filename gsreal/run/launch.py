@@ -46,6 +46,7 @@ def check_real(loaded: Loaded) -> None:
     check_stages(ours, where=where)
     check_evaluation(ours, where=where)
     check_overlap(ours, where=where)
+    check_fused(ours, where=where)
 
 
 def check_predicted_only(scenario: Scenario, *, where: str) -> None:
@@ -69,6 +70,17 @@ def check_overlap(scenario: Scenario, *, where: str) -> None:
         raise UserError(f"{said}: replicas of a pipeline's stages can be predicted so, but not run; allowed: true")
     if policies.gradients == "reduce-scatter" and scenario.cluster.backend == "nccl":
         raise UserError(f"{said}: FSDP2 overlaps on nccl in any case, so it cannot be run; allowed: true")
+
+
+def check_fused(scenario: Scenario, *, where: str) -> None:
+    """Raise UserError for a fused SGD on FSDP2's shards: torch 2.13 has no such operation on DTensors."""
+    workload = scenario.workload
+    fused = workload.optimizer.startswith("sgd") and workload.optimizer_implementation == "fused"
+    if fused and scenario.policies.gradients == "reduce-scatter":
+        raise UserError(
+            f"{where}: workload.optimizer_implementation = 'fused': torch has no fused SGD for FSDP2's shards: it can "
+            "be predicted, but not run; allowed: default, for-loop, foreach"
+        )
 
 
 @contextmanager

@@ -546,6 +546,12 @@ def test_a_cluster_of_gpus_on_a_machine_without(refusal):
     assert refusal("run", path).startswith(f"{path}: cluster: its devices are GPUs, but this machine has none; use")
 
 
+def test_a_fused_sgd_on_the_shards_of_fsdp2(refusal, files):
+    changes = ("plan.method=zero2", "workload.optimizer=sgd", "workload.optimizer_implementation=fused")
+    said = refusal("run", files / "scenario.toml", *overrides([*DENSE[1:], *changes]))
+    assert "torch has no fused SGD for FSDP2's shards" in said
+
+
 def test_data_that_the_model_cannot_read(refusal, files):
     for command_name in ("run", "gradients"):
         line = refusal(command_name, files / "scenario.toml", "--set", "workload.data=digits")
