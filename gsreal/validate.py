@@ -64,7 +64,7 @@ class Request:
 def validate(request: Request) -> None:
     """Do all that the request asks for and the folder lacks; print the comparison.
 
-    Raises RunFailedError at the end if a run failed, or a busy machine made one doubtful; the same command repeats it.
+    Raises RunFailedError at the end if a run failed; the same command repeats it.
     """
     began_s = time.monotonic()
     set_trust(request.trust_code)
@@ -176,11 +176,15 @@ class Session:
                     self.store.keep(self.file_of(row), before)
 
     def calibrate(self) -> None:
-        """Write the cluster file of this machine, unless it is there."""
+        """Write the cluster file of this machine, unless it is there with all that the points need."""
         name = device_name(torch.device(self.request.kind))
         if self.cluster.exists():
             read_previous(self.cluster, name)  # raises for another machine's
-            if len(load_cluster(self.cluster).devices) == self.request.ranks:
+            cluster, wanted = load_cluster(self.cluster), self.settings
+            device = cluster.device_types[name]
+            models = {profile.model for profile in device.profiles if profile.precision == wanted.precision}
+            profiled = {Path(file).stem for file in wanted.models} <= models
+            if len(cluster.devices) == self.request.ranks and profiled and {*wanted.optimizers} <= {*device.optimizers}:
                 return
         self.say("calibrating this machine: arithmetic, memory, layers, communication")
         measured = measure(self.settings, ranks=self.request.ranks, forked=True)

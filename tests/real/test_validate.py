@@ -129,6 +129,26 @@ def test_what_cannot_be_validated_is_refused_in_one_line(tmp_path, monkeypatch, 
     assert not list((tmp_path / "o").glob("results/*"))
 
 
+def test_a_calibration_that_lacks_what_points_need_is_made_anew(tmp_path, monkeypatch):
+    """Predictions of a model without a profile would be of another kind, and nothing would say so."""
+    calibrated(tmp_path / "out")
+    monkeypatch.setattr(validate, "measure", lambda settings, **_how: settings)
+    monkeypatch.setattr(validate, "cluster_data", lambda _measured, settings: settings)
+    written = []
+    monkeypatch.setattr(validate, "write_cluster", lambda _file, settings: written.append(settings))
+    sweeps = {
+        "there.toml": SWEEP,
+        "model.toml": SWEEP.replace("run.steps = 3", f'workload.model = "{SCENARIOS / "models/bert-byte-1m.toml"}"'),
+        "optimizer.toml": SWEEP.replace("run.steps = 3", 'workload.optimizer = "adam"'),
+    }
+    for name, text in sweeps.items():
+        (tmp_path / name).write_text(text)
+        request = validate.Request(tmp_path / name, tmp_path / "out", "cpu", 2, only=("ddp",))
+        validate.Session(request, time.monotonic()).calibrate()
+    assert [settings.models[0].rpartition("/")[2] for settings in written] == ["bert-byte-1m.toml", "gpt-byte-1m.toml"]
+    assert written[1].optimizers == ("adam",)
+
+
 def test_batch_sizes_of_a_calibration_are_those_that_ranks_train():
     scenarios = [
         load_scenario(SCENARIOS / "demo.toml", [f"plan.method={method}", *more], gradients_needed=False)
