@@ -29,8 +29,9 @@ APART = 1_000_003
 
 
 def sampled_steps(steps: int, *, first: int = 0, every: int = EVERY) -> tuple[int, ...]:
-    """Return the sampled steps: the first after the warm-up, the last, and others, each half as far again from the start
-    as the one before, but at most `every` steps after it.
+    """Return the sampled steps: the first after the warm-up, the last, and others.
+
+    Each is half as far again from the start as the one before, but at most `every` steps after it.
 
     Gradients change fastest at the start, whatever the run's length: looked at in its first and last step alone, a run
     of 8 steps had densities that were predicted up to 2.5 times too high. With a warm-up the first is step 1, and runs
