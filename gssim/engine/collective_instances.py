@@ -20,7 +20,7 @@ from gssim.collectives.algorithms import SINGLE_FLOWS
 from gssim.engine.selection import CollectiveSchedule, Scheduler
 from gssim.engine.symmetry import Classes, Groups, RankClass, classes_of, repeated_groups
 from gssim.network import Network, Router, codes
-from gssim.program import Program, TaskId
+from gssim.program import Program
 from gssim.units import Ints
 
 
@@ -55,9 +55,21 @@ class Arrangement:
     """A program's rank classes and collective instances, and the network that they use."""
 
     classes: tuple[RankClass, ...]
-    instances: Mapping[TaskId, tuple[CollectiveInstance, ...]]
-    """Instances of each collective; one for each class of groups."""
+    instances: Mapping[int, tuple[CollectiveInstance, ...]]
+    """Instances of each of the program's distinct collectives, by identity; one for each class of groups."""
     network: Network
+    equal: Mapping[Communication, tuple[CollectiveInstance, ...]]
+    """The same by value, of those that are not matrices."""
+
+    def of(self, communication: Communication) -> tuple[CollectiveInstance, ...]:
+        """Return the instances of a collective."""
+        found = self.instances.get(id(communication))
+        return self.equal[communication] if found is None else found
+
+    @cached_property
+    def all(self) -> Sequence[tuple[CollectiveInstance, ...]]:
+        """Instances of every distinct collective, each once."""
+        return list({id(several): several for several in self.instances.values()}.values())
 
 
 def router_of(cluster: Cluster, conditions: Conditions, shared: Shared) -> Router:
@@ -91,12 +103,12 @@ def arrange(
     schedules = _ScheduleCache(scheduler, Choice(router, conditions))
     while True:
         classes = classes_of(cluster, program, kinds=kinds, unfolded=unfolded)
-        instances = _instances(program, classes, schedules)
+        instances, equal = _instances(program, classes, schedules)
         stages = [stage for several in instances.values() for instance in several for stage in instance.schedule.stages]
         network = Network(env, router, stages, conditions=conditions, unfolded=unfolded, shared=shared)
         finer_kinds = {} if unfolded else _refined_kinds(kinds, instances, network, router)
         if not finer_kinds:
-            return Arrangement(classes.ranks, instances, network)
+            return Arrangement(classes.ranks, instances, network, equal)
         kinds |= finer_kinds
 
 
@@ -153,11 +165,12 @@ class _ScheduleCache:
 
 def _instances(
     program: Program, classes: Classes, schedules: _ScheduleCache
-) -> dict[TaskId, tuple[CollectiveInstance, ...]]:
+) -> tuple[dict[int, tuple[CollectiveInstance, ...]], dict[Communication, tuple[CollectiveInstance, ...]]]:
+    """Return the instances of a program's distinct collectives by identity, and by value."""
     parts: dict[Groups, list[tuple[Groups, tuple[RankClass, ...]]]] = {}
-    instances = {}
+    instances: dict[int, tuple[CollectiveInstance, ...]] = {}
     by_communication: dict[Communication, tuple[CollectiveInstance, ...]] = {}
-    for collective, communication in program.communications.items():
+    for communication, _ in program.exchanges:
         alike = (
             None if communication.pair_bytes else by_communication.get(communication)
         )  # matrices take long to compare
@@ -176,8 +189,8 @@ def _instances(
             alike = tuple(equal)
             if not communication.pair_bytes:
                 by_communication[communication] = alike
-        instances[collective] = alike
-    return instances
+        instances[id(communication)] = alike
+    return instances, by_communication
 
 
 def _by_class(groups: Groups, classes: Mapping[Groups, Ints]) -> list[Groups]:
@@ -190,7 +203,7 @@ def _by_class(groups: Groups, classes: Mapping[Groups, Ints]) -> list[Groups]:
 
 def _refined_kinds(
     kinds: Mapping[Groups, Ints],
-    instances: Mapping[TaskId, tuple[CollectiveInstance, ...]],
+    instances: Mapping[int, tuple[CollectiveInstance, ...]],
     network: Network,
     router: Router,
 ) -> dict[Groups, Ints]:

@@ -90,6 +90,19 @@ class Pace:
     """Size of segment groups on shaped links (see [Note: head start] in `cluster`); 0 for wires."""
 
 
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A stage whose sessions start together, with what it takes on idle links: the same whenever it begins."""
+
+    wait_s: float
+    """Time that it waits before its bytes."""
+    sessions: Sessions | None
+    """None where no bytes cross any links."""
+    sizes: Floats | None
+    processor_s: float
+    """Processor time of the ends for the bytes, from the end of the wait on."""
+
+
 class _Transfer:
     """Sessions that began together: remaining bytes and rate of each, and the event that ends them all."""
 
@@ -199,10 +212,44 @@ class Network:
         alone.env.run(until=alone.env.process(alone.carry(stage, pace)))
         return float(alone.env.now)
 
-    def count(self, stage: Stage) -> None:
+    def count(self, stage: Stage, times: int = 1) -> None:
         """Count the bytes of a stage on the links that it crosses."""
         traffic = self.folded.of(stage)
-        self.carried[traffic.carried_link] += traffic.carried * stage.size_bytes
+        self.carried[traffic.carried_link] += traffic.carried * (times * stage.size_bytes)
+
+    @property
+    def busy_links(self) -> frozenset[int]:
+        """Classes of links that transfers cross now."""
+        return frozenset(link for transfer in self.active for link in transfer.links)
+
+    def prepared(self, stage: Stage, pace: Pace) -> Prepared | None:
+        """Return a stage for `start`; None where its sessions start at several times, or its time depends on earlier
+        traffic (notices, segments of shaped links).
+        """
+        groups = self.folded.of(stage).groups
+        if len(groups) > 1 or pace.notices or pace.group_bytes:
+            return None
+        if not groups:
+            return Prepared(0.0, None, None, 0.0)
+        (group,) = groups
+        sizes = group.unit_bytes * (stage.size_bytes * stage.stretch_ratio * pace.factor)
+        wait_s = self._wait_s(stage, group, sizes, pace)
+        if not sizes.any():
+            return Prepared(wait_s, None, None, 0.0)
+        return Prepared(wait_s, group if len(group.link) else None, sizes, pace.processor_s)
+
+    def start(self, prepared: Prepared) -> simpy.Event:
+        """Start the sessions of a stage now, and return the event that ends them."""
+        assert prepared.sessions is not None
+        assert prepared.sizes is not None
+        return self._start(prepared.sessions, prepared.sizes)
+
+    def single_session_s(self, prepared: Prepared) -> float | None:
+        """Return the time of the only session of a stage on links that nothing else uses; None where there are more."""
+        if prepared.sessions is None or prepared.sizes is None or len(prepared.sizes) != 1:
+            return None
+        rate, _ = self._rates([prepared.sessions])
+        return float(prepared.sizes[0] / rate[0])
 
     def carry(self, stage: Stage, pace: Pace | None = None) -> Generator[Any, Any, None]:
         """Simulate a stage, with the backend's additions to its time."""

@@ -24,14 +24,14 @@ the same without them.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, repeat
 
 from gssim.cluster import DeviceType
 from gssim.memory import Block, CachingAllocator, Event, Footprint, NoMemoryLeftError, Request, rounded_bytes
-from gssim.program import Program, Task
+from gssim.program import Program, Task, parts_of, unnumbered
 from gssim.result import Fit, Margin
 from gssim.scenario import Scenario
 from gssim.units import PRECISION_BYTES
@@ -70,9 +70,11 @@ def reservation(scenario: Scenario, program: Program, rank: int, *, known_bytes:
 
 def _replay_without(program: Program, role: int, first: int, last: int, expandable: bool) -> AllocatorPeaks:
     """Return the peaks of a role's steps without the micro-batches from `first` up to `last`; see [Note: middle]."""
-    tasks = [
-        task for task in program.tasks[role] if task.id.micro_batch is None or not first <= task.id.micro_batch < last
-    ]
+    tasks: list[Task] = []
+    for part in parts_of(program.tasks[role]):
+        number = part.id.micro_batch if isinstance(part, Task) else part.micro_batch
+        if number is None or not first <= number < last:
+            tasks += [part] if isinstance(part, Task) else part.template.tasks
     return replay(program, role, tasks=tasks, expandable_segments=expandable)
 
 
@@ -99,7 +101,7 @@ def replay(
     live = _LiveTensors(allocator)
     missing = 0
     try:
-        _run(program, role, program.tasks[role] if tasks is None else tasks, live)
+        _run(program, role, unnumbered(program.tasks[role]) if tasks is None else tasks, live)
     except NoMemoryLeftError as error:
         missing = error.missing_bytes
     return AllocatorPeaks(
@@ -107,7 +109,7 @@ def replay(
     )
 
 
-def _run(program: Program, role: int, tasks: Sequence[Task], live: "_LiveTensors") -> None:
+def _run(program: Program, role: int, tasks: Iterable[Task], live: "_LiveTensors") -> None:
     whole = {category: (size,) for category, size in program.persistent[role].items() if size}
     tensors: Mapping[str, Sequence[float]] = program.tensors[role]() if program.tensors else whole
     needs = [(task.need, task.phase) for task in tasks if task.need.events or task.phase == "optimizer"]
@@ -338,7 +340,7 @@ def outside_bytes(device: DeviceType, scenario: Scenario, program: Program, rank
 
 def _communicating_groups(program: Program) -> tuple[frozenset[int], ...]:
     """Return the groups of a program's collectives, each once."""
-    families = {each.groups for each in program.communications.values()}
+    families = {each.groups for each, _ in program.exchanges}
     return tuple({frozenset(group) for groups in families for group in groups if len(group) > 1})
 
 

@@ -337,7 +337,7 @@ def _mean(values: list[float | None]) -> float | None:
 
 def _phases(step: _SteadyRun) -> list[dict[str, float]]:
     """Return the phases of each class's typical step."""
-    ends_s, lockstep = step.ends_s, step.machine.vectorised
+    ends_s, lockstep = step.ends_s, step.machine.outline_walk or step.machine.vectorised
     if lockstep is not None and len(ends_s[0]) == STEADY_STEPS:
         return lockstep.phases(ends_s)
     spans: dict[int, list[TaskSpan]] = defaultdict(list)
