@@ -97,19 +97,56 @@ def arrange(
     shared: Shared,
     unfolded: bool = False,
 ) -> Arrangement:
-    """Return the classes, collective instances and network of a program."""
+    """Return the classes, collective instances and network of a program.
+
+    Programs of the same roles and collectives, such as those of other numbers of micro-batches, share the former two.
+    """
+    devices = Same(cluster), Same(router), conditions
+    distinct = tuple(dict.fromkeys(each for each, _ in program.exchanges if not each.pair_bytes))
+    if any(each.pair_bytes for each, _ in program.exchanges):  # these take long to compare
+        found = _arranged(cluster, program, router, conditions, shared, unfolded)
+    else:
+        key = (*devices, program.role_of, distinct, unfolded)
+        found = shared.once(
+            "arrangement",
+            key,
+            lambda: _arranged(cluster, program, router, conditions, shared, unfolded),
+            most=MAX_ARRANGEMENTS,
+        )
+    classes, instances, equal = found
+    by_identity = {id(each): equal[each] for each, _ in program.exchanges if not each.pair_bytes}
+    by_identity |= {id(each): instances[id(each)] for each, _ in program.exchanges if each.pair_bytes}
+    stages = _stages_of(by_identity)
+    network = Network(env, router, stages, conditions=conditions, unfolded=unfolded, shared=shared)
+    return Arrangement(classes.ranks, by_identity, network, equal)
+
+
+MAX_ARRANGEMENTS = 4
+Instances = dict[int, tuple[CollectiveInstance, ...]]
+"""By identity of the collective."""
+
+
+def _arranged(
+    cluster: Cluster, program: Program, router: Router, conditions: Conditions, shared: Shared, unfolded: bool
+) -> tuple[Classes, Instances, dict[Communication, tuple[CollectiveInstance, ...]]]:
+    """Return the classes and instances of a program, those of its distinct collectives also by value."""
     scheduler = scheduler_of(cluster, router, len(program.role_of), shared)
     kinds = {groups: scheduler.kinds(groups) for groups in repeated_groups(program)}
     schedules = _ScheduleCache(scheduler, Choice(router, conditions))
     while True:
         classes = classes_of(cluster, program, kinds=kinds, unfolded=unfolded)
         instances, equal = _instances(program, classes, schedules)
-        stages = [stage for several in instances.values() for instance in several for stage in instance.schedule.stages]
-        network = Network(env, router, stages, conditions=conditions, unfolded=unfolded, shared=shared)
+        stages = _stages_of(instances)
+        network = Network(simpy.Environment(), router, stages, conditions=conditions, unfolded=unfolded, shared=shared)
         finer_kinds = {} if unfolded else _refined_kinds(kinds, instances, network, router)
         if not finer_kinds:
-            return Arrangement(classes.ranks, instances, network, equal)
+            return classes, instances, equal
         kinds |= finer_kinds
+
+
+def _stages_of(instances: Instances) -> list[Stage]:
+    distinct = {id(several): several for several in instances.values()}.values()
+    return [stage for several in distinct for instance in several for stage in instance.schedule.stages]
 
 
 class Choice:

@@ -45,7 +45,8 @@ class DeadlockError(RunFailedError):
 class Machine:
     """All ranks of a program in simulated time: `run` executes it `steps` times and records spans and memory.
 
-    Equal ranks are simulated once: everything by rank is by class here, in the order of `classes`.
+    Equal ranks are simulated once: everything by rank is by class here, in the order of `classes`. `outlined`: whether
+    outlines may be walked chunk by chunk.
     """
 
     def __init__(
@@ -65,9 +66,7 @@ class Machine:
         conditions = conditions or Conditions()
         shared = shared or Shared()
         router = router_of(cluster, conditions, shared)
-        self._again = partial(
-            Machine, cluster, program, conditions=conditions, seed=seed, unfolded=unfolded, shared=shared, outlined=False
-        )
+        self._settings = conditions, unfolded, shared
         self.arranged = arranged = arrange(
             self.env, cluster, program, router=router, conditions=conditions, shared=shared, unfolded=unfolded
         )
@@ -126,9 +125,7 @@ class Machine:
     def task_spans(self) -> list[TaskSpan]:
         """Busy intervals of the streams of each class; the walk of outlines leaves them to a run task by task."""
         if self.outline_walk is not None:
-            again = self._again()
-            again.run(self.steps)
-            return again.task_spans
+            return self._task_by_task().task_spans
         return self.vectorised.task_spans() if self.vectorised is not None else self._recorded
 
     @property
@@ -235,10 +232,25 @@ class Machine:
         try:
             self.outline_walk.run()
         except RuntimeError:
-            self._again().run(steps)  # which names the ranks that wait for ever
+            self._task_by_task()  # which names the ranks that wait for ever
             raise
         self.ends_s = list(self.outline_walk.ends_s())
         self.memory = [self.program.once(memory_after, role, steps) for role in self.roles]
+
+    def _task_by_task(self) -> "Machine":
+        """Return a machine that has executed the same steps task by task."""
+        conditions, unfolded, shared = self._settings
+        again = Machine(
+            self.cluster,
+            self.program,
+            conditions=conditions,
+            seed=self.seed,
+            unfolded=unfolded,
+            shared=shared,
+            outlined=False,
+        )
+        again.run(self.steps)
+        return again
 
     def _run_vectorised(self, steps: int) -> None:
         """Execute the program for all classes at once; see [Note: lockstep]."""

@@ -12,8 +12,8 @@ Like the vectorised walk, it is exact where ranks are independent between collec
 only compute streams allocate memory.
 """
 
-from collections import defaultdict, deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from operator import add
@@ -59,17 +59,30 @@ class _Priced(NamedTuple):
 
 
 class _Operation(NamedTuple):
-    """One step of a stream."""
+    """One step of a stream of a role."""
 
     after: tuple[int, ...]
     """Slots of tasks of other streams that it waits for."""
     slot: int
     """Its own slot, where others wait for it; -1: none."""
     template: int
-    """Number of the chunk's template; -1: a task."""
+    """Identity of the chunk's template; -1: a task."""
     task: Task | None
     meeting: int
     """Number of the collective that it joins; -1: none."""
+
+
+class _Join(NamedTuple):
+    """A collective that a class joins."""
+
+    meeting: int
+    number: int
+    instance: CollectiveInstance
+    phase: str
+
+
+Step = tuple[tuple[int, ...], int, tuple[float, ...], tuple[_Piece, ...], _Join | None]
+"""An operation of a class: slots that it waits for, its own, and delays, pieces, or a collective."""
 
 
 @dataclass(eq=False)
@@ -78,24 +91,24 @@ class _Rank:
 
     index: int
     slots: int
-    priced: Mapping[int, _Priced]
-    """By number of the template."""
     steps: int
+    known_s: Mapping[str, float]
+    """Time of the compute stream in chunks, by phase; the same in every step."""
+    instances: Sequence[CollectiveInstance]
+    """Collectives inside chunks in a step, each as often as it is carried out."""
     ends_s: list[float] = field(default_factory=list)
     ended_s: list[list[float | None]] = field(init=False)
     """By step and slot."""
     seconds: list[dict[str, float]] = field(init=False)
     """Time of the compute stream by step and phase."""
-    waiting: dict[tuple[int, int], list["_Stream"]] = field(default_factory=lambda: defaultdict(list))
+    waiting: dict[tuple[int, int], list["_Stream"]] = field(default_factory=dict)
     issued_s: float = 0.0
     """Time at which the host had issued its latest task with an issue time."""
-    instance_of: dict[int, tuple[int, CollectiveInstance]] = field(default_factory=dict)
-    """By number of the collective."""
 
     def __post_init__(self) -> None:
         """Make room for all steps."""
         self.ended_s = [[None] * self.slots for _ in range(self.steps)]
-        self.seconds = [dict.fromkeys(PHASES, 0.0) for _ in range(self.steps)]
+        self.seconds = [dict.fromkeys(PHASES, 0.0) | dict(self.known_s) for _ in range(self.steps)]
 
 
 @dataclass(eq=False, slots=True)
@@ -103,8 +116,8 @@ class _Stream:
     """A stream of a class of ranks."""
 
     rank: _Rank
-    name: str
-    operations: Sequence[_Operation]
+    computes: bool
+    operations: Sequence[Step]
     step: int = 0
     place: int = 0
     now_s: float = 0.0
@@ -135,14 +148,17 @@ class _Role:
         last = {part.last for part in self.parts if isinstance(part, Chunk)}
         return any(slot not in self.stream_of and name not in last for name, slot in self.slot_of.items())
 
-    def operations(self, whole: Callable[[Template], bool], number: Callable[[Task], int]) -> dict[str, Any]:
-        """Return the operations of each stream; `whole`: whether a template is priced as a whole."""
+    def operations(self, whole: Collection[int], number: Callable[[Task], int]) -> dict[str, list[_Operation]]:
+        """Return the operations of each stream.
+
+        `whole`: identities of templates that are priced as a whole. `number`: of the collective that a task joins.
+        """
         streams: dict[str, list[_Operation]] = defaultdict(list)
         streams["compute"] = []
         for part in self.parts:
             if isinstance(part, Task):
                 self._add(streams, part, number)
-            elif whole(part.template):
+            elif id(part.template) in whole:
                 slot = self.slot_of.get(part.last, -1)
                 streams["compute"].append(_Operation((), slot, id(part.template), None, -1))
             else:
@@ -185,11 +201,13 @@ class OutlineWalk:
         self.machine, self.steps, self.env = machine, steps, machine.env
         self.finished = machine.env.event()
         self._ready: deque[_Stream] = deque()
-        self._met: dict[tuple[int, int, int], tuple[list[_Stream], list[float]]] = {}
-        """Streams at a collective, and when they arrived, by step, collective and instance."""
+        self._met: dict[tuple[int, int, int], list[_Stream]] = {}
+        """Streams at a collective, by step, collective and instance."""
         self._times: dict[CollectiveInstance, int] = defaultdict(int)
         """Number of times that an instance was carried out, without those that count themselves."""
         self._prepared: dict[CollectiveInstance, tuple[tuple[float, ...], Prepared, float] | None] = {}
+        self._instances: dict[int, dict[int, tuple[int, CollectiveInstance]]] = {}
+        """By identity of a collective, and class."""
         self._numbers: dict[TaskId, int] = {}
         self._exchanges: list[Communication] = []
         """By number of the collective."""
@@ -200,8 +218,9 @@ class OutlineWalk:
     # Preparation ------------------------------------------------------------------------------------------------------
 
     def _link_owners(self) -> dict[int, int]:
-        """Return, for each class of links, the class of ranks on whose compute stream all of its users run; -1: none."""
-        machine, owners = self.machine, {}
+        """Return for each class of links the class of ranks on whose compute stream all its users run; -1: none."""
+        machine = self.machine
+        owners: dict[int, int] = {}
         beside: set[int] = set()
         for tasks in machine.program.tasks:
             for part in parts_of(tasks):
@@ -277,10 +296,12 @@ class OutlineWalk:
 
     def _instance_of(self, exchange: Communication, index: int) -> tuple[int, CollectiveInstance]:
         """Return the number, and the instance, of a collective in which a class takes part."""
-        for number, instance in enumerate(self.machine.arranged.of(exchange)):
-            if any(each.index == index for each in instance.classes):
-                return number, instance
-        raise RuntimeError(f"class {index} takes part in no instance of {exchange.kind}")
+        if id(exchange) not in self._instances:
+            several = self.machine.arranged.of(exchange)
+            self._instances[id(exchange)] = {
+                each.index: (number, instance) for number, instance in enumerate(several) for each in instance.classes
+            }
+        return self._instances[id(exchange)][index]
 
     def _made(self) -> tuple[list[_Rank], list[_Stream]]:
         """Return the classes and their streams at the beginning."""
@@ -292,17 +313,40 @@ class OutlineWalk:
             role = machine.program.once(_role_of, role_number)
             priced: dict[int, dict[int, _Priced]] = {index: {} for index in indices}
             for key, template in role.templates.items():
-                found = [self._priced(template, index) for index in indices]
-                for index, each in zip(indices, found, strict=True):
-                    if each is not None and None not in found:
-                        priced[index][key] = each
-            known = priced[indices[0]]
-            operations = role.operations(lambda template, known=known: id(template) in known, self._number)
+                found = [one for index in indices if (one := self._priced(template, index)) is not None]
+                if len(found) == len(indices):
+                    for index, one in zip(indices, found, strict=True):
+                        priced[index][key] = one
+            operations = role.operations(set(priced[indices[0]]), self._number)
+            counts = Counter(each.template for each in operations["compute"] if each.template >= 0)
             for index in indices:
-                rank = _Rank(index, len(role.slot_of), priced[index], self.steps)
+                seconds: dict[str, float] = defaultdict(float)
+                instances: list[CollectiveInstance] = []
+                for number, count in counts.items():
+                    own = priced[index][number]
+                    instances += own.instances * count
+                    for phase, value in own.seconds.items() if not own.pieces else ():
+                        seconds[phase] += count * value
+                rank = _Rank(index, len(role.slot_of), self.steps, seconds, instances)
                 ranks.append(rank)
-                streams += [_Stream(rank, name, own) for name, own in operations.items()]
+                for name, several in operations.items():
+                    steps = [self._step(each, index, priced[index]) for each in several]
+                    streams.append(_Stream(rank, name == "compute", steps))
         return sorted(ranks, key=lambda rank: rank.index), streams
+
+    def _step(self, operation: _Operation, index: int, priced: Mapping[int, _Priced]) -> Step:
+        """Return an operation as a class executes it."""
+        after, slot, template, task, meeting = operation
+        if template >= 0:
+            own = priced[template]
+            return (after, slot, (), own.pieces, None) if own.pieces else (after, slot, own.delays_s, (), None)
+        assert task is not None
+        if meeting >= 0:
+            return after, slot, (), (), _Join(meeting, *self._instance_of(self._exchanges[meeting], index), task.phase)
+        if not task.duration_s and task.issue is None:
+            return after, slot, (), (), None
+        host_s, goes_on = (task.issue.host_s, task.issue.goes_on) if task.issue else (None, False)
+        return after, slot, (), (_Piece((task.duration_s,), host_s, goes_on, task.phase),), None
 
     def _number(self, task: Task) -> int:
         """Return the number of the collective that a task joins."""
@@ -334,81 +378,59 @@ class OutlineWalk:
 
     def _advance(self, stream: _Stream) -> None:
         """Execute a stream up to its next collective, or to a task that is not over yet."""
-        rank, operations, step = stream.rank, stream.operations, stream.step
-        computes = stream.name == "compute"
-        while True:
-            if stream.place == len(operations):
-                if computes:
-                    rank.ends_s.append(stream.now_s)
-                stream.place, stream.step = 0, step + 1
-                step += 1
-                if step == self.steps:
-                    self._left -= 1
-                    return
-                continue
-            after, slot, template, task, meeting = operations[stream.place]
-            if after:
-                ended_s, latest_s = rank.ended_s[step], stream.now_s
-                for each in after:
-                    end_s = ended_s[each]
-                    if end_s is None:
-                        rank.waiting[step, each].append(stream)
+        rank, operations, computes = stream.rank, stream.operations, stream.computes
+        place, now_s, step = stream.place, stream.now_s, stream.step
+        while step < self.steps:
+            ended_s = rank.ended_s[step]
+            while place < len(operations):
+                after, slot, delays_s, pieces, join = operations[place]
+                if after:
+                    stream.place, stream.now_s, stream.step = place, now_s, step
+                    if self._must_wait(stream, after):
                         return
-                    latest_s = max(latest_s, end_s)
-                if computes:
-                    rank.seconds[step]["exposed_communication"] += latest_s - stream.now_s
-                stream.now_s = latest_s
-            if meeting >= 0:
-                self._arrive(stream, meeting)
-                return
-            if template >= 0:
-                priced = rank.priced[template]
-                if priced.pieces:
-                    for piece in priced.pieces:
-                        self._add_piece(stream, piece)
-                else:
-                    stream.now_s = reduce(add, priced.delays_s, stream.now_s)
-                    for phase, seconds in priced.seconds.items():
-                        rank.seconds[step][phase] += seconds
-            elif task is not None and (task.duration_s or task.issue is not None):
-                host_s, goes_on = (task.issue.host_s, task.issue.goes_on) if task.issue else (None, False)
-                self._add_piece(stream, _Piece((task.duration_s,), host_s, goes_on, task.phase))
-            self._pass(stream, slot)
-
-    def _add_piece(self, stream: _Stream, piece: _Piece) -> None:
-        """Add the time of a task, which may wait for the host that issues it, as in `Machine.issued_s`."""
-        rank, began_s = stream.rank, stream.now_s
-        now_s = reduce(add, piece.delays_s, began_s)
-        if piece.host_s is not None:
-            rank.issued_s = (rank.issued_s if piece.goes_on else began_s) + piece.host_s
-            now_s = max(now_s, rank.issued_s)
-        if stream.name == "compute":
-            rank.seconds[stream.step][piece.phase] += now_s - began_s
+                    now_s = stream.now_s
+                if join is not None:
+                    stream.place, stream.now_s, stream.step = place, now_s, step
+                    self._arrive(stream, join)
+                    return
+                if delays_s:
+                    now_s = reduce(add, delays_s, now_s)
+                for piece in pieces:
+                    now_s = _after_piece(rank, piece, now_s, rank.seconds[step] if computes else None)
+                place += 1
+                if slot >= 0:
+                    ended_s[slot] = now_s
+                    self._ready.extend(rank.waiting.pop((step, slot), ()))
+            if computes:
+                rank.ends_s.append(now_s)
+            place, step = 0, step + 1
         stream.now_s = now_s
+        self._left -= 1
 
-    def _pass(self, stream: _Stream, slot: int) -> None:
-        """Go on to the next operation, and wake the streams that waited for this one."""
-        stream.place += 1
-        if slot >= 0:
-            rank = stream.rank
-            rank.ended_s[stream.step][slot] = stream.now_s
-            self._ready.extend(rank.waiting.pop((stream.step, slot), ()))
+    def _must_wait(self, stream: _Stream, after: Sequence[int]) -> bool:
+        """Let a stream go on to the end of tasks of other streams; return whether one has not ended yet."""
+        rank, step, latest_s = stream.rank, stream.step, stream.now_s
+        ended_s = rank.ended_s[step]
+        for each in after:
+            end_s = ended_s[each]
+            if end_s is None:
+                rank.waiting.setdefault((step, each), []).append(stream)
+                return True
+            latest_s = max(latest_s, end_s)
+        if stream.computes:
+            rank.seconds[step]["exposed_communication"] += latest_s - stream.now_s
+        stream.now_s = latest_s
+        return False
 
-    def _arrive(self, stream: _Stream, meeting: int) -> None:
+    def _arrive(self, stream: _Stream, join: _Join) -> None:
         """Let a class join a collective; the last arrival starts it."""
-        rank = stream.rank
-        if meeting not in rank.instance_of:
-            rank.instance_of[meeting] = self._instance_of(self._exchanges[meeting], rank.index)
-        number, instance = rank.instance_of[meeting]
+        meeting, number, instance, _ = join
         key = (stream.step, meeting, number)
-        if key not in self._met:
-            self._met[key] = ([], [])
-        streams, arrived_s = self._met[key]
+        streams = self._met.setdefault(key, [])
         streams.append(stream)
-        arrived_s.append(stream.now_s)
         if len(streams) == len(instance.classes):
             del self._met[key]
-            self._start(instance, streams, max(arrived_s))
+            self._start(instance, streams, max([each.now_s for each in streams]))
 
     def _start(self, instance: CollectiveInstance, streams: Sequence[_Stream], start_s: float) -> None:
         """Carry out a collective from its last arrival on."""
@@ -417,32 +439,34 @@ class OutlineWalk:
             self.env.process(self._carry_out(instance, streams, start_s))
             return
         self._times[instance] += 1
-        first, prepared, reduction_s = known
-        begin_s = reduce(add, first, start_s)
-        begin = partial(self._transfer, prepared, reduction_s, streams)
+        begin_s = reduce(add, known[0], start_s)
+        begin = partial(self._transfer, known[1], known[2], streams)
         if begin_s > self.env.now:
             _call(self.env.at(begin_s), begin)
         else:
-            begin()
+            begin(None)
 
-    def _transfer(self, prepared: Prepared, reduction_s: float, streams: Sequence[_Stream]) -> None:
+    def _transfer(
+        self, prepared: Prepared, reduction_s: float, streams: Sequence[_Stream], _event: simpy.Event | None
+    ) -> None:
         """Start the bytes of a collective."""
-        busy_until_s = self.env.now + prepared.processor_s
-        end = partial(self._transferred, busy_until_s, reduction_s, streams)
+        end = partial(self._end, streams)
+        if prepared.processor_s or reduction_s:
+            end = partial(self._transferred, self.env.now + prepared.processor_s, reduction_s, streams)
         if prepared.sessions is None:
-            end()
+            end(None)
         else:
             _call(self.machine.network.start(prepared), end)
 
-    def _transferred(self, busy_until_s: float, reduction_s: float, streams: Sequence[_Stream]) -> None:
+    def _transferred(
+        self, busy_until_s: float, reduction_s: float, streams: Sequence[_Stream], _event: simpy.Event | None
+    ) -> None:
         """End a collective once processors are done with its bytes, and have reduced them."""
-        end_s = max(self.env.now, busy_until_s)
-        if reduction_s:
-            end_s += reduction_s
+        end_s = max(self.env.now, busy_until_s) + reduction_s
         if end_s > self.env.now:
             _call(self.env.at(end_s), partial(self._end, streams))
         else:
-            self._end(streams)
+            self._end(streams, None)
 
     def _carry_out(
         self, instance: CollectiveInstance, streams: Sequence[_Stream], start_s: float
@@ -451,18 +475,21 @@ class OutlineWalk:
         if start_s > self.env.now:
             yield self.env.at(start_s)
         yield from carry_out(self.machine, instance)
-        self._end(streams)
+        self._end(streams, None)
 
-    def _end(self, streams: Sequence[_Stream]) -> None:
+    def _end(self, streams: Sequence[_Stream], _event: simpy.Event | None) -> None:
         """Release the members of a collective."""
         now_s = float(self.env.now)
         for stream in streams:
-            task = stream.operations[stream.place].task
-            assert task is not None
-            if stream.name == "compute":
-                stream.rank.seconds[stream.step][task.phase] += now_s - stream.now_s
+            rank, step = stream.rank, stream.step
+            _, slot, _, _, join = stream.operations[stream.place]
+            if stream.computes and join is not None:
+                rank.seconds[step][join.phase] += now_s - stream.now_s
             stream.now_s = now_s
-            self._pass(stream, stream.operations[stream.place].slot)
+            stream.place += 1
+            if slot >= 0:
+                rank.ended_s[step][slot] = now_s
+                self._ready.extend(rank.waiting.pop((step, slot), ()))
             self._ready.append(stream)
         self._run_ready()
 
@@ -471,11 +498,9 @@ class OutlineWalk:
     def _count_bytes(self) -> None:
         """Count the bytes of all collectives that were carried out."""
         times = self._times
-        for stream in self._streams:
-            for operation in stream.operations:
-                if operation.template >= 0:
-                    for instance in stream.rank.priced[operation.template].instances:
-                        times[instance] += self.steps
+        for rank in self.ranks:
+            for instance, count in Counter(rank.instances).items():
+                times[instance] += self.steps * count
         for instance, count in times.items():
             for stage in instance.schedule.stages:
                 self.machine.network.count(stage, count)
@@ -484,8 +509,8 @@ class OutlineWalk:
     def phases(self, ends_s: Sequence[Sequence[float]]) -> list[dict[str, float]]:
         """Return each class's phases in the last step, between its two `ends_s`, as `result.typical_phases` does."""
         return [
-            {phase: value * ((end_s - start_s) / sum(rank.seconds[1].values())) for phase, value in rank.seconds[1].items()}
-            for rank, (start_s, end_s) in zip(self.ranks, ends_s, strict=True)
+            {phase: value * (length_s / sum(rank.seconds[1].values())) for phase, value in rank.seconds[1].items()}
+            for rank, length_s in zip(self.ranks, (end_s - start_s for start_s, end_s in ends_s), strict=True)
         ]
 
     def ends_s(self) -> Iterator[list[float]]:
@@ -493,7 +518,20 @@ class OutlineWalk:
         return (rank.ends_s for rank in self.ranks)
 
 
-def _call(event: simpy.Event, function: Callable[[], None]) -> None:
+def _after_piece(rank: _Rank, piece: _Piece, began_s: float, seconds: dict[str, float] | None) -> float:
+    """Return the end of a task, which may wait for the host that issues it, as in `Machine.issued_s`; add its time to
+    its phase.
+    """
+    now_s = reduce(add, piece.delays_s, began_s)
+    if piece.host_s is not None:
+        rank.issued_s = (rank.issued_s if piece.goes_on else began_s) + piece.host_s
+        now_s = max(now_s, rank.issued_s)
+    if seconds is not None:
+        seconds[piece.phase] += now_s - began_s
+    return now_s
+
+
+def _call(event: simpy.Event, function: Callable[[simpy.Event], None]) -> None:
     """Call a function when an event takes place."""
     assert event.callbacks is not None
-    event.callbacks.append(lambda _event: function())
+    event.callbacks.append(function)

@@ -106,11 +106,13 @@ class Prepared:
 class _Transfer:
     """Sessions that began together: remaining bytes and rate of each, and the event that ends them all."""
 
-    __slots__ = ("done", "going", "last_s", "limit", "links", "rate", "remaining", "sessions", "version")
+    __slots__ = ("done", "going", "last_s", "limit", "links", "rate", "remaining", "sessions", "single", "version")
 
     def __init__(self, sessions: Sessions, remaining: Floats, done: simpy.Event, now_s: float) -> None:
         self.sessions, self.remaining, self.done, self.last_s = sessions, remaining, done, now_s
         self.rate: Floats
+        self.single = len(remaining) == 1
+        """Whether it is one session, for which plain numbers are faster than arrays."""
         self.going = remaining > 0
         self.limit: Ints
         """The link that limits each session's rate."""
@@ -120,6 +122,11 @@ class _Transfer:
     def advance(self, now_s: float) -> None:
         """Reduce the remaining bytes by those carried since the last change."""
         if now_s > self.last_s:
+            if self.single:
+                left_bytes = self.remaining[0] - self.rate[0] * (now_s - self.last_s)
+                self.remaining[0] = max(left_bytes, 0.0)
+                self.last_s = now_s
+                return
             going = self.remaining > 0
             left = self.remaining[going] - self.rate[going] * (now_s - self.last_s)
             self.remaining[going] = np.maximum(left, 0.0)  # a session may have ended since
@@ -128,6 +135,8 @@ class _Transfer:
     def settle(self, now_s: float) -> Ints:
         """End the sessions that are over within the clock's resolution; return the links that they free."""
         slack_s = 1e-12 + 2 * math.ulp(now_s)
+        if self.single and self.remaining[0] > self.rate[0] * slack_s + NEGLIGIBLE_BYTES:
+            return NO_LINKS
         ended = self.going & (self.remaining <= self.rate * slack_s + NEGLIGIBLE_BYTES)
         if not ended.any():
             return NO_LINKS
@@ -425,15 +434,24 @@ class Network:
         for transfer in transfers:
             transfer.version += 1
         versions = [transfer.version for transfer in transfers]
-        lasts_s = [transfer.lasts_s() for transfer in transfers]
-        first_s = min(float(rest_s.max()) for rest_s in lasts_s)
-        changes_s = self._changes_s(transfers, lasts_s)
-        first_s = min(first_s, changes_s)
+        if all(transfer.single for transfer in transfers):
+            first_s = self._single_changes_s(transfers)
+        else:
+            lasts_s = [transfer.lasts_s() for transfer in transfers]
+            first_s = min(float(rest_s.max()) for rest_s in lasts_s)
+            first_s = min(first_s, self._changes_s(transfers, lasts_s))
         if math.isinf(first_s):
             return  # only background traffic, which never ends
         wake = self.env.timeout(first_s)
         assert wake.callbacks is not None
         wake.callbacks.append(lambda _event: self._wake(transfers, versions))
+
+    def _single_changes_s(self, transfers: Sequence[_Transfer]) -> float:
+        """Return the time until the first of transfers of one session each ends: sooner no rate changes."""
+        return min(
+            float(transfer.remaining[0] / transfer.rate[0]) if transfer.remaining[0] > 0 else 0.0
+            for transfer in transfers
+        )
 
     def _changes_s(self, transfers: Sequence[_Transfer], lasts_s: Sequence[Floats]) -> float:
         """Return the time until a session ends on a link that limits unfinished others; infinite where none does."""

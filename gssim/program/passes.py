@@ -51,6 +51,7 @@ from gssim.program.task import (
     collective_task,
     with_ids,
 )
+from gssim.program.tensor_slices import tensor_groups
 from gssim.result import COMPUTE_PHASES, UPDATE_PHASES
 from gssim.scenario import Scenario, held_layers, held_slice, units_of_ranks
 from gssim.workload import LayerInstance, unrolled
@@ -418,8 +419,54 @@ def _forward_and_backward(low: Lowering, rank: int, micro_batch: MicroBatch) -> 
     """Return forward and backward of a micro-batch, cached over ranks and steps."""
     kind = low.compute_kind(rank, micro_batch)
     if kind not in low.computed:
-        low.computed[kind] = compute(low, rank, micro_batch)
+        if low.stages:
+            low.computed[kind] = _of_equal_stage(low, rank, micro_batch)
+        else:
+            low.computed[kind] = compute(low, rank, micro_batch)
     return list(low.computed[kind])
+
+
+def _of_equal_stage(low: Lowering, rank: int, micro_batch: MicroBatch) -> Sequence[Task]:
+    """Return forward and backward of a stage: those of an equal one, with the names of its own layers.
+
+    Stages are equal whose layers are, one by one, and those beside them (see [Note: borders] in `stage_boundary`), and
+    of which the model's own layers are. Their tensor groups carry out equal collectives.
+    """
+    (stage,) = low.stages
+    beside = (None if each is None else Same(each.layer) for each in (stage.before, stage.after))
+    layers = tuple((Same(each.layer), Same(low.whole_layer(each))) for each in low.layers)
+    place, output = stage.output_place
+    key = (
+        Same(low.scenario),
+        low.tensor_part,
+        low.compute_kind(rank, micro_batch),
+        layers,
+        (*beside, stage.received, stage.shared, place, None if output is None else Same(output)),
+        low.slowed.get(rank),
+    )
+    names = tuple(each.module for each in low.layers)
+    first, tasks = low.shared.once("stages", key, lambda: (names, compute(low, rank, micro_batch)))
+    if first == names:
+        return tasks
+    own = dict(zip(first, names, strict=True))
+    exchanges: dict[int, Communication] = {}
+    result = []
+    for task in tasks:
+        exchange = task.exchange
+        if exchange is not None:
+            if id(exchange) not in exchanges:
+                group, *groups = low.once_a_run(tensor_groups, low.batch_sizes[rank])
+                exchanges[id(exchange)] = replace(exchange, group=group, beside=tuple(groups))
+            exchange = exchanges[id(exchange)]
+        joined = None if task.communication is None else _of_layer(task.communication, own)
+        after = tuple(_of_layer(each, own) for each in task.after)
+        result.append(task.renamed(_of_layer(task.id, own), joined, after, exchange))
+    return result
+
+
+def _of_layer(name: TaskId, layers: Mapping[str, str]) -> TaskId:
+    """Return an identity with another layer."""
+    return name._replace(layer=layers[name.layer]) if name.layer in layers else name
 
 
 def _mapped(parts: Sequence[Task | Chunk], change: Callable[[Task], Task]) -> list[Task | Chunk]:

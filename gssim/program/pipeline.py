@@ -8,6 +8,7 @@ from functools import partial
 from typing import Literal
 
 from gssim import collectives
+from gssim.cache import Same
 from gssim.cluster import DeviceType
 from gssim.collectives import Communication
 from gssim.memory import input_bytes, release_of
@@ -16,7 +17,7 @@ from gssim.program.lowering import Lowering
 from gssim.program.replicated import HALF_BYTES, is_reduction
 from gssim.program.stage_boundary import Stage
 from gssim.program.task import BACKWARD, Chunk, MicroBatch, Task, TaskId, Template, collective_task, with_ids
-from gssim.scenario import TiedParameter, tied_parameters
+from gssim.scenario import tied_parameters
 from gssim.units import PRECISION_BYTES
 
 StageTasks = Callable[[Lowering, MicroBatch], Sequence[Task]]
@@ -47,7 +48,10 @@ def _sum_tied_gradients(low: Lowering, rank: int, replicas: Sequence[Sequence[in
     They follow the reductions over replicas; see [Note: tied] in `gssim.scenario.stages`.
     """
     tasks, count = [], len(replicas[0])
-    for tied in low.once_a_run(_tied):
+    scenario = low.scenario
+    for tied in low.shared.once(
+        "tied", Same(scenario), lambda: tied_parameters(low.whole_layers, scenario.stage_ranges)
+    ):
         places = sorted({stage % count for stage in tied.stages})
         if low.scenario.policies.mesh.place(rank).pp not in places or len(places) == 1:
             continue
@@ -58,10 +62,6 @@ def _sum_tied_gradients(low: Lowering, rank: int, replicas: Sequence[Sequence[in
         exchange = Communication("all-reduce", first, size, beside=tuple(others), half_precision=summed)
         tasks.append(collective_task(TaskId("all-reduce", layer=tied.name), exchange))
     return tasks
-
-
-def _tied(low: Lowering) -> Sequence[TiedParameter]:
-    return tied_parameters(low.whole_layers, low.scenario.stage_ranges)
 
 
 def _stage_lowering(low: Lowering, stage: Stage) -> Lowering:

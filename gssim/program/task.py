@@ -1,7 +1,7 @@
 """Tasks of a rank, the program of a training step, and the gradient buckets and micro-batches that tasks refer to."""
 
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -478,40 +478,46 @@ class Collectives(Mapping[TaskId, Communication]):
         have only some of their names in common, all tasks are looked at.
         """
         plain: dict[TaskId, Communication] = {}
-        templates: dict[tuple[TaskId, ...], Mapping[TaskId, Communication]] = {}
-        places: dict[tuple[TaskId, ...], set[tuple[int | None, int | None]]] = {}
         order: dict[int, Communication] = {}
-        names: dict[int, tuple[TaskId, ...]] = {}
-        for tasks in self._by_rank:
-            for part in parts_of(tasks):
-                if isinstance(part, Task):
-                    if part.communication is not None and part.communication not in plain:
-                        assert part.exchange is not None
-                        plain[part.communication] = part.exchange
-                        order[id(part.exchange)] = part.exchange
-                    continue
-                template = part.template
-                if id(template) not in names:
-                    own = names[id(template)] = tuple(template.collectives)
-                    if own not in templates:
-                        templates[own], places[own] = template.collectives, set()
-                        order |= {id(each): each for each in template.collectives.values()}
-                if names[id(template)]:
-                    places[names[id(template)]].add((part.micro_batch, part.stage))
+        chunks: dict[tuple[TaskId, ...], _Repeated] = {}
+        of_template: dict[int, _Repeated] = {}
+        for part in chain.from_iterable(map(parts_of, self._by_rank)):
+            if isinstance(part, Chunk):
+                if id(part.template) not in of_template:
+                    own = part.template.collectives
+                    of_template[id(part.template)] = chunks.setdefault(tuple(own), _Repeated(own, set()))
+                    order |= {id(each): each for each in chunks[tuple(own)].collectives.values()}
+                of_template[id(part.template)].places.add((part.micro_batch, part.stage))
+            elif part.communication is not None and part.communication not in plain:
+                assert part.exchange is not None
+                plain[part.communication] = part.exchange
+                order[id(part.exchange)] = part.exchange
+        if _overlap(plain, chunks.values()):
+            return _counted(self._all.values())
         counts: Counter[int] = Counter(map(id, plain.values()))
-        known: dict[TaskId, set[tuple[int | None, int | None]]] = {}
-        for own, several in places.items():
-            for name, communication in templates[own].items():
-                counts[id(communication)] += len(several)
-                before = known.setdefault(name, set())
-                if not before.isdisjoint(several):
-                    return _counted(self._all.values())
-                known[name] = before | several
-        for name in plain:
-            unnumbered_name = TaskId._make((*name[:8], None, None, *name[10:]))
-            if (name.micro_batch, name.stage) in known.get(unnumbered_name, ()):
-                return _counted(self._all.values())
+        for repeated in chunks.values():
+            for communication in repeated.collectives.values():
+                counts[id(communication)] += len(repeated.places)
         return [(communication, counts[number]) for number, communication in order.items()]
+
+
+class _Repeated(NamedTuple):
+    """The collectives of templates that name the same ones, and the micro-batches and stages that have them."""
+
+    collectives: Mapping[TaskId, Communication]
+    places: set[tuple[int | None, int | None]]
+
+
+def _overlap(plain: Iterable[TaskId], chunks: Iterable[_Repeated]) -> bool:
+    """Return whether a collective is named by chunks of templates with other ones, or by a single task too."""
+    known: dict[TaskId, set[tuple[int | None, int | None]]] = defaultdict(set)
+    for repeated in chunks:
+        for name in repeated.collectives:
+            if not known[name].isdisjoint(repeated.places):
+                return True
+            known[name] |= repeated.places
+    places = ((TaskId._make((*each[:8], None, None, *each[10:])), (each.micro_batch, each.stage)) for each in plain)
+    return any(name in known and place in known[name] for name, place in places)
 
 
 def _counted(communications: Iterable[Communication]) -> Sequence[tuple[Communication, int]]:

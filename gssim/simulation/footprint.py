@@ -30,8 +30,9 @@ from functools import cached_property
 from itertools import chain, repeat
 
 from gssim.cluster import DeviceType
+from gssim.engine import MemoryTracker
 from gssim.memory import Block, CachingAllocator, Event, Footprint, NoMemoryLeftError, Request, rounded_bytes
-from gssim.program import Program, Task, parts_of, unnumbered
+from gssim.program import Chunk, Program, Task, parts_of, unnumbered
 from gssim.result import Fit, Margin
 from gssim.scenario import Scenario
 from gssim.units import PRECISION_BYTES
@@ -39,6 +40,8 @@ from gssim.units import PRECISION_BYTES
 STEPS = 2
 TOLERANCE_RATIO = 1e-3
 """Largest difference between the replay's peak of requested bytes and the known one."""
+NEAR_RATIO = 0.99
+"""Where less of the peak is left without the middle, a replay without it is not tried."""
 LATEST_FIRST = ("activations",)
 
 
@@ -61,20 +64,34 @@ def reservation(scenario: Scenario, program: Program, rank: int, *, known_bytes:
     role = program.role_of[rank]
     expandable = scenario.cluster.type_of(rank).expandable_segments
     first, last = scenario.policies.pp + 2, scenario.plan.micro_batches - 2
-    if first < last:
+    without_bytes = program.once(_peak_without, role, first, last) if first < last else 0.0
+    if without_bytes >= NEAR_RATIO * known_bytes:
         peaks = program.once(_replay_without, role, first, last, expandable)
         if abs(peaks.requested_bytes - known_bytes) <= TOLERANCE_RATIO * known_bytes:
             return peaks
     return program.once(_replay, role, expandable, None)
 
 
+def _without(program: Program, role: int, first: int, last: int) -> list[Task | Chunk]:
+    """Return the parts of a role's tasks that are not of the micro-batches from `first` up to `last`."""
+    parts = parts_of(program.tasks[role])
+    numbers = (part.id.micro_batch if isinstance(part, Task) else part.micro_batch for part in parts)
+    return [part for part, number in zip(parts, numbers, strict=True) if number is None or not first <= number < last]
+
+
+def _peak_without(program: Program, role: int, first: int, last: int) -> float:
+    """Return the peak of requested bytes without some micro-batches, as far as it is known without a replay."""
+    memory = MemoryTracker(dict(program.persistent[role]))
+    parts = _without(program, role, first, last)
+    memory.run([part.need if isinstance(part, Task) else part.template.need for part in parts] * STEPS)
+    return memory.peak_bytes
+
+
 def _replay_without(program: Program, role: int, first: int, last: int, expandable: bool) -> AllocatorPeaks:
     """Return the peaks of a role's steps without the micro-batches from `first` up to `last`; see [Note: middle]."""
     tasks: list[Task] = []
-    for part in parts_of(program.tasks[role]):
-        number = part.id.micro_batch if isinstance(part, Task) else part.micro_batch
-        if number is None or not first <= number < last:
-            tasks += [part] if isinstance(part, Task) else part.template.tasks
+    for part in _without(program, role, first, last):
+        tasks += [part] if isinstance(part, Task) else part.template.tasks
     return replay(program, role, tasks=tasks, expandable_segments=expandable)
 
 
@@ -261,8 +278,13 @@ Peak = tuple[int, Mapping[str, float]]
 """A rank, and its peak of requested bytes by category."""
 
 
-def footprints_of(scenario: Scenario, program: Program, peaks: Sequence[Peak]) -> list[MemoryFootprint]:
-    """Return the memory footprints of ranks; see [Note: alike]."""
+def footprints_of(
+    scenario: Scenario, program: Program, peaks: Sequence[Peak], *, reserved: bool = True
+) -> list[MemoryFootprint]:
+    """Return the memory footprints of ranks; see [Note: alike].
+
+    `reserved`: whether the allocator's overhead is wanted; else the reserved memory is the allocated one.
+    """
     footprints = []
     for rank, peak in peaks:
         device = scenario.cluster.type_of(rank)
@@ -271,7 +293,7 @@ def footprints_of(scenario: Scenario, program: Program, peaks: Sequence[Peak]) -
     comparable: dict[tuple[int, bool], list[int]] = defaultdict(list)
     for place, footprint in enumerate(footprints):
         device = scenario.cluster.type_of(footprint.rank)
-        if device.kind == "cuda" and footprint.peak and not footprint.excess_bytes:
+        if reserved and device.kind == "cuda" and footprint.peak and not footprint.excess_bytes:
             tasks = len(program.tasks[program.role_of[footprint.rank]])
             comparable[tasks, device.expandable_segments].append(place)
     for places in comparable.values():
