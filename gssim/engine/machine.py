@@ -1,5 +1,5 @@
-"""Executes a program in simulated time: the streams of every rank as SimPy processes, or vectorised where that is
-exact.
+"""Executes a program in simulated time: the streams of every rank as SimPy processes, or vectorised or chunk by chunk
+where that is exact.
 """
 
 from collections import defaultdict
