@@ -101,24 +101,26 @@ def arrange(
 
     Programs of the same roles and collectives, such as those of other numbers of micro-batches, share the former two.
     """
-    devices = Same(cluster), Same(router), conditions
-    distinct = tuple(dict.fromkeys(each for each, _ in program.exchanges if not each.pair_bytes))
-    if any(each.pair_bytes for each, _ in program.exchanges):  # these take long to compare
-        found = _arranged(cluster, program, router, conditions, shared, unfolded)
-    else:
-        key = (*devices, program.role_of, distinct, unfolded)
-        found = shared.once(
-            "arrangement",
-            key,
-            lambda: _arranged(cluster, program, router, conditions, shared, unfolded),
-            most=MAX_ARRANGEMENTS,
-        )
-    classes, instances, equal = found
-    by_identity = {id(each): equal[each] for each, _ in program.exchanges if not each.pair_bytes}
-    by_identity |= {id(each): instances[id(each)] for each, _ in program.exchanges if each.pair_bytes}
-    stages = _stages_of(by_identity)
-    network = Network(env, router, stages, conditions=conditions, unfolded=unfolded, shared=shared)
-    return Arrangement(classes.ranks, by_identity, network, equal)
+    new: list[Network] = []
+
+    def arranged() -> _Shared:
+        found, network = _arranged(env, cluster, program, router, conditions, shared, unfolded)
+        new.append(network)
+        return found
+
+    matrices = any(each.pair_bytes for each, _ in program.exchanges)  # which take long to compare
+    distinct = () if matrices else tuple(dict.fromkeys(each for each, _ in program.exchanges))
+    key = (Same(cluster), Same(router), conditions, program.role_of, distinct, unfolded)
+    found = arranged() if matrices else shared.once("arrangement", key, arranged, most=MAX_ARRANGEMENTS)
+    instances = {
+        id(each): found.instances[id(each)] if each.pair_bytes else found.equal[each] for each, _ in program.exchanges
+    }
+    network = (
+        new[0]
+        if new
+        else Network(env, router, _stages_of(instances), conditions=conditions, unfolded=unfolded, shared=shared)
+    )
+    return Arrangement(found.classes.ranks, instances, network, found.equal)
 
 
 MAX_ARRANGEMENTS = 4
@@ -126,10 +128,26 @@ Instances = dict[int, tuple[CollectiveInstance, ...]]
 """By identity of the collective."""
 
 
+@dataclass(frozen=True, eq=False)
+class _Shared:
+    """What programs of the same roles and collectives share."""
+
+    classes: Classes
+    instances: Instances
+    equal: Mapping[Communication, tuple[CollectiveInstance, ...]]
+    """Instances of the collectives that are not matrices, by value."""
+
+
 def _arranged(
-    cluster: Cluster, program: Program, router: Router, conditions: Conditions, shared: Shared, unfolded: bool
-) -> tuple[Classes, Instances, dict[Communication, tuple[CollectiveInstance, ...]]]:
-    """Return the classes and instances of a program, those of its distinct collectives also by value."""
+    env: simpy.Environment,
+    cluster: Cluster,
+    program: Program,
+    router: Router,
+    conditions: Conditions,
+    shared: Shared,
+    unfolded: bool,
+) -> tuple[_Shared, Network]:
+    """Return the classes and instances of a program, and the network that they use."""
     scheduler = scheduler_of(cluster, router, len(program.role_of), shared)
     kinds = {groups: scheduler.kinds(groups) for groups in repeated_groups(program)}
     schedules = _ScheduleCache(scheduler, Choice(router, conditions))
@@ -137,10 +155,10 @@ def _arranged(
         classes = classes_of(cluster, program, kinds=kinds, unfolded=unfolded)
         instances, equal = _instances(program, classes, schedules)
         stages = _stages_of(instances)
-        network = Network(simpy.Environment(), router, stages, conditions=conditions, unfolded=unfolded, shared=shared)
+        network = Network(env, router, stages, conditions=conditions, unfolded=unfolded, shared=shared)
         finer_kinds = {} if unfolded else _refined_kinds(kinds, instances, network, router)
         if not finer_kinds:
-            return classes, instances, equal
+            return _Shared(classes, instances, equal), network
         kinds |= finer_kinds
 
 

@@ -9,12 +9,11 @@ allocates any.
 """
 
 from collections.abc import Generator
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from gssim.engine.memory_tracker import RecordingTracker, allocates_beside_compute, memory_after
 from gssim.engine.symmetry import is_jittery
-from gssim.program import Chunk, Program, Task, parts_of
+from gssim.program import Program, Task, each_once
 
 if TYPE_CHECKING:
     from gssim.engine.machine import Machine
@@ -36,9 +35,7 @@ def is_independent(machine: "Machine", index: int) -> bool:
 
 
 def _is_slowed_by_pauses(program: Program, role: int) -> bool:
-    templates = {id(part.template): part.template for part in parts_of(program.tasks[role]) if isinstance(part, Chunk)}
-    plain = (part for part in parts_of(program.tasks[role]) if isinstance(part, Task))
-    return any(task.after_pauses for task in chain(plain, *(each.tasks for each in templates.values())))
+    return any(task.after_pauses for task in each_once(program.tasks[role]))
 
 
 def run_ahead(machine: "Machine", index: int, stream: str, steps: int) -> Generator[Any, Any, None]:

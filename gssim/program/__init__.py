@@ -5,7 +5,19 @@ from gssim.program.optimizer import workspaces
 from gssim.program.owned import owned_layers
 from gssim.program.passes import Steps, StepTraffic, lower, lowering_key
 from gssim.program.sharded import Tensors, units
-from gssim.program.task import Chunk, Issue, MicroBatch, Outline, Program, Task, TaskId, Template, parts_of, unnumbered
+from gssim.program.task import (
+    Chunk,
+    Issue,
+    MicroBatch,
+    Outline,
+    Program,
+    Task,
+    TaskId,
+    Template,
+    each_once,
+    parts_of,
+    unnumbered,
+)
 from gssim.program.tensor_slices import unmeasured_host_time
 from gssim.program.text import program_table, program_text, read_tasks
 
@@ -22,6 +34,7 @@ __all__ = [
     "TaskId",
     "Template",
     "Tensors",
+    "each_once",
     "lower",
     "lowering_key",
     "owned_layers",

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 from pydantic import TypeAdapter
@@ -234,10 +234,7 @@ class Steps:
             by_rank = [_mapped(parts, _with_group) for parts in by_rank]
         if self._copies > 1:
             by_rank = [_mapped(parts, _Copying(parts_of_model, self._copies).task) for parts in by_rank]
-        return [
-            Outline(parts) if low.stages and chunked else tuple(part for part in parts if isinstance(part, Task))
-            for parts in by_rank
-        ]
+        return [Outline(parts) if low.stages and chunked else tuple(cast(list[Task], parts)) for parts in by_rank]
 
 
 def _data_payload(low: Lowering, name: TaskId) -> float:

@@ -430,6 +430,15 @@ def unnumbered(tasks: Sequence[Task]) -> Iterator[Task]:
             yield from part.template.tasks
 
 
+def each_once(tasks: Sequence[Task]) -> Iterable[Task]:
+    """Return the tasks of an outline, those of each template once."""
+    if not isinstance(tasks, Outline):
+        return tasks
+    templates = {id(part.template): part.template for part in tasks.parts if isinstance(part, Chunk)}
+    plain = [part for part in tasks.parts if isinstance(part, Task)]
+    return chain(plain, *(template.tasks for template in templates.values()))
+
+
 def _collectives_of(tasks: Iterable[Task]) -> dict[TaskId, Communication]:
     """Return the collectives in which tasks take part, in the order of the tasks."""
     found: dict[TaskId, Communication] = {}
