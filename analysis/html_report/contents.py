@@ -16,7 +16,7 @@ from analysis.compare.timeline import Step, read_step
 from analysis.sweep_tables import SweepTable, is_table, read_table, table_from
 from gssim.errors import UserError
 from gssim.execution.files import number_in, read_json, read_rows, read_text
-from gssim.result import PHASES, Result
+from gssim.result import EXPOSED_COPIES, PHASES, Result
 
 FEWEST_PREDICTIONS = 2
 """Fewest predictions without measurements that are reported as a sweep."""
@@ -128,6 +128,8 @@ def _comparisons(folder: Path, joined: Joined) -> Iterable[Comparison]:
 
 TEXT = {"scenario_id", "name", "method", "group", "device", "speed_up_over", "collectives_difference"}
 TEXT |= {"calibration_id_predicted", "calibration_id_measured"}
+LATER = {f"{EXPOSED_COPIES}_measured_s"}
+"""Columns that tables of earlier versions lack."""
 COUNTS = {"repeats", "ranks", "peak_rank"}
 FLAGS = {"collectives_equal", "fits_predicted", "fits_measured"}
 
@@ -140,10 +142,12 @@ def _typed(path: Path, schema: Mapping[str, Any]) -> pl.DataFrame:
         for name, kind in schema.items()
     }
     try:
-        missing = sorted(schema.keys() - set(pl.scan_csv(path, infer_schema=False).collect_schema().names()))
+        names = set(pl.scan_csv(path, infer_schema=False).collect_schema().names())
+        missing = sorted(schema.keys() - names - LATER)
         if missing:
             raise UserError(f"{path}: no column '{missing[0]}': not a table of this version's `analysis compare`")
-        return pl.read_csv(path, schema_overrides=types).select(list(schema))
+        later = [pl.lit(None, dtype=types[name]).alias(name) for name in sorted(LATER & schema.keys() - names)]
+        return pl.read_csv(path, schema_overrides=types).with_columns(later).select(list(schema))
     except (OSError, pl.exceptions.PolarsError) as error:
         raise UserError(f"{path}: cannot be read as a table: {str(error).splitlines()[0]}") from None
 
