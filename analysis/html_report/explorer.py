@@ -283,6 +283,8 @@ def _margin(row: Row) -> str:
 
 def _command(sweep: SweepTable) -> list[str] | None:
     """Return the words before a point's name of the command that predicts it; None where no file states the sweep."""
+    if sweep.command:
+        return list(sweep.command)
     if not sweep.sweep:
         return None
     shipped = FOLDER / sweep.sweep

@@ -1,5 +1,7 @@
 """Interactive charts of the report in a headless Chromium: axes, filters, hover, keyboard, zoom, many points."""
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,13 @@ from sweep_tables import write as write_sweep
 from analysis.compare.comparison import compare, join
 from analysis.compare.table import ResultFile
 from analysis.compare.timeline import read_step
-from analysis.html_report.contents import Overlay
+from analysis.html_report.contents import Overlay, contents_of
 from analysis.html_report.explorer import START, comparison_explorer, scripts, sweep_explorer, timeline_explorer
 from analysis.html_report.markup import Part, document, paragraph
 from analysis.ingest.job import ingest
 from analysis.sweep_tables import read_table
 from gssim.scenario import load_scenario
+from gssim.simulation import simulate
 
 DEMO = Path(__file__).resolve().parents[2] / "scenarios" / "demo.toml"
 POINTS = 10_000
@@ -198,3 +201,20 @@ def test_a_timeline_zooms_by_keyboard(browser: Any, tmp_path: Path) -> None:
     browser.evaluate("document.querySelector('.chart').focus()")
     browser.press("ArrowRight")
     assert browser.evaluate(f"{chart}.dataZoom[0].start") == pytest.approx(37.5)
+
+
+def test_the_plans_of_a_search_are_points_with_their_commands(tmp_path: Path) -> None:
+    found = []
+    for number, width in enumerate((1, 2, 4, 8)):
+        loaded = load_scenario(DEMO, ("plan.method=ddp", f"workload.global_batch_size={16 * width}"))
+        result = simulate(loaded).result
+        plan = f'plan={{method="ddp", tp={width}}}'
+        found.append(result.to_dict() | {"provenance": result.provenance | {"search": {"rank": number, "plan": plan}}})
+    (tmp_path / "found.json").write_text(json.dumps(found))
+    (sweep,) = contents_of(tmp_path).sweeps
+    (part,) = sweep_explorer(sweep)
+    data = json.loads(re.findall(r'<script type="application/json">(.*?)</script>', part.body, re.DOTALL)[0])
+    assert data["names"] == [f'plan={{method="ddp", tp={width}}}' for width in (1, 2, 4, 8)]
+    assert data["command"][:2] == ["gssim", "run"]
+    assert Path(data["command"][2]).name == "demo.toml"
+    assert data["command"][3] == "--set"
