@@ -17,7 +17,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from gsreal.machine import group_threads
 from gsreal.measure import Timeline
-from gsreal.methods.data_parallel import shard_optimizer_state
+from gsreal.methods.data_parallel import cast_all_reduce, shard_optimizer_state
 from gsreal.methods.stage_modules import stage_module, tied_names
 from gsreal.methods.training import Training, Weights, checkpoint_block, make_optimizer
 from gsreal.model_files.build import loss_of
@@ -266,4 +266,5 @@ def _replicated(
     cap = scenario.plan.bucket_bytes
     options: dict[str, Any] = {} if cap == DDP_BUCKET_BYTES else {"bucket_cap_mb": cap / MIB}
     wrapped = nn.parallel.DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=True, **options)
+    cast_all_reduce(scenario, wrapped, group, timeline)
     return wrapped

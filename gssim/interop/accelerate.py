@@ -73,7 +73,6 @@ DEEPSPEED: dict[str, Rule] = {
     **refused("sparse gradients or attention cannot be simulated", "sparse_gradients", "sparse_attention.*"),
     **refused(
         "another data type for communication cannot be simulated",
-        "communication_data_type",
         "data_types.grad_accum_dtype",
         "seq_parallel_communication_data_type",
     ),
@@ -120,6 +119,9 @@ def _precision_of_deepspeed(keys: Keys, training: Training) -> None:
     if len(on) > 1:
         keys.refuse(on[1].origin.partition(" = ")[0], f"contradicts {on[0].origin}", replaced_by=["workload.precision"])
     training.precision = on[0] if on else Value("fp32", "neither bf16.enabled nor fp16.enabled")
+    reduced = keys.choice(PRECISIONS, "communication_data_type", sets="workload.reduce_precision")
+    if reduced is not None and reduced.value != training.precision.value:
+        training.reduce_precision = reduced
 
 
 def deepspeed(keys: Keys) -> Training:

@@ -117,6 +117,7 @@ class Training:
     sequence: Value | None = None
     precision: Value | None = None
     gradient_precision: Value | None = None
+    reduce_precision: Value | None = None
     optimizer: Value | None = None
     optimizer_implementation: Value | None = None
     learning_rate: Value | None = None
@@ -254,6 +255,8 @@ def _plan(training: Training, keys: Keys, model: Model, cluster: Cluster, overri
         return []
     ranks, dp, tp, pp, entries = sizes
     method = next(entry.value for entry in entries if entry.key == "plan.method")
+    if not METHODS[method].can_replicate:
+        training.reduce_precision = None  # nothing is reduced
     if tp.value > 1 and method != "single":
         entries.append(Entry("plan.tp", tp.value, tp.origin))
     if pp.value > 1:
@@ -480,6 +483,7 @@ def _workload(training: Training, keys: Keys, model: Model) -> list[Entry]:
     for name, default, reason in (
         ("precision", "fp32", "the program's own, as the file does not say"),
         ("gradient_precision", None, ""),
+        ("reduce_precision", None, ""),
         ("optimizer", "adamw", "as the file does not say"),
         ("optimizer_implementation", None, ""),
         ("learning_rate", None, ""),

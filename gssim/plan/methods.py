@@ -7,6 +7,8 @@ and `gssim support`. A method made of existing policies is one entry here.
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from gssim.units import Precision
+
 
 @dataclass(frozen=True)
 class Method:
@@ -21,7 +23,7 @@ class Method:
     optimizer_state: str
     partition: str = "data"
     gradient_sync: str = "step"
-    compress: str | None = None
+    compress: Precision | None = None
     """16-bit format in which buckets of gradients are all-reduced; None: the workload's precision."""
     push_axis: str = "dp_shard"
     """Data axis along which gradients are pushed to their owners."""

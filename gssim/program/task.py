@@ -66,6 +66,7 @@ Action = Literal[
     "issue",
     "cast",
     "issue-cast",
+    "accumulate",
     "copy-in",
     "copy-out",
     "take",

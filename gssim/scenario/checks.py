@@ -43,6 +43,7 @@ def check(scenario: Scenario, *, file: str) -> None:
             f"{file}: workload.gradient_precision = '{scenario.workload.gradient_precision}': method '{plan.method}' "
             "keeps no whole gradients until the update; leave it out"
         )
+    _check_reduction(scenario, policies, file)
     _check_clipping(scenario, policies, file)
     if policies.partition == "weight-gradient":
         _check_weight_gradient_owners(scenario, policies, file)
@@ -54,6 +55,26 @@ def check(scenario: Scenario, *, file: str) -> None:
     for number in range(len(scenario.run.slowdowns)):
         _check_slowdown(scenario, policies, number, file)
     _check_replanning(scenario, policies, file)
+
+
+def _check_reduction(scenario: Scenario, policies: Policies, file: str) -> None:
+    """Refuse a precision of reductions where nothing is reduced over replicas or shards, or the plan compresses it."""
+    workload, plan = scenario.workload, scenario.plan
+    if workload.reduce_precision in (None, workload.precision):
+        return
+    where = f"{file}: workload.reduce_precision = '{workload.reduce_precision}'"
+    if policies.gradients == "push":
+        raise UserError(
+            f"{where}: method '{plan.method}' pushes gradients in workload.precision, and owners sum them in fp32 "
+            "anyway; leave it out"
+        )
+    if policies.gradients not in ("all-reduce", "reduce-scatter"):
+        raise UserError(f"{where}: method '{plan.method}' reduces no gradients over replicas; leave it out")
+    if policies.compress:
+        raise UserError(
+            f"{where}: buckets are all-reduced in '{policies.compress}' (plan.compress, or method 'half'); leave out "
+            "one of them"
+        )
 
 
 def _check_clipping(scenario: Scenario, policies: Policies, file: str) -> None:

@@ -106,7 +106,11 @@ class Workload:
     `fp16` is predicted only: a real run would have to scale its loss."""
     gradient_precision: Literal["fp32"] | None = None
     """Precision in which replicas keep gradients until the update; absent: `precision`. `fp32` beside 16-bit parameters
-    is Megatron-LM's main_grad: messages keep `precision`, memory is that of fp32 (predicted only)."""
+    is Megatron-LM's main_grad: messages keep `precision` unless `reduce_precision` says otherwise, memory is that of
+    fp32 (predicted only)."""
+    reduce_precision: Precision | None = None
+    """Precision in which gradients are reduced over replicas or shards; absent: `precision`. FSDP2's `reduce_dtype`;
+    DistributedDataParallel casts each bucket to a copy in it, sums that, and casts it back into the bucket."""
     optimizer: Literal["sgd", "sgd-momentum", "adam", "adamw"] = "adamw"
     """Optimizer, as in torch."""
     optimizer_implementation: Literal["default", "for-loop", "foreach", "fused"] = "default"

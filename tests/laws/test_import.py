@@ -235,7 +235,7 @@ def test_megatron_script(tmp_path):
         "micro_batches": 4,
         "recompute": "full",
     }
-    assert tables["workload"]["gradient_precision"] == "fp32"
+    assert tables["workload"]["gradient_precision"] == tables["workload"]["reduce_precision"] == "fp32"
     assert tables["workload"]["learning_rate"] == 1.5e-4
     assert not found.defaults
 
@@ -324,7 +324,8 @@ def test_torchtitan(tmp_path, replicate, shard, reshard, method):
     assert tables["plan"]["method"] == method
     assert (tables["plan"]["micro_batches"], tables["plan"]["recompute"]) == (2, "full")
     assert tables["workload"]["optimizer_implementation"] == "fused"
-    assert any("float32" in line for line in found.listed)
+    assert tables["workload"].get("reduce_precision") == (None if method == "ddp" else "fp32")
+    assert any("autocast" in line for line in found.listed) == (method == "ddp")
 
 
 def test_torchtitan_selective_is_not_ours(tmp_path):

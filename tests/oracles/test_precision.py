@@ -154,6 +154,37 @@ def test_gradients_in_fp32_take_two_bytes_more_and_no_time():
         check_predicted_only(kept, where="made")
 
 
+@pytest.mark.parametrize("method", ["ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize(("precision", "reduced", "ratio"), [("bf16", "fp32", 2), ("fp32", "bf16", 0.5)])
+def test_only_reductions_are_in_their_own_precision(method: str, precision: str, reduced: str, ratio: float):
+    kinds = {"all-reduce", "reduce-scatter"}
+    before, after = (
+        {(e.kind, e.count): e.bytes for e in simulate(loaded_of(tiny(method, precision, **more))).result.collectives}
+        for more in ({}, {"reduce_precision": reduced})
+    )
+    assert after == {key: size * (ratio if key[0] in kinds else 1) for key, size in before.items()}
+
+
+def test_a_reduction_in_the_workloads_precision_is_the_same_scenario():
+    plain, said, other = (tiny("zero3", "bf16", reduce_precision=each) for each in (None, "bf16", "fp32"))
+    assert plain.scenario_id == said.scenario_id != other.scenario_id
+    gathers = [e for e in simulate(loaded_of(other)).result.collectives if e.kind == "all-gather"]
+    assert gathers == [e for e in simulate(loaded_of(plain)).result.collectives if e.kind == "all-gather"]
+
+
+@pytest.mark.parametrize(
+    ("method", "plan", "reason"),
+    [
+        ("gs", {}, "pushes gradients in workload.precision"),
+        ("single", {}, "reduces no gradients over replicas"),
+        ("ddp", {"compress": "bf16"}, "leave out one of them"),
+    ],
+)
+def test_a_precision_without_a_reduction_is_refused(method: str, plan: dict, reason: str):
+    with pytest.raises(UserError, match=f"workload.reduce_precision = 'fp64'.*{reason}"):
+        tiny(method, "fp32", plan=plan, reduce_precision="fp64")
+
+
 # Time ----------------------------------------------------------------------------------------------------------------
 
 
