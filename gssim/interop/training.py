@@ -118,6 +118,8 @@ class Training:
     precision: Value | None = None
     gradient_precision: Value | None = None
     reduce_precision: Value | None = None
+    loss_scale: Value | None = None
+    """In fp16; absent there: dynamic."""
     optimizer: Value | None = None
     optimizer_implementation: Value | None = None
     learning_rate: Value | None = None
@@ -166,6 +168,7 @@ def scenario_of(
     if keys.refused:
         return []
     plan = _plan(training, keys, model, cluster, overrides)
+    _scale_loss(training, plan, overrides)
     workload = _workload(training, keys, model)
     if keys.refused:
         return []
@@ -201,6 +204,18 @@ def _check_clipping(training: Training, keys: Keys) -> None:
             clip.origin.partition(" = ")[0], f"approximated: {PENDING['clip_norm'].what} is not counted with tp > 1"
         )
         training.clip_norm = None
+
+
+def _scale_loss(training: Training, plan: list[Entry], overrides: dict[str, Any]) -> None:
+    """Set how a training in fp16 scales its loss, unless the scenario is to have another precision, or cannot."""
+    precision = training.precision
+    asked = overrides.get("workload.precision", precision.value if precision else "fp32")
+    methods = [entry.value for entry in plan if entry.key == "plan.method"]
+    rules = METHODS.get(overrides.get("plan.method") or (methods[0] if methods else ""))
+    if asked != "fp16" or precision is None or (rules is not None and rules.is_gradient_sharding):
+        training.loss_scale = None
+    else:
+        training.loss_scale = training.loss_scale or Value("dynamic", precision.origin)
 
 
 def sizes_of(model: Model) -> dict[str, int]:
@@ -484,6 +499,7 @@ def _workload(training: Training, keys: Keys, model: Model) -> list[Entry]:
         ("precision", "fp32", "the program's own, as the file does not say"),
         ("gradient_precision", None, ""),
         ("reduce_precision", None, ""),
+        ("loss_scale", None, ""),
         ("optimizer", "adamw", "as the file does not say"),
         ("optimizer_implementation", None, ""),
         ("learning_rate", None, ""),

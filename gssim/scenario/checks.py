@@ -44,6 +44,7 @@ def check(scenario: Scenario, *, file: str) -> None:
             "keeps no whole gradients until the update; leave it out"
         )
     _check_reduction(scenario, policies, file)
+    _check_loss_scale(scenario, policies, file)
     _check_clipping(scenario, policies, file)
     if policies.partition == "weight-gradient":
         _check_weight_gradient_owners(scenario, policies, file)
@@ -74,6 +75,23 @@ def _check_reduction(scenario: Scenario, policies: Policies, file: str) -> None:
         raise UserError(
             f"{where}: buckets are all-reduced in '{policies.compress}' (plan.compress, or method 'half'); leave out "
             "one of them"
+        )
+
+
+def _check_loss_scale(scenario: Scenario, policies: Policies, file: str) -> None:
+    """Refuse a scaled loss in other precisions than fp16, and where gradients leave before they can be divided."""
+    workload, method = scenario.workload, scenario.plan.method
+    if workload.loss_scale is None:
+        return
+    where = f"{file}: workload.loss_scale = {workload.loss_scale!r}"
+    if workload.precision != "fp16":
+        raise UserError(
+            f"{where}: gradients in workload.precision = '{workload.precision}' need no scaled loss; leave it out"
+        )
+    if policies.gradients == "push" or policies.partition == "weight-gradient":
+        raise UserError(
+            f"{where}: cannot run yet with method '{method}': its owners add up gradients before anyone could check "
+            "them for infinities; leave it out"
         )
 
 

@@ -168,6 +168,7 @@ def resolved(scenario: "Scenario", shared: Shared) -> dict[str, Any]:
         (data["run"], "slowdowns", not run.slowdowns),
         (data["workload"], "gradient_precision", scenario.workload.gradient_precision is None),
         (data["workload"], "reduce_precision", scenario.workload.reduce_precision is None),
+        (data["workload"], "loss_scale", scenario.workload.loss_scale is None),
         (data["workload"], "clip_norm", scenario.workload.clip_norm is None),
         (data["plan"]["shares"], "replanning", not plan.shares.replan),
         (data["plan"], "ranks", plan.ranks is None),

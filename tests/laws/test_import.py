@@ -328,6 +328,18 @@ def test_torchtitan(tmp_path, replicate, shard, reshard, method):
     assert any("autocast" in line for line in found.listed) == (method == "ddp")
 
 
+@pytest.mark.parametrize(
+    ("said", "scale"), [({}, "dynamic"), ({"loss_scale": 0}, "dynamic"), ({"loss_scale": 128}, 128)]
+)
+def test_deepspeed_in_fp16_scales_its_loss(tmp_path, said, scale):
+    data = DEEPSPEED | {"fp16": {"enabled": True} | said, "communication_data_type": "fp32"}
+    data.pop("bf16", None)
+    workload = imported(tmp_path, data, name="ds.json")[0]["workload"]
+    assert (workload["precision"], workload["loss_scale"], workload["reduce_precision"]) == ("fp16", scale, "fp32")
+    workload = imported(tmp_path, data, name="ds.json", overrides=["workload.precision=bf16"])[0]["workload"]
+    assert "loss_scale" not in workload
+
+
 def test_torchtitan_selective_is_not_ours(tmp_path):
     text = TITAN.format(batch=-1, replicate=1, shard=-1, reshard="default", mode="selective")
     assert "--set plan.recompute" in refused(tmp_path, text, name="t.toml")

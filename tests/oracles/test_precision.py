@@ -16,7 +16,7 @@ from gssim import cost
 from gssim.cluster import DeviceType
 from gssim.errors import UserError
 from gssim.program import lower
-from gssim.result import CATEGORIES
+from gssim.result import CATEGORIES, Result
 from gssim.scenario import Scenario, has_master_copy, load_scenario, master_bytes, value_bytes
 from gssim.simulation import simulate
 
@@ -368,6 +368,22 @@ def test_training_in_bf16_comes_to_where_one_device_comes(runs: dict, name: str)
 
 
 TABLE1 = Path(__file__).resolve().parents[2] / "scenarios" / "table1-bert.toml"
+
+
+@pytest.mark.parametrize(("method", "passes_bytes", "flags"), [("ddp", 2 * 2 + 2 * 4, 0), ("zero3", 2 * 4 / 2, 1)])
+def test_a_scaled_loss_costs_passes_over_gradients_and_a_flag_of_shards(method, passes_bytes, flags):
+    """ddp: fp16 gradients are read and written, and their fp32 copies; zero3: half of fp32 ones, and an all-reduce."""
+
+    def result_of(**scale: float) -> Result:
+        cluster = star(2, latency_s=0.0, types={"cpu": device_type(peak_flop_per_s={"fp16": 1e9})}, bandwidth=1e15)
+        workload = {"precision": "fp16", "optimizer": "sgd", "global_batch_size": 4} | scale
+        return simulate(loaded_of(scenario_of(cluster, {"method": method}, **workload))).result
+
+    plain, scaled = result_of(), result_of(loss_scale=512.0)
+    added_s = passes_bytes * ELEMENTS / 1e9
+    assert scaled.step_time_s - plain.step_time_s == pytest.approx(added_s, rel=1e-6)
+    assert sum(e.count for e in scaled.collectives) - sum(e.count for e in plain.collectives) == flags
+    assert plain.scenario_id != scaled.scenario_id
 
 
 def test_fp16_is_predicted_as_bf16_is_but_not_run():
