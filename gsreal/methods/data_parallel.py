@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import _compress_hook
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from gsreal.gradient_sharding.master import master_type
 from gsreal.gradient_sharding.point_to_point import all_gather_into_tensor, reduce_scatter_tensor
@@ -170,8 +171,7 @@ def fully_shard_parameters(scenario: Scenario, module: nn.Module, timeline: Time
     precision = MixedPrecisionPolicy(reduce_dtype=reduced)
     if has_master_copy(workload):
         precision = MixedPrecisionPolicy(param_dtype=DTYPES[workload.precision], reduce_dtype=reduced)
-        for parameter in module.parameters():
-            parameter.data = parameter.data.to(master_type(parameter.dtype))
+        _cast_to_master(module)
     mesh = _mesh(scenario.policies, device)
     reshard_after_forward = False if scenario.policies.parameters == "gathered" else None
     for part in [*blocks_of(scenario.workload.model, module), module]:
@@ -189,6 +189,23 @@ def fully_shard_parameters(scenario: Scenario, module: nn.Module, timeline: Time
     sync_each = scenario.policies.gradient_sync == "micro-batch"
     scale = float(scenario.policies.data_ranks)
     return Training(module, optimizer, timeline, scale=scale, sync_each=sync_each, syncing=syncing)
+
+
+def _cast_to_master(module: nn.Module) -> None:
+    """Cast all parameters, but no buffer, to the type in which they are updated.
+
+    A DTensor does not take another type's data: it is replaced.
+    """
+    replaced: dict[nn.Parameter, nn.Parameter] = {}
+    for part in module.modules():
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            kind = master_type(parameter.dtype)
+            if not isinstance(parameter, DTensor):
+                parameter.data = parameter.data.to(kind)
+                continue
+            if parameter not in replaced:
+                replaced[parameter] = nn.Parameter(parameter.detach().to(kind), requires_grad=parameter.requires_grad)
+            part.register_parameter(name, replaced[parameter])
 
 
 def _observe(

@@ -252,6 +252,9 @@ class Training:
     clip_norm: float | None = None
     """Largest norm of all gradients together, to which they are scaled down before the update."""
 
+    slices: Sequence[dist.ProcessGroup] | None = None
+    """If tensor-parallel ranks cut blocks: their group, and that of their shards, over which norms are summed."""
+
     scaler: LossScaler | None = None
     """Factor on the loss, if the workload has one."""
 
@@ -314,8 +317,30 @@ class Training:
         return nullcontext() if self.slow is None else self.slow.phase(phase, units)
 
     def clip_gradients(self, norm: float) -> None:
-        """Scale all gradients down to a norm of at most `norm`, by torch's function; it sums over FSDP2's shards."""
-        nn.utils.clip_grad_norm_(self.module.parameters(), norm)
+        """Scale all gradients down to a norm of at most `norm`, by torch's function; it sums over FSDP2's shards.
+
+        Where tensor-parallel ranks hold slices of some and the whole of others, the first of them counts the latter.
+        """
+        if self.slices is None:
+            nn.utils.clip_grad_norm_(self.module.parameters(), norm)
+            return
+        first, *others = self.slices
+        is_first = dist.get_rank(first) == 0
+        sliced = {
+            getattr(module, name)
+            for module in self.module.modules()
+            for name in module.__dict__.get("_gsreal_slices", {})
+        }
+        own = {p: p.grad for p in self.module.parameters() if p.grad is not None}
+        local = {p: g.to_local() if isinstance(g, DTensor) else g for p, g in own.items()}
+        counted = [gradient for p, gradient in local.items() if is_first or p in sliced]
+        squares = nn.utils.get_total_norm(counted).double().square()
+        for group in (first, *others):
+            with self.timeline.span("all-reduce gradient norm of slices", "exposed_communication", group):
+                dist.all_reduce(squares, group=group)
+        total = squares.sqrt().to(counted[0].dtype)
+        factor = torch.clamp(norm / (total + 1e-6), max=1.0)  # as clip_grads_with_norm_, which takes parameters alone
+        torch._foreach_mul_(list(local.values()), factor)
 
     def _update(self) -> None:
         if isinstance(self.optimizer, GradientSharding):

@@ -162,7 +162,7 @@ def scenario_of(
     `overrides`: what `--set` gives, by the scenario's key; it replaces what the file says.
     """
     _check_architecture(training, keys, model)
-    _check_clipping(training, keys)
+    _check_clipping(training)
     for name, pending in PENDING.items():
         _check_pending(name, pending, training, keys)
     if keys.refused:
@@ -192,17 +192,10 @@ def _check_architecture(training: Training, keys: Keys, model: Model) -> None:
             keys.note(value.origin.partition(" = ")[0], f"the model is --model ('{model.name}')")
 
 
-def _check_clipping(training: Training, keys: Keys) -> None:
-    """List clipping where the scenario cannot have it: beside tensor parallelism; leave out norms that clip nothing."""
-    clip, tp = training.clip_norm, training.tp
-    if clip is None:
-        return
-    if clip.value in PENDING["clip_norm"].harmless:
-        training.clip_norm = None
-    elif tp is not None and tp.value > 1:
-        keys.note(
-            clip.origin.partition(" = ")[0], f"approximated: {PENDING['clip_norm'].what} is not counted with tp > 1"
-        )
+def _check_clipping(training: Training) -> None:
+    """Leave out norms that clip nothing."""
+    clip = training.clip_norm
+    if clip is not None and clip.value in PENDING["clip_norm"].harmless:
         training.clip_norm = None
 
 

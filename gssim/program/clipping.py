@@ -5,7 +5,9 @@ min(1, max_norm / norm), whether or not that is one. Replicas have equal gradien
 itself. Where gradients are sharded, or stages hold other layers, norms are summed as squares: FSDP2's are DTensors:
 the norms of all tensors, in the gradients' precision, are all-reduced over the shards as one vector (seen with torch
 2.13); Gradient Sharding and the stages of a
-pipeline sum squares in fp64. A tied parameter counts once.
+pipeline sum squares in fp64. A tied parameter counts once. Tensor-parallel ranks hold slices of some gradients, and
+the whole of others, which the first of them counts (Megatron-LM, core/optimizer/clip_grads.py): they, and then the
+shards of each, sum squares in fp64.
 
 [Note: loss scaling] A training in fp16 multiplies its loss by `workload.loss_scale`. Before the update one pass reads
 and writes the gradients (torch._amp_foreach_non_finite_check_and_unscale_): it divides the fp32 gradients of shards,
@@ -20,6 +22,7 @@ from gssim import cost
 from gssim.collectives import Communication
 from gssim.program.lowering import Lowering
 from gssim.program.task import Task, TaskId, collective_task
+from gssim.program.tensor_slices import sum_over_slices
 
 SQUARES_BYTES = 8
 """Bytes of a sum of squares in fp64."""
@@ -42,7 +45,7 @@ def clip_gradients(low: Lowering, rank: int, owned: Sequence[int], replicas: Seq
     pass_s = cost.gradient_pass_s(device, elements=sum(tensors), tensors=len(tensors), value_bytes=value_bytes)
     norm = Task(NORM, "optimizer", duration_s=pass_s)
     scale = Task(CLIP, "optimizer", duration_s=2 * pass_s)  # reads and writes
-    return [norm, *_sums(low, replicas), scale]
+    return [norm, *_sums(low, rank, replicas), scale]
 
 
 def unscale_gradients(
@@ -68,7 +71,7 @@ def unscale_gradients(
         tasks.append(collective_task(own, Communication("all-reduce", low.group, FLAG_BYTES)))
     if policies.tp > 1:
         of_slices = own._replace(layer="infinite gradients of slices")
-        tasks.append(collective_task(of_slices, low.communication("all-reduce", "tp", FLAG_BYTES)))
+        tasks.append(sum_over_slices(low, rank, of_slices, FLAG_BYTES))
     if replicas:
         first, *others = replicas
         exchange = Communication("all-reduce", tuple(first), FLAG_BYTES, beside=tuple(map(tuple, others)))
@@ -82,11 +85,13 @@ def divides_master_gradients(low: Lowering) -> bool:
     return low.scenario.workload.loss_scale is not None and not shards
 
 
-def _sums(low: Lowering, replicas: Sequence[Sequence[int]]) -> Iterator[Task]:
+def _sums(low: Lowering, rank: int, replicas: Sequence[Sequence[int]]) -> Iterator[Task]:
     """Yield the all-reduces over ranks that hold different gradients."""
     policies = low.policies
+    if policies.tp > 1:
+        yield sum_over_slices(low, rank, _sum_id("of slices"), SQUARES_BYTES)
     if policies.gradients == "reduce-scatter" and policies.dp_shard > 1:
-        size = low.master_bytes * len(low.parameters)
+        size = SQUARES_BYTES if policies.tp > 1 else low.master_bytes * len(low.parameters)
         yield collective_task(_sum_id(), low.communication("all-reduce", "dp_shard", size))
     elif policies.gradients == "push" and len(low.group) > 1:
         for axis in (policies.push_axis, *(["dp_shard"] if low.places > 1 else [])):

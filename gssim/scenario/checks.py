@@ -96,13 +96,14 @@ def _check_loss_scale(scenario: Scenario, policies: Policies, file: str) -> None
 
 
 def _check_clipping(scenario: Scenario, policies: Policies, file: str) -> None:
-    """Refuse gradient clipping where ranks hold different parts of some gradients, and the same of others."""
+    """Refuse gradient clipping where owners do not know which of their gradients other ranks hold too."""
     norm = scenario.workload.clip_norm
-    if norm is not None and (policies.tp > 1 or policies.partition == "weight-gradient"):
+    pushes_slices = policies.tp > 1 and policies.gradients == "push"
+    if norm is not None and (pushes_slices or policies.partition == "weight-gradient"):
         raise UserError(
             f"{file}: workload.clip_norm = {norm:g}: cannot run yet with method '{scenario.plan.method}' and plan.tp = "
-            f"{policies.tp}: ranks hold slices or layers of some gradients, and the whole of others; allowed: plan.tp "
-            "= 1, and methods that divide the batch"
+            f"{policies.tp}: owners hold ranges or layers, of slices of some gradients and of the whole of others; "
+            "allowed: other methods, or gs and gs_z3 with plan.tp = 1"
         )
 
 
