@@ -105,6 +105,14 @@ def sum_partial_gradients(low: Lowering, rank: int) -> list[Task]:
     ]
 
 
+def sum_over_slices(low: Lowering, rank: int, own: TaskId, size_bytes: float) -> Task:
+    """Return an all-reduce over the ranks that hold the slices of the same blocks."""
+    group, *beside = low.once_a_run(_tensor_groups, low.batch_sizes[rank])
+    if len(beside) + 1 < len(low.group):
+        own = own._replace(samples=low.batch_sizes[rank])
+    return collective_task(own, Communication("all-reduce", group, size_bytes, beside=tuple(beside)))
+
+
 def _summed_elements(low: Lowering) -> int:
     """Return the elements of the gradients that a tensor group sums; shards are padded to equal rows (torch.chunk)."""
     count, shards = 0, low.shards if low.policies.gradients == "reduce-scatter" else 1
