@@ -107,7 +107,7 @@ def sum_partial_gradients(low: Lowering, rank: int) -> list[Task]:
 
 def sum_over_slices(low: Lowering, rank: int, own: TaskId, size_bytes: float) -> Task:
     """Return an all-reduce over the ranks that hold the slices of the same blocks."""
-    group, *beside = low.once_a_run(_tensor_groups, low.batch_sizes[rank])
+    group, *beside = low.once_a_run(tensor_groups, low.batch_sizes[rank])
     if len(beside) + 1 < len(low.group):
         own = own._replace(samples=low.batch_sizes[rank])
     return collective_task(own, Communication("all-reduce", group, size_bytes, beside=tuple(beside)))
