@@ -68,7 +68,13 @@ class MasterCopy(torch.optim.Optimizer):
         for parameter, master in self.pairs():
             master.grad = None if parameter.grad is None else parameter.grad.to(master.dtype)
         self.inner.step()
-        for parameter, master in self.pairs():
+        for _, master in self.pairs():
             master.grad = None
+        self.publish()
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Cast the master copies to the parameters, after they were changed by others than `step`."""
+        for parameter, master in self.pairs():
             parameter.copy_(master)
         self._seen = self._now()

@@ -4,6 +4,7 @@ from gssim.program.lowering import Lowering
 from gssim.program.optimizer import workspaces
 from gssim.program.owned import owned_layers
 from gssim.program.passes import Steps, StepTraffic, lower, lowering_key
+from gssim.program.periodic import after_inner_steps
 from gssim.program.sharded import Tensors, units
 from gssim.program.task import Issue, MicroBatch, Program, Task, TaskId
 from gssim.program.tensor_slices import unmeasured_host_time
@@ -19,6 +20,7 @@ __all__ = [
     "Task",
     "TaskId",
     "Tensors",
+    "after_inner_steps",
     "lower",
     "lowering_key",
     "owned_layers",
