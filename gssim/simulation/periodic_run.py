@@ -106,14 +106,14 @@ def periodic_result(
     ranks = tuple(
         replace(
             each,
-            phases_s=_phases(each.phases_s, typical, each.ranks[0], every),
+            phases_s=_phases(each.phases_s, typical, each.ranks[0], step_time_s),
             bytes_sent=(each.bytes_sent or 0.0) / every,
             bytes_received=(each.bytes_received or 0.0) / every,
         )
         for each in result.ranks
     )
-    phases = {name: sum(each.phases_s[name] * each.count for each in ranks) for name in PHASES}
-    scale = step_time_s / sum(phases.values())
+    count = sum(each.count for each in ranks)
+    phases = {name: sum(each.phases_s[name] * each.count for each in ranks) / count for name in PHASES}
     misfits = [period.result.does_not_fit for period in by_slowed.values() if period.result.does_not_fit]
     varies = len(by_slowed) > 1 or any(any(key) for key in by_slowed)
     return (
@@ -124,7 +124,7 @@ def periodic_result(
             step_time_s=step_time_s,
             step_time_p10_s=sorted(times_s)[len(times_s) // 10],
             step_times_s=tuple(times_s) if varies else (),
-            phases_s={name: value * scale for name, value in phases.items()},
+            phases_s=phases,
             fits=not misfits,
             does_not_fit=max(misfits, key=lambda fit: fit.excess_bytes, default=None),
             throughput_samples_per_s=scenario.workload.global_batch_size / step_time_s,
@@ -138,12 +138,16 @@ def periodic_result(
     )
 
 
-def _phases(whole: Mapping[str, float], period: Period, rank: int, every: int) -> dict[str, float]:
-    """Return a rank's phases of a mean step: `whole` are those of its period, with the inner steps as idle time."""
+def _phases(whole: Mapping[str, float], period: Period, rank: int, step_time_s: float) -> dict[str, float]:
+    """Return a rank's phases of a mean step: `whole` are those of its period, with the inner steps as idle time.
+
+    They are scaled to the mean step, as where some steps are slow it is not that of this period.
+    """
     phases = dict(whole)
     apart_s = float(sum(step.times_s[rank] for step in period.inner))
     phases["idle"] = max(0.0, phases["idle"] - apart_s)
     for step in period.inner:
         for name in PHASES:
             phases[name] += float(step.phases_s[name][rank])
-    return {name: value / every for name, value in phases.items()}
+    scale = step_time_s / sum(phases.values())
+    return {name: value * scale for name, value in phases.items()}
