@@ -348,7 +348,9 @@ def gradients_command(
             help="Push thresholds to train under besides densely; predictions lie between. Absent: none.",
         ),
     ] = None,
-    every: Annotated[int, typer.Option("--every", help="Steps between two that are looked at.")] = 10,
+    every: Annotated[
+        int, typer.Option("--every", help="Most steps between two that are looked at; at the start there are fewer.")
+    ] = 10,
     courses: Annotated[
         int, typer.Option("--courses", help="Trainings of each kind, from other first weights with other batches.")
     ] = 8,

@@ -103,12 +103,9 @@ def _target_density(result: Result) -> list[str]:
     line = f"target density {push['threshold']:.4g}: {density:.4g} {word}"
     if abs(density - push["threshold"]) <= TOLD_RATIO * push["threshold"]:
         return [line]
-    steps = push["reestimate_steps"]
-    if steps == 1:
-        return [f"{line}; thresholds are estimated in each step from the magnitudes of a sample of each tensor"]
     return [
-        f"{line}; thresholds are estimated from one batch every {steps} steps (plan.push.reestimate_steps) and stay "
-        "while gradients become smaller or larger"
+        f"{line}; thresholds follow a sample of each step's gradients (plan.push.reestimate_steps); zeros are never "
+        "sent, and of a small tensor at least one element is"
     ]
 
 

@@ -245,7 +245,12 @@ ThresholdedRange = tuple[slice, float]
 
 
 class Thresholds:
-    """The thresholds of a bucket's tensors."""
+    """The thresholds of a bucket's tensors.
+
+    For a target density each tensor's is estimated every few steps. Gradients drift in between, so in every other step
+    all are scaled by one factor, with which a sample of the bucket reaches the target: counts of earlier steps would
+    tell of a jump only after it was sent, and residuals answer to a changed threshold with a delay.
+    """
 
     def __init__(self, push: Push, places: Sequence[slice]) -> None:
         self.push, self.places = push, places
@@ -264,14 +269,47 @@ class Thresholds:
         if self.push.kind == "relative":
             means = mean_magnitudes([pieces(place.start, place.stop) for place in self.places])
             thresholds = [_above_zero(self.push.threshold * mean) if self.push.threshold else 0.0 for mean in means]
+        elif self.estimated is None or step % self.push.reestimate_steps == 0:
+            thresholds = [
+                quantile(pieces(place.start, place.stop), self.push.threshold, scratch) for place in self.places
+            ]
+            broken = any(map(math.isnan, thresholds))  # of no use for the next steps
+            self.estimated = None if broken else [each / scale if each > TINY else each for each in thresholds]
         else:
-            if self.estimated is None or step % self.push.reestimate_steps == 0:
-                self.estimated = [
-                    quantile(pieces(place.start, place.stop), self.push.threshold, scratch) / scale
-                    for place in self.places
-                ]
-            thresholds = [estimate * scale for estimate in self.estimated]
+            factor = scale * self._drift(pieces, scratch, step=step, scale=scale)
+            thresholds = [estimate * factor for estimate in self.estimated]
         return list(zip(self.places, thresholds, strict=True))
+
+    def _drift(self, pieces: Pieces, scratch: Scratch, *, step: int, scale: float) -> float:
+        """Return the factor of the estimates with which the target fraction of a sample of the bucket reaches them.
+
+        The sample has equidistant elements, other ones in each step. Tensors that are all zeros, or were, and empty
+        ones keep their thresholds.
+        """
+        assert self.push.threshold is not None
+        assert self.estimated is not None
+        pairs = zip(self.places, self.estimated, strict=True)
+        followed = [(place, estimate) for place, estimate in pairs if TINY < estimate < math.inf]
+        elements = sum(place.stop - place.start for place, _ in followed)
+        room = min(encodings.followed_elements(self.push.threshold, elements), scratch.magnitudes.numel())
+        if not room:
+            return 1.0
+        distance = _sampling_stride(math.ceil(elements / room)) if elements > room else 1
+        start, taken = step * MIXING % distance, 0
+        for place, estimate in followed:
+            first = taken
+            for piece in pieces(place.start, place.stop):
+                picked = piece[start::distance]
+                scratch.magnitudes[taken : taken + picked.numel()].copy_(picked)
+                start, taken = (start - piece.numel()) % distance, taken + picked.numel()
+            scratch.magnitudes[first:taken].mul_(1 / (estimate * scale))
+        sample = scratch.magnitudes[:taken].abs_()
+        factor = _kth_largest(sample, max(1, round(self.push.threshold * taken))) if taken else 1.0
+        return factor if math.isnan(factor) else max(factor, TINY)
+
+
+MIXING = 7919
+"""A prime: samples of consecutive steps begin at elements that lie far from each other."""
 
 
 def _above_zero(threshold: float) -> float:

@@ -29,18 +29,25 @@ APART = 1_000_003
 
 
 def sampled_steps(steps: int, *, first: int = 0, every: int = EVERY) -> tuple[int, ...]:
-    """Return the sampled steps: the first after the warm-up, the last, and some between, equidistant.
+    """Return the sampled steps: the first after the warm-up, the last, and others.
 
-    They are at least `every` steps apart: if no two are, only the first. In the warm-up, when gradients change fastest,
-    each sampled step is twice as far as the one before: runs with shorter warm-ups use the same statistics.
+    Each is half as far again from the start as the one before, but at most `every` steps after it.
+
+    Gradients change fastest at the start, whatever the run's length: looked at in its first and last step alone, a run
+    of 8 steps had densities that were predicted up to 2.5 times too high. With a warm-up the first is step 1, and runs
+    with shorter warm-ups use the same statistics.
 
     >>> sampled_steps(45, first=5)
-    (1, 2, 5, 18, 31, 44)
+    (1, 2, 3, 5, 8, 12, 18, 27, 37, 44)
+    >>> sampled_steps(8)
+    (0, 1, 2, 3, 5, 7)
     """
-    first = min(first, steps - 1)
-    early = (2**k for k in range(first.bit_length()) if 2 ** (k + 1) <= first)
-    gaps = (steps - 1 - first) // every
-    return (*early, first, *(first + round(gap * (steps - 1 - first) / gaps) for gap in range(1, gaps + 1)))
+    first, last = min(first, steps - 1), steps - 1
+    sampled, step = {first, last}, min(first, 1)
+    while step < last:
+        sampled.add(step)
+        step += min(every, max(1, (1 + step) // 2))
+    return tuple(sorted(sampled))
 
 
 def take_statistics(

@@ -17,7 +17,7 @@ from gsreal.gradient_sharding.messages import TINY
 from gsreal.statistics.training import Gradients, Replica
 from gssim.plan import Push
 from gssim.scenario import Scenario
-from gssim.workload.gradient_statistics import HELD_LEVELS, SKETCH_EDGES
+from gssim.workload.gradient_statistics import SKETCH_EDGES
 
 BLOCKS = 12
 """Blocks of a tensor: query, key and value have four each, as has every third."""
@@ -133,14 +133,12 @@ class Reached:
 
     sent: np.ndarray
     """By threshold and block."""
-    held: np.ndarray
-    """By threshold, level (`HELD_LEVELS`) and block."""
     relative: np.ndarray
     """By whether there is error feedback, multiple and block."""
 
     def __add__(self, other: "Reached") -> "Reached":
         """Return the sum of both."""
-        return Reached(self.sent + other.sent, self.held + other.held, self.relative + other.relative)
+        return Reached(self.sent + other.sent, self.relative + other.relative)
 
 
 class Feedback:
@@ -156,12 +154,10 @@ class Feedback:
         held = [(flat + residual).abs() for residual in self._residuals(flat)]
         pairs, absolute = list(zip(held, self._thresholds(held), strict=True)), len(self.thresholds)
         sent = [summed(each >= threshold) for each, threshold in pairs]
-        levels = [summed(each >= level * threshold) for each, threshold in pairs[:absolute] for level in HELD_LEVELS]
         magnitudes = flat.abs()
         plain = [summed(magnitudes >= threshold) for threshold in self._of_means([magnitudes] * len(self.multiples))]
         return Reached(
             sent=np.array(sent[:absolute]).reshape(-1, BLOCKS),
-            held=np.array(levels).reshape(-1, len(HELD_LEVELS), BLOCKS),
             relative=np.array([plain, sent[absolute:]]).reshape(2, -1, BLOCKS),
         )
 
@@ -294,8 +290,7 @@ class _Page:
 def _feedback(looks: Sequence[_Look], blocks: slice) -> dict[str, Any]:
     """Return the densities with error feedback of a range of blocks, as a FeedbackDensity."""
     sent = typical([_ratios(look, look.reached.sent, blocks) for look in looks if look.reached])
-    held = typical([_ratios(look, look.reached.held, blocks) for look in looks if look.reached])
-    return {"sent_ratios": _rounded(sent), "held_ratios": [_rounded(levels, 2) for levels in held]}
+    return {"sent_ratios": _rounded(sent)}
 
 
 def _relative(looks: Sequence[_Look], blocks: slice) -> dict[str, Any]:

@@ -29,7 +29,8 @@ class Push:
     kind: Literal["absolute", "relative", "target-density"] = "absolute"
     """`relative`: the threshold is multiplied by the mean magnitude of the tensor, as a rank has accumulated it.
     `target-density`: it is the fraction of a tensor's elements to be sent; the magnitude that this fraction reaches is
-    estimated on each rank, and used until the next estimate."""
+    estimated on each rank every `reestimate_steps`, and scaled in between to follow a sample of each step's gradients.
+    """
     error_feedback: bool | None = None
     """Keep the gradients that were not sent and add them to the next step's. Absent: on for SGD, with or without
     momentum, where dropped contributions shorten the step; off where `aggregate` corrects that, and for Adam, whose
@@ -46,7 +47,8 @@ class Push:
     warmup_steps: Count = 0
     """Steps at the start that are pushed densely, as if there were no threshold."""
     reestimate_steps: PositiveInt = 32
-    """For `target-density`: number of steps between two estimates of the threshold."""
+    """For `target-density`: number of steps between two estimates of each tensor's threshold; in between the thresholds
+    of a bucket are scaled together."""
 
     @property
     def selects(self) -> bool:

@@ -11,9 +11,8 @@ with their residuals added; it is measured at a grid of thresholds, because it d
 element's gradients over steps, which the distribution of one step's gradients does not contain.
 
 The density of a relative threshold depends on the shape of the distribution of magnitudes, not on their scale: it is
-measured at a grid of multiples of the mean, with error feedback and without. A threshold that is estimated for a target
-density is an absolute one until the next estimate: from the first step's gradients at first, then from gradients and
-residuals under the previous threshold.
+measured at a grid of multiples of the mean, with error feedback and without. Thresholds for a target density follow
+each step's gradients: a tensor sends the target, or all that is not zero if that is less.
 
 The module also has the interpolation between sampled steps (`Moment`), the union of several ranks' pushes (`united`),
 and the staleness of parameters under thresholded publication (`staleness_steps`).
@@ -33,7 +32,6 @@ from gssim.plan import Publish, Push
 from gssim.units import Floats, Ints
 from gssim.workload.gradient_statistics import (
     EDGES_PER_DECADE,
-    HELD_LEVELS,
     LOWEST_DECADE,
     BlockTrace,
     FeedbackDensity,
@@ -235,7 +233,7 @@ def push_ratios(
         return SILENCE
     view = _View(statistics, samples, tensor, bool(push.error_feedback), lag_steps)
     if push.kind == "target-density":
-        return _reestimated(view, push, step, part)
+        return _at_target(view, push, step, part)
     if push.kind == "relative":
         return view.relative_ratio(push.threshold, step)
     return view.sent_ratio(push.threshold, step, part)
@@ -399,15 +397,6 @@ class _View:
         """Return the fraction that reaches an absolute threshold."""
         return self._under(threshold, threshold, self._with_feedback if self.error_feedback else _reached, step, part)
 
-    def held_ratio(self, level: float, threshold: float, step: int, part: float) -> "Ratios":
-        """Return the fraction that reaches a level, where the threshold was another one before."""
-        factor = level / threshold
-
-        def fraction(block: BlockTrace, scaled: float, moment: Moment) -> float:
-            return self._held(block, scaled / factor, factor, moment)
-
-        return self._under(threshold, level, fraction, step, part)
-
     def untouched_ratio(self, threshold: float, step: int, part: float) -> "Ratios":
         """Return the fraction that reaches the first absolute threshold."""
         level = threshold / (part * self.scale)
@@ -448,59 +437,35 @@ class _View:
         return Ratios(high, values(self.tensors[above - 1]), weight)
 
     def _with_feedback(self, block: BlockTrace, level: float, moment: Moment) -> float:
-        return self._held(block, level, 1.0, moment)
-
-    def _held(self, block: BlockTrace, level: float, factor: float, moment: Moment) -> float:
-        """Return the fraction of a block that reaches `factor` times a level that was the threshold before."""
+        """Return the fraction of a block that reaches a level, with its residuals under it."""
         pairs = zip(moment.all_of(block.sketches), moment.all_of(block.feedback), strict=True)
-        ratios = [self._held_at(sketch, row, level, factor) for sketch, row in pairs]
+        ratios = [self._with_feedback_at(sketch, row, level) for sketch, row in pairs]
         if moment.before < 0 and block.first is not None:  # no residuals at the first step
-            ratios[0] = _tail(block.first, factor * level)
+            ratios[0] = _tail(block.first, level)
         return moment.curved(ratios)
 
-    def _held_at(self, sketch: Sketch, row: FeedbackDensity, level: float, factor: float) -> float:
+    def _with_feedback_at(self, sketch: Sketch, row: FeedbackDensity, level: float) -> float:
         if level < self.grid[0]:  # feedback matters less and less
             more = row.sent_ratios[0] / max(_tail(sketch, self.grid[0]), _SMALLEST)
-            return min(1.0, float(_tail(sketch, factor * level) * more ** (level / self.grid[0])))
-        sent = _on_grid(self.grid, row.sent_ratios, level)
-        return sent if factor == 1 else self._tail_of_held(row, level, sent, factor)
-
-    def _tail_of_held(self, row: FeedbackDensity, level: float, sent: float, factor: float) -> float:
-        by_level = [_on_grid(self.grid, each, level) for each in zip(*row.held_ratios, strict=True)]
-        known = sorted([*zip(HELD_LEVELS, by_level, strict=True), (1.0, sent)])
-        return _on_grid([each for each, _ in known], [ratio for _, ratio in known], factor)
+            return min(1.0, float(_tail(sketch, level) * more ** (level / self.grid[0])))
+        return _on_grid(self.grid, row.sent_ratios, level)
 
 
-def _reestimated(view: _View, push: Push, step: int, part: float) -> "Ratios":
-    """Return the density at `step` under thresholds that are periodically estimated for a target density.
+def _at_target(view: _View, push: Push, step: int, part: float) -> "Ratios":
+    """Return the density at a step under thresholds that follow the gradients to a target density.
 
-    With error feedback the estimate is made from residuals under the previous threshold: all estimates are repeated
-    from the start, or from four estimates ago.
+    They are estimated every `reestimate_steps` and scaled in between, so that a sample of the bucket reaches the
+    target. Assumes that the tensors of a bucket drift alike between two estimates.
     """
     assert push.threshold is not None
-    since, target = (step - push.warmup_steps) % push.reestimate_steps, push.threshold
-    latest = step - since
-    earliest = max(push.warmup_steps, latest - (3 * push.reestimate_steps if view.error_feedback else 0))
-    threshold: float | None = None
-    for at in range(earliest, latest + 1, push.reestimate_steps):
-        reaching = _estimate(view, push, at, threshold, part)
-        low, high = math.log(1e-12), math.log(1e4)
-        for _ in range(30):  # bisection for the level that the target fraction of the whole tensor reaches
-            middle = (low + high) / 2
-            above = reaching(math.exp(middle)).over(0.0, 1.0) - target > 0
-            low, high = (middle, high) if above else (low, middle)
-        threshold = math.exp(middle)
-    assert threshold is not None
-    return reaching(threshold) if since == 0 else view.sent_ratio(threshold, step, part)
-
-
-def _estimate(view: _View, push: Push, step: int, threshold: float | None, part: float) -> Callable[[float], "Ratios"]:
-    """Return the fraction that reaches a level when the threshold is estimated; `threshold`: the previous one."""
-    if step == push.warmup_steps:
-        return lambda level: view.untouched_ratio(level, step, part)
-    if threshold is None or not view.error_feedback:
-        return lambda level: view.sent_ratio(level, step, part)
-    return lambda level: view.held_ratio(level, threshold, step, part)
+    low, high = math.log(1e-12), math.log(1e4)
+    for _ in range(30):  # bisection for the level that the target fraction of the whole tensor reaches
+        middle = (low + high) / 2
+        level = math.exp(middle)
+        first = step == push.warmup_steps  # nothing has gathered yet
+        found = view.untouched_ratio(level, step, part) if first else view.sent_ratio(level, step, part)
+        low, high = (middle, high) if found.over(0.0, 1.0) > push.threshold else (low, middle)
+    return found
 
 
 def _between(threshold: float, low: float, high: float) -> float:

@@ -46,19 +46,14 @@ class Sketch:
             raise ValueError(f"tail_ratios: there are {len(SKETCH_EDGES)} edges, and first_edge is {self.first_edge}")
 
 
-HELD_LEVELS = (0.25, 0.5, 2.0)
-"""Multiples of a threshold at which the tail of gradient plus residual is recorded."""
-
-
 @spec
 class FeedbackDensity:
     """Density under error feedback at one step, where unsent gradients are added to the next ones."""
 
     sent_ratios: tuple[Ratio, ...]
     """Fraction of elements that are sent, for each of the statistics' `feedback_thresholds`."""
-    held_ratios: tuple[tuple[Ratio, ...], ...]
-    """For each of them, the fraction of elements whose gradient plus residual reaches each of `HELD_LEVELS` times
-    it."""
+    held_ratios: tuple[tuple[Ratio, ...], ...] = ()
+    """In older files: fractions that reach multiples of each threshold. Not used, and no longer measured."""
 
 
 @spec
@@ -173,10 +168,8 @@ class GradientStatistics:
             raise ValueError(f"correlations of {name}: {count} (sampled_steps) are needed, or none")
 
     def _check_feedback(self, name: str, block: BlockTrace, *, needed: bool) -> None:
-        rows = [(len(row.sent_ratios), len(row.held_ratios)) for row in block.feedback]
+        rows = [(len(row.sent_ratios), len(row.sent_ratios)) for row in block.feedback]
         self._check_rows(f"feedback of {name}", rows, len(self.feedback_thresholds), needed=needed)
-        if any(len(each) != len(HELD_LEVELS) for row in block.feedback for each in row.held_ratios):
-            raise ValueError(f"feedback of {name}: {len(HELD_LEVELS)} held_ratios for a threshold are needed")
 
     def _check_relative(self, name: str, block: BlockTrace, *, needed: bool) -> None:
         rows = [(len(row.sent_ratios), len(row.feedback_ratios)) for row in block.relative]

@@ -78,6 +78,15 @@ def random_point(seed: int, *, most_devices: int = 32) -> Table:
     return _scenario(random, seed, cluster, workload, plan, parts, devices)
 
 
+KNOWN_DENSITIES: list[Table] = [
+    {"threshold": 0.0},
+    {"threshold": 1e9, "kind": "relative"},
+    {"threshold": 0.3, "kind": "target-density", "reestimate_steps": 1},
+]
+"""Pushes of all, of no and of a stated fraction of the gradients, whatever the gradients are: a real run sends what is
+predicted."""
+
+
 def random_real_point(seed: int) -> Table:
     """Return the scenario of a seed, to be run on two to four ranks of this machine as well."""
     random = Random(seed)
@@ -93,7 +102,7 @@ def random_real_point(seed: int) -> Table:
     model = Trained(model.name, 12, model.lengths)
     workload = _workload(random, model, plan, parts, _precisions(cluster), thresholds=False)
     if plan.get("push") is not None and method in PUSHING and random.random() < 0.5:
-        plan["push"] |= {"threshold": random.choice([1e-4, 1e-3, 1e-2])}
+        plan["push"] |= random.choice(KNOWN_DENSITIES)
     if REGISTRY[method].compress:  # how long compressed copies live beside the compute depends on the real rates
         plan["overlap"] = False
     found = _scenario(random, seed, cluster, workload, plan, parts, devices)

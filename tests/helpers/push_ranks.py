@@ -121,7 +121,12 @@ class Definition:
             for place in self.places:
                 ordered = magnitudes[place].sort(descending=True).values
                 self.estimated.append(float(ordered[max(1, round(threshold * len(ordered))) - 1]) or math.inf)
-        return self.estimated
+            return self.estimated
+        # buckets are smaller than a sample: with the factor, the target fraction of the whole bucket reaches
+        pairs = zip(self.places, self.estimated, strict=True)
+        ratios = torch.cat([magnitudes[place] * (1 / each) for place, each in pairs if each < math.inf])
+        factor = float(ratios.sort(descending=True).values[max(1, round(threshold * len(ratios))) - 1])
+        return [each * factor for each in self.estimated]
 
 
 def expected(case: dict[str, Any], sharding: Any) -> tuple[list[list[Tensor]], dict[int, Tensor]]:

@@ -16,7 +16,6 @@ from gssim.scenario import load_scenario
 from gssim.simulation import simulate
 from gssim.workload import unrolled
 from gssim.workload.gradient_statistics import (
-    HELD_LEVELS,
     SKETCH_EDGES,
     BlockTrace,
     FeedbackDensity,
@@ -152,8 +151,7 @@ def planted(folder: Path, scenario: str, overrides: list[str], density: float, *
     loaded = load_scenario(Path(scenario), overrides, gradients_needed=False).scenario
     workload, steps = loaded.workload, loaded.run.warmup_steps + loaded.run.steps
     sketch = Sketch(mean=1.0, rms=1.0, tail_ratios=(density,) * len(SKETCH_EDGES))
-    held = ((density,) * len(HELD_LEVELS),) * 2
-    kept = FeedbackDensity(sent_ratios=(density, density), held_ratios=held)
+    kept = FeedbackDensity(sent_ratios=(density, density))
     relative = RelativeDensity(sent_ratios=(density, density), feedback_ratios=(density, density))
     tensor = TensorTrace(blocks=(BlockTrace(sketches=(sketch,), feedback=(kept,), relative=(relative,)),))
     names = [name for layer in unrolled(workload.model) for name in layer.parameter_names]

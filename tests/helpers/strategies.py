@@ -25,7 +25,6 @@ from gssim.scenario import Loaded, Scenario, check
 from gssim.units import validated
 from gssim.workload import Model, unrolled
 from gssim.workload.gradient_statistics import (
-    HELD_LEVELS,
     SKETCH_EDGES,
     BlockTrace,
     ChangeTrace,
@@ -275,7 +274,6 @@ def exponential_tensor(*rms: float) -> TensorTrace:
     feedback = tuple(
         FeedbackDensity(
             sent_ratios=tuple(mean / (mean + t) for t in FEEDBACK_GRID),
-            held_ratios=tuple(tuple(mean / (mean + level * t) for level in HELD_LEVELS) for t in FEEDBACK_GRID),
         )
         for mean in means
     )

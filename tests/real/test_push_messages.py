@@ -10,10 +10,19 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
 from gsreal.gradient_sharding.bucket import Bucket  # noqa: E402
-from gsreal.gradient_sharding.messages import Encoding, Scratch, clip_ranges, mark, mean_magnitudes, quantile  # noqa: E402  # noqa: E402
+from gsreal.gradient_sharding.messages import (  # noqa: E402
+    Encoding,
+    Scratch,
+    Thresholds,
+    clip_ranges,
+    mark,
+    mean_magnitudes,
+    quantile,
+)
 from gsreal.gradient_sharding.push import Accumulated, Residual  # noqa: E402
 from gssim.plan import (  # noqa: E402
     CHUNK_ELEMENTS,
+    Push,
     divide,
     message_bytes,
 )
@@ -155,3 +164,50 @@ def test_a_tensor_of_zeros_reaches_no_threshold_that_is_found():
     zeros = torch.zeros(8)
     assert not mark(zeros, [(slice(0, 8), quantile([zeros], 0.5, scratch))], scratch).any()
     assert quantile([zeros], 1.0, scratch) == 0
+
+
+SCALES = {
+    "falls by 5 % a step": lambda step: 0.95**step,
+    "rises by 5 % a step": lambda step: 1.05**step,
+    "falls as at the start": lambda step: 1 / (1 + step),
+    "jumps": lambda step: 1.0 if step < 12 else 3.0,
+    "is noisy": lambda step: math.exp(0.3 * math.sin(12.9898 * step * step)),
+}
+
+
+@pytest.mark.parametrize("feedback", [False, True])
+@pytest.mark.parametrize("target", [0.003, 0.1])
+@pytest.mark.parametrize("scale", SCALES)
+def test_a_target_density_is_met_over_any_ten_steps_whatever_gradients_do(scale, target, feedback):
+    sizes = {(0, 150_000): 1.0, (150_000, 150_064): 3.0, (150_064, 200_064): 0.01}
+    push = Push(kind="target-density", threshold=target, error_feedback=feedback)
+    thresholds = Thresholds(push, [slice(*place) for place in sizes])
+    elements, random = max(last for _, last in sizes), torch.Generator().manual_seed(3)
+    widths = torch.cat([torch.full((last - first,), width) for (first, last), width in sizes.items()])
+    scratch = Scratch(elements, elements, torch.float32, CPU)
+    common, residual, sent = torch.randn(elements, generator=random), torch.zeros(elements), []
+    for step in range(40):
+        noise = torch.randn(elements, generator=random)
+        held = residual + (0.3 * common + noise) * widths * SCALES[scale](step)
+        found = thresholds.find(lambda a, b, held=held: [held[a:b]], scratch, step=step)
+        flags = mark(held, found, Scratch(elements, elements, torch.float32, CPU))[:elements]
+        sent.append(float(flags.float().mean()) / target)
+        residual = held * ~flags if feedback else residual
+    means = [sum(sent[at : at + 10]) / 10 for at in range(5, 30)]
+    assert 0.85 < min(means) <= max(means) < 1.15
+
+
+def test_thresholds_follow_between_estimates_without_tensors_of_zeros_and_after_what_is_no_number():
+    values = torch.randn(20_000, generator=torch.Generator().manual_seed(1))
+    values[10_000:] = 0
+    thresholds = Thresholds(Push(kind="target-density", threshold=0.1), [slice(0, 10_000), slice(10_000, 20_000)])
+    scratch = Scratch(20_000, 20_000, torch.float32, CPU)
+
+    def found(factor: float, step: int) -> list[float]:
+        return [each for _, each in thresholds.find(lambda a, b: [values[a:b] * factor], scratch, step=step)]
+
+    first, again = found(1.0, 0), found(7.0, 1)
+    assert again[0] == pytest.approx(7 * first[0], rel=0.1)
+    assert again[1] > 0
+    found(math.nan, 32)
+    assert found(2.0, 33)[0] == pytest.approx(2 * first[0], rel=1e-6)

@@ -16,7 +16,7 @@ from points import random_real_point
 from real_runs import planted, predicted, predicted_peaks, run_cases
 
 from gssim.errors import RunFailedError, UserError
-from gssim.scenario import load_scenario
+from gssim.scenario import Scenario, load_scenario
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
@@ -57,7 +57,7 @@ def cases_of(seeds: Sequence[int], folder: Path, *, ranks: int, wanted: int) -> 
     refused: Counter[str] = Counter()
     for seed in seeds:
         point = random_real_point(seed)
-        if point["cluster"]["topology"]["devices"][0]["count"] != ranks:
+        if point["plan"].get("ranks", point["cluster"]["topology"]["devices"][0]["count"]) != ranks:
             continue
         path = folder / f"{seed}.toml"
         path.write_text(tomli_w.dumps(point))
@@ -73,13 +73,19 @@ def cases_of(seeds: Sequence[int], folder: Path, *, ranks: int, wanted: int) -> 
             layers = [sum(bool(each.layer.modules) for each in stage) for stage in scenario.stages]
             case["overrides"] = [f"plan.stages={layers}"]
         if scenario.push.selects:
-            statistics = planted(folder, str(path), [], 0.1, name=f"{seed}-gradients")
+            statistics = planted(folder, str(path), [], density_of(scenario), name=f"{seed}-gradients")
             case["overrides"] += [f'workload.gradients="{statistics}"']
         predicted(case)  # what runs can be predicted
         cases[str(seed)] = case
         if len(cases) == wanted:
             break
     return cases, refused
+
+
+def density_of(scenario: Scenario) -> float:
+    """Return the fraction of gradients that a point of `KNOWN_DENSITIES` sends."""
+    push = scenario.push
+    return push.threshold if push.kind == "target-density" else float(push.threshold == 0)
 
 
 def run_all(folder: Path, cases: dict[str, Case], *, ranks: int) -> dict[str, Any]:
@@ -143,7 +149,9 @@ def differences_of_training(case: Case, seen: dict[str, Any]) -> Iterator[str]:
     workload = scenario.workload
     if scenario.policies.sync_every_steps:
         return
-    if scenario.push.selects or (workload.optimizer.startswith("adam") and workload.precision != "fp64"):
+    if scenario.push.selects and density_of(scenario) < 1:
+        return
+    if workload.optimizer.startswith("adam") and workload.precision != "fp64":
         return
     if workload.optimizer == "adam" and workload.weight_decay:
         return
