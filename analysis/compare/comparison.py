@@ -121,8 +121,6 @@ def half_range_ratio(times_s: Sequence[float]) -> float | None:
     return (max(times_s) - min(times_s)) / 2 / middle_s if middle_s > 0 else None
 
 
-PERIODIC_STEPS = ("inner", "outer")
-"""Kinds of steps of runs that synchronize periodically: each is compared with its own kind."""
 COLUMNS = (
     "scenario_id",
     "name",
@@ -163,9 +161,14 @@ COLUMNS = (
     *(f"{phase}_{side}_s" for phase in PHASES for side in ("predicted", "measured")),
     "calibration_id_predicted",
     "calibration_id_measured",
-    *(f"{kind}_step_{what}" for kind in PERIODIC_STEPS for what in ("predicted_s", "measured_s", "error_ratio")),
 )
 """The columns of comparison.csv, in order."""
+PERIODIC_STEPS = ("inner", "outer")
+"""Kinds of steps of runs that synchronize periodically: each is compared with its own kind."""
+PERIODIC_COLUMNS = tuple(
+    f"{kind}_step_{what}" for kind in PERIODIC_STEPS for what in ("predicted_s", "measured_s", "error_ratio")
+)
+"""Further columns, where a comparison has such runs."""
 
 STRUCTURE_COLUMNS = {
     "peak_rank": pl.Int64,
@@ -271,7 +274,7 @@ def _device(devices: dict[int, str], rank: int) -> str:
 
 
 def compare(pairs: Sequence[Pair]) -> pl.DataFrame:
-    """Return one row per pair, with the columns of `COLUMNS`, sorted by name.
+    """Return one row per pair, with `COLUMNS`, and `PERIODIC_COLUMNS` where a run has periods, sorted by name.
 
     Peak memory is compared rank by rank; the row reports the rank (`peak_rank`) with the largest relative error, not
     the rank that needs most.
@@ -312,7 +315,7 @@ def compare(pairs: Sequence[Pair]) -> pl.DataFrame:
             ).alias("exposed_communication_error_of_step_ratio"),
         )
         .sort("name", "threshold", "scenario_id")
-        .select(COLUMNS)
+        .select(*COLUMNS, *(PERIODIC_COLUMNS if any(pair.predicted.result.periods for pair in pairs) else ()))
     )
 
 
@@ -446,6 +449,8 @@ def medians(comparison: pl.DataFrame) -> list[Median]:
         ("peak memory", "peak_error_ratio"),
         ("payload", "payload_error_ratio"),
     ):
+        if column not in comparison.columns:
+            continue
         median = comparison[column].abs().median()
         if isinstance(median, float):
             results.append(Median(what, median, comparison[column].count()))

@@ -1,10 +1,14 @@
 """Laws of periodic synchronization: local SGD and DiLoCo by closed forms, and what they refuse."""
 
 import math
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from strategies import loaded_of, scenario_of, star, tiny_model
 
+from analysis.compare.comparison import PERIODIC_COLUMNS, compare, join
+from analysis.compare.table import ResultFile
 from gssim.errors import UserError
 from gssim.simulation import simulate, traced
 
@@ -138,3 +142,25 @@ def test_the_length_of_a_period_and_the_outer_optimizer_are_part_of_the_question
     momentum = scenario_of(star(2), {"method": "diloco", "outer": {"momentum": 0.5}}, run={"steps": 12}).scenario_id
     assert momentum not in ids
     assert math.isfinite(result_of("diloco", outer={"momentum": 0.5}).step_time_s)
+
+
+def test_inner_steps_are_compared_with_inner_ones_and_outer_with_outer():
+    predicted = result_of("diloco", sync_every_steps=4)
+    periods = predicted.periods
+    slower = replace(
+        periods,
+        inner_step_time_s=2 * periods.inner_step_time_s,
+        outer_step_time_s=4 * periods.outer_step_time_s,
+    )
+    measured = replace(predicted, source="measured", periods=slower)
+    files = [ResultFile(Path(f"{i}.json"), i, each) for i, each in enumerate((predicted, measured))]
+    row = compare(join(files).pairs).row(0, named=True)
+    assert row["inner_step_error_ratio"] == pytest.approx(-0.5)
+    assert row["outer_step_error_ratio"] == pytest.approx(-0.75)
+    others = [replace(file, result=replace(file.result, periods=None)) for file in files]
+    assert not set(PERIODIC_COLUMNS) & set(compare(join(others).pairs).columns)
+
+
+def test_a_result_without_periods_says_nothing_of_them():
+    assert "periods" not in result_of("ddp").to_dict()
+    assert result_of("diloco").to_dict()["periods"]["every_steps"] == 8
