@@ -107,6 +107,43 @@ def timeline_command(
     print(out)
 
 
+@app.command("ingest")
+def ingest_command(
+    traces: Annotated[list[Path], typer.Argument(help="Traces of torch.profiler (.json, .json.gz), one of each rank.")],
+    scenario: Annotated[Path, typer.Option("--scenario", help="The scenario that the job ran.")],
+    out: Annotated[Path, typer.Option("--out", help="Result to write (.json).")],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the scenario.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="Also write a step of median length, for `timeline`.")
+    ] = None,
+) -> None:
+    """Turn profiler traces of your own job into a measured Result: step, phases, collectives, memory."""
+    from analysis.ingest.job import ingest
+    from analysis.ingest.report import print_ingested
+    from gssim.execution.files import write_files
+    from gssim.scenario import load_scenario
+
+    for path in (out, trace):
+        if path is not None:
+            if path.suffix != ".json":
+                raise UserError(f"{path}: must end in .json")
+            check_place(path)
+    ingested = ingest(traces, load_scenario(scenario, overrides or []))
+    files = {out: ingested.result.to_json().encode()}
+    if trace is not None:
+        if ingested.trace is None:
+            raise UserError(f"--trace {trace}: {traces[0]} is such a trace already")
+        files[trace] = ingested.trace.encode()
+    write_files(files)
+    for note in ingested.notes:
+        _say(f"the traces lack: {note}")
+    print_ingested(ingested.result)
+    for path in files:
+        print(path)
+
+
 @app.command("sweep")
 def sweep_command(
     table: Annotated[Path, typer.Argument(help="Table of `gssim sweep --out FILE` (Parquet or CSV).")],

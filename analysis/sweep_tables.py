@@ -12,7 +12,7 @@ Of many settings, `representative` selects a few in which every value of every c
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp, inf, isfinite
 from pathlib import Path
 from typing import Any, TypeVar
@@ -49,6 +49,8 @@ class SweepTable:
     rows: tuple[Row, ...]
     sweep: str = ""
     """Name of the sweep's file; empty where the table does not state it."""
+    command: tuple[str, ...] = ()
+    """Words before a point's name of the command that predicts it; empty: that of its sweep, if it is known."""
 
     @property
     def answered(self) -> list[Row]:
@@ -109,6 +111,20 @@ def table_from(files: Sequence[ResultFile], *, name: str) -> SweepTable:
     questions = list(dict.fromkeys(str(result.scenario.get("question") or "") for result in results))
     frame = table_of(rows, columns)
     return SweepTable(name, questions[0] if len(questions) == 1 else "", axes, tuple(frame.iter_rows(named=True)))
+
+
+def table_of_search(files: Sequence[ResultFile], *, name: str) -> SweepTable:
+    """Return the plans that `gssim search --json` found as a table, whose points are named as `--set` takes them."""
+    found = table_from(files, name=name)
+    plans = [str(file.result.provenance["search"]["plan"]) for file in files]
+    rows = tuple(row | {"point": plan, "variant": plan} for row, plan in zip(found.rows, plans, strict=True))
+    scenario = f"{name_of(files[0].result)}.toml"
+    shipped = SCENARIOS / scenario
+    return replace(found, rows=rows, command=("gssim", "run", str(shipped if shipped.is_file() else scenario), "--set"))
+
+
+SCENARIOS = Path("scenarios")
+"""Where scenarios ship, from which the command is run that predicts a plan again."""
 
 
 def _row(result: Result) -> Row:

@@ -28,7 +28,7 @@ from analysis.charts.drawing import (
 )
 from analysis.compare.groups import variant_of
 from analysis.compare.timeline import Block, Step
-from gssim.result import PHASES
+from gssim.result import EXPOSED_COPIES, MEASURED_PHASES, PHASES
 
 EXPOSED_TITLE = "Does the simulator see what compute waits for?"
 FEWEST_APART = 3
@@ -135,6 +135,7 @@ PHASE_COLOURS = {
     "optimizer": "#E69F00",
     "exposed_communication": "#882255",
     "idle": "#E4E4E4",
+    EXPOSED_COPIES: "#CC79A7",
 }
 NOTE_IN = 0.2
 """Height of a line of notes."""
@@ -164,7 +165,8 @@ def phases(comparison: pl.DataFrame, *, note: str = "") -> Figure:
             axes = figure.add_axes((left_in / width_in, bottom / height_in, bar_in / width_in, panel_in / height_in))
             _phase_panel(axes, [rows[i] for i in group], [labels[i] for i in group])
             bottom -= between_in
-        _phase_heading(figure, note, several=len(groups) > 1)
+        copied = any(row.get(f"{EXPOSED_COPIES}_measured_s") for row in rows)
+        _phase_heading(figure, note, MEASURED_PHASES if copied else PHASES, several=len(groups) > 1)
     return figure
 
 
@@ -195,7 +197,7 @@ def longest_phase(row: dict[str, Any]) -> str:
     return ", ".join(f"{side} {phase} ({100 * ratio:.0f} %)" for side, phase, ratio in longest)
 
 
-def _phase_heading(figure: Figure, which: str, *, several: bool) -> None:
+def _phase_heading(figure: Figure, which: str, shown: Sequence[str], *, several: bool) -> None:
     width_in, height_in = figure.get_size_inches()
     x = 0.15 / width_in
     figure.text(x, 1 - 0.32 / height_in, TITLE, fontsize=14, fontweight="bold", va="center")
@@ -206,13 +208,13 @@ def _phase_heading(figure: Figure, which: str, *, several: bool) -> None:
     for i, line in enumerate([*notes, note]):
         figure.text(x, 1 - (0.62 + NOTE_IN * i) / height_in, plain(line), va="center", color="0.25")
     swatches = [
-        Patch(facecolor=PHASE_COLOURS[p], edgecolor="0.2", linewidth=0.6, label=p.replace("_", " ")) for p in PHASES
+        Patch(facecolor=PHASE_COLOURS[p], edgecolor="0.2", linewidth=0.6, label=p.replace("_", " ")) for p in shown
     ]
     figure.legend(
         handles=swatches,
         loc="upper left",
         bbox_to_anchor=(x, 1 - (0.8 + NOTE_IN * len(notes)) / height_in),
-        ncols=len(PHASES),
+        ncols=len(shown),
         frameon=False,
         borderaxespad=0,
         handlelength=1.4,
@@ -240,8 +242,8 @@ def _phase_panel(axes: Axes, rows: Sequence[dict[str, Any]], labels: Sequence[st
 
 def _phase_bar(axes: Axes, row: dict[str, Any], side: str, y: float, factor: float) -> None:
     left = 0.0
-    for phase in PHASES:
-        time = (row[f"{phase}_{side}_s"] or 0.0) / factor
+    for phase in MEASURED_PHASES:
+        time = (row.get(f"{phase}_{side}_s") or 0.0) / factor
         if time > 0:
             place: dict[str, Any] = {"y": y, "width": time, "left": left, "height": 0.36}
             axes.barh(**place, color=PHASE_COLOURS[phase], linewidth=0)
@@ -253,7 +255,7 @@ def _phase_bar(axes: Axes, row: dict[str, Any], side: str, y: float, factor: flo
 
 
 def _total_s(row: dict[str, Any], side: str) -> float:
-    return sum(row[f"{phase}_{side}_s"] or 0.0 for phase in PHASES)
+    return sum(row.get(f"{phase}_{side}_s") or 0.0 for phase in MEASURED_PHASES)
 
 
 # Timeline -------------------------------------------------------------------------------------------------------------
@@ -285,7 +287,8 @@ def timeline(predicted: Step, measured: Step, *, names: tuple[str, str]) -> Figu
         axes = figure.add_axes(box)
         _timeline_panel(axes, sides, ranks, panel_in)
         left_out = len({*predicted.ranks, *measured.ranks}) - len(ranks)
-        _timeline_heading(figure, names, left_out)
+        copied = any(block.phase == EXPOSED_COPIES for lane in measured.lanes for block in lane.blocks)
+        _timeline_heading(figure, names, left_out, MEASURED_PHASES if copied else PHASES)
     return figure
 
 
@@ -364,7 +367,7 @@ def _block(axes: Axes, block: Block, place: tuple[float, float], factor: float, 
         )
 
 
-def _timeline_heading(figure: Figure, names: tuple[str, str], left_out: int) -> None:
+def _timeline_heading(figure: Figure, names: tuple[str, str], left_out: int, shown: Sequence[str]) -> None:
     width_in, height_in = figure.get_size_inches()
     x = 0.15 / width_in
     title = "One step, predicted above measured: who does what, when, and waits for what?"
@@ -375,14 +378,14 @@ def _timeline_heading(figure: Figure, names: tuple[str, str], left_out: int) -> 
     figure.text(x, 1 - 0.62 / height_in, plain(note), va="center", color="0.25")
     swatches = [
         Patch(facecolor=PHASE_COLOURS[p], edgecolor="0.2", linewidth=0.6, label=p.replace("_", " "))
-        for p in PHASES
+        for p in shown
         if p != "idle"
     ]
     figure.legend(
         handles=[*swatches, Patch(facecolor="white", edgecolor="0.2", linewidth=0.6, label="idle")],
         loc="upper left",
         bbox_to_anchor=(x, 1 - 0.8 / height_in),
-        ncols=len(PHASES),
+        ncols=len(shown),
         frameon=False,
         borderaxespad=0,
         handlelength=1.4,

@@ -39,7 +39,7 @@ from analysis.compare.table import (
 from gssim.cluster import Cluster
 from gssim.errors import UserError
 from gssim.execution import SHOWN, code_digest, package_digest
-from gssim.result import BUSY_RATIO, COMPUTE_PHASES, PHASES, UPDATE_PHASES, Collective, Result
+from gssim.result import BUSY_RATIO, COMPUTE_PHASES, EXPOSED_COPIES, PHASES, UPDATE_PHASES, Collective, Result
 from gssim.units import validated
 
 COMPUTED = (*COMPUTE_PHASES, *UPDATE_PHASES)
@@ -159,6 +159,7 @@ COLUMNS = (
     "speed_up_measured_ratio",
     "loss_change_measured_ratio",
     *(f"{phase}_{side}_s" for phase in PHASES for side in ("predicted", "measured")),
+    f"{EXPOSED_COPIES}_measured_s",
     "calibration_id_predicted",
     "calibration_id_measured",
 )
@@ -183,6 +184,7 @@ REPEAT_COLUMNS = {
     "group": pl.String,
     "repeats": pl.Int64,
     "noise_ratio": pl.Float64,
+    f"{EXPOSED_COPIES}_measured_s": pl.Float64,
     "median_s": pl.Float64,
     "naive_compute_s": pl.Float64,
     "naive_link_s": pl.Float64,
@@ -288,6 +290,7 @@ def compare(pairs: Sequence[Pair]) -> pl.DataFrame:
             "group": [group_of(pair.predicted.result) for pair in pairs],
             "repeats": [len(pair.repeats) for pair in pairs],
             "noise_ratio": [noise_ratio_of(pair.measurements) for pair in pairs],
+            f"{EXPOSED_COPIES}_measured_s": [pair.measured.result.phases_s.get(EXPOSED_COPIES) for pair in pairs],
             "median_s": [step_time_of(pair.measurements) for pair in pairs],
             "naive_compute_s": [times.compute_s for times in naive_times],
             "naive_link_s": [times.link_s for times in naive_times],
@@ -541,7 +544,12 @@ def differences(pairs: Sequence[Pair]) -> list[str]:
     sentences = [
         *_of_other_code(predicted, "code", code_digest(), "predicted", "another gssim", "predict again"),
         *_of_other_code(
-            measured, "gsreal", package_digest("gsreal"), "measured", "another gsreal", "--again measures anew"
+            [file for file in measured if "ingested" not in file.result.provenance],  # by the user's own program
+            "gsreal",
+            package_digest("gsreal"),
+            "measured",
+            "another gsreal",
+            "--again measures anew",
         ),
     ]
     busy = [

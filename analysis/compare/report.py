@@ -250,9 +250,11 @@ def worst_explained(rows: Sequence[dict[str, Any]]) -> str:
         f"{phase.replace('_', ' ')} {'+' if by > 0 else '-'}{shown(human_seconds(abs(by)))}" for by, phase in largest
     ]
     what = "the collectives are equal" if worst["collectives_equal"] else "the collectives differ"
+    peak = worst["peak_error_ratio"]
+    memory = "its memory is not measured" if peak is None else f"the peak is {100 * peak:+.1f} % off"
     return (
         f"predicted worst: {worst['name']}, step {100 * worst['step_time_error_ratio']:+.1f} %: {what}, "
-        f"the peak is {100 * worst['peak_error_ratio']:+.1f} % off; predicted less measured: {', '.join(signs)}"
+        f"{memory}; predicted less measured: {', '.join(signs)}"
     )
 
 

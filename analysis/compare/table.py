@@ -13,7 +13,7 @@ import polars as pl
 
 from gssim.errors import UserError
 from gssim.execution.files import parsed_json, read_json
-from gssim.result import PHASES, SCHEMA, Result, read_result
+from gssim.result import MEASURED_PHASES, SCHEMA, Result, read_result
 from gssim.scenario.sweep import SEPARATOR
 from gssim.units import excess, validated
 
@@ -177,9 +177,9 @@ def _check(result: Result, path: Path) -> None:
         for value in values:
             if not (isfinite(value) and value >= 0):  # JSON as Python reads it has NaN
                 raise UserError(f"{path}: {key} = {value}: must be finite and not negative")
-    unknown = sorted(result.phases_s.keys() - set(PHASES))
+    unknown = sorted(result.phases_s.keys() - set(MEASURED_PHASES))
     if unknown:
-        raise UserError(f"{path}: phases_s.{unknown[0]}: unknown phase; allowed: {', '.join(PHASES)}")
+        raise UserError(f"{path}: phases_s.{unknown[0]}: unknown phase; allowed: {', '.join(MEASURED_PHASES)}")
 
 
 def _check_tables(result: Result, path: Path) -> None:

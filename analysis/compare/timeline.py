@@ -13,7 +13,7 @@ from typing import Any
 
 from gssim.errors import UserError
 from gssim.execution.files import read_json
-from gssim.result import PHASES, Span
+from gssim.result import MEASURED_PHASES, Span
 
 NO_TRACE = "not a trace as `gssim run --trace` and `gsreal run --trace` write them"
 WAITING = "exposed_communication"
@@ -169,7 +169,9 @@ def _spans_of(data: dict[str, Any], path: Path) -> list[Span]:
         raise UserError(f"{path}: {NO_TRACE}") from None
     if not spans:
         raise UserError(f"{path}: the trace has no spans")
-    unknown = sorted({span.phase for span in spans} - set(PHASES))
+    unknown = sorted({span.phase for span in spans} - set(MEASURED_PHASES))
     if unknown:
-        raise UserError(f"{path}: traceEvents: cat = {unknown[0]!r}: unknown phase; allowed: {', '.join(PHASES)}")
+        raise UserError(
+            f"{path}: traceEvents: cat = {unknown[0]!r}: unknown phase; allowed: {', '.join(MEASURED_PHASES)}"
+        )
     return spans

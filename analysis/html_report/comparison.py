@@ -11,6 +11,7 @@ from analysis.charts.step_phases import longest_phase
 from analysis.compare.comparison import medians
 from analysis.compare.groups import ALL, Target, error_column, targets, variant_of, worst_of
 from analysis.html_report.contents import Comparison
+from analysis.html_report.explorer import comparison_explorer
 from analysis.html_report.markup import (
     Cell,
     Column,
@@ -47,6 +48,7 @@ def comparison_parts(comparison: Comparison) -> list[Part]:
     return [
         Part("How far off are the predictions?", _tables(rows, groups, comparison)),
         *([Part("What did thresholds gain, and what did they cost?", _effects(rows))] if _thresholded(rows) else []),
+        *comparison_explorer(rows),
         Part("Charts of predicted beside measured", parts=charts),
         Part("Bottlenecks", _bottlenecks(rows, comparison.predicted)),
     ]

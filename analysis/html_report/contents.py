@@ -13,10 +13,11 @@ from analysis.compare.rivals import COLUMNS as RIVAL_COLUMNS
 from analysis.compare.rivals import rival_table
 from analysis.compare.table import ResultFile, find_results
 from analysis.compare.timeline import Step, read_step
-from analysis.sweep_tables import SweepTable, is_table, read_table, table_from
+from analysis.sweep_tables import SweepTable, is_table, read_table, table_from, table_of_search
 from gssim.errors import UserError
 from gssim.execution.files import number_in, read_json, read_rows, read_text
-from gssim.result import PHASES, Result
+from gssim.result import EXPOSED_COPIES, PHASES, SCHEMA, Result
+from gssim.units import validated
 
 FEWEST_PREDICTIONS = 2
 """Fewest predictions without measurements that are reported as a sweep."""
@@ -77,6 +78,7 @@ def contents_of(folder: Path) -> Contents:
     tables = [path for path in sorted(folder.rglob("*.parquet")) if path.is_file()]
     tables += [path for path in sorted(folder.rglob("*.csv")) if not path.with_suffix(".parquet").is_file()]
     sweeps = [read_table(path) for path in tables if is_table(path)]
+    sweeps += _searches(folder)
     if len(predicted) >= FEWEST_PREDICTIONS and not joined.pairs and not sweeps and all(map(_is_whole, predicted)):
         sweeps.append(table_from(predicted, name=folder.name))
     contents = Contents(
@@ -92,6 +94,28 @@ def contents_of(folder: Path) -> Contents:
             f"{folder}: nothing to report: no Results, no table of `gssim sweep`, no comparison.csv, no convergence.csv"
         )
     return contents
+
+
+def _searches(folder: Path) -> Iterable[SweepTable]:
+    """Yield the plans of each list of Results that `gssim search --json` printed into a file."""
+    for path in sorted(folder.rglob("*.json")):
+        try:
+            data = read_json(path)
+        except UserError:  # no JSON: find_results has judged it
+            continue
+        if not isinstance(data, list) or not data or not all(map(_is_found, data)):
+            continue
+        results = [validated(Result, each, file=f"{path}: [{number}]") for number, each in enumerate(data)]
+        files = [ResultFile(path, 0, result) for result in results]
+        if all(map(_is_whole, files)):
+            yield table_of_search(files, name=path.stem)
+
+
+def _is_found(data: Any) -> bool:
+    """Return whether a JSON value is a Result of a search."""
+    provenance = data.get("provenance") if isinstance(data, dict) else None
+    search = provenance.get("search") if isinstance(provenance, dict) else None
+    return isinstance(search, dict) and "plan" in search and data.get("schema") == SCHEMA
 
 
 def _is_whole(file: ResultFile) -> bool:
@@ -128,6 +152,8 @@ def _comparisons(folder: Path, joined: Joined) -> Iterable[Comparison]:
 
 TEXT = {"scenario_id", "name", "method", "group", "device", "speed_up_over", "collectives_difference"}
 TEXT |= {"calibration_id_predicted", "calibration_id_measured"}
+LATER = {f"{EXPOSED_COPIES}_measured_s"}
+"""Columns that tables of earlier versions lack."""
 COUNTS = {"repeats", "ranks", "peak_rank"}
 FLAGS = {"collectives_equal", "fits_predicted", "fits_measured"}
 
@@ -140,10 +166,12 @@ def _typed(path: Path, schema: Mapping[str, Any]) -> pl.DataFrame:
         for name, kind in schema.items()
     }
     try:
-        missing = sorted(schema.keys() - set(pl.scan_csv(path, infer_schema=False).collect_schema().names()))
+        names = set(pl.scan_csv(path, infer_schema=False).collect_schema().names())
+        missing = sorted(schema.keys() - names - LATER)
         if missing:
             raise UserError(f"{path}: no column '{missing[0]}': not a table of this version's `analysis compare`")
-        return pl.read_csv(path, schema_overrides=types).select(list(schema))
+        later = [pl.lit(None, dtype=types[name]).alias(name) for name in sorted(LATER & schema.keys() - names)]
+        return pl.read_csv(path, schema_overrides=types).with_columns(later).select(list(schema))
     except (OSError, pl.exceptions.PolarsError) as error:
         raise UserError(f"{path}: cannot be read as a table: {str(error).splitlines()[0]}") from None
 

@@ -5,6 +5,7 @@ narrow screens, dark mode, print and the keyboard.
 """
 
 import base64
+import hashlib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -143,6 +144,16 @@ def png_size(content: bytes) -> tuple[int, int]:
     return round(wide * PIXELS_PER_IN / DPI), round(high * PIXELS_PER_IN / DPI)
 
 
-def document(title: str, lead: Markup, parts: Sequence[Part]) -> str:
-    """Return the whole page: heading, contents, parts."""
-    return ENVIRONMENT.get_template("page.html").render(title=title, lead=lead, parts=parts, policy=POLICY)
+def document(
+    title: str, lead: Markup, parts: Sequence[Part], scripts: Sequence[str] = (), inner: Sequence[str] = ()
+) -> str:
+    """Return the whole page: heading, contents, parts.
+
+    `scripts` run before the parts are read, `inner` are in them; the browser may run no others.
+    """
+    hashes = [
+        base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii") for script in (*scripts, *inner)
+    ]
+    allowed = "; script-src " + " ".join(f"'sha256-{each}'" for each in hashes) if hashes else ""
+    template, embedded = ENVIRONMENT.get_template("page.html"), [Markup(script) for script in scripts]
+    return template.render(title=title, lead=lead, parts=parts, policy=POLICY + allowed, scripts=embedded)

@@ -15,6 +15,7 @@ from analysis.compare.timeline import with_common_labels
 from analysis.html_report.comparison import comparison_parts
 from analysis.html_report.comparison import summary as comparison_summary
 from analysis.html_report.contents import Contents, Overlay, Training, contents_of
+from analysis.html_report.explorer import EXPLORER, START, scripts, timeline_explorer
 from analysis.html_report.markup import (
     Cell,
     Column,
@@ -203,7 +204,9 @@ def report(folder: Path) -> str:
     parts += [evidence_part(contents), provenance_part(contents)]
     several = len(questions) > 1
     lead = paragraph("The questions:", "lead") + bullets(questions[:MOST_QUESTIONS]) if several else Markup()
-    return document(title, lead, _with_unique_titles(parts))
+    interactive = any(EXPLORER in each.body for part in parts for each in (part, *part.parts))
+    parts = _with_unique_titles(parts)
+    return document(title, lead, parts, scripts(), (START,)) if interactive else document(title, lead, parts)
 
 
 def questions_of(contents: Contents) -> list[str]:
@@ -240,7 +243,8 @@ def _overlay(overlay: Overlay) -> Part:
         "measured "
         f"{seconds(theirs)}{f', {percent(ours / theirs - 1)}' if theirs else ''}."
     )
-    return Part(f"{overlay.name}: {TIMELINE}", figure(Chart("timeline", TIMELINE, drawn, words)))
+    drawn_part = figure(Chart("timeline", TIMELINE, drawn, words))
+    return Part(f"{overlay.name}: {TIMELINE}", timeline_explorer(overlay, *pair) + drawn_part)
 
 
 def _with_unique_titles(parts: list[Part]) -> list[Part]:

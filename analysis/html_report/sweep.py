@@ -8,6 +8,7 @@ from markupsafe import Markup
 from analysis.charts.drawing import Chart
 from analysis.charts.sweeps import sweep_charts
 from analysis.charts.sweeps.panels import density_words, threshold_words
+from analysis.html_report.explorer import sweep_explorer
 from analysis.html_report.markup import Cell, Column, Part, counted, figure, folded, paragraph, seconds, size, table
 from analysis.sweep_tables import (
     THRESHOLD,
@@ -39,6 +40,7 @@ def sweep_parts(found: SweepTable, *, several: bool) -> list[Part]:
     drawn = sweep_charts(found)
     charts = tuple(Part(title, figure(chart)) for title, chart in zip(_titles(drawn), drawn, strict=True))
     parts = [Part(f"What the sweep found{name}", _tables(found, layout))]
+    parts += sweep_explorer(found, name=name)
     if charts:
         parts.append(Part(f"Charts of the sweep{name}", parts=charts))
     if found.fitting:

@@ -40,6 +40,8 @@ class MasterCopy(torch.optim.Optimizer):
         ]
         self.inner = kind(groups, **settings)
         self.state = self.inner.state
+        self.gradient_factor = 1.0
+        """Factor on the gradients, once they are cast: the inverse of the factor on the loss."""
         self._seen = self._now()
 
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -67,6 +69,8 @@ class MasterCopy(torch.optim.Optimizer):
         self._adopt_writes()
         for parameter, master in self.pairs():
             master.grad = None if parameter.grad is None else parameter.grad.to(master.dtype)
+            if master.grad is not None and self.gradient_factor != 1:
+                master.grad.mul_(self.gradient_factor)
         self.inner.step()
         for _, master in self.pairs():
             master.grad = None

@@ -6,6 +6,7 @@ One function per combination of policies.
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from gsreal.gradient_sharding.sharded_parameters import gathered
@@ -15,7 +16,7 @@ from gsreal.methods.gradient_sharding import push_gradients, train_owned_layers
 from gsreal.methods.periodic import synchronize_periodically
 from gsreal.methods.pipelined import StageModules, pipeline_stages
 from gsreal.methods.tensor_slices import slice_blocks, whole_parameter
-from gsreal.methods.training import Training, checkpoint_blocks, device_mesh
+from gsreal.methods.training import LossScaler, Training, checkpoint_blocks, data_group, device_mesh
 from gsreal.run.rank_speed import Rebalancer, SlowDevice
 from gssim.scenario import Scenario
 
@@ -39,6 +40,7 @@ def prepare(scenario: Scenario, module: nn.Module, timeline: Timeline, device: t
     if policies.pp > 1:
         training = pipeline_stages(scenario, module, timeline, device)
         training.clip_norm = scenario.workload.clip_norm
+        training.scaler = loss_scaler(scenario, training, device)
         return training
     if scenario.plan.recompute != "none":
         checkpoint_blocks(scenario.workload.model, module, selective=scenario.plan.recompute == "selective")
@@ -51,11 +53,32 @@ def prepare(scenario: Scenario, module: nn.Module, timeline: Timeline, device: t
     training = apply(scenario, module, timeline, device)
     training.partial_gradients = divided
     training.clip_norm = scenario.workload.clip_norm
+    training.scaler = loss_scaler(scenario, training, device)
+    if policies.tp > 1:
+        axes = ["tp", *(["dp_shard"] if policies.gradients == "reduce-scatter" and policies.dp_shard > 1 else [])]
+        training.slices = [device_mesh(policies.mesh, device)[axis].get_group() for axis in axes]
     if scenario.plan.shares.replan:
         training.follower = Rebalancer(scenario, device)
     if scenario.run.slowdowns:
         training.slow = SlowDevice(timeline, device)
     return training
+
+
+def loss_scaler(scenario: Scenario, training: Training, device: torch.device) -> LossScaler | None:
+    """Return the factor on the loss, and the groups of ranks that hold different gradients, if the workload has one."""
+    policies, scale = scenario.policies, scenario.workload.loss_scale
+    if scale is None:
+        return None
+    groups: list[dist.ProcessGroup | None] = []
+    if policies.gradients == "reduce-scatter" and policies.dp_shard > 1:
+        one_axis = policies.dp_replicate == 1
+        mesh = device_mesh(policies.mesh, device)
+        groups.append(data_group(policies, device, "dp_shard") if one_axis else mesh["dp_shard"].get_group())
+    if policies.tp > 1:
+        groups.append(device_mesh(policies.mesh, device)["tp"].get_group())
+    if isinstance(training.module, StageModules):
+        groups.append(training.module.group)
+    return LossScaler(scale, groups)
 
 
 def full_parameters(module: nn.Module) -> dict[str, Tensor]:

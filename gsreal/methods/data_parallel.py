@@ -7,8 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import _compress_hook
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from gsreal.gradient_sharding.master import master_type
 from gsreal.gradient_sharding.point_to_point import all_gather_into_tensor, reduce_scatter_tensor
@@ -24,7 +25,7 @@ from gsreal.methods.training import (
 )
 from gsreal.model_files.build import DTYPES
 from gssim.plan import DDP_BUCKET_BYTES, MIB, Policies
-from gssim.scenario import Scenario, has_master_copy
+from gssim.scenario import Scenario, has_master_copy, reduce_precision
 from gssim.workload import Workload
 
 
@@ -54,11 +55,8 @@ def all_reduce_gradients(scenario: Scenario, module: nn.Module, timeline: Timeli
     wrapped = nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True, **options)
     replicas = options["process_group"] or dist.group.WORLD
     assert replicas is not None
-    compress = scenario.policies.compress
-    if compress:
-        hook = _compressed_all_reduce(compress, replicas, timeline, overlap=scenario.plan.overlap)
-        wrapped.register_comm_hook(None, hook)
-    elif not scenario.plan.overlap:
+    compress = cast_all_reduce(scenario, wrapped, replicas, timeline)
+    if not compress and not scenario.plan.overlap:
         wrapped.register_comm_hook(None, _blocking_all_reduce(replicas, timeline))
     if scenario.policies.optimizer_state == "sharded":
         optimizer = shard_optimizer_state(scenario.workload, wrapped, timeline, device, group=wrapped.process_group)
@@ -82,17 +80,36 @@ def all_reduce_gradients(scenario: Scenario, module: nn.Module, timeline: Timeli
 
 
 Hook = Callable[[object, Any], torch.futures.Future[Tensor]]
-COMPRESSION_HOOKS = {"bf16": bf16_compress_hook, "fp16": fp16_compress_hook}
-"""torch's hooks by format: they cast a bucket, divide it by the number of replicas, all-reduce it, and cast it back."""
+
+
+def cast_all_reduce(
+    scenario: Scenario,
+    wrapped: nn.parallel.DistributedDataParallel,
+    replicas: dist.ProcessGroup,
+    timeline: Timeline,
+) -> bool:
+    """Register a hook that all-reduces buckets in another precision, if the scenario asks for it; return whether."""
+    workload = scenario.workload
+    cast_to = scenario.policies.compress
+    if cast_to is None and reduce_precision(workload) != workload.precision:
+        cast_to = reduce_precision(workload)
+    if cast_to is not None:
+        hook = _compressed_all_reduce(cast_to, replicas, timeline, overlap=scenario.plan.overlap)
+        wrapped.register_comm_hook(None, hook)
+    return cast_to is not None
 
 
 def _compressed_all_reduce(precision: str, group: dist.ProcessGroup, timeline: Timeline, *, overlap: bool) -> Hook:
-    """Return a DistributedDataParallel hook that all-reduces a bucket in a 16-bit format, and records its spans."""
+    """Return a DistributedDataParallel hook that all-reduces a bucket in another precision, and records its spans.
+
+    It is what torch's bf16_compress_hook and fp16_compress_hook are made of: it casts a bucket, divides it by the
+    number of replicas, all-reduces it, and casts it back.
+    """
 
     # DDP reads these annotations
     def compressed(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
         with timeline.span(f"compress bucket {bucket.index()}", "compression"):
-            pending = COMPRESSION_HOOKS[precision](group, bucket)
+            pending = _compress_hook(DTYPES[precision], group, bucket)
         if not overlap:
             with timeline.span(f"all-reduce bucket {bucket.index()}", "exposed_communication", group):
                 pending.wait()
@@ -145,15 +162,16 @@ def fully_shard_parameters(scenario: Scenario, module: nn.Module, timeline: Time
     (HSDP), shards of gradients are all-reduced over `dp_replicate` after their reduce-scatter. FSDP2's hooks implement
     the plan's exchange; on a CPU it calls them on the computing thread, so that both ways block. With a master copy,
     the shards are the master: they are cast to the workload's precision when gathered, and gradients are reduced in
-    that precision and cast back.
+    that precision, or in `workload.reduce_precision`, and cast back.
     """
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-    precision = MixedPrecisionPolicy()
-    if has_master_copy(scenario.workload):
-        precision = MixedPrecisionPolicy(param_dtype=DTYPES[scenario.workload.precision])
-        for parameter in module.parameters():
-            parameter.data = parameter.data.to(master_type(parameter.dtype))
+    workload = scenario.workload
+    reduced = None if workload.reduce_precision is None else DTYPES[workload.reduce_precision]
+    precision = MixedPrecisionPolicy(reduce_dtype=reduced)
+    if has_master_copy(workload):
+        precision = MixedPrecisionPolicy(param_dtype=DTYPES[workload.precision], reduce_dtype=reduced)
+        _cast_to_master(module)
     mesh = _mesh(scenario.policies, device)
     reshard_after_forward = False if scenario.policies.parameters == "gathered" else None
     for part in [*blocks_of(scenario.workload.model, module), module]:
@@ -171,6 +189,23 @@ def fully_shard_parameters(scenario: Scenario, module: nn.Module, timeline: Time
     sync_each = scenario.policies.gradient_sync == "micro-batch"
     scale = float(scenario.policies.data_ranks)
     return Training(module, optimizer, timeline, scale=scale, sync_each=sync_each, syncing=syncing)
+
+
+def _cast_to_master(module: nn.Module) -> None:
+    """Cast all parameters, but no buffer, to the type in which they are updated.
+
+    A DTensor does not take another type's data: it is replaced.
+    """
+    replaced: dict[nn.Parameter, nn.Parameter] = {}
+    for part in module.modules():
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            kind = master_type(parameter.dtype)
+            if not isinstance(parameter, DTensor):
+                parameter.data = parameter.data.to(kind)
+                continue
+            if parameter not in replaced:
+                replaced[parameter] = nn.Parameter(parameter.detach().to(kind), requires_grad=parameter.requires_grad)
+            part.register_parameter(name, replaced[parameter])
 
 
 def _observe(

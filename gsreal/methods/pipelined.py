@@ -17,9 +17,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from gsreal.machine import group_threads
 from gsreal.measure import Timeline
-from gsreal.methods.data_parallel import shard_optimizer_state
+from gsreal.methods.data_parallel import cast_all_reduce, shard_optimizer_state
 from gsreal.methods.stage_modules import stage_module, tied_names
-from gsreal.methods.training import Training, Weights, checkpoint_block, make_optimizer
+from gsreal.methods.training import Training, Weights, checkpoint_block, make_optimizer, weighted
 from gsreal.model_files.build import loss_of
 from gsreal.run.rank import gather_json, wire_device
 from gssim.plan import DATA_AXES, DDP_BUCKET_BYTES, MIB, Mesh
@@ -129,7 +129,7 @@ class Losses:
                 return loss
             factor = self.factors[len(self.means)]
             self.means.append(loss.detach())
-            return loss if factor == 1 else loss * factor
+            return weighted(loss, factor)
 
 
 class TiedCopy(NamedTuple):
@@ -183,7 +183,7 @@ class PipelineTraining(Training):
     def step(self, inputs: Tensor, targets: Tensor, weights: Weights, rank: int) -> Tensor:
         """Train on one batch. Returns the mean loss on ranks of the last stage, 0 on others."""
         assert self.losses is not None
-        scale = self.scale * weights.ranks[rank]
+        scale = self.scale * weights.ranks[rank] * (self.scaler.scale if self.scaler is not None else 1.0)
         self.losses.begin(tuple(scale * weight for weight in weights.micro_batches))
         arguments = (inputs,) if inputs.numel() else ()
         with self.timeline.span("wait for neighbours", "exposed_communication"):
@@ -266,4 +266,5 @@ def _replicated(
     cap = scenario.plan.bucket_bytes
     options: dict[str, Any] = {} if cap == DDP_BUCKET_BYTES else {"bucket_cap_mb": cap / MIB}
     wrapped = nn.parallel.DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=True, **options)
+    cast_all_reduce(scenario, wrapped, group, timeline)
     return wrapped

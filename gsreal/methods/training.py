@@ -155,6 +155,13 @@ def checkpoint_block(block: nn.Module, *, selective: bool = False) -> None:
     block.forward = partial(checkpoint, block.forward, use_reentrant=False, **context)
 
 
+def weighted(loss: Tensor, factor: float) -> Tensor:
+    """Return a loss times a factor; one in fp16 in fp32, whose range the factor on it may need."""
+    if factor == 1:
+        return loss
+    return (loss.float() if loss.dtype == torch.float16 else loss) * factor
+
+
 @dataclass(frozen=True)
 class Weights:
     """Fractions of the loss.
@@ -166,6 +173,54 @@ class Weights:
     """Every rank's fraction of the step's loss terms."""
     micro_batches: tuple[float, ...] = (1.0,)
     """Every micro-batch's fraction of this rank's loss terms."""
+
+
+GROWTH_STEPS = 2000
+"""Clean steps after which a dynamic factor is doubled (torch.amp.GradScaler's default)."""
+FIRST_SCALE = 2.0**16
+"""A dynamic factor at first (likewise)."""
+
+
+class LossScaler:
+    """The factor on the loss of a training in fp16; its gradients are checked and divided before the update.
+
+    torch's GradScaler refuses gradients in fp16; here these are checked, and divided once cast for the master copy.
+    Ranks that hold different gradients agree by all-reducing a flag in `groups`.
+    """
+
+    def __init__(self, scale: float | str, groups: Sequence[dist.ProcessGroup | None]) -> None:
+        self.dynamic = scale == "dynamic"
+        self.scale = FIRST_SCALE if isinstance(scale, str) else scale
+        self.groups = groups
+        self.clean_steps = 0
+
+    def unscale(self, module: nn.Module, optimizer: torch.optim.Optimizer, timeline: Timeline) -> bool:
+        """Divide gradients by the factor; return whether all are finite, on every rank."""
+        copies = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer's own
+        cast = False
+        if isinstance(copies, MasterCopy):
+            cast = True
+            copies.gradient_factor = 1 / self.scale
+        gradients = [p.grad for p in module.parameters() if p.grad is not None]
+        own = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+        found = torch.zeros((), device=own[0].device)
+        inverse = torch.full((), 1.0 if cast else 1 / self.scale, device=own[0].device)
+        with timeline.span("unscale gradients", "optimizer"):
+            torch._amp_foreach_non_finite_check_and_unscale_(own, found, inverse)
+        for group in self.groups:
+            with timeline.span("all-reduce infinite gradients", "exposed_communication", group):
+                dist.all_reduce(found, group=group)
+        return not found.item()
+
+    def update(self, finite: bool) -> None:
+        """Adapt a dynamic factor after a step."""
+        if not self.dynamic:
+            return
+        self.clean_steps = self.clean_steps + 1 if finite else 0
+        if not finite:
+            self.scale /= 2
+        elif self.clean_steps == GROWTH_STEPS:
+            self.scale, self.clean_steps = 2 * self.scale, 0
 
 
 @dataclass
@@ -200,6 +255,12 @@ class Training:
     clip_norm: float | None = None
     """Largest norm of all gradients together, to which they are scaled down before the update."""
 
+    slices: Sequence[dist.ProcessGroup] | None = None
+    """If tensor-parallel ranks cut blocks: their group, and that of their shards, over which norms are summed."""
+
+    scaler: LossScaler | None = None
+    """Factor on the loss, if the workload has one."""
+
     partial_gradients: "PartialGradients | None" = None
     """Gradients to be summed over tensor-parallel ranks before the update, where these divide sequences."""
 
@@ -208,6 +269,7 @@ class Training:
         if isinstance(self.optimizer, GradientSharding):
             self.optimizer.weights = tuple(weights.ranks[each] for each in self.optimizer.ranks)
         scale = self.scale * weights.ranks[rank] if self.scale else 1.0
+        scale *= self.scaler.scale if self.scaler is not None else 1.0
         losses = []
         for leaves, part, targets_part, weight in self._micro_batches(inputs, targets, weights.micro_batches):
             with self.syncing(leaves):
@@ -244,7 +306,7 @@ class Training:
             loss = loss_of(logits_of(self.module(inputs)), targets)
         with self._phase("backward", len(inputs)):
             with timeline.span("backward", "backward"):
-                (loss if factor == 1 else loss * factor).backward()
+                weighted(loss, factor).backward()
             if self.last_gradient:
                 timeline.between(
                     "wait for all-reduce", "exposed_communication", self.last_gradient[0], group=self.replicas
@@ -260,8 +322,30 @@ class Training:
         return nullcontext() if self.slow is None else self.slow.phase(phase, units)
 
     def clip_gradients(self, norm: float) -> None:
-        """Scale all gradients down to a norm of at most `norm`, by torch's function; it sums over FSDP2's shards."""
-        nn.utils.clip_grad_norm_(self.module.parameters(), norm)
+        """Scale all gradients down to a norm of at most `norm`, by torch's function; it sums over FSDP2's shards.
+
+        Where tensor-parallel ranks hold slices of some and the whole of others, the first of them counts the latter.
+        """
+        if self.slices is None:
+            nn.utils.clip_grad_norm_(self.module.parameters(), norm)
+            return
+        first, *others = self.slices
+        is_first = dist.get_rank(first) == 0
+        sliced = {
+            getattr(module, name)
+            for module in self.module.modules()
+            for name in module.__dict__.get("_gsreal_slices", {})
+        }
+        own = {p: p.grad for p in self.module.parameters() if p.grad is not None}
+        local = {p: g.to_local() if isinstance(g, DTensor) else g for p, g in own.items()}
+        counted = [gradient for p, gradient in local.items() if is_first or p in sliced]
+        squares = nn.utils.get_total_norm(counted).double().square()
+        for group in (first, *others):
+            with self.timeline.span("all-reduce gradient norm of slices", "exposed_communication", group):
+                dist.all_reduce(squares, group=group)
+        total = squares.sqrt().to(counted[0].dtype)
+        factor = torch.clamp(norm / (total + 1e-6), max=1.0)  # as clip_grads_with_norm_, which takes parameters alone
+        torch._foreach_mul_(list(local.values()), factor)
 
     def _update(self) -> None:
         if isinstance(self.optimizer, GradientSharding):
@@ -272,6 +356,12 @@ class Training:
             return
         if self.partial_gradients is not None:
             self.partial_gradients.sum()
+        if self.scaler is not None:
+            finite = self.scaler.unscale(self.module, self.optimizer, self.timeline)
+            self.scaler.update(finite)
+            if not finite:
+                self.optimizer.zero_grad(set_to_none=True)
+                return
         if self.clip_norm is not None:
             with self.timeline.span("clip gradients", "optimizer"):
                 self.clip_gradients(self.clip_norm)

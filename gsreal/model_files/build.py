@@ -202,7 +202,12 @@ def _refusal(path: str, where: str) -> UserError:
     )
 
 
-DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+DTYPES: dict[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+}
 
 
 def build_module(module: Module, *, where: str) -> nn.Module:

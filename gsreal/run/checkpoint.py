@@ -463,6 +463,7 @@ def identity(scenario: Scenario) -> dict[str, Any]:
         "workload.global_batch_size": workload.global_batch_size,
         "workload.sequence_length": workload.sequence_length,
         "workload.precision": workload.precision,
+        **({} if workload.loss_scale is None else {"workload.loss_scale": workload.loss_scale}),
         "workload.optimizer": workload.optimizer,
         "workload.learning_rate": workload.learning_rate,
         "workload.momentum": workload.momentum,
@@ -551,6 +552,8 @@ def _write_own(training: Training, folder: Path) -> None:
         own["random_cuda"] = torch.cuda.get_rng_state()
     if isinstance(training.optimizer, GradientSharding):
         own["push"] = training.optimizer.pusher.state_dict()
+    if training.scaler is not None:
+        own["loss_scale"] = [training.scaler.scale, training.scaler.clean_steps]
     folder.mkdir(parents=True, exist_ok=True)
     with _own_file(folder).open("wb") as stream:
         torch.save(own, stream)
@@ -566,6 +569,8 @@ def _read_own(training: Training, folder: Path) -> bool:
     torch.set_rng_state(own["random"])
     if "random_cuda" in own and torch.cuda.is_available():
         torch.cuda.set_rng_state(own["random_cuda"])
+    if training.scaler is not None and "loss_scale" in own:
+        training.scaler.scale, training.scaler.clean_steps = own["loss_scale"]
     if isinstance(training.optimizer, GradientSharding):
         training.optimizer.pusher.load_state_dict(own["push"])
     return True

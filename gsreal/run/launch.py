@@ -31,7 +31,7 @@ from gsreal.run.progress import DEFAULT_TIMEOUT_S, REPORTS, Watch
 from gsreal.run.rank import LAUNCHER, STORE, TIMEOUT
 from gssim.errors import RunFailedError, UserError
 from gssim.execution.files import scratch_folder
-from gssim.plan import PREDICTED_ONLY
+from gssim.plan import PREDICTED_ONLY, RUNS_WITH
 from gssim.scenario import Loaded, Scenario
 from gssim.terminal import ENDING
 
@@ -47,14 +47,30 @@ def check_real(loaded: Loaded) -> None:
     check_evaluation(ours, where=where)
     check_overlap(ours, where=where)
     check_fused(ours, where=where)
+    check_scaled_clipping(ours, where=where)
 
 
 def check_predicted_only(scenario: Scenario, *, where: str) -> None:
     """Raise UserError for values that can only be predicted."""
-    for (key, value), why in PREDICTED_ONLY.items():
+
+    def value_of(key: str) -> object:
         table, _, name = key.partition(".")
-        if getattr(getattr(scenario, table), name) == value:
+        return getattr(getattr(scenario, table), name)
+
+    for (key, value), why in PREDICTED_ONLY.items():
+        unless = RUNS_WITH.get((key, value))
+        if value_of(key) == value and (unless is None or value_of(unless) is None):
             raise UserError(f"{where}: {key} = {value!r}: {why}")
+
+
+def check_scaled_clipping(scenario: Scenario, *, where: str) -> None:
+    """Raise UserError for clipping by the norm of scaled gradients in fp16: it overflows, as torch takes it in fp16."""
+    workload, shards = scenario.workload, scenario.policies.gradients == "reduce-scatter"
+    if workload.precision == "fp16" and workload.clip_norm is not None and not shards:
+        raise UserError(
+            f"{where}: workload.clip_norm = {workload.clip_norm:g}: the norm of whole gradients in fp16 can be "
+            "predicted, but not run; allowed: methods whose shards are in fp32 (zero2, zero3, hsdp), or leave it out"
+        )
 
 
 def check_overlap(scenario: Scenario, *, where: str) -> None:

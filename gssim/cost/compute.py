@@ -1,5 +1,6 @@
 """Compute times on one device without contention: from a measured profile where there is one, else from a roofline."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -169,8 +170,20 @@ def master_copy_time_s(device: DeviceType, workload: Workload, *, elements: int,
     """
     if not has_master_copy(workload):
         return 0.0
-    moved_bytes = (value_bytes(workload) + master_bytes(workload)) * elements
-    return casts * (moved_bytes / device.memory_bandwidth_bytes_per_s + tensors * device.operation_overhead_s)
+    sizes = (value_bytes(workload), master_bytes(workload))
+    return casts * moving_time_s(device, value_bytes=sizes, elements=elements, tensors=tensors)
+
+
+def moving_time_s(device: DeviceType, *, value_bytes: Sequence[int], elements: int, tensors: int) -> float:
+    """Return the time of an operation on `tensors` tensors that reads and writes values of the given sizes.
+
+    >>> from gssim.cluster import DeviceType
+    >>> cpu = DeviceType(kind="cpu", memory_bytes=1e9, peak_flop_per_s={}, memory_bandwidth_bytes_per_s=6e9, source="")
+    >>> moving_time_s(cpu, value_bytes=(2, 4), elements=10**9, tensors=1)  # a cast of bf16 to fp32
+    1.0
+    """
+    moved_bytes = sum(value_bytes) * elements
+    return moved_bytes / device.memory_bandwidth_bytes_per_s + tensors * device.operation_overhead_s
 
 
 def gradient_pass_s(device: DeviceType, *, elements: int, tensors: int, value_bytes: int) -> float:

@@ -1,4 +1,4 @@
-"""Executes programs in simulated time, on SimPy or by a vectorised walk that is proven equal to it."""
+"""Executes programs in simulated time, on SimPy or by walks that are proven equal to it."""
 
 from gssim.engine.collective_instances import CollectiveInstance, router_of, scheduler_of
 from gssim.engine.host import Host, Load

@@ -20,7 +20,7 @@ from gssim.collectives.algorithms import SINGLE_FLOWS
 from gssim.engine.selection import CollectiveSchedule, Scheduler
 from gssim.engine.symmetry import Classes, Groups, RankClass, classes_of, repeated_groups
 from gssim.network import Network, Router, codes
-from gssim.program import Program, TaskId
+from gssim.program import Program
 from gssim.units import Ints
 
 
@@ -55,9 +55,21 @@ class Arrangement:
     """A program's rank classes and collective instances, and the network that they use."""
 
     classes: tuple[RankClass, ...]
-    instances: Mapping[TaskId, tuple[CollectiveInstance, ...]]
-    """Instances of each collective; one for each class of groups."""
+    instances: Mapping[int, tuple[CollectiveInstance, ...]]
+    """Instances of each of the program's distinct collectives, by identity; one for each class of groups."""
     network: Network
+    equal: Mapping[Communication, tuple[CollectiveInstance, ...]]
+    """The same by value, of those that are not matrices."""
+
+    def of(self, communication: Communication) -> tuple[CollectiveInstance, ...]:
+        """Return the instances of a collective."""
+        found = self.instances.get(id(communication))
+        return self.equal[communication] if found is None else found
+
+    @cached_property
+    def all(self) -> Sequence[tuple[CollectiveInstance, ...]]:
+        """Instances of every distinct collective, each once."""
+        return list({id(several): several for several in self.instances.values()}.values())
 
 
 def router_of(cluster: Cluster, conditions: Conditions, shared: Shared) -> Router:
@@ -85,19 +97,74 @@ def arrange(
     shared: Shared,
     unfolded: bool = False,
 ) -> Arrangement:
-    """Return the classes, collective instances and network of a program."""
+    """Return the classes, collective instances and network of a program.
+
+    Programs of the same roles and collectives, such as those of other numbers of micro-batches, share the former two.
+    """
+    new: list[Network] = []
+
+    def arranged() -> _Shared:
+        found, network = _arranged(env, cluster, program, router, conditions, shared, unfolded)
+        new.append(network)
+        return found
+
+    matrices = any(each.pair_bytes for each, _ in program.exchanges)  # which take long to compare
+    distinct = () if matrices else tuple(dict.fromkeys(each for each, _ in program.exchanges))
+    key = (Same(cluster), Same(router), conditions, program.role_of, distinct, unfolded)
+    found = arranged() if matrices else shared.once("arrangement", key, arranged, most=MAX_ARRANGEMENTS)
+    instances = {
+        id(each): found.instances[id(each)] if each.pair_bytes else found.equal[each] for each, _ in program.exchanges
+    }
+    network = (
+        new[0]
+        if new
+        else Network(env, router, _stages_of(instances), conditions=conditions, unfolded=unfolded, shared=shared)
+    )
+    return Arrangement(found.classes.ranks, instances, network, found.equal)
+
+
+MAX_ARRANGEMENTS = 4
+Instances = dict[int, tuple[CollectiveInstance, ...]]
+"""By identity of the collective."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Shared:
+    """What programs of the same roles and collectives share."""
+
+    classes: Classes
+    instances: Instances
+    equal: Mapping[Communication, tuple[CollectiveInstance, ...]]
+    """Instances of the collectives that are not matrices, by value."""
+
+
+def _arranged(
+    env: simpy.Environment,
+    cluster: Cluster,
+    program: Program,
+    router: Router,
+    conditions: Conditions,
+    shared: Shared,
+    unfolded: bool,
+) -> tuple[_Shared, Network]:
+    """Return the classes and instances of a program, and the network that they use."""
     scheduler = scheduler_of(cluster, router, len(program.role_of), shared)
     kinds = {groups: scheduler.kinds(groups) for groups in repeated_groups(program)}
     schedules = _ScheduleCache(scheduler, Choice(router, conditions))
     while True:
         classes = classes_of(cluster, program, kinds=kinds, unfolded=unfolded)
-        instances = _instances(program, classes, schedules)
-        stages = [stage for several in instances.values() for instance in several for stage in instance.schedule.stages]
+        instances, equal = _instances(program, classes, schedules)
+        stages = _stages_of(instances)
         network = Network(env, router, stages, conditions=conditions, unfolded=unfolded, shared=shared)
         finer_kinds = {} if unfolded else _refined_kinds(kinds, instances, network, router)
         if not finer_kinds:
-            return Arrangement(classes.ranks, instances, network)
+            return _Shared(classes, instances, equal), network
         kinds |= finer_kinds
+
+
+def _stages_of(instances: Instances) -> list[Stage]:
+    distinct = {id(several): several for several in instances.values()}.values()
+    return [stage for several in distinct for instance in several for stage in instance.schedule.stages]
 
 
 class Choice:
@@ -153,11 +220,12 @@ class _ScheduleCache:
 
 def _instances(
     program: Program, classes: Classes, schedules: _ScheduleCache
-) -> dict[TaskId, tuple[CollectiveInstance, ...]]:
+) -> tuple[dict[int, tuple[CollectiveInstance, ...]], dict[Communication, tuple[CollectiveInstance, ...]]]:
+    """Return the instances of a program's distinct collectives by identity, and by value."""
     parts: dict[Groups, list[tuple[Groups, tuple[RankClass, ...]]]] = {}
-    instances = {}
+    instances: dict[int, tuple[CollectiveInstance, ...]] = {}
     by_communication: dict[Communication, tuple[CollectiveInstance, ...]] = {}
-    for collective, communication in program.communications.items():
+    for communication, _ in program.exchanges:
         alike = (
             None if communication.pair_bytes else by_communication.get(communication)
         )  # matrices take long to compare
@@ -176,8 +244,8 @@ def _instances(
             alike = tuple(equal)
             if not communication.pair_bytes:
                 by_communication[communication] = alike
-        instances[collective] = alike
-    return instances
+        instances[id(communication)] = alike
+    return instances, by_communication
 
 
 def _by_class(groups: Groups, classes: Mapping[Groups, Ints]) -> list[Groups]:
@@ -190,7 +258,7 @@ def _by_class(groups: Groups, classes: Mapping[Groups, Ints]) -> list[Groups]:
 
 def _refined_kinds(
     kinds: Mapping[Groups, Ints],
-    instances: Mapping[TaskId, tuple[CollectiveInstance, ...]],
+    instances: Mapping[int, tuple[CollectiveInstance, ...]],
     network: Network,
     router: Router,
 ) -> dict[Groups, Ints]:

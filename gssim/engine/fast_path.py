@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from gssim.engine.memory_tracker import RecordingTracker, allocates_beside_compute, memory_after
 from gssim.engine.symmetry import is_jittery
-from gssim.program import Program, Task
+from gssim.program import Program, Task, each_once
 
 if TYPE_CHECKING:
     from gssim.engine.machine import Machine
@@ -35,7 +35,7 @@ def is_independent(machine: "Machine", index: int) -> bool:
 
 
 def _is_slowed_by_pauses(program: Program, role: int) -> bool:
-    return any(task.after_pauses for task in program.tasks[role])
+    return any(task.after_pauses for task in each_once(program.tasks[role]))
 
 
 def run_ahead(machine: "Machine", index: int, stream: str, steps: int) -> Generator[Any, Any, None]:

@@ -1,10 +1,10 @@
-"""Executes a program in simulated time: the streams of every rank as SimPy processes, or vectorised where that is
-exact.
+"""Executes a program in simulated time: the streams of every rank as SimPy processes, or vectorised or chunk by chunk
+where that is exact.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from functools import cached_property, partial
 from typing import Any
 
@@ -17,7 +17,8 @@ from gssim.cluster import Cluster, Conditions, contention_groups, core_shares, h
 from gssim.engine.collective_instances import CollectiveInstance, arrange, router_of
 from gssim.engine.fast_path import can_run_ahead, is_independent, run_ahead
 from gssim.engine.host import Clock, Host, Load
-from gssim.engine.memory_tracker import MemoryTracker
+from gssim.engine.memory_tracker import MemoryTracker, memory_after
+from gssim.engine.outline_walk import OutlineWalk, can_walk_outlines
 from gssim.engine.rendezvous import Rendezvous
 from gssim.engine.selection import CollectiveSchedule
 from gssim.engine.vectorised_walk import TaskSpan, VectorisedWalk, vectorised_walk_of
@@ -45,7 +46,8 @@ class DeadlockError(RunFailedError):
 class Machine:
     """All ranks of a program in simulated time: `run` executes it `steps` times and records spans and memory.
 
-    Equal ranks are simulated once: everything by rank is by class here, in the order of `classes`.
+    Equal ranks are simulated once: everything by rank is by class here, in the order of `classes`. `outlined`: whether
+    outlines may be walked chunk by chunk.
     """
 
     def __init__(
@@ -57,16 +59,19 @@ class Machine:
         seed: int = 0,
         unfolded: bool = False,
         shared: Shared | None = None,
+        outlined: bool = True,
     ) -> None:
         self.env = Clock()
+        self._outlined = outlined
         self.cluster, self.program, self.seed = cluster, program, seed
         conditions = conditions or Conditions()
         shared = shared or Shared()
         router = router_of(cluster, conditions, shared)
-        arranged = arrange(
+        self._settings = conditions, unfolded, shared
+        self.arranged = arranged = arrange(
             self.env, cluster, program, router=router, conditions=conditions, shared=shared, unfolded=unfolded
         )
-        self.classes, self.instances, self.network = arranged.classes, arranged.instances, arranged.network
+        self.classes, self.network = arranged.classes, arranged.network
         self.hosts = self._hosts()
         self._is_coupled = any(host.coupled for host in self.hosts.values())
         self.roles = [program.role_of[each.representative] for each in self.classes]
@@ -74,6 +79,8 @@ class Machine:
         self.memory = [MemoryTracker(dict(program.persistent[role])) for role in self.roles]
         self.vectorised: VectorisedWalk | None = None
         """The vectorised walk over all classes, where it is used."""
+        self.outline_walk: OutlineWalk | None = None
+        """The walk of outlines, where it is used."""
         self.ends_s: list[list[float]] = [[] for _ in self.classes]
         self.rendezvous: dict[tuple[int, TaskId, int], Rendezvous] = {}
         self.messages: dict[tuple[int, int], Rendezvous] = {}
@@ -101,6 +108,11 @@ class Machine:
         return [np.random.default_rng([self.seed, each.representative]) for each in self.classes]
 
     @cached_property
+    def instances(self) -> Mapping[TaskId, tuple[CollectiveInstance, ...]]:
+        """Instances of each collective of the program, by identity; one for each class of groups."""
+        return {name: self.arranged.of(each) for name, each in self.program.communications.items()}
+
+    @cached_property
     def _instance_of(self) -> dict[tuple[int, TaskId], tuple[int, CollectiveInstance]]:
         """Number and instance of a collective's instances in which a class takes part."""
         return {
@@ -112,7 +124,9 @@ class Machine:
 
     @cached_property
     def task_spans(self) -> list[TaskSpan]:
-        """Busy intervals of the streams of each class."""
+        """Busy intervals of the streams of each class; the walk of outlines leaves them to a run task by task."""
+        if self.outline_walk is not None:
+            return self._task_by_task().task_spans
         return self.vectorised.task_spans() if self.vectorised is not None else self._recorded
 
     @property
@@ -161,10 +175,10 @@ class Machine:
         for rank_class in instance.classes:
             self.hosts[rank_class.host].communicate(rank_class.index, self._loads[instance], change)
 
-    def count_bytes(self, stage: collectives.Stage) -> None:
+    def count_bytes(self, stage: collectives.Stage, times: int = 1) -> None:
         """Count the bytes that a stage sends over its hops."""
         self._hops[id(stage.hops)] = stage.hops
-        self._volumes[id(stage.hops)] += stage.size_bytes
+        self._volumes[id(stage.hops)] += times * stage.size_bytes
 
     def carried_by_rank(self) -> tuple[Floats, Floats]:
         """Return the bytes sent and the bytes received by each rank."""
@@ -179,6 +193,9 @@ class Machine:
     def run(self, steps: int) -> None:
         """Execute the program `steps` times; raise DeadlockError where it cannot end."""
         self.steps = steps
+        if self._outlined and can_walk_outlines(self):
+            self._run_outlines(steps)
+            return
         if self._can_be_vectorised():
             self._run_vectorised(steps)
             return
@@ -204,11 +221,37 @@ class Machine:
         """Return whether there are enough classes, all independent between collectives, and no notices to wait for."""
         if len(self.classes) < MIN_CLASSES_VECTORISED:
             return False
-        has_notices = any(instance.schedule.notices for several in self.instances.values() for instance in several)
+        has_notices = any(instance.schedule.notices for several in self.arranged.all for instance in several)
         computes = self.program.once(_all_roles_compute)
         return (
             computes and not has_notices and all(is_independent(self, rank_class.index) for rank_class in self.classes)
         )
+
+    def _run_outlines(self, steps: int) -> None:
+        """Execute the program chunk by chunk; see [Note: outline] in `outline_walk`."""
+        self.outline_walk = OutlineWalk(self, steps)
+        try:
+            self.outline_walk.run()
+        except RuntimeError:
+            self._task_by_task()  # which names the ranks that wait for ever
+            raise
+        self.ends_s = list(self.outline_walk.ends_s())
+        self.memory = [self.program.once(memory_after, role, steps) for role in self.roles]
+
+    def _task_by_task(self) -> "Machine":
+        """Return a machine that has executed the same steps task by task."""
+        conditions, unfolded, shared = self._settings
+        again = Machine(
+            self.cluster,
+            self.program,
+            conditions=conditions,
+            seed=self.seed,
+            unfolded=unfolded,
+            shared=shared,
+            outlined=False,
+        )
+        again.run(self.steps)
+        return again
 
     def _run_vectorised(self, steps: int) -> None:
         """Execute the program for all classes at once; see [Note: lockstep]."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gssim.memory import NOTHING, Footprint
-from gssim.program import Program
+from gssim.program import Program, Task, parts_of
 from gssim.units import Floats, Ints
 
 if TYPE_CHECKING:
@@ -70,14 +70,16 @@ def memory_after(program: Program, role: int, steps: int) -> MemoryTracker:
     That is its memory in a simulation where only one stream allocates any.
     """
     memory = MemoryTracker(dict(program.persistent[role]))
-    needs = [task.need for task in program.tasks[role] if task.need.peak_bytes or task.need.kept]
-    memory.run(needs * steps)
+    parts = parts_of(program.tasks[role])
+    needs = [part.need if isinstance(part, Task) else part.template.need for part in parts]
+    memory.run([need for need in needs if need.peak_bytes or need.kept] * steps)
     return memory
 
 
 def allocates_beside_compute(program: Program, role: int) -> bool:
     """Return whether streams beside the compute allocate or free memory, so that its peak depends on time."""
-    return any(task.stream != "compute" and (task.need.peak_bytes or task.need.kept) for task in program.tasks[role])
+    beside = (part for part in parts_of(program.tasks[role]) if isinstance(part, Task) and part.stream != "compute")
+    return any(task.need.peak_bytes or task.need.kept for task in beside)
 
 
 class RecordingTracker(MemoryTracker):

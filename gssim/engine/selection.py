@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 
 import numpy as np
@@ -19,7 +19,7 @@ from gssim.collectives.nccl import Group, ring_packing, times
 from gssim.engine.host import Load
 from gssim.errors import UserError
 from gssim.network import Network, Pace, Router, notices_queue
-from gssim.units import Ints, distinct
+from gssim.units import Floats, Ints, distinct
 
 NCCL_ALGORITHMS = {"ring": "ring", "tree": "double-tree", "nvls": "in-switch"}
 """Names of this package's algorithms by NCCL's names."""
@@ -83,6 +83,8 @@ class CollectiveSchedule:
         return sum(network.alone_s(stage, self.pace(stage, latency=latency)) for stage in self.stages)
 
 
+MAX_COMPARED = 2**22
+"""Up to so many pairs of members, groups are compared together."""
 MAX_CACHED = 512
 """Number of cached collectives, and of cached collections of groups."""
 
@@ -185,26 +187,18 @@ class Scheduler:
             if place is not None and place in self._equal_groups:
                 return self._groups.setdefault(members, self._equal_groups[place])
             hops = ring_hops(members, 1)
-            local = np.where(self.hosts[hops.source] == self.hosts[hops.target], hops.weight, 0.0)
-            whole = summed(hops.source, local, len(self.hosts))[hops.source]
-            inside = self.router.rate_bytes_per_s(
-                hops, np.divide(local, whole, out=np.zeros_like(local), where=whole > 0)
-            )
-            between = self.router.rate_bytes_per_s(hops, np.where(local > 0, 0.0, hops.weight))
-            nodes = len(members.blocks[0])
-            per_node = math.ceil(members.count / nodes)
-            across = between / per_node if nodes > 1 else None
-            self._groups[members] = Group(
-                ranks=members.count,
-                nodes=nodes,
-                bandwidth_bytes_per_s=inside if math.isfinite(inside) else between,
-                network_bytes_per_s=across,
-                joint="pcie" if members.inside is None and inside < PCIE_BYTES_PER_S else "nvlink",
-                nvls=members.inside is None and members.count > 1,
-            )
+            inside, between = (self.router.rate_bytes_per_s(hops, weight) for weight in self._ring_weights(hops))
+            self._groups[members] = _group_with(members, inside, between)
             if place is not None:
                 self._equal_groups[place] = self._groups[members]
         return self._groups[members]
+
+    def _ring_weights(self, hops: Hops) -> tuple[Floats, Floats]:
+        """Return the weights of a ring's hops inside hosts, of which each sender has 1 in all, and between hosts."""
+        local = np.where(self.hosts[hops.source] == self.hosts[hops.target], hops.weight, 0.0)
+        whole = summed(hops.source, local, len(self.hosts))[hops.source]
+        inside = np.divide(local, whole, out=np.zeros_like(local), where=whole > 0)
+        return inside, np.where(local > 0, 0.0, hops.weight)
 
     def _canonical_place(self, members: Members) -> bytes | None:
         """Return a key that is equal for equal groups where all servers are equal and on one switch; None elsewhere.
@@ -229,6 +223,8 @@ class Scheduler:
         return self._cache.once("kinds", tuple(groups), lambda: self._kinds(groups))
 
     def _kinds(self, groups: Sequence[Sequence[int]]) -> Ints:
+        if self._are_switched and len(groups) * len(groups[0]) ** 2 <= MAX_COMPARED:
+            return self._kinds_at_once(groups)
         found = []
         for group in groups:
             members = self.members(group)
@@ -237,6 +233,36 @@ class Scheduler:
             inside = members.inside
             rings = None if inside is None else tuple(map(tuple, (inside.source, inside.target, inside.weight)))
             found.append((spread, members.shape, rings, repr(_rounded(self._group(members))) if self.tuning else ""))
+        numbers = {kind: number for number, kind in enumerate(dict.fromkeys(found))}
+        return np.array([numbers[kind] for kind in found], dtype=np.int64)
+
+    @cached_property
+    def _are_switched(self) -> bool:
+        """Whether rings are found from hosts alone: NCCL's tuner prices them, and no devices are directly linked."""
+        devices, wiring, topology = len(self.cluster.devices), self.cluster.wiring, self.cluster.topology
+        direct = (wiring.source < devices) & (wiring.target < devices)
+        return self.tuning is not None and not direct.any() and (topology is None or topology.kind != "torus")
+
+    def _kinds_at_once(self, groups: Sequence[Sequence[int]]) -> Ints:
+        """Return the classes of groups where rings are found from hosts alone: those of all are routed at once."""
+        ranks = np.array(groups, dtype=np.int64)
+        hosts = self.hosts[ranks]
+        first_on_host = (hosts[:, :, None] == hosts[:, None, :]).argmax(axis=2)
+        _, first, spread = np.unique(first_on_host, axis=0, return_index=True, return_inverse=True)
+        spread = spread.ravel()
+        found: list[object] = [None] * len(groups)
+        for number, representative in enumerate(first.tolist()):
+            which = np.flatnonzero(spread == number)
+            members = self.members(groups[representative])
+            hops = ring_hops(members, 1)
+            order = np.argsort(ranks[representative])
+            source, target = (
+                ranks[which][:, order[np.searchsorted(ranks[representative], ends, sorter=order)]]
+                for ends in (hops.source, hops.target)
+            )
+            rates = self.router.rates_of_equal(source, target, self._ring_weights(hops))
+            for place, inside, between in zip(which.tolist(), *(each.tolist() for each in rates), strict=True):
+                found[place] = number, _rounded(_group_with(members, inside, between))
         numbers = {kind: number for number, kind in enumerate(dict.fromkeys(found))}
         return np.array([numbers[kind] for kind in found], dtype=np.int64)
 
@@ -297,6 +323,20 @@ class Scheduler:
                 with suppress(ValueError):
                     found.append(self._with_backend_costs(name, members, communication))
         return tuple(found)
+
+
+def _group_with(members: Members, inside: float, between: float) -> Group:
+    """Return a group as NCCL's tuner sees it, with the rates of its ring's hops inside hosts and between them."""
+    nodes = len(members.blocks[0])
+    per_node = math.ceil(members.count / nodes)
+    return Group(
+        ranks=members.count,
+        nodes=nodes,
+        bandwidth_bytes_per_s=inside if math.isfinite(inside) else between,
+        network_bytes_per_s=between / per_node if nodes > 1 else None,
+        joint="pcie" if members.inside is None and inside < PCIE_BYTES_PER_S else "nvlink",
+        nvls=members.inside is None and members.count > 1,
+    )
 
 
 def _rounded(group: Group) -> Group:

@@ -70,7 +70,7 @@ def classes_of(
     names = contention_groups(cluster)[:ranks]
     hosts = np.unique(np.array(names), return_inverse=True)[1]
     repeated = repeated_groups(program)
-    for groups in {each.groups for each in program.communications.values()}:
+    for groups in {each.groups for each, _ in program.exchanges}:
         if sum(map(len, groups)) < ranks:
             inside = np.isin(np.arange(ranks), np.concatenate([np.array(group) for group in groups]))
             roles = np.unique(2 * roles + inside, return_inverse=True)[1]
@@ -93,7 +93,7 @@ def classes_of(
 
 def repeated_groups(program: Program) -> list[Groups]:
     """Return the groups of every collective with more than one group, each tuple of groups once."""
-    return list(dict.fromkeys(each.groups for each in program.communications.values() if each.beside))
+    return list(dict.fromkeys(each.groups for each, _ in program.exchanges if each.beside))
 
 
 def _group_classes(colour: Ints, members: Ints, kind: Ints) -> Ints:

@@ -70,7 +70,7 @@ class Segment:
 class TaskGroup:
     """Roles with the same tasks but for their times and memory."""
 
-    tasks: tuple[Task, ...]
+    tasks: Sequence[Task]
     """Tasks of the first role."""
     roles: tuple[int, ...]
     duration_s: Floats

@@ -23,7 +23,7 @@ from gssim.interop.training import PRECISIONS, Training, optimizer_in
 METHODS = ("plan.method",)
 NOT_COMPILED = "compilation is not modelled: operations run one by one"
 LOGGING = "logging, data, checkpoints and evaluation are no part of a step"
-LOSS_SCALE = "the scaling of the loss is not counted"
+LOSS_SCALE = "how the factor on the loss changes: steps that are skipped are not predicted"
 NUMERICS = "changes numbers, not step time or memory"
 LAUNCHER = "how processes are started, not what they do"
 
@@ -73,7 +73,6 @@ DEEPSPEED: dict[str, Rule] = {
     **refused("sparse gradients or attention cannot be simulated", "sparse_gradients", "sparse_attention.*"),
     **refused(
         "another data type for communication cannot be simulated",
-        "communication_data_type",
         "data_types.grad_accum_dtype",
         "seq_parallel_communication_data_type",
     ),
@@ -120,6 +119,12 @@ def _precision_of_deepspeed(keys: Keys, training: Training) -> None:
     if len(on) > 1:
         keys.refuse(on[1].origin.partition(" = ")[0], f"contradicts {on[0].origin}", replaced_by=["workload.precision"])
     training.precision = on[0] if on else Value("fp32", "neither bf16.enabled nor fp16.enabled")
+    if keys.raw("fp16.loss_scale") != "auto":
+        fixed = keys.number("fp16.loss_scale")
+        training.loss_scale = fixed if fixed is not None and fixed.value else None  # 0: dynamic
+    reduced = keys.choice(PRECISIONS, "communication_data_type", sets="workload.reduce_precision")
+    if reduced is not None and reduced.value != training.precision.value:
+        training.reduce_precision = reduced
 
 
 def deepspeed(keys: Keys) -> Training:

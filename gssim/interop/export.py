@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gssim.errors import UserError
-from gssim.interop.script import training_script
+from gssim.interop.script import DTYPES, training_script
 from gssim.plan import METHODS, Plan
-from gssim.scenario import Scenario
+from gssim.scenario import Scenario, reduce_precision
 from gssim.scenario.loading import toml
+from gssim.workload import Workload
 
 SHARDED = tuple(name for name, method in METHODS.items() if method.gradients == "reduce-scatter")
-DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
 FLAVORS = {"llama3-8b": ("llama3", "8B"), "llama3-70b": ("llama3", "70B")}
 """Names of shipped models in torchtitan: (model.name, model.flavor)."""
 OPTIMIZER_TYPES = {"adamw": "AdamW", "adam": "Adam"}
@@ -53,9 +53,16 @@ def export_scenario(scenario: Scenario, to: str) -> Exported:
     own = scenario.cluster.backend == "gloo" or policies.exchange == "backend"
     _refuse(to, "plan.exchange", policies.exchange, own or method.gradients == "push", "'backend'")
     _refuse(to, "workload.precision", scenario.workload.precision, scenario.workload.precision in DTYPES, "fp32, bf16")
+    reduced, shards = reduce_precision(scenario.workload), method.gradients == "reduce-scatter"
+    usual_reduction = reduced == scenario.workload.precision
+    said = usual_reduction or (reduced in DTYPES and (to == "deepspeed" or (to != "accelerate" and shards)))
+    _refuse(to, "workload.reduce_precision", reduced, said, "leave it out")
     notes = [f"plan.recompute = '{plan.recompute}': recompute in your own code"] if _left_to_code(plan, to) else []
     if plan.method == "fsdp":
         notes.append("plan.method = 'fsdp': reads back as 'zero3', which is the same")
+    scale = scenario.workload.loss_scale
+    scales = scale is None or to == "deepspeed" or (to == "accelerate" and scale == "dynamic")
+    _refuse(to, "workload.loss_scale", scale, scales, "dynamic" if to == "accelerate" else "leave it out")
     return writer(scenario, notes)
 
 
@@ -110,8 +117,7 @@ def _deepspeed(scenario: Scenario, notes: list[str]) -> Exported:
     }
     if workload.clip_norm is not None:
         data["gradient_clipping"] = workload.clip_norm
-    if workload.precision != "fp32":
-        data[workload.precision] = {"enabled": True}
+    data |= _deepspeed_precision(workload)
     if policies.tp > 1:
         data["tensor_parallel"] = {"autotp_size": policies.tp}
     kind = OPTIMIZER_TYPES.get(workload.optimizer)
@@ -127,6 +133,17 @@ def _deepspeed(scenario: Scenario, notes: list[str]) -> Exported:
         f"workload.sequence_length = {workload.sequence_length}: is the data's; `gssim import` takes it by --set"
     )
     return Exported(json.dumps(data, indent=2) + "\n", notes)
+
+
+def _deepspeed_precision(workload: Workload) -> dict[str, Any]:
+    """Return DeepSpeed's tables and keys of precisions."""
+    data: dict[str, Any] = {}
+    if workload.precision != "fp32":
+        fixed = {"loss_scale": workload.loss_scale} if isinstance(workload.loss_scale, float) else {}
+        data[workload.precision] = {"enabled": True} | fixed
+    if reduce_precision(workload) != workload.precision:
+        data["communication_data_type"] = reduce_precision(workload)
+    return data
 
 
 def _accelerate(scenario: Scenario, notes: list[str]) -> Exported:
@@ -207,6 +224,7 @@ def _torchtitan(scenario: Scenario, notes: list[str]) -> Exported:
             "steps": scenario.run.warmup_steps + scenario.run.steps,
             "dtype": "float32",
             "mixed_precision_param": DTYPES[workload.precision],
+            "mixed_precision_reduce": DTYPES[reduce_precision(workload)],
         },
         "parallelism": {
             "data_parallel_replicate_degree": policies.dp_replicate,

@@ -413,10 +413,12 @@ def _precision(keys: Keys, training: Training) -> None:
         return
     name, flag = on[0]
     training.precision = Value(name, flag.origin)
+    if name == "fp16":
+        training.loss_scale = keys.number("loss-scale")
     wide, narrow = keys.flag("accumulate-allreduce-grads-in-fp32"), keys.flag("grad-reduce-in-bf16")
     if (wide is not None and wide.value) or (name == "bf16" and not (narrow is not None and narrow.value)):
         origin = wide.origin if wide else f"{flag.origin}, whose gradients are summed in fp32"
-        training.gradient_precision = Value("fp32", f"{origin}; messages have {name} here")
+        training.gradient_precision = training.reduce_precision = Value("fp32", origin)
 
 
 def _sharding(keys: Keys, training: Training) -> None:

@@ -4,10 +4,12 @@ from collections import Counter
 from textwrap import indent
 
 from gssim.errors import UserError
-from gssim.scenario import Scenario
+from gssim.scenario import Scenario, reduce_precision
 from gssim.units import one_line
 from gssim.workload import TokenInput, unrolled
 
+DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
+"""torch's names of precisions that the formats have."""
 SCRIPT = '''\
 """{title}
 
@@ -173,8 +175,12 @@ def _wrapping(scenario: Scenario) -> tuple[str, str]:
         imports.append("from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard")
         hybrid = policies.dp_replicate > 1
         precision = ""
+        reduced = reduce_precision(workload)
         if workload.precision == "bf16":
-            precision = ", mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)"
+            wanted = f"param_dtype=torch.bfloat16, reduce_dtype=torch.{DTYPES[reduced]}"
+            precision = f", mp_policy=MixedPrecisionPolicy({wanted})"
+        elif reduced != workload.precision:
+            precision = f", mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.{DTYPES[reduced]})"
         lines += FSDP2.format(
             shape=(policies.dp_replicate, policies.dp_shard) if hybrid else (policies.dp_shard,),
             names=("replicate", "shard") if hybrid else ("shard",),

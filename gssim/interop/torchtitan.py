@@ -13,7 +13,6 @@ RECOMPUTE = ("plan.recompute",)
 PURE_16_BIT = (
     "approximated: parameters and optimizer state there are in 16 bits alone; here the optimizer updates fp32 copies"
 )
-REDUCED_IN_FP32 = "approximated: gradients are reduce-scattered in 16 bits here, in half the bytes of float32"
 
 TORCHTITAN: dict[str, Rule] = {
     **refused(NOT_COMPILED, "compile.enable"),
@@ -149,15 +148,16 @@ def _precision(keys: Keys, training: Training) -> None:
     why = "this precision cannot be simulated"
     kept = keys.choice(PRECISIONS, "training.dtype", sets="workload.precision", why=why)
     computed = keys.choice(PRECISIONS, "training.mixed_precision_param", sets="workload.precision", why=why)
-    reduced = keys.choice(PRECISIONS, "training.mixed_precision_reduce", sets="workload.precision", why=why)
+    reduced = keys.choice(PRECISIONS, "training.mixed_precision_reduce", sets="workload.reduce_precision", why=why)
     training.precision = computed or Value("bf16", "training.mixed_precision_param = bfloat16 (its default)")
     if training.sharding is not None and training.sharding.value == "none" and training.precision.value != "fp32":
         keys.listed.append((training.precision.origin, "approximated: autocast beside fp32 gradients and messages"))
     if kept is not None and kept.value != "fp32":
         keys.note("training.dtype", PURE_16_BIT)
-    if training.precision.value != "fp32" and (reduced is None or reduced.value == "fp32"):
-        origin = reduced.origin if reduced else "training.mixed_precision_reduce = float32 (its default)"
-        keys.listed.append((origin, REDUCED_IN_FP32))
+    reduced = reduced or Value("fp32", "training.mixed_precision_reduce = float32 (its default)")
+    shards = training.sharding is not None and training.sharding.value != "none"
+    if shards and reduced.value != training.precision.value:
+        training.reduce_precision = reduced
 
 
 def _recompute(keys: Keys, training: Training) -> None:
@@ -327,6 +327,10 @@ def _automodel_precision(keys: Keys, training: Training) -> None:
     training.precision = precision or Value("bf16", origin)
     for name in names:
         keys.raw(name)
+    reduced = keys.choice(PRECISIONS, "distributed.mp_policy.reduce_dtype", sets="workload.reduce_precision")
+    shards = training.sharding is not None and training.sharding.value != "none"
+    if shards and reduced is not None and reduced.value != training.precision.value:
+        training.reduce_precision = reduced
     if training.precision.value != "fp32" and training.sharding is not None:
         keys.listed.append((training.precision.origin, PURE_16_BIT))
 

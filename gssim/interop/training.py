@@ -117,6 +117,9 @@ class Training:
     sequence: Value | None = None
     precision: Value | None = None
     gradient_precision: Value | None = None
+    reduce_precision: Value | None = None
+    loss_scale: Value | None = None
+    """In fp16; absent there: dynamic."""
     optimizer: Value | None = None
     optimizer_implementation: Value | None = None
     learning_rate: Value | None = None
@@ -159,12 +162,13 @@ def scenario_of(
     `overrides`: what `--set` gives, by the scenario's key; it replaces what the file says.
     """
     _check_architecture(training, keys, model)
-    _check_clipping(training, keys)
+    _check_clipping(training)
     for name, pending in PENDING.items():
         _check_pending(name, pending, training, keys)
     if keys.refused:
         return []
     plan = _plan(training, keys, model, cluster, overrides)
+    _scale_loss(training, plan, overrides)
     workload = _workload(training, keys, model)
     if keys.refused:
         return []
@@ -188,18 +192,23 @@ def _check_architecture(training: Training, keys: Keys, model: Model) -> None:
             keys.note(value.origin.partition(" = ")[0], f"the model is --model ('{model.name}')")
 
 
-def _check_clipping(training: Training, keys: Keys) -> None:
-    """List clipping where the scenario cannot have it: beside tensor parallelism; leave out norms that clip nothing."""
-    clip, tp = training.clip_norm, training.tp
-    if clip is None:
-        return
-    if clip.value in PENDING["clip_norm"].harmless:
+def _check_clipping(training: Training) -> None:
+    """Leave out norms that clip nothing."""
+    clip = training.clip_norm
+    if clip is not None and clip.value in PENDING["clip_norm"].harmless:
         training.clip_norm = None
-    elif tp is not None and tp.value > 1:
-        keys.note(
-            clip.origin.partition(" = ")[0], f"approximated: {PENDING['clip_norm'].what} is not counted with tp > 1"
-        )
-        training.clip_norm = None
+
+
+def _scale_loss(training: Training, plan: list[Entry], overrides: dict[str, Any]) -> None:
+    """Set how a training in fp16 scales its loss, unless the scenario is to have another precision, or cannot."""
+    precision = training.precision
+    asked = overrides.get("workload.precision", precision.value if precision else "fp32")
+    methods = [entry.value for entry in plan if entry.key == "plan.method"]
+    rules = METHODS.get(overrides.get("plan.method") or (methods[0] if methods else ""))
+    if asked != "fp16" or precision is None or (rules is not None and rules.is_gradient_sharding):
+        training.loss_scale = None
+    else:
+        training.loss_scale = training.loss_scale or Value("dynamic", precision.origin)
 
 
 def sizes_of(model: Model) -> dict[str, int]:
@@ -254,6 +263,8 @@ def _plan(training: Training, keys: Keys, model: Model, cluster: Cluster, overri
         return []
     ranks, dp, tp, pp, entries = sizes
     method = next(entry.value for entry in entries if entry.key == "plan.method")
+    if not METHODS[method].can_replicate:
+        training.reduce_precision = None  # nothing is reduced
     if tp.value > 1 and method != "single":
         entries.append(Entry("plan.tp", tp.value, tp.origin))
     if pp.value > 1:
@@ -480,6 +491,8 @@ def _workload(training: Training, keys: Keys, model: Model) -> list[Entry]:
     for name, default, reason in (
         ("precision", "fp32", "the program's own, as the file does not say"),
         ("gradient_precision", None, ""),
+        ("reduce_precision", None, ""),
+        ("loss_scale", None, ""),
         ("optimizer", "adamw", "as the file does not say"),
         ("optimizer_implementation", None, ""),
         ("learning_rate", None, ""),

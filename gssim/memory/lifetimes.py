@@ -109,6 +109,27 @@ def footprint(events: Iterable[Event]) -> Footprint:
     return Footprint(bytes_of(at_worst), bytes_of(allocated), tuple(ordered))
 
 
+def in_sequence(footprints: Iterable[Footprint]) -> Footprint:
+    """Return the footprint of several, one after another, without their events.
+
+    >>> first, second = (footprint([Event(0, size, "activations")]) for size in (8.0, -4.0))
+    >>> in_sequence([first, second, first])
+    Footprint(peak=(('activations', 12.0),), kept=(('activations', 12.0),))
+    """
+    allocated: dict[str, float] = defaultdict(float)
+    total = worst = 0.0
+    at_worst: dict[str, float] = {}
+    for each in footprints:
+        if total + each.peak_bytes > worst:
+            worst, at_worst = total + each.peak_bytes, dict(allocated)
+            for category, size in each.peak:
+                at_worst[category] = at_worst.get(category, 0.0) + size
+        for category, size in each.kept:
+            allocated[category] += size
+            total += size
+    return Footprint(bytes_of(at_worst), bytes_of(allocated))
+
+
 def release_of(size_bytes: float, category: str) -> Footprint:
     """Return the footprint of the release of a tensor.
 

@@ -1,7 +1,7 @@
 """The network: routes, max-min fair flows in simulated time, and folding of equal links and flows."""
 
-from gssim.network.fluid import Network, Pace, limited_rates, max_min_rates
+from gssim.network.fluid import Network, Pace, Prepared, limited_rates, max_min_rates
 from gssim.network.folding import codes
 from gssim.network.routes import Router, notices_queue
 
-__all__ = ["Network", "Pace", "Router", "codes", "limited_rates", "max_min_rates", "notices_queue"]
+__all__ = ["Network", "Pace", "Prepared", "Router", "codes", "limited_rates", "max_min_rates", "notices_queue"]

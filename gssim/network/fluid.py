@@ -90,14 +90,29 @@ class Pace:
     """Size of segment groups on shaped links (see [Note: head start] in `cluster`); 0 for wires."""
 
 
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A stage whose sessions start together, with what it takes on idle links: the same whenever it begins."""
+
+    wait_s: float
+    """Time that it waits before its bytes."""
+    sessions: Sessions | None
+    """None where no bytes cross any links."""
+    sizes: Floats | None
+    processor_s: float
+    """Processor time of the ends for the bytes, from the end of the wait on."""
+
+
 class _Transfer:
     """Sessions that began together: remaining bytes and rate of each, and the event that ends them all."""
 
-    __slots__ = ("done", "going", "last_s", "limit", "links", "rate", "remaining", "sessions", "version")
+    __slots__ = ("done", "going", "last_s", "limit", "links", "rate", "remaining", "sessions", "single", "version")
 
     def __init__(self, sessions: Sessions, remaining: Floats, done: simpy.Event, now_s: float) -> None:
         self.sessions, self.remaining, self.done, self.last_s = sessions, remaining, done, now_s
         self.rate: Floats
+        self.single = len(remaining) == 1
+        """Whether it is one session, for which plain numbers are faster than arrays."""
         self.going = remaining > 0
         self.limit: Ints
         """The link that limits each session's rate."""
@@ -107,6 +122,11 @@ class _Transfer:
     def advance(self, now_s: float) -> None:
         """Reduce the remaining bytes by those carried since the last change."""
         if now_s > self.last_s:
+            if self.single:
+                left_bytes = self.remaining[0] - self.rate[0] * (now_s - self.last_s)
+                self.remaining[0] = max(left_bytes, 0.0)
+                self.last_s = now_s
+                return
             going = self.remaining > 0
             left = self.remaining[going] - self.rate[going] * (now_s - self.last_s)
             self.remaining[going] = np.maximum(left, 0.0)  # a session may have ended since
@@ -115,6 +135,8 @@ class _Transfer:
     def settle(self, now_s: float) -> Ints:
         """End the sessions that are over within the clock's resolution; return the links that they free."""
         slack_s = 1e-12 + 2 * math.ulp(now_s)
+        if self.single and self.remaining[0] > self.rate[0] * slack_s + NEGLIGIBLE_BYTES:
+            return NO_LINKS
         ended = self.going & (self.remaining <= self.rate * slack_s + NEGLIGIBLE_BYTES)
         if not ended.any():
             return NO_LINKS
@@ -199,10 +221,44 @@ class Network:
         alone.env.run(until=alone.env.process(alone.carry(stage, pace)))
         return float(alone.env.now)
 
-    def count(self, stage: Stage) -> None:
+    def count(self, stage: Stage, times: int = 1) -> None:
         """Count the bytes of a stage on the links that it crosses."""
         traffic = self.folded.of(stage)
-        self.carried[traffic.carried_link] += traffic.carried * stage.size_bytes
+        self.carried[traffic.carried_link] += traffic.carried * (times * stage.size_bytes)
+
+    @property
+    def busy_links(self) -> frozenset[int]:
+        """Classes of links that transfers cross now."""
+        return frozenset(link for transfer in self.active for link in transfer.links)
+
+    def prepared(self, stage: Stage, pace: Pace) -> Prepared | None:
+        """Return a stage for `start`; None where its sessions start at several times, or its time depends on earlier
+        traffic (notices, segments of shaped links).
+        """
+        groups = self.folded.of(stage).groups
+        if len(groups) > 1 or pace.notices or pace.group_bytes:
+            return None
+        if not groups:
+            return Prepared(0.0, None, None, 0.0)
+        (group,) = groups
+        sizes = group.unit_bytes * (stage.size_bytes * stage.stretch_ratio * pace.factor)
+        wait_s = self._wait_s(stage, group, sizes, pace)
+        if not sizes.any():
+            return Prepared(wait_s, None, None, 0.0)
+        return Prepared(wait_s, group if len(group.link) else None, sizes, pace.processor_s)
+
+    def start(self, prepared: Prepared) -> simpy.Event:
+        """Start the sessions of a stage now, and return the event that ends them."""
+        assert prepared.sessions is not None
+        assert prepared.sizes is not None
+        return self._start(prepared.sessions, prepared.sizes)
+
+    def single_session_s(self, prepared: Prepared) -> float | None:
+        """Return the time of the only session of a stage on links that nothing else uses; None where there are more."""
+        if prepared.sessions is None or prepared.sizes is None or len(prepared.sizes) != 1:
+            return None
+        rate, _ = self._rates([prepared.sessions])
+        return float(prepared.sizes[0] / rate[0])
 
     def carry(self, stage: Stage, pace: Pace | None = None) -> Generator[Any, Any, None]:
         """Simulate a stage, with the backend's additions to its time."""
@@ -378,15 +434,24 @@ class Network:
         for transfer in transfers:
             transfer.version += 1
         versions = [transfer.version for transfer in transfers]
-        lasts_s = [transfer.lasts_s() for transfer in transfers]
-        first_s = min(float(rest_s.max()) for rest_s in lasts_s)
-        changes_s = self._changes_s(transfers, lasts_s)
-        first_s = min(first_s, changes_s)
+        if all(transfer.single for transfer in transfers):
+            first_s = self._single_changes_s(transfers)
+        else:
+            lasts_s = [transfer.lasts_s() for transfer in transfers]
+            first_s = min(float(rest_s.max()) for rest_s in lasts_s)
+            first_s = min(first_s, self._changes_s(transfers, lasts_s))
         if math.isinf(first_s):
             return  # only background traffic, which never ends
         wake = self.env.timeout(first_s)
         assert wake.callbacks is not None
         wake.callbacks.append(lambda _event: self._wake(transfers, versions))
+
+    def _single_changes_s(self, transfers: Sequence[_Transfer]) -> float:
+        """Return the time until the first of transfers of one session each ends: sooner no rate changes."""
+        return min(
+            float(transfer.remaining[0] / transfer.rate[0]) if transfer.remaining[0] > 0 else 0.0
+            for transfer in transfers
+        )
 
     def _changes_s(self, transfers: Sequence[_Transfer], lasts_s: Sequence[Floats]) -> float:
         """Return the time until a session ends on a link that limits unfinished others; infinite where none does."""

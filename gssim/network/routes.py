@@ -8,6 +8,7 @@ data ahead of it, while a notice from switch to switch on idle links takes almos
 
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -143,10 +144,22 @@ class Router:
 
     def rate_bytes_per_s(self, hops: Hops, weight: Floats) -> float:
         """Return the rate of a hop of weight 1 if all progress together, alone on their links (0: left out)."""
-        on = self.of(hops)
-        load = summed(on.link, on.share * weight[on.flow], self.wiring.links)
-        busy = np.flatnonzero(load)
-        return float((self.wiring.bandwidth_bytes_per_s[busy] / load[busy]).min()) if len(busy) else math.inf
+        return float(self._rates(self.of(hops), weight, 1)[0])
+
+    def rates_of_equal(self, source: Ints, target: Ints, weights: Sequence[Floats]) -> list[Floats]:
+        """Return the same for several sets of hops (rows) of equal weights, each alone, for each of some weights."""
+        on = self.incidence(source.ravel(), target.ravel())
+        return [self._rates(on, np.tile(weight, len(source)), len(source)) for weight in weights]
+
+    def _rates(self, on: Incidence, weight: Floats, sets: int) -> Floats:
+        """Return the rate of a hop of weight 1 in each of several sets with equally many hops."""
+        links, hops = self.wiring.links, max(1, len(weight) // sets)
+        places, place = np.unique(on.flow // hops * links + on.link, return_inverse=True)
+        load = summed(place, on.share * weight[on.flow], len(places))
+        rates, busy = np.full(sets, math.inf), load > 0
+        some = places[busy]
+        np.minimum.at(rates, some // links, self.wiring.bandwidth_bytes_per_s[some % links] / load[busy])
+        return rates
 
     def incidence(self, source: Ints, target: Ints) -> Incidence:
         """Return the links of every pair's paths; pairs that are listed twice are searched once.

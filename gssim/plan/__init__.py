@@ -13,7 +13,7 @@ from gssim.plan.encodings import (
     scratch_elements,
 )
 from gssim.plan.mesh import AXES, DATA_AXES, Mesh
-from gssim.plan.methods import METHODS, PREDICTED_ONLY, Method, MethodName
+from gssim.plan.methods import METHODS, PREDICTED_ONLY, RUNS_WITH, Method, MethodName
 from gssim.plan.pipeline_schedule import SCHEDULES, Action, Message, in_flight, refuse, schedule
 from gssim.plan.plan import (
     DDP_BUCKET_BYTES,
@@ -44,6 +44,7 @@ __all__ = [
     "MIB",
     "MOST_INDEXED",
     "PREDICTED_ONLY",
+    "RUNS_WITH",
     "SAMPLE_ELEMENTS",
     "SCHEDULES",
     "Action",

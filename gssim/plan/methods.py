@@ -7,6 +7,8 @@ and `gssim support`. A method made of existing policies is one entry here.
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from gssim.units import Precision
+
 
 @dataclass(frozen=True)
 class Method:
@@ -21,7 +23,7 @@ class Method:
     optimizer_state: str
     partition: str = "data"
     gradient_sync: str = "step"
-    compress: str | None = None
+    compress: Precision | None = None
     """16-bit format in which buckets of gradients are all-reduced; None: the workload's precision."""
     sync_every_steps: int | None = None
     """Steps from one synchronization of the parameters to the next; None: ranks' parameters are always equal."""
@@ -208,9 +210,11 @@ else:
     MethodName = Literal[tuple(METHODS)]
 
 PREDICTED_ONLY: dict[tuple[str, object], str] = {
-    ("workload.precision", "fp16"): "can be predicted, but not run (loss scaling); allowed: fp32, bf16, fp64",
+    ("workload.precision", "fp16"): "can be predicted, but not run without loss scaling: set workload.loss_scale",
     ("workload.gradient_precision", "fp32"): "can be predicted, but not run; leave it out",
     ("run.extrapolate_micro_batches", True): "a real run has all micro-batches; allowed: false",
     ("plan.zero1_implementation", "deepspeed"): "can be predicted, but not run; allowed: 'torch'",
 }
 """Values of a scenario's keys that a real run refuses, and why."""
+RUNS_WITH: dict[tuple[str, object], str] = {("workload.precision", "fp16"): "workload.loss_scale"}
+"""Of these values, the key with which a real run takes them."""

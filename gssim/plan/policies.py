@@ -10,6 +10,7 @@ from gssim.errors import UserError
 from gssim.plan.mesh import AXES, DATA_AXES, Mesh
 from gssim.plan.methods import METHODS
 from gssim.plan.plan import DDP_FIRST_BUCKET_BYTES, Plan
+from gssim.units import Precision
 
 RUNS_TODAY = frozenset(
     {
@@ -48,7 +49,7 @@ class Policies:
     """How the axis tp cuts blocks: `even`, natively where PyTorch can, or by the shard `shares`."""
     publish_overlaps: bool = False
     """Whether the next forward begins while published parameters are in flight."""
-    compress: str | None = None
+    compress: Precision | None = None
     """16-bit format in which buckets of gradients are all-reduced; None: the workload's precision."""
     sync_every_steps: int | None = None
     """Steps from one synchronization of the parameters to the next; None: ranks' parameters are always equal."""

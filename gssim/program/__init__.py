@@ -6,28 +6,46 @@ from gssim.program.owned import owned_layers
 from gssim.program.passes import Steps, StepTraffic, lower, lowering_key
 from gssim.program.periodic import after_inner_steps
 from gssim.program.sharded import Tensors, units
-from gssim.program.task import Issue, MicroBatch, Program, Task, TaskId
+from gssim.program.task import (
+    Chunk,
+    Issue,
+    MicroBatch,
+    Outline,
+    Program,
+    Task,
+    TaskId,
+    Template,
+    each_once,
+    parts_of,
+    unnumbered,
+)
 from gssim.program.tensor_slices import unmeasured_host_time
 from gssim.program.text import program_table, program_text, read_tasks
 
 __all__ = [
+    "Chunk",
     "Issue",
     "Lowering",
     "MicroBatch",
+    "Outline",
     "Program",
     "StepTraffic",
     "Steps",
     "Task",
     "TaskId",
+    "Template",
     "Tensors",
     "after_inner_steps",
+    "each_once",
     "lower",
     "lowering_key",
     "owned_layers",
+    "parts_of",
     "program_table",
     "program_text",
     "read_tasks",
     "units",
     "unmeasured_host_time",
+    "unnumbered",
     "workspaces",
 ]

@@ -1,11 +1,19 @@
-"""Gradient clipping: the norm of all gradients, an all-reduce where ranks hold different ones, and the scaling.
+"""Gradient clipping and the division of scaled gradients: passes over them, and sums where ranks hold different ones.
 
 [Note: clipping] torch.nn.utils.clip_grad_norm_ reads every gradient for its norm, and multiplies every gradient by
 min(1, max_norm / norm), whether or not that is one. Replicas have equal gradients, so that each computes the norm by
 itself. Where gradients are sharded, or stages hold other layers, norms are summed as squares: FSDP2's are DTensors:
 the norms of all tensors, in the gradients' precision, are all-reduced over the shards as one vector (seen with torch
 2.13); Gradient Sharding and the stages of a pipeline sum squares in fp64. Ranks that synchronize periodically clip by
-the norm of their own gradients. A tied parameter counts once.
+the norm of their own gradients. A tied parameter counts once. Tensor-parallel ranks hold slices of some gradients, and
+the whole of others, which the first of them counts (Megatron-LM, core/optimizer/clip_grads.py): they, and then the
+shards of each, sum squares in fp64.
+
+[Note: loss scaling] A training in fp16 multiplies its loss by `workload.loss_scale`. Before the update one pass reads
+and writes the gradients (torch._amp_foreach_non_finite_check_and_unscale_): it divides the fp32 gradients of shards,
+and only checks those in fp16, which are divided once they are cast for the master copy (another pass over these). The
+flag of an infinite gradient is all-reduced along every axis whose ranks hold different gradients (as in FSDP's
+ShardedGradScaler). Steps that are skipped are not predicted.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,10 +22,13 @@ from gssim import cost
 from gssim.collectives import Communication
 from gssim.program.lowering import Lowering
 from gssim.program.task import Task, TaskId, collective_task
+from gssim.program.tensor_slices import sum_over_slices
 
 SQUARES_BYTES = 8
 """Bytes of a sum of squares in fp64."""
 NORM, CLIP = TaskId("gradient-norm"), TaskId("clip")
+FLAG_BYTES = 4
+"""Bytes of the flag of an infinite gradient: an fp32 number."""
 
 
 def clip_gradients(low: Lowering, rank: int, owned: Sequence[int], replicas: Sequence[Sequence[int]]) -> list[Task]:
@@ -35,14 +46,53 @@ def clip_gradients(low: Lowering, rank: int, owned: Sequence[int], replicas: Seq
     pass_s = cost.gradient_pass_s(device, elements=sum(tensors), tensors=len(tensors), value_bytes=value_bytes)
     norm = Task(NORM, "optimizer", duration_s=pass_s)
     scale = Task(CLIP, "optimizer", duration_s=2 * pass_s)  # reads and writes
-    return [norm, *_sums(low, replicas), scale]
+    return [norm, *_sums(low, rank, replicas), scale]
 
 
-def _sums(low: Lowering, replicas: Sequence[Sequence[int]]) -> Iterator[Task]:
+def unscale_gradients(
+    low: Lowering, rank: int, owned: Sequence[int], replicas: Sequence[Sequence[int]]
+) -> Sequence[Task]:
+    """Return the tasks that check a rank's scaled gradients, and divide them where they are the optimizer's own.
+
+    Parameters: as of `clip_gradients`; see [Note: loss scaling].
+    """
+    if low.scenario.workload.loss_scale is None:
+        return []
+    device, policies = low.device(rank), low.policies
+    shards = policies.gradients == "reduce-scatter" or bool(low.flat_part)
+    tensors = list(owned) if shards else [parameter.elements for _, parameter in low.parameters]
+    value_bytes = low.master_bytes if shards else low.value_bytes
+    moved = (value_bytes, value_bytes)
+    duration_s = cost.moving_time_s(device, value_bytes=moved, elements=sum(tensors), tensors=len(tensors))
+    tasks = [Task(TaskId("unscale"), "optimizer", duration_s=duration_s)]
+    own = TaskId("all-reduce", layer="infinite gradients")
+    if policies.gradients == "reduce-scatter" and policies.dp_shard > 1:
+        tasks.append(collective_task(own, low.communication("all-reduce", "dp_shard", FLAG_BYTES)))
+    elif low.flat_part and len(low.group) > 1:
+        tasks.append(collective_task(own, Communication("all-reduce", low.group, FLAG_BYTES)))
+    if policies.tp > 1:
+        of_slices = own._replace(layer="infinite gradients of slices")
+        tasks.append(sum_over_slices(low, rank, of_slices, FLAG_BYTES))
+    if replicas:
+        first, *others = replicas
+        exchange = Communication("all-reduce", tuple(first), FLAG_BYTES, beside=tuple(map(tuple, others)))
+        tasks.append(collective_task(own._replace(layer="infinite gradients of the stages"), exchange))
+    return tasks
+
+
+def divides_master_gradients(low: Lowering) -> bool:
+    """Return whether the optimizer divides gradients that it has cast for its master copy; see [Note: loss scaling]."""
+    shards = low.policies.gradients == "reduce-scatter" or bool(low.flat_part)
+    return low.scenario.workload.loss_scale is not None and not shards
+
+
+def _sums(low: Lowering, rank: int, replicas: Sequence[Sequence[int]]) -> Iterator[Task]:
     """Yield the all-reduces over ranks that hold different gradients."""
     policies = low.policies
+    if policies.tp > 1:
+        yield sum_over_slices(low, rank, _sum_id("of slices"), SQUARES_BYTES)
     if policies.gradients == "reduce-scatter" and policies.dp_shard > 1:
-        size = low.master_bytes * len(low.parameters)
+        size = SQUARES_BYTES if policies.tp > 1 else low.master_bytes * len(low.parameters)
         yield collective_task(_sum_id(), low.communication("all-reduce", "dp_shard", size))
     elif policies.gradients == "push" and len(low.group) > 1:
         for axis in (policies.push_axis, *(["dp_shard"] if low.places > 1 else [])):

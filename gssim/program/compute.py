@@ -111,7 +111,8 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
         lives = _checkpointed(low, rank) if low.recomputes else as_traced
         timeline = _timeline(low, samples, own.layers, lives)
     always_kept = gradient_events(low.layers, value_bytes=low.value_bytes, given_back=0)
-    given_back = micro_batch.accumulates + in_buckets
+    added = micro_batch.accumulates and not low.casts_units  # FSDP2 itself adds those that it casts
+    given_back = added + in_buckets
     gradients = gradient_events(own.layers, value_bytes=low.value_bytes, given_back=given_back)
     buckets = _bucket_events(low) if in_buckets and low.policies.gradients == "push" else {}
     hook_s = low.device(rank).gradient_hook_s if in_buckets else 0.0
@@ -128,7 +129,7 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
             duration_s = with_host_time(low, rank, instance, phase, samples, alone_s=alone_s)
             if phase == "b":
                 duration_s += hook_s * len(instance.layer.parameters)
-                if micro_batch.accumulates:
+                if added:
                     size, tensors = instance.layer.elements * low.value_bytes, len(instance.layer.parameters)
                     duration_s += cost.accumulation_time_s(low.device(rank), size, tensors=tensors)
             last = max((event.position for event in events), default=0)

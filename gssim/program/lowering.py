@@ -16,8 +16,16 @@ from gssim.plan import Action, Division, Policies, Push, assign_buckets, bucket_
 from gssim.program.owned import OwnedLayers, owned_layers
 from gssim.program.stage_boundary import Stage
 from gssim.program.task import Bucket, MicroBatch, Task
-from gssim.scenario import Scenario, has_master_copy, held_slice, master_bytes, schedule_of, value_bytes
-from gssim.units import PRECISION_BYTES, Ints
+from gssim.scenario import (
+    Scenario,
+    has_master_copy,
+    held_slice,
+    master_bytes,
+    reduce_precision,
+    schedule_of,
+    value_bytes,
+)
+from gssim.units import PRECISION_BYTES, Ints, Precision
 from gssim.workload import Layer, LayerInstance, Parameter, gradient_order, unrolled
 from gssim.workload.gradient_statistics import GradientStatistics
 
@@ -297,6 +305,21 @@ class Lowering:
     def master_bytes(self) -> int:
         """Bytes of an element in the optimizer's precision: master copy and optimizer state."""
         return master_bytes(self.scenario.workload)
+
+    @cached_property
+    def reduce_precision(self) -> Precision:
+        """Precision in which gradients are reduced over replicas or shards."""
+        return reduce_precision(self.scenario.workload)
+
+    @cached_property
+    def reduces_cast_gradients(self) -> bool:
+        """Whether gradients are cast before they are reduced over replicas or shards."""
+        return self.reduce_precision != self.scenario.workload.precision
+
+    @cached_property
+    def casts_units(self) -> bool:
+        """Whether FSDP2 casts gradients before it reduces them: between micro-batches it keeps them cast."""
+        return self.policies.gradients == "reduce-scatter" and self.reduces_cast_gradients
 
     @cached_property
     def has_master_copy(self) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from gssim import collectives, cost
 from gssim.collectives import Communication
 from gssim.memory import Event, footprint, input_bytes
-from gssim.program.clipping import clip_gradients
+from gssim.program.clipping import clip_gradients, divides_master_gradients, unscale_gradients
 from gssim.program.lowering import Lowering
 from gssim.program.messages import threshold_memory
 from gssim.program.periodic import outer_memory, outer_tensors, synchronize_parameters
@@ -110,7 +110,8 @@ def optimize(low: Lowering, rank: int, tasks: list[Task], *, replicas: Sequence[
     """
     workload, device = low.scenario.workload, low.device(rank)
     owned = owned_tensors(low, rank)
-    tasks = [*tasks, *clip_gradients(low, rank, owned, replicas)]
+    unscaled = unscale_gradients(low, rank, owned, replicas)
+    clipped = clip_gradients(low, rank, owned, replicas)
     elements = sum(owned)
     temporary = optimizer_temporary_bytes(
         workload.optimizer,
@@ -138,10 +139,14 @@ def optimize(low: Lowering, rank: int, tasks: list[Task], *, replicas: Sequence[
         )
     if low.flat_part and not low.has_master_copy:  # gradients are copied to the part, and the part to the parameters
         duration_s += 2 * cost.copy_time_s(device, elements * low.master_bytes)
+    if divides_master_gradients(low):
+        moved = (low.master_bytes, low.master_bytes)
+        duration_s += cost.moving_time_s(device, value_bytes=moved, elements=elements, tensors=len(owned))
     update = Task(TaskId("optimizer"), "optimizer", duration_s=duration_s, need=footprint(events))
     if low.policies.gradients == "push":
-        return publish(low, rank, tasks, update)
-    tasks = [*tasks, *sum_partial_gradients(low, rank), update, *low.once_a_step(_publish_replicas)]
+        return publish(low, rank, [*tasks, *clipped], update)
+    summed = sum_partial_gradients(low, rank)
+    tasks = [*tasks, *summed, *unscaled, *clipped, update, *low.once_a_step(_publish_replicas)]
     return [*tasks, *synchronize_parameters(low, rank)]
 
 

@@ -9,11 +9,11 @@ waits for as well.
 """
 
 import json
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 from pydantic import TypeAdapter
@@ -39,7 +39,19 @@ from gssim.program.sharded import (
     reduce_scatter_gradients,
 )
 from gssim.program.stage_boundary import stages_of
-from gssim.program.task import MicroBatch, Program, Task, TaskId, collective_task, with_ids
+from gssim.program.task import (
+    Chunk,
+    Collectives,
+    MicroBatch,
+    Outline,
+    Program,
+    Task,
+    TaskId,
+    Template,
+    collective_task,
+    with_ids,
+)
+from gssim.program.tensor_slices import tensor_groups
 from gssim.result import COMPUTE_PHASES, UPDATE_PHASES
 from gssim.scenario import Scenario, held_layers, held_slice, units_of_ranks
 from gssim.workload import LayerInstance, unrolled
@@ -162,10 +174,10 @@ class Steps:
             lowerings = [low.at_step(step) for low in self._lowerings]
             communications: Mapping[TaskId, Communication] | None = None
             if step in self._programs:
-                communications = self._programs[step].communications
+                communications = self._programs[step].uneven
             elif len(lowerings) > 1 or is_thresholded(lowerings[0]) not in self._uneven:
                 by_rank = [tasks for low in lowerings for tasks in self._tasks(low, low.group[: low.places])]
-                communications = _communications(by_rank)
+                communications = Collectives(by_rank)
             if communications is not None:
                 uneven = {name: each for name, each in communications.items() if each.pair_bytes or each.part_bytes}
                 dependent: AbstractSet[TaskId] = {name for name, each in uneven.items() if each.data_dependent}
@@ -185,14 +197,14 @@ class Steps:
             )
         return self._traffic[step]
 
-    def first_rank(self, step: int = 0) -> tuple[tuple[Task, ...], Mapping[TaskId, Communication]]:
+    def first_rank(self, step: int = 0) -> tuple[Sequence[Task], Mapping[TaskId, Communication]]:
         """Return the tasks of the first rank alone, and their collectives."""
         low = self._lowerings[0].at_step(step)
         (tasks,) = self._tasks(low, low.group[:1])
-        return tasks, _communications([tasks])
+        return tasks, Collectives([tasks])
 
     def _program(self, lowerings: Sequence[Lowering]) -> Program:
-        tasks: list[tuple[Task, ...]] = []
+        tasks: list[Sequence[Task]] = []
         persistent: list[dict[str, float]] = []
         tensors: list[Callable[[], Tensors]] = []
         roles = np.zeros(self.scenario.ranks, np.int64)
@@ -207,7 +219,7 @@ class Steps:
                 tensors.append(partial(persistent_tensors, low, rank, persistent[-1]))
         return Program(
             tasks=tuple(tasks),
-            communications=_communications(tasks),
+            communications=Collectives(tasks),
             persistent=tuple(persistent),
             push_density=_push_density(lowerings[0]),
             publish_density=_publish_density(lowerings[0]),
@@ -215,26 +227,18 @@ class Steps:
             tensors=tuple(tensors),
         )
 
-    def _tasks(self, low: Lowering, ranks: Sequence[int]) -> list[tuple[Task, ...]]:
-        """Return the tasks of some ranks."""
-        alike = _Alike()
-        by_rank = [_tasks(low, rank, alike) for rank in ranks]
+    def _tasks(self, low: Lowering, ranks: Sequence[int]) -> list[Sequence[Task]]:
+        """Return the tasks of some ranks; of pipelines as outlines, unless ranks of one tensor group have other
+        ones.
+        """
+        alike, parts_of_model = _Alike(), low.policies.tp
+        chunked = not self.unfolded and (parts_of_model == 1 or self._copies == parts_of_model)
+        by_rank = [_tasks(low, rank, alike, chunked=chunked) for rank in ranks]
         if len(self._lowerings) > 1:
-            by_rank = [_with_groups(tasks) for tasks in by_rank]
+            by_rank = [_mapped(parts, _with_group) for parts in by_rank]
         if self._copies > 1:
-            by_rank = [_with_copies(tasks, low.policies.tp, self._copies) for tasks in by_rank]
-        return [tuple(tasks) for tasks in by_rank]
-
-
-def _communications(by_rank: Iterable[Sequence[Task]]) -> dict[TaskId, Communication]:
-    """Return the collectives in which tasks take part, in the order of the tasks."""
-    found: dict[TaskId, Communication] = {}
-    for tasks in by_rank:
-        for task in tasks:
-            if task.communication is not None and task.communication not in found:
-                assert task.exchange is not None
-                found[task.communication] = task.exchange
-    return found
+            by_rank = [_mapped(parts, _Copying(parts_of_model, self._copies).task) for parts in by_rank]
+        return [Outline(parts) if low.stages and chunked else tuple(cast(list[Task], parts)) for parts in by_rank]
 
 
 def _data_payload(low: Lowering, name: TaskId) -> float:
@@ -306,11 +310,11 @@ def _held_stages(scenario: Scenario, part: int) -> Sequence[Sequence[LayerInstan
     return held_layers(unrolled(held_slice(scenario, part)), scenario.stage_ranges)
 
 
-def _tasks(low: Lowering, rank: int, alike: "_Alike") -> list[Task]:
-    """Return the tasks of a rank's step."""
+def _tasks(low: Lowering, rank: int, alike: "_Alike", *, chunked: bool) -> list[Task | Chunk]:
+    """Return the tasks of a rank's step; `chunked`: as parts of an outline, where it has stages."""
     if low.stages:
-        tasks = pipeline(low, rank, partial(_micro_batch, rank=rank, alike=alike))
-        return optimize(low, rank, tasks, replicas=replicas_of(low, rank))
+        parts = pipeline(low, rank, partial(_stage_tasks, rank=rank, alike=alike), chunked=chunked)
+        return [*parts, *optimize(low, rank, [], replicas=replicas_of(low, rank))]
     kind = _rank_kind(low, rank)
     if kind not in alike.steps:
         micro_batches = (_micro_batch(low, micro_batch, rank=rank, alike=alike) for micro_batch in low.micro_batches)
@@ -390,6 +394,11 @@ def _micro_batch(low: Lowering, micro_batch: MicroBatch, *, rank: int, alike: _A
     return alike.micro_batches[kind, micro_batch]
 
 
+def _stage_tasks(low: Lowering, micro_batch: MicroBatch, *, rank: int, alike: _Alike) -> list[Task]:
+    """Return the tasks of one micro-batch of a rank's stage without its number, equal ones as the same list."""
+    return _unnumbered(low, rank, _rank_kind(low, rank), micro_batch, alike)
+
+
 def _unnumbered(low: Lowering, rank: int, rank_kind: _RankKind, micro_batch: MicroBatch, alike: _Alike) -> list[Task]:
     policies = low.scenario.policies
     pushes, sharded = policies.gradients == "push", policies.parameters != "replicated"
@@ -411,31 +420,98 @@ def _forward_and_backward(low: Lowering, rank: int, micro_batch: MicroBatch) -> 
     """Return forward and backward of a micro-batch, cached over ranks and steps."""
     kind = low.compute_kind(rank, micro_batch)
     if kind not in low.computed:
-        low.computed[kind] = compute(low, rank, micro_batch)
+        if low.stages:
+            low.computed[kind] = _of_equal_stage(low, rank, micro_batch)
+        else:
+            low.computed[kind] = compute(low, rank, micro_batch)
     return list(low.computed[kind])
 
 
-def _with_groups(tasks: Sequence[Task]) -> list[Task]:
-    """Return tasks whose collectives have identities that are unique over all parts of the model."""
-    return [
-        task.renamed(task.id, task.communication._replace(group=task.exchange.group), task.after, task.exchange)
-        if task.communication is not None and task.exchange is not None
-        else task
-        for task in tasks
-    ]
+def _of_equal_stage(low: Lowering, rank: int, micro_batch: MicroBatch) -> Sequence[Task]:
+    """Return forward and backward of a stage: those of an equal one, with the names of its own layers.
 
-
-def _with_copies(tasks: Sequence[Task], slices: int, copies: int) -> list[Task]:
-    """Return tasks of ranks with one slice; their collectives are repeated for those with every other equal slice."""
-    repeated: dict[int, Communication] = {}
+    Stages are equal whose layers are, one by one, and those beside them (see [Note: borders] in `stage_boundary`), and
+    of which the model's own layers are. Their tensor groups carry out equal collectives.
+    """
+    (stage,) = low.stages
+    beside = (None if each is None else Same(each.layer) for each in (stage.before, stage.after))
+    layers = tuple((Same(each.layer), Same(low.whole_layer(each))) for each in low.layers)
+    place, output = stage.output_place
+    key = (
+        Same(low.scenario),
+        low.tensor_part,
+        low.compute_kind(rank, micro_batch),
+        layers,
+        (*beside, stage.received, stage.shared, place, None if output is None else Same(output)),
+        low.slowed.get(rank),
+    )
+    names = tuple(each.module for each in low.layers)
+    first, tasks = low.shared.once("stages", key, lambda: (names, compute(low, rank, micro_batch)))
+    if first == names:
+        return tasks
+    own = dict(zip(first, names, strict=True))
+    exchanges: dict[int, Communication] = {}
     result = []
     for task in tasks:
         exchange = task.exchange
-        if exchange is None or len({rank % slices for rank in exchange.group}) > 1:
-            result.append(task)
-            continue
-        if id(exchange) not in repeated:
-            groups = [tuple(rank + copy for rank in group) for copy in range(copies) for group in exchange.groups]
-            repeated[id(exchange)] = replace(exchange, beside=tuple(groups[1:]))
-        result.append(task.renamed(task.id, task.communication, task.after, repeated[id(exchange)]))
+        if exchange is not None:
+            if id(exchange) not in exchanges:
+                group, *groups = low.once_a_run(tensor_groups, low.batch_sizes[rank])
+                exchanges[id(exchange)] = replace(exchange, group=group, beside=tuple(groups))
+            exchange = exchanges[id(exchange)]
+        joined = None if task.communication is None else _of_layer(task.communication, own)
+        after = tuple(_of_layer(each, own) for each in task.after)
+        result.append(task.renamed(_of_layer(task.id, own), joined, after, exchange))
     return result
+
+
+def _of_layer(name: TaskId, layers: Mapping[str, str]) -> TaskId:
+    """Return an identity with another layer."""
+    return name._replace(layer=layers[name.layer]) if name.layer in layers else name
+
+
+def _mapped(parts: Sequence[Task | Chunk], change: Callable[[Task], Task]) -> list[Task | Chunk]:
+    """Return the parts of an outline with changed tasks; chunks of one template share theirs."""
+    templates: dict[int, Template] = {}
+    result: list[Task | Chunk] = []
+    for part in parts:
+        if isinstance(part, Task):
+            result.append(change(part))
+            continue
+        template = part.template
+        if id(template) not in templates:
+            templates[id(template)] = Template(tuple(map(change, template.tasks)))
+        result.append(replace(part, template=templates[id(template)]))
+    return result
+
+
+def _with_group(task: Task) -> Task:
+    """Return a task whose collective has an identity that is unique over all parts of the model."""
+    if task.communication is None or task.exchange is None:
+        return task
+    return task.renamed(task.id, task.communication._replace(group=task.exchange.group), task.after, task.exchange)
+
+
+class _Copying:
+    """Repeats the collectives of tasks of ranks with one slice for those with every other equal slice."""
+
+    def __init__(self, slices: int, copies: int) -> None:
+        self.slices, self.copies = slices, copies
+        self._repeated: dict[int, tuple[Communication, Communication]] = {}
+        """By identity: a collective, and the same one repeated."""
+
+    def task(self, task: Task) -> Task:
+        """Return a task with its collective repeated."""
+        exchange = task.exchange
+        if exchange is None:
+            return task
+        if id(exchange) not in self._repeated:
+            repeated = exchange
+            if len({rank % self.slices for rank in exchange.group}) == 1:
+                groups = [
+                    tuple(rank + copy for rank in group) for copy in range(self.copies) for group in exchange.groups
+                ]
+                repeated = replace(exchange, beside=tuple(groups[1:]))
+            self._repeated[id(exchange)] = (exchange, repeated)
+        repeated = self._repeated[id(exchange)][1]
+        return task if repeated is exchange else task.renamed(task.id, task.communication, task.after, repeated)

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Literal
 
 from gssim import collectives
+from gssim.cache import Same
 from gssim.cluster import DeviceType
 from gssim.collectives import Communication
 from gssim.memory import input_bytes, release_of
@@ -15,16 +16,17 @@ from gssim.plan import Action, Message
 from gssim.program.lowering import Lowering
 from gssim.program.replicated import HALF_BYTES, is_reduction
 from gssim.program.stage_boundary import Stage
-from gssim.program.task import BACKWARD, MicroBatch, Task, TaskId, collective_task, with_ids
-from gssim.scenario import TiedParameter, tied_parameters
+from gssim.program.task import BACKWARD, Chunk, MicroBatch, Task, TaskId, Template, collective_task, with_ids
+from gssim.scenario import tied_parameters
 from gssim.units import PRECISION_BYTES
 
-Chunk = Callable[[Lowering, MicroBatch], Sequence[Task]]
-"""Function that returns forward and backward of one stage for one micro-batch, with the policies' collectives."""
+StageTasks = Callable[[Lowering, MicroBatch], Sequence[Task]]
+"""Function that returns forward and backward of one stage for one micro-batch, with the policies' collectives, without
+the micro-batch's number: the same sequence where they are equal."""
 
 
-def pipeline(low: Lowering, rank: int, chunk: Chunk) -> list[Task]:
-    """Return the tasks of a rank of a pipeline up to its reduced gradients.
+def pipeline(low: Lowering, rank: int, stage_tasks: StageTasks, *, chunked: bool) -> list[Task | Chunk]:
+    """Return the tasks of a rank of a pipeline up to its reduced gradients; `chunked`: as parts of an outline.
 
     Messages run in the background, those to and from a peer in the order in which they are posted; the rank waits where
     torch's schedule does. The backend starts a message when both ends have posted it (gloo's sender waits for the
@@ -36,7 +38,7 @@ def pipeline(low: Lowering, rank: int, chunk: Chunk) -> list[Task]:
     writer = _ScheduleWriter(low, replicas_of(low, rank), stages, _output_bytes(low, rank), low.device(rank))
     writer.add(Task(TaskId("step-begin"), "idle"))
     for action in low.schedule[mesh.place(rank).pp]:
-        writer.add_action(action, chunk)
+        writer.add_action(action, stage_tasks, chunked=chunked)
     return [*writer.tasks, *writer.deferred, *_sum_tied_gradients(low, rank, writer.replicas)]
 
 
@@ -46,7 +48,10 @@ def _sum_tied_gradients(low: Lowering, rank: int, replicas: Sequence[Sequence[in
     They follow the reductions over replicas; see [Note: tied] in `gssim.scenario.stages`.
     """
     tasks, count = [], len(replicas[0])
-    for tied in low.once_a_run(_tied):
+    scenario = low.scenario
+    for tied in low.shared.once(
+        "tied", Same(scenario), lambda: tied_parameters(low.whole_layers, scenario.stage_ranges)
+    ):
         places = sorted({stage % count for stage in tied.stages})
         if low.scenario.policies.mesh.place(rank).pp not in places or len(places) == 1:
             continue
@@ -57,10 +62,6 @@ def _sum_tied_gradients(low: Lowering, rank: int, replicas: Sequence[Sequence[in
         exchange = Communication("all-reduce", first, size, beside=tuple(others), half_precision=summed)
         tasks.append(collective_task(TaskId("all-reduce", layer=tied.name), exchange))
     return tasks
-
-
-def _tied(low: Lowering) -> Sequence[TiedParameter]:
-    return tied_parameters(low.whole_layers, low.scenario.stage_ranges)
 
 
 def _stage_lowering(low: Lowering, stage: Stage) -> Lowering:
@@ -80,9 +81,13 @@ class _ScheduleWriter:
     output_bytes: Sequence[float]
     """Size of every stage's output for a micro-batch; micro-batches are equal."""
     device: DeviceType
-    tasks: list[Task] = field(default_factory=list)
+    tasks: list[Task | Chunk] = field(default_factory=list)
     deferred: list[Task] = field(default_factory=list)
     """Tasks that run after the schedule."""
+    templates: dict[tuple[int, str], Template | None] = field(default_factory=dict)
+    """By identity of a stage's tasks, and direction; None where they cannot be a template."""
+    messages: dict[tuple[int, int], Communication] = field(default_factory=dict)
+    """By source and target stage."""
     latest: TaskId = TaskId("step-begin")  # noqa: RUF009 -- immutable
     """The latest task of the compute stream, after which messages are posted."""
 
@@ -91,10 +96,10 @@ class _ScheduleWriter:
         self.tasks += tasks
         self.latest = next((task.id for task in reversed(tasks) if task.stream == "compute"), self.latest)
 
-    def add_action(self, action: Action, chunk: Chunk) -> None:
+    def add_action(self, action: Action, stage_tasks: StageTasks, *, chunked: bool) -> None:
         """Append the tasks of an action."""
         if action.kind in ("forward", "backward"):
-            self.add_compute(action, chunk)
+            self.add_compute(action, stage_tasks, chunked=chunked)
         elif action.kind == "wait":
             own = TaskId("messages", "await", messages=tuple(map(self.message_id, action.messages)))
             self.add(Task(own, "exposed_communication", after=tuple(map(self.transfer_id, action.messages))))
@@ -105,14 +110,24 @@ class _ScheduleWriter:
             for message in action.messages:
                 self.post(message, sends=action.kind == "send")
 
-    def add_compute(self, action: Action, chunk: Chunk) -> None:
+    def add_compute(self, action: Action, stage_tasks: StageTasks, *, chunked: bool) -> None:
         """Append the forward or the backward of a stage."""
-        low = self.stages[action.stage]
-        tasks = chunk(low, self.low.micro_batches[action.micro_batch])
-        forward_count = next(place for place, task in enumerate(tasks) if task.id.op in BACKWARD)
-        part = tasks[:forward_count] if action.kind == "forward" else tasks[forward_count:]
-        if low is not self.low:
-            part = with_ids(part, partial(TaskId.at, stage=action.stage))
+        low, micro_batch = self.stages[action.stage], self.low.micro_batches[action.micro_batch]
+        stage = None if low is self.low else action.stage
+        several = stage_tasks(low, micro_batch)
+        key = (id(several), action.kind)
+        if chunked and key not in self.templates:
+            part = _direction(several, action)
+            plain = all(task.stream == "compute" and not task.after and not is_reduction(task) for task in part)
+            self.templates[key] = Template(tuple(part)) if plain else None
+        template = self.templates.get(key)
+        if template is not None:
+            chunk = Chunk(template, micro_batch.number, stage)
+            self.tasks.append(chunk)
+            self.latest = chunk.last
+            return
+        numbered = with_ids(several, partial(TaskId.at, micro_batch=micro_batch.number, stage=stage))
+        part = _direction(numbered, action)
         if not self.low.scenario.plan.overlap:
             self.deferred += [task for task in part if is_reduction(task)]
             part = [task for task in part if not is_reduction(task)]
@@ -132,9 +147,11 @@ class _ScheduleWriter:
         """Append a message that starts once posted, on a stream of its own per peer and direction."""
         count = len(self.replicas[0])
         source, target = message.source % count, message.target % count
-        first, *others = ((ranks[source], ranks[target]) for ranks in self.replicas)
-        size = self.size_bytes(message)
-        own, exchange = self.message_id(message), Communication("send", first, size, beside=tuple(others))
+        size, ends = self.size_bytes(message), (message.source, message.target)
+        if ends not in self.messages:
+            first, *others = ((ranks[source], ranks[target]) for ranks in self.replicas)
+            self.messages[ends] = Communication("send", first, size, beside=tuple(others))
+        own, exchange = self.message_id(message), self.messages[ends]
         stream = f"send to {target} on pp" if sends else f"receive from {source} on pp"
         transfer, after = self.transfer_id(message), (self.latest,)
         self.add(collective_task(transfer, exchange, stream, communication=own, after=after))
@@ -152,6 +169,12 @@ class _ScheduleWriter:
     def size_bytes(self, message: Message) -> float:
         """Return the size of a message: that of the output of its source, or of the input whose gradient it carries."""
         return self.output_bytes[message.source if message.kind == "activation" else message.target]
+
+
+def _direction(tasks: Sequence[Task], action: Action) -> Sequence[Task]:
+    """Return the forward, or the backward, of a stage's tasks."""
+    forward_count = next(place for place, task in enumerate(tasks) if task.id.op in BACKWARD)
+    return tasks[:forward_count] if action.kind == "forward" else tasks[forward_count:]
 
 
 def replicas_of(low: Lowering, rank: int) -> Sequence[Sequence[int]]:

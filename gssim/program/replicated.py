@@ -4,7 +4,8 @@
 complete bucket to a new 16-bit tensor and divides that by the number of replicas; the sum is cast back into the bucket
 by whoever ends the all-reduce (gloo's thread, or a stream of its own), and the new tensor is freed. Buckets that are in
 this format already are divided and reduced in place. Source: torch 2.13, distributed/algorithms/ddp_comm_hooks/
-default_hooks.py, _compress_hook.
+default_hooks.py, _compress_hook. A wider format (`workload.reduce_precision`) is used in the same way. Gradients that
+are kept in the format of the reduction (`workload.gradient_precision`) are reduced where they are.
 """
 
 from dataclasses import replace
@@ -16,7 +17,7 @@ from gssim.memory import Event, footprint
 from gssim.program.compute import BackwardParts
 from gssim.program.lowering import Lowering
 from gssim.program.task import Bucket, MicroBatch, Task, TaskId, collective_task
-from gssim.units import PRECISION_BYTES
+from gssim.units import PRECISION_BYTES, Precision
 
 HALF_BYTES = 2
 """Bytes of an element in bf16 and fp16."""
@@ -42,41 +43,44 @@ def all_reduce_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batc
         tasks = [*broadcasts, *tasks]
     if not micro_batch.sends_gradients:
         return tasks
-    device, half, precision = low.device(rank), low.policies.compress, low.scenario.workload.precision
-    summed = half or (precision if PRECISION_BYTES[precision] == HALF_BYTES else "")
+    device, workload = low.device(rank), low.scenario.workload
+    hooked = low.policies.compress is not None or low.reduces_cast_gradients
+    precision = low.policies.compress or low.reduce_precision
+    summed = precision if PRECISION_BYTES[precision] == HALF_BYTES else ""
+    casts = hooked and precision != workload.gradient_precision
     parts, reductions = BackwardParts(low, tasks), []
     for bucket in low.buckets:
         size = bucket.elements * low.value_bytes
         index = parts.at(bucket.complete)
         copied = parts.lengthen(index, cost.copy_time_s(device, size))
         stream = "communication" if low.scenario.plan.overlap else "compute"
-        reduced_bytes = HALF_BYTES * bucket.elements if half else size
+        reduced_bytes = PRECISION_BYTES[precision] * bucket.elements
         exchange = Communication("all-reduce", low.group, reduced_bytes, half_precision=summed)
         task = collective_task(TaskId("all-reduce", bucket=bucket.index), exchange, stream, after=(copied,))
-        reduction = _with_casts(low, device, bucket, task) if half else [task]
+        reduction = _with_casts(low, device, bucket, task, precision) if casts else [task]
         parts.insert_after(index, reduction)
         reductions.append(reduction[-1].id)
     wait = Task(TaskId("all-reduce", "wait"), "exposed_communication", after=tuple(reductions))
     return [*parts.merged(), wait]
 
 
-def _with_casts(low: Lowering, device: DeviceType, bucket: Bucket, reduction: Task) -> list[Task]:
-    """Return an all-reduce between the casts of its bucket to 16 bits and back; see [Note: compression]."""
-    half_bytes = float(HALF_BYTES * bucket.elements)
-    divide_s = cost.copy_time_s(device, half_bytes) + device.operation_overhead_s
-    if low.scenario.workload.precision == low.policies.compress:
+def _with_casts(low: Lowering, device: DeviceType, bucket: Bucket, reduction: Task, precision: Precision) -> list[Task]:
+    """Return an all-reduce between the casts of its bucket to a precision and back; see [Note: compression]."""
+    cast_bytes = float(PRECISION_BYTES[precision] * bucket.elements)
+    divide_s = cost.copy_time_s(device, cast_bytes) + device.operation_overhead_s
+    if low.scenario.workload.precision == precision:
         divide = Task(
             TaskId("compress", bucket=bucket.index), "compression", duration_s=divide_s, after=reduction.after
         )
         return [divide, replace(reduction, after=(divide.id,))]
-    moved_bytes = bucket.elements * low.value_bytes + half_bytes  # each cast reads one format and writes the other
+    moved_bytes = bucket.elements * low.value_bytes + cast_bytes  # each cast reads one format and writes the other
     cast_s = cost.copy_time_s(device, moved_bytes / 2) + device.operation_overhead_s
     compress = Task(
         TaskId("compress", bucket=bucket.index),
         "compression",
         duration_s=cast_s + divide_s,
         after=reduction.after,
-        need=footprint([Event(0, half_bytes, "communication")]),
+        need=footprint([Event(0, cast_bytes, "communication")]),
     )
     decompress = Task(
         TaskId("decompress", bucket=bucket.index),
@@ -84,11 +88,13 @@ def _with_casts(low: Lowering, device: DeviceType, bucket: Bucket, reduction: Ta
         reduction.stream,
         duration_s=cast_s,
         after=(reduction.id,),
-        need=footprint([Event(0, -half_bytes, "communication")]),
+        need=footprint([Event(0, -cast_bytes, "communication")]),
     )
     return [compress, replace(reduction, after=(compress.id,)), decompress]
 
 
 def is_reduction(task: Task) -> bool:
     """Return whether a task reduces gradients over the replicas, or waits for that."""
+    if task.id.op in ("compress", "decompress"):
+        return True
     return task.id.op == "all-reduce" and (task.id.bucket is not None or task.id.action == "wait")

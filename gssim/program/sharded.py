@@ -33,6 +33,7 @@ from gssim.memory import NOTHING, Event, Footprint, footprint
 from gssim.program.compute import backward_begin, forward_id, pass_ends
 from gssim.program.lowering import Lowering
 from gssim.program.task import MicroBatch, Task, TaskId, collective_task
+from gssim.units import PRECISION_BYTES
 from gssim.workload import LayerInstance, Parameter
 
 
@@ -45,6 +46,8 @@ class Tensors:
     value_bytes: int
     master_bytes: int
     """Bytes of an element of a shard: FSDP2 keeps it, and its gradient, in the optimizer's precision."""
+    reduce_bytes: int
+    """Bytes of an element of a gradient while it is reduced."""
 
     @cached_property
     def rows(self) -> tuple[tuple[int, int], ...]:
@@ -152,9 +155,24 @@ class Unit:
         return self.padded_bytes // self.ranks
 
     @property
+    def scattered_bytes(self) -> int:
+        """Bytes of the gradients that are reduce-scattered, padding included."""
+        return self.padded_bytes // self.tensors.value_bytes * self.tensors.reduce_bytes
+
+    @property
+    def reduced_bytes(self) -> int:
+        """Bytes of one rank's reduced gradients, in the precision of the reduction."""
+        return self.scattered_bytes // self.ranks
+
+    @property
     def casts(self) -> bool:
-        """Whether communication is in another precision than the shards."""
+        """Whether parameters are gathered in another precision than that of the shards."""
         return self.tensors.value_bytes != self.tensors.master_bytes
+
+    @property
+    def casts_gradients(self) -> bool:
+        """Whether gradients are reduced in another precision than that of the shards."""
+        return self.tensors.reduce_bytes != self.tensors.master_bytes
 
     @property
     def gradient_bytes(self) -> int:
@@ -173,7 +191,7 @@ class Unit:
 
 def units(low: Lowering) -> tuple[Unit, ...]:
     """Return FSDP2's units in the order in which they are gathered: the root first, then each block."""
-    ranks, sizes = low.shards, (low.value_bytes, low.master_bytes)
+    ranks, sizes = low.shards, (low.value_bytes, low.master_bytes, PRECISION_BYTES[low.reduce_precision])
     root = tuple(instance for instance in low.layers if not instance.layer.block)
     whole = tuple(parameter for instance in root for parameter in instance.layer.parameters)
     result = [Unit("root", root, Tensors(whole, ranks, *sizes))] if whole else []
@@ -247,7 +265,8 @@ def reduce_scatter_gradients(low: Lowering, rank: int, tasks: list[Task], micro_
 
     The buffer of one unit is held until the next unit's backward is done (comm_ctx.reduce_scatter_states). Where
     gradients are not sent yet, the parameters are freed all the same (FSDPParamGroup.post_backward). With replicas, the
-    reduced shards are then all-reduced; see [Note: replicas].
+    reduced shards are then all-reduced; see [Note: replicas]. Gradients that are reduced in another precision are kept
+    in that between micro-batches, and added in it (FSDPParam.to_accumulated_grad_if_needed).
     """
     behind: dict[TaskId, list[Task]] = defaultdict(list)
     before: Unit | None = None
@@ -259,6 +278,9 @@ def reduce_scatter_gradients(low: Lowering, rank: int, tasks: list[Task], micro_
         else:
             freed = TaskId("free", layer=unit.name, during="backward")
             new = [Task(freed, "backward", need=_need(unit.gathered(0, sign=-1)))]
+            if low.casts_units:
+                add = _accumulate(low, rank, unit, micro_batch)
+                new = [*new, *add] if micro_batch.first else [*add, *new]
         if unit.is_root:
             end = new
         else:
@@ -271,10 +293,10 @@ def _callback(low: Lowering, last: Unit | None, micro_batch: MicroBatch) -> Task
     """Return the callback at the end of the backward: waits for the last unit's collectives, and frees all buffers."""
     if last is None or not micro_batch.sends_gradients:
         return Task(TaskId("backward-callback"), "backward")
-    events = [Event(0, -last.padded_bytes, "communication")]
+    events = [Event(0, -last.scattered_bytes, "communication")]
     for unit in units(low) if low.replicates else ():  # without a cast, the reduced tensor may be the gradient itself
-        reduced_bytes = unit.chunk_bytes if unit.casts else _added_bytes(unit, micro_batch)
-        events.append(Event(0, -reduced_bytes, "communication" if unit.casts else "gradients"))
+        reduced_bytes = unit.reduced_bytes if unit.casts_gradients else _added_bytes(unit, micro_batch)
+        events.append(Event(0, -reduced_bytes, "communication" if unit.casts_gradients else "gradients"))
     after = [_reduce_id(last)] if last.ranks > 1 else []
     after += [_all_reduce_id(last)] if low.replicates else []
     own = TaskId("backward-callback")
@@ -284,6 +306,27 @@ def _callback(low: Lowering, last: Unit | None, micro_batch: MicroBatch) -> Task
 def _added_bytes(unit: Unit, micro_batch: MicroBatch) -> float:
     """Return the bytes of a unit's gradients that are added to those of earlier micro-batches."""
     return unit.shard_bytes if micro_batch.sent_before and not micro_batch.first else 0
+
+
+def _accumulate(low: Lowering, rank: int, unit: Unit, micro_batch: MicroBatch) -> list[Task]:
+    """Return the cast of a unit's whole gradients to the precision of the reduction, or their addition to earlier ones.
+
+    Tensor by tensor. On a CPU an addition of two precisions first casts a tensor to the wider one: the new gradient,
+    or the sum, which is then cast back.
+    """
+    device, tensors = low.device(rank), unit.tensors
+    value, reduced = tensors.value_bytes, tensors.reduce_bytes
+    changes: list[tuple[float, str]] = []
+    for size in tensors.gradient_tensors:
+        cast = size // value * reduced
+        copies = 0.0 if device.kind != "cpu" else cast if reduced > value else 2 * size
+        summed = [(cast, "gradients")] if micro_batch.first else [(copies, "temporaries"), (-copies, "temporaries")]
+        changes += [*summed, (-size, "gradients")]
+    events = [Event(place, size, category) for place, (size, category) in enumerate(changes)]
+    moved = (value, reduced) if micro_batch.first else (value, reduced, reduced)
+    elements, count = unit.gradient_bytes // value, len(unit.parameters)
+    duration_s = cost.moving_time_s(device, value_bytes=moved, elements=elements, tensors=count)
+    return [Task(_reduce_id(unit).serving("accumulate"), "backward", duration_s=duration_s, need=_need(*events))]
 
 
 def _all_reduce_id(unit: Unit) -> TaskId:
@@ -301,36 +344,43 @@ def _reduce_scatter(low: Lowering, rank: int, unit: Unit, before: Unit | None, m
     once, or, where it is the all-reduced tensor, by the callback at the end of the backward.
     """
     reduce, overlaps = _reduce_id(unit), low.overlaps
-    stays = low.replicates and not unit.casts
+    stays = low.replicates and not unit.casts_gradients
+    sums_cast = low.casts_units and micro_batch.accumulates  # gradients are then those that were kept cast
+    tensors, gradients = unit.tensors.gradient_tensors, float(unit.gradient_bytes)
+    if sums_cast:
+        tensors = tuple(size // unit.tensors.value_bytes * unit.tensors.reduce_bytes for size in tensors)
+        gradients = sum(tensors)
+    copied_bytes = (unit.padded_bytes + unit.scattered_bytes) / 2
     added = Event(7, 0 if stays else -_added_bytes(unit, micro_batch), "gradients")
     copy = Task(
         reduce.serving("copy-in"),
         "backward",
         duration_s=cost.sharded_unit_time_s(
-            low.device(rank), phase="b", tensors=len(unit.parameters), copied_bytes=unit.padded_bytes
+            low.device(rank), phase="b", tensors=len(unit.parameters), copied_bytes=copied_bytes
         ),
         after=(_reduce_id(before),) if before and overlaps and unit.ranks > 1 else (),
         need=_need(
             unit.gathered(0, sign=-1),
-            Event(1, -before.padded_bytes if before else 0, "communication"),
-            Event(2, unit.padded_bytes, "communication"),
+            Event(1, -before.scattered_bytes if before else 0, "communication"),
+            Event(2, unit.scattered_bytes, "communication"),
             *_padding(low, rank, unit, position=3),
-            Event(5, -unit.gradient_bytes, "gradients", unit.tensors.gradient_tensors),
-            Event(6, unit.chunk_bytes, "communication" if unit.casts else "gradients", stream=REDUCE),
-            *([added] if (overlaps or unit.ranks == 1) and not unit.casts else []),
+            Event(5, -gradients, "gradients", tensors),
+            Event(6, unit.reduced_bytes, "communication" if unit.casts_gradients else "gradients", stream=REDUCE),
+            *([added] if (overlaps or unit.ranks == 1) and not unit.casts_gradients else []),
         ),
     )
-    tasks = [copy]
+    tasks = [*(_accumulate(low, rank, unit, micro_batch) if sums_cast else []), copy]
     if unit.ranks > 1:
-        exchange = _exchange(low, "reduce-scatter", unit.padded_bytes)
-        need = NOTHING if overlaps else _need(*_staging(low, rank, exchange, 0), *([] if unit.casts else [added]))
+        exchange = _exchange(low, "reduce-scatter", unit.scattered_bytes)
+        last = [] if unit.casts_gradients else [added]
+        need = NOTHING if overlaps else _need(*_staging(low, rank, exchange, 0), *last)
         tasks.append(
             _overlapped(reduce, exchange, copy.id, "communication", need)
             if overlaps
             else collective_task(reduce, exchange, need=need)
         )
     if low.replicates:
-        exchange = low.communication("all-reduce", "dp_replicate", unit.chunk_bytes)
+        exchange = low.communication("all-reduce", "dp_replicate", unit.reduced_bytes)
         beside = _overlapped(_all_reduce_id(unit), exchange, tasks[-1].id, "replication", NOTHING)
         tasks.append(beside if overlaps else collective_task(_all_reduce_id(unit), exchange))
     return [*tasks, *_cast(low, rank, unit, added)]
@@ -357,13 +407,13 @@ def _cast(low: Lowering, rank: int, unit: Unit, added: Event) -> list[Task]:
     the reduced gradients' freed, when the host issues both. `added`: the release where it is added to the existing
     gradient.
     """
-    if not unit.casts:
+    if not unit.casts_gradients:
         return []
-    freed = [] if low.replicates else [Event(1, -unit.chunk_bytes, "communication")]
+    freed = [] if low.replicates else [Event(1, -unit.reduced_bytes, "communication")]
     need = _need(Event(0, unit.shard_bytes, "gradients", stream=REDUCE), *freed, added)
-    duration_s = cost.master_copy_time_s(
-        low.device(rank), low.scenario.workload, elements=sum(unit.shard_elements), tensors=1, casts=1
-    )
+    sizes = (unit.tensors.reduce_bytes, unit.tensors.master_bytes)
+    elements = sum(unit.shard_elements)
+    duration_s = cost.moving_time_s(low.device(rank), value_bytes=sizes, elements=elements, tensors=1)
     cast, issue = _reduce_id(unit).serving("cast"), _reduce_id(unit).serving("issue-cast")
     if not low.overlaps:
         return [Task(cast, "backward", duration_s=duration_s, need=need)]

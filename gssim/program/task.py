@@ -1,15 +1,16 @@
 """Tasks of a rank, the program of a training step, and the gradient buckets and micro-batches that tasks refer to."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import accumulate
-from typing import Concatenate, Literal, NamedTuple, ParamSpec, TypeVar, cast
+from functools import cached_property, partial
+from itertools import accumulate, chain
+from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar, cast
 
 from gssim.cluster import Curve
 from gssim.collectives import Communication
-from gssim.memory import NOTHING, Footprint
+from gssim.memory import NOTHING, Footprint, in_sequence
 from gssim.workload import LayerInstance, Parameter
 
 P = ParamSpec("P")
@@ -22,6 +23,7 @@ Operation = Literal[
     "backward",
     "gradient-norm",
     "clip",
+    "unscale",
     "optimizer",
     "all-gather",
     "reduce-scatter",
@@ -69,6 +71,7 @@ Action = Literal[
     "issue",
     "cast",
     "issue-cast",
+    "accumulate",
     "copy-in",
     "copy-out",
     "take",
@@ -101,6 +104,7 @@ _OPERATION_TEXTS: Mapping[Operation, str] = {
     "inner-steps": "inner steps",
     "gradient-norm": "gradient norm",
     "clip": "clip gradients",
+    "unscale": "unscale gradients",
     "messages": "",
     "share-compute-times": "share compute times",
     "gather-sequence": "all-gather sequence",
@@ -337,6 +341,213 @@ class Issue:
     """Whether the host issues it right after the task before; else the host begins when the device does."""
 
 
+# Chunks --------------------------------------------------------------------------------------------------------------
+#
+# [Note: chunks] A rank of a pipeline runs the forward and the backward of a stage once for every micro-batch, and only
+# the identities of their tasks differ. They are lowered once, as a `Template`; a rank's tasks are an `Outline`, which
+# names the templates in the order in which they run. What reads single tasks sees them all: they are made when they are
+# first asked for. What counts with templates (memory, bytes, the walk of `engine.outline_walk`) does not ask.
+
+
+@dataclass(frozen=True, eq=False)
+class Template:
+    """Tasks of the compute stream, none of which waits for another stream's, without micro-batch and stage."""
+
+    tasks: tuple[Task, ...]
+
+    @cached_property
+    def need(self) -> Footprint:
+        """Memory of all tasks, one after another; without their events."""
+        return in_sequence([task.need for task in self.tasks])
+
+    @cached_property
+    def collectives(self) -> Mapping[TaskId, Communication]:
+        """Collectives of the tasks."""
+        return _collectives_of(self.tasks)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunk:
+    """The tasks of a template for one micro-batch."""
+
+    template: Template
+    micro_batch: int | None
+    """None where a step has one."""
+    stage: int | None
+    """None for a rank that has one."""
+
+    @property
+    def tasks(self) -> Sequence[Task]:
+        """The tasks, with the micro-batch and the stage in their identities."""
+        return with_ids(self.template.tasks, partial(TaskId.at, micro_batch=self.micro_batch, stage=self.stage))
+
+    @property
+    def last(self) -> TaskId:
+        """Identity of the last task."""
+        return self.template.tasks[-1].id.at(micro_batch=self.micro_batch, stage=self.stage)
+
+
+class Outline(Sequence[Task]):
+    """A rank's tasks, of which chunks are stored once; see [Note: chunks].
+
+    >>> work = Template((Task(TaskId("forward", layer="h.0"), "forward"),))
+    >>> outline = Outline([Task(TaskId("step-begin"), "idle"), Chunk(work, 0, None), Chunk(work, 1, None)])
+    >>> len(outline), outline[2].label
+    (3, 'forward h.0 micro-batch 1')
+    """
+
+    def __init__(self, parts: Iterable["Task | Chunk"]) -> None:
+        self.parts = tuple(parts)
+
+    @cached_property
+    def _tasks(self) -> tuple[Task, ...]:
+        return tuple(chain.from_iterable((part,) if isinstance(part, Task) else part.tasks for part in self.parts))
+
+    @cached_property
+    def _length(self) -> int:
+        return sum(1 if isinstance(part, Task) else len(part.template.tasks) for part in self.parts)
+
+    def __len__(self) -> int:
+        """Return the number of tasks."""
+        return self._length
+
+    def __getitem__(self, place: Any) -> Any:
+        """Return a task, or some."""
+        return self._tasks[place]
+
+    def __iter__(self) -> Iterator[Task]:
+        """Return an iterator over all tasks."""
+        return iter(self._tasks)
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether the tasks are equal to those of another sequence."""
+        return isinstance(other, Sequence) and self._tasks == tuple(other)
+
+    def __hash__(self) -> int:
+        """Return equal hashes for equal tasks."""
+        return hash(self._tasks)
+
+
+def parts_of(tasks: Sequence[Task]) -> Sequence[Task | Chunk]:
+    """Return the parts of an outline, or the tasks themselves."""
+    return tasks.parts if isinstance(tasks, Outline) else tasks
+
+
+def unnumbered(tasks: Sequence[Task]) -> Iterator[Task]:
+    """Yield the tasks of an outline, those of chunks without micro-batch and stage, which takes much less time."""
+    for part in parts_of(tasks):
+        if isinstance(part, Task):
+            yield part
+        else:
+            yield from part.template.tasks
+
+
+def each_once(tasks: Sequence[Task]) -> Iterable[Task]:
+    """Return the tasks of an outline, those of each template once."""
+    if not isinstance(tasks, Outline):
+        return tasks
+    templates = {id(part.template): part.template for part in tasks.parts if isinstance(part, Chunk)}
+    plain = [part for part in tasks.parts if isinstance(part, Task)]
+    return chain(plain, *(template.tasks for template in templates.values()))
+
+
+def _collectives_of(tasks: Iterable[Task]) -> dict[TaskId, Communication]:
+    """Return the collectives in which tasks take part, in the order of the tasks."""
+    found: dict[TaskId, Communication] = {}
+    for task in tasks:
+        if task.communication is not None and task.communication not in found:
+            assert task.exchange is not None
+            found[task.communication] = task.exchange
+    return found
+
+
+class Collectives(Mapping[TaskId, Communication]):
+    """The collectives in which the tasks of ranks take part, by identity, in the order of the tasks."""
+
+    def __init__(self, by_rank: Sequence[Sequence[Task]]) -> None:
+        self._by_rank = by_rank
+
+    @cached_property
+    def _all(self) -> dict[TaskId, Communication]:
+        return _collectives_of(chain.from_iterable(self._by_rank))
+
+    def __getitem__(self, name: TaskId) -> Communication:
+        """Return a collective."""
+        return self._all[name]
+
+    def __iter__(self) -> Iterator[TaskId]:
+        """Return an iterator over the identities."""
+        return iter(self._all)
+
+    def __len__(self) -> int:
+        """Return the number of collectives."""
+        return len(self._all)
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether the collectives are equal to those of another mapping."""
+        return isinstance(other, Mapping) and self._all == dict(other)
+
+    def __hash__(self) -> int:
+        """Return equal hashes for the same tasks."""
+        return id(self)
+
+    @cached_property
+    def counted(self) -> Sequence[tuple[Communication, int]]:
+        """Distinct collectives, and how many of each there are.
+
+        Roles that take part in the same chunks' collectives have templates that name the same ones; where templates
+        have only some of their names in common, all tasks are looked at.
+        """
+        plain: dict[TaskId, Communication] = {}
+        order: dict[int, Communication] = {}
+        chunks: dict[tuple[TaskId, ...], _Repeated] = {}
+        of_template: dict[int, _Repeated] = {}
+        for part in chain.from_iterable(map(parts_of, self._by_rank)):
+            if isinstance(part, Chunk):
+                if id(part.template) not in of_template:
+                    own = part.template.collectives
+                    of_template[id(part.template)] = chunks.setdefault(tuple(own), _Repeated(own, set()))
+                    order |= {id(each): each for each in chunks[tuple(own)].collectives.values()}
+                of_template[id(part.template)].places.add((part.micro_batch, part.stage))
+            elif part.communication is not None and part.communication not in plain:
+                assert part.exchange is not None
+                plain[part.communication] = part.exchange
+                order[id(part.exchange)] = part.exchange
+        if _overlap(plain, chunks.values()):
+            return _counted(self._all.values())
+        counts: Counter[int] = Counter(map(id, plain.values()))
+        for repeated in chunks.values():
+            for communication in repeated.collectives.values():
+                counts[id(communication)] += len(repeated.places)
+        return [(communication, counts[number]) for number, communication in order.items()]
+
+
+class _Repeated(NamedTuple):
+    """The collectives of templates that name the same ones, and the micro-batches and stages that have them."""
+
+    collectives: Mapping[TaskId, Communication]
+    places: set[tuple[int | None, int | None]]
+
+
+def _overlap(plain: Iterable[TaskId], chunks: Iterable[_Repeated]) -> bool:
+    """Return whether a collective is named by chunks of templates with other ones, or by a single task too."""
+    known: dict[TaskId, set[tuple[int | None, int | None]]] = defaultdict(set)
+    for repeated in chunks:
+        for name in repeated.collectives:
+            if not known[name].isdisjoint(repeated.places):
+                return True
+            known[name] |= repeated.places
+    places = ((TaskId._make((*each[:8], None, None, *each[10:])), (each.micro_batch, each.stage)) for each in plain)
+    return any(name in known and place in known[name] for name, place in places)
+
+
+def _counted(communications: Iterable[Communication]) -> Sequence[tuple[Communication, int]]:
+    """Return distinct communications, compared by identity, and the number of each."""
+    several = list(communications)
+    distinct = {id(each): each for each in several}
+    return [(distinct[number], count) for number, count in Counter(map(id, several)).items()]
+
+
 @dataclass(frozen=True)
 class Program:
     """One training step of every rank: tasks, the collectives that they name, and persistent memory.
@@ -344,9 +555,9 @@ class Program:
     Ranks with equal inputs have one role, and are lowered once.
     """
 
-    tasks: tuple[tuple[Task, ...], ...]
-    """By role."""
-    communications: dict[TaskId, Communication]
+    tasks: Sequence[Sequence[Task]]
+    """By role: tuples, or an `Outline`."""
+    communications: Mapping[TaskId, Communication]
     persistent: tuple[dict[str, float], ...]
     """By role."""
     push_density: float | None = None
@@ -366,6 +577,19 @@ class Program:
         if key not in self._values:
             self._values[key] = function(self, *arguments, **_none)
         return cast(T, self._values[key])
+
+    @cached_property
+    def exchanges(self) -> Sequence[tuple[Communication, int]]:
+        """Distinct collectives, compared by identity, and the number of each in a step."""
+        named = self.communications
+        return named.counted if isinstance(named, Collectives) else _counted(named.values())
+
+    @cached_property
+    def uneven(self) -> Mapping[TaskId, Communication]:
+        """Collectives of parts or pairs of unequal sizes."""
+        if not any(each.pair_bytes or each.part_bytes for each, _ in self.exchanges):
+            return {}
+        return {name: each for name, each in self.communications.items() if each.pair_bytes or each.part_bytes}
 
     @cached_property
     def role_of(self) -> tuple[int, ...]:

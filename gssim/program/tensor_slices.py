@@ -48,7 +48,7 @@ def with_all_reduces(
     pending = list(enumerate(_reductions(instance.layer, phase)))
     if not pending:
         return list(parts)
-    group, *beside = low.once_a_run(_tensor_groups, low.batch_sizes[rank])
+    group, *beside = low.once_a_run(tensor_groups, low.batch_sizes[rank])
     device = low.device(rank)
     samples_of_group = None if len(beside) + 1 == len(low.group) else low.batch_sizes[rank]
     tasks: list[Task] = []
@@ -93,7 +93,7 @@ def sum_partial_gradients(low: Lowering, rank: int) -> list[Task]:
     if not elements:
         return []
     size = float(elements * (low.value_bytes if low.policies.gradients != "reduce-scatter" else low.master_bytes))
-    group, *beside = low.once_a_run(_tensor_groups, low.batch_sizes[rank])
+    group, *beside = low.once_a_run(tensor_groups, low.batch_sizes[rank])
     own = TaskId("sum-gradients", samples=low.batch_sizes[rank] if len(beside) + 1 < len(low.group) else None)
     copy_s = cost.copy_time_s(low.device(rank), size)
     need = [footprint([Event(0, change, "temporaries")]) for change in (size, -size)]
@@ -103,6 +103,14 @@ def sum_partial_gradients(low: Lowering, rank: int) -> list[Task]:
         collective_task(own, Communication("all-reduce", group, size, beside=tuple(beside))),
         Task(own.serving("copy-out"), phase, duration_s=copy_s, need=need[1]),
     ]
+
+
+def sum_over_slices(low: Lowering, rank: int, own: TaskId, size_bytes: float) -> Task:
+    """Return an all-reduce over the ranks that hold the slices of the same blocks."""
+    group, *beside = low.once_a_run(tensor_groups, low.batch_sizes[rank])
+    if len(beside) + 1 < len(low.group):
+        own = own._replace(samples=low.batch_sizes[rank])
+    return collective_task(own, Communication("all-reduce", group, size_bytes, beside=tuple(beside)))
 
 
 def _summed_elements(low: Lowering) -> int:
@@ -160,7 +168,7 @@ def unmeasured_host_time(scenario: Scenario) -> tuple[str, ...]:
     return tuple(messages)
 
 
-def _tensor_groups(low: Lowering, samples: int) -> list[Sequence[int]]:
+def tensor_groups(low: Lowering, samples: int) -> list[Sequence[int]]:
     """Return the tensor groups of all ranks of the lowering that have so many samples."""
     mesh = low.scenario.policies.mesh
     return [mesh.group(rank, "tp") for rank in low.group if low.batch_sizes[rank] == samples]

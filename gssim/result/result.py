@@ -41,6 +41,9 @@ CATEGORIES = {
 BUSY_RATIO = 0.15
 """A measurement with a larger `core_wait_ratio` in its provenance was disturbed by other work on its machine."""
 PHASES = ("forward", "backward", "compression", "optimizer", "exposed_communication", "idle")
+EXPOSED_COPIES = "exposed_copies"
+"""Phase of measurements from profiler traces only: copies between host and device that nothing hides."""
+MEASURED_PHASES = (*PHASES, EXPOSED_COPIES)
 COMPUTE_PHASES = ("forward", "backward")
 """Phases whose time is proportional to a rank's samples, by which its speed is measured."""
 UPDATE_PHASES = ("optimizer",)
@@ -104,7 +107,8 @@ def phases_of(spans: Iterable[Interval], *, start_s: float, end_s: float) -> dic
             active.append(compute[upcoming])
             upcoming += 1
         active = [span for span in active if span.end_s > left]
-        seconds[active[-1].phase if active else "idle"] += right - left
+        phase = active[-1].phase if active else "idle"
+        seconds[phase] = seconds.get(phase, 0.0) + (right - left)
     return seconds
 
 
@@ -127,7 +131,8 @@ def typical_phases(
         phases_of([s for s in spans if s.end_s > start and s.start_s < end], start_s=start, end_s=end)
         for start, end in steps[quarter : len(steps) - quarter]
     ]
-    sums = {name: sum(phases[name] for phases in typical) for name in PHASES}
+    names = dict.fromkeys(name for phases in typical for name in phases)
+    sums = {name: sum(phases.get(name, 0.0) for phases in typical) for name in names}
     scale = median(end - start for start, end in steps) / sum(sums.values())
     return {name: value * scale for name, value in sums.items()}
 

@@ -74,7 +74,8 @@ def arrows_among(spans: Sequence[Span], members: Sequence[int], label: str) -> l
 def chrome_trace(step: Step, result: Result) -> str:
     """Return a step as Chrome-trace JSON: a process for each rank, a thread for each of its streams, times in us.
 
-    `result`: of the step's run; `otherData` identifies it, and gives the start of the step on the time axis.
+    `result`: of the step's run; `otherData` identifies it, holds it whole where it was measured, and gives the start of
+    the step on the time axis.
     """
     return json.dumps(_trace(step, result)) + "\n"
 
@@ -93,6 +94,8 @@ def _trace(step: Step, result: Result) -> dict[str, Any]:
     ]
     about = {key: getattr(result, key) for key in ("source", "scenario_id", "calibration_id", "step_time_s")}
     about["name"] = result.scenario.get("name")
+    if result.source == "measured":
+        about["result"] = result.to_dict()  # so that the trace alone can be compared
     about["step_start_s"] = -zero.zero / TICKS_PER_S
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
 

@@ -43,6 +43,8 @@ def check(scenario: Scenario, *, file: str) -> None:
             f"{file}: workload.gradient_precision = '{scenario.workload.gradient_precision}': method '{plan.method}' "
             "keeps no whole gradients until the update; leave it out"
         )
+    _check_reduction(scenario, policies, file)
+    _check_loss_scale(scenario, policies, file)
     _check_clipping(scenario, policies, file)
     _check_periods(scenario, policies, file)
     if policies.partition == "weight-gradient":
@@ -57,14 +59,52 @@ def check(scenario: Scenario, *, file: str) -> None:
     _check_replanning(scenario, policies, file)
 
 
+def _check_reduction(scenario: Scenario, policies: Policies, file: str) -> None:
+    """Refuse a precision of reductions where nothing is reduced over replicas or shards, or the plan compresses it."""
+    workload, plan = scenario.workload, scenario.plan
+    if workload.reduce_precision in (None, workload.precision):
+        return
+    where = f"{file}: workload.reduce_precision = '{workload.reduce_precision}'"
+    if policies.gradients == "push":
+        raise UserError(
+            f"{where}: method '{plan.method}' pushes gradients in workload.precision, and owners sum them in fp32 "
+            "anyway; leave it out"
+        )
+    if policies.gradients not in ("all-reduce", "reduce-scatter"):
+        raise UserError(f"{where}: method '{plan.method}' reduces no gradients over replicas; leave it out")
+    if policies.compress:
+        raise UserError(
+            f"{where}: buckets are all-reduced in '{policies.compress}' (plan.compress, or method 'half'); leave out "
+            "one of them"
+        )
+
+
+def _check_loss_scale(scenario: Scenario, policies: Policies, file: str) -> None:
+    """Refuse a scaled loss in other precisions than fp16, and where gradients leave before they can be divided."""
+    workload, method = scenario.workload, scenario.plan.method
+    if workload.loss_scale is None:
+        return
+    where = f"{file}: workload.loss_scale = {workload.loss_scale!r}"
+    if workload.precision != "fp16":
+        raise UserError(
+            f"{where}: gradients in workload.precision = '{workload.precision}' need no scaled loss; leave it out"
+        )
+    if policies.gradients == "push" or policies.partition == "weight-gradient":
+        raise UserError(
+            f"{where}: cannot run yet with method '{method}': its owners add up gradients before anyone could check "
+            "them for infinities; leave it out"
+        )
+
+
 def _check_clipping(scenario: Scenario, policies: Policies, file: str) -> None:
-    """Refuse gradient clipping where ranks hold different parts of some gradients, and the same of others."""
+    """Refuse gradient clipping where owners do not know which of their gradients other ranks hold too."""
     norm = scenario.workload.clip_norm
-    if norm is not None and (policies.tp > 1 or policies.partition == "weight-gradient"):
+    pushes_slices = policies.tp > 1 and policies.gradients == "push"
+    if norm is not None and (pushes_slices or policies.partition == "weight-gradient"):
         raise UserError(
             f"{file}: workload.clip_norm = {norm:g}: cannot run yet with method '{scenario.plan.method}' and plan.tp = "
-            f"{policies.tp}: ranks hold slices or layers of some gradients, and the whole of others; allowed: plan.tp "
-            "= 1, and methods that divide the batch"
+            f"{policies.tp}: owners hold ranges or layers, of slices of some gradients and of the whole of others; "
+            "allowed: other methods, or gs and gs_z3 with plan.tp = 1"
         )
 
 

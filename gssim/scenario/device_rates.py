@@ -128,6 +128,11 @@ def master_bytes(workload: Workload) -> int:
     return max(value_bytes(workload), PRECISION_BYTES["fp32"])
 
 
+def reduce_precision(workload: Workload) -> Precision:
+    """Return the precision in which gradients are reduced over replicas or shards."""
+    return workload.reduce_precision or workload.precision
+
+
 def takes_tokens(model: Model) -> bool:
     """Return whether the model reads tokens (else images)."""
     return isinstance(model.input, TokenInput)

@@ -68,6 +68,9 @@ def canonical(scenario: "Scenario", shared: Shared) -> dict[str, Any]:
     """
     workload, plan, policies, cluster = scenario.workload, scenario.plan, scenario.policies, scenario.cluster
     ranks, model = scenario.ranks, workload.model
+    unasked = {"model", "gradients", "data"}
+    if workload.reduce_precision == workload.precision:  # what an absent key says too
+        unasked.add("reduce_precision")
     shares: dict[str, Any] = {"batch": scenario.batch_sizes, "shards": scenario.shard_shares}
     if policies.partition == "weight-gradient":
         shares["layers"] = scenario.owned_layers
@@ -75,7 +78,7 @@ def canonical(scenario: "Scenario", shared: Shared) -> dict[str, Any]:
         shares["replanning"] = _fields(plan.shares.replanning)
     return {
         "version": VERSION,
-        "workload": _fields(workload, leave_out={"model", "gradients", "data"})
+        "workload": _fields(workload, leave_out=unasked)
         | {"model": shared.once("identity of model", Same(model), lambda: _digest(_canonical_model(model)))},
         "plan": _fields(plan, leave_out=AS_RESOLVED) | {"publish": _fields(plan.publish, leave_out={"overlap"})},
         "policies": {name: getattr(policies, name) for name in POLICIES}
@@ -165,6 +168,8 @@ def resolved(scenario: "Scenario", shared: Shared) -> dict[str, Any]:
         (data["run"], "extrapolate_micro_batches", not run.extrapolate_micro_batches),
         (data["run"], "slowdowns", not run.slowdowns),
         (data["workload"], "gradient_precision", scenario.workload.gradient_precision is None),
+        (data["workload"], "reduce_precision", scenario.workload.reduce_precision is None),
+        (data["workload"], "loss_scale", scenario.workload.loss_scale is None),
         (data["workload"], "clip_norm", scenario.workload.clip_norm is None),
         (data["plan"]["shares"], "replanning", not plan.shares.replan),
         (data["plan"], "ranks", plan.ranks is None),

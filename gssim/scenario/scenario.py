@@ -359,4 +359,7 @@ class Loaded:
 
 def single_device(scenario: Scenario) -> Scenario:
     """Return the same training on one device: the reference for the equality of all methods."""
-    return replace(scenario, plan=Plan(method="single"))
+    workload = scenario.workload
+    if workload.reduce_precision is not None:
+        workload = replace(workload, reduce_precision=None)
+    return replace(scenario, plan=Plan(method="single"), workload=workload)

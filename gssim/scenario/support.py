@@ -7,7 +7,7 @@ from typing import Any
 
 from gssim.cache import Shared
 from gssim.errors import UserError
-from gssim.plan import METHODS, PREDICTED_ONLY
+from gssim.plan import METHODS, PREDICTED_ONLY, RUNS_WITH
 from gssim.scenario.device_rates import sample_costs
 from gssim.scenario.loading import load_scenario, overrides_of
 
@@ -68,6 +68,6 @@ def supported(path: Path, overrides: tuple[str, ...] = ()) -> Iterator[Support]:
 def _only_predicted(changes: Mapping[str, Any]) -> str | None:
     """Return why a real run refuses changes that can be predicted; None where it takes them."""
     for key, value in changes.items():
-        if (key, value) in PREDICTED_ONLY:
+        if (key, value) in PREDICTED_ONLY and RUNS_WITH.get((key, value)) not in changes:
             return f"{key} = '{value}': {PREDICTED_ONLY[key, value]}"
     return None

@@ -24,14 +24,15 @@ the same without them.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, repeat
 
 from gssim.cluster import DeviceType
+from gssim.engine import MemoryTracker
 from gssim.memory import Block, CachingAllocator, Event, Footprint, NoMemoryLeftError, Request, rounded_bytes
-from gssim.program import Program, Task
+from gssim.program import Chunk, Program, Task, parts_of, unnumbered
 from gssim.result import Fit, Margin
 from gssim.scenario import Scenario
 from gssim.units import PRECISION_BYTES
@@ -39,6 +40,8 @@ from gssim.units import PRECISION_BYTES
 STEPS = 2
 TOLERANCE_RATIO = 1e-3
 """Largest difference between the replay's peak of requested bytes and the known one."""
+NEAR_RATIO = 0.99
+"""Where less of the peak is left without the middle, a replay without it is not tried."""
 LATEST_FIRST = ("activations",)
 
 
@@ -61,18 +64,34 @@ def reservation(scenario: Scenario, program: Program, rank: int, *, known_bytes:
     role = program.role_of[rank]
     expandable = scenario.cluster.type_of(rank).expandable_segments
     first, last = scenario.policies.pp + 2, scenario.plan.micro_batches - 2
-    if first < last:
+    without_bytes = program.once(_peak_without, role, first, last) if first < last else 0.0
+    if without_bytes >= NEAR_RATIO * known_bytes:
         peaks = program.once(_replay_without, role, first, last, expandable)
         if abs(peaks.requested_bytes - known_bytes) <= TOLERANCE_RATIO * known_bytes:
             return peaks
     return program.once(_replay, role, expandable, None)
 
 
+def _without(program: Program, role: int, first: int, last: int) -> list[Task | Chunk]:
+    """Return the parts of a role's tasks that are not of the micro-batches from `first` up to `last`."""
+    parts = parts_of(program.tasks[role])
+    numbers = (part.id.micro_batch if isinstance(part, Task) else part.micro_batch for part in parts)
+    return [part for part, number in zip(parts, numbers, strict=True) if number is None or not first <= number < last]
+
+
+def _peak_without(program: Program, role: int, first: int, last: int) -> float:
+    """Return the peak of requested bytes without some micro-batches, as far as it is known without a replay."""
+    memory = MemoryTracker(dict(program.persistent[role]))
+    parts = _without(program, role, first, last)
+    memory.run([part.need if isinstance(part, Task) else part.template.need for part in parts] * STEPS)
+    return memory.peak_bytes
+
+
 def _replay_without(program: Program, role: int, first: int, last: int, expandable: bool) -> AllocatorPeaks:
     """Return the peaks of a role's steps without the micro-batches from `first` up to `last`; see [Note: middle]."""
-    tasks = [
-        task for task in program.tasks[role] if task.id.micro_batch is None or not first <= task.id.micro_batch < last
-    ]
+    tasks: list[Task] = []
+    for part in _without(program, role, first, last):
+        tasks += [part] if isinstance(part, Task) else part.template.tasks
     return replay(program, role, tasks=tasks, expandable_segments=expandable)
 
 
@@ -99,7 +118,7 @@ def replay(
     live = _LiveTensors(allocator)
     missing = 0
     try:
-        _run(program, role, program.tasks[role] if tasks is None else tasks, live)
+        _run(program, role, unnumbered(program.tasks[role]) if tasks is None else tasks, live)
     except NoMemoryLeftError as error:
         missing = error.missing_bytes
     return AllocatorPeaks(
@@ -107,7 +126,7 @@ def replay(
     )
 
 
-def _run(program: Program, role: int, tasks: Sequence[Task], live: "_LiveTensors") -> None:
+def _run(program: Program, role: int, tasks: Iterable[Task], live: "_LiveTensors") -> None:
     whole = {category: (size,) for category, size in program.persistent[role].items() if size}
     tensors: Mapping[str, Sequence[float]] = program.tensors[role]() if program.tensors else whole
     needs = [(task.need, task.phase) for task in tasks if task.need.events or task.phase == "optimizer"]
@@ -259,8 +278,13 @@ Peak = tuple[int, Mapping[str, float]]
 """A rank, and its peak of requested bytes by category."""
 
 
-def footprints_of(scenario: Scenario, program: Program, peaks: Sequence[Peak]) -> list[MemoryFootprint]:
-    """Return the memory footprints of ranks; see [Note: alike]."""
+def footprints_of(
+    scenario: Scenario, program: Program, peaks: Sequence[Peak], *, reserved: bool = True
+) -> list[MemoryFootprint]:
+    """Return the memory footprints of ranks; see [Note: alike].
+
+    `reserved`: whether the allocator's overhead is wanted; else the reserved memory is the allocated one.
+    """
     footprints = []
     for rank, peak in peaks:
         device = scenario.cluster.type_of(rank)
@@ -269,7 +293,7 @@ def footprints_of(scenario: Scenario, program: Program, peaks: Sequence[Peak]) -
     comparable: dict[tuple[int, bool], list[int]] = defaultdict(list)
     for place, footprint in enumerate(footprints):
         device = scenario.cluster.type_of(footprint.rank)
-        if device.kind == "cuda" and footprint.peak and not footprint.excess_bytes:
+        if reserved and device.kind == "cuda" and footprint.peak and not footprint.excess_bytes:
             tasks = len(program.tasks[program.role_of[footprint.rank]])
             comparable[tasks, device.expandable_segments].append(place)
     for places in comparable.values():
@@ -338,7 +362,7 @@ def outside_bytes(device: DeviceType, scenario: Scenario, program: Program, rank
 
 def _communicating_groups(program: Program) -> tuple[frozenset[int], ...]:
     """Return the groups of a program's collectives, each once."""
-    families = {each.groups for each in program.communications.values()}
+    families = {each.groups for each, _ in program.exchanges}
     return tuple({frozenset(group) for groups in families for group in groups if len(group) > 1})
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from gssim.collectives import Communication
 from gssim.engine import Machine, RankClass
 from gssim.program import Program, StepTraffic
 from gssim.result import CATEGORIES, Collective, LinkUse, merge_collectives
@@ -55,12 +56,12 @@ def collectives_of(program: Program, traffic: Sequence[StepTraffic]) -> tuple[Co
     """Return one steady step's collectives; payloads of data-dependent ones are means over all steps."""
     counts: dict[tuple[str, Any, int], int] = defaultdict(int)
     payloads: dict[tuple[str, Any, int], float] = defaultdict(float)
-    for name, communication in program.communications.items():
-        for group in communication.groups:
-            members = group if isinstance(group, range) else tuple(sorted(group))  # a send's begins with the sender
-            key = (communication.kind, members, int(communication.size_bytes))
-            counts[key] += 1
-            if communication.data_dependent:
+    for communication, count in program.exchanges:
+        for key in _keys(communication):
+            counts[key] += count
+    for name, communication in program.uneven.items():
+        if communication.data_dependent:
+            for key in _keys(communication):
                 payloads[key] += fmean(step.payload_bytes[name] for step in traffic)
     return merge_collectives(
         Collective(
@@ -70,11 +71,18 @@ def collectives_of(program: Program, traffic: Sequence[StepTraffic]) -> tuple[Co
     )
 
 
+def _keys(communication: Communication) -> Iterator[tuple[str, Any, int]]:
+    """Yield kind, members and size of a collective for each of its groups."""
+    for group in communication.groups:
+        members = group if isinstance(group, range) else tuple(sorted(group))  # a send's begins with the sender
+        yield communication.kind, members, int(communication.size_bytes)
+
+
 def mean_excess_bytes(program: Program, traffic: Sequence[StepTraffic], typical: StepTraffic) -> float:
     """Return the excess of data-dependent messages in the mean of all steps over the typical one, in bytes."""
     return sum(
         len(communication.groups) * (fmean(step.payload_bytes[name] for step in traffic) - typical.payload_bytes[name])
-        for name, communication in program.communications.items()
+        for name, communication in program.uneven.items()
         if communication.data_dependent
     )
 

@@ -161,9 +161,11 @@ def _simulated(loaded: Loaded, unfolded: bool, shared: Shared, *, spread: bool) 
     counts = simulated_counts(scenario) if scenario.run.extrapolate_micro_batches else None
     if counts is None:
         return _steady(loaded, unfolded, shared, spread=spread)
-    few, more = (
-        _steady(replace(loaded, scenario=with_micro_batches(scenario, count)), unfolded, shared, spread=spread)
-        for count in counts
+    few, more = (  # the memory is that of the larger step
+        _steady(
+            replace(loaded, scenario=with_micro_batches(scenario, count)), unfolded, shared, spread=spread, sized=sized
+        )
+        for count, sized in zip(counts, (False, True), strict=True)
     )
     return Simulated(extrapolated(scenario, few.result, more.result, counts, shared), more.typical)
 
@@ -175,8 +177,12 @@ def _steady(
     slowed: Mapping[int, float] | None = None,
     *,
     spread: bool = True,
+    sized: bool = True,
 ) -> Simulated:
-    """Return the prediction where all steps are equal; `slowed`: compute time ratio of slow ranks."""
+    """Return the prediction where all steps are equal.
+
+    `slowed`: compute time ratio of slow ranks. `sized`: whether reserved memory is wanted.
+    """
     scenario = loaded.scenario
     steps = _steps(loaded, unfolded, shared, slowed or {})
     numbers = _distinct_steps(loaded)
@@ -193,7 +199,7 @@ def _steady(
     lightest = _run(scenario, steps.program(light), unfolded, shared) if simulates_lightest else typical
     first = _run(scenario, steps.program(numbers[0]), unfolded, shared) if first_thresholded else typical
     excess = mean_excess_bytes(typical.machine.program, traffic, traffic[places[0]])
-    return Simulated(_result(loaded, typical, lightest, traffic, first, shared, excess), typical)
+    return Simulated(_result(loaded, typical, lightest, traffic, first, shared, excess, sized=sized), typical)
 
 
 MAX_CACHED_RUNS = 4
@@ -297,7 +303,7 @@ def _periodic(loaded: Loaded, unfolded: bool, shared: Shared) -> Simulated:
         apart_s = alone_s(before, ranks)
         program = after_inner_steps(steps.program(every - 1), apart_s, count=len(before))
         steady = _run(scenario, program, unfolded, shared)
-        result = _result(loaded, steady, steady, [steps.traffic(every - 1)], steady, shared, 0.0)
+        result = _result(loaded, steady, steady, [steps.traffic(every - 1)], steady, shared, 0.0, sized=True)
         period = Period(before, steady.time_s - apart_s, result)
         runs[id(period)] = steady
         return period
@@ -333,6 +339,8 @@ def _result(
     first: _SteadyRun,
     shared: Shared,
     excess: float,
+    *,
+    sized: bool,
 ) -> Result:
     scenario, machine = loaded.scenario, typical.machine
     phases = _phases(typical)
@@ -340,8 +348,8 @@ def _result(
     phases_s = {name: fmean([phase[name] for phase in phases], counts) for name in phases[0]}
     total_s = sum(phases_s.values())  # ranks have their median steps at different times
     phases_s = {name: value * typical.time_s / total_s for name, value in phases_s.items()} if total_s else phases_s
-    footprints = _footprints(scenario, typical)
-    first_footprints = footprints if first is typical else _footprints(scenario, first)
+    footprints = _footprints(scenario, typical, sized=sized)
+    first_footprints = footprints if first is typical else _footprints(scenario, first, sized=sized)
     fit = worst_misfit(footprints) or worst_misfit(first_footprints)
     mean_ratio = mean_over_typical(machine, excess)
     ranks = rank_classes(scenario, machine, phases, footprints, mean_ratio=mean_ratio)
@@ -386,7 +394,7 @@ def _mean(values: list[float | None]) -> float | None:
 
 def _phases(step: _SteadyRun) -> list[dict[str, float]]:
     """Return the phases of each class's typical step."""
-    ends_s, lockstep = step.ends_s, step.machine.vectorised
+    ends_s, lockstep = step.ends_s, step.machine.outline_walk or step.machine.vectorised
     if lockstep is not None and len(ends_s[0]) == STEADY_STEPS:
         return lockstep.phases(ends_s)
     spans: dict[int, list[TaskSpan]] = defaultdict(list)
@@ -412,9 +420,9 @@ def _times_in(step: _SteadyRun, phases: Collection[str], ranks: int) -> Floats:
     return times_s
 
 
-def _footprints(scenario: Scenario, step: _SteadyRun) -> list[MemoryFootprint]:
-    """Return the memory footprint of each class of ranks."""
+def _footprints(scenario: Scenario, step: _SteadyRun, *, sized: bool) -> list[MemoryFootprint]:
+    """Return the memory footprint of each class of ranks; `sized`: with the allocator's overhead."""
     machine = step.machine
     ranks = [each.representative for each in machine.classes]
     peaks = [(rank, memory.peak) for rank, memory in zip(ranks, machine.memory, strict=True)]
-    return footprints_of(scenario, machine.program, peaks)
+    return footprints_of(scenario, machine.program, peaks, reserved=sized)

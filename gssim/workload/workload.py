@@ -103,10 +103,18 @@ class Workload:
     """Tokens of a sample; needed for models of tokens only."""
     precision: Precision = "fp32"
     """`bf16`, `fp16`: for parameters, activations and gradients, with an fp32 master copy that the optimizer updates.
-    `fp16` is predicted only: a real run would have to scale its loss."""
+    A real run in `fp16` has to scale its loss: set `loss_scale`."""
     gradient_precision: Literal["fp32"] | None = None
     """Precision in which replicas keep gradients until the update; absent: `precision`. `fp32` beside 16-bit parameters
-    is Megatron-LM's main_grad: messages keep `precision`, memory is that of fp32 (predicted only)."""
+    is Megatron-LM's main_grad: messages keep `precision` unless `reduce_precision` says otherwise, memory is that of
+    fp32 (predicted only)."""
+    reduce_precision: Precision | None = None
+    """Precision in which gradients are reduced over replicas or shards; absent: `precision`. FSDP2's `reduce_dtype`;
+    DistributedDataParallel casts each bucket to a copy in it, sums that, and casts it back into the bucket."""
+    loss_scale: Literal["dynamic"] | PositiveFloat | None = None
+    """Factor on the loss of a training in fp16, whose gradients are checked for infinities and divided by it before the
+    update. `dynamic`: torch's GradScaler (65536, halved where one is infinite, whose step is skipped, and doubled
+    after 2000 others); predictions have no skipped steps. Absent: the loss is not scaled."""
     optimizer: Literal["sgd", "sgd-momentum", "adam", "adamw"] = "adamw"
     """Optimizer, as in torch."""
     optimizer_implementation: Literal["default", "for-loop", "foreach", "fused"] = "default"

@@ -41,6 +41,19 @@ def test_a_model_of_175_billion_parameters(benchmark, name):
     benchmark.pedantic(fresh, rounds=3)
 
 
+IN_ZERO1 = ("method=zero1", "tp=8", "pp=16", "dp_replicate=8", "micro_batches=128", "recompute=full")
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [("gpt3-1024-3d", ()), ("gpt3-1024-a100", IN_ZERO1), ("mt-nlg-280-dgx", ())],
+    ids=["gpt3-1024-3d", "gpt3-1024-zero1-in-pipelines", "mt-nlg-280-dgx"],
+)
+def test_pipelines_in_three_dimensions(benchmark, name, plan):
+    loaded = scenario(name, *(f"plan.{each}" for each in plan))
+    benchmark.pedantic(lambda: simulate(loaded), rounds=3)
+
+
 @pytest.mark.parametrize("method", ["gs", "gs_z3", "gs_hier"])
 def test_gradient_sharding_on_1024_unequal_devices(benchmark, method):
     loaded = scenario("gpt3-1024-unequal", f"plan.method={method}")

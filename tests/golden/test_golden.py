@@ -21,7 +21,7 @@ from gssim.terminal import rank_list
 
 ROOT = Path(__file__).resolve().parents[2]
 SLOW = ("gpt3-1024-3d", "mt-nlg-280-dgx")
-"""Pipelines of some thousand GPUs, each of which takes minutes on a busy core."""
+"""Pipelines of some thousand GPUs, each of which takes several seconds on a busy core."""
 SCENARIOS = [
     pytest.param(path, marks=[pytest.mark.slow] if path.stem in SLOW else [], id=path.stem)
     for path in sorted((ROOT / "scenarios").glob("*.toml"))

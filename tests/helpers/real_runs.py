@@ -82,7 +82,7 @@ def star(ranks: int) -> str:
         f'{{between=["d{i}", "s"], bandwidth_bytes_per_s=1e9, latency_s=1e-5, source="test"}}' for i in range(ranks)
     )
     kind = (
-        '{cpu={kind="cpu", memory_bytes=1e10, peak_flop_per_s={fp32=1e11, fp64=5e10, bf16=1e11}, '
+        '{cpu={kind="cpu", memory_bytes=1e10, peak_flop_per_s={fp32=1e11, fp64=5e10, bf16=1e11, fp16=1e11}, '
         'memory_bandwidth_bytes_per_s=1e10, source="test"}}'
     )
     return (

@@ -16,9 +16,9 @@ BANDWIDTH, LATENCY_S = 1e6, 1e-3
 GPT = load_model(Path(__file__).resolve().parents[2] / "scenarios" / "models" / "gpt-byte-1m.toml")
 
 
-def made(method: str, clip_norm: float | None, *, model: Model | None = None, **plan) -> Scenario:
+def made(method: str, clip_norm: float | None, *, model: Model | None = None, ranks: int = 2, **plan) -> Scenario:
     scenario = scenario_of(
-        star(2, bandwidth=BANDWIDTH, latency_s=LATENCY_S),
+        star(ranks, bandwidth=BANDWIDTH, latency_s=LATENCY_S),
         {"method": method} | plan,
         model=model or tiny_model(),
         global_batch_size=8,
@@ -45,7 +45,35 @@ def test_clipping_reads_gradients_twice_and_writes_them_once_and_sums_one_number
     assert [(entry.kind, entry.bytes, entry.count) for entry in added] == [("all-reduce", 8, 1)] * bool(summed_bytes)
 
 
-@pytest.mark.parametrize(("method", "plan"), [("gs_wgrad", {}), ("tensor", {"tp": 2})])
-def test_clipping_of_slices_and_of_assigned_layers_is_refused(method, plan):
+@pytest.mark.parametrize(("method", "plan"), [("gs_wgrad", {}), ("gs", {"tp": 2, "dp_shard": 1})])
+def test_clipping_of_assigned_layers_and_of_pushed_slices_is_refused(method, plan):
     with pytest.raises(UserError, match=r"workload.clip_norm = 1: cannot run yet with method"):
         made(method, 1.0, model=GPT, **plan)
+
+
+PAIRS = [(0, 1), (2, 3), (4, 5), (6, 7)]
+
+
+@pytest.mark.parametrize(
+    ("method", "ranks", "plan", "groups"),
+    [
+        ("tensor", 2, {"tp": 2}, [(0, 1)]),
+        ("ddp", 4, {"tp": 2}, [(0, 1), (2, 3)]),
+        ("zero3", 4, {"tp": 2}, [(0, 1), (2, 3), (0, 2), (1, 3)]),
+        (
+            "ddp",
+            8,
+            {"tp": 2, "pp": 2, "micro_batches": 4},
+            [(0, 1), (2, 3), (4, 5), (6, 7), *((n, n + 4) for n in range(4))],
+        ),
+    ],
+)
+def test_norms_of_slices_are_summed_over_them_then_over_shards_and_stages(method, ranks, plan, groups):
+    clipped, free = (
+        simulate(loaded_of(made(method, norm, model=GPT, ranks=ranks, **plan))).result.collectives
+        for norm in (1.0, None)
+    )
+    added = [entry for entry in clipped if entry.key not in {each.key for each in free}]
+    assert sorted((tuple(entry.group), entry.bytes, entry.count) for entry in added) == sorted(
+        (group, 8, 1) for group in groups
+    )

@@ -235,7 +235,7 @@ def test_megatron_script(tmp_path):
         "micro_batches": 4,
         "recompute": "full",
     }
-    assert tables["workload"]["gradient_precision"] == "fp32"
+    assert tables["workload"]["gradient_precision"] == tables["workload"]["reduce_precision"] == "fp32"
     assert tables["workload"]["learning_rate"] == 1.5e-4
     assert not found.defaults
 
@@ -324,7 +324,20 @@ def test_torchtitan(tmp_path, replicate, shard, reshard, method):
     assert tables["plan"]["method"] == method
     assert (tables["plan"]["micro_batches"], tables["plan"]["recompute"]) == (2, "full")
     assert tables["workload"]["optimizer_implementation"] == "fused"
-    assert any("float32" in line for line in found.listed)
+    assert tables["workload"].get("reduce_precision") == (None if method == "ddp" else "fp32")
+    assert any("autocast" in line for line in found.listed) == (method == "ddp")
+
+
+@pytest.mark.parametrize(
+    ("said", "scale"), [({}, "dynamic"), ({"loss_scale": 0}, "dynamic"), ({"loss_scale": 128}, 128)]
+)
+def test_deepspeed_in_fp16_scales_its_loss(tmp_path, said, scale):
+    data = DEEPSPEED | {"fp16": {"enabled": True} | said, "communication_data_type": "fp32"}
+    data.pop("bf16", None)
+    workload = imported(tmp_path, data, name="ds.json")[0]["workload"]
+    assert (workload["precision"], workload["loss_scale"], workload["reduce_precision"]) == ("fp16", scale, "fp32")
+    workload = imported(tmp_path, data, name="ds.json", overrides=["workload.precision=bf16"])[0]["workload"]
+    assert "loss_scale" not in workload
 
 
 def test_torchtitan_selective_is_not_ours(tmp_path):
@@ -524,7 +537,7 @@ def test_a_megatron_job_in_three_dimensions_is_imported_and_predicted(tmp_path):
     plan = tomllib.loads(found.text)["plan"]
     assert plan["method"] == "zero1"
     assert [plan[key] for key in ("tp", "pp", "micro_batches", "sequence_parallel")] == [2, 2, 8, True]
-    assert any("clip-grad" in line and "approximated" in line for line in found.listed)
+    assert tomllib.loads(found.text)["workload"]["clip_norm"] == 1.0
     (tmp_path / "job.toml").write_text(found.text)
     result = simulate(load_scenario(tmp_path / "job.toml", ["plan.micro_batches=2"])).result
     kinds = {entry.kind for entry in result.collectives}

@@ -3,6 +3,9 @@
 import json
 import re
 import shutil
+from base64 import b64encode
+from hashlib import sha256
+from html import unescape
 from html.parser import HTMLParser
 from math import inf
 from pathlib import Path
@@ -53,6 +56,9 @@ def page(folder: Path) -> str:
     return report(folder)
 
 
+SCRIPT = re.compile(r"<script( type=\"application/json\")?>(.*?)</script>", re.DOTALL)
+
+
 class Reader(HTMLParser):
     """Collects headings, and texts of tables by caption."""
 
@@ -74,7 +80,7 @@ class Reader(HTMLParser):
         if self._open in ("h1", "h2", "h3"):
             level, text = self.headings[-1]
             self.headings[-1] = (level, text + data)
-        if self._open != "style":
+        if self._open not in ("style", "script"):
             self.text += f"{data} "
 
 
@@ -91,6 +97,7 @@ def test_a_page_has_all_that_a_folder_holds(page: str) -> None:
         "Charts of predicted beside measured",
         "Bottlenecks",
         "What the sweep found",
+        "Explore the sweep",
         "Charts of the sweep",
         "Bottlenecks of the sweep",
         "What the study found: study",
@@ -111,7 +118,8 @@ def test_a_page_has_all_that_a_folder_holds(page: str) -> None:
         "c" * 16,
     ):
         assert words in read.text, words
-    assert page.count("<figure>") == page.count("data:image/") == 3 + 5 + 1
+    without_scripts = SCRIPT.sub("", page)
+    assert without_scripts.count("<figure>") == without_scripts.count("data:image/") == 3 + 5 + 1
 
 
 def test_speeds_on_the_page_stand_beside_density_loss_and_control(page: str) -> None:
@@ -126,9 +134,14 @@ def test_speeds_on_the_page_stand_beside_density_loss_and_control(page: str) -> 
 
 
 def test_a_page_is_whole_in_itself(page: str) -> None:
-    assert not re.findall(r"(?:src|href)=\"(?!data:image/|#)[^\"]*\"", page)
-    assert "<script" not in page
-    assert "url(" not in page
+    rest = SCRIPT.sub("", page)
+    assert not re.findall(r"(?:src|href)=\"(?!data:image/|#)[^\"]*\"", rest)
+    assert "<script" not in rest
+    assert "url(" not in rest
+    allowed = set(re.findall(r"'(sha256-[^']+)'", unescape(rest)))
+    run = [text for kind, text in SCRIPT.findall(page) if not kind]  # others are data
+    assert {f"sha256-{b64encode(sha256(text.encode()).digest()).decode()}" for text in run} == allowed
+    assert len(run) == 3
 
 
 def test_a_comparison_without_its_results_is_reported_from_its_tables(tmp_path: Path) -> None:
@@ -294,7 +307,7 @@ FOCUSED = """
 
 
 REACHABLE = (
-    "[...document.querySelectorAll('main .scroll, main summary, main a')]"
+    "[...document.querySelectorAll('main .scroll, main summary, main a, main select, main button, main .chart')]"
     ".filter(e => e.tagName === 'SUMMARY' || !e.closest('details:not([open])'))"
 )
 

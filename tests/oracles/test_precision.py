@@ -16,7 +16,7 @@ from gssim import cost
 from gssim.cluster import DeviceType
 from gssim.errors import UserError
 from gssim.program import lower
-from gssim.result import CATEGORIES
+from gssim.result import CATEGORIES, Result
 from gssim.scenario import Scenario, has_master_copy, load_scenario, master_bytes, value_bytes
 from gssim.simulation import simulate
 
@@ -152,6 +152,37 @@ def test_gradients_in_fp32_take_two_bytes_more_and_no_time():
         tiny("zero3", "bf16", gradient_precision="fp32")
     with pytest.raises(UserError, match=r"workload.gradient_precision = 'fp32': can be predicted, but not run"):
         check_predicted_only(kept, where="made")
+
+
+@pytest.mark.parametrize("method", ["ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize(("precision", "reduced", "ratio"), [("bf16", "fp32", 2), ("fp32", "bf16", 0.5)])
+def test_only_reductions_are_in_their_own_precision(method: str, precision: str, reduced: str, ratio: float):
+    kinds = {"all-reduce", "reduce-scatter"}
+    before, after = (
+        {(e.kind, e.count): e.bytes for e in simulate(loaded_of(tiny(method, precision, **more))).result.collectives}
+        for more in ({}, {"reduce_precision": reduced})
+    )
+    assert after == {key: size * (ratio if key[0] in kinds else 1) for key, size in before.items()}
+
+
+def test_a_reduction_in_the_workloads_precision_is_the_same_scenario():
+    plain, said, other = (tiny("zero3", "bf16", reduce_precision=each) for each in (None, "bf16", "fp32"))
+    assert plain.scenario_id == said.scenario_id != other.scenario_id
+    gathers = [e for e in simulate(loaded_of(other)).result.collectives if e.kind == "all-gather"]
+    assert gathers == [e for e in simulate(loaded_of(plain)).result.collectives if e.kind == "all-gather"]
+
+
+@pytest.mark.parametrize(
+    ("method", "plan", "reason"),
+    [
+        ("gs", {}, "pushes gradients in workload.precision"),
+        ("single", {}, "reduces no gradients over replicas"),
+        ("ddp", {"compress": "bf16"}, "leave out one of them"),
+    ],
+)
+def test_a_precision_without_a_reduction_is_refused(method: str, plan: dict, reason: str):
+    with pytest.raises(UserError, match=f"workload.reduce_precision = 'fp64'.*{reason}"):
+        tiny(method, "fp32", plan=plan, reduce_precision="fp64")
 
 
 # Time ----------------------------------------------------------------------------------------------------------------
@@ -337,6 +368,22 @@ def test_training_in_bf16_comes_to_where_one_device_comes(runs: dict, name: str)
 
 
 TABLE1 = Path(__file__).resolve().parents[2] / "scenarios" / "table1-bert.toml"
+
+
+@pytest.mark.parametrize(("method", "passes_bytes", "flags"), [("ddp", 2 * 2 + 2 * 4, 0), ("zero3", 2 * 4 / 2, 1)])
+def test_a_scaled_loss_costs_passes_over_gradients_and_a_flag_of_shards(method, passes_bytes, flags):
+    """ddp: fp16 gradients are read and written, and their fp32 copies; zero3: half of fp32 ones, and an all-reduce."""
+
+    def result_of(**scale: float) -> Result:
+        cluster = star(2, latency_s=0.0, types={"cpu": device_type(peak_flop_per_s={"fp16": 1e9})}, bandwidth=1e15)
+        workload = {"precision": "fp16", "optimizer": "sgd", "global_batch_size": 4} | scale
+        return simulate(loaded_of(scenario_of(cluster, {"method": method}, **workload))).result
+
+    plain, scaled = result_of(), result_of(loss_scale=512.0)
+    added_s = passes_bytes * ELEMENTS / 1e9
+    assert scaled.step_time_s - plain.step_time_s == pytest.approx(added_s, rel=1e-6)
+    assert sum(e.count for e in scaled.collectives) - sum(e.count for e in plain.collectives) == flags
+    assert plain.scenario_id != scaled.scenario_id
 
 
 def test_fp16_is_predicted_as_bf16_is_but_not_run():

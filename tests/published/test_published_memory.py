@@ -285,9 +285,9 @@ def test_a_precision_that_nobody_has_is_not_traced_in():
         classes=0,
         auto_class="",
         sequence_length=None,
-        precision="fp16",
+        precision="fp8",
     )
-    with pytest.raises(UserError, match="--precision fp16: allowed: fp32, bf16, fp64"):
+    with pytest.raises(UserError, match="--precision fp8: allowed: fp32, bf16, fp16, fp64"):
         traced_model(request)
 
 

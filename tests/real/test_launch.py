@@ -569,7 +569,7 @@ def test_thresholds_that_are_none(refusal, files, thresholds):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--precision", "fp16"), "--precision fp16: allowed: fp32, bf16, fp64"),
+        (("--precision", "fp8"), "--precision fp8: allowed: fp32, bf16, fp16, fp64"),
         (("--ranks", "0"), "--ranks 0: must be at least 1"),
         (("--ranks", "-3"), "--ranks -3: must be at least 1"),
         (("--batch-sizes", "some"), "--batch-sizes some: must be distinct numbers"),

@@ -21,6 +21,8 @@ METHODS = {
     "gs": ["plan.method=gs"],
     "gs_z3": ["plan.method=gs_z3"],
     "pipeline": ["plan.method=pipeline", "plan.micro_batches=4", TIED],
+    "tensor": ["plan.method=tensor"],
+    "gs_tp": ["plan.method=gs_tp", "plan.shares.shards=[0.75,0.25]"],
 }
 CASES = {
     name: {"scenario": scenario_file("demo.toml"), "overrides": [star(2), *GPT, *SGD, *overrides]}
@@ -33,6 +35,9 @@ UNCLIPPED = {"scenario": scenario_file("demo.toml"), "overrides": [star(2), *GPT
 FOUR = {
     "hsdp": ["plan.method=hsdp", "plan.dp_replicate=2", "plan.dp_shard=2"],
     "gs_hier": ["plan.method=gs_hier", "plan.dp_replicate=2", "plan.dp_shard=2"],
+    "ddp of slices": ["plan.method=ddp", "plan.tp=2"],
+    "zero3 of slices": ["plan.method=zero3", "plan.tp=2"],
+    "zero2 of sequence parts": ["plan.method=zero2", "plan.tp=2", "plan.sequence_parallel=true"],
     "replicated-pipeline": ["plan.method=ddp", "plan.pp=2", "plan.dp_replicate=2", "plan.micro_batches=3", TIED],
 }
 
@@ -50,7 +55,8 @@ def test_clipped_training_is_that_of_one_device_with_the_predicted_collectives_a
     expected = predicted(CASES[name])
     entries = sorted([list(entry.key) for entry in expected.collectives], key=str)
     assert json.loads(json.dumps(entries)) == sorted(found["collectives"], key=str)
-    bytes_of_norms = {"zero2": 4 * 53, "zero3": 4 * 53, "gs": 8, "gs_z3": 8, "pipeline": 8}  # of 53 tensors, or one sum
+    # norms of 53 tensors, or one sum
+    bytes_of_norms = {"zero2": 4 * 53, "zero3": 4 * 53, "gs": 8, "gs_z3": 8, "pipeline": 8, "tensor": 8, "gs_tp": 8}
     norms = [entry for entry in expected.collectives if entry.kind == "all-reduce" and entry.bytes <= 4 * 53]
     assert {entry.bytes for entry in norms} == {bytes_of_norms[name]} if name in bytes_of_norms else not norms
     assert predicted_peaks(CASES[name]) == pytest.approx(found["peaks"], rel=0.01)

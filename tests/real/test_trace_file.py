@@ -14,6 +14,7 @@ from results import make_result
 from trace_format import faults
 
 from analysis.compare.timeline import read_step
+from analysis.ingest.job import ingest
 from gssim.result import PHASES, Arrow, Held, Span, Step, arrows_among, chrome_trace
 from gssim.scenario import load_scenario
 from gssim.simulation import simulate, traced
@@ -203,6 +204,8 @@ def test_a_real_run_is_a_valid_trace_with_the_predictions_names(tmp_path):
         assert trace["otherData"]["scenario_id"] == result["scenario_id"]
         step = read_step(file)
         assert step.ranks == (0, 1)
+        loaded = load_scenario(Path(scenario), settings)
+        assert ingest([file], loaded).result.to_json() == made.read_text()  # the trace alone gives back the Result
         assert events_of(trace, "s")
         if result["provenance"]["memory_counter"] == "allocator":
             for rank in result["ranks"]:

@@ -86,7 +86,7 @@ class MemoryBounds:
         if policies.pp > 1:
             return 0.0
         if policies.gradient_sync == "step" or policies.gradients in ("local", "all-reduce"):
-            return part.elements * self.parts.value
+            return part.elements * min(self.parts.value, self.parts.reduced)
         return owned * self.parts.value
 
     def _transient_bytes(self, plan: Plan, policies: Policies, part: Part, samples: int) -> float:

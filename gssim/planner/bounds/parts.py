@@ -7,7 +7,8 @@ from typing import TypeVar, cast
 
 from gssim.errors import UserError
 from gssim.plan import Plan, Policies, resolve, splitting
-from gssim.scenario import Scenario, master_bytes, model_slice, stage_cut_error, value_bytes
+from gssim.scenario import Scenario, master_bytes, model_slice, reduce_precision, stage_cut_error, value_bytes
+from gssim.units import PRECISION_BYTES
 from gssim.workload import Layer, LayerInstance, unrolled
 
 T = TypeVar("T")
@@ -40,6 +41,7 @@ class ModelParts:
         self.hosts = [device.host for device in scenario.cluster.devices]
         self.types = [scenario.cluster.device_types[name] for name in self.names]
         self.value, self.master = value_bytes(scenario.workload), master_bytes(scenario.workload)
+        self.reduced = PRECISION_BYTES[reduce_precision(scenario.workload)]
         self.layers = unrolled(scenario.workload.model)
         self.whole = Part("whole", self.layers, (None,) * len(self.layers))
         self._memo: dict[Hashable, object] = {}

@@ -1,0 +1,1 @@
+"""Profiler traces of other people's jobs as measured Results."""

@@ -1,0 +1,348 @@
+"""A measured Result from the profiler traces of all ranks of a job, and one step of it as a trace.
+
+A collective's transfer is the shortest time that any of its ranks spent in it: the last rank to arrive waits for none.
+What others spent beyond that is lateness: their waiting for it. Clocks of hosts differ, so ranks are aligned by the
+median difference of the ends of the collectives they share, which all members leave together.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from analysis.ingest.kineto import Call, RankTrace, read_document, read_rank
+from gssim.errors import UserError
+from gssim.execution import SHOWN, code_digest
+from gssim.result import (
+    MEASURED_PHASES,
+    PHASES,
+    Collective,
+    Density,
+    Held,
+    RankClass,
+    Result,
+    Span,
+    Step,
+    chrome_trace,
+    merge_collectives,
+    typical_phases,
+)
+from gssim.scenario import Loaded
+from gssim.units import validated
+
+ENDING_TOGETHER = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "barrier")
+"""Kinds of collectives that no member leaves before all have arrived."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """One collective of a step, as its ranks saw it."""
+
+    kind: str
+    group: tuple[int, ...]
+    size_bytes: int
+    step: int
+    """Index of the step."""
+    calls: dict[int, Call]
+    """By rank; of a message: the sender's alone."""
+
+    @property
+    def transfer_s(self) -> float:
+        """The shortest time of a rank."""
+        return min(call.end_s - call.start_s for call in self.calls.values())
+
+    @property
+    def lateness_s(self) -> float:
+        """How much longer the rank was in it that arrived first."""
+        return max(call.end_s - call.start_s for call in self.calls.values()) - self.transfer_s
+
+
+@dataclass(frozen=True)
+class Ingested:
+    """What a job's traces tell."""
+
+    result: Result
+    trace: str | None
+    """The step of median length, as `analysis timeline` reads it; None where the file was such a trace itself."""
+    notes: tuple[str, ...] = ()
+    """What the traces lack."""
+
+
+def ingest(paths: Sequence[Path], loaded: Loaded) -> Ingested:
+    """Return the measured Result of a job's traces, one file a rank, which ran the scenario.
+
+    A trace of `gsreal run --trace` gives back the Result of its run. Raises UserError where a file is no trace, ranks
+    or steps are missing, or the traces are of another job than the scenario.
+    """
+    documents = [(path, read_document(path)) for path in paths]
+    own = [
+        path for path, data in documents if isinstance(data.get("otherData"), dict) and "source" in data["otherData"]
+    ]
+    if own:
+        if len(documents) > 1:
+            raise UserError(f"{own[0]}: a trace of `gsreal run --trace` has all ranks: name it alone")
+        return Ingested(_own_result(own[0], documents[0][1]["otherData"], loaded), None)
+    traces = sorted((read_rank(path, data) for path, data in documents), key=lambda trace: trace.rank)
+    del documents
+    _check(traces, loaded)
+    return _of_ranks(traces, loaded)
+
+
+def _own_result(path: Path, about: dict[str, Any], loaded: Loaded) -> Result:
+    if about["source"] != "measured":
+        raise UserError(f"{path}: a {about['source']!r:.20} step where a measured one belongs")
+    if "result" not in about:
+        raise UserError(f"{path}: otherData.result: missing; trace again with this gsreal")
+    result = validated(Result, about["result"], file=f"{path}: otherData.result")
+    if result.scenario_id != loaded.scenario.scenario_id:
+        raise UserError(
+            f"{path}: a trace of scenario {result.scenario_id} ({result.scenario.get('name')!r:.60}), "
+            f"but {loaded.file} is {loaded.scenario.scenario_id}; give the same --set"
+        )
+    return result
+
+
+def _check(traces: Sequence[RankTrace], loaded: Loaded) -> None:
+    """Raise UserError where ranks or steps are missing, or differ from the scenario's."""
+    wanted, first = loaded.scenario.ranks, traces[0]
+    by_rank: dict[int, RankTrace] = {}
+    for trace in traces:
+        if trace.rank in by_rank:
+            raise UserError(f"{trace.path}: rank {trace.rank} again, as in {by_rank[trace.rank].path}")
+        by_rank[trace.rank] = trace
+        if trace.ranks != wanted:
+            raise UserError(
+                f"{trace.path}: of a job of {trace.ranks} rank{'s' * (trace.ranks > 1)}; {loaded.file} has {wanted}"
+            )
+        if trace.numbers != first.numbers:
+            raise UserError(
+                f"{trace.path}: steps {_shown(trace.numbers)}, but {first.path} has {_shown(first.numbers)}; "
+                "record the same steps on every rank"
+            )
+        backend = loaded.scenario.cluster.backend
+        if trace.backend not in ("", backend):
+            raise UserError(
+                f"{trace.path}: collectives of {trace.backend}, but {loaded.file} has cluster.backend = {backend!r}"
+            )
+    missing = [rank for rank in range(wanted) if rank not in by_rank]
+    if missing:
+        raise UserError(f"no trace of rank {', '.join(map(str, missing[:5]))}; needed: one of each of {wanted} ranks")
+
+
+def _shown(numbers: Sequence[int]) -> str:
+    return f"{numbers[0]} to {numbers[-1]} ({len(numbers)})"
+
+
+def _of_ranks(traces: Sequence[RankTrace], loaded: Loaded) -> Ingested:
+    """Return the Result of the steps after the first, and the step of median length as a trace."""
+    scenario, counted = loaded.scenario, range(1, len(traces[0].bounds_s))
+    partial = sum((trace.partial for trace in traces), Counter[str]())
+    meetings, unequal = _meetings(traces, counted)
+    if unequal:
+        partial["collectives that some of their ranks lack"] += unequal
+    rank_times = [[trace.bounds_s[step][1] - trace.bounds_s[step][0] for step in counted] for trace in traces]
+    times = [fmean(step) for step in zip(*rank_times, strict=True)]
+    if min(times) <= 0:
+        raise UserError(f"{traces[0].path}: a step of no length")
+    step_time_s, total = median(times), scenario.workload.global_batch_size
+    phases = [_phases(trace, counted) for trace in traces]
+    mean = {name: fmean(each.get(name, 0.0) for each in phases) for name in _names(phases)}
+    scale = step_time_s / sum(mean.values())
+    collectives, steady = _collectives(meetings, counted)
+    if steady < len(counted):
+        partial["steps with other collectives than most"] += len(counted) - steady
+    notes = tuple(f"{count} x {what}" for what, count in partial.items())
+    offsets_s = _offsets(traces, meetings)
+    devices = scenario.cluster.devices
+    provenance = {
+        "code": code_digest()[:SHOWN],
+        "backend": scenario.cluster.backend,
+        "memory_counter": "profiler" if any(trace.memory for trace in traces) else "none",
+        "ingested": {
+            "traces": [trace.path.name for trace in traces],
+            "steps": [traces[0].numbers[step] for step in counted],
+            "clock_offsets_s": [round(offset_s, 9) for offset_s in offsets_s],
+            "collectives": _times(meetings, len(counted)),
+            "partial": list(notes),
+        },
+    }
+    ranks = []
+    for trace, own in zip(traces, phases, strict=True):
+        counted_memory = [sizes for time_s, *sizes in trace.memory if time_s >= trace.bounds_s[1][0]]
+        ranks.append(
+            RankClass(
+                ranks=(trace.rank,),
+                count=1,
+                device=devices[trace.rank].type,
+                peak_allocated_bytes=max((allocated for allocated, _ in counted_memory), default=0),
+                peak_reserved_bytes=max((reserved for _, reserved in counted_memory), default=None),
+                peak_by_category_bytes={},
+                phases_s=own,
+                batch_share=scenario.batch_sizes[trace.rank] / total,
+                shard_share=scenario.shard_shares[trace.rank],
+            )
+        )
+    result = Result(
+        source="measured",
+        scenario_id=scenario.scenario_id,
+        calibration_id=loaded.calibration_id,
+        scenario=scenario.resolved(),
+        step_time_s=step_time_s,
+        step_time_p10_s=sorted(times)[len(times) // 10],
+        step_times_s=tuple(times),
+        phases_s={name: value * scale for name, value in mean.items()},
+        fits=True,
+        throughput_samples_per_s=total / step_time_s,
+        density=Density(),
+        collectives=collectives,
+        ranks=tuple(ranks),
+        idle_devices=scenario.idle_devices,
+        provenance=provenance,
+    )
+    typical = counted[sorted(range(len(times)), key=lambda step: (times[step], step))[len(times) // 2]]
+    return Ingested(result, chrome_trace(_step(traces, typical, offsets_s, result), result), notes)
+
+
+# Phases ---------------------------------------------------------------------------------------------------------------
+
+
+def _names(phases: Iterable[dict[str, float]]) -> list[str]:
+    """Return the phases that occur, those that every Result has first."""
+    present = {name for each in phases for name in each}
+    return [name for name in MEASURED_PHASES if name in PHASES or name in present]
+
+
+def _phases(trace: RankTrace, counted: range) -> dict[str, float]:
+    """Return a rank's seconds by phase in a typical step; see `gssim.result.typical_phases`.
+
+    Steps are laid end to end, so that what lies between recorded steps is in none.
+    """
+    lengths_s = [trace.bounds_s[step][1] - trace.bounds_s[step][0] for step in counted]
+    ends_s = list(accumulate(lengths_s, initial=0.0))
+    spans = [
+        Span(trace.rank, "compute", piece.phase, piece.phase, start_s - began_s + at_s, end_s - began_s + at_s)
+        for step, at_s in zip(counted, ends_s, strict=False)
+        for began_s, ended_s in (trace.bounds_s[step],)
+        for piece in trace.pieces
+        if (start_s := max(piece.start_s, began_s)) < (end_s := min(piece.end_s, ended_s))
+    ]
+    return typical_phases(spans, ends_s)
+
+
+# Collectives ----------------------------------------------------------------------------------------------------------
+
+
+def _meetings(traces: Sequence[RankTrace], counted: range) -> tuple[list[Meeting], int]:
+    """Return the collectives of the counted steps, and the number of those that some of their ranks lack.
+
+    In each step the k-th of a kind, group and size on one rank is the k-th on the others. Calls of unknown group or
+    size are left out.
+    """
+    met: dict[tuple[Any, ...], dict[int, Call]] = defaultdict(dict)
+    for trace in traces:
+        seen: Counter[tuple[Any, ...]] = Counter()
+        for call in trace.calls:
+            step = next((step for step in counted if _inside(call.start_s, trace.bounds_s[step])), None)
+            if step is None or call.group is None or call.size_bytes is None:
+                continue
+            sender = trace.rank if call.kind == "send" else None
+            key = (step, call.kind, call.group, call.size_bytes, sender)
+            met[(*key, seen[key])][trace.rank] = call
+            seen[key] += 1
+    meetings = [
+        Meeting(kind, group, size, step, calls)
+        for (step, kind, group, size, _, _), calls in sorted(met.items(), key=str)
+    ]
+    unequal = sum(len(each.calls) < len(each.group) for each in meetings if each.kind != "send")
+    return meetings, unequal
+
+
+def _inside(time_s: float, bounds_s: tuple[float, float]) -> bool:
+    return bounds_s[0] <= time_s < bounds_s[1]
+
+
+def _collectives(meetings: Sequence[Meeting], counted: range) -> tuple[tuple[Collective, ...], int]:
+    """Return the collectives of most steps, and the number of steps that have just these."""
+    by_step: dict[int, list[Collective]] = {step: [] for step in counted}
+    for meeting in meetings:
+        entry = Collective(kind=meeting.kind, group=meeting.group, bytes=meeting.size_bytes, count=1)
+        by_step[meeting.step].append(entry)
+    steps = Counter(merge_collectives(entries) for entries in by_step.values())
+    return steps.most_common(1)[0]
+
+
+def _times(meetings: Sequence[Meeting], steps: int) -> list[dict[str, Any]]:
+    """Return transfer and lateness by kind, group and size: sums of a step, means over the counted steps."""
+    kinds: dict[tuple[str, tuple[int, ...], int], list[Meeting]] = defaultdict(list)
+    for meeting in meetings:
+        kinds[meeting.kind, meeting.group, meeting.size_bytes].append(meeting)
+    return [
+        {
+            "kind": kind,
+            "group": list(group),
+            "bytes": size,
+            "count": len(same) / steps,
+            "transfer_s": sum(each.transfer_s for each in same) / steps,
+            "lateness_s": sum(each.lateness_s for each in same) / steps,
+        }
+        for (kind, group, size), same in sorted(kinds.items())
+    ]
+
+
+# Clocks, and one step as a trace --------------------------------------------------------------------------------------
+
+
+def _offsets(traces: Sequence[RankTrace], meetings: Sequence[Meeting]) -> list[float]:
+    """Return by how much each rank's host clock is ahead of the first rank's, by the ends of shared collectives.
+
+    Ranks that share none, directly or through others, keep their host's clock.
+    """
+    ends: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for meeting in meetings:
+        if meeting.kind in ENDING_TOGETHER:
+            first = min(meeting.calls)
+            for rank, call in meeting.calls.items():
+                if rank != first:
+                    ahead_s = call.end_s - meeting.calls[first].end_s
+                    ahead_s += traces[rank].origin_s - traces[first].origin_s
+                    ends[first, rank].append(ahead_s)
+                    ends[rank, first].append(-ahead_s)
+    offsets_s: dict[int, float] = {}
+    for root in range(len(traces)):
+        reached = [] if root in offsets_s else [root]
+        offsets_s.setdefault(root, 0.0)
+        for rank in reached:
+            found = [other for one, other in ends if one == rank and other not in offsets_s]
+            offsets_s |= {other: offsets_s[rank] + median(ends[rank, other]) for other in found}
+            reached += found
+    return [offsets_s[trace.rank] for trace in traces]
+
+
+def _step(traces: Sequence[RankTrace], step: int, offsets_s: Sequence[float], result: Result) -> Step:
+    """Return one step of all ranks on the first rank's clock, from when the last of them began it."""
+    zeros_s = [
+        trace.origin_s - traces[0].origin_s - offset_s for trace, offset_s in zip(traces, offsets_s, strict=True)
+    ]
+    began_s = max(trace.bounds_s[step][0] + zero_s for trace, zero_s in zip(traces, zeros_s, strict=True))
+    spans, held, bounds_s = [], [], {}
+    for trace, zero_s in zip(traces, zeros_s, strict=True):
+        move_s, own = zero_s - began_s, trace.bounds_s[step]
+        bounds_s[trace.rank] = (own[0] + move_s, own[1] + move_s)
+        for piece in trace.pieces:
+            if (start_s := max(own[0], piece.start_s)) < (end_s := min(own[1], piece.end_s)):
+                label = piece.phase.replace("_", " ")
+                spans.append(Span(trace.rank, "compute", label, piece.phase, start_s + move_s, end_s + move_s))
+        for call in trace.calls:
+            if _inside(call.start_s, own):
+                times_s = (call.start_s + move_s, call.end_s + move_s)
+                spans.append(Span(trace.rank, "communication", call.kind, "exposed_communication", *times_s))
+        held += [
+            Held(trace.rank, time_s + move_s, float(allocated))
+            for time_s, allocated, _ in trace.memory
+            if _inside(time_s, own)
+        ]
+    names = {rank: entry.device for entry in result.ranks for rank in entry.ranks}
+    return Step(spans=spans, bounds_s=bounds_s, held=held, names=names)

@@ -1,0 +1,537 @@
+"""The walk of outlines: ranks of pipelines, whose tasks repeat for every micro-batch, with one step for each chunk.
+
+[Note: outline] Between two messages a rank of a pipeline runs a chunk (see [Note: chunks] in `program.task`): tasks of
+its own and collectives of its tensor group. Where no other traffic of the program can cross the links of such a
+collective, it takes the same time whenever it begins, and so does the chunk: it is priced once, as a row of delays,
+which are added one after another as the clock would add them. That holds if the collective has one class of ranks, on
+whose compute stream all users of its links run one after another, and one session of flows. Chunks of other collectives
+are taken apart into their tasks. What is left are messages and the collectives after the schedule, which take part in
+simulated time: they start when the last of their members arrives, on links that they may share.
+
+Like the vectorised walk, it is exact where ranks are independent between collectives ([Note: ahead] in `fast_path`) and
+only compute streams allocate memory.
+"""
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial, reduce
+from operator import add
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import simpy
+
+from gssim import collectives
+from gssim.collectives import Communication
+from gssim.engine.collective_instances import CollectiveInstance
+from gssim.engine.fast_path import is_independent
+from gssim.engine.memory_tracker import allocates_beside_compute
+from gssim.engine.rendezvous import carry_out
+from gssim.network import Prepared
+from gssim.program import Chunk, Outline, Program, Task, TaskId, Template, parts_of
+from gssim.result import PHASES
+
+if TYPE_CHECKING:
+    from gssim.engine.machine import Machine
+
+
+class _Piece(NamedTuple):
+    """A task, or a chunk of a class, with the times that it takes."""
+
+    delays_s: tuple[float, ...]
+    """Added one after another."""
+    host_s: float | None
+    """Time of the host to issue it; None: it does not wait for the host."""
+    goes_on: bool
+    """See `Issue`."""
+    phase: str
+
+
+class _Priced(NamedTuple):
+    """A template's time for a class of ranks."""
+
+    delays_s: tuple[float, ...]
+    seconds: Mapping[str, float]
+    """By phase."""
+    pieces: tuple[_Piece, ...]
+    """Its tasks, where some wait for the host: then these count, and not the sums."""
+    instances: tuple[CollectiveInstance, ...]
+
+
+class _Operation(NamedTuple):
+    """One step of a stream of a role."""
+
+    after: tuple[int, ...]
+    """Slots of tasks of other streams that it waits for."""
+    slot: int
+    """Its own slot, where others wait for it; -1: none."""
+    template: int
+    """Identity of the chunk's template; -1: a task."""
+    task: Task | None
+    meeting: int
+    """Number of the collective that it joins; -1: none."""
+
+
+class _Join(NamedTuple):
+    """A collective that a class joins."""
+
+    meeting: int
+    number: int
+    instance: CollectiveInstance
+    phase: str
+
+
+Step = tuple[tuple[int, ...], int, tuple[float, ...], tuple[_Piece, ...], _Join | None]
+"""An operation of a class: slots that it waits for, its own, and delays, pieces, or a collective."""
+
+
+@dataclass(eq=False)
+class _Rank:
+    """A class of ranks on its way through the steps."""
+
+    index: int
+    slots: int
+    steps: int
+    known_s: Mapping[str, float]
+    """Time of the compute stream in chunks, by phase; the same in every step."""
+    instances: Sequence[CollectiveInstance]
+    """Collectives inside chunks in a step, each as often as it is carried out."""
+    ends_s: list[float] = field(default_factory=list)
+    ended_s: list[list[float | None]] = field(init=False)
+    """By step and slot."""
+    seconds: list[dict[str, float]] = field(init=False)
+    """Time of the compute stream by step and phase."""
+    waiting: dict[tuple[int, int], list["_Stream"]] = field(default_factory=dict)
+    issued_s: float = 0.0
+    """Time at which the host had issued its latest task with an issue time."""
+
+    def __post_init__(self) -> None:
+        """Make room for all steps."""
+        self.ended_s = [[None] * self.slots for _ in range(self.steps)]
+        self.seconds = [dict.fromkeys(PHASES, 0.0) | dict(self.known_s) for _ in range(self.steps)]
+
+
+@dataclass(eq=False, slots=True)
+class _Stream:
+    """A stream of a class of ranks."""
+
+    rank: _Rank
+    computes: bool
+    operations: Sequence[Step]
+    step: int = 0
+    place: int = 0
+    now_s: float = 0.0
+
+
+class _Role:
+    """A role's tasks as operations by stream."""
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self.parts = parts_of(tasks)
+        names = (each for part in self.parts if isinstance(part, Task) for each in part.after)
+        self.slot_of: dict[TaskId, int] = {}
+        for name in names:
+            self.slot_of.setdefault(name, len(self.slot_of))
+        self.stream_of: dict[int, str] = {}
+        """Stream of the task of each slot."""
+        self.templates: dict[int, Template] = {}
+        """By identity."""
+        for part in self.parts:
+            if isinstance(part, Chunk):
+                self.templates[id(part.template)] = part.template
+            elif part.id in self.slot_of:
+                self.stream_of[self.slot_of[part.id]] = part.stream
+
+    @property
+    def waits_inside_chunks(self) -> bool:
+        """Whether a task waits for one that is not at the end of a chunk."""
+        last = {part.last for part in self.parts if isinstance(part, Chunk)}
+        return any(slot not in self.stream_of and name not in last for name, slot in self.slot_of.items())
+
+    def operations(self, whole: Collection[int], number: Callable[[Task], int]) -> dict[str, list[_Operation]]:
+        """Return the operations of each stream.
+
+        `whole`: identities of templates that are priced as a whole. `number`: of the collective that a task joins.
+        """
+        streams: dict[str, list[_Operation]] = defaultdict(list)
+        streams["compute"] = []
+        for part in self.parts:
+            if isinstance(part, Task):
+                self._add(streams, part, number)
+            elif id(part.template) in whole:
+                slot = self.slot_of.get(part.last, -1)
+                streams["compute"].append(_Operation((), slot, id(part.template), None, -1))
+            else:
+                for task in part.tasks:
+                    self._add(streams, task, number)
+        return streams
+
+    def _add(self, streams: dict[str, list[_Operation]], task: Task, number: Callable[[Task], int]) -> None:
+        after = [self.slot_of[each] for each in task.after]
+        after = [slot for slot in after if self.stream_of.get(slot, "compute") != task.stream]  # else in its own order
+        slot = self.slot_of.get(task.id, -1)
+        meeting = -1 if task.communication is None else number(task)
+        if after or slot >= 0 or meeting >= 0 or task.duration_s or task.issue is not None:
+            streams[task.stream].append(_Operation(tuple(after), slot, -1, task, meeting))
+
+
+def can_walk_outlines(machine: "Machine") -> bool:
+    """Return whether a machine's program is made of outlines that can be walked; see [Note: outline]."""
+    program = machine.program
+    if not all(isinstance(tasks, Outline) for tasks in program.tasks):
+        return False
+    if any(instance.schedule.notices for several in machine.arranged.all for instance in several):
+        return False
+    roles = range(len(program.tasks))
+    return (
+        all(is_independent(machine, each.index) for each in machine.classes)
+        and not any(program.once(allocates_beside_compute, role) for role in roles)
+        and not any(program.once(_role_of, role).waits_inside_chunks for role in roles)
+    )
+
+
+def _role_of(program: Program, role: int) -> _Role:
+    return _Role(program.tasks[role])
+
+
+class OutlineWalk:
+    """Executes the outlines of all classes of a machine."""
+
+    def __init__(self, machine: "Machine", steps: int) -> None:
+        self.machine, self.steps, self.env = machine, steps, machine.env
+        self.finished = machine.env.event()
+        self._ready: deque[_Stream] = deque()
+        self._met: dict[tuple[int, int, int], list[_Stream]] = {}
+        """Streams at a collective, by step, collective and instance."""
+        self._times: dict[CollectiveInstance, int] = defaultdict(int)
+        """Number of times that an instance was carried out, without those that count themselves."""
+        self._prepared: dict[CollectiveInstance, tuple[tuple[float, ...], Prepared, float] | None] = {}
+        self._instances: dict[int, dict[int, tuple[int, CollectiveInstance]]] = {}
+        """By identity of a collective, and class."""
+        self._numbers: dict[TaskId, int] = {}
+        self._exchanges: list[Communication] = []
+        """By number of the collective."""
+        self._owner_of_link = self._link_owners()
+        self.ranks, self._streams = self._made()
+        self._left = len(self._streams)
+
+    # Preparation ------------------------------------------------------------------------------------------------------
+
+    def _link_owners(self) -> dict[int, int]:
+        """Return for each class of links the class of ranks on whose compute stream all its users run; -1: none."""
+        machine = self.machine
+        owners: dict[int, int] = {}
+        beside: set[int] = set()
+        for tasks in machine.program.tasks:
+            for part in parts_of(tasks):
+                if isinstance(part, Task) and part.exchange is not None and part.stream != "compute":
+                    beside |= set(map(id, machine.arranged.of(part.exchange)))
+        for several in machine.arranged.all:
+            for instance in several:
+                alone = len(instance.classes) == 1 and id(instance) not in beside
+                owner = instance.classes[0].index if alone else -1
+                for stage in instance.schedule.stages:
+                    for group in machine.network.folded.of(stage).groups:
+                        for link in group.links:
+                            owners[link] = owner if owners.get(link, owner) == owner else -1
+        return owners | dict.fromkeys(machine.network.busy_links, -1)
+
+    def _prepare(self, instance: CollectiveInstance) -> tuple[tuple[float, ...], Prepared, float] | None:
+        """Return the delays before an instance's transfer, the transfer, and the time of the reduction behind it; None
+        where it has several stages or groups of sessions.
+        """
+        if instance not in self._prepared:
+            self._prepared[instance] = self._newly_prepared(instance)
+        return self._prepared[instance]
+
+    def _newly_prepared(self, instance: CollectiveInstance) -> tuple[tuple[float, ...], Prepared, float] | None:
+        schedule, network = instance.schedule, self.machine.network
+        first = (schedule.fixed_s,) if schedule.fixed_s else ()
+        if schedule.measured or not schedule.stages:
+            return first, Prepared(0.0, None, None, 0.0), 0.0
+        if len(schedule.stages) > 1:
+            return None
+        (stage,) = schedule.stages
+        prepared = network.prepared(stage, schedule.pace(stage))
+        if prepared is None:
+            return None
+        reduction_s = collectives.reduction_s(self.machine.cluster, stage.reduced_bytes)
+        return (*first, prepared.wait_s) if prepared.wait_s else first, prepared, reduction_s
+
+    def _alone_delays(self, instance: CollectiveInstance, index: int) -> tuple[float, ...] | None:
+        """Return the delays of a collective that only one class takes part in, on links of its own; None elsewhere."""
+        known = self._prepare(instance)
+        if known is None or len(instance.classes) > 1:
+            return None
+        first, prepared, reduction_s = known
+        last = (reduction_s,) if reduction_s else ()
+        if prepared.sessions is None:
+            return (*first, prepared.processor_s, *last) if prepared.processor_s else (*first, *last)
+        if any(self._owner_of_link[link] != index for link in prepared.sessions.links):
+            return None
+        alone_s = self.machine.network.single_session_s(prepared)
+        return None if alone_s is None else (*first, max(alone_s, prepared.processor_s), *last)
+
+    def _priced(self, template: Template, index: int) -> _Priced | None:
+        """Return a template's time for a class; None where that is not the same at all times."""
+        pieces, instances = [], []
+        for task in template.tasks:
+            if task.communication is None:
+                host_s, goes_on = (task.issue.host_s, task.issue.goes_on) if task.issue else (None, False)
+                delays_s: tuple[float, ...] | None = (task.duration_s,) if task.duration_s else ()
+            else:
+                assert task.exchange is not None
+                _, instance = self._instance_of(task.exchange, index)
+                instances.append(instance)
+                host_s, goes_on, delays_s = None, False, self._alone_delays(instance, index)
+            if delays_s is None:
+                return None
+            pieces.append(_Piece(delays_s, host_s, goes_on, task.phase))
+        seconds: dict[str, float] = defaultdict(float)
+        for piece in pieces:
+            seconds[piece.phase] += sum(piece.delays_s)
+        delays = tuple(delay_s for piece in pieces for delay_s in piece.delays_s)
+        issued = tuple(pieces) if any(piece.host_s is not None for piece in pieces) else ()
+        return _Priced(delays, dict(seconds), issued, tuple(instances))
+
+    def _instance_of(self, exchange: Communication, index: int) -> tuple[int, CollectiveInstance]:
+        """Return the number, and the instance, of a collective in which a class takes part."""
+        if id(exchange) not in self._instances:
+            several = self.machine.arranged.of(exchange)
+            self._instances[id(exchange)] = {
+                each.index: (number, instance) for number, instance in enumerate(several) for each in instance.classes
+            }
+        return self._instances[id(exchange)][index]
+
+    def _made(self) -> tuple[list[_Rank], list[_Stream]]:
+        """Return the classes and their streams at the beginning."""
+        machine, ranks, streams = self.machine, [], []
+        by_role: dict[int, list[int]] = defaultdict(list)
+        for each in machine.classes:
+            by_role[machine.roles[each.index]].append(each.index)
+        for role_number, indices in by_role.items():
+            role = machine.program.once(_role_of, role_number)
+            priced: dict[int, dict[int, _Priced]] = {index: {} for index in indices}
+            for key, template in role.templates.items():
+                found = [one for index in indices if (one := self._priced(template, index)) is not None]
+                if len(found) == len(indices):
+                    for index, one in zip(indices, found, strict=True):
+                        priced[index][key] = one
+            operations = role.operations(set(priced[indices[0]]), self._number)
+            counts = Counter(each.template for each in operations["compute"] if each.template >= 0)
+            for index in indices:
+                seconds: dict[str, float] = defaultdict(float)
+                instances: list[CollectiveInstance] = []
+                for number, count in counts.items():
+                    own = priced[index][number]
+                    instances += own.instances * count
+                    for phase, value in own.seconds.items() if not own.pieces else ():
+                        seconds[phase] += count * value
+                rank = _Rank(index, len(role.slot_of), self.steps, seconds, instances)
+                ranks.append(rank)
+                for name, several in operations.items():
+                    steps = [self._step(each, index, priced[index]) for each in several]
+                    streams.append(_Stream(rank, name == "compute", steps))
+        return sorted(ranks, key=lambda rank: rank.index), streams
+
+    def _step(self, operation: _Operation, index: int, priced: Mapping[int, _Priced]) -> Step:
+        """Return an operation as a class executes it."""
+        after, slot, template, task, meeting = operation
+        if template >= 0:
+            own = priced[template]
+            return (after, slot, (), own.pieces, None) if own.pieces else (after, slot, own.delays_s, (), None)
+        assert task is not None
+        if meeting >= 0:
+            return after, slot, (), (), _Join(meeting, *self._instance_of(self._exchanges[meeting], index), task.phase)
+        if not task.duration_s and task.issue is None:
+            return after, slot, (), (), None
+        host_s, goes_on = (task.issue.host_s, task.issue.goes_on) if task.issue else (None, False)
+        return after, slot, (), (_Piece((task.duration_s,), host_s, goes_on, task.phase),), None
+
+    def _number(self, task: Task) -> int:
+        """Return the number of the collective that a task joins."""
+        name = task.communication
+        assert name is not None
+        assert task.exchange is not None
+        if name not in self._numbers:
+            self._numbers[name] = len(self._exchanges)
+            self._exchanges.append(task.exchange)
+        return self._numbers[name]
+
+    # Execution --------------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Execute all steps; raise RuntimeError where they cannot end."""
+        self._ready.extend(self._streams)
+        self._run_ready()
+        self.env.run(until=self.finished)
+        end_s = max(stream.now_s for stream in self._streams)
+        if end_s > self.env.now:
+            self.env.run(until=self.env.at(end_s))
+        self._count_bytes()
+
+    def _run_ready(self) -> None:
+        while self._ready:
+            self._advance(self._ready.popleft())
+        if not self._left and not self.finished.triggered:
+            self.finished.succeed()
+
+    def _advance(self, stream: _Stream) -> None:
+        """Execute a stream up to its next collective, or to a task that is not over yet."""
+        rank, operations, computes = stream.rank, stream.operations, stream.computes
+        place, now_s, step = stream.place, stream.now_s, stream.step
+        while step < self.steps:
+            ended_s = rank.ended_s[step]
+            while place < len(operations):
+                after, slot, delays_s, pieces, join = operations[place]
+                if after:
+                    stream.place, stream.now_s, stream.step = place, now_s, step
+                    if self._must_wait(stream, after):
+                        return
+                    now_s = stream.now_s
+                if join is not None:
+                    stream.place, stream.now_s, stream.step = place, now_s, step
+                    self._arrive(stream, join)
+                    return
+                if delays_s:
+                    now_s = reduce(add, delays_s, now_s)
+                for piece in pieces:
+                    now_s = _after_piece(rank, piece, now_s, rank.seconds[step] if computes else None)
+                place += 1
+                if slot >= 0:
+                    ended_s[slot] = now_s
+                    self._ready.extend(rank.waiting.pop((step, slot), ()))
+            if computes:
+                rank.ends_s.append(now_s)
+            place, step = 0, step + 1
+        stream.now_s = now_s
+        self._left -= 1
+
+    def _must_wait(self, stream: _Stream, after: Sequence[int]) -> bool:
+        """Let a stream go on to the end of tasks of other streams; return whether one has not ended yet."""
+        rank, step, latest_s = stream.rank, stream.step, stream.now_s
+        ended_s = rank.ended_s[step]
+        for each in after:
+            end_s = ended_s[each]
+            if end_s is None:
+                rank.waiting.setdefault((step, each), []).append(stream)
+                return True
+            latest_s = max(latest_s, end_s)
+        if stream.computes:
+            rank.seconds[step]["exposed_communication"] += latest_s - stream.now_s
+        stream.now_s = latest_s
+        return False
+
+    def _arrive(self, stream: _Stream, join: _Join) -> None:
+        """Let a class join a collective; the last arrival starts it."""
+        meeting, number, instance, _ = join
+        key = (stream.step, meeting, number)
+        streams = self._met.setdefault(key, [])
+        streams.append(stream)
+        if len(streams) == len(instance.classes):
+            del self._met[key]
+            self._start(instance, streams, max([each.now_s for each in streams]))
+
+    def _start(self, instance: CollectiveInstance, streams: Sequence[_Stream], start_s: float) -> None:
+        """Carry out a collective from its last arrival on."""
+        known = self._prepare(instance)
+        if known is None:
+            self.env.process(self._carry_out(instance, streams, start_s))
+            return
+        self._times[instance] += 1
+        begin_s = reduce(add, known[0], start_s)
+        begin = partial(self._transfer, known[1], known[2], streams)
+        if begin_s > self.env.now:
+            _call(self.env.at(begin_s), begin)
+        else:
+            begin(None)
+
+    def _transfer(
+        self, prepared: Prepared, reduction_s: float, streams: Sequence[_Stream], _event: simpy.Event | None
+    ) -> None:
+        """Start the bytes of a collective."""
+        end = partial(self._end, streams)
+        if prepared.processor_s or reduction_s:
+            end = partial(self._transferred, self.env.now + prepared.processor_s, reduction_s, streams)
+        if prepared.sessions is None:
+            end(None)
+        else:
+            _call(self.machine.network.start(prepared), end)
+
+    def _transferred(
+        self, busy_until_s: float, reduction_s: float, streams: Sequence[_Stream], _event: simpy.Event | None
+    ) -> None:
+        """End a collective once processors are done with its bytes, and have reduced them."""
+        end_s = max(self.env.now, busy_until_s) + reduction_s
+        if end_s > self.env.now:
+            _call(self.env.at(end_s), partial(self._end, streams))
+        else:
+            self._end(streams, None)
+
+    def _carry_out(
+        self, instance: CollectiveInstance, streams: Sequence[_Stream], start_s: float
+    ) -> Generator[simpy.Event, Any, None]:
+        """Carry out a collective of several stages."""
+        if start_s > self.env.now:
+            yield self.env.at(start_s)
+        yield from carry_out(self.machine, instance)
+        self._end(streams, None)
+
+    def _end(self, streams: Sequence[_Stream], _event: simpy.Event | None) -> None:
+        """Release the members of a collective."""
+        now_s = float(self.env.now)
+        for stream in streams:
+            rank, step = stream.rank, stream.step
+            _, slot, _, _, join = stream.operations[stream.place]
+            if stream.computes and join is not None:
+                rank.seconds[step][join.phase] += now_s - stream.now_s
+            stream.now_s = now_s
+            stream.place += 1
+            if slot >= 0:
+                rank.ended_s[step][slot] = now_s
+                self._ready.extend(rank.waiting.pop((step, slot), ()))
+            self._ready.append(stream)
+        self._run_ready()
+
+    # Outcome ----------------------------------------------------------------------------------------------------------
+
+    def _count_bytes(self) -> None:
+        """Count the bytes of all collectives that were carried out."""
+        times = self._times
+        for rank in self.ranks:
+            for instance, count in Counter(rank.instances).items():
+                times[instance] += self.steps * count
+        for instance, count in times.items():
+            for stage in instance.schedule.stages:
+                self.machine.network.count(stage, count)
+                self.machine.count_bytes(stage, count)
+
+    def phases(self, ends_s: Sequence[Sequence[float]]) -> list[dict[str, float]]:
+        """Return each class's phases in the last step, between its two `ends_s`, as `result.typical_phases` does."""
+        return [
+            {phase: value * (length_s / sum(rank.seconds[1].values())) for phase, value in rank.seconds[1].items()}
+            for rank, length_s in zip(self.ranks, (end_s - start_s for start_s, end_s in ends_s), strict=True)
+        ]
+
+    def ends_s(self) -> Iterator[list[float]]:
+        """Yield the end times of each class's steps."""
+        return (rank.ends_s for rank in self.ranks)
+
+
+def _after_piece(rank: _Rank, piece: _Piece, began_s: float, seconds: dict[str, float] | None) -> float:
+    """Return the end of a task, which may wait for the host that issues it, as in `Machine.issued_s`; add its time to
+    its phase.
+    """
+    now_s = reduce(add, piece.delays_s, began_s)
+    if piece.host_s is not None:
+        rank.issued_s = (rank.issued_s if piece.goes_on else began_s) + piece.host_s
+        now_s = max(now_s, rank.issued_s)
+    if seconds is not None:
+        seconds[piece.phase] += now_s - began_s
+    return now_s
+
+
+def _call(event: simpy.Event, function: Callable[[simpy.Event], None]) -> None:
+    """Call a function when an event takes place."""
+    assert event.callbacks is not None
+    event.callbacks.append(function)

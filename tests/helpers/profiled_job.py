@@ -1,0 +1,65 @@
+"""A training of somebody else: plain DistributedDataParallel under torch.profiler, with a stop-watch around each step.
+
+Arguments: the folder for the traces. The last step, which is not profiled, is recorded by `gsreal`'s own counter.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from gsreal.measure import CollectiveRecorder, ObservedCollective, collectives_of
+from gsreal.models import gpt
+
+SAMPLES, LENGTH, PROFILED = 8, 128, 6
+
+
+def main(folder: str) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    model = DistributedDataParallel(gpt(width=144, heads=4, layers=4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    tokens = torch.randint(256, (SAMPLES, LENGTH + 1))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        logits = model(tokens[:, :-1])
+        functional.cross_entropy(logits.flatten(0, -2), tokens[:, 1:].flatten()).backward()
+        optimizer.step()
+
+    times_s = []
+    path = Path(folder) / f"rank{rank}.json.gz"
+    with profile(
+        activities=[ProfilerActivity.CPU],
+        schedule=schedule(wait=2, warmup=1, active=PROFILED),
+        on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
+        record_shapes=True,
+        profile_memory=True,
+    ) as profiler:
+        for _ in range(3 + PROFILED):
+            began_s = time.perf_counter()
+            step()
+            times_s.append(time.perf_counter() - began_s)
+            profiler.step()
+    with CollectiveRecorder() as recorder:
+        step()
+    found: list[tuple[list[float], list[ObservedCollective]]] = [([], [])] * dist.get_world_size()
+    dist.all_gather_object(found, (times_s[3:], recorder.seen))
+    if rank == 0:
+        own = [entry.key for entry in collectives_of([seen for _, seen in found])]
+        Path(folder, "own.json").write_text(json.dumps({"times_s": [times for times, _ in found], "collectives": own}))
+    dist.barrier()
+    os._exit(0)  # gloo's threads may keep a process from ending
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

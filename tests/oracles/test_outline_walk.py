@@ -1,0 +1,117 @@
+"""Pipelines walked chunk by chunk come to exactly what they come to task by task."""
+
+from pathlib import Path
+
+import pytest
+
+from gssim.engine import machine
+from gssim.scenario import load_scenario
+from gssim.simulation import simulate
+
+SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
+SERVERS = (
+    'cluster={{name="gpus", backend="nccl", source="made", device_types={{gpu="a100-sxm-80", old="v100-sxm2-32"}}, '
+    'topology={{kind="servers", servers=[{servers}], fabric={{kind="leaf-spine", servers_per_leaf=1, spines=2}}}}}}'
+)
+SERVER = '{{count={count}, device="{device}", devices={devices}, inside="nvswitch", inside_link="nvlink3-a100", '
+SERVER += 'nics={devices}, nic_link="ib-hdr-200", pcie_link="pcie4x16"}}'
+RING = (
+    'cluster={name="ring", backend="nccl", source="made", device_types={gpu="a100-sxm-80"}, topology={kind="ring", '
+    'devices=[{device="gpu", count=8}], link={bandwidth_bytes_per_s="1 Gb/s", latency_s="10 us", source="made"}}}'
+)
+
+
+def cluster(*servers):
+    """Return the setting of a cluster of servers (count, device, devices in each)."""
+    texts = [SERVER.format(count=count, device=device, devices=devices) for count, device, devices in servers]
+    return SERVERS.format(servers=", ".join(texts))
+
+
+PAIRS = cluster((4, "gpu", 2))
+"""Tensor groups of two have a server of their own, which no other traffic crosses."""
+QUADS = cluster((2, "gpu", 4))
+"""Two stages share a server, and its switch."""
+UNEQUAL = cluster((2, "gpu", 2), (2, "old", 2))
+
+
+def outcome(changes):
+    simulated = simulate(load_scenario(SCENARIOS / "gpt-pipeline.toml", changes))
+    return simulated, simulated.result.to_dict(), set(simulated.spans)
+
+
+def assert_equal(found, expected, path=""):
+    """Compare two results; times by phase are sums in another order."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys(), path
+        for key, value in expected.items():
+            assert_equal(found[key], value, f"{path}.{key}")
+    elif isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected), path
+        for number, value in enumerate(expected):
+            assert_equal(found[number], value, f"{path}[{number}]")
+    elif isinstance(expected, float) and ("phases_s" in path or "energy" in path or "bytes" in path):
+        assert found == pytest.approx(expected, rel=1e-12, abs=1e-15), path
+    else:
+        assert found == expected, path
+
+
+MANY = ("plan.micro_batches=4", "workload.global_batch_size=16")
+THREE = ("plan.method=ddp", "plan.tp=2", "plan.pp=2", "plan.dp_replicate=2", *MANY)
+TWO = ("plan.method=ddp", "plan.pp=4", "plan.dp_replicate=2", *MANY)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        (PAIRS, *THREE),
+        (PAIRS, *THREE, "plan.schedule=gpipe", "plan.overlap=false"),
+        (PAIRS, *THREE, "plan.schedule=interleaved", "plan.overlap=false", "plan.recompute=selective"),
+        (PAIRS, *THREE, "plan.method=zero1", "plan.recompute=full"),
+        (PAIRS, *THREE, "plan.method=zero1", "plan.zero1_implementation=deepspeed", "plan.overlap=false"),
+        (PAIRS, *THREE, "plan.sequence_parallel=true"),
+        (PAIRS, "plan.tp=2", "plan.pp=4", "plan.micro_batches=8", "workload.global_batch_size=16"),
+        (QUADS, *THREE),
+        (QUADS, "plan.tp=2", "plan.pp=4", "plan.micro_batches=8", "workload.global_batch_size=16"),
+        (RING, *THREE),
+        (
+            RING,
+            "plan.method=ddp",
+            "plan.pp=4",
+            "plan.dp_replicate=2",
+            "plan.micro_batches=4",
+            "workload.global_batch_size=16",
+        ),
+        (UNEQUAL, *THREE),
+        (
+            UNEQUAL,
+            "plan.method=ddp",
+            "plan.pp=4",
+            "plan.dp_replicate=2",
+            "plan.micro_batches=4",
+            "workload.global_batch_size=16",
+        ),
+        (PAIRS, "plan.pp=2", "plan.micro_batches=2", "plan.ranks=2", "workload.global_batch_size=8"),
+        (
+            PAIRS,
+            "plan.method=ddp",
+            "plan.pp=4",
+            "plan.dp_replicate=2",
+            "plan.micro_batches=4",
+            "workload.clip_norm=1.0",
+        ),
+        (
+            PAIRS,
+            *THREE,
+            'network.traffic=[{between=["server0/gpu0", "server1/gpu0"], bytes_per_s="5 GB/s"}]',
+        ),
+    ],
+)
+def test_chunk_by_chunk_as_task_by_task(changes, monkeypatch):
+    chunks, result, spans = outcome(changes)
+    monkeypatch.setattr(machine, "can_walk_outlines", lambda _machine: False)
+    tasks, expected, single_spans = outcome(changes)
+    assert chunks.typical.machine.outline_walk is not None
+    assert tasks.typical.machine.outline_walk is None
+    assert chunks.typical.ends_s == tasks.typical.ends_s
+    assert_equal(result, expected)
+    assert spans == single_spans

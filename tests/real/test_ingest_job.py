@@ -1,0 +1,74 @@
+"""A user's own training under torch.profiler, ingested: its steps are those of a stop-watch, its collectives exact."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from statistics import fmean, median
+
+import commands
+import pytest
+
+from gssim.result import read_result
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = ROOT / "scenarios" / "demo.toml"
+OPTIONS = ("--set", "plan.method=ddp")
+
+pytestmark = pytest.mark.real
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    """Return the folder of two ranks' traces, and of what a stop-watch and the process group saw."""
+    pytest.importorskip("torch")
+    folder = tmp_path_factory.mktemp("job")
+    script = ROOT / "tests" / "helpers" / "profiled_job.py"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        [*launcher, str(script), str(folder)], env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ingested(job):
+    out, step = job / "results" / "measured.json", job / "step.json"
+    traces = sorted(job.glob("rank*.json.gz"))
+    ended = commands.run(
+        "analysis", "ingest", *traces, "--scenario", DEMO, *OPTIONS, "--out", out, "--trace", step, folder=job
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    return read_result(out)
+
+
+def test_the_steps_are_those_of_a_stop_watch(job, ingested):
+    watched = json.loads((job / "own.json").read_text())["times_s"]
+    times_s = [fmean(step) for step in zip(*watched, strict=True)][1:]  # the first is left out
+    assert len(ingested.step_times_s) == len(times_s)
+    assert ingested.step_time_s == pytest.approx(median(times_s), rel=0.02)
+    assert sum(ingested.phases_s.values()) == pytest.approx(ingested.step_time_s)
+    assert ingested.phases_s["backward"] > ingested.phases_s["forward"] > 0 < ingested.phases_s["optimizer"]
+    assert ingested.phases_s["idle"] < 0.1 * ingested.step_time_s
+
+
+def test_every_collective_is_the_one_that_the_process_group_saw(job, ingested):
+    own = json.loads((job / "own.json").read_text())["collectives"]
+    assert [
+        [kind, list(group), size, count] for kind, group, size, count in (e.key for e in ingested.collectives)
+    ] == own
+    assert own
+
+
+def test_it_compares_with_a_prediction_like_a_run_of_ours(job, ingested):
+    results = job / "results"
+    predicted = commands.run("gssim", "run", DEMO, *OPTIONS, "--out", results, "--trace", job / "predicted.json")
+    assert predicted.returncode == 0, predicted.stderr
+    compared = commands.run("analysis", "compare", results, "--out", job / "compared")
+    assert compared.returncode == 0, compared.stderr
+    assert "collectives equal in 1 of 1" in compared.stdout
+    drawn = commands.run("analysis", "timeline", job / "predicted.json", job / "step.json", "--out", job / "step.png")
+    assert drawn.returncode == 0, drawn.stderr
