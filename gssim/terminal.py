@@ -59,7 +59,7 @@ def print_result(result: Result) -> None:
         f"{word} step {human_seconds(result.step_time_s)}, {result.throughput_samples_per_s:.4g} samples/s{density}",
         highlight=False,
     )
-    for line in _target_density(result):
+    for line in (*_periods(result), *_target_density(result)):
         console.print(line, highlight=False)
     if result.does_not_fit is not None:
         fit = result.does_not_fit
@@ -84,7 +84,8 @@ def print_result(result: Result) -> None:
     if result.divisions:
         console.print(_division_table(result))
     console.print(_rank_table(result))
-    collectives = Table("collective", "ranks", "count", "size", "carried", title="one step")
+    title = "one step" if result.periods is None else "one outer step"
+    collectives = Table("collective", "ranks", "count", "size", "carried", title=title)
     for entry in result.collectives:
         carried = "all" if entry.payload_bytes is None else human_bytes(entry.payload_bytes)
         collectives.add_row(entry.kind, rank_list(entry.group), str(entry.count), human_bytes(entry.bytes), carried)
@@ -105,6 +106,19 @@ def _target_density(result: Result) -> list[str]:
     return [
         f"{line}; thresholds follow a sample of each step's gradients (plan.push.reestimate_steps); zeros are never "
         "sent, and of a small tensor at least one element is"
+    ]
+
+
+def _periods(result: Result) -> list[str]:
+    """Return a line on inner and outer steps, where ranks synchronize periodically."""
+    periods = result.periods
+    if periods is None:
+        return []
+    inner = "" if periods.inner_step_time_s is None else f"inner step {human_seconds(periods.inner_step_time_s)}, "
+    mean_bytes = periods.outer_bytes / periods.every_steps
+    return [
+        f"{inner}outer step {human_seconds(periods.outer_step_time_s)}, every {periods.every_steps} steps; "
+        f"{human_bytes(periods.outer_bytes)} synchronized in an outer step, {human_bytes(mean_bytes)} in the mean step"
     ]
 
 

@@ -164,6 +164,12 @@ COLUMNS = (
     "calibration_id_measured",
 )
 """The columns of comparison.csv, in order."""
+PERIODIC_STEPS = ("inner", "outer")
+"""Kinds of steps of runs that synchronize periodically: each is compared with its own kind."""
+PERIODIC_COLUMNS = tuple(
+    f"{kind}_step_{what}" for kind in PERIODIC_STEPS for what in ("predicted_s", "measured_s", "error_ratio")
+)
+"""Further columns, where a comparison has such runs."""
 
 STRUCTURE_COLUMNS = {
     "peak_rank": pl.Int64,
@@ -190,6 +196,9 @@ EFFECT_COLUMNS = {
     "speed_up_measured_ratio": pl.Float64,
     "loss_change_measured_ratio": pl.Float64,
 }
+
+
+PERIOD_COLUMNS = {f"{kind}_step_{side}_s": pl.Float64 for kind in PERIODIC_STEPS for side in ("predicted", "measured")}
 
 
 @dataclass(frozen=True)
@@ -267,7 +276,7 @@ def _device(devices: dict[int, str], rank: int) -> str:
 
 
 def compare(pairs: Sequence[Pair]) -> pl.DataFrame:
-    """Return one row per pair, with the columns of `COLUMNS`, sorted by name.
+    """Return one row per pair, with `COLUMNS`, and `PERIODIC_COLUMNS` where a run has periods, sorted by name.
 
     Peak memory is compared rank by rank; the row reports the rank (`peak_rank`) with the largest relative error, not
     the rank that needs most.
@@ -290,11 +299,17 @@ def compare(pairs: Sequence[Pair]) -> pl.DataFrame:
     )
     common = ("scenario_id", "name", "method", "threshold", "device", "ranks")
     return (
-        pl.concat([measured, predicted.drop(common), structure, repeats, _effects(pairs)], how="horizontal")
+        pl.concat(
+            [measured, predicted.drop(common), structure, repeats, _effects(pairs), _periods(pairs)], how="horizontal"
+        )
         .with_columns(pl.col("median_s").alias("step_time_measured_s"))
         .with_columns(
             _error_ratio("step_time_predicted_s", "step_time_measured_s").alias("step_time_error_ratio"),
             _error_ratio("peak_predicted_bytes", "peak_measured_bytes").alias("peak_error_ratio"),
+            *(
+                _error_ratio(f"{kind}_step_predicted_s", f"{kind}_step_measured_s").alias(f"{kind}_step_error_ratio")
+                for kind in PERIODIC_STEPS
+            ),
             _error_ratio("naive_compute_s", "step_time_measured_s").alias("naive_compute_error_ratio"),
             _error_ratio("naive_link_s", "step_time_measured_s").alias("naive_link_error_ratio"),
             _ratio(
@@ -303,7 +318,7 @@ def compare(pairs: Sequence[Pair]) -> pl.DataFrame:
             ).alias("exposed_communication_error_of_step_ratio"),
         )
         .sort("name", "threshold", "scenario_id")
-        .select(COLUMNS)
+        .select(*COLUMNS, *(PERIODIC_COLUMNS if any(pair.predicted.result.periods for pair in pairs) else ()))
     )
 
 
@@ -335,6 +350,24 @@ def _effects(pairs: Sequence[Pair]) -> pl.DataFrame:
         for effect in pair_effects
     ]
     return pl.DataFrame(rows, schema=EFFECT_COLUMNS, orient="row")
+
+
+def _periods(pairs: Sequence[Pair]) -> pl.DataFrame:
+    """Return the times of inner and outer steps, a row for each pair; nulls where ranks meet in every step.
+
+    Of several measurements, the median.
+    """
+    rows = []
+    for pair in pairs:
+        ours, theirs = pair.predicted.result.periods, [each.periods for each in pair.measurements]
+        row: dict[str, float | None] = {}
+        for kind in PERIODIC_STEPS:
+            name = f"{kind}_step_time_s"
+            known = [getattr(each, name) for each in theirs if each is not None and getattr(each, name) is not None]
+            row[f"{kind}_step_predicted_s"] = getattr(ours, name, None)
+            row[f"{kind}_step_measured_s"] = median(known) if known else None
+        rows.append(row)
+    return pl.DataFrame(rows, schema=PERIOD_COLUMNS)
 
 
 def _error_ratio(predicted: str, measured: str) -> pl.Expr:
@@ -415,9 +448,12 @@ def medians(comparison: pl.DataFrame) -> list[Median]:
     results = []
     for what, column in (
         ("step time", "step_time_error_ratio"),
+        *((f"{kind} step time", f"{kind}_step_error_ratio") for kind in PERIODIC_STEPS),
         ("peak memory", "peak_error_ratio"),
         ("payload", "payload_error_ratio"),
     ):
+        if column not in comparison.columns:
+            continue
         median = comparison[column].abs().median()
         if isinstance(median, float):
             results.append(Median(what, median, comparison[column].count()))

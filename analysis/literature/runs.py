@@ -123,6 +123,19 @@ class SkippedError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What a table itself tells of compute and network, in place of the model's operations and the data sheets."""
+
+    parameters: int
+    compute_s: float
+    """A step's compute on one device."""
+    link_bytes_per_s: float
+    """Rate of each host's link, from the exchange of one row of the table."""
+    sync_every_steps: int | None
+    """Steps from one synchronization of the parameters to the next; None: gradients are reduced in every step."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Run:
     """A published training run: plan, model, software and measured figures."""
 
@@ -151,6 +164,9 @@ class Run:
     step_s: float | None
     memory_bytes: float | None = None
     memory_metric: Metric | None = None
+    measured: Measured | None = None
+    calibration: bool = False
+    """Whether the table's other rows take a rate from this one, which is then not scored."""
     memory_of: Literal["most", "last"] = "most"
     """The rank whose memory was measured: the one that needs most, or the last one."""
 

@@ -22,11 +22,12 @@ from pydantic import TypeAdapter
 
 import gssim
 from analysis.literature.platforms import Server, cluster_of, cluster_tables, platform_of, servers_of
-from analysis.literature.runs import Run, SkippedError
+from analysis.literature.runs import Measured, Run, SkippedError
 from analysis.literature.transformer import transformer
 from gssim.cluster import Cluster
 from gssim.execution.files import check_place, write_text
 from gssim.plan import DATA_AXES, METHODS
+from gssim.units import validated
 from gssim.workload import Model
 
 MOST_RANKS, MOST_BLOCKS = 2**16, 2**10
@@ -66,6 +67,8 @@ def _check_consistency(run: Run) -> None:
 
 def tables_of(run: Run) -> dict[str, Any]:
     """Return a run's scenario as a file has it, cluster and model as tables; raise SkippedError for an unknown GPU."""
+    if run.measured is not None:
+        return _measured_tables(run, run.measured)
     context, software = run.software.context_ranks, run.software
     model = transformer(run.shape, software, tp=run.tp, tied=run.pp == 1 and run.shape.ties)
     figures = [f"{run.step_s:.6g} s a step"] if run.step_s else []
@@ -93,6 +96,66 @@ def tables_of(run: Run) -> dict[str, Any]:
     if run.micro_batches > 1:
         tables["run"] = {"extrapolate_micro_batches": True}
     return tables
+
+
+RATE_FLOP_PER_S = 1e12
+"""At which measured compute is expressed as FLOP: what is measured does not depend on it."""
+
+
+def _measured_tables(run: Run, measured: Measured) -> dict[str, Any]:
+    """Return the scenario of a run whose compute and network its table tells: a layer with all parameters on each host.
+
+    Forward and backward take a third and two thirds of the compute, which includes the update. The copies of a
+    synchronization stream the device's memory, and each host has a link of the measured rate to a switch.
+    """
+    flop = measured.compute_s * RATE_FLOP_PER_S
+    layer = {
+        "name": "all",
+        "modules": ["all"],
+        "parameters": [f"{{}}.weight {measured.parameters} b0 b1"],
+        "forward_flop": round(flop / 3),
+        "backward_flop": round(2 * flop / 3),
+        **dict.fromkeys(("forward_bytes", "backward_bytes", "saved_bytes", "output_bytes"), 0),
+        **dict.fromkeys(("forward_operations", "backward_operations"), 0),
+    }
+    source = f"{run.source}: measured compute and exchange"
+    device = {
+        "preset": "l40s",
+        "peak_flop_per_s": {"fp32": RATE_FLOP_PER_S},
+        "efficiency_ratio": 1.0,
+        "operation_overhead_s": 0.0,
+        "source": source,
+    }
+    link = {"bandwidth_bytes_per_s": measured.link_bytes_per_s, "latency_s": 0.0, "source": source}
+    every = measured.sync_every_steps
+    return {
+        "name": run.identity,
+        "question": f"{run.source}: measured {run.step_s:.6g} s an outer step",
+        "cluster": {
+            "name": f"{run.ranks} hosts",
+            "backend": "gloo",
+            "source": source,
+            "device_types": {"gpu": device},
+            "switches": ["switch"],
+            "devices": [{"name": f"gpu{i}", "type": "gpu", "host": f"host{i}"} for i in range(run.ranks)],
+            "links": [{"between": [f"gpu{i}", "switch"], **link} for i in range(run.ranks)],
+        },
+        "workload": {
+            "model": {
+                "name": "measured",
+                "source": source,
+                "traced_batch_sizes": [1],
+                "module": {"factory": "published.measured"},
+                "input": {"kind": "tokens", "vocabulary": 2, "maximum_sequence_length": run.shape.sequence_length},
+                "layers": [layer],
+            },
+            "global_batch_size": run.dp * run.micro_batch,
+            "sequence_length": run.shape.sequence_length,
+            "optimizer": "sgd",
+        },
+        "plan": {"method": run.method, **({} if every is None else {"sync_every_steps": every})},
+        "run": {"steps": max(20, every or 1)},
+    }
 
 
 def servers_of_run(run: Run) -> tuple[Server, ...]:
@@ -135,6 +198,8 @@ def stages_of(run: Run) -> tuple[int, ...]:
 
 def cluster_of_run(run: Run) -> Cluster:
     """Return the cluster of a run; raise SkippedError for an unknown GPU."""
+    if run.measured is not None:
+        return validated(Cluster, tables_of(run)["cluster"], file=run.identity)
     return cluster_of(servers_of_run(run), run.software.precision, run.software.tensor_float)
 
 
@@ -161,8 +226,9 @@ def predict(run: Run) -> Prediction:
     if run.memory_of == "last":
         ranks = tuple(rank for rank in ranks if run.ranks - 1 in rank.ranks)
     reserved = max(rank.peak_reserved_bytes or rank.peak_allocated_bytes for rank in ranks)
+    periods = result.periods  # of which the outer step is what was measured
     return Prediction(
-        step_s=result.step_time_s,
+        step_s=result.step_time_s if periods is None else periods.outer_step_time_s,
         allocated_bytes=max(rank.peak_allocated_bytes for rank in ranks),
         reserved_bytes=reserved,
         device_bytes=reserved + max(sum(rank.outside_bytes.values()) for rank in ranks),

@@ -225,7 +225,7 @@ def score(
             reasons[unique] = outcome.reason
             faults += [outcome.fault] if outcome.fault else []
         elif isinstance(run, Run):
-            calibration = identity in calibration_rows()
+            calibration = run.calibration or identity in calibration_rows()
             row = ScoredRow(identity=identity, run=run, prediction=outcome, calibration=calibration)
             scored[source].append(row)
     return Scores(

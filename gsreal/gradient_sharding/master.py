@@ -72,7 +72,13 @@ class MasterCopy(torch.optim.Optimizer):
             if master.grad is not None and self.gradient_factor != 1:
                 master.grad.mul_(self.gradient_factor)
         self.inner.step()
-        for parameter, master in self.pairs():
+        for _, master in self.pairs():
             master.grad = None
+        self.publish()
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Cast the master copies to the parameters, after they were changed by others than `step`."""
+        for parameter, master in self.pairs():
             parameter.copy_(master)
         self._seen = self._now()

@@ -119,14 +119,14 @@ class Timeline:
 
         return [self._span(mark, at) for mark in self._marks], [at(end) for end in self._ends]
 
-    def step(self, number: int) -> tuple[float, float, list[Mark], list[Span]]:
-        """Return start, end, marks and spans of a step since `restart`, on the clock of all of a machine's ranks.
+    def step(self, number: int, steps: int = 1) -> tuple[float, float, list[Mark], list[Span]]:
+        """Return start, end, marks and spans of one or more steps since `restart`, on the clock of a machine's ranks.
 
         A pause between it and the step before is excluded.
         """
         zero = self._ends[0]
         zero_s = self._zero_s()
-        start, end = (self._since(zero, moment) for moment in self._ends[number : number + 2])
+        start, end = (self._since(zero, moment) for moment in (self._ends[number], self._ends[number + steps]))
         paused = [self._since(zero, ended) for _, ended in self._pauses]
         start = max([start, *(ended for ended in paused if ended < end)])
         found = [(mark, self._span(mark, lambda moment: self._since(zero, moment))) for mark in self._marks]
@@ -173,22 +173,32 @@ class RankStep:
     """(Time, peak bytes from then until the next); empty if memory cannot be counted."""
 
 
-def median_step(ends_s: Sequence[float]) -> int:
-    """Return the index of the step of median length on average over the ranks: the same one on each (a collective)."""
+def median_step(ends_s: Sequence[float], which: Sequence[bool] | None = None) -> int:
+    """Return the index of the step of median length on average over the ranks: the same one on each (a collective).
+
+    `which`: whether each step counts; all by default.
+    """
     every = gather_json(list(ends_s))
     steps = zip(*(pairwise(each) for each in every), strict=True)
     lengths = [fmean(after - before for before, after in pairs) for pairs in steps]
-    return sorted(range(len(lengths)), key=lambda step: (lengths[step], step))[len(lengths) // 2]
+    counted = [step for step in range(len(lengths)) if which is None or which[step]]
+    return sorted(counted, key=lambda step: (lengths[step], step))[len(counted) // 2]
 
 
 def step_of_rank(
-    timeline: Timeline, number: int, *, device: str, counter: MemoryCounter, again: Callable[[], object]
+    timeline: Timeline,
+    number: int,
+    *,
+    device: str,
+    counter: MemoryCounter,
+    again: Callable[[], object],
+    steps: int = 1,
 ) -> RankStep:
-    """Return a step since `restart`; its memory is that of another one, `again`, which is not timed.
+    """Return a step since `restart`, or several; the memory is that of `again`, as many steps that are not timed.
 
     Between two moments that are marked in both, its memory is the peak of the other step there.
     """
-    start_s, end_s, marks, spans = timeline.step(number)
+    start_s, end_s, marks, spans = timeline.step(number, steps)
     before = timeline.spans_so_far
     with _record_peaks(timeline, counter) as peaks:
         again()

@@ -13,6 +13,7 @@ from gsreal.gradient_sharding.sharded_parameters import gathered
 from gsreal.measure import Timeline
 from gsreal.methods.data_parallel import all_reduce_gradients, fully_shard_parameters, train_single_device
 from gsreal.methods.gradient_sharding import push_gradients, train_owned_layers
+from gsreal.methods.periodic import synchronize_periodically
 from gsreal.methods.pipelined import StageModules, pipeline_stages
 from gsreal.methods.tensor_slices import slice_blocks, whole_parameter
 from gsreal.methods.training import LossScaler, Training, checkpoint_blocks, data_group, device_mesh
@@ -23,6 +24,7 @@ Apply = Callable[[Scenario, nn.Module, Timeline, torch.device], Training]
 APPLY: dict[tuple[str, str], Apply] = {
     ("replicated", "local"): train_single_device,
     ("replicated", "all-reduce"): all_reduce_gradients,
+    ("replicated", "periodic"): synchronize_periodically,
     ("gathered", "reduce-scatter"): fully_shard_parameters,
     ("sharded", "reduce-scatter"): fully_shard_parameters,
     ("replicated", "push"): push_gradients,

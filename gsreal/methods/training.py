@@ -24,6 +24,7 @@ from gssim.scenario import has_master_copy
 from gssim.workload import Model, Workload, unrolled
 
 if TYPE_CHECKING:
+    from gsreal.methods.periodic import Synchronization
     from gsreal.methods.tensor_slices import PartialGradients
 
 aten = torch.ops.aten
@@ -245,6 +246,8 @@ class Training:
 
     True if its gradients are synchronised, False if they accumulate.
     """
+    periods: "Synchronization | None" = None
+    """Synchronizes parameters every few steps, if ranks train apart otherwise."""
     slow: SlowDevice | None = None
     """Emulates a slower device for a while, if the run says so."""
     follower: Rebalancer | None = None
@@ -273,6 +276,8 @@ class Training:
                 losses.append(weight * self._forward_backward(part, targets_part, scale * weight))
         with self._phase("optimizer"):
             self._update()
+        if self.periods is not None:
+            self.periods.after_step()
         if self.follower is not None:
             self.follower.share(self.timeline)
         self.timeline.end_step()

@@ -15,7 +15,7 @@ from gsreal.measure import ObservedCollective, RankStep, collectives_of
 from gsreal.methods.training import Training
 from gsreal.run.feed import HeldOut
 from gssim.errors import UserError
-from gssim.result import Density, Division, Evaluation, RankClass, Result
+from gssim.result import Collective, Density, Division, Evaluation, Periods, RankClass, Result
 from gssim.scenario import Loaded, Scenario
 
 
@@ -113,12 +113,45 @@ class RankReport:
     """Fraction of the timed steps that its main thread could run, but waited for a core; None where it is unknown."""
 
 
+def outer_steps(scenario: Scenario, counted: int) -> list[bool] | None:
+    """Return whether each of the last `counted` steps of a run ends with a synchronization; None without periods."""
+    every, last = scenario.policies.sync_every_steps, scenario.run.warmup_steps + scenario.run.steps
+    return None if every is None else [step % every == 0 for step in range(last - counted + 1, last + 1)]
+
+
+def _periods(
+    scenario: Scenario, times_s: Sequence[float], collectives: Sequence[Collective], sent: Sequence[float | None]
+) -> Periods | None:
+    """Return the times of inner and outer steps, and bytes of the latter; None without periods.
+
+    `sent`: bytes that each rank's device sent in a mean step, where they are counted.
+    """
+    outer = outer_steps(scenario, len(times_s))
+    if outer is None:
+        return None
+    every = scenario.policies.sync_every_steps or 1
+    inner_s, outer_s = ([s for s, each in zip(times_s, outer, strict=True) if each is kind] for kind in (False, True))
+    known = [each for each in sent if each is not None]
+    return Periods(
+        every_steps=every,
+        inner_step_time_s=median(inner_s) if inner_s else None,
+        outer_step_time_s=median(outer_s),
+        outer_bytes=sum(each.bytes * each.count for each in collectives),
+        outer_bytes_sent=max(known) * len(times_s) / sum(outer) if known else None,
+    )
+
+
 def result_of(loaded: Loaded, reports: list[RankReport], device: torch.device) -> Result:
     """Return the Result of all ranks' reports."""
     scenario = loaded.scenario
     rank_times = [[end - start for start, end in pairwise(report.ends_s)] for report in reports]
     times = [fmean(step) for step in zip(*rank_times, strict=True)]
+    collectives = collectives_of([report.seen for report in reports])
+    sent = [report.carried_by_step[0] if report.carried_by_step else None for report in reports]
+    periods = _periods(scenario, times, collectives, sent)
     step_time_s = median(times)
+    if periods is not None:
+        step_time_s = periods.mean(periods.inner_step_time_s or 0.0, periods.outer_step_time_s)
     total, divisions = scenario.workload.global_batch_size, reports[0].divisions
     samples = divisions[-1].samples if divisions else scenario.batch_sizes
     shard_shares = divisions[-1].shard_shares if divisions else scenario.shard_shares
@@ -161,7 +194,8 @@ def result_of(loaded: Loaded, reports: list[RankReport], device: torch.device) -
             publish=_density([report.published for report in reports], scenario.plan.publish.threshold),
             push_by_step=density_by_step([report.pushed_by_step for report in reports], scenario.plan.push.threshold),
         ),
-        collectives=collectives_of([report.seen for report in reports]),
+        periods=periods,
+        collectives=collectives,
         ranks=ranks,
         idle_devices=scenario.idle_devices,
         loss=loss,

@@ -5,6 +5,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -34,10 +35,10 @@ from gsreal.run.checkpoint import Checkpoints, Progress
 from gsreal.run.feed import Feed
 from gsreal.run.progress import note_progress
 from gsreal.run.rank import gather_json, join, run_on_rank
-from gsreal.run.report import RankReport, RunRecorder, result_of
+from gsreal.run.report import RankReport, RunRecorder, outer_steps, result_of
 from gssim.errors import UserError
 from gssim.execution.files import write_text
-from gssim.result import chrome_trace, typical_phases
+from gssim.result import Span, chrome_trace, typical_phases
 from gssim.scenario import Loaded, Scenario, load_scenario
 
 
@@ -96,12 +97,12 @@ def measure(
     losses = _timed_steps(scenario, training, feed, rank, course, resumed, checkpoints)
     core_wait_ratio = course.core_wait.ratio()
     spans, ends_s = training.timeline.read()
-    phases_s = typical_phases(spans, ends_s)
+    phases_s = _phases(scenario, spans, ends_s)
     sent, steps = _sent(training), len(ends_s) - 1
     pushed, published = ((each.entries, each.offered) for each in sent.values())
     payloads = {kind: [size / steps for size in each.by_bucket] for kind, each in sent.items()}
     allocated, reserved = _peak(training, feed, counter, rank)
-    step = _step(training, feed, counter, rank, median_step(ends_s)) if traced else None
+    step = _step(scenario, training, feed, counter, rank, ends_s) if traced else None
     seen = _collectives(training, feed, rank, payloads)
     return RankReport(
         device=device_name(device),
@@ -122,6 +123,21 @@ def measure(
         memory_counter=counter.method,
         core_wait_ratio=core_wait_ratio,
     )
+
+
+def _phases(scenario: Scenario, spans: list[Span], ends_s: list[float]) -> dict[str, float]:
+    """Return the phases of a typical step, or, in a run of periods, those of a mean step of typical inner and outer."""
+    outer = outer_steps(scenario, len(ends_s) - 1)
+    if outer is None or all(outer):
+        return typical_phases(spans, ends_s)
+    every = scenario.policies.sync_every_steps or 1
+    inner_s, outer_s = (typical_phases(spans, ends_s, [each is kind for each in outer]) for kind in (False, True))
+    return {name: ((every - 1) * inner_s[name] + outer_s[name]) / every for name in inner_s}
+
+
+def _synchronizing(training: Training, steps: int = 1) -> AbstractContextManager[None]:
+    """Return a context in which the last of so many steps is an outer one, in a run of periods."""
+    return training.periods.from_step(training.periods.every - steps) if training.periods else nullcontext()
 
 
 def build(scenario: Scenario, timeline: Timeline, device: torch.device) -> Training:
@@ -236,8 +252,10 @@ def _peak(training: Training, feed: Feed, counter: MemoryCounter, rank: int) -> 
         tensors += [
             value for state in _state_of(training).values() for value in state.values() if torch.is_tensor(value)
         ]
+        tensors += training.periods.state if training.periods else []
         tensors += [*sharding.pusher.persistent_tensors, *sharding.publisher.persistent_tensors] if sharding else []
-        peaks.append(counter.peak_of(partial(training.step, inputs, targets, weights, rank), tensors))
+        with _synchronizing(training):
+            peaks.append(counter.peak_of(partial(training.step, inputs, targets, weights, rank), tensors))
         note_progress(f"step {step + 1} of those for memory done")
     reserved = [peak for _, peak in peaks if peak is not None]
     return sorted(peak for peak, _ in peaks)[1], sorted(reserved)[1] if reserved else None
@@ -263,7 +281,7 @@ def _collectives(
     if sharding:
         sharding.reset_counts()
     inputs, targets, weights = feed.at(2)
-    with CollectiveRecorder() as recorder:
+    with CollectiveRecorder() as recorder, _synchronizing(training):
         training.step(inputs, targets, weights, rank)
     training.finish()
     for kind, sent in _sent(training).items():
@@ -286,11 +304,26 @@ def _set_payloads(dependent: list[ObservedCollective], counted: list[int], paylo
         entry.sent_bytes = payloads[number % buckets] * buckets / len(dependent)
 
 
-def _step(training: Training, feed: Feed, counter: MemoryCounter, rank: int, number: int) -> RankStep:
-    """Return a timed step, with the memory of one more."""
+def _step(
+    scenario: Scenario, training: Training, feed: Feed, counter: MemoryCounter, rank: int, ends_s: list[float]
+) -> RankStep:
+    """Return a timed step of median length, with the memory of one more; in a run of periods, an inner step and the
+    outer one after it.
+    """
     inputs, targets, weights = feed.at(1)
-    again = partial(training.step, inputs, targets, weights, rank)
-    return step_of_rank(training.timeline, number, device=device_name(counter.device), counter=counter, again=again)
+    outer = outer_steps(scenario, len(ends_s) - 1)
+    number, steps = median_step(ends_s, outer), 1
+    if outer is not None and number > 0 and not outer[number - 1]:
+        number, steps = number - 1, 2
+
+    def again() -> None:
+        for _ in range(steps):
+            training.step(inputs, targets, weights, rank)
+
+    with _synchronizing(training, steps):
+        return step_of_rank(
+            training.timeline, number, device=device_name(counter.device), counter=counter, again=again, steps=steps
+        )
 
 
 if __name__ == "__main__":

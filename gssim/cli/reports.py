@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.table import Table
+from rich.table import Column, Table
 
 from gssim import interop
 from gssim.plan import Method, Plan
@@ -146,7 +146,7 @@ def print_methods(methods: Iterable[Method]) -> None:
 def print_support(combinations: Sequence[Support]) -> None:
     """Print which features combine with which methods: a row a feature, a column a method."""
     methods = list(dict.fromkeys(entry.method for entry in combinations))
-    table = Table("with", *methods, box=SIMPLE_HEAD)
+    table = Table(Column("with", no_wrap=True), *methods, box=SIMPLE_HEAD, padding=0, collapse_padding=True)
     cells = {
         (entry.feature, entry.method): "-" if entry.simulated else "sim" if entry.real else "yes"
         for entry in combinations

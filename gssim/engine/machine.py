@@ -2,6 +2,7 @@
 where that is exact.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping
 from functools import cached_property, partial
@@ -330,7 +331,7 @@ class Machine:
         began_s = self.env.now
         self._waited_s[index] += began_s - self._compute_ended_s.get(index, began_s)
         refill_s = self._refill_s(index, task)
-        yield from self._occupy(index, (task.duration_s + refill_s) * self._jitter(index))
+        yield from self._occupy(index, (task.duration_s + refill_s) * self._jitter(index, task))
         if task.issue is not None:
             yield from self.until(self.issued_s(index, task.issue, began_s))
         self._compute_ended_s[index] = self.env.now
@@ -363,12 +364,18 @@ class Machine:
         self._refill_due_s[index] = cold_s - filled_s
         return filled_s
 
-    def _jitter(self, index: int) -> float:
-        """Return the random factor of a task's compute: the step's and the task's own."""
+    def _jitter(self, index: int, task: Task) -> float:
+        """Return the random factor of a task's compute: the step's and the task's own.
+
+        A task that stands for several steps varies as the sum of as many independent ones.
+        """
         device = self.devices[index]
         own = device.task_jitter_ratio
         if not own and not device.step_jitter_ratio:
             return 1.0
+        if task.id.op == "inner-steps":
+            spread = device.step_jitter_ratio / math.sqrt(task.id.part or 1)
+            return max(SMALLEST_JITTER, 1 + spread * float(self.random[index].standard_normal()))
         factor = self.step_speed[index] + (own * float(self.random[index].standard_normal()) if own else 0.0)
         return max(SMALLEST_JITTER, factor)
 

@@ -25,6 +25,10 @@ class Method:
     gradient_sync: str = "step"
     compress: Precision | None = None
     """16-bit format in which buckets of gradients are all-reduced; None: the workload's precision."""
+    sync_every_steps: int | None = None
+    """Steps from one synchronization of the parameters to the next; None: ranks' parameters are always equal."""
+    outer_optimizer: bool = False
+    """Whether a synchronization is an outer optimizer's step on the mean change of the parameters, not their mean."""
     push_axis: str = "dp_shard"
     """Data axis along which gradients are pushed to their owners."""
     slices: str = "even"
@@ -36,7 +40,7 @@ class Method:
     in_pipelines: bool = False
     """Can run in the stages of a pipeline."""
     searched: bool = True
-    """`gssim search` tries it by default: it is no other name of a method, and gradients keep their precision."""
+    """`gssim search` tries it by default: it is no other name of a method, and trains as one device does."""
 
     programs: tuple[str, ...] = ()
     """Other programs that execute it: `gssim export` writes their files."""
@@ -56,6 +60,7 @@ EVERYWHERE = ("deepspeed", "accelerate", "torchtitan", "torchrun")
 """Programs that execute the usual methods."""
 
 _REPLICATED: dict[str, Any] = {"parameters": "replicated", "optimizer_state": "replicated"}
+_PERIODIC: dict[str, Any] = _REPLICATED | {"gradients": "periodic", "sync_every_steps": 8}
 _FULLY_SHARDED: dict[str, Any] = {
     "parameters": "sharded",
     "gradients": "reduce-scatter",
@@ -99,6 +104,23 @@ METHODS: dict[str, Method] = {
             axis="dp_replicate",
             searched=False,
             **_REPLICATED,
+        ),
+        Method(
+            "local_sgd",
+            "Local SGD: ranks train apart, and average their parameters every few steps.",
+            "gsreal.methods.periodic",
+            axis="dp_replicate",
+            searched=False,
+            **_PERIODIC,
+        ),
+        Method(
+            "diloco",
+            "DiLoCo: ranks train apart; every few steps an outer Nesterov step follows their mean change.",
+            "gsreal.methods.periodic",
+            outer_optimizer=True,
+            axis="dp_replicate",
+            searched=False,
+            **_PERIODIC,
         ),
         Method(
             "zero2",

@@ -10,7 +10,7 @@ from gssim.units import Count, NonNegativeFloat, PositiveBytes, PositiveFloat, P
 
 Partition = Literal["data", "weight-gradient"]
 ParameterPolicy = Literal["replicated", "gathered", "sharded"]
-GradientPolicy = Literal["local", "all-reduce", "reduce-scatter", "push"]
+GradientPolicy = Literal["local", "all-reduce", "reduce-scatter", "push", "periodic"]
 OptimizerPolicy = Literal["replicated", "sharded"]
 ExchangePolicy = Literal["point-to-point", "backend"]
 Shares = tuple[Annotated[float, Field(ge=0, le=1)], ...]
@@ -105,6 +105,16 @@ def absolute_threshold(publish: Publish, learning_rate: float) -> float | None:
 
 
 @spec
+class Outer:
+    """Outer optimizer of `diloco`: SGD with Nesterov momentum (Douillard et al. 2023, arXiv:2311.08105)."""
+
+    learning_rate: PositiveFloat = 0.7
+    """Factor on the mean change of the parameters and its momentum; 1 without momentum is `local_sgd`."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Momentum of the mean changes."""
+
+
+@spec
 class Replanning:
     """Rebalancing of the batch at run time; `gssim.plan.rebalancing` describes how these options work together."""
 
@@ -161,7 +171,13 @@ class Plan:
     parameters: ParameterPolicy | None = None
     """Whole on every rank; sharded at rest and gathered for a step; or gathered just in time. Absent: the method's."""
     gradients: GradientPolicy | None = None
-    """Synchronization of the gradients. Absent: the method's."""
+    """Synchronization of the gradients; `periodic`: of the parameters instead, every `sync_every_steps`. Absent: the
+    method's."""
+    sync_every_steps: PositiveInt | None = None
+    """Steps from one synchronization of the parameters to the next, under `local_sgd` and `diloco`: step n of a
+    training, the warm-up's included, ends with one where it divides n. Absent: 8 for these, else none."""
+    outer: Outer = field(default_factory=Outer)
+    """Outer optimizer of `diloco`."""
     compress: Literal["bf16", "fp16"] | None = None
     """Format in which buckets of gradients are all-reduced: they are cast to it, divided by the number of replicas,
     summed, and cast back (torch's bf16_compress_hook and fp16_compress_hook). Absent: bf16 for `half`, else none."""

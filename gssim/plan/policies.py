@@ -19,6 +19,7 @@ RUNS_TODAY = frozenset(
         ("replicated", "all-reduce", "sharded"),
         ("gathered", "reduce-scatter", "sharded"),
         ("sharded", "reduce-scatter", "sharded"),
+        ("replicated", "periodic", "replicated"),
         ("replicated", "push", "sharded"),
         ("gathered", "push", "sharded"),
         ("sharded", "push", "sharded"),
@@ -50,6 +51,10 @@ class Policies:
     """Whether the next forward begins while published parameters are in flight."""
     compress: Precision | None = None
     """16-bit format in which buckets of gradients are all-reduced; None: the workload's precision."""
+    sync_every_steps: int | None = None
+    """Steps from one synchronization of the parameters to the next; None: ranks' parameters are always equal."""
+    outer_optimizer: bool = False
+    """Whether a synchronization is an outer optimizer's step on the mean change of the parameters, not their mean."""
     exchange: str = "backend"
     """`point-to-point` or `backend`."""
     sequence_parallel: bool = False
@@ -119,6 +124,8 @@ def resolve(plan: Plan, *, devices: int, hosts: Sequence[str] = (), backend: str
         push_axis=method.push_axis,
         slices=method.slices,
         compress=plan.compress or method.compress,
+        sync_every_steps=plan.sync_every_steps or method.sync_every_steps,
+        outer_optimizer=method.outer_optimizer,
         publish_overlaps=publishes and plan.overlap and bool(plan.publish.overlap),
         sequence_parallel=plan.sequence_parallel,
     )
@@ -213,6 +220,7 @@ def refuse_what_cannot_run(plan: Plan, policies: Policies, *, file: str) -> None
     _refuse_combination(plan, policies, file)
     if policies.compress:
         _refuse_compression(plan, policies, file)
+    _refuse_periods(plan, policies, file)
     if policies.parameters != "replicated" and policies.push_axis == "dp_replicate":
         raise UserError(
             f"{file}: plan.parameters = '{policies.parameters}': cannot run yet with method '{plan.method}'; "
@@ -239,12 +247,45 @@ def _refuse_combination(plan: Plan, policies: Policies, file: str) -> None:
         chosen = ", ".join(f"{name} = '{value}'" for name, value in zip(names, combination, strict=True))
         raise UserError(
             f"{file}: plan.method = '{plan.method}': cannot run yet with {chosen}; allowed today: "
-            f"what the methods {', '.join(METHODS)} set themselves"
+            "what a method sets itself; `gssim support` lists the methods"
         )
     if policies.tp > 1 and divides:
         raise UserError(
             f"{file}: plan.tp = {policies.tp}: cannot run yet beside plan.partition = 'weight-gradient'; "
             "allowed today: 1"
+        )
+
+
+def _refuse_periods(plan: Plan, policies: Policies, file: str) -> None:
+    """Refuse options of periodic synchronization where there is none, and what cannot be combined with it yet."""
+    periodic = [name for name, method in METHODS.items() if method.sync_every_steps]
+    if (policies.gradients == "periodic") != (METHODS[plan.method].gradients == "periodic"):
+        raise UserError(
+            f"{file}: plan.gradients = '{policies.gradients}': cannot run with method '{plan.method}'; allowed: "
+            f"'periodic' with {', '.join(periodic)} and only there"
+        )
+    if plan.outer != Plan(method=plan.method).outer and not policies.outer_optimizer:
+        outer = [name for name, method in METHODS.items() if method.outer_optimizer]
+        raise UserError(
+            f"{file}: plan.outer: method '{plan.method}' has no outer optimizer; allowed with {', '.join(outer)}"
+        )
+    if policies.gradients != "periodic":
+        if plan.sync_every_steps is not None:
+            raise UserError(
+                f"{file}: plan.sync_every_steps = {plan.sync_every_steps}: method '{plan.method}' synchronizes in "
+                f"every step; allowed with {', '.join(periodic)}"
+            )
+        return
+    for axis in ("tp", "pp"):
+        if getattr(policies, axis) > 1:
+            raise UserError(
+                f"{file}: plan.{axis} = {getattr(policies, axis)}: cannot run yet with method '{plan.method}'; "
+                "allowed today: 1"
+            )
+    if plan.shares.replan:
+        raise UserError(
+            f"{file}: plan.shares.replan = True: ranks of method '{plan.method}' do not meet in every step; "
+            "allowed: false"
         )
 
 

@@ -4,6 +4,7 @@ from gssim.program.lowering import Lowering
 from gssim.program.optimizer import workspaces
 from gssim.program.owned import owned_layers
 from gssim.program.passes import Steps, StepTraffic, lower, lowering_key
+from gssim.program.periodic import after_inner_steps
 from gssim.program.sharded import Tensors, units
 from gssim.program.task import (
     Chunk,
@@ -34,6 +35,7 @@ __all__ = [
     "TaskId",
     "Template",
     "Tensors",
+    "after_inner_steps",
     "each_once",
     "lower",
     "lowering_key",

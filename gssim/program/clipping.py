@@ -4,8 +4,8 @@
 min(1, max_norm / norm), whether or not that is one. Replicas have equal gradients, so that each computes the norm by
 itself. Where gradients are sharded, or stages hold other layers, norms are summed as squares: FSDP2's are DTensors:
 the norms of all tensors, in the gradients' precision, are all-reduced over the shards as one vector (seen with torch
-2.13); Gradient Sharding and the stages of a
-pipeline sum squares in fp64. A tied parameter counts once. Tensor-parallel ranks hold slices of some gradients, and
+2.13); Gradient Sharding and the stages of a pipeline sum squares in fp64. Ranks that synchronize periodically clip by
+the norm of their own gradients. A tied parameter counts once. Tensor-parallel ranks hold slices of some gradients, and
 the whole of others, which the first of them counts (Megatron-LM, core/optimizer/clip_grads.py): they, and then the
 shards of each, sum squares in fp64.
 
@@ -39,7 +39,8 @@ def clip_gradients(low: Lowering, rank: int, owned: Sequence[int], replicas: Seq
     """
     if low.scenario.workload.clip_norm is None:
         return []
-    device, whole = low.device(rank), low.policies.gradients in ("local", "all-reduce") and not low.flat_part
+    device = low.device(rank)
+    whole = low.policies.gradients in ("local", "periodic", "all-reduce") and not low.flat_part
     tensors = [parameter.elements for _, parameter in low.parameters] if whole else list(owned)
     value_bytes = low.value_bytes if whole else low.master_bytes
     pass_s = cost.gradient_pass_s(device, elements=sum(tensors), tensors=len(tensors), value_bytes=value_bytes)

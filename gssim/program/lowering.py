@@ -180,6 +180,12 @@ class Lowering:
         """Whether sharded parameters have several replicas, whose gradients are all-reduced (HSDP)."""
         return self.policies.gradients == "reduce-scatter" and self.policies.dp_replicate > 1
 
+    @property
+    def synchronizes(self) -> bool:
+        """Whether this step ends with a synchronization of the parameters; see `gssim.program.periodic`."""
+        every = self.policies.sync_every_steps
+        return every is not None and (self.step + 1) % every == 0
+
     @cached_property
     def overlaps(self) -> bool:
         """Whether collectives run on streams beside the compute; see [Note: streams] in `sharded`."""
@@ -250,7 +256,9 @@ class Lowering:
     @cached_property
     def micro_batches(self) -> tuple[MicroBatch, ...]:
         """Micro-batches of each rank's samples, in order."""
-        sends_every = self.policies.gradients != "local" and self.policies.gradient_sync == "micro-batch"
+        sends_every = (
+            self.policies.gradients not in ("local", "periodic") and self.policies.gradient_sync == "micro-batch"
+        )
         count = self.scenario.plan.micro_batches
         return tuple(
             MicroBatch(i, count, sends_gradients=sends_every or i == count - 1, sent_before=sends_every)

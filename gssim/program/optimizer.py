@@ -10,6 +10,7 @@ from gssim.memory import Event, footprint, input_bytes
 from gssim.program.clipping import clip_gradients, divides_master_gradients, unscale_gradients
 from gssim.program.lowering import Lowering
 from gssim.program.messages import threshold_memory
+from gssim.program.periodic import outer_memory, outer_tensors, synchronize_parameters
 from gssim.program.publish import publish
 from gssim.program.sharded import owned_rows, units
 from gssim.program.task import Task, TaskId, collective_task
@@ -46,6 +47,8 @@ def persistent_tensors(low: Lowering, rank: int, held: Mapping[str, float]) -> T
         "parameters": lambda: _parameters(low, owned),
         "master_copy": lambda: [elements * low.master_bytes for elements in owned],
         "buckets": lambda: [bucket.elements * low.value_bytes for bucket in low.buckets],
+        "outer_parameters": lambda: outer_tensors(low),
+        "outer_momentum": lambda: outer_tensors(low),
         "buffers": lambda: [] if low.stages else workload.model.buffer_bytes,
         "workspace": lambda: workspaces(held["workspace"]),
         "optimizer": lambda: [elements * low.master_bytes for elements in owned for _ in range(values)] + on_device,
@@ -143,12 +146,15 @@ def optimize(low: Lowering, rank: int, tasks: list[Task], *, replicas: Sequence[
     if low.policies.gradients == "push":
         return publish(low, rank, [*tasks, *clipped], update)
     summed = sum_partial_gradients(low, rank)
-    return [*tasks, *summed, *unscaled, *clipped, update, *low.once_a_step(_publish_replicas)]
+    tasks = [*tasks, *summed, *unscaled, *clipped, update, *low.once_a_step(_publish_replicas)]
+    return [*tasks, *synchronize_parameters(low, rank)]
 
 
 def _casts_gradients(low: Lowering) -> bool:
     """Return whether the optimizer copies gradients into its own precision; sharded ones are in it already."""
-    return bool(low.flat_part) or (low.has_master_copy and low.policies.gradients in ("local", "all-reduce"))
+    return bool(low.flat_part) or (
+        low.has_master_copy and low.policies.gradients in ("local", "periodic", "all-reduce")
+    )
 
 
 def holds_shards(low: Lowering) -> bool:
@@ -289,5 +295,6 @@ def persistent_bytes(low: Lowering, rank: int) -> dict[str, float]:
         held["master_copy"] = float(sum(owned) * low.master_bytes)
     if policies.gradients == "all-reduce":
         held["buckets"] = sum(bucket.elements for bucket in low.buckets) * low.value_bytes
+    held |= outer_memory(low)
     held |= threshold_memory(low, rank)
     return held

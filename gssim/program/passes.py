@@ -96,6 +96,7 @@ def _devices(cluster: Cluster, ranks: int) -> str:
 Pass = Callable[[Lowering, int, list[Task], MicroBatch], list[Task]]
 REDUCE_GRADIENTS: dict[tuple[str, bool], Pass] = {
     ("local", False): keep_gradients,
+    ("periodic", False): keep_gradients,
     ("all-reduce", False): all_reduce_gradients,
     ("reduce-scatter", True): reduce_scatter_gradients,
     ("push", False): push_gradients,
@@ -156,7 +157,10 @@ class Steps:
         """Payloads of the uneven collectives of a step that is thresholded or not, and which depend on the data."""
 
     def program(self, step: int) -> Program:
-        """Return the program of a step (counted from 0); steps differ only where push or publish are thresholded."""
+        """Return the program of a step, counted from 0 with the warm-up's.
+
+        Steps differ only where push or publish are thresholded, or where parameters are synchronized periodically.
+        """
         if step not in self._programs:
             self._programs[step] = self._program([low.at_step(step) for low in self._lowerings])
         return self._programs[step]

@@ -30,6 +30,8 @@ Operation = Literal[
     "all-reduce",
     "compress",
     "decompress",
+    "outer",
+    "inner-steps",
     "broadcast-buffers",
     "broadcast-parameters",
     "all-gather-parameters",
@@ -62,7 +64,8 @@ Operation = Literal[
 `activation`, `gradient`: the message of a pipeline that carries one. `...-begin`, `...-end` and `backward-callback`:
 moments of a step. `gather-sequence`, `scatter-sequence`: of tensors whose sequences tensor ranks divide among them;
 `sum-gradients`: of gradients of what they run on these parts. `parameters`: updated tensors that ZeRO-1 broadcasts, all
-together. `other`: in a program written by hand, whose labels are `layer`."""
+together. `outer`: the synchronization of parameters that ends an outer step; `inner-steps`: `part` steps before it,
+which a rank does alone. `other`: in a program written by hand, whose labels are `layer`."""
 Action = Literal[
     "",
     "issue",
@@ -97,6 +100,8 @@ _OPERATION_TEXTS: Mapping[Operation, str] = {
     "broadcast-parameters": "broadcast parameters",
     "all-gather-parameters": "all-gather parameters",
     "publish-in-node": "publish",
+    "outer": "outer step",
+    "inner-steps": "inner steps",
     "gradient-norm": "gradient norm",
     "clip": "clip gradients",
     "unscale": "unscale gradients",
@@ -124,7 +129,7 @@ _ACTION_TEXTS: Mapping[Action, str] = {
 }
 
 
-_NUMBERED: frozenset[Operation] = frozenset({"broadcast-buffers", "all-gather-parameters"})
+_NUMBERED: frozenset[Operation] = frozenset({"broadcast-buffers", "all-gather-parameters", "inner-steps"})
 """Operations that are numbered, not divided into parts."""
 
 
@@ -156,6 +161,8 @@ class TaskId(NamedTuple):
     """Ranks whose collective it is, where other parts of the model have their own."""
     messages: "tuple[TaskId, ...]" = ()
     """Messages that it waits for."""
+    inner: bool = False
+    """Whether it is of an inner step that a trace shows before an outer one."""
 
     def at(self, *, micro_batch: int | None = None, stage: int | None = None) -> "TaskId":
         """Return the same operation in a micro-batch, or of a stage.
@@ -233,6 +240,8 @@ class TaskId(NamedTuple):
             yield f"stage {self.stage}"
         if self.group is not None:
             yield f"of {_ranks_text(self.group)}"
+        if self.inner:
+            yield "(inner step)"
 
 
 def _ranks_text(group: Sequence[int]) -> str:

@@ -72,7 +72,9 @@ def program_table(program: Program, rank: int) -> list[dict[str, Any]]:
 
 def _fields_of(identity: TaskId) -> dict[str, Any]:
     """Return the fields of an identity that are set."""
-    fields = {name: value for name, value in identity._asdict().items() if value not in ("", None, ())}
+    fields = {
+        name: value for name, value in identity._asdict().items() if value not in ("", None, ()) and value is not False
+    }
     if identity.group is not None:
         fields["group"] = list(identity.group)
     if identity.messages:

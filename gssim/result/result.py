@@ -23,6 +23,8 @@ CATEGORIES = {
     "gradients": "gradients of parameters, from where autograd makes them until they are copied or the update is done",
     "buckets": "flat buffers that gradients are collected in before they travel",
     "optimizer": "what the optimizer keeps between steps",
+    "outer_parameters": "parameters after the last synchronization, from which their changes are measured (DiLoCo)",
+    "outer_momentum": "momentum of the outer optimizer (DiLoCo)",
     "activations": "what the forward makes and the backward needs",
     "temporaries": "what is made and freed within a layer's forward or backward, or an update; kernel scratch",
     "communication": "buffers that messages and collectives are sent from and received in",
@@ -110,17 +112,20 @@ def phases_of(spans: Iterable[Interval], *, start_s: float, end_s: float) -> dic
     return seconds
 
 
-def typical_phases(spans: Sequence[Interval], ends_s: Sequence[float]) -> dict[str, float]:
+def typical_phases(
+    spans: Sequence[Interval], ends_s: Sequence[float], which: Sequence[bool] | None = None
+) -> dict[str, float]:
     """Return one rank's phases of a typical step: the mean over steps between the quartiles, scaled to the median step.
 
-    `ends_s`: the start of the first step, then the end of each.
+    `ends_s`: the start of the first step, then the end of each. `which`: whether each step counts; all by default.
 
     >>> work = [Span(0, "compute", "forward", "forward", start, start + 2) for start in (0.0, 3.0, 6.0)]
     >>> phases = typical_phases(work, [0.0, 3.0, 6.0, 9.0])
     >>> phases["forward"], phases["idle"]
     (2.0, 1.0)
     """
-    steps = sorted(pairwise(ends_s), key=lambda step: step[1] - step[0])
+    counted = (step for i, step in enumerate(pairwise(ends_s)) if which is None or which[i])
+    steps = sorted(counted, key=lambda step: step[1] - step[0])
     quarter = len(steps) // 4
     typical = [
         phases_of([s for s in spans if s.end_s > start and s.start_s < end], start_s=start, end_s=end)
@@ -257,6 +262,30 @@ class Division:
 
 
 @spec
+class Periods:
+    """Inner and outer steps of ranks that synchronize their parameters periodically."""
+
+    every_steps: PositiveInt
+    """Steps of a period: the last of them is an outer step."""
+    inner_step_time_s: Amount | None = None
+    """Median, over steps, of the ranks' mean time of an inner step; absent where all steps are outer ones."""
+    outer_step_time_s: Amount
+    """The same of an outer step: its own training, the wait for other ranks, and the synchronization."""
+    outer_bytes: Amount
+    """Sizes of an outer step's collectives: the tensors that ranks have in common afterwards."""
+    outer_bytes_sent: Amount | None = None
+    """Bytes that the rank that sends most sends in an outer step (simulated, or counted in the lab)."""
+
+    def mean(self, inner: float, outer: float) -> float:
+        """Return the mean over a period of a figure of inner steps and of outer ones.
+
+        >>> Periods(every_steps=4, inner_step_time_s=1.0, outer_step_time_s=3.0, outer_bytes=8.0).mean(1.0, 3.0)
+        1.5
+        """
+        return ((self.every_steps - 1) * inner + outer) / self.every_steps
+
+
+@spec
 class Result:
     """Predicted or measured outcome of a scenario."""
 
@@ -270,7 +299,7 @@ class Result:
     scenario: dict[str, Any]
     """The whole scenario, as plain data."""
     step_time_s: Amount
-    """Median of the run's steps."""
+    """Median of the run's steps; where they have `periods`, the mean of a period of median steps of both kinds."""
     step_time_p10_s: Amount
     """Tenth percentile of the run's steps."""
     step_times_s: tuple[Amount, ...] = ()
@@ -289,6 +318,9 @@ class Result:
     """Samples of all ranks per second."""
     density: Density
     """Fractions of gradients that are pushed, and of parameters that are published; None where all are."""
+    periods: Periods | None = None
+    """Times and bytes of inner and outer steps, where parameters are synchronized periodically. All else in a Result is
+    then the mean over a period's steps, but for memory and collectives, which are an outer step's."""
     collectives: tuple[Collective, ...]
     """Collectives of a step, equal ones once with their number."""
     links: tuple[LinkUse, ...] = ()
@@ -315,11 +347,14 @@ class Result:
 
     def to_json(self) -> str:
         """Return the Result as JSON, keys in schema order, the same bytes for the same Result."""
-        return json.dumps(asdict(self), indent=2, allow_nan=False) + "\n"
+        return json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the Result as plain data, keys in schema order."""
-        return asdict(self)
+        """Return the Result as plain data, keys in schema order; `periods` only where there are any."""
+        data = asdict(self)
+        if self.periods is None:
+            del data["periods"]
+        return data
 
     def to_frame(self) -> "polars.DataFrame":
         """Return the ranks as a table: one row a class of equal ranks, units in the names of columns.

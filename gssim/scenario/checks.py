@@ -46,6 +46,7 @@ def check(scenario: Scenario, *, file: str) -> None:
     _check_reduction(scenario, policies, file)
     _check_loss_scale(scenario, policies, file)
     _check_clipping(scenario, policies, file)
+    _check_periods(scenario, policies, file)
     if policies.partition == "weight-gradient":
         _check_weight_gradient_owners(scenario, policies, file)
     if scenario.network:
@@ -104,6 +105,26 @@ def _check_clipping(scenario: Scenario, policies: Policies, file: str) -> None:
             f"{file}: workload.clip_norm = {norm:g}: cannot run yet with method '{scenario.plan.method}' and plan.tp = "
             f"{policies.tp}: owners hold ranges or layers, of slices of some gradients and of the whole of others; "
             "allowed: other methods, or gs and gs_z3 with plan.tp = 1"
+        )
+
+
+def _check_periods(scenario: Scenario, policies: Policies, file: str) -> None:
+    """Refuse runs that end before the first synchronization of the parameters, and ranks that have nothing to add."""
+    every, run = policies.sync_every_steps, scenario.run
+    if every is None:
+        return
+    method = f"method '{scenario.plan.method}'"
+    if run.steps < every:
+        raise UserError(
+            f"{file}: run.steps = {run.steps}: fewer than the {every} steps of {method} from one synchronization to "
+            f"the next (plan.sync_every_steps); allowed: at least {every}"
+        )
+    if run.extrapolate_micro_batches:
+        raise UserError(f"{file}: run.extrapolate_micro_batches = True: cannot run yet with {method}; allowed: false")
+    if min(scenario.batch_sizes) == 0:
+        raise UserError(
+            f"{file}: plan.shares.batch: rank {scenario.batch_sizes.index(0)} has no samples, and {method} averages "
+            "what every rank has learned; give each rank at least one"
         )
 
 
@@ -179,7 +200,7 @@ def _check_ranks(scenario: Scenario, policies: Policies, file: str) -> None:
             f"{file}: plan.dp_replicate = {policies.dp_replicate}: method '{scenario.plan.method}' uses dp_shard"
         )
     both = policies.gradients == "reduce-scatter" or policies.push_axis == "dp_replicate"
-    axis = {"all-reduce": "dp_replicate", "push": "dp_shard"}.get(policies.gradients)
+    axis = {"all-reduce": "dp_replicate", "periodic": "dp_replicate", "push": "dp_shard"}.get(policies.gradients)
     for name in ("dp_replicate", "dp_shard"):
         if axis and not both and name != axis and getattr(policies, name) > 1:
             raise UserError(

@@ -40,7 +40,7 @@ POLICIES = (
     "publish_overlaps",
 )
 """Resolved policies. The others follow from the method."""
-AS_RESOLVED = {*POLICIES, "compress", "ranks", "push", "stages", "shares"}
+AS_RESOLVED = {*POLICIES, "compress", "sync_every_steps", "ranks", "push", "stages", "shares"}
 """Keys of a plan that count as what they resolve to, however that was asked for."""
 LAYER_FIELDS = {
     "name",
@@ -82,7 +82,8 @@ def canonical(scenario: "Scenario", shared: Shared) -> dict[str, Any]:
         | {"model": shared.once("identity of model", Same(model), lambda: _digest(_canonical_model(model)))},
         "plan": _fields(plan, leave_out=AS_RESOLVED) | {"publish": _fields(plan.publish, leave_out={"overlap"})},
         "policies": {name: getattr(policies, name) for name in POLICIES}
-        | ({"compress": policies.compress} if policies.compress else {}),
+        | ({"compress": policies.compress} if policies.compress else {})
+        | ({"sync_every_steps": policies.sync_every_steps} if policies.sync_every_steps else {}),
         "push": _fields(scenario.push),
         "shares": shares,
         "stages": [len(stage) for stage in scenario.stages] if policies.pp > 1 else [],
@@ -174,6 +175,8 @@ def resolved(scenario: "Scenario", shared: Shared) -> dict[str, Any]:
         (data["plan"], "ranks", plan.ranks is None),
         (data["plan"], "zero1_implementation", plan.zero1_implementation == "torch"),
         (data["plan"], "compress", plan.compress is None),
+        (data["plan"], "sync_every_steps", plan.sync_every_steps is None),
+        (data["plan"], "outer", not scenario.policies.outer_optimizer),
         (data["plan"], "sequence_parallel", not plan.sequence_parallel),
     ):
         if is_absent:

@@ -18,11 +18,12 @@ from gssim.cache import Shared
 from gssim.engine import Machine, RecordingTracker, TaskSpan, is_jittery
 from gssim.errors import UserError
 from gssim.execution import NUMERICS, SHOWN, code_digest, installed_version
-from gssim.program import Program, Steps, StepTraffic, lowering_key, unmeasured_host_time
-from gssim.result import COMPUTE_PHASES, UPDATE_PHASES, Density, Result, Span, Step, typical_phases
+from gssim.program import Program, Steps, StepTraffic, after_inner_steps, lowering_key, unmeasured_host_time
+from gssim.result import COMPUTE_PHASES, PHASES, UPDATE_PHASES, Density, Result, Span, Step, typical_phases
 from gssim.scenario import Loaded, Scenario, with_profile_slowdowns
 from gssim.simulation.extrapolation import extrapolated, simulated_counts, with_micro_batches
 from gssim.simulation.footprint import MemoryFootprint, footprints_of, tightest_margin, worst_misfit
+from gssim.simulation.periodic_run import InnerStep, Period, Slowed, alone_s, periodic_result
 from gssim.simulation.report import (
     collectives_of,
     cost_usd,
@@ -48,6 +49,9 @@ class Simulated:
 
     result: Result
     typical: "_SteadyRun"
+    shown: Program | None = None
+    """What a trace shows in place of the typical step's program: an inner step before the outer one, where there are
+    periods."""
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
@@ -125,7 +129,7 @@ def simulate(loaded: Loaded, *, unfolded: bool = False, shared: Shared | None = 
 
 def traced(simulated: Simulated, *, unfolded: bool = False) -> Step:
     """Return the steady step for a trace: simulated once more, with memory recorded over time."""
-    program, scenario = simulated.typical.machine.program, simulated.typical.scenario
+    program, scenario = simulated.shown or simulated.typical.machine.program, simulated.typical.scenario
     if "simulated_micro_batches" in simulated.result.provenance:
         raise UserError(
             f"{scenario.name}: run.extrapolate_micro_batches = true: a trace has all micro-batches of a step; "
@@ -150,6 +154,8 @@ def no_collection() -> Iterator[None]:
 
 def _simulated(loaded: Loaded, unfolded: bool, shared: Shared, *, spread: bool) -> Simulated:
     scenario = loaded.scenario
+    if scenario.policies.sync_every_steps:
+        return _periodic(loaded, unfolded, shared)
     if scenario.run.slowdowns or scenario.plan.shares.replan:
         return _varying(loaded, unfolded, shared)
     counts = simulated_counts(scenario) if scenario.run.extrapolate_micro_batches else None
@@ -217,8 +223,13 @@ def program_of(loaded: Loaded, shared: Shared) -> Program:
 
 
 def _distinct_steps(loaded: Loaded) -> Sequence[int]:
-    """Return the run's steps with distinct programs: the last, or all where messages depend on the data."""
+    """Return the run's steps with distinct programs: the last, or all where messages depend on the data.
+
+    Where parameters are synchronized periodically: an outer step.
+    """
     run = loaded.scenario.run
+    if every := loaded.scenario.policies.sync_every_steps:
+        return [every - 1]  # an outer step, which has all that inner ones have
     steps = range(run.warmup_steps, run.warmup_steps + run.steps)
     return steps if loaded.statistics_needed else steps[-1:]
 
@@ -266,6 +277,44 @@ def _varying(loaded: Loaded, unfolded: bool, shared: Shared) -> Simulated:
         ),
         typical.typical,
     )
+
+
+def _periodic(loaded: Loaded, unfolded: bool, shared: Shared) -> Simulated:
+    """Return the prediction where parameters are synchronized periodically; see [Note: periods simulated]."""
+    scenario, every = loaded.scenario, loaded.scenario.policies.sync_every_steps or 1
+    ranks = scenario.ranks
+    runs: dict[int, _SteadyRun] = {}
+    """By identity of the period."""
+
+    def programs(slowed: Slowed) -> Steps:
+        return _steps(loaded, unfolded, shared, dict(slowed))
+
+    def inner(slowed: Slowed) -> InnerStep:
+        steady = _run(scenario, programs(slowed).program(0), unfolded, shared)
+        times_s, phases_s = np.zeros(ranks), {name: np.zeros(ranks) for name in PHASES}
+        for each, phases in zip(steady.machine.classes, _phases(steady), strict=True):
+            times_s[each.members] = median(end - start for start, end in pairwise(steady.ends_s[each.index]))
+            for name in PHASES:
+                phases_s[name][each.members] = phases[name]
+        return InnerStep(times_s, phases_s)
+
+    def period_of(before: tuple[InnerStep, ...], slowed: Slowed) -> Period:
+        steps = programs(slowed)
+        apart_s = alone_s(before, ranks)
+        program = after_inner_steps(steps.program(every - 1), apart_s, count=len(before))
+        steady = _run(scenario, program, unfolded, shared)
+        result = _result(loaded, steady, steady, [steps.traffic(every - 1)], steady, shared, 0.0, sized=True)
+        period = Period(before, steady.time_s - apart_s, result)
+        runs[id(period)] = steady
+        return period
+
+    result, typical = periodic_result(scenario, inner, period_of, shared)
+    if not typical.inner:
+        return Simulated(result, runs[id(typical)])
+    steps = programs(())
+    apart_s = alone_s(typical.inner[:-1], ranks)
+    shown = after_inner_steps(steps.program(every - 1), apart_s, count=len(typical.inner), shown=steps.program(0))
+    return Simulated(result, runs[id(typical)], shown)
 
 
 def _run(scenario: Scenario, program: Program, unfolded: bool, shared: Shared, *, recorded: bool = False) -> _SteadyRun:

@@ -9,6 +9,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -52,7 +53,7 @@ def compact(path):
             for entry in result.ranks
         ],
         "links": {link.name: [link.bytes, link.utilisation_ratio] for link in result.links},
-    }
+    } | ({} if result.periods is None else {"periods": asdict(result.periods)})
 
 
 def ranks_of(ranks):

@@ -6,7 +6,7 @@ Each yields a line for whatever is wrong.
 import math
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import asdict, fields, is_dataclass, replace
 from typing import Any
 
 import pytest
@@ -232,7 +232,9 @@ def _compute_bound(scenario: Scenario, simulated: Simulated) -> Iterator[str]:
     rates = [each.peak_flop_per_s[workload.precision] for each in types]
     copies = scenario.ranks if policies.partition == "weight-gradient" else 1
     least_s = copies * model_flop(scenario, workload.global_batch_size) / sum(rates)
-    for step_s in sorted({result.step_time_s, result.step_time_p10_s, *result.step_times_s})[:1]:
+    # ranks do inner steps apart: those of the slowest count only in the mean of a period
+    single = () if result.periods else (result.step_time_p10_s, *result.step_times_s)
+    for step_s in sorted({result.step_time_s, *single})[:1]:
         if step_s < least_s * (1 - RELATIVE):
             yield f"a step takes {step_s} s, its FLOP {least_s} s on all devices together"
     if result.step_times_s:
@@ -244,6 +246,7 @@ def _compute_bound(scenario: Scenario, simulated: Simulated) -> Iterator[str]:
                 yield f"a step takes {result.step_time_s} s, rank {rank}'s FLOP of {samples} samples {own_s} s"
     for role, tasks in enumerate(simulated.typical.machine.program.tasks):
         own_s = sum(task.duration_s for task in tasks if task.stream == "compute" and task.communication is None)
+        own_s /= result.periods.every_steps if result.periods else 1
         if result.step_time_s < own_s * (1 - RELATIVE):
             yield f"a step takes {result.step_time_s} s, the tasks of role {role} {own_s} s"
 
@@ -359,6 +362,13 @@ def assert_same_as_unfolded(folded: Result, unfolded: Result) -> None:
     assert folded.step_time_p10_s == pytest.approx(unfolded.step_time_p10_s, rel=RELATIVE)
     assert folded.phases_s == pytest.approx(unfolded.phases_s, rel=RELATIVE, abs=RELATIVE * step_s)
     assert folded.collectives == unfolded.collectives
+    assert (folded.periods is None) == (unfolded.periods is None)
+    if folded.periods and unfolded.periods:
+        mine, other = asdict(folded.periods), asdict(unfolded.periods)
+        assert (mine["inner_step_time_s"] is None) == (other["inner_step_time_s"] is None)
+        assert {k: v or 0.0 for k, v in mine.items()} == pytest.approx(
+            {k: v or 0.0 for k, v in other.items()}, rel=RELATIVE
+        )
     assert folded.fits == unfolded.fits
     ranks, alone = of_ranks(folded), of_ranks(unfolded)
     assert len(ranks) == len(alone)

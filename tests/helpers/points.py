@@ -115,6 +115,8 @@ def _scenario(
     random: Random, seed: int, cluster: Table, workload: Table, plan: Table, parts: int, devices: int
 ) -> Table:
     run: Table = {"steps": random.choice([2, 3, 4]), "warmup_steps": random.choice([0, 1, 2]), "seed": seed % 7}
+    if random.random() < 0.95:  # else, at times, nothing is synchronized before the run's end
+        run["steps"] = max(run["steps"], plan.get("sync_every_steps", 1))
     devices = plan.get("ranks", devices)
     _divide(random, workload, plan, parts, devices)
     # a pipeline refuses slow-downs
@@ -155,9 +157,20 @@ def _plan(random: Random, method: str, devices: int, model: Trained) -> tuple[Ta
         plan["parameters"] = random.choice(["replicated", "gathered", "sharded"])
     if method in PUSHING:
         plan["push"] = {}
-    if REGISTRY[method].compress and random.random() < 0.5:
-        plan["compress"] = random.choice(["bf16", "fp16"])
+    plan |= _own_options(random, method)
     return plan, parts
+
+
+def _own_options(random: Random, method: str) -> Table:
+    """Return what only some methods have: compression, or periods."""
+    found: Table = {}
+    if REGISTRY[method].sync_every_steps:
+        found["sync_every_steps"] = random.choice([1, 2, 2, 3, 4])
+        if REGISTRY[method].outer_optimizer and random.random() < 0.5:
+            found["outer"] = {"learning_rate": random.choice([0.5, 1.0]), "momentum": random.choice([0.0, 0.5, 0.9])}
+    if REGISTRY[method].compress and random.random() < 0.5:
+        found["compress"] = random.choice(["bf16", "fp16"])
+    return found
 
 
 def _take_in_parts(random: Random, plan: Table, devices: int) -> None:
@@ -184,7 +197,8 @@ def _axes(random: Random, plan: Table, devices: int, model: Trained) -> int:
         return 1
     inner = [n for n in (2, 4, 8) if devices % n == 0 and n < devices and n <= model.heads]
     left = devices
-    if inner and random.random() < 0.3:
+    apart = REGISTRY[method].sync_every_steps and random.random() < 0.9
+    if inner and not apart and random.random() < 0.3:
         plan["tp"] = random.choice(inner)
         left //= plan["tp"]
     deep = [n for n in (2, 3, 4) if left % n == 0 and n < left]
@@ -218,7 +232,8 @@ def _divide(random: Random, workload: Table, plan: Table, parts: int, devices: i
         owners = devices if method in DEALING else parts
         if shares["shards"] == "explicit":
             shares["shards"] = [n / 64 for n in composition(random, 64, owners, least=int(method in DEALING))]
-    if random.random() < 0.15 and parts > 1 and (parts == devices or random.random() < 0.1):
+    apart = REGISTRY[method].sync_every_steps and random.random() < 0.9
+    if random.random() < 0.15 and not apart and parts > 1 and (parts == devices or random.random() < 0.1):
         shares["replan"] = True
         if random.random() < 0.5:
             shares["replanning"] = {"minimum_steps": random.choice([1, 2]), "drift_limit": random.choice([0.1, 1.0])}

@@ -117,6 +117,20 @@ ROWS: dict[str, dict[str, str]] = {
         "pp": "2",
         "measured_iter_s": "1.4",
     },
+    "diloco": {
+        "run": "localsgd-h8",
+        "algorithm": "localsgd",
+        "H": "8",
+        "world_size": "4",
+        "gpu": "L40S, one per host",
+        "bandwidth": "1g",
+        "n_params": "30846720",
+        "micro_batch": "4",
+        "seq": "512",
+        "outer_step_ms_median": "1527",
+        "sync_ms_median": "1500",
+        "compute_ms_median": "25",
+    },
     "foundry": {
         "Model": "125m",
         "SeqLen (T)": "256",
@@ -197,6 +211,28 @@ def test_rows_that_end_early_or_lack_columns_are_skipped_with_a_reason(tmp_path,
     for _, _, found in read_table(path):
         assert isinstance(found, SkippedError)
         assert str(found)
+
+
+def test_the_network_of_rows_that_synchronize_periodically_is_known_from_one_of_their_rate(tmp_path):
+    """The row that tells the rate is not scored; the others of that rate are, those of no known rate are skipped."""
+    told = ROWS["diloco"]
+    changes = (
+        {},
+        {"run": "b", "algorithm": "diloco", "H": "32"},
+        {"run": "c", "bandwidth": "50m", "sync_ms_median": ""},
+    )
+    path = tmp_path / "t.csv"
+    rows = [told | change for change in changes]
+    path.write_text("\n".join([",".join(told), *(",".join(f'"{v}"' for v in row.values()) for row in rows)]) + "\n")
+    first, second, third = (found for _, _, found in read_table(path))
+    assert first.calibration
+    assert not second.calibration
+    assert second.measured.link_bytes_per_s == pytest.approx(1.5 * 4 * 30846720 / 1.5)
+    assert isinstance(third, SkippedError)
+    assert predict(first).step_s == pytest.approx(1.527, rel=0.01)
+    # the outer optimizer passes over the parameters' 123 MB eleven times more than a mean, three of them before
+    passes_s = (11 + 3) * 4 * 30846720 / 596e9
+    assert predict(second).step_s - predict(first).step_s == pytest.approx(passes_s, rel=0.05)
 
 
 def test_a_table_without_rows_has_no_scores(tmp_path):

@@ -138,8 +138,8 @@ def differences_of_numbers(case: Case, seen: dict[str, Any] | str) -> list[str]:
 
 
 def differences_of_training(case: Case, seen: dict[str, Any]) -> Iterator[str]:
-    """Compare with one device where equality can hold: nothing stays under a threshold, and Adam's steps of gradients
-    that are all rounding have digits enough.
+    """Compare with one device where equality can hold: ranks do not train apart, nothing stays under a threshold, and
+    Adam's steps of gradients that are all rounding have digits enough.
 
     Adam with decay in its gradients has not: where a gradient is zero but for rounding (a key's bias), each step takes
     a value p to about -lr decay / eps p, a thousand times as much; sgd, AdamW and Adam without decay of the same
@@ -147,6 +147,8 @@ def differences_of_training(case: Case, seen: dict[str, Any]) -> Iterator[str]:
     """
     scenario = load_scenario(Path(case["scenario"]), case["overrides"], gradients_needed=False).scenario
     workload = scenario.workload
+    if scenario.policies.sync_every_steps:
+        return
     if scenario.push.selects and density_of(scenario) < 1:
         return
     if workload.optimizer.startswith("adam") and workload.precision != "fp64":

@@ -51,6 +51,8 @@ LOOKS = {
     "gradients": ("#D55E00", "////"),
     "buckets": ("#F5C9A0", "xxxx"),
     "optimizer": ("#009E73", "----"),
+    "outer_parameters": ("#7FCDB5", "\\\\\\\\"),
+    "outer_momentum": ("#BFE6DA", "...."),
     "activations": ("#F0E442", ""),
     "temporaries": ("#E69F00", "||||"),
     "communication": ("#CC79A7", "oo"),

@@ -1,13 +1,14 @@
 """Reader of published tables of training runs; the kind of a table is recognised by its columns."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from analysis.literature.runs import Run, SkippedError
 from analysis.literature.tables.frameworks import llm_foundry, megatron_tests
 from analysis.literature.tables.many_sources import many_sources
+from analysis.literature.tables.periodic import periodic
 from analysis.literature.tables.planners import amp, sailor, vtrain
 from gssim.errors import UserError
 from gssim.execution.files import read_rows
@@ -23,7 +24,16 @@ class Kind:
 
     name: str
     columns: frozenset[str]
-    read: Callable[[Row, str], Run]
+    read: Callable[[Row, str], Run] | None = None
+    read_in_table: Callable[[Row, str, Sequence[Row]], Run] | None = None
+    """The same where a row needs others of its table."""
+
+    def run_of(self, row: Row, identity: str, table: Sequence[Row]) -> Run:
+        """Return the run of a row; raise SkippedError where there is none."""
+        if self.read_in_table is not None:
+            return self.read_in_table(row, identity, table)
+        assert self.read is not None
+        return self.read(row, identity)
 
 
 KINDS = (
@@ -32,6 +42,11 @@ KINDS = (
     Kind("Sailor's validation", frozenset({"layers_per_stage", "stages", "mbs", "gbs", "measured_iter_s"}), sailor),
     Kind("Megatron's tests", frozenset({"test_case", "platform", "iter_time_median_s", "hidden-size"}), megatron_tests),
     Kind("AMP's trials", frozenset({"experiment", "partition", "micro_batch", "measured_iter_s"}), amp),
+    Kind(
+        "DiLoCo measured",
+        frozenset({"run", "algorithm", "H", "world_size", "bandwidth", "sync_ms_median", "compute_ms_median"}),
+        read_in_table=periodic,
+    ),
     Kind("LLM Foundry", frozenset({"Model", "SeqLen (T)", "# GPUs", "GPU", "Throughput (T/s)"}), llm_foundry),
 )
 
@@ -56,11 +71,13 @@ def read_table(path: Path) -> list[Record]:
 
 
 def _read(rows: list[dict[str, str]], kind: Kind, name: str) -> Iterator[Record]:
-    for number, row in enumerate(rows, start=1):
-        filled = defaultdict(str, {key: (value or "").strip() for key, value in row.items() if key is not None})
+    table = [
+        defaultdict(str, {key: (value or "").strip() for key, value in row.items() if key is not None}) for row in rows
+    ]
+    for number, filled in enumerate(table, start=1):
         identity = filled.get("id") or f"{name} row {number}"
         try:
-            run = kind.read(filled, identity)
+            run = kind.run_of(filled, identity, table)
             yield run.identity, run.source, run
         except SkippedError as reason:
             yield identity, (filled.get("source") if kind is KINDS[0] else kind.name) or name, reason

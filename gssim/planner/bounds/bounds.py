@@ -108,7 +108,8 @@ class LoweredBounds:
     def apply_to(loaded: Loaded) -> bool:
         """Return whether a plan has such bounds."""
         scenario = loaded.scenario
-        return not (loaded.statistics_needed or scenario.plan.shares.replan or scenario.run.slowdowns)
+        varies = loaded.statistics_needed or scenario.plan.shares.replan or scenario.run.slowdowns
+        return not (varies or scenario.policies.sync_every_steps)
 
     def allocated(self) -> Bound:
         """Return the bound by time and allocated memory."""

@@ -1,0 +1,70 @@
+"""Reader of a table of DDP, local SGD and DiLoCo on hosts of one GPU each, behind links that are shaped to a rate.
+
+Compute is the row's own (`compute_ms_median`), as a layer of so many FLOP at one TFLOP/s; the network is known from one
+row of the same GPU, number of hosts and rate: a ring moves 2 (n - 1) / n of the parameters' bytes over each link in the
+time of that row's exchange (`sync_ms_median`). It is the first such row of local SGD or DiLoCo with a time; nothing is
+fitted to a step, and the row itself is not scored. The scored time is that of an outer step; of DDP, of every step.
+
+Two things are seen and not modelled. DDP's exchange in buckets takes 1.4 times as long as the whole in one at 50
+Mbit/s, 1.3 times at 1 Gbit/s, and 0.8 times without a shaper: the excess comes with the shaper, not with bytes, and the
+table does not tell how. And an exchange after 128 inner steps takes 1.2 to 1.5 times as long at 1 Gbit/s as one after 8
+(6 times unshaped): presumably connections that were idle for three seconds, which begin slowly again.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from analysis.literature.runs import Measured, Run, SkippedError, Software, gpt
+from analysis.literature.tables.fields import needed, positive
+
+METHODS = {"ddp": "ddp", "localsgd": "local_sgd", "diloco": "diloco"}
+GPU = "L40S"
+VALUE_BYTES = 4
+
+
+def periodic(record: Mapping[str, str], identity: str, table: Sequence[Mapping[str, str]]) -> Run:
+    """Return the run of a row of a table; raise SkippedError for missing fields, or where its network is not known."""
+    method = METHODS.get(record["algorithm"])
+    if method is None:
+        raise SkippedError(f"the algorithm '{record['algorithm']}' is not known")
+    ranks, parameters = needed(record, "world_size"), needed(record, "n_params")
+    micro_batch, sequence_length = needed(record, "micro_batch"), needed(record, "seq")
+    compute_ms, step_ms = positive(record, "compute_ms_median"), positive(record, "outer_step_ms_median")
+    if compute_ms is None or step_ms is None:
+        raise SkippedError("the row has no time of its compute, or of its outer step")
+    if ranks < 2:
+        raise SkippedError("one host exchanges nothing")
+    if not record["gpu"].startswith(GPU):
+        raise SkippedError("a GPU that this table's reader does not know")
+    network = next((row for row in table if _tells_network_of(record, row)), None)
+    sync_ms = positive(network, "sync_ms_median") if network else None
+    if network is None or sync_ms is None:
+        raise SkippedError("no row of local SGD or DiLoCo tells the rate of its network")
+    ring_bytes = 2 * (ranks - 1) / ranks * VALUE_BYTES * parameters
+    return Run(
+        identity=record["run"] or identity,
+        source=f"DiLoCo measured, {method} on {ranks} {GPU}",
+        gpu=GPU,
+        per_node=1,
+        shape=gpt(layers=6, hidden=384, heads=6, vocabulary=50304, sequence_length=sequence_length),
+        software=Software(precision="fp32"),
+        method=method,
+        dp=ranks,
+        micro_batch=micro_batch,
+        micro_batches=1,
+        recompute="none",
+        overlap=True,
+        step_s=step_ms / 1e3,
+        measured=Measured(
+            parameters=parameters,
+            compute_s=compute_ms / 1e3,
+            link_bytes_per_s=ring_bytes / (sync_ms / 1e3),
+            sync_every_steps=None if method == "ddp" else needed(record, "H"),
+        ),
+        calibration=network["run"] == record["run"],
+    )
+
+
+def _tells_network_of(record: Mapping[str, str], row: Mapping[str, str]) -> bool:
+    """Return whether a row's exchange tells the rate of another row's network."""
+    same = all(record[key] == row[key] for key in ("gpu", "world_size", "bandwidth", "n_params"))
+    return same and row["algorithm"] in ("localsgd", "diloco") and positive(row, "sync_ms_median") is not None

@@ -1,0 +1,113 @@
+"""Periodic synchronization of replicated parameters: local SGD, and DiLoCo's outer Nesterov step.
+
+What happens in an outer step, and in which order, is in [Note: periods] of `gssim.program.periodic`.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gsreal.gradient_sharding.master import MasterCopy, master_type
+from gsreal.measure import Timeline
+from gsreal.methods.training import Training, make_optimizer
+from gssim.plan import assign_buckets
+from gssim.scenario import Scenario
+
+
+def synchronize_periodically(
+    scenario: Scenario, module: nn.Module, timeline: Timeline, device: torch.device
+) -> Training:
+    """Train apart with an optimizer on every rank, and synchronize the parameters every few steps."""
+    optimizer = make_optimizer(scenario.workload, module.parameters(), device)
+    # 0: every rank trains on the mean of its own loss
+    return Training(
+        module, optimizer, timeline, scale=0.0, periods=Synchronization(scenario, module, optimizer, timeline)
+    )
+
+
+class Synchronization:
+    """Counts the steps of a training, and ends every n-th of them with a synchronization (a collective)."""
+
+    def __init__(
+        self, scenario: Scenario, module: nn.Module, optimizer: torch.optim.Optimizer, timeline: Timeline
+    ) -> None:
+        self.every = scenario.policies.sync_every_steps or 1
+        self.steps = 0
+        self.module, self.optimizer, self.timeline = module, optimizer, timeline
+        self.weight = scenario.batch_sizes[dist.get_rank()] / sum(scenario.batch_sizes) if scenario.ranks > 1 else 1.0
+        self.alone = scenario.ranks == 1
+        self.outer = scenario.plan.outer if scenario.policies.outer_optimizer and not self.alone else None
+        tensors = list(module.parameters())
+        sizes = [each.numel() * master_type(each.dtype).itemsize for each in tensors]
+        cap = scenario.plan.bucket_bytes
+        self.buckets = assign_buckets(sizes, first_bytes=cap, cap_bytes=cap)
+        buckets = self._values() if self.outer else []
+        self.outer_parameters = [torch.cat([each.reshape(-1) for each in bucket]) for bucket in buckets]
+        """Parameters after the last synchronization, by bucket; empty without an outer optimizer."""
+        self.momentum = [torch.zeros_like(each) for each in self.outer_parameters]
+
+    @property
+    def state(self) -> list[Tensor]:
+        """Tensors that are kept between steps."""
+        return [*self.outer_parameters, *self.momentum]
+
+    def _values(self) -> list[list[Tensor]]:
+        """Return what is synchronized of every bucket: parameters, or their master copies."""
+        values = [parameter.detach() for parameter in self.module.parameters()]
+        if isinstance(self.optimizer, MasterCopy):
+            masters = {id(parameter): master.detach() for parameter, master in self.optimizer.pairs()}
+            values = [masters[id(parameter)] for parameter in self.module.parameters()]
+        return [[values[position] for position in bucket] for bucket in self.buckets]
+
+    @contextmanager
+    def from_step(self, step: int) -> Iterator[None]:
+        """Number the steps inside from `step` on: measurements repeat steps of either kind."""
+        before, self.steps = self.steps, step
+        yield
+        self.steps = before
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        """Count a step; synchronize where it is an outer one."""
+        self.steps += 1
+        if self.alone or self.steps % self.every:
+            return
+        for number, bucket in enumerate(self._values()):
+            self._synchronize(number, bucket)
+        if isinstance(self.optimizer, MasterCopy):
+            self.optimizer.publish()
+        self._broadcast_buffers()
+
+    def _synchronize(self, number: int, bucket: Sequence[Tensor]) -> None:
+        """Replace a bucket's tensors by their mean, or by the outer parameters after the outer optimizer's step."""
+        with self.timeline.span(f"copy in outer step bucket {number}", "optimizer"):
+            flat = torch.cat([each.reshape(-1) for each in bucket])
+            if self.outer:
+                torch.sub(self.outer_parameters[number], flat, out=flat)
+            flat.mul_(self.weight)
+        with self.timeline.span(f"outer step bucket {number}", "exposed_communication", dist.group.WORLD):
+            dist.all_reduce(flat)
+        with self.timeline.span(f"copy out outer step bucket {number}", "optimizer"):
+            if self.outer:
+                momentum, parameters = self.momentum[number], self.outer_parameters[number]
+                momentum.mul_(self.outer.momentum).add_(flat)
+                flat.add_(momentum, alpha=self.outer.momentum)
+                flat = parameters.add_(flat, alpha=-self.outer.learning_rate)
+            parts = flat.split([each.numel() for each in bucket])
+            for each, part in zip(bucket, parts, strict=True):
+                each.copy_(part.view_as(each))
+
+    def _broadcast_buffers(self) -> None:
+        """Replace the module's buffers by the first rank's, those of a data type together."""
+        by_type: dict[torch.dtype, list[Tensor]] = {}
+        for buffer in self.module.buffers():
+            by_type.setdefault(buffer.dtype, []).append(buffer)
+        for number, buffers in enumerate(by_type.values()):
+            with self.timeline.span(f"broadcast buffers {number}", "exposed_communication", dist.group.WORLD):
+                flat = torch.cat([each.reshape(-1) for each in buffers])
+                dist.broadcast(flat, src=0)
+                for each, part in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
+                    each.copy_(part.view_as(each))

@@ -1,0 +1,124 @@
+"""Periodic synchronization of replicated parameters: local SGD and DiLoCo.
+
+[Note: periods] Ranks train apart: inner steps communicate nothing, not even module buffers. An outer step is an inner
+one that ends with a synchronization, bucket by bucket and one after another, each bucket of whole tensors in the
+optimizer's precision (the master copies, where there are any):
+
+    local_sgd:  parameters = sum over ranks of w * parameters
+    diloco:     g = sum over ranks of w * (outer - parameters);  m = mu * m + g;  outer -= lr * (g + mu * m);
+                parameters = outer
+
+w is a rank's part of the batch, so that with one step in a period, and without momentum, SGD trains as under `ddp`. The
+state of the inner optimizer stays on its rank; gradients are clipped by the norm of a rank's own. Module buffers are
+those of the first rank afterwards. Sources: Stich 2018, arXiv:1805.09767; Douillard et al. 2023,
+arXiv:2311.08105, whose outer optimizer is torch's SGD with `nesterov`.
+"""
+
+from dataclasses import replace
+
+from gssim import cost
+from gssim.collectives import Communication
+from gssim.memory import Event, footprint
+from gssim.plan import assign_buckets
+from gssim.program.lowering import Lowering
+from gssim.program.task import Program, Task, TaskId, collective_task, with_ids
+from gssim.units import Floats
+
+MEAN_PASSES, OUTER_PASSES = 4, 7
+"""Reads and writes of a bucket's bytes before its all-reduce: copied together and weighted (`local_sgd`); copied
+together, subtracted from the outer parameters, and weighted (`diloco`)."""
+UPDATE_PASSES = 11
+"""Reads and writes of the outer optimizer: momentum scaled, added to twice, and the outer parameters updated."""
+
+
+def synchronize_parameters(low: Lowering, rank: int) -> list[Task]:
+    """Return the tasks that end an outer step on a rank; none in an inner step. See [Note: periods]."""
+    if not low.synchronizes or len(low.group) == 1:
+        return []
+    device, outer = low.device(rank), low.policies.outer_optimizer
+    tasks: list[Task] = []
+    for number, tensors in enumerate(low.once_a_run(_buckets)):
+        elements = sum(tensors)
+        size = float(elements * low.master_bytes)
+        pass_s = size / device.memory_bandwidth_bytes_per_s
+        own = TaskId("outer", bucket=number)
+        exchange = Communication("all-reduce", low.group, size)
+        back_s = 2 * pass_s + len(tensors) * device.operation_overhead_s
+        if outer:
+            back_s += UPDATE_PASSES * pass_s + 4 * device.operation_overhead_s
+        back_s += cost.master_copy_time_s(
+            device, low.scenario.workload, elements=elements, tensors=len(tensors), casts=1
+        )
+        tasks += [
+            Task(
+                own.serving("copy-in"),
+                "optimizer",
+                duration_s=(OUTER_PASSES if outer else MEAN_PASSES) * pass_s + 2 * device.operation_overhead_s,
+                need=footprint([Event(0, size, "communication")]),
+            ),
+            collective_task(own, exchange),
+            Task(
+                own.serving("copy-out"),
+                "optimizer",
+                duration_s=back_s,
+                need=footprint([Event(1, -size, "communication")]),
+            ),
+        ]
+    for number, buffer_bytes in enumerate(low.scenario.workload.model.buffer_bytes):
+        broadcast = Communication("broadcast", low.group, buffer_bytes)
+        tasks.append(collective_task(TaskId("broadcast-buffers", part=number), broadcast))
+    return tasks
+
+
+def _buckets(low: Lowering) -> tuple[tuple[int, ...], ...]:
+    """Return the elements of each tensor of every bucket, in the model's order."""
+    tensors = [parameter.elements for _, parameter in low.parameters]
+    cap = low.scenario.plan.bucket_bytes
+    buckets = assign_buckets([n * low.master_bytes for n in tensors], first_bytes=cap, cap_bytes=cap)
+    return tuple(tuple(tensors[position] for position in bucket) for bucket in buckets)
+
+
+def outer_tensors(low: Lowering) -> list[float]:
+    """Return the bytes of the outer parameters of every bucket, which are those of its momentum."""
+    return [float(sum(tensors) * low.master_bytes) for tensors in low.once_a_run(_buckets)]
+
+
+def outer_memory(low: Lowering) -> dict[str, float]:
+    """Return what the outer optimizer keeps on every rank, by category; see [Note: periods]."""
+    if not low.policies.outer_optimizer or len(low.group) == 1:
+        return {}
+    size = sum(outer_tensors(low))
+    return {"outer_parameters": size, "outer_momentum": size}
+
+
+def after_inner_steps(program: Program, alone_s: Floats, *, count: int, shown: Program | None = None) -> Program:
+    """Return the program of an outer step that ranks begin after so many seconds of inner steps, each on its own.
+
+    `alone_s`: by rank, of all `count` inner steps together. Ranks that begin at other times get roles of their own.
+    `shown`: program of an inner step, the last of which is then not part of these seconds, but has its own tasks.
+    """
+    kinds: dict[tuple[int, int, float], int] = {}
+    inner_of = shown.role_of if shown else program.role_of
+    keys = list(zip(program.role_of, inner_of, alone_s.tolist(), strict=True))
+    roles = tuple(kinds.setdefault(key, len(kinds)) for key in keys)
+    tasks = []
+    for role, inner, seconds in kinds:
+        before = _waited(seconds, count - (shown is not None))
+        if shown:
+            before += with_ids(shown.tasks[inner], _of_inner_step)
+        tasks.append((*before, *program.tasks[role]))
+    return replace(
+        program,
+        tasks=tuple(tasks),
+        persistent=tuple(program.persistent[role] for role, _, _ in kinds),
+        roles=roles,
+        tensors=tuple(program.tensors[role] for role, _, _ in kinds) if program.tensors else (),
+    )
+
+
+def _waited(seconds: float, count: int) -> list[Task]:
+    return [Task(TaskId("inner-steps", part=count), "idle", duration_s=seconds)] if count else []
+
+
+def _of_inner_step(task: TaskId) -> TaskId:
+    return task._replace(inner=True)

@@ -1,0 +1,153 @@
+"""Assembles the Result of a run in periods: inner steps that ranks do apart, and outer steps in which they meet.
+
+[Note: periods simulated] An inner step communicates nothing, so that it is simulated alone; a rank begins an outer step
+after the sum of its inner ones. One period stands for all that have the same slow ranks. The period lasts until the
+last rank has ended the outer step; a rank's own outer step is what of it its inner steps leave. Times of steps are
+means over ranks, as those of real runs are, and the step time of the run is the mean of a period: H - 1 median inner
+steps and a median outer one.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from statistics import median
+
+import numpy as np
+
+from gssim.cache import Shared
+from gssim.result import PHASES, Periods, Result
+from gssim.scenario import Scenario
+from gssim.simulation.report import cost_usd, energy_j
+from gssim.units import Floats
+
+Slowed = tuple[tuple[int, float], ...]
+"""Ranks that are slow in a step, with their time ratio."""
+
+
+@dataclass(frozen=True)
+class InnerStep:
+    """An inner step of every rank."""
+
+    times_s: Floats
+    """By rank."""
+    phases_s: Mapping[str, Floats]
+    """By phase and rank."""
+
+
+@dataclass(frozen=True)
+class Period:
+    """Steps of ranks from one synchronization to the next."""
+
+    inner: tuple[InnerStep, ...]
+    outer_s: Floats
+    """An outer step of each rank: the rest of the period."""
+    result: Result
+    """Result of the whole period as if it were one step, of which the inner steps are idle time."""
+
+
+def alone_s(inner: Sequence[InnerStep], ranks: int) -> Floats:
+    """Return the time of each rank's inner steps of a period together."""
+    return np.sum([step.times_s for step in inner], axis=0) if inner else np.zeros(ranks)
+
+
+def slowed_steps(scenario: Scenario) -> list[Slowed]:
+    """Return the slow ranks of every step of a run, the warm-up's first."""
+    run = scenario.run
+    return [tuple(sorted(run.slowed(step).items())) for step in range(-run.warmup_steps, run.steps)]
+
+
+def periodic_result(
+    scenario: Scenario,
+    inner: Callable[[Slowed], InnerStep],
+    period_of: Callable[[tuple[InnerStep, ...], Slowed], Period],
+    shared: Shared,
+) -> tuple[Result, Period]:
+    """Return the Result of a run in periods, and a period of median length; see [Note: periods simulated].
+
+    Args:
+        scenario: whose plan synchronizes periodically.
+        inner: returns an inner step, given the slow ranks.
+        period_of: returns a period, given its inner steps and the ranks that are slow in its outer one.
+        shared: cache of the parts that scenarios have in common.
+    """
+    every, run = scenario.policies.sync_every_steps or 1, scenario.run
+    inner = cache(inner)
+    slowed = slowed_steps(scenario)
+    by_slowed: dict[tuple[Slowed, ...], Period] = {}
+    inner_s: list[float] = []
+    outer_s: list[float] = []
+    times_s: list[float] = []
+    counted: list[Period] = []
+    for step, slow in enumerate(slowed):
+        is_counted = step >= run.warmup_steps
+        if (step + 1) % every:
+            if is_counted:
+                inner_s.append(float(inner(slow).times_s.mean()))
+                times_s.append(inner_s[-1])
+            continue
+        key = tuple(slowed[step + 1 - every : step + 1])
+        if is_counted:
+            if key not in by_slowed:
+                by_slowed[key] = period_of(tuple(inner(each) for each in key[:-1]), slow)
+            counted.append(by_slowed[key])
+            outer_s.append(float(counted[-1].outer_s.mean()))
+            times_s.append(outer_s[-1])
+    ordered = sorted(counted, key=lambda each: each.result.step_time_s)
+    typical = ordered[(len(ordered) - 1) // 2]
+    result = typical.result
+    periods = Periods(
+        every_steps=every,
+        inner_step_time_s=median(inner_s) if inner_s else None,
+        outer_step_time_s=median(outer_s),
+        outer_bytes=sum(each.bytes * each.count for each in result.collectives),
+        outer_bytes_sent=max((each.bytes_sent or 0.0 for each in result.ranks), default=0.0),
+    )
+    step_time_s = periods.mean(periods.inner_step_time_s or 0.0, periods.outer_step_time_s)
+    ranks = tuple(
+        replace(
+            each,
+            phases_s=_phases(each.phases_s, typical, each.ranks[0], step_time_s),
+            bytes_sent=(each.bytes_sent or 0.0) / every,
+            bytes_received=(each.bytes_received or 0.0) / every,
+        )
+        for each in result.ranks
+    )
+    count = sum(each.count for each in ranks)
+    phases = {name: sum(each.phases_s[name] * each.count for each in ranks) / count for name in PHASES}
+    misfits = [period.result.does_not_fit for period in by_slowed.values() if period.result.does_not_fit]
+    varies = len(by_slowed) > 1 or any(any(key) for key in by_slowed)
+    return (
+        replace(
+            result,
+            scenario_id=scenario.identity(shared),
+            scenario=scenario.resolved(shared),
+            step_time_s=step_time_s,
+            step_time_p10_s=sorted(times_s)[len(times_s) // 10],
+            step_times_s=tuple(times_s) if varies else (),
+            phases_s=phases,
+            fits=not misfits,
+            does_not_fit=max(misfits, key=lambda fit: fit.excess_bytes, default=None),
+            throughput_samples_per_s=scenario.workload.global_batch_size / step_time_s,
+            periods=periods,
+            links=tuple(replace(link, bytes=link.bytes / every) for link in result.links),
+            ranks=ranks,
+            cost_usd_per_step=cost_usd(scenario, step_time_s),
+            energy_j_per_step=energy_j(scenario, step_time_s, ranks),
+        ),
+        typical,
+    )
+
+
+def _phases(whole: Mapping[str, float], period: Period, rank: int, step_time_s: float) -> dict[str, float]:
+    """Return a rank's phases of a mean step: `whole` are those of its period, with the inner steps as idle time.
+
+    They are scaled to the mean step, as where some steps are slow it is not that of this period.
+    """
+    phases = dict(whole)
+    apart_s = float(sum(step.times_s[rank] for step in period.inner))
+    phases["idle"] = max(0.0, phases["idle"] - apart_s)
+    for step in period.inner:
+        for name in PHASES:
+            phases[name] += float(step.phases_s[name][rank])
+    scale = step_time_s / sum(phases.values())
+    return {name: value * scale for name, value in phases.items()}

@@ -1,0 +1,90 @@
+"""Runs on every rank of a test: trainings that synchronize periodically, beside the same with all replicas in a list.
+
+Arguments: a JSON file of cases {name: {"scenario": FILE, "overrides": [...]}} and the file to write.
+"""
+
+import json
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gsreal.measure import Timeline
+from gsreal.methods.apply import full_parameters
+from gsreal.model_files.build import logits_of, loss_of
+from gsreal.run.feed import Feed
+from gsreal.run.rank import run_on_rank
+from gsreal.run.worker import build
+from gssim.scenario import Scenario, load_scenario, single_device
+
+STEPS = 7
+CPU = torch.device("cpu")
+
+
+def main(cases_file: str, out: str) -> None:
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found = {}
+    for name, case in json.loads(Path(cases_file).read_text(encoding="utf-8")).items():
+        scenario = load_scenario(Path(case["scenario"]), case["overrides"], gradients_needed=False).scenario
+        trained, rank = trained_apart(scenario), dist.get_rank()
+        expected = written_out(scenario)
+        own = max(float((p - trained[key]).abs().max()) for key, p in expected[rank].items())
+        other = expected[(rank + 1) % scenario.ranks]
+        apart = max(float((p - trained[key]).abs().max()) for key, p in other.items())
+        every: list[tuple[float, float]] = [(0.0, 0.0)] * scenario.ranks
+        dist.all_gather_object(every, (own, apart))
+        found[name] = {"differences": [each for each, _ in every], "apart": [each for _, each in every]}
+    if dist.get_rank() == 0:
+        Path(out).write_text(json.dumps(found), encoding="utf-8")
+    dist.barrier()
+
+
+def trained_apart(scenario: Scenario) -> dict[str, Tensor]:
+    training, feed = build(scenario, Timeline(dist.get_rank(), CPU), CPU), Feed(scenario, dist.get_rank(), CPU)
+    for step in range(STEPS):
+        training.step(*feed.at(step), dist.get_rank())
+    return full_parameters(training.module)
+
+
+def written_out(scenario: Scenario) -> list[dict[str, Tensor]]:
+    """Return the parameters of every rank after the same steps, with all ranks' replicas in one process."""
+    policies, ranks = scenario.policies, scenario.ranks
+    replicas = [build(single_device(scenario), Timeline(0, CPU), CPU) for _ in range(ranks)]
+    feeds = [Feed(scenario, rank, CPU) for rank in range(ranks)]
+    shares = [samples / sum(scenario.batch_sizes) for samples in scenario.batch_sizes]
+    outer = [p.detach().clone().requires_grad_() for p in replicas[0].module.parameters()]
+    settings = scenario.plan.outer
+    nesterov = torch.optim.SGD(
+        outer, lr=settings.learning_rate, momentum=settings.momentum, nesterov=settings.momentum > 0
+    )
+    for step in range(STEPS):
+        for replica, feed in zip(replicas, feeds, strict=True):
+            inputs, targets, _ = feed.at(step)
+            loss_of(logits_of(replica.module(inputs)), targets).backward()
+            if scenario.workload.clip_norm is not None:
+                torch.nn.utils.clip_grad_norm_(replica.module.parameters(), scenario.workload.clip_norm)
+            replica.optimizer.step()
+            replica.optimizer.zero_grad()
+        if (step + 1) % (policies.sync_every_steps or 1):
+            continue
+        with torch.no_grad():
+            columns = zip(*(replica.module.parameters() for replica in replicas), strict=True)
+            means = [sum(share * p for share, p in zip(shares, each, strict=True)) for each in columns]
+            for whole, mean in zip(outer, means, strict=True):
+                whole.grad = whole.detach() - mean
+            if policies.outer_optimizer:
+                nesterov.step()
+                means = [whole.detach() for whole in outer]
+            for replica in replicas:
+                for parameter, mean in zip(replica.module.parameters(), means, strict=True):
+                    parameter.copy_(mean)
+    return [full_parameters(replica.module) for replica in replicas]
+
+
+if __name__ == "__main__":
+    run_on_rank(main, sys.argv[1:])
