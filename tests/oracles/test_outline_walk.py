@@ -71,7 +71,7 @@ TWO = ("plan.method=ddp", "plan.pp=4", "plan.dp_replicate=2", *MANY)
         (PAIRS, *THREE, "plan.sequence_parallel=true"),
         (PAIRS, *THREE, "workload.clip_norm=1.0"),
         (PAIRS, *THREE, "plan.method=zero1", "workload.clip_norm=1.0", "plan.sequence_parallel=true"),
-        (PAIRS, *THREE, "workload.precision=bf16", "workload.reduce_precision=fp32"),
+        (PAIRS, *THREE, "workload.precision=bf16", "workload.reduce_precision=fp32", "plan.overlap=false"),
         (PAIRS, *THREE, "workload.precision=fp16", "workload.loss_scale=dynamic"),
         (PAIRS, "plan.tp=2", "plan.pp=4", "plan.micro_batches=8", "workload.global_batch_size=16"),
         (QUADS, *THREE),
