@@ -319,7 +319,7 @@ def test_a_cpu_pads_uneven_gradients_in_copies_of_their_own():
     layer = unrolled(load_model(MODELS / "resnet-digits.toml"))[0].layer
     shapes = [(64, 9), (66, 9), (5,)]
     parameters = tuple(replace(layer.parameters[0], shape=shape) for shape in shapes)
-    tensors = Tensors(parameters, ranks=3, value_bytes=4, master_bytes=4)
+    tensors = Tensors(parameters, ranks=3, value_bytes=4, master_bytes=4, reduce_bytes=4)
     gradients = [torch.zeros(shape) for shape in shapes]
     out = torch.empty(3, sum(tensors.shard_elements))
     before = counter.alive()

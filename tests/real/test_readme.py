@@ -31,7 +31,7 @@ README_LINES = 110
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```\s*$", re.MULTILINE | re.DOTALL)
 PROGRAMS = {"gssim": ["gssim"], "gsreal": ["gsreal"], "analysis": ["python", "-m", "analysis"]}
 NEEDED = {"gssim": (), "gsreal": ("torch", "tomli_w", "sklearn"), "analysis": ("polars", "matplotlib")}
-SLOW_VERBS = {("gsreal", "calibrate"), ("gsreal", "gradients"), ("gsreal", "run"), ("gsreal", "lab")}
+SLOW_VERBS = {("gsreal", verb) for verb in ("calibrate", "gradients", "run", "lab", "trace")}
 LIMIT_S = 120
 SHORT = ("--set", "run.steps=2", "--set", "run.warmup_steps=1")
 SMALL: dict[tuple[str, str], tuple[str, ...]] = {

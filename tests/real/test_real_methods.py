@@ -92,14 +92,10 @@ FEW = {
     2: [
         "ddp-adamw",
         "ddp-buckets-sgd",
-        "zero1-sgd",
         "zero1-buckets-adamw",
-        "zero2-adamw",
         "zero3-sgd",
-        "zero3-bert-sgd",
         "zero2-few-sgd",
         "zero1-few-adamw",
-        "gs-sgd",
         "gs-coo-adamw",
         "gs-buckets-adamw",
         "gs-resnet-adamw",
@@ -108,7 +104,7 @@ FEW = {
         "zero3-resnet-recompute-sgd",
     ],
     3: [],
-    4: ["zero1-adamw", "zero3-adamw", "gs-buckets-adamw", "zero2-few-sgd"],
+    4: ["zero3-adamw", "gs-buckets-adamw"],
 }
 """By number of ranks: every method, model, optimizer and way to recompute once."""
 PAIRS = [slow_where(ranks, name, slow=[3], few=FEW[ranks]) for ranks, names in NAMES.items() for name in names]
