@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -317,11 +318,11 @@ def _part(
 def _find(name: str, key: str, file: str, folders: dict[str, Path]) -> Path:
     candidates = [folder / name for folder in (folders.get(key), folders[""]) if folder is not None]
     for candidate in candidates:
-        if candidate.is_file():
+        if os.path.isfile(candidate):  # a name that is too long is no file; pathlib raises
             return candidate
     if key == "workload.model" and name in shipped_models():
         return shipped_models()[name]
-    if any(candidate.is_dir() for candidate in candidates):
+    if any(os.path.isdir(candidate) for candidate in candidates):
         raise UserError(f"{file}: {key} = '{name}': is a folder, not a file")
     folder = candidates[-1].parent
     known = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []

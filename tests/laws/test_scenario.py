@@ -217,3 +217,10 @@ def test_the_calibration_changes_with_rates_and_statistics_and_not_with_the_plan
     assert loaded_of(pushed, exponential_statistics(rms=2e-3)).calibration_id != before
     changed = replace(pushed, plan=replace(pushed.plan, overlap=False))
     assert loaded_of(changed).calibration_id == before
+
+
+@pytest.mark.parametrize("key", ["cluster", "workload.model"])
+def test_a_name_that_is_too_long_for_a_file_is_no_file(key, tmp_path):
+    with pytest.raises(UserError, match="no such file") as caught:
+        load_scenario(write_files(tmp_path), [f'{key}="{"é" * 300}"'])
+    assert "\n" not in str(caught.value)
