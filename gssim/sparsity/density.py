@@ -458,12 +458,12 @@ def _at_target(view: _View, push: Push, step: int, part: float) -> "Ratios":
     target. Assumes that the tensors of a bucket drift alike between two estimates.
     """
     assert push.threshold is not None
+    # in the first thresholded step there is no residual yet
+    ratio = view.untouched_ratio if step == push.warmup_steps else view.sent_ratio
     low, high = math.log(1e-12), math.log(1e4)
     for _ in range(30):  # bisection for the level that the target fraction of the whole tensor reaches
         middle = (low + high) / 2
-        level = math.exp(middle)
-        first = step == push.warmup_steps  # nothing has gathered yet
-        found = view.untouched_ratio(level, step, part) if first else view.sent_ratio(level, step, part)
+        found = ratio(math.exp(middle), step, part)
         low, high = (middle, high) if found.over(0.0, 1.0) > push.threshold else (low, middle)
     return found
 

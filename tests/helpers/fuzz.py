@@ -233,7 +233,14 @@ def judged(code: int, folder: Path) -> tuple[str, str]:
         return REFUSED, ""
     if code != 0:
         return FAILED, f"exit {code}"
-    return _plausible(out, words)
+    return _plausible(_without_questions(out, folder), words)
+
+
+def _without_questions(out: str, folder: Path) -> str:
+    """Return what was printed without the files' own first comments, which are shown as their question."""
+    texts = [file.read_text(encoding="utf-8", errors="replace") for file in folder.glob("*.toml")]
+    questions = {text.partition("\n")[0].lstrip("# ").strip() for text in texts if text.startswith("#")}
+    return "\n".join(line for line in out.splitlines() if line.strip() not in questions)
 
 
 def _plausible(out: str, words: list[str]) -> tuple[str, str]:
