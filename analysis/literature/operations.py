@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 ZERO_BYTES = Polynomial(((0, 0, 0),))
 INPUT = "input"
 """Name of the layer's input, the output of the layer before it."""
+ATTENTION = ("scores", "softmax", "dropout", "context")
+"""Names of the operations from scores to context."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,10 @@ class LayerOperations:
     split: TensorSplit
     early_stop: bool = True
     """Whether recomputation ends once all tensors exist that the backward needs (torch does so, Megatron does not)."""
+    gathers_alone: bool = False
+    """Whether ranks gather and reduce-scatter parts of the sequence in calls of their own; see `Software`."""
+    attention_alone: bool = False
+    """Whether selective recomputation reruns the attention, and nothing else."""
     last: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -162,6 +168,28 @@ class LayerOperations:
         ]
         return self.operations[: max(saved, default=-1) + 1]
 
+    @property
+    def rerun_selectively(self) -> tuple[Operation, ...]:
+        """The operations that selective recomputation reruns."""
+        if self.attention_alone:
+            return tuple(operation for operation in self.operations if operation.name in ATTENTION)
+        return tuple(operation for operation in self.recomputed if not operation.kept)
+
+    @property
+    def kept_positions(self) -> tuple[int, ...]:
+        """The places of the operations whose outputs selective recomputation keeps from the first forward.
+
+        Where it reruns the attention alone, its result is kept too: the next layer saves it.
+        """
+        if not self.attention_alone:
+            return tuple(i for i, operation in enumerate(self.operations) if operation.kept)
+        return tuple(
+            i
+            for i, operation in enumerate(self.operations)
+            if operation.name not in ATTENTION[:-1]
+            and (operation.name in self._saved() or operation.also_saved != ZERO_BYTES)
+        )
+
     def _saved(self) -> set[str]:
         return {name for operation in self.operations for name in operation.saves}
 
@@ -170,7 +198,7 @@ class LayerOperations:
     ) -> Layer:
         """Return the layer, repeated once for each of `modules`; for the last two arguments see `buffers`."""
         every, again = self.operations, self.recomputed
-        rerun = tuple(operation for operation in again if not operation.kept)
+        rerun = self.rerun_selectively
         moved = [total([operation.operands, operation.streamed]) for operation in every]
         return Layer(
             name=name,
@@ -203,14 +231,37 @@ class LayerOperations:
             selective_bytes=total(total([operation.operands, operation.streamed]) for operation in rerun),
             selective_streamed_bytes=total(operation.streamed for operation in rerun),
             selective_operations=sum(operation.kernels for operation in rerun),
-            selective_positions=tuple(i for i, operation in enumerate(every) if operation.kept),
+            selective_positions=self.kept_positions,
             buffers=tuple(self.buffers(input_bytes, freed_at)),
             units=self.split.ranks if self.split.ranks > 1 else None,
             reductions=tuple(self._reductions()) if self.split.ranks > 1 else (),
             linear=True if self.split.ranks > 1 else None,
         )
 
+    def _gathers(self) -> Iterable[Reduction]:
+        """Yield the gathers of what column-parallel layers read, in the backward too, and the reduce-scatters of what
+        row-parallel ones write; in the backward, gradients take the same ways back.
+        """
+        for place, operation in enumerate(self.operations):
+            if operation.backward_reduced is not None and operation.reads[0] != INPUT:
+                reader = self._place(operation.reads[0])
+                yield Reduction(Moment("f", reader), operation.backward_reduced, "all-gather")
+            if operation.reduced is not None:
+                yield Reduction(Moment("f", place), operation.reduced, "reduce-scatter")
+        for place, operation in reversed(list(enumerate(self.operations))):
+            if operation.reduced is not None:
+                yield Reduction(Moment("b", max(0, self.last - place - 1)), operation.reduced, "all-gather")
+            if operation.backward_reduced is not None:
+                yield Reduction(Moment("b", self.last - place), operation.backward_reduced, "all-gather")
+                yield Reduction(Moment("b", self.last - place), operation.backward_reduced, "reduce-scatter")
+
+    def _place(self, name: str) -> int:
+        return next(i for i, operation in enumerate(self.operations) if operation.name == name)
+
     def _reductions(self) -> Iterable[Reduction]:
+        if self.gathers_alone:
+            yield from self._gathers()
+            return
         for place, operation in enumerate(self.operations):
             if operation.reduced is not None:
                 yield Reduction(Moment("f", place), operation.reduced)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from gssim.cluster import GENERATIONS, Cluster, presets
 from gssim.cluster.topology import CUBE_MESH_DEVICES
-from gssim.units import FlopPerSecond, PositiveFloat, PositiveInt, Precision, spec, validated
+from gssim.units import FlopPerSecond, PositiveFloat, PositiveInt, Precision, Seconds, spec, validated
 
 FILE = "platforms.toml"
 
@@ -39,6 +39,8 @@ class Platform:
     """Rate of flash attention relative to linear layers; see `Software`."""
     first_attention_ratio: PositiveFloat = 1.0
     """The same ratio for the first version of FlashAttention (Triton)."""
+    calls: dict[str, tuple[Seconds, Seconds]] = field(default_factory=dict)
+    """Measured time of an empty collective inside a server, by kind: a fixed part, and one for each other rank."""
     calibrated_on: tuple[str, ...] = field(default=())
     """Ids of the rows that numbers of the device were fitted to."""
 

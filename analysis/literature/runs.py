@@ -90,6 +90,13 @@ class Software:
     """Recomputation ends once all tensors exist that the backward needs (torch does so, Megatron does not)."""
     sequence_parallel: bool = False
     """Between tensor-parallel layers each rank stores its shard of the sequence."""
+    gathers_alone: bool = False
+    """With sequence parallelism, gathers and reduce-scatters are calls of their own, and the backward gathers a layer's
+    input again, which Megatron-LM does not save (core/tensor_parallel/layers.py); else they are counted as the
+    all-reduces that they add up to. That the backward's overlap with products, and slow these, is not modelled."""
+    dummy_gradients: bool = False
+    """A tensor of the size of each linear layer's weight is kept, one for each shape: Transformer Engine hands it to
+    autograd where products add to gradients themselves (module/base.py, get_dummy_wgrad)."""
     context_ranks: int = 1
     """Ranks that share each sequence, with ring attention: sizes are those of a rank's part of the sequence."""
     map_speedup: float = 1.0
@@ -98,6 +105,9 @@ class Software:
     """Inputs and outputs of linear layers are cast to float8 and back."""
     attention_ratio: float = 1.0
     """Rate of flash attention relative to that of linear layers."""
+    recomputes_attention: bool = False
+    """Selective recomputation is Megatron-LM's: of the attention from scores to context alone (Korthikanti et al. 2022,
+    section 5), not of everything but matrix products."""
     gathers_inputs: bool = False
     """With sequence parallelism, the input of tensor-parallel layers is gathered into one tensor that they all save;
     see `TransformerBuilder.gathered_input`."""
@@ -108,6 +118,12 @@ class Software:
     pipelined_maps: bool = False
     """The all-gather of a tensor-parallel layer's input is split into parts that alternate with the product, and no
     gathered tensor is saved (torch's asynchronous tensor parallelism). The overlap itself is not modelled."""
+    fused_projections: bool = False
+    """Queries, keys and values are one product of the input, and so are the gate and the other map (Megatron-LM)."""
+    kernels: str | None = None
+    """Machine whose measured rates of kernels by shape are used, see `kernels`; absent: the device's own rate."""
+    operation_overhead_s: float | None = None
+    """Host time to launch an operation, where the hosts that ran it are known to take another than the device's."""
     parallel_loss: bool = False
     """The loss of sharded logits is torch's `loss_parallel` (torch 2.13, distributed/tensor/parallel/loss.py)."""
     float_gradients: bool = False
@@ -160,11 +176,21 @@ class Run:
     micro_batches: int
     recompute: Literal["none", "selective", "full"]
     overlap: bool
+    shards: int | None = None
+    """Ranks among which the data-parallel axis shards, in replicas of that size; absent: all, where the method does."""
     optimizer: Literal["adam", "adamw", "sgd"] = "adamw"
     step_s: float | None
     memory_bytes: float | None = None
     memory_metric: Metric | None = None
     measured: Measured | None = None
+    sums_tied_gradients: bool = True
+    """Whether the first and last stage of a pipeline sum their gradients of the embedding, where it is tied."""
+    clip_norm: float | None = None
+    """Largest norm of all gradients, to which they are scaled down."""
+    flat_optimizer: bool = False
+    """For `zero1`: Megatron-LM's distributed optimizer, whose gradients are in one buffer that is reduce-scattered."""
+    float_reduction: bool = False
+    """Gradients are reduced in float."""
     calibration: bool = False
     """Whether the table's other rows take a rate from this one, which is then not scored."""
     memory_of: Literal["most", "last"] = "most"

@@ -21,13 +21,15 @@ import tomli_w
 from pydantic import TypeAdapter
 
 import gssim
-from analysis.literature.platforms import Server, cluster_of, cluster_tables, platform_of, servers_of
+from analysis.literature.kernels import KernelUse
+from analysis.literature.platforms import Platform, Server, cluster_of, cluster_tables, platform_of, servers_of
 from analysis.literature.runs import Measured, Run, SkippedError
 from analysis.literature.transformer import transformer
-from gssim.cluster import Cluster
+from gssim.cluster import Cluster, Link, presets
 from gssim.execution.files import check_place, write_text
 from gssim.plan import DATA_AXES, METHODS
-from gssim.units import validated
+from gssim.scenario import achieved_flop_per_s
+from gssim.units import PRECISION_BYTES, validated
 from gssim.workload import Model
 
 MOST_RANKS, MOST_BLOCKS = 2**16, 2**10
@@ -70,7 +72,9 @@ def tables_of(run: Run) -> dict[str, Any]:
     if run.measured is not None:
         return _measured_tables(run, run.measured)
     context, software = run.software.context_ranks, run.software
-    model = transformer(run.shape, software, tp=run.tp, tied=run.pp == 1 and run.shape.ties)
+    ties = run.shape.ties and (run.pp == 1 or run.sums_tied_gradients)
+    use = _kernel_use(run) if software.kernels is not None else None
+    model = transformer(run.shape, software, tp=run.tp, tied=ties, across=ties and run.pp > 1, use=use)
     figures = [f"{run.step_s:.6g} s a step"] if run.step_s else []
     if run.memory_bytes and run.memory_metric:
         rank = "the last rank" if run.memory_of == "last" else "the rank that needs most"
@@ -80,7 +84,7 @@ def tables_of(run: Run) -> dict[str, Any]:
     tables: dict[str, Any] = {
         "name": name,
         "question": f"{run.source}: measured {' and '.join(figures) or 'nothing'}",
-        "cluster": cluster_tables(servers_of_run(run), software.precision, software.tensor_float),
+        "cluster": _cluster_tables_of(run),
         "workload": {
             "model": TypeAdapter(Model).dump_python(model, mode="json", exclude_none=True),
             "global_batch_size": run.dp * context * run.micro_batch * run.micro_batches,
@@ -93,9 +97,59 @@ def tables_of(run: Run) -> dict[str, Any]:
     }
     if software.float_gradients:
         tables["workload"]["gradient_precision"] = "fp32"
+    if run.float_reduction and run.dp * context > 1:
+        tables["workload"]["reduce_precision"] = "fp32"
+    if run.clip_norm is not None:
+        tables["workload"]["clip_norm"] = run.clip_norm
     if run.micro_batches > 1:
         tables["run"] = {"extrapolate_micro_batches": True}
     return tables
+
+
+def _cluster_tables_of(run: Run) -> dict[str, Any]:
+    """Return a run's cluster as a file has it, with what its software and its hosts change of devices and calls."""
+    software, platform = run.software, platform_of(run.gpu)
+    cluster = cluster_tables(servers_of_run(run), software.precision, software.tensor_float)
+    if platform is not None and platform.calls:
+        ranks = run.tp if run.tp > 1 else run.dp * software.context_ranks
+        cluster["backend_cost"] = _call_overheads(platform, ranks)
+    if software.operation_overhead_s is None and not software.dummy_gradients:
+        return cluster
+    known = validated(Cluster, cluster, file=run.identity).device_types
+    for name, device in cluster["device_types"].items():
+        changes: dict[str, Any] = {"source": f"{known[name].source}; {run.source}"}
+        if software.operation_overhead_s is not None:
+            changes["operation_overhead_s"] = software.operation_overhead_s
+            changes["source"] += ": overhead of an operation"
+        if software.dummy_gradients:
+            changes["workspace_bytes"] = known[name].workspace_bytes + _dummy_gradient_bytes(run)
+            changes["source"] += ": dummy gradients of Transformer Engine"
+        cluster["device_types"][name] = ({"preset": device} if isinstance(device, str) else device) | changes
+    return cluster
+
+
+def _call_overheads(platform: Platform, ranks: int) -> dict[str, Any]:
+    """Return what calls of collectives take in addition to the latencies of links, where they were measured."""
+    link = {"between": ["a", "b"], **presets("links")[platform.inside_link]}
+    link_s = validated(Link, link, file="links").latency_s
+    overhead_s = {
+        kind: fixed_s + (ranks - 1) * max(0.0, other_s - link_s) for kind, (fixed_s, other_s) in platform.calls.items()
+    }
+    return {"overhead_s": overhead_s, "source": "analysis/literature/platforms.toml"}
+
+
+def _dummy_gradient_bytes(run: Run) -> int:
+    """Return the bytes of a tensor for each shape of the weights of a block's linear layers, on one tensor rank."""
+    shape = run.shape
+    maps = 3 if shape.kind == "llama" else 2
+    elements = shape.hidden * (2 * shape.hidden + 2 * shape.kv_width + maps * shape.ffn)
+    return PRECISION_BYTES[run.software.precision] * elements // run.tp
+
+
+def _kernel_use(run: Run) -> KernelUse:
+    device = cluster_of_run(run).device_types["gpu"]
+    assert run.software.kernels is not None
+    return KernelUse(run.software.kernels, run.micro_batch, achieved_flop_per_s(device, run.software.precision))
 
 
 RATE_FLOP_PER_S = 1e12
@@ -177,12 +231,16 @@ def plan_of(run: Run) -> dict[str, Any]:
     }
     if axis in DATA_AXES and run.method != "single":
         plan[axis] = run.dp * run.software.context_ranks
+    if run.shards is not None and axis == "dp_shard":
+        plan |= {"dp_shard": run.shards, "dp_replicate": run.dp * run.software.context_ranks // run.shards}
+    if run.flat_optimizer and run.method == "zero1":
+        plan["zero1_implementation"] = "megatron"
     if run.pp > 1:
         plan["pp"] = run.pp
         plan["stages"] = list(stages_of(run))
         filled = "1f1b" if run.micro_batches >= run.pp else "gpipe"
         plan["schedule"] = "interleaved" if run.chunks > 1 else filled
-    if run.method == "ddp" and not run.overlap:
+    if (run.method == "ddp" or run.flat_optimizer) and not run.overlap:
         plan["bucket_bytes"] = NO_OVERLAP_BUCKET
     return plan
 

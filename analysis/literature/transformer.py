@@ -8,6 +8,7 @@ softmax that is fused with scale and mask (Megatron-LM, fused_kernels) reads and
 from dataclasses import replace
 from functools import lru_cache
 
+from analysis.literature.kernels import KernelUse, kernels_of
 from analysis.literature.operations import (
     FLOAT,
     INPUT,
@@ -21,14 +22,16 @@ from analysis.literature.operations import (
 )
 from analysis.literature.runs import Shape, Software
 from gssim.units import PRECISION_BYTES
-from gssim.workload import Layer, Model, Module, Polynomial, TokenInput
+from gssim.workload import Buffer, Layer, Model, Module, Moment, Polynomial, TokenInput
 
 
 class TransformerBuilder:
     """Builds the operations of one model, whole or split over `ranks` tensor ranks."""
 
-    def __init__(self, shape: Shape, software: Software, ranks: int) -> None:
+    def __init__(self, shape: Shape, software: Software, ranks: int, use: KernelUse | None = None) -> None:
         self.shape, self.software, self.split = shape, software, TensorSplit(ranks)
+        self.use = use
+        self.kernels = kernels_of(use.machine) if use is not None else None
         self.value = PRECISION_BYTES[software.precision]
 
     def token_bytes(self, width: float, *, shared: bool = True, value: float | None = None) -> Polynomial:
@@ -89,6 +92,43 @@ class TransformerBuilder:
             kernels=2 if passes == 2 else 5,
         )
 
+    def product_slowdowns(self, inputs: int, outputs: int, *, by_rows: bool) -> tuple[float, float, float]:
+        """Return the time of a linear layer's three products over that at the device's own rate.
+
+        In this order: its forward, the gradient of its input, that of its weight. Their shapes are those of a tensor
+        rank with whole sequences, also where norms have parts of them.
+        """
+        if self.use is None or self.kernels is None:
+            return 1.0, 1.0, 1.0
+        tokens = self.use.micro_batch * self.shape.sequence_length // self.software.context_ranks
+        inputs, outputs = (inputs // self.split.ranks, outputs) if by_rows else (inputs, outputs // self.split.ranks)
+        rates = (
+            self.kernels.product_flop_per_s("TN", tokens, inputs, outputs),
+            self.kernels.product_flop_per_s("NN", tokens, outputs, inputs),
+            self.kernels.product_flop_per_s("NT", outputs, tokens, inputs),
+        )
+        first, second, third = (self.use.device_flop_per_s / rate if rate else 1.0 for rate in rates)
+        return first, second, third
+
+    def attention_flop(self) -> tuple[float, float]:
+        """Return the FLOP of flash attention for each score of a head, forward and backward, at the device's own rate.
+
+        Forward 2 products of 2 FLOP, half of it masked; backward 5 of them (Dao 2023, FlashAttention-2, section 3.1).
+        Measured rates count the masked half too.
+        """
+        shape, use = self.shape, self.use
+        forward = 4 * shape.hidden / 2 / shape.heads / self.software.attention_ratio
+        flops = [forward, 2.5 * forward]
+        if use is not None and self.kernels is not None:
+            heads, kv_heads = shape.heads // self.split.ranks, max(1, shape.kv_heads // self.split.ranks)
+            for place, (phase, products) in enumerate((("f", 4.0), ("b", 10.0))):
+                rate = self.kernels.attention_flop_per_s(
+                    "f" if phase == "f" else "b", heads, kv_heads, shape.sequence_length
+                )
+                if rate:
+                    flops[place] = products * shape.hidden / shape.heads * use.device_flop_per_s / rate
+        return flops[0], flops[1]
+
     def linear(
         self,
         name: str,
@@ -105,6 +145,7 @@ class TransformerBuilder:
         weights = [Weight(name="{}." + name + ".weight", shape=(outputs, inputs), sharded_dim=1 if by_rows else 0)]
         if self.shape.kind == "gpt":
             weights.append(Weight(name="{}." + name + ".bias", shape=(outputs,), sharded_dim=None if by_rows else 0))
+        slowdowns = self.product_slowdowns(inputs, outputs, by_rows=by_rows)
         casts = inputs + outputs if self.software.float8_casts and speedup != 1 else 0
         output = size(outputs, shared=not by_rows)
         # in a ring, the all-reduce is a reduce-scatter and an all-gather, which sequence parallelism separates
@@ -113,7 +154,8 @@ class TransformerBuilder:
             name=name,
             reads=(reads,),
             output=self.unsplit_bytes(outputs) if by_rows else output,
-            flop=self.split.size(bs=2 * inputs * outputs / speedup),
+            flop=self.split.size(bs=2 * inputs * outputs / speedup * slowdowns[0]),
+            backward_flop=self.split.size(bs=2 * inputs * outputs / speedup * (slowdowns[1] + slowdowns[2])),
             operands=self.split.size(one=self.value * inputs * outputs, bs=self.value * (inputs + outputs)),
             streamed=size(casts * 1.5),
             backward_streamed=size(casts * 3 + (outputs if self.shape.kind == "gpt" and not by_rows else 0)),
@@ -150,15 +192,14 @@ class TransformerBuilder:
     def flash(self, reads: tuple[str, ...]) -> Operation:
         """Return flash attention, whose scores stay on the chip."""
         shape = self.shape
-        # forward 2 products of 2 FLOP, half of it masked; backward 5 of them (Dao 2023, FlashAttention-2, section 3.1)
-        forward = 4 * shape.hidden / 2 / shape.heads / self.software.attention_ratio
+        forward, backward = self.attention_flop()
         merged, merged_back = self.ring() if self.software.context_ranks > 1 else (ZERO_BYTES, ZERO_BYTES)
         return Operation(
             name="context",
             reads=reads,
             output=self.token_bytes(shape.hidden),
             flop=self.score_bytes(forward),
-            backward_flop=self.score_bytes(2.5 * forward),
+            backward_flop=self.score_bytes(backward),
             operands=self.token_bytes(2 * shape.hidden + 2 * shape.kv_width),
             streamed=merged,
             backward_streamed=merged_back,
@@ -294,34 +335,50 @@ class TransformerBuilder:
         attended, mapped = (
             each[0].name if each else f"{place}_norm" for place, each in (("attention", before), ("map", behind))
         )
+        fused = self.software.fused_projections
+        values, gates = ("qkv", "gate_up") if fused else ("value", "gate")
+        projections = (
+            [self.linear("qkv", attended, h, h + 2 * kv, by_rows=False)]
+            if fused
+            else [
+                self.linear("query", attended, h, h, by_rows=False),
+                self.linear("key", attended, h, kv, by_rows=False, kept=False),
+                self.linear("value", attended, h, kv, by_rows=False),
+            ]
+        )
+        maps = (
+            [self.linear("gate_up", mapped, h, 2 * ffn, by_rows=False)]
+            if fused
+            else [
+                self.linear("gate", mapped, h, ffn, by_rows=False),
+                self.linear("up", mapped, h, ffn, by_rows=False, kept=False),
+            ]
+        )
         return (
             self.norm("attention_norm", INPUT),
             *before,
-            self.linear("query", attended, h, h, by_rows=False),
-            self.linear("key", attended, h, kv, by_rows=False, kept=False),
-            self.linear("value", attended, h, kv, by_rows=False),
+            *projections,
             Operation(
                 name="rotated",
-                reads=("query", "key"),
+                reads=("qkv",) if fused else ("query", "key"),
                 output=self.token_bytes(rotated),
                 streamed=self.token_bytes(passes * rotated),
                 backward_streamed=self.token_bytes(passes * rotated),
                 kernels=6 if eager else 1,
             ),
-            *self.attention(("rotated", "value")),
+            *self.attention(("rotated", values)),
             self.linear("out", "context", h, h, by_rows=True, kept=False),
             self.add("attended", ("out", INPUT)),
             self.norm("map_norm", "attended"),
             *behind,
-            self.linear("gate", mapped, h, ffn, by_rows=False),
-            self.linear("up", mapped, h, ffn, by_rows=False, kept=False),
+            *maps,
             Operation(
                 name="swiglu",
-                reads=("gate", "up"),
+                reads=(gates,) if fused else ("gate", "up"),
                 output=self.token_bytes(ffn),
                 streamed=self.token_bytes((5 if eager else 3) * ffn),
                 backward_streamed=self.token_bytes((9 if eager else 5) * ffn),
-                saves=("gate", "up"),
+                saves=(gates,) if fused else ("gate", "up"),
                 kernels=2 if eager else 1,
             ),
             self.linear("down", "swiglu", ffn, h, by_rows=True, kept=eager),
@@ -357,16 +414,20 @@ class TransformerBuilder:
         return (self.norm("norm", INPUT), logits, *loss_of(self, vocabulary))
 
 
-def layers_of(shape: Shape, software: Software, ranks: int, *, tied: bool) -> tuple[Layer, ...]:
+def layers_of(
+    shape: Shape, software: Software, ranks: int, *, tied: bool, across: bool = False, use: KernelUse | None = None
+) -> tuple[Layer, ...]:
     """Return the layers of a model (embedding, blocks, head with the loss), split over `ranks` tensor ranks."""
-    builder = TransformerBuilder(shape, software, ranks)
+    builder = TransformerBuilder(shape, software, ranks, use)
     block = builder.block()
     # index, in the backward of the layer before, at which the gradient of a block's input is freed
     freed_at = next(len(block) - 1 - i for i, operation in enumerate(block) if operation.name == "map_norm")
     modules = [f"blocks.{number}" for number in range(shape.layers)]
     parts = {"embedding": builder.embedding(), "blocks.0": block, "head": builder.head(tied=tied)}
-    return tuple(
-        LayerOperations(operations, builder.split, software.early_stop).layer(
+    layers = [
+        LayerOperations(
+            operations, builder.split, software.early_stop, software.gathers_alone, software.recomputes_attention
+        ).layer(
             name,
             modules if operations is block else [name],
             block=operations is block,
@@ -374,12 +435,33 @@ def layers_of(shape: Shape, software: Software, ranks: int, *, tied: bool) -> tu
             freed_at=freed_at,
         )
         for name, operations in parts.items()
-    )
+    ]
+    if across:
+        layers[-1] = _with_tied_gradient(builder, layers[-1])
+    return tuple(layers)
+
+
+def _with_tied_gradient(builder: TransformerBuilder, head: Layer) -> Layer:
+    """Return the head where it may be on another stage than the embedding, whose weight it uses.
+
+    The gradient of that use is freed by the embedding's backward: so `gssim.scenario.stages` finds tied parameters.
+    """
+    shape = builder.shape
+    size = builder.split.size(one=builder.value * shape.vocabulary * shape.hidden)
+    places = [operation.name for operation in builder.head(tied=True)]
+    born = Moment("b", len(places) - 1 - places.index("logits"))
+    gradient = Buffer(born, Moment("b", 0, -(shape.layers + 1)), "temporaries", size)
+    return replace(head, buffers=(*head.buffers, gradient))
 
 
 @lru_cache(maxsize=16)
-def transformer(shape: Shape, software: Software, *, tp: int, tied: bool) -> Model:
+def transformer(
+    shape: Shape, software: Software, *, tp: int, tied: bool, across: bool = False, use: KernelUse | None = None
+) -> Model:
     """Return the model; `tp`: number of tensor ranks that its layers can be split over; `tied`: see `head`.
+
+    `across`: whether embedding and head, if tied, may be on different stages of a pipeline, of which each has a copy.
+    `use`: what measured rates of kernels depend on, where the software names a machine that has them.
 
     Equal arguments return the same object, so that results derived from it are cached.
     """
@@ -392,6 +474,6 @@ def transformer(shape: Shape, software: Software, *, tp: int, tied: bool) -> Mod
         traced_precision=software.precision,
         traced_batch_sizes=(1,),
         traced_sequence_lengths=(length,),
-        layers=layers_of(shape, software, 1, tied=tied),
-        sliced_layers=layers_of(shape, software, tp, tied=tied) if tp > 1 else (),
+        layers=layers_of(shape, software, 1, tied=tied, across=across, use=use),
+        sliced_layers=layers_of(shape, software, tp, tied=tied, across=across, use=use) if tp > 1 else (),
     )

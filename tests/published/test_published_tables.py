@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from analysis.literature import scenarios as outcomes_module
+from analysis.literature.kernels import read_kernels
 from analysis.literature.runs import Run, SkippedError
 from analysis.literature.scenarios import (
     INTERRUPTED,
@@ -18,6 +19,7 @@ from analysis.literature.scenarios import (
     predict,
     predict_or_explain,
     predict_runs,
+    tables_of,
 )
 from analysis.literature.score import baseline_step_s, score
 from analysis.literature.tables.reading import KINDS, read_table
@@ -130,6 +132,23 @@ ROWS: dict[str, dict[str, str]] = {
         "outer_step_ms_median": "1527",
         "sync_ms_median": "1500",
         "compute_ms_median": "25",
+    },
+    "simumax": {
+        "case": "llama3_8b_tp2_pp1_dp4_l2_mbc2_cef",
+        "gpu": "B200-SXM",
+        "n_gpus": "8",
+        "model": "llama3_8b",
+        "layers": "2",
+        "tp": "2",
+        "pp": "1",
+        "dp": "4",
+        "ep": "1",
+        "cp": "1",
+        "seq": "1024",
+        "micro_batch": "1",
+        "micro_batches": "2",
+        "iter_time_ms": "50",
+        "peak_allocated_gib_max": "12",
     },
     "foundry": {
         "Model": "125m",
@@ -374,6 +393,96 @@ def test_fsdp_over_a_pipeline_keeps_what_a_sharded_optimizer_does(tmp_path):
     assert run.software.float_gradients
     ((_, _, found),) = read_table(table(tmp_path / "t.csv", ROWS["many"] | change | {"vpp": "?"}))
     assert str(found) == "the row does not say vpp"
+
+
+@pytest.mark.parametrize(
+    ("word", "method", "shards"),
+    [
+        ("none", "ddp", None),
+        ("DDP (AMP)", "ddp", None),
+        ("distributed optimizer? (not stated)", "zero1", None),
+        ("ZeRO-1", "zero1", None),
+        ("DeepSpeed ZeRO stage 2", "zero2", None),
+        ("ZeRO-3", "zero3", None),
+        ("FSDP FULL_SHARD", "zero3", None),
+        ("HSDP", "zero3", 4),
+        ("FSDP HYBRID_SHARD", "zero3", 4),
+    ],
+)
+def test_words_for_sharding(tmp_path, word, method, shards):
+    run = run_of(tmp_path, sharding=word, n_gpus="8", dp="8", gpus_per_node="4", global_batch="16")
+    assert (run.method, run.shards) == (method, shards)
+    plan = tables_of(run)["plan"]
+    assert plan.get("dp_shard") == (shards or (8 if method in ("zero2", "zero3") else None))
+    assert plan.get("dp_replicate") == (2 if shards else None if method in ("zero2", "zero3") else 8)
+    assert isinstance(predict_or_explain(run), Prediction)
+
+
+def test_an_unknown_word_for_sharding_is_named(tmp_path):
+    ((_, _, found),) = read_table(table(tmp_path / "t.csv", ROWS["many"] | {"sharding": "gossip"}))
+    assert str(found) == "sharding 'gossip' is not known"
+
+
+def test_megatrons_selective_recomputation_reruns_attention_alone(tmp_path):
+    """5as^2b bytes a layer go (Korthikanti et al. 2022, section 5), and only full recomputation takes the rest."""
+    change = {"layers": "8", "hidden": "512", "heads": "8", "seq": "1024", "n_gpus": "2", "dp": "1", "tp": "2"}
+    change |= {"source": "Korthikanti 2205.05198", "micro_batch": "1", "global_batch": "1", "precision": "fp16"}
+    none, selective, full = (
+        run_of(tmp_path, **change, recompute=word, extras="sequence parallel") for word in ("none", "selective", "full")
+    )
+    assert selective.software.recomputes_attention
+    assert selective.software.sequence_parallel
+    scores = 5 * 8 * 1024**2 / 2
+    peaks = [predict(each).allocated_bytes for each in (none, selective, full)]
+    assert (peaks[0] - peaks[1]) / 8 == pytest.approx(scores, rel=0.15)  # one layer's exist again
+    assert peaks[1] > peaks[2]
+    times_s = [predict(each).step_s for each in (none, selective, full)]
+    assert times_s == sorted(times_s)
+
+
+def test_amps_unlike_machines_are_three_of_v100_and_a_last_one_of_t4(tmp_path):
+    change = {"experiment": "het_cluster", "partition": "[0, 7, 14, 20, 30]", "dp": "4", "pp": "4", "micro_batch": "1"}
+    ((_, _, run),) = read_table(table(tmp_path / "t.csv", ROWS["amp"] | change))
+    assert isinstance(run, Run)
+    assert run.source == "AMP, GPT-2 medium on 12 V100-16-AWS and 4 T4"
+    assert [gpu for gpu, _ in run.servers] == ["V100-16-AWS"] * 3 + ["T4"]
+    assert run.blocks_of_stages == (5, 7, 6, 6)
+
+
+def test_stages_of_a_tied_model_sum_the_gradients_of_its_embedding(tmp_path):
+    """Over 10 Gbit/s, four pairs of ranks sum 51.5 million gradients of 16 bits: 0.37 s of a step."""
+    change = {"experiment": "het_cluster", "partition": "[0, 7, 14, 20, 30]", "dp": "4", "pp": "4", "micro_batch": "1"}
+    ((_, _, run),) = read_table(table(tmp_path / "t.csv", ROWS["amp"] | change))
+    assert isinstance(run, Run)
+    apart = replace(run, sums_tied_gradients=False)
+    seconds = 4 * 2 * run.shape.vocabulary * run.shape.hidden / 1.1e9
+    assert predict(run).step_s - predict(apart).step_s == pytest.approx(seconds, rel=0.15)
+
+
+def test_hosts_of_megatrons_tests_take_longer_to_launch_an_operation(tmp_path):
+    ((_, _, run),) = read_table(table(tmp_path / "t.csv", ROWS["megatron"]))
+    assert isinstance(run, Run)
+    device = tables_of(run)["cluster"]["device_types"]["gpu"]
+    assert device["operation_overhead_s"] == run.software.operation_overhead_s == 33e-6
+    usual = replace(run, software=replace(run.software, operation_overhead_s=None))
+    assert predict(usual).step_s < predict(run).step_s
+
+
+def test_kernels_have_the_rates_of_a_measured_table(tmp_path):
+    lines = [
+        "op,shape,tflops_peak,efficiency",
+        'matmul,"b=1, m=64, k=32, n=16, layout=TN, accumulate=False, out_dtype=bf16",100,0.5',
+        'matmul,"b=1, m=16, k=64, n=32, layout=NT, accumulate=True, out_dtype=bf16",100,0.9',
+        'matmul,"b=1, m=16, k=64, n=32, layout=NT, accumulate=True, out_dtype=fp32",100,0.25',
+        'sdp_fwd,"batch=1, seq_len=64, head_num=8, kv_head_num=2, qk_head_dim=4, v_head_dim=4",100,0.1',
+        "sdp_fwd,default,100,0.7",
+    ]
+    (tmp_path / "ops.csv").write_text("\n".join(lines))
+    kernels = read_kernels(tmp_path / "ops.csv")
+    assert kernels.product_flop_per_s("TN", 60, 32, 16) == 50e12
+    assert kernels.product_flop_per_s("NT", 16, 64, 32) == 25e12  # added to one in float
+    assert kernels.product_flop_per_s("NN", 1, 1, 1) is None
+    assert kernels.attention_flop_per_s("f", 8, 2, 128) == 10e12
 
 
 # Many runs -----------------------------------------------------------------------------------------------------------

@@ -122,11 +122,19 @@ NOT_PLAIN = {
     "use-custom-fsdp": "Megatron's own FSDP",
     "optimizer-cpu-offload": "an optimizer on the host",
     "fine-grained-activation-offloading": "activations go to the host",
-    "swiglu": "gated maps",
     "external-cuda-graph": "CUDA graphs",
     "cuda-graph-impl": "CUDA graphs",
 }
 """Reason for skipping a row, by the column that then has a value."""
+
+
+OPERATION_OVERHEADS_S = {"A100-SXM-80GB": 57e-6, "H100-SXM-80GB": 33e-6, "GB200": 45e-6}
+"""Host time to launch an operation on the machines of the tests, by GPU: each set by hand to one test."""
+OVERHEAD_TESTS = tuple(
+    f"gpt3_mcore_tp1_pp1_resume_torch_dist_dist_optimizer_overlap_grad_reduce_param_gather dev_dgx_{gpu}"
+    for gpu in GPUS
+)
+"""The tests, with their platforms, that these were set to: they are not scored."""
 
 
 def megatron_tests(record: Mapping[str, str], identity: str) -> Run:
@@ -159,6 +167,7 @@ def megatron_tests(record: Mapping[str, str], identity: str) -> Run:
         memory_bytes=positive(record, "mem_max_allocated_bytes"),
         memory_metric="allocated",
         memory_of="last",
+        calibration=f"{record['test_case']} {record['platform']}" in OVERHEAD_TESTS,
     )
 
 
@@ -190,7 +199,7 @@ def _shape(record: Mapping[str, str], tp: int) -> Shape:
     vocabulary = count(record, "vocab-size") or VOCABULARIES[record["family"]]
     grouped = record["group-query-attention"] == "True"
     return Shape(
-        kind="gpt",
+        kind="llama" if record["swiglu"] == "True" else "gpt",  # gated maps come with the rest of a Llama's block
         layers=count(record, "num-layers") or needed(record, "encoder-num-layers"),
         hidden=hidden,
         heads=heads,
@@ -211,6 +220,9 @@ def _software(record: Mapping[str, str], tp: int, context: int) -> Software:
         context_ranks=context,
         float_gradients=record["bf16"] == "True",
         in_place_loss=True,
+        recomputes_attention=True,
+        fused_projections=True,
+        operation_overhead_s=OPERATION_OVERHEADS_S.get(_gpu(record["platform"])),
     )
 
 
@@ -226,3 +238,77 @@ def _recompute(record: Mapping[str, str]) -> Literal["none", "selective", "full"
     if stated not in ("", "selective", "full"):
         raise SkippedError(f"recomputation '{stated}' is not known")
     return stated or "none"  # type: ignore[return-value]
+
+
+# SimuMax's B200 -------------------------------------------------------------------------------------------------------
+
+LLAMAS = {
+    "llama3_8b": (4096, 32, 8, 14336),
+    "llama3_70b": (8192, 64, 8, 28672),
+    "llama3_405b": (16384, 128, 16, 53248),
+}
+"""Width, heads, heads of keys and values, width of the maps (SimuMax, run_pretrain_llama3.sh)."""
+SIMUMAX_VOCABULARY = 128256
+
+
+def simumax(record: Mapping[str, str], identity: str) -> Run:
+    """Return the run of a row; raise SkippedError for missing fields, or a mixture of experts.
+
+    Megatron-Core with Transformer Engine in bf16 (SimuMax, simu_tools/megatron_scripts): a distributed optimizer that
+    reduces in float after the backward, sequence parallelism, clipping, nothing recomputed.
+    """
+    if (count(record, "ep") or 1) > 1 or record["model"] not in LLAMAS:
+        raise SkippedError("a mixture of experts" if (count(record, "ep") or 1) > 1 else f"the model {record['model']}")
+    tp, pp, dp, context = (count(record, key) or 1 for key in ("tp", "pp", "dp", "cp"))
+    if tp * pp * dp * context != needed(record, "n_gpus"):
+        raise SkippedError("dp x tp x pp x cp are not the GPUs")
+    milliseconds, memory = positive(record, "iter_time_ms"), positive(record, "peak_allocated_gib_max")
+    if milliseconds is None and memory is None:
+        raise SkippedError("the row has neither a time nor a memory")
+    hidden, heads, kv_heads, ffn = LLAMAS[record["model"]]
+    return Run(
+        identity=record["case"] or identity,
+        source=f"SimuMax's {record['gpu']}",
+        gpu=record["gpu"],
+        per_node=8,
+        shape=Shape(
+            kind="llama",
+            layers=needed(record, "layers"),
+            hidden=hidden,
+            heads=heads,
+            kv_heads=kv_heads,
+            ffn=ffn,
+            vocabulary=padded(SIMUMAX_VOCABULARY, tp),
+            sequence_length=count(record, "seq") or 4096,
+        ),
+        software=Software(
+            flash_attention=True,
+            dropout=False,
+            compiled=True,
+            early_stop=False,
+            sequence_parallel=tp > 1,
+            fused_loss="_cef" in record["case"],
+            in_place_loss="_cef" not in record["case"],
+            float_gradients=True,
+            fused_projections=True,
+            gathers_alone=tp > 1,
+            dummy_gradients=True,
+            context_ranks=context,
+            kernels="b200",
+        ),
+        method="zero1",
+        flat_optimizer=True,
+        float_reduction=True,
+        clip_norm=1.0,
+        dp=dp,
+        tp=tp,
+        pp=pp,
+        chunks=count(record, "vpp") or 1,
+        micro_batch=needed(record, "micro_batch"),
+        micro_batches=needed(record, "micro_batches"),
+        recompute="none",
+        overlap=False,
+        step_s=milliseconds / 1e3 if milliseconds else None,
+        memory_bytes=memory * 2**30 if memory else None,
+        memory_metric="allocated",
+    )

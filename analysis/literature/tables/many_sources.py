@@ -1,5 +1,7 @@
 """Reader of the table of many sources: training throughput and memory of torchtitan, Megatron-LM and others."""
 
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
@@ -27,17 +29,47 @@ MASKED_TOKENS = {128: 20, 512: 80}
 """BERT's predicted tokens, which have logits, by sequence length (NVIDIA, DeepLearningExamples: BERT)."""
 METHODS: dict[str, MethodName] = {
     "": "ddp",
-    "none (DDP)": "ddp",
-    "DDP": "ddp",
-    "DeepSpeed 3D": "ddp",
-    "DDP+dist-opt": "zero1",
+    "none": "ddp",
+    "ddp": "ddp",
+    "dp": "ddp",
+    "data parallel": "ddp",
+    "deepspeed 3d": "ddp",
+    "ptd-p": "ddp",
+    "zero-0": "ddp",
+    "no_shard": "ddp",
+    "ddp+dist-opt": "zero1",
     "distributed optimizer": "zero1",
-    "FSDP2 full-shard (ZeRO-3) over dp*cp": "zero3",
-    "FSDP": "zero3",
-    "FSDP FULL_SHARD": "zero3",
-    "FSDP SHARD_GRAD_OP": "zero2",
-    "DeepSpeed ZeRO-3": "zero3",
+    "dist-opt": "zero1",
+    "zero-1": "zero1",
+    "zero-2": "zero2",
+    "shard_grad_op": "zero2",
+    "_hybrid_shard_zero2": "zero2",
+    "zero-3": "zero3",
+    "fsdp": "zero3",
+    "full_shard": "zero3",
+    "full-shard": "zero3",
+    "hsdp": "zero3",
+    "hybrid_shard": "zero3",
 }
+"""Method by the word that a table has for sharding, see `_sharding`."""
+SEQUENCE_PARALLEL = r"seq(uence)?[ _-]?par|seq(uence)?[ _+-]?sel|\bsp\b"
+"""How tables mention sequence parallelism."""
+HYBRID = ("hsdp", "hybrid_shard", "_hybrid_shard_zero2")
+"""Words for shards inside a server, which are replicated across servers."""
+
+
+def _sharding(text: str) -> str:
+    """Return the word of `METHODS` for what a table says of sharding: its notes and the software's name do not count.
+
+    >>> [_sharding(text) for text in ("FSDP2 full-shard (ZeRO-3) over dp*cp", "DeepSpeed ZeRO-3", "none (DDP)", "HSDP")]
+    ['full-shard', 'zero-3', 'none', 'hsdp']
+    """
+    word = re.sub(r"[(?].*", "", text.lower()).strip()
+    word = re.sub(r"^(fsdp2?|deepspeed)\s+(?=\S)(?!3d)", "", word)
+    word = re.sub(r"^zero[-_ ]?(stage[-_ ]?)?(?=[0-3]$)", "zero-", word)
+    if word not in METHODS:
+        raise SkippedError(f"sharding '{text}' is not known")
+    return word
 
 
 def many_sources(record: Mapping[str, str], identity: str) -> Run:
@@ -66,6 +98,7 @@ def many_sources(record: Mapping[str, str], identity: str) -> Run:
         micro_batches=micro_batches,
         recompute=_recompute(record),
         overlap=not _is_early_megatron(record) and (pp == 1 or _is_torchtitan(record)),
+        shards=_shards(record, dp * context),
         step_s=positive(record, "iter_time_s"),
         memory_bytes=memory * GIB if memory is not None and metric else None,
         memory_metric=metric if memory is not None else None,
@@ -93,7 +126,7 @@ def _axes(record: Mapping[str, str]) -> tuple[int, int, int, int]:
 
 def _is_early_megatron(record: Mapping[str, str]) -> bool:
     """Return whether a row is of Megatron-LM before 2023: no overlapped reduction, no flash attention."""
-    known = ("Megatron", "Narayanan", "MT-NLG", "DLPerf")
+    known = ("Megatron", "Narayanan", "MT-NLG", "DLPerf", "Korthikanti")
     if _is_bridge(record):
         return False
     return any(name in record["source"] for name in known) and "overlap-grad-reduce" not in record["extras"]
@@ -144,7 +177,14 @@ def _software(record: Mapping[str, str], tp: int, pp: int, context: int) -> Soft
         full = said in ("tf32", "fp32")
         return Software(precision="fp32" if full else "bf16", tensor_float=said == "tf32", fused_softmax=False)
     if _is_early_megatron(record):
-        return Software(early_stop=False, partitioned=tp > 1 and pp > 1, in_place_loss=True)
+        sequence_parallel = tp > 1 and re.search(SEQUENCE_PARALLEL, _remarks(record)) is not None
+        return Software(
+            early_stop=False,
+            partitioned=tp > 1 and pp > 1,
+            in_place_loss=True,
+            recomputes_attention=True,
+            sequence_parallel=sequence_parallel,
+        )
     if said in ("tf32", "fp32"):
         return Software(precision="fp32", tensor_float=said == "tf32", flash_attention=False, dropout=False)
     platform, ratio = platform_of(record["gpu"]), float8_ratio_of(record["gpu"])
@@ -179,14 +219,28 @@ def _method(record: Mapping[str, str], data: int, pp: int, tp: int) -> MethodNam
     that one (torch 2.6, distributed/pipelining/stage.py, backward_maybe_with_nosync; torchtitan,
     models/llama/parallelize.py: it reshards after a forward only without a pipeline).
     """
-    if record["sharding"] not in METHODS:
-        raise SkippedError(f"sharding '{record['sharding']}' is not known")
-    method = METHODS[record["sharding"]]
+    method = METHODS[_sharding(record["sharding"])]
     if method in ("zero2", "zero3") and pp > 1:
         if not _is_torchtitan(record):
             raise SkippedError("FSDP over the stages of a pipeline")
         method = "zero1"
     return method_of(data, tp, pp, method)
+
+
+def _shards(record: Mapping[str, str], data: int) -> int | None:
+    """Return the ranks of a shard group where shards are replicated: those of a server, as far as they divide.
+
+    None where all ranks shard, or none does.
+    """
+    if _sharding(record["sharding"]) not in HYBRID:
+        return None
+    platform = platform_of(record["gpu"])
+    return math.gcd(data, count(record, "gpus_per_node") or (platform.devices if platform else 8))
+
+
+def _remarks(record: Mapping[str, str]) -> str:
+    """Return where tables mention features: the id and three columns, in lower case."""
+    return " ".join(record[key] for key in ("id", "recompute", "extras", "note")).lower()
 
 
 def _is_torchtitan(record: Mapping[str, str]) -> bool:

@@ -1,8 +1,9 @@
 """Readers of the tables by which papers on planners are validated: AMP, Sailor and vTrain.
 
-AMP: GPT-2 medium on 16 T4, four to a machine. A row gives the plan and the stages; the rest is from the paper (Li et
-al. 2022, "AMP: Automatically Finding Model Parallel Strategies with Heterogeneity Awareness", section 5.1) and
-DeepSpeed's pipelined GPT-2.
+AMP: GPT-2 medium on 16 GPUs, four to a machine: all T4, or in the experiment `het_cluster` three machines of V100 and a
+last one of T4. A row gives the plan and the stages; the rest is from the paper (Li et al. 2022, "AMP: Automatically
+Finding Model Parallel Strategies with Heterogeneity Awareness", section 5) and its code (src/het_cluster.py), and from
+DeepSpeed's pipelined GPT-2. `het_model` trains the generator of a TransGAN, which is no decoder, and is skipped.
 
 Sailor: plans that name the GPUs of every stage and replica.
 
@@ -18,8 +19,12 @@ from analysis.literature.platforms import Server, sixteen_bits_of
 from analysis.literature.runs import Run, Shape, SkippedError, Software, gpt
 from analysis.literature.tables.fields import method_of, micro_batches_of, needed, padded, positive
 
-AMP_GPU = "T4"
 AMP_RANKS, AMP_MACHINE = 16, 4
+AMP_SERVERS: dict[str, tuple[Server, ...]] = {
+    "homogeneous": (("T4", AMP_MACHINE),) * 4,
+    "het_cluster": (*((("V100-16-AWS", AMP_MACHINE),) * 3), ("T4", AMP_MACHINE)),
+}
+"""Servers by experiment, in rank order (src/het_cluster.py: three P3.8xlarge and a G4dn.12xlarge, the last one)."""
 AMP_LAYERS, AMP_HIDDEN, AMP_HEADS, AMP_SEQUENCE = 24, 1024, 16, 1024
 AMP_GLOBAL_BATCH = 32
 AMP_VOCABULARY = 50257
@@ -30,8 +35,9 @@ logits, loss)."""
 
 def amp(record: Mapping[str, str], identity: str) -> Run:
     """Return the run of a row; raise SkippedError for missing fields, or another experiment."""
-    if record["experiment"] != "homogeneous":
+    if record["experiment"] not in AMP_SERVERS:
         raise SkippedError(f"the experiment '{record['experiment']}' is not known")
+    servers = AMP_SERVERS[record["experiment"]]
     dp, tp, pp = (needed(record, key) for key in ("dp", "tp", "pp"))
     micro = needed(record, "micro_batch")
     if dp * tp * pp != AMP_RANKS:
@@ -40,11 +46,13 @@ def amp(record: Mapping[str, str], identity: str) -> Run:
     if step_s is None:
         raise SkippedError("the row has no time (inf: it did not fit)")
     blocks = _blocks_of_partition(record["partition"], pp)
+    gpus = " and ".join(dict.fromkeys(f"{_ranks_of(servers, gpu)} {gpu}" for gpu, _ in servers))
     return Run(
         identity=identity,
-        source="AMP, GPT-2 medium on 16 T4",
-        gpu=AMP_GPU,
+        source=f"AMP, GPT-2 medium on {gpus}",
+        gpu=servers[0][0],
         per_node=AMP_MACHINE,
+        servers=servers if len(set(servers)) > 1 else (),
         shape=gpt(
             layers=AMP_LAYERS,
             hidden=AMP_HIDDEN,
@@ -53,7 +61,10 @@ def amp(record: Mapping[str, str], identity: str) -> Run:
             sequence_length=AMP_SEQUENCE,
         ),
         software=Software(
-            precision=sixteen_bits_of(AMP_GPU), early_stop=False, partitioned=tp > 1 and pp > 1, in_place_loss=True
+            precision=sixteen_bits_of(servers[0][0]),
+            early_stop=False,
+            partitioned=tp > 1 and pp > 1,
+            in_place_loss=True,
         ),
         method=method_of(dp, tp, pp),
         dp=dp,
@@ -66,6 +77,11 @@ def amp(record: Mapping[str, str], identity: str) -> Run:
         overlap=False,
         step_s=step_s,
     )
+
+
+def _ranks_of(servers: tuple[Server, ...], gpu: str) -> int:
+    """Return the number of devices of a kind."""
+    return sum(devices for each, devices in servers if each == gpu)
 
 
 def _blocks_of_partition(partition: str, pp: int) -> tuple[int, ...]:
@@ -90,6 +106,8 @@ def _blocks_of_partition(partition: str, pp: int) -> tuple[int, ...]:
 # Sailor ---------------------------------------------------------------------------------------------------------------
 
 SAILOR_SEQUENCE = 2048
+SAILOR_RECOMPUTED = ("mit",)
+"""Clusters, of GPUs with little memory, on which blocks are recomputed."""
 SAILOR_MODELS = {
     "OPT-350": gpt(layers=24, hidden=1024, heads=16, vocabulary=50272, sequence_length=SAILOR_SEQUENCE),
     "GPT-Neo-2.7": gpt(layers=32, hidden=2560, heads=20, vocabulary=50257, sequence_length=SAILOR_SEQUENCE),
@@ -136,11 +154,13 @@ def sailor(record: Mapping[str, str], identity: str) -> Run:
         blocks_of_stages=layers if pp > 1 else None,
         micro_batch=micro,
         micro_batches=micro_batches_of(needed(record, "gbs"), dp, micro),
-        recompute="none",
+        # inferred from the memory of two rows: less than the saved scores alone would take
+        recompute="full" if record["cluster"] in SAILOR_RECOMPUTED else "none",
         overlap=False,
         step_s=positive(record, "measured_iter_s"),
         memory_bytes=positive(record, "measured_max_mem_bytes"),
         memory_metric="device",
+        sums_tied_gradients=False,  # its last stage has a weight of its own (Sailor's table of layers)
     )
 
 

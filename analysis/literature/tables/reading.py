@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from analysis.literature.runs import Run, SkippedError
-from analysis.literature.tables.frameworks import llm_foundry, megatron_tests
+from analysis.literature.tables.frameworks import llm_foundry, megatron_tests, simumax
 from analysis.literature.tables.many_sources import many_sources
 from analysis.literature.tables.periodic import periodic
 from analysis.literature.tables.planners import amp, sailor, vtrain
@@ -47,6 +47,7 @@ KINDS = (
         frozenset({"run", "algorithm", "H", "world_size", "bandwidth", "sync_ms_median", "compute_ms_median"}),
         read_in_table=periodic,
     ),
+    Kind("SimuMax's B200", frozenset({"case", "iter_time_ms", "peak_allocated_gib_max", "micro_batches"}), simumax),
     Kind("LLM Foundry", frozenset({"Model", "SeqLen (T)", "# GPUs", "GPU", "Throughput (T/s)"}), llm_foundry),
 )
 

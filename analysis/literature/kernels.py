@@ -1,0 +1,94 @@
+"""Measured rates of matrix products and attention by their shapes: SimuMax's table of one machine's operators.
+
+The table (`profiles/simumax_b200_ops.csv` of the reference figures) gives each kernel's FLOP/s over a stated peak. It
+is looked for in the folder GSSIM_REFERENCE, else in `shared/reference` beside the project or a folder that it is in;
+without it, kernels have the device's own rate. A product whose shape is not in the table has that of the nearest one
+of its layout; attention that of the nearest number of heads and length.
+"""
+
+import csv
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from math import log
+from pathlib import Path
+from typing import Literal
+
+Layout = Literal["TN", "NN", "NT"]
+"""Of a linear layer: its forward, the gradient of its input, that of its weight (added to one in float)."""
+Shape = tuple[float, ...]
+TABLES = {"b200": "simumax_b200_ops.csv"}
+"""Files of the folder `profiles`, by machine."""
+
+
+@dataclass(frozen=True)
+class KernelUse:
+    """What rates of kernels depend on beside the model: the machine, the micro-batch, and the device's own rate."""
+
+    machine: str
+    micro_batch: int
+    device_flop_per_s: float
+    """Rate at which the device is said to do all FLOP: FLOP of a kernel of another rate are counted in proportion."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Rates in FLOP/s by shape: products by layout as (m, k, n), attention by pass as (heads, key heads, length)."""
+
+    products: Mapping[str, Mapping[Shape, float]]
+    attention: Mapping[str, Mapping[Shape, float]]
+
+    def product_flop_per_s(self, layout: Layout, m: int, k: int, n: int) -> float | None:
+        """Return the rate of a product of matrices (m x k) and (k x n); None where the table has none of its layout."""
+        return _nearest(self.products.get(layout, {}), (m, k, n))
+
+    def attention_flop_per_s(self, phase: Literal["f", "b"], heads: int, kv_heads: int, length: int) -> float | None:
+        """Return the rate of causal attention whose FLOP are counted without its mask; None where there is none."""
+        return _nearest(self.attention.get(phase, {}), (heads, kv_heads, length))
+
+
+def _nearest(rates: Mapping[Shape, float], shape: Shape) -> float | None:
+    """Return the rate of the shape that is nearest in the logarithms of its sizes.
+
+    >>> _nearest({(1024, 64): 1.0, (4096, 64): 2.0}, (3000, 60))
+    2.0
+    """
+    if shape in rates or not rates:
+        return rates.get(shape)
+    return rates[min(rates, key=lambda known: sum(log(a / b) ** 2 for a, b in zip(known, shape, strict=True)))]
+
+
+def table_path(machine: str) -> Path | None:
+    """Return the file of a machine's operators, or None where the reference figures are not there."""
+    stated = os.environ.get("GSSIM_REFERENCE")
+    beside = [folder / "shared" / "reference" for folder in Path(__file__).resolve().parents[3:]]
+    paths = [folder / "profiles" / TABLES[machine] for folder in ([Path(stated)] if stated else beside)]
+    return next((path for path in paths if path.is_file()), None)
+
+
+@cache
+def kernels_of(machine: str) -> Kernels | None:
+    """Return a machine's measured kernels; None where its table is not there."""
+    path = table_path(machine)
+    return read_kernels(path) if path else None
+
+
+def read_kernels(path: Path) -> Kernels:
+    """Return the kernels of a table with the columns op, shape, tflops_peak and efficiency."""
+    products: dict[str, dict[Shape, float]] = {}
+    attention: dict[str, dict[Shape, float]] = {}
+    with path.open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            sizes = dict(re.findall(r"(\w+)=(\w+)", row["shape"]))
+            rate = float(row["tflops_peak"]) * 1e12 * float(row["efficiency"])
+            # a weight's gradient is added to one in float, as Megatron-LM does it
+            added = sizes.get("layout") != "NT" or sizes.get("out_dtype") == "fp32"
+            if row["op"] == "matmul" and sizes.get("b") == "1" and added and rate > 0:
+                shape = tuple(float(sizes[key]) for key in ("m", "k", "n"))
+                products.setdefault(sizes["layout"], {}).setdefault(shape, rate)
+            elif row["op"] in ("sdp_fwd", "sdp_bwd") and sizes.get("qk_head_dim") == sizes.get("v_head_dim") and sizes:
+                shape = tuple(float(sizes[key]) for key in ("head_num", "kv_head_num", "seq_len"))
+                attention.setdefault("f" if row["op"] == "sdp_fwd" else "b", {}).setdefault(shape, rate)
+    return Kernels(products, attention)
