@@ -3,12 +3,15 @@
 Each key has its type, unit, limits, default and meaning, taken from the classes' fields and their docstrings.
 """
 
+import ast
 import inspect
 import re
+import textwrap
 import typing
 from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, is_dataclass
 from inspect import isclass
+from itertools import pairwise
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -262,16 +265,33 @@ def _anchor(title: str) -> str:
 
 def _keys(table: type) -> str:
     fields, types = table.__pydantic_fields__, _types(table)  # type: ignore[attr-defined]
+    meanings = meanings_of(table)
     rows = [
         [
             f"`{name}`",
             value_in_words(types[name], _link),
             FILLED_IN.get((table, name)) or default_in_words(name, field),
-            " ".join((field.description or "").split()),
+            " ".join(meanings.get(name, "").split()),
         ]
         for name, field in fields.items()
     ]
     return _table(["key", "value", "default", "meaning"], rows)
+
+
+def meanings_of(table: type) -> dict[str, str]:
+    """Return the text below each field of a table's class and of its bases, by name.
+
+    Read from the source here and not by pydantic, which would parse every class's source whenever it is imported.
+    """
+    meanings: dict[str, str] = {}
+    for owner in reversed(table.__mro__[:-1]):
+        (declared,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
+        assert isinstance(declared, ast.ClassDef)
+        for field, below in pairwise(declared.body):
+            match field, below:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    meanings[name] = inspect.cleandoc(text)
+    return meanings
 
 
 def _table(head: list[str], rows: Iterable[list[str]]) -> str:

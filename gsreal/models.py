@@ -1,15 +1,18 @@
-"""Bundled models: GPT, BERT and residual networks small enough to train for real on a CPU core.
+"""Bundled models: GPT, BERT, mixtures of experts and residual networks small enough to train for real on a CPU core.
 
 Any other `nn.Module` works as well: `gsreal trace` takes a dotted path to a factory, or a Hugging Face config. A model
 maps inputs to logits; the loss is cross-entropy over the last dimension. A model that can be split into pipeline stages
 also has a method `keep_layers`.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from gsreal.methods.experts import run_experts
 
 
 class Attention(nn.Module):
@@ -54,10 +57,70 @@ class TransformerBlock(nn.Module):
         return self.perceptron_norm(x + self._perceptron(x))
 
 
+class Experts(nn.Module):
+    """Routed experts: perceptrons with gated SiLU (Shazeer 2020), whose matrices lie in two tensors."""
+
+    def __init__(self, experts: int, width: int, hidden: int) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * hidden, width))
+        self.down_proj = nn.Parameter(torch.empty(experts, width, hidden))
+        self.act_fn = nn.SiLU()
+        for matrices in self.parameters():
+            nn.init.normal_(matrices, std=0.02)
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted sum of the outputs of each token's experts, shaped as `x` (tokens, width)."""
+        gate_up, down = self.gate_up_proj, self.down_proj
+        return run_experts(x, index, weights, experts=len(gate_up), gate_up=gate_up, down=down, activation=self.act_fn)
+
+
+class Mixture(nn.Module):
+    """A router and its experts, of which each token takes the `chosen` most probable, and experts that all tokens take.
+
+    The weights of a token's experts are their probabilities, scaled to a sum of 1 (as Mixtral does); shared experts
+    (Dai et al. 2024, DeepSeekMoE, arXiv:2401.06066) are one perceptron of their widths together. No token is dropped.
+    """
+
+    def __init__(self, width: int, hidden: int, *, experts: int, chosen: int, shared: int) -> None:
+        super().__init__()
+        self.chosen = chosen
+        self.router = nn.Linear(width, experts, bias=False)
+        self.experts = Experts(experts, width, hidden)
+        self.shared_up = nn.Linear(width, 2 * shared * hidden, bias=False) if shared else None
+        self.shared_down = nn.Linear(shared * hidden, width, bias=False) if shared else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the experts' weighted outputs, shaped as `x` (batch, sequence, width)."""
+        tokens = x.reshape(-1, x.shape[-1])
+        weights, index = self.router(tokens).softmax(-1).topk(self.chosen)
+        y = self.experts(tokens, index, weights / weights.sum(-1, keepdim=True))
+        if self.shared_up is not None and self.shared_down is not None:
+            gate, up = self.shared_up(tokens).chunk(2, dim=-1)
+            y = y + self.shared_down(F.silu(gate) * up)
+        return y.view_as(x)
+
+
+class MixtureBlock(nn.Module):
+    """Causal attention and a mixture of experts, each behind a layer norm and a residual."""
+
+    def __init__(self, width: int, heads: int, hidden: int, **mixture: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention = Attention(width, heads, causal=True)
+        self.mixture_norm = nn.LayerNorm(width)
+        self.mixture = Mixture(width, hidden, **mixture)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the block's output, shaped as `x` (batch, sequence, width)."""
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mixture(self.mixture_norm(x))
+
+
 class Transformer(nn.Module):
     """A stack of transformer blocks over learned token and position embeddings, with a head over the vocabulary.
 
-    `tied`: the head uses the token embedding's weight, as in GPT-2 and GPT-3.
+    `tied`: the head uses the token embedding's weight, as in GPT-2 and GPT-3. `block`: returns a new block, where they
+    are of another kind.
     """
 
     def __init__(
@@ -70,11 +133,13 @@ class Transformer(nn.Module):
         layers: int,
         causal: bool,
         tied: bool = False,
+        block: Callable[[], nn.Module] | None = None,
     ) -> None:
         super().__init__()
         self.tokens: nn.Embedding | None = nn.Embedding(vocabulary, width)
         self.positions: nn.Embedding | None = nn.Embedding(maximum_length, width)
-        self.blocks = nn.ModuleList(TransformerBlock(width, heads, causal=causal) for _ in range(layers))
+        new_block = block or partial(TransformerBlock, width, heads, causal=causal)
+        self.blocks = nn.ModuleList(new_block() for _ in range(layers))
         self.norm: nn.Module = nn.LayerNorm(width)
         self.head: nn.Module = nn.Linear(width, vocabulary, bias=False)
         if tied:
@@ -89,13 +154,16 @@ class Transformer(nn.Module):
         self.norm = self.norm if "norm" in names else nn.Identity()
         self.head = self.head if "head" in names else nn.Identity()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """Return logits (batch, sequence, vocabulary) for token ids (batch, sequence).
 
-        Of a stage, its output for its input x.
+        Of a stage, its output for its input x. `position_ids` (1, sequence): from 0 on by default.
         """
         if self.tokens is not None and self.positions is not None:
-            x = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))
+            # No name for the positions: one would keep them alive for the whole forward pass
+            x = self.tokens(x) + self.positions(
+                torch.arange(x.shape[1], device=x.device) if position_ids is None else position_ids
+            )
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
@@ -222,6 +290,34 @@ def gpt(
         layers=layers,
         causal=True,
         tied=tied,
+    )
+
+
+def mixture(
+    *,
+    vocabulary: int = 256,
+    maximum_length: int = 256,
+    width: int,
+    heads: int,
+    layers: int,
+    experts: int,
+    experts_per_token: int,
+    expert_width: int,
+    shared_experts: int = 0,
+) -> nn.Module:
+    """Return a decoder whose perceptrons are mixtures of experts, in the form of DeepSeekMoE; no token is dropped.
+
+    `expert_width`: hidden width of each expert. `shared_experts`: number of experts that all tokens take besides.
+    """
+    sizes = {"experts": experts, "chosen": experts_per_token, "shared": shared_experts}
+    return Transformer(
+        vocabulary=vocabulary,
+        maximum_length=maximum_length,
+        width=width,
+        heads=heads,
+        layers=layers,
+        causal=True,
+        block=partial(MixtureBlock, width, heads, expert_width, **sizes),
     )
 
 

@@ -85,13 +85,31 @@ def print_result(result: Result) -> None:
         console.print(_division_table(result))
     console.print(_rank_table(result))
     title = "one step" if result.periods is None else "one outer step"
-    collectives = Table("collective", "ranks", "count", "size", "carried", title=title)
-    for entry in result.collectives:
-        carried = "all" if entry.payload_bytes is None else human_bytes(entry.payload_bytes)
-        collectives.add_row(entry.kind, rank_list(entry.group), str(entry.count), human_bytes(entry.bytes), carried)
-    console.print(collectives)
+    console.print(_collective_table(result, title))
     if any(link.bytes for link in result.links):
         console.print(_link_table(result))
+
+
+SHOWN_GROUPS = 4
+"""Number of groups with equal collectives that are shown each in a row; a pipeline has a pair for every message."""
+
+
+def _collective_table(result: Result, title: str) -> Table:
+    """Return a table of a step's collectives; those that many groups carry out alike have one row."""
+    alike: dict[tuple[str, ...], list[Sequence[int]]] = {}
+    for entry in result.collectives:
+        carried = "all" if entry.payload_bytes is None else human_bytes(entry.payload_bytes)
+        key = (entry.kind, str(entry.count), human_bytes(entry.bytes), carried, str(len(entry.group)))
+        alike.setdefault(key, []).append(entry.group)
+    table = Table("collective", "ranks", "count", "size", "carried", title=title)
+    for (kind, count, size, carried, _), groups in alike.items():
+        if len(groups) > SHOWN_GROUPS:
+            others = f"{rank_list(groups[0])}; as do {len(groups) - 1:,} other groups of {len(groups[0])}"
+            table.add_row(kind, others, count, size, carried)
+        else:
+            for group in groups:
+                table.add_row(kind, rank_list(group), count, size, carried)
+    return table
 
 
 def _target_density(result: Result) -> list[str]:

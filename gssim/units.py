@@ -265,7 +265,7 @@ PRECISION_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def spec(cls: type[T]) -> type[T]:
     """Return `cls` as a frozen, keyword-only, validated dataclass that refuses unknown keys: a table of a file."""
-    config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    config = ConfigDict(extra="forbid")
     return typing.cast(
         type[T], pydantic.dataclasses.dataclass(frozen=True, kw_only=True, slots=True, config=config)(cls)
     )
@@ -274,7 +274,7 @@ def spec(cls: type[T]) -> type[T]:
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def spec_with_memory(cls: type[T]) -> type[T]:
     """Return `cls` as a `spec` that caches its cached properties, which are no part of the value."""
-    config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    config = ConfigDict(extra="forbid")
     return typing.cast(type[T], pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=config)(cls))
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from gsreal.gradient_sharding.messages import Encoding, Scratch, mark, mean_magnitudes, quantile
 from gsreal.lab.throttle import device_time_s
 from gsreal.machine import settle
+from gsreal.methods.compressed import orthogonalize, take_largest
 from gsreal.methods.training import make_optimizer
 from gsreal.model_files.build import DTYPES, build_module, logits_of, loss_of, random_batch
 from gsreal.run.progress import note_progress
@@ -212,7 +213,7 @@ FEW, MANY = 0.01, 0.2
 """Densities whose difference gives the cost of an entry."""
 
 
-def compression_cost(bench: Bench) -> dict[str, float]:
+def compression_cost(bench: Bench) -> dict[str, Any]:
     """Return the costs per element and per call, with cold caches, as after a backward."""
     gradient = torch.rand(ELEMENTS, device=bench.device)
     scratch = Scratch(ELEMENTS, ELEMENTS, gradient.dtype, bench.device)
@@ -221,6 +222,8 @@ def compression_cost(bench: Bench) -> dict[str, float]:
         "call_s": call_s,
         **_sending(bench, gradient, scratch, call_s),
         **_receiving(bench, gradient, scratch, call_s),
+        **_largest(bench, gradient, call_s),
+        "low_rank": _low_rank(bench),
     }
 
 
@@ -267,6 +270,58 @@ def _receiving(bench: Bench, gradient: Tensor, scratch: Scratch, call_s: float) 
     scatter_s = max(0.0, (add_s("coo", MANY) - call_s) / (MANY * ELEMENTS))
     found_s = add_s("bitmap", FEW) - call_s - FEW * ELEMENTS * scatter_s
     return {"scatter_element_s": scatter_s, "unpack_bit_s": max(0.0, found_s / ELEMENTS)}
+
+
+def _largest(bench: Bench, gradient: Tensor, call_s: float) -> dict[str, float]:
+    """Return the costs of top-k's selection by element and by entry."""
+
+    def taken_s(density: float) -> float:
+        fresh = iter([gradient.clone() for _ in range(REPEATS)])
+        return _cold_s(bench, lambda: take_largest(next(fresh), round(density * ELEMENTS)))
+
+    few_s, many_s = taken_s(FEW), taken_s(MANY)
+    entry_s = max(0.0, (many_s - few_s) / ((MANY - FEW) * ELEMENTS))
+    element_s = max(0.0, (few_s - call_s - FEW * ELEMENTS * entry_s) / ELEMENTS)
+    return {"largest_element_s": element_s, "largest_entry_s": entry_s}
+
+
+RANKS = (1, 2, 4, 8, 16, 32)
+"""Ranks of PowerSGD's factors between which costs are interpolated."""
+SIDE, SMALL_SIDE = 1024, 64
+"""Sides of the matrices whose times give the cost of an element, and of a call."""
+
+
+def _low_rank(bench: Bench) -> dict[str, Any]:
+    """Return the costs of PowerSGD's products and orthogonalizations, by the rank of its factors."""
+
+    def matrices(*shapes: tuple[int, int]) -> list[Tensor]:
+        return [torch.randn(*shape, device=bench.device) for shape in shapes]
+
+    def products_s(side: int, rank: int) -> list[float]:
+        whole, left, right = matrices((side, side), (side, rank), (side, rank))
+        calls = (
+            partial(torch.mm, whole, right, out=left),
+            partial(torch.mm, whole.t(), left, out=right),
+            partial(torch.mm, left, right.t(), out=whole),
+        )
+        return [_cold_s(bench, call) for call in calls]
+
+    def orthogonal_s(rows: int, rank: int) -> float:
+        (factor,) = matrices((rows, rank))
+        return _cold_s(bench, lambda: orthogonalize(factor))
+
+    call_s = min(products_s(SMALL_SIDE, 1))
+    by_rank = [products_s(SIDE, rank) for rank in RANKS]
+    few_s, many_s = ([orthogonal_s(rows, rank) for rank in RANKS] for rows in (SIDE, 16 * SIDE))
+    row_s = [max(0.0, (many - few) / (15 * SIDE)) for few, many in zip(few_s, many_s, strict=True)]
+    curves = {
+        f"{name}_element_s": [max(0.0, (each[number] - call_s) / SIDE**2) for each in by_rank]
+        for number, name in enumerate(("project", "factor", "restore"))
+    }
+    curves["orthogonalize_call_s"] = [max(0.0, few - SIDE * row) for few, row in zip(few_s, row_s, strict=True)]
+    curves["orthogonalize_row_s"] = row_s
+    sizes = [float(rank) for rank in RANKS]
+    return {"call_s": call_s, **{name: {"sizes": sizes, "values": values} for name, values in curves.items()}}
 
 
 def _cold_s(bench: Bench, call: Callable[[], object]) -> float:

@@ -55,6 +55,8 @@ class LogicalCollective:
     All-to-all-v: the bytes this rank would send densely.
     """
     data_dependent: bool
+    kept_bytes: int = 0
+    """Of what one call of the backend takes, this rank's part for itself, which is not sent."""
 
 
 observers: list[Callable[[LogicalCollective | None], None]] = []

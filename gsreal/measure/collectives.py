@@ -76,7 +76,9 @@ class CollectiveRecorder(TorchDispatchMode):
         if entry is None:
             self._logical = None
             return
-        self._logical = ObservedCollective(entry.kind, entry.group, entry.declared_bytes, entry.data_dependent)
+        self._logical = ObservedCollective(
+            entry.kind, entry.group, entry.declared_bytes, entry.data_dependent, -entry.kept_bytes
+        )
         self.seen.append(self._logical)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

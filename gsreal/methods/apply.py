@@ -11,12 +11,30 @@ from torch import Tensor, nn
 
 from gsreal.gradient_sharding.sharded_parameters import gathered
 from gsreal.measure import Timeline
+from gsreal.methods.context_parallel import divide_context, observed_parts
 from gsreal.methods.data_parallel import all_reduce_gradients, fully_shard_parameters, train_single_device
+from gsreal.methods.expert_parallel import (
+    DIVIDED,
+    REPLICAS,
+    ExpertGradients,
+    divide_experts,
+    expert_mesh,
+    load_experts,
+)
 from gsreal.methods.gradient_sharding import push_gradients, train_owned_layers
 from gsreal.methods.periodic import synchronize_periodically
 from gsreal.methods.pipelined import StageModules, pipeline_stages
 from gsreal.methods.tensor_slices import slice_blocks, whole_parameter
-from gsreal.methods.training import LossScaler, Training, checkpoint_blocks, data_group, device_mesh
+from gsreal.methods.training import (
+    LossScaler,
+    Training,
+    blocks_of,
+    checkpoint_blocks,
+    context_group,
+    data_group,
+    device_mesh,
+    shard_group,
+)
 from gsreal.run.rank_speed import Rebalancer, SlowDevice
 from gssim.scenario import Scenario
 
@@ -42,16 +60,29 @@ def prepare(scenario: Scenario, module: nn.Module, timeline: Timeline, device: t
         training.clip_norm = scenario.workload.clip_norm
         training.scaler = loss_scaler(scenario, training, device)
         return training
+    if policies.cp > 1:  # inside what is checkpointed, whose recomputation exchanges again
+        parts = observed_parts(context_group(policies, device), timeline)
+        divide_context(module, blocks_of(scenario.workload.model, module), parts)
     if scenario.plan.recompute != "none":
         checkpoint_blocks(scenario.workload.model, module, selective=scenario.plan.recompute == "selective")
     divided = None
     if policies.tp > 1:
         divided = slice_blocks(scenario, module, timeline, device_mesh(policies.mesh, device)["tp"])
+    load_experts(scenario, module)
+    experts = None
+    if policies.ep > 1:
+        mesh = expert_mesh(policies, device)
+        divide_experts(scenario, module, timeline, mesh[DIVIDED].get_group())
+        replicas = mesh[REPLICAS].get_group()
+        experts = ExpertGradients(
+            module, replicas, timeline, data_ranks=policies.data_ranks, overlap=scenario.plan.overlap
+        )
     apply = APPLY[policies.parameters, policies.gradients]
     if policies.partition == "weight-gradient":
         apply = train_owned_layers
     training = apply(scenario, module, timeline, device)
     training.partial_gradients = divided
+    training.experts = experts
     training.clip_norm = scenario.workload.clip_norm
     training.scaler = loss_scaler(scenario, training, device)
     if policies.tp > 1:
@@ -70,10 +101,9 @@ def loss_scaler(scenario: Scenario, training: Training, device: torch.device) ->
     if scale is None:
         return None
     groups: list[dist.ProcessGroup | None] = []
-    if policies.gradients == "reduce-scatter" and policies.dp_shard > 1:
+    if policies.gradients == "reduce-scatter" and policies.shards > 1:
         one_axis = policies.dp_replicate == 1
-        mesh = device_mesh(policies.mesh, device)
-        groups.append(data_group(policies, device, "dp_shard") if one_axis else mesh["dp_shard"].get_group())
+        groups.append(data_group(policies, device, "dp_shard") if one_axis else shard_group(policies, device))
     if policies.tp > 1:
         groups.append(device_mesh(policies.mesh, device)["tp"].get_group())
     if isinstance(training.module, StageModules):

@@ -14,14 +14,16 @@ from torch.distributed.tensor import DTensor
 from gsreal.gradient_sharding.master import master_type
 from gsreal.gradient_sharding.point_to_point import all_gather_into_tensor, reduce_scatter_tensor
 from gsreal.measure import Timeline
+from gsreal.methods.compressed import compressor_of
+from gsreal.methods.experts import PARAMETERS, experts_of
 from gsreal.methods.training import (
     Training,
     blocks_of,
     data_group,
     data_mesh,
-    device_mesh,
     make_optimizer,
     replica_optimizer_of,
+    shard_mesh,
 )
 from gsreal.model_files.build import DTYPES
 from gssim.plan import DDP_BUCKET_BYTES, MIB, Policies
@@ -39,7 +41,8 @@ def all_reduce_gradients(scenario: Scenario, module: nn.Module, timeline: Timeli
     """Train with DistributedDataParallel, gradients as views of its buckets.
 
     Its optimizer state replicated, or sharded. If the plan compresses gradients, buckets are all-reduced by torch's own
-    hook for the format. If it disables overlap, each bucket's all-reduce is awaited as soon as it starts.
+    hook for the format, or reduced by this project's own for PowerSGD and top-k. If the plan disables overlap, each
+    bucket's reduction is awaited as soon as it starts.
     """
     last: list[Any] = []
 
@@ -52,10 +55,16 @@ def all_reduce_gradients(scenario: Scenario, module: nn.Module, timeline: Timeli
     cap = scenario.plan.bucket_bytes
     options: dict[str, Any] = {} if cap == DDP_BUCKET_BYTES else {"bucket_cap_mb": cap / MIB}
     options["process_group"] = data_group(scenario.policies, device, "dp_replicate")
+    if scenario.policies.ep > 1:  # those of experts are reduced over fewer ranks, see `ExpertGradients`
+        apart = [f"{path}.{name}" for path, _ in experts_of(module) for name in PARAMETERS]
+        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, apart)
     wrapped = nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True, **options)
     replicas = options["process_group"] or dist.group.WORLD
     assert replicas is not None
-    compress = cast_all_reduce(scenario, wrapped, replicas, timeline)
+    compressor = compressor_of(scenario, replicas, timeline)
+    if compressor:
+        wrapped.register_comm_hook(None, compressor.hook)
+    compress = compressor is not None or cast_all_reduce(scenario, wrapped, replicas, timeline)
     if not compress and not scenario.plan.overlap:
         wrapped.register_comm_hook(None, _blocking_all_reduce(replicas, timeline))
     if scenario.policies.optimizer_state == "sharded":
@@ -70,10 +79,11 @@ def all_reduce_gradients(scenario: Scenario, module: nn.Module, timeline: Timeli
         wrapped,
         optimizer,
         timeline,
-        # DDP itself takes the mean, and so do torch's compression hooks
-        scale=float(scenario.policies.data_ranks) if scenario.plan.overlap or compress else 1.0,
+        # DDP itself takes the mean, and so do torch's compression hooks and ours
+        scale=float(scenario.policies.replica_ranks) if scenario.plan.overlap or compress else 1.0,
         last_gradient=last,
         replicas=replicas,
+        compressor=compressor,
         sync_each=scenario.policies.gradient_sync == "micro-batch",
         syncing=syncing,
     )
@@ -187,7 +197,7 @@ def fully_shard_parameters(scenario: Scenario, module: nn.Module, timeline: Time
         yield
 
     sync_each = scenario.policies.gradient_sync == "micro-batch"
-    scale = float(scenario.policies.data_ranks)
+    scale = float(scenario.policies.replica_ranks)
     return Training(module, optimizer, timeline, scale=scale, sync_each=sync_each, syncing=syncing)
 
 
@@ -256,4 +266,4 @@ def _mesh(policies: Policies, device: torch.device) -> DeviceMesh:
     """Return the ranks with the same part of the model, on one axis, or on two if shards are replicated."""
     if policies.dp_replicate == 1:
         return data_mesh(policies, device, "dp_shard")
-    return device_mesh(policies.mesh, device)["dp_replicate", "dp_shard"]
+    return shard_mesh(policies, device)

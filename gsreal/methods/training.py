@@ -24,6 +24,8 @@ from gssim.scenario import has_master_copy
 from gssim.workload import Model, Workload, unrolled
 
 if TYPE_CHECKING:
+    from gsreal.methods.compressed import Compressor
+    from gsreal.methods.expert_parallel import ExpertGradients
     from gsreal.methods.periodic import Synchronization
     from gsreal.methods.tensor_slices import PartialGradients
 
@@ -117,8 +119,11 @@ def _device_mesh(mesh: Mesh, kind: str) -> DeviceMesh:
 
 
 def data_mesh(policies: Policies, device: torch.device, axis: str) -> DeviceMesh:
-    """Return the ranks along a data axis that share this rank's part of the model, as a mesh of one axis."""
-    if policies.data_ranks == policies.ranks:
+    """Return the ranks along a data axis that share this rank's part of the model, as a mesh of one axis.
+
+    With context parallelism these are all ranks.
+    """
+    if policies.replica_ranks == policies.ranks:
         with group_threads():
             return init_device_mesh(device.type, (policies.ranks,))
     return device_mesh(policies.mesh, device)[axis]
@@ -126,9 +131,37 @@ def data_mesh(policies: Policies, device: torch.device, axis: str) -> DeviceMesh
 
 def data_group(policies: Policies, device: torch.device, axis: str) -> dist.ProcessGroup | None:
     """Return the same ranks as a process group; None: all ranks."""
-    if policies.data_ranks == policies.ranks:
+    if policies.replica_ranks == policies.ranks:
         return None
     group: dist.ProcessGroup = data_mesh(policies, device, axis).get_group()
+    return group
+
+
+def context_group(policies: Policies, device: torch.device) -> dist.ProcessGroup:
+    """Return the ranks that divide this rank's sequences among them."""
+    group: dist.ProcessGroup | None = dist.group.WORLD
+    if policies.cp < policies.ranks:
+        group = device_mesh(policies.mesh, device)["cp"].get_group()
+    assert group is not None
+    return group
+
+
+def shard_mesh(policies: Policies, device: torch.device) -> DeviceMesh:
+    """Return replicas and shards as a mesh of two axes; parts of a sequence are on the latter, as in torchtitan."""
+    if policies.cp == 1:
+        return device_mesh(policies.mesh, device)["dp_replicate", "dp_shard"]
+    return _shard_mesh(policies.dp_replicate, policies.shards, device.type)
+
+
+@cache
+def _shard_mesh(replicas: int, shards: int, kind: str) -> DeviceMesh:
+    with group_threads():
+        return init_device_mesh(kind, (replicas, shards), mesh_dim_names=("dp_replicate", "dp_shard"))
+
+
+def shard_group(policies: Policies, device: torch.device) -> dist.ProcessGroup:
+    """Return the ranks among which this rank's replica of the state is sharded."""
+    group: dist.ProcessGroup = shard_mesh(policies, device)["dp_shard"].get_group()
     return group
 
 
@@ -248,6 +281,8 @@ class Training:
     """
     periods: "Synchronization | None" = None
     """Synchronizes parameters every few steps, if ranks train apart otherwise."""
+    compressor: "Compressor | None" = None
+    """Compresses gradients, if the plan does so beyond their precision."""
     slow: SlowDevice | None = None
     """Emulates a slower device for a while, if the run says so."""
     follower: Rebalancer | None = None
@@ -261,6 +296,9 @@ class Training:
     scaler: LossScaler | None = None
     """Factor on the loss, if the workload has one."""
 
+    experts: "ExpertGradients | None" = None
+    """Reduction of the gradients of experts, where ranks divide these."""
+
     partial_gradients: "PartialGradients | None" = None
     """Gradients to be summed over tensor-parallel ranks before the update, where these divide sequences."""
 
@@ -272,8 +310,11 @@ class Training:
         scale *= self.scaler.scale if self.scaler is not None else 1.0
         losses = []
         for leaves, part, targets_part, weight in self._micro_batches(inputs, targets, weights.micro_batches):
+            if self.experts is not None:
+                self.experts.leaves = leaves
             with self.syncing(leaves):
-                losses.append(weight * self._forward_backward(part, targets_part, scale * weight))
+                loss = self._forward_backward(part, targets_part, scale * weight)
+                losses.append(weight * loss if weight else torch.zeros_like(loss))  # a mean over no terms is no number
         with self._phase("optimizer"):
             self._update()
         if self.periods is not None:
@@ -307,6 +348,8 @@ class Training:
         with self._phase("backward", len(inputs)):
             with timeline.span("backward", "backward"):
                 weighted(loss, factor).backward()
+                if self.experts is not None:
+                    self.experts.wait()
             if self.last_gradient:
                 timeline.between(
                     "wait for all-reduce", "exposed_communication", self.last_gradient[0], group=self.replicas

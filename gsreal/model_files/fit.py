@@ -3,7 +3,10 @@
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
+from functools import cache
 from itertools import groupby
+from math import lcm, prod
+from operator import mul
 from typing import Any
 
 from gsreal.model_files.recorder import Recomputation, Record, Work
@@ -15,8 +18,16 @@ class NoPolynomialError(Exception):
     """A quantity is not a polynomial in batch size and sequence length."""
 
 
-Shape = tuple[int, int | None] | tuple[int, int | None, int] | tuple[int, int | None, int, int]
+Shape = (
+    tuple[int, int | None]
+    | tuple[int, int | None, int]
+    | tuple[int, int | None, int, int]
+    | tuple[int, int | None, int, int, int]
+)
 """Batch size, sequence length, for sliced blocks the units of the slice, for divided sequences the positions of a part.
+
+With 0 units blocks are whole, and everything is on these positions: context parallelism. For divided experts those that
+are held, no positions, and the rows that they process.
 """
 
 
@@ -52,6 +63,7 @@ def fit_layers(records: dict[Shape, Record], check: Record, checked: Shape) -> l
                 backward_operations=first.operations[index, "b"],
                 buffers=fit_buffers(everything, checked, index, name),
                 units=first.units.get(index),
+                experts_per_token=first.experts_per_token.get(index),
                 reductions=_reductions(everything, index, fit),
                 linear=first.linear.get(index),
                 **costs,
@@ -163,39 +175,60 @@ def fit_polynomial(values: dict[Shape, int], checked: Shape, what: str) -> Polyn
     """Return the polynomial through all values but the checked one, which it must reproduce too."""
     shapes = [shape for shape in values if shape != checked]
     lengths = {shape[1] for shape in shapes}
-    unit_powers = (0, 1) if len(checked) > 2 else (0,)
-    powers = [(i, j, k, 0) for k in unit_powers for j in range(len(lengths)) for i in (0, 1)]
-    if len(checked) > 3:  # what is on parts of sequences depends on their length alone, and on no units
-        powers += [(i, 0, 0, 1) for i in (0, 1)]
-    sizes = [(*(size or 1 for size in shape), 1, 1)[:4] for shape in shapes]
-    rows = [[Fraction(b**i * s**j * u**k * p**n) for i, j, k, n in powers] for b, s, u, p in sizes]
-    solution = _solve(rows, [Fraction(values[shape]) for shape in shapes])
-    if any(c.denominator != 1 for c in solution):
+    unit_powers = (0, 1) if 2 < len(checked) < 5 else (0,)
+    powers = [(i, j, k, 0, 0) for k in unit_powers for j in range(len(lengths)) for i in (0, 1)]
+    if len(checked) == 4 and checked[2] == 0:  # on parts; an attention's FLOP grow with whole sequences too
+        powers = [(i, 0, 0, 0, 0) for i in (0, 1)]
+        powers += [(i, j, 0, 1, 0) for j in range(min(2, len(lengths))) for i in (0, 1)]
+    elif len(checked) == 4:  # what is on parts of sequences depends on their length alone, and on no units
+        powers += [(i, 0, 0, 1, 0) for i in (0, 1)]
+    if len(checked) == 5:  # what experts do depends on their number and rows alone
+        powers += [(0, 0, 1, 0, 0), (0, 0, 0, 0, 1)]
+    sizes = tuple((*(size or 1 for size in shape), 1, 1, 1)[:5] for shape in shapes)
+    inverse, denominator = _inverse(sizes, tuple(powers))
+    numerators = [sum(map(mul, row, (values[shape] for shape in shapes))) for row in inverse]
+    if any(numerator % denominator for numerator in numerators):
         raise NoPolynomialError(f"{what} is no whole polynomial in batch size and sequence length")
-    terms, unit_terms, part_terms = (
-        tuple((int(c), i, j) for c, (i, j, *by) in zip(solution, powers, strict=True) if c and tuple(by) == kind)
-        for kind in ((0, 0), (1, 0), (0, 1))
+    solution = [numerator // denominator for numerator in numerators]
+    terms, unit_terms, part_terms, row_terms = (
+        tuple((c, i, j) for c, (i, j, *by) in zip(solution, powers, strict=True) if c and tuple(by) == kind)
+        for kind in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1))
     )
-    nothing = not (terms or unit_terms or part_terms)
-    fitted = Polynomial(((0, 0, 0),) if nothing else terms, unit_terms, part_terms)  # what "0" is parsed to
-    if fitted.held(*(checked[2:] or (0,))).at(b=checked[0], s=checked[1] or 1) != values[checked]:
+    nothing = not (terms or unit_terms or part_terms or row_terms)
+    # what "0" is parsed to
+    fitted = Polynomial(((0, 0, 0),) if nothing else terms, unit_terms, part_terms, row_terms)
+    held = checked[2:4] or (0,)
+    of_rows = sum(coefficient * sum(checked[4:]) for coefficient, _, _ in row_terms)
+    if fitted.held(*held).at(b=checked[0], s=checked[1] or 1) + of_rows != values[checked]:
         raise NoPolynomialError(f"{what} is no polynomial in batch size and sequence length")
     return fitted
 
 
-def _solve(rows: list[list[Fraction]], values: list[Fraction]) -> list[Fraction]:
-    """Return the exact solution of a small square linear system (Gauss-Jordan on fractions)."""
-    table = [[*row, value] for row, value in zip(rows, values, strict=True)]
-    size = len(table)
-    for column in range(size):
-        pivot = next(r for r in range(column, size) if table[r][column])
+@cache
+def _inverse(
+    sizes: tuple[tuple[int, ...], ...], powers: tuple[tuple[int, ...], ...]
+) -> tuple[tuple[tuple[int, ...], ...], int]:
+    """Return the inverse of the matrix of the terms at each size, as numerators and their common denominator.
+
+    A term is the product of a size's entries to the given powers. All quantities of a model share the matrix:
+    Gauss-Jordan on fractions, which is exact, is done once.
+    """
+    count = len(sizes)
+    table = [
+        [Fraction(prod(map(pow, size, by))) for by in powers] + [Fraction(row == column) for column in range(count)]
+        for row, size in enumerate(sizes)
+    ]
+    for column in range(count):
+        pivot = next(r for r in range(column, count) if table[r][column])
         table[column], table[pivot] = table[pivot], table[column]
         table[column] = [v / table[column][column] for v in table[column]]
-        for r in range(size):
+        for r in range(count):
             if r != column and table[r][column]:
                 factor = table[r][column]
                 table[r] = [v - factor * p for v, p in zip(table[r], table[column], strict=True)]
-    return [row[-1] for row in table]
+    rows = [row[count:] for row in table]
+    denominator = lcm(*(v.denominator for row in rows for v in row))
+    return tuple(tuple(int(v * denominator) for v in row) for row in rows), denominator
 
 
 def grouped(layers: list[Layer]) -> tuple[Layer, ...]:

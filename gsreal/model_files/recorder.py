@@ -221,6 +221,8 @@ class Record:
     """Name -> (layer of first use, shape, gradient born, gradient ready)."""
     units: dict[int, int] = field(default_factory=dict)
     """Of sliced blocks: the number of their units."""
+    experts_per_token: dict[int, int] = field(default_factory=dict)
+    """Of layers whose experts are divided: the number that each token takes."""
     linear: dict[int, bool] = field(default_factory=dict)
     """Of sliced blocks: whether all sliced modules are linear maps."""
     reductions: dict[int, list[SliceCollective]] = field(default_factory=lambda: defaultdict(list))
@@ -322,13 +324,22 @@ class Recorder(TorchDispatchMode):
         return copy
 
     def receive(self, sent: Tensor, kind: str, ranks: int) -> Tensor:
-        """Replace an all-gather or reduce-scatter among `ranks` ranks by the tensor that it allocates."""
-        rows = len(sent) * ranks if kind == "all-gather" else len(sent) // ranks
+        """Replace an all-gather, reduce-scatter or all-to-all among `ranks` ranks by the tensor that it allocates."""
+        rows = {"all-gather": len(sent) * ranks, "reduce-scatter": len(sent) // ranks}.get(kind, len(sent))
         self.allocating = True
         received = sent.new_empty((rows, *sent.shape[1:]))
         self.allocating = False
         whole = max(sent.numel(), received.numel()) * sent.element_size()
         self.record.reductions[self.layer].append((self.now(), whole, kind))
+        return received
+
+    def exchange(self, sent: Tensor, kind: str, rows: int) -> Tensor:
+        """Replace an all-to-all of divided experts by the tensor that it allocates, of so many rows."""
+        self.allocating = True
+        received = sent.new_empty((rows, *sent.shape[1:]))
+        self.allocating = False
+        size = sent.numel() if kind == "counts" else received[0].numel()
+        self.record.reductions[self.layer].append((self.now(), size * sent.element_size(), kind))
         return received
 
     def _born(self, tensor: Tensor) -> None:

@@ -9,7 +9,9 @@ of its output is complete, which is that of the next layer's input.
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
+from math import gcd
 from typing import Any
 from unittest import mock
 
@@ -24,6 +26,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from gsreal.methods.context_parallel import ContextParts, divide_context
+from gsreal.methods.experts import Splits, divided_reason, experts_of, replace_experts
 from gsreal.methods.tensor_slices import SequenceParts, cut_of, cut_or_reason, divide_sequences, is_linear, slice_block
 from gsreal.model_files.build import (
     DTYPES,
@@ -182,21 +186,29 @@ def record_step(
     sequence_length: int | None,
     units: int | None = None,
     parts: int | None = None,
+    routed: tuple[int, int] | None = None,
     *,
+    context: int | None = None,
     where: str,
+    like: Record | None = None,
 ) -> Record:
     """Return the record of one training step at this shape, layer by layer.
 
-    `units`: each block is sliced to this number of units. `parts`: number of ranks that divide sequences.
+    `units`: each block is sliced to this number of units. `parts`: number of ranks that divide sequences between the
+    sliced parts of blocks. `routed`: each layer of routed experts holds so many of them, which process so many rows.
+    `context`: number of ranks that divide sequences everywhere; raises UserError if a block cannot. `like`: the record
+    of such a step at another shape; what depends on no shape is taken from it, which saves two of four forwards: the
+    order of the modules, and when tensors would be freed that autograd did not save.
     """
     with without_values(model):
         module = fake_module(model, where)
         module.train()
         chosen = layer_modules(module)
         stand_in = _ReductionRecorder()
-        inputs, targets = example_batch(model, batch_size=batch_size, sequence_length=sequence_length)
+        length = (sequence_length or 0) // context if context else sequence_length
+        inputs, targets = example_batch(model, batch_size=batch_size, sequence_length=length)
         _check_positions(module, sequence_length, where)
-        modules = _execution_order(module, list(chosen), inputs, targets, model, where)
+        modules = like.modules if like else _execution_order(module, list(chosen), inputs, targets, model, where)
         record = Record(modules, blocks={name for name in modules if chosen[name]})
         divided = stand_in.parts(parts) if parts else None
         cut = _cut_blocks(module, chosen, units, stand_in, divided) if units else {}
@@ -206,16 +218,64 @@ def record_step(
             block = module.get_submodule(name)
             norms = [(path, block.get_submodule(path)) for path in getattr(cut_of(block), "heads", ())]
             record.summed |= {f"{name}.{path}.{each}" for path, norm in norms for each, _ in norm.named_parameters()}
+        exchanged = stand_in.context(context) if context else None
+        if exchanged is not None:
+            divide_context(module, [module.get_submodule(name) for name in modules if chosen[name]], exchanged)
         record.units = {layer: cut[name][0] for layer, name in enumerate(modules) if name in cut}
         record.linear = {layer: cut[name][1] for layer, name in enumerate(modules) if name in cut}
+        if routed is not None:
+            _divide_experts(record, module, stand_in, *routed)
         try:
-            _record_saved(record, module, inputs, targets, stand_in)
+            with _explained(where):
+                _record_saved(record, module, inputs, targets, stand_in)
             module.zero_grad(set_to_none=True)
             _record_operations(record, module, inputs, targets, where, stand_in)
-            _record_unsaved(record, module, inputs, targets, stand_in)
+            _record_unsaved(record, module, inputs, targets, stand_in, like)
         except UnknownOperationError as error:
             raise UserError(f"{where}: {error}") from None
+    if exchanged is not None:
+        blocks = [layer for layer, name in enumerate(modules) if chosen[name]]
+        if not blocks or any(not record.reductions.get(layer) for layer in blocks):
+            raise UserError(f"{where}: a block does not attend by torch's scaled_dot_product_attention")
+        record.units = dict.fromkeys(blocks, gcd(*exchanged.heads))
     return record
+
+
+def _divide_experts(record: Record, module: nn.Module, stand_in: "_ReductionRecorder", held: int, rows: int) -> None:
+    """Let each layer hold so many of its routed experts, which process so many rows; note what it has of them."""
+
+    def note(layer: int, _inner: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        index = args[1] if len(args) > 1 else named["top_k_index"]
+        record.experts_per_token[layer] = index.shape[1]
+
+    for path, inner in experts_of(module):
+        (layer,) = (i for i, name in enumerate(record.modules) if f"{path}.".startswith(f"{name}."))
+        record.units[layer] = inner.gate_up_proj.shape[0]
+        replace_experts(inner, range(held), _TracedExchange(stand_in, held, rows))
+        inner.register_forward_pre_hook(partial(note, layer), with_kwargs=True)
+
+
+@dataclass(frozen=True)
+class _TracedExchange:
+    """Stands in for the all-to-alls of divided experts, of which a rank holds so many, with so many rows."""
+
+    stand_in: "_ReductionRecorder"
+    held: int
+    rows: int
+
+    def share_counts(self, counts: Tensor) -> tuple[Tensor, Splits]:
+        """Return the tensor of counts that is received, and the rows that all senders send together."""
+        assert self.stand_in.recorder is not None
+        received = self.stand_in.recorder.exchange(counts, "counts", len(counts))
+        return received.view(-1, self.held), Splits([], [self.rows])
+
+    def move(self, rows: Tensor, splits: Splits, *, back: bool) -> Tensor:
+        """Return the tensor of rows that is received."""
+        assert self.stand_in.recorder is not None
+        if not splits.sent:  # the first dispatch, of all rows that this rank sends
+            splits.sent.append(len(rows))  # type: ignore[attr-defined]
+        (count,) = splits.sent if back else splits.received
+        return self.stand_in.recorder.exchange(rows, "combine" if back else "dispatch", count)
 
 
 class _ReductionRecorder:
@@ -235,6 +295,17 @@ class _ReductionRecorder:
             return self.recorder.receive(sent, kind, ranks)
 
         return SequenceParts(ranks, 0, partial(received, "all-gather"), partial(received, "reduce-scatter"))
+
+    def context(self, ranks: int) -> ContextParts:
+        """Return the division of sequences among so many ranks from the embedding to the loss, of which this is the
+        first.
+        """
+
+        def received(sent: Tensor) -> Tensor:
+            assert self.recorder is not None
+            return self.recorder.receive(sent, "all-to-all", ranks)
+
+        return ContextParts(ranks, 0, received)
 
 
 def _cut_blocks(
@@ -280,6 +351,15 @@ def uncut_reason(model: Model, where: str) -> str | None:
         return f"{kind}: what it does is no polynomial in its {units} units (heads, or groups that share keys)"
 
 
+def experts_to_divide(model: Model, where: str) -> int:
+    """Return the fewest experts of the model's layers of routed experts; 0 if ranks cannot divide them."""
+    with without_values(model):
+        module = fake_module(model, where)
+        if divided_reason(module) is not None:
+            return 0
+        return min(inner.gate_up_proj.shape[0] for _, inner in experts_of(module))
+
+
 def can_divide_sequences(model: Model, where: str) -> bool:
     """Return whether ranks can divide the sequences between all slices of the model's blocks."""
     with without_values(model):
@@ -310,6 +390,24 @@ def _check_logits(logits: Tensor, model: Model, where: str) -> None:
         raise UserError(f"{where}: the module has logits for {logits.shape[-1]} classes, but input.{key} = {needed}")
 
 
+@contextmanager
+def _explained(where: str) -> Iterator[None]:
+    """Raise what a forward raises as a UserError."""
+    try:
+        yield
+    except UnknownOperationError:
+        raise
+    except (DynamicOutputShapeException, DataDependentOutputException) as error:
+        raise UserError(
+            f"{where}: what the module does depends on the values of its tensors ({error}), and a trace has none; of "
+            "Hugging Face's experts, experts_implementation = 'grouped_mm' does not"
+        ) from None
+    except Exception as error:
+        raise UserError(
+            f"{where}: the module's forward or loss fails on the stated input: {first_line(error)}"
+        ) from error
+
+
 def _execution_order(
     module: nn.Module, chosen: list[str], inputs: Tensor, targets: Tensor, model: Model, where: str
 ) -> list[str]:
@@ -329,19 +427,10 @@ def _execution_order(
         return hook
 
     handles = [inner[name].register_forward_pre_hook(before(name), with_kwargs=True) for name in chosen]
-    try:
+    with _explained(where):
         output = module(inputs)
         logits = logits_of(output)
         loss = loss_of(logits, targets)
-    except (DynamicOutputShapeException, DataDependentOutputException) as error:
-        raise UserError(
-            f"{where}: what the module does depends on the values of its tensors ({error}), and a trace has none; of "
-            "Hugging Face's experts, experts_implementation = 'grouped_mm' does not"
-        ) from None
-    except Exception as error:
-        raise UserError(
-            f"{where}: the module's forward or loss fails on the stated input: {first_line(error)}"
-        ) from error
     if model.module.hugging_face is not None and not hasattr(output, "logits"):
         raise UserError(
             f"{where}: module.hugging_face.auto_class = '{model.module.hugging_face.auto_class}': has no head"
@@ -393,12 +482,22 @@ def _record_saved(
 
 
 def _record_unsaved(
-    record: Record, module: nn.Module, inputs: Tensor, targets: Tensor, stand_in: _ReductionRecorder
+    record: Record,
+    module: nn.Module,
+    inputs: Tensor,
+    targets: Tensor,
+    stand_in: _ReductionRecorder,
+    like: Record | None,
 ) -> None:
-    """Record when a forward's tensors would be freed if autograd saved nothing.
+    """Record when a forward's tensors would be freed if autograd saved nothing, or take it from a record like this.
 
     As in the forward of a checkpointed block.
     """
+    if like is not None:
+        if len(like.alive) == len(record.alive):  # else the operations depend on the shape: it cannot be fitted
+            for alive, other in zip(record.alive, like.alive, strict=True):
+                alive.unsaved = other.unsaved
+        return
     seen = Record(record.modules, record.blocks)
     hooks = saved_tensors_hooks(lambda _tensor: None, lambda _nothing: _nothing)
     stand_in.recorder = recorder = Recorder(seen, known_storages(module, inputs, targets))

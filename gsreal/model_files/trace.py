@@ -25,6 +25,7 @@ from gsreal.model_files.recorder import Record, Work
 from gsreal.model_files.repeated import KEPT, Stack, repeat_blocks, with_fewer_blocks
 from gsreal.model_files.step import (
     can_divide_sequences,
+    experts_to_divide,
     fake_module,
     fewest_units,
     record_step,
@@ -66,17 +67,15 @@ def trace(model: Model, *, where: str, on_counted: Callable[[OperationCounts], N
     lengths = _sequence_lengths(model)
     checked = (CHECKED_BATCH_SIZE, model.input.maximum_sequence_length if isinstance(model.input, TokenInput) else None)
     try:
-        layers, sliced, divided = _layers(model, lengths, checked, where, on_counted)
+        traced = _layers(model, lengths, checked, where, on_counted)
     except NoPolynomialError as error:
         raise UserError(
             f"{where}: {error}; give one sequence length with --sequence-length to trace it there alone"
         ) from None
     return replace(
         model,
-        layers=layers,
-        sliced_layers=sliced,
-        sequence_layers=divided,
-        uncut_reason=None if sliced else uncut_reason(model, where),
+        **traced,
+        uncut_reason=None if traced["sliced_layers"] else uncut_reason(model, where),
         buffer_bytes=_buffer_bytes(model, where),
         traced_batch_sizes=TRACED_BATCH_SIZES,
         traced_sequence_lengths=tuple(s for s in lengths if s is not None),
@@ -89,15 +88,13 @@ def trace_at_length(
     """Return `model` traced at one sequence length only: its quantities depend on the batch size alone."""
     checked = (CHECKED_BATCH_SIZE, sequence_length)
     try:
-        layers, sliced, divided = _layers(model, (sequence_length,), checked, where, on_counted)
+        traced = _layers(model, (sequence_length,), checked, where, on_counted)
     except NoPolynomialError as error:
         raise UserError(f"{where}: {error}") from None
     return replace(
         model,
-        layers=layers,
-        sliced_layers=sliced,
-        sequence_layers=divided,
-        uncut_reason=None if sliced else uncut_reason(model, where),
+        **traced,
+        uncut_reason=None if traced["sliced_layers"] else uncut_reason(model, where),
         buffer_bytes=_buffer_bytes(model, where),
         exact_sequence=False,
         traced_batch_sizes=TRACED_BATCH_SIZES,
@@ -111,22 +108,32 @@ def _layers(
     checked: tuple[int, int | None],
     where: str,
     on_counted: Callable[[OperationCounts], None],
-) -> tuple[tuple[Layer, ...], tuple[Layer, ...], tuple[Layer, ...]]:
-    """Return the model's layers: whole, with sliced blocks, and with divided sequences too (empty if not possible)."""
+) -> dict[str, Any]:
+    """Return the model's layers by field: whole, with sliced blocks, with divided sequences too, under context
+    parallelism, and with divided experts (empty if not possible).
+    """
     sibling = with_fewer_blocks(model, where)
     if sibling is not None:
         short, stack = sibling
-        *traced, largest = _traced(short, lengths, checked, where)
+        traced, largest = _traced(short, lengths, checked, where)
         longer = [repeat_blocks(each, stack) for each in traced]
         if longer[0] is not None and longer[1] is not None:
             on_counted(OperationCounts(*checked, _operations(largest, stack)))
             # of divided sequences, blocks may differ where the last one gathers them: such are not traced
-            whole, cut, divided = (grouped(_with_module_buffers(layers or [], model, where)) for layers in longer)
-            return whole, cut, divided
-    *traced, largest = _traced(model, lengths, checked, where)
+            return _by_field(longer, model, where)
+    traced, largest = _traced(model, lengths, checked, where)
     on_counted(OperationCounts(*checked, _operations(largest, None)))
-    whole, cut, divided = (grouped(_with_module_buffers(layers, model, where)) for layers in traced)
-    return whole, cut, divided
+    return _by_field(traced, model, where)
+
+
+FIELDS = ("layers", "sliced_layers", "sequence_layers", "context_layers", "expert_layers")
+
+
+def _by_field(traced: Sequence[list[Layer] | None], model: Model, where: str) -> dict[str, tuple[Layer, ...]]:
+    return {
+        name: grouped(_with_module_buffers(layers or [], model, where))
+        for name, layers in zip(FIELDS, traced, strict=True)
+    }
 
 
 def _operations(record: Record, stack: Stack | None) -> dict[str, Work]:
@@ -142,24 +149,70 @@ def _operations(record: Record, stack: Stack | None) -> dict[str, Work]:
 
 def _traced(
     model: Model, lengths: Sequence[int | None], checked: tuple[int, int | None], where: str
-) -> tuple[list[Layer], list[Layer], list[Layer], Record]:
+) -> tuple[tuple[list[Layer], ...], Record]:
     """Return all layers, one for each module, and the record of the largest step.
 
-    Layers are whole, with sliced blocks, and with divided sequences too.
+    Layers are whole, with sliced blocks, with divided sequences too, under context parallelism, and with divided
+    experts.
     """
     shapes: list[tuple[int, int | None]] = list(product(TRACED_BATCH_SIZES, lengths))
-    records: dict[Shape, Record] = {shape: record_step(model, *shape, where=where) for shape in shapes}
-    largest = record_step(model, *checked, where=where)
+    records, largest = _recorded(model, [(shape, shape) for shape in shapes], (checked, checked), where)
     fitted = fit_layers(records, largest, checked)
     whole = with_partial_costs(model, fitted, shapes, checked, where=where)
+    others = traced_context(model, lengths, checked, where), _traced_experts(model, shapes, checked, where)
     try:
         cut = _traced_cut(model, shapes, checked, where)
     except NoPolynomialError:  # operations depend on the units: such blocks are not sliced
-        return whole, [], [], largest
+        return (whole, [], [], *others), largest
     try:
-        return whole, cut, traced_parts(model, lengths, checked, where) if cut else [], largest
+        return (whole, cut, traced_parts(model, lengths, checked, where) if cut else [], *others), largest
     except NoPolynomialError:
-        return whole, cut, [], largest
+        return (whole, cut, [], *others), largest
+
+
+Step = tuple[int, int | None] | tuple[int, int | None, int] | tuple[int, int | None, int, int]
+"""Batch size, sequence length, units of sliced blocks, number of ranks that divide sequences."""
+
+
+def _recorded(
+    model: Model, steps: Sequence[tuple[Shape, Step]], last: tuple[Shape, Step], where: str
+) -> tuple[dict[Shape, Record], Record]:
+    """Return the records of steps by the shapes as functions of which they are fitted, and that of the largest one."""
+    records: dict[Shape, Record] = {}
+    for shape, step in steps:
+        records[shape] = record_step(model, *step, where=where, like=next(iter(records.values()), None))
+    return records, record_step(model, *last[1], where=where, like=next(iter(records.values())))
+
+
+def traced_context(
+    model: Model, lengths: Sequence[int | None], checked: tuple[int, int | None], where: str
+) -> list[Layer]:
+    """Return all layers under context parallelism, as functions of a rank's positions too; empty if not possible.
+
+    Traced are one rank, which exchanges with itself, and the fewest that divide the heads.
+    """
+    source, longest = model.input, checked[1]
+    if not isinstance(source, TokenInput) or source.classes is not None or longest is None:
+        return []
+    try:
+        heads = max(record_step(model, TRACED_BATCH_SIZES[0], longest, context=1, where=where).units.values())
+        one_length = len(lengths) == 1
+        divisors = [n for n in range(2, heads + 1) if heads % n == 0 and not (one_length and longest % n)]
+        if not divisors:
+            return []
+        ranks = divisors[0]
+        shorter, *_, last = sorted({-(-length // ranks) * ranks for length in lengths if length is not None}) * 2
+        places = {(last, 1), (last, ranks), (shorter, 1)}
+        records: dict[Shape, Record] = {
+            (b, s, 0, s // n): record_step(model, b, s, context=n, where=where)
+            for b in TRACED_BATCH_SIZES
+            for s, n in sorted(places)
+        }
+        longest -= longest % ranks
+        largest = record_step(model, checked[0], longest, context=ranks, where=where)
+        return fit_layers(records, largest, (checked[0], longest, 0, longest // ranks))
+    except (NoPolynomialError, UserError, RuntimeError, TypeError, ValueError):  # of modules that take no parts
+        return []
 
 
 TRACED_RANKS = (2, 4)
@@ -184,11 +237,11 @@ def traced_parts(
     several = TRACED_UNITS if units >= max(TRACED_UNITS) else (1, 2)
     sizes = [(b, s, u, fewer) for u in several for b in TRACED_BATCH_SIZES for s in rounded]
     sizes += [(b, rounded[-1], several[0], more) for b in TRACED_BATCH_SIZES]
-    records: dict[Shape, Record] = {
-        (b, s, u, s // ranks): record_step(model, b, s, u, ranks, where=where) for b, s, u, ranks in sizes
-    }
-    largest = record_step(model, checked[0], longest, units, more, where=where)
-    return fit_layers(records, largest, (checked[0], longest, units, longest // more))
+    last = (checked[0], longest, units, longest // more), (checked[0], longest, units, more)
+    records, largest = _recorded(
+        model, [((b, s, u, s // ranks), (b, s, u, ranks)) for b, s, u, ranks in sizes], last, where
+    )
+    return fit_layers(records, largest, last[0])
 
 
 def _traced_cut(
@@ -199,13 +252,38 @@ def _traced_cut(
     if units < 2:
         return []
     traced = TRACED_UNITS if units >= max(TRACED_UNITS) else (1, 2)
-    cut: dict[Shape, Record] = {
-        (*shape, units_of_ranks): record_step(model, *shape, units_of_ranks, where=where)
-        for units_of_ranks in traced
-        for shape in shapes
-    }
-    last = (*checked, units)
-    return fit_layers(cut, record_step(model, *last, where=where), last)
+    sizes: list[Step] = [(*shape, units_of_ranks) for units_of_ranks in traced for shape in shapes]
+    last: Step = (*checked, units)
+    cut, largest = _recorded(model, [(size, size) for size in sizes], (last, last), where)
+    return fit_layers(cut, largest, last)
+
+
+TRACED_ROWS = (96, 160, 224)
+"""Rows that the experts of a rank process in traces; the last in the step that is checked."""
+
+
+def _traced_experts(
+    model: Model, shapes: Sequence[tuple[int, int | None]], checked: tuple[int, int | None], where: str
+) -> list[Layer]:
+    """Return all layers with divided experts, as functions of the experts that are held and their rows too.
+
+    Ranks hold two experts, or more: a single one may behave differently, see `TRACED_UNITS`.
+    """
+    experts = experts_to_divide(model, where)
+    if experts < 4:
+        return []
+    first, more, last = TRACED_ROWS
+    sizes = [(*shape, 2, first) for shape in shapes]
+    sizes += [(*shapes[-1], experts // 2 if experts > 4 else experts, first), (*shapes[-1], 2, more)]
+
+    def record(b: int, s: int | None, held: int, rows: int) -> Record:
+        return record_step(model, b, s, routed=(held, rows), where=where)
+
+    records: dict[Shape, Record] = {(b, s, held, 1, rows): record(b, s, held, rows) for b, s, held, rows in sizes}
+    try:
+        return fit_layers(records, record(*checked, 2, last), (*checked, 2, 1, last))
+    except NoPolynomialError:
+        return []
 
 
 def _buffer_bytes(model: Model, where: str) -> tuple[int, ...]:
@@ -408,4 +486,7 @@ def counted_table(counted: OperationCounts) -> str:
 def write_model(path: Path, model: Model) -> None:
     """Write the model file, or nothing."""
     data = TypeAdapter(Model).dump_python(model, mode="json", exclude_none=True)
+    for name in ("context_layers", "expert_layers"):  # most models have none
+        if not data[name]:
+            del data[name]
     write_text(path, tomli_w.dumps(data, multiline_strings=False, indent=2))

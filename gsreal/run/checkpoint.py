@@ -487,8 +487,12 @@ def _unsupported_reason(scenario: Scenario) -> str | None:
 
     Owners' shards are ranges of flat buckets, for which a slice of a block has no single index in the whole.
     """
+    if scenario.policies.compressor is not None:
+        return f"what method '{scenario.plan.method}' has not sent yet is not saved"
     if scenario.policies.gradients == "periodic":
         return "parameters of ranks that synchronize periodically differ in between, and only one rank's are saved"
+    if scenario.policies.ep > 1:
+        return "experts that ranks divide (plan.ep) are not saved yet"
     if scenario.policies.gradients == "push" and scenario.policies.tp > 1:
         return "shards of blocks that are cut too (plan.tp beside pushes) are not saved yet"
     return None

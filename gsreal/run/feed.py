@@ -20,6 +20,22 @@ PREPARED_BYTES, PREPARED_BATCHES = 2**28, 256
 """Limits on the host memory and number of batches prepared before the timed steps."""
 
 
+def context_place(scenario: Scenario, rank: int) -> tuple[int, int]:
+    """Return which part of every sequence a rank has under context parallelism, and of how many."""
+    mesh = scenario.policies.mesh
+    return mesh.place(rank).cp, mesh.cp
+
+
+def own_positions(whole: Tensor, place: tuple[int, int]) -> Tensor:
+    """Return the `place` (number, of how many) of equal parts of sequences, of shape (batch, sequence).
+
+    >>> own_positions(torch.arange(6).view(1, 6), (1, 3)).tolist()
+    [[2, 3]]
+    """
+    number, parts = place
+    return whole if parts == 1 else whole.chunk(parts, 1)[number]
+
+
 class Feed:
     """This rank's rows of every step's batch, and every rank's fraction of its loss terms."""
 
@@ -31,7 +47,7 @@ class Feed:
         self.counts = [place == policies.pp - 1 for place in places]
         """Whether each rank computes a loss: in a pipeline, those of the last stage."""
         self.reads = places[rank] == 0
-        self.copies = scenario.ranks // policies.pp // policies.data_ranks
+        self.copies = scenario.ranks // policies.pp // policies.data_ranks // policies.cp
         """Ranks that compute the same loss: those with slices of one replica, or parts of its gradients."""
         self.source = data.open_source(scenario.workload)
 
@@ -56,9 +72,11 @@ class Feed:
 
     def _make_batch(self, step: int) -> Batch:
         seed = self.scenario.run.seed
-        pairs = zip(self.source.loss_terms(seed=seed, step=step, rows=self.rows), self.counts, strict=True)
+        pairs = zip(self._loss_terms(seed, step), self.counts, strict=True)
         terms = [count if counts else 0 for count, counts in pairs]
         inputs, targets = self.source.batch(seed=seed, step=step, rows=self.rows[self.rank])
+        place = self._place(self.rank)
+        inputs, targets = own_positions(inputs, place), own_positions(targets, place)
         inputs, targets = inputs.clone(), targets.clone()  # numpy's memory is not the device's, which is counted
         if inputs.is_floating_point():
             inputs = inputs.to(DTYPES[self.scenario.workload.precision])
@@ -68,6 +86,27 @@ class Feed:
         inputs = inputs if self.reads else inputs.new_empty(0)
         targets = targets if self.counts[self.rank] else targets.new_empty(0)
         return inputs, targets, weights
+
+    def _place(self, rank: int) -> tuple[int, int]:
+        """Return which part of the sequences a rank has, of how many."""
+        return context_place(self.scenario, rank)
+
+    def _loss_terms(self, seed: int, step: int) -> list[int]:
+        """Return the number of loss terms of each rank's rows, or of its part of their sequences."""
+        terms = self.source.loss_terms(seed=seed, step=step, rows=self.rows)
+        parts = self.scenario.policies.cp
+        if parts == 1:
+            return terms
+        if getattr(self.scenario.workload.model.input, "task", None) == "next-token":  # a term at every position
+            return [count // parts for count in terms]
+        found: dict[tuple[int, int], Tensor] = {}
+        for rows in self.rows:
+            if (rows.start, rows.stop) not in found:
+                found[rows.start, rows.stop] = self.source.batch(seed=seed, step=step, rows=rows)[1]
+        return [
+            data.loss_terms(own_positions(found[rows.start, rows.stop], self._place(rank)))
+            for rank, rows in enumerate(self.rows)
+        ]
 
     def _micro_batch_weights(self, targets: Tensor) -> tuple[float, ...]:
         count = self.scenario.plan.micro_batches
@@ -102,6 +141,7 @@ class HeldOut:
         forwards = -(-max(parts) // most)
         self.sizes = splitting.split(parts[policies.data_rank(rank)], splitting.even(forwards))
         self.start = start
+        self.place = context_place(scenario, rank)
 
     def evaluate(self, module: nn.Module, *, step: int) -> Evaluation:
         """Return loss and accuracy on all held-out data, without side effects on the training (a collective)."""
@@ -119,6 +159,7 @@ class HeldOut:
         for size in self.sizes:
             note_progress("it evaluates")
             inputs, targets = self.source.batch(seed=0, step=0, rows=slice(start, start + size))
+            inputs, targets = own_positions(inputs, self.place), own_positions(targets, self.place)
             inputs = inputs.to(self.precision) if inputs.is_floating_point() else inputs
             yield inputs.to(self.device), targets.to(self.device)
             start += size

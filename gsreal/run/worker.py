@@ -253,6 +253,7 @@ def _peak(training: Training, feed: Feed, counter: MemoryCounter, rank: int) -> 
             value for state in _state_of(training).values() for value in state.values() if torch.is_tensor(value)
         ]
         tensors += training.periods.state if training.periods else []
+        tensors += training.compressor.state if training.compressor else []
         tensors += [*sharding.pusher.persistent_tensors, *sharding.publisher.persistent_tensors] if sharding else []
         with _synchronizing(training):
             peaks.append(counter.peak_of(partial(training.step, inputs, targets, weights, rank), tensors))
@@ -286,7 +287,7 @@ def _collectives(
     training.finish()
     for kind, sent in _sent(training).items():
         dependent = [entry for entry in recorder.seen if entry.data_dependent and entry.kind == kind]
-        if dependent:
+        if dependent and sharding:
             _set_payloads(dependent, sent.by_bucket, payloads[kind])
     return recorder.seen
 

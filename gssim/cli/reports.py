@@ -109,7 +109,7 @@ def in_words(plan: Plan) -> str:
     >>> in_words(Plan(method="zero3", dp_shard=8, micro_batches=4, recompute="full"))
     'zero3, dp_shard 8, 4 micro-batches, recompute full, batch even'
     """
-    axes = [(name, getattr(plan, name)) for name in ("dp_replicate", "dp_shard", "tp", "pp")]
+    axes = [(name, getattr(plan, name)) for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")]
     words = [plan.method, *(f"{name} {size}" for name, size in axes if size and size > 1)]
     if plan.micro_batches > 1:
         words.append(f"{plan.micro_batches} micro-batches")

@@ -180,6 +180,24 @@ class PostingCost:
 
 
 @spec
+class LowRankCost:
+    """Time of PowerSGD's operations on one matrix, by the rank of its factors."""
+
+    call_s: Seconds
+    """Fixed part of one product."""
+    project_element_s: Curve
+    """P = M Q: per element of M."""
+    factor_element_s: Curve
+    """Q = M^T P: per element of M."""
+    restore_element_s: Curve
+    """M = P Q^T: per element of M."""
+    orthogonalize_call_s: Curve
+    """Fixed part of one orthogonalization."""
+    orthogonalize_row_s: Curve
+    """Orthogonalization: per row of the factor."""
+
+
+@spec
 class CompressionCost:
     """Time to select, pack and add gradients over a threshold, per element; absent ones are derived from bandwidth."""
 
@@ -205,6 +223,12 @@ class CompressionCost:
     """For a bitmap at the owner: per element of the message's range."""
     dense_element_s: Seconds | None = None
     """To fill a dense message, with zeros for elements that are not sent: per element of its range."""
+    largest_element_s: Seconds | None = None
+    """For `topk`: to find the largest of a bucket, per element."""
+    largest_entry_s: Seconds | None = None
+    """For `topk`: to find, copy and clear them, per element that is sent."""
+    low_rank: LowRankCost | None = None
+    """For `powersgd`."""
 
     @model_serializer(mode="wrap")
     def _as_measured(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:

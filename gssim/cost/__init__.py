@@ -1,6 +1,7 @@
 """Compute cost: times of layers, updates, compression and copies on one device."""
 
 from gssim.cost.compute import (
+    LOW_RANK_PRODUCTS,
     accumulation_time_s,
     copy_time_s,
     cut_pairs_time_s,
@@ -9,11 +10,14 @@ from gssim.cost.compute import (
     estimate_time_s,
     gradient_pass_s,
     issue_time_s,
+    largest_time_s,
     layer_time_s,
+    low_rank_product_time_s,
     master_copy_time_s,
     mean_time_s,
     moving_time_s,
     optimizer_time_s,
+    orthogonalization_time_s,
     pack_time_s,
     residual_time_s,
     roofline_s,
@@ -25,6 +29,7 @@ from gssim.cost.compute import (
 )
 
 __all__ = [
+    "LOW_RANK_PRODUCTS",
     "accumulation_time_s",
     "copy_time_s",
     "cut_pairs_time_s",
@@ -33,11 +38,14 @@ __all__ = [
     "estimate_time_s",
     "gradient_pass_s",
     "issue_time_s",
+    "largest_time_s",
     "layer_time_s",
+    "low_rank_product_time_s",
     "master_copy_time_s",
     "mean_time_s",
     "moving_time_s",
     "optimizer_time_s",
+    "orthogonalization_time_s",
     "pack_time_s",
     "residual_time_s",
     "roofline_s",

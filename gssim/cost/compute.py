@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from gssim.cluster import CutBlockCost, DeviceType, OptimizerCost, ShardedUnitCost
+from gssim.cluster import Curve, CutBlockCost, DeviceType, OptimizerCost, ShardedUnitCost
 from gssim.plan import INDEX_BYTES
 from gssim.scenario import achieved_flop_per_s, has_master_copy, layer_profile, master_bytes, value_bytes
 from gssim.units import PRECISION_BYTES, Precision
@@ -314,6 +314,56 @@ def weight_time_s(device: DeviceType, *, encoding: str, elements: int, entries: 
     if cost is not None:
         return cost.call_s + entries * cost.scatter_element_s
     return _streamed_s(device, 64.0 * entries, operations=1)
+
+
+LOW_RANK_PRODUCTS = ("project", "factor", "restore")
+"""Products of PowerSGD with a matrix M: P = M Q, Q = M^T P, and M = P Q^T."""
+
+
+def low_rank_product_time_s(
+    device: DeviceType, product: str, *, rows: int, columns: int, rank: int, value: int, precision: Precision
+) -> float:
+    """Return the time of one of `LOW_RANK_PRODUCTS` for a matrix of `rows` by `columns`.
+
+    Without a measured cost: 2 * rows * columns * rank FLOP at the peak, or reading or writing all three if that takes
+    longer.
+
+    >>> from gssim.cluster import DeviceType
+    >>> cpu = DeviceType(kind="cpu", memory_bytes=1e9, peak_flop_per_s={}, memory_bandwidth_bytes_per_s=4e9, source="")
+    >>> low_rank_product_time_s(cpu, "project", rows=998, columns=1000, rank=1, value=4, precision="fp32")
+    0.000999998
+    """
+    elements, measured = rows * columns, device.compression and device.compression.low_rank
+    if measured:
+        by_rank: Curve = getattr(measured, f"{product}_element_s")
+        return measured.call_s + elements * by_rank.at(rank)
+    read_s = (elements + (rows + columns) * rank) * value / device.memory_bandwidth_bytes_per_s
+    peak = device.peak_flop_per_s.get(precision)
+    return max(read_s, 2 * elements * rank / peak if peak else 0.0) + device.operation_overhead_s
+
+
+def orthogonalization_time_s(device: DeviceType, *, rows: int, rank: int, value: int) -> float:
+    """Return the time of modified Gram-Schmidt on a matrix of `rows` by `rank`.
+
+    Without a measured cost: each column is read for its norm and divided by it; its products with those that follow
+    are computed (reading them) and subtracted (reading and writing them).
+    """
+    measured = device.compression and device.compression.low_rank
+    if measured:
+        return measured.orthogonalize_call_s.at(rank) + rows * measured.orthogonalize_row_s.at(rank)
+    passes = 4 * rank + 3 * rank * (rank - 1) / 2
+    return _streamed_s(device, passes * rows * value, operations=5 * rank - 2)
+
+
+def largest_time_s(device: DeviceType, *, elements: int, entries: int, value: int) -> float:
+    """Return the time to find the `entries` largest of `elements` gradients, and to copy and clear them.
+
+    Without a measured cost: magnitudes are written and read four times (a radix selection of eight bits at a time).
+    """
+    measured = device.compression
+    if measured and measured.largest_element_s is not None and measured.largest_entry_s is not None:
+        return measured.call_s + elements * measured.largest_element_s + entries * measured.largest_entry_s
+    return _streamed_s(device, elements * 6 * value + entries * (4 * value + 12), operations=10)
 
 
 def division_time_s(device: DeviceType, *, size_bytes: float) -> float:

@@ -21,12 +21,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import simpy
 
-from gssim import collectives
 from gssim.collectives import Communication
 from gssim.engine.collective_instances import CollectiveInstance
 from gssim.engine.fast_path import is_independent
 from gssim.engine.memory_tracker import allocates_beside_compute
-from gssim.engine.rendezvous import carry_out
+from gssim.engine.rendezvous import PreparedTransfer, carry_out, delays_on_idle_links, prepared_transfer
 from gssim.network import Prepared
 from gssim.program import Chunk, Outline, Program, Task, TaskId, Template, parts_of
 from gssim.result import PHASES
@@ -205,7 +204,7 @@ class OutlineWalk:
         """Streams at a collective, by step, collective and instance."""
         self._times: dict[CollectiveInstance, int] = defaultdict(int)
         """Number of times that an instance was carried out, without those that count themselves."""
-        self._prepared: dict[CollectiveInstance, tuple[tuple[float, ...], Prepared, float] | None] = {}
+        self._prepared: dict[CollectiveInstance, PreparedTransfer | None] = {}
         self._instances: dict[int, dict[int, tuple[int, CollectiveInstance]]] = {}
         """By identity of a collective, and class."""
         self._numbers: dict[TaskId, int] = {}
@@ -236,41 +235,21 @@ class OutlineWalk:
                             owners[link] = owner if owners.get(link, owner) == owner else -1
         return owners | dict.fromkeys(machine.network.busy_links, -1)
 
-    def _prepare(self, instance: CollectiveInstance) -> tuple[tuple[float, ...], Prepared, float] | None:
-        """Return the delays before an instance's transfer, the transfer, and the time of the reduction behind it; None
-        where it has several stages or groups of sessions.
-        """
+    def _prepare(self, instance: CollectiveInstance) -> PreparedTransfer | None:
+        """Return what an instance takes on idle links, once for all times; None where that is not known."""
         if instance not in self._prepared:
-            self._prepared[instance] = self._newly_prepared(instance)
+            self._prepared[instance] = prepared_transfer(self.machine, instance)
         return self._prepared[instance]
-
-    def _newly_prepared(self, instance: CollectiveInstance) -> tuple[tuple[float, ...], Prepared, float] | None:
-        schedule, network = instance.schedule, self.machine.network
-        first = (schedule.fixed_s,) if schedule.fixed_s else ()
-        if schedule.measured or not schedule.stages:
-            return first, Prepared(0.0, None, None, 0.0), 0.0
-        if len(schedule.stages) > 1:
-            return None
-        (stage,) = schedule.stages
-        prepared = network.prepared(stage, schedule.pace(stage))
-        if prepared is None:
-            return None
-        reduction_s = collectives.reduction_s(self.machine.cluster, stage.reduced_bytes)
-        return (*first, prepared.wait_s) if prepared.wait_s else first, prepared, reduction_s
 
     def _alone_delays(self, instance: CollectiveInstance, index: int) -> tuple[float, ...] | None:
         """Return the delays of a collective that only one class takes part in, on links of its own; None elsewhere."""
         known = self._prepare(instance)
         if known is None or len(instance.classes) > 1:
             return None
-        first, prepared, reduction_s = known
-        last = (reduction_s,) if reduction_s else ()
-        if prepared.sessions is None:
-            return (*first, prepared.processor_s, *last) if prepared.processor_s else (*first, *last)
-        if any(self._owner_of_link[link] != index for link in prepared.sessions.links):
+        sessions = known[1].sessions
+        if sessions is not None and any(self._owner_of_link[link] != index for link in sessions.links):
             return None
-        alone_s = self.machine.network.single_session_s(prepared)
-        return None if alone_s is None else (*first, max(alone_s, prepared.processor_s), *last)
+        return delays_on_idle_links(self.machine, known)
 
     def _priced(self, template: Template, index: int) -> _Priced | None:
         """Return a template's time for a class; None where that is not the same at all times."""

@@ -1,7 +1,7 @@
 """Rendezvous of collectives: a collective starts when its last member arrives, and ends for all members at once."""
 
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Set
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +9,8 @@ import simpy
 
 from gssim import collectives
 from gssim.engine.collective_instances import CollectiveInstance
+from gssim.network import Prepared
+from gssim.program import Program, TaskId
 
 if TYPE_CHECKING:
     from gssim.engine.machine import Machine
@@ -74,3 +76,88 @@ def carry_out(machine: "Machine", instance: CollectiveInstance, *, lead_s: float
     for stage in scheduled.stages:
         machine.count_bytes(stage)
     machine.set_communicating(instance, -1)
+
+
+# Times that are known beforehand --------------------------------------------------------------------------------------
+
+PreparedTransfer = tuple[tuple[float, ...], Prepared, float]
+"""Delays before a collective's bytes, these, and the time of the reduction behind them."""
+
+
+def prepared_transfer(machine: "Machine", instance: CollectiveInstance) -> PreparedTransfer | None:
+    """Return what a collective takes on idle links; None where it has several stages or groups of sessions."""
+    schedule, network = instance.schedule, machine.network
+    first = (schedule.fixed_s,) if schedule.fixed_s else ()
+    if schedule.measured or not schedule.stages:
+        return first, Prepared(0.0, None, None, 0.0), 0.0
+    if len(schedule.stages) > 1:
+        return None
+    (stage,) = schedule.stages
+    prepared = network.prepared(stage, schedule.pace(stage))
+    if prepared is None:
+        return None
+    reduction_s = collectives.reduction_s(machine.cluster, stage.reduced_bytes)
+    return (*first, prepared.wait_s) if prepared.wait_s else first, prepared, reduction_s
+
+
+def delays_on_idle_links(machine: "Machine", transfer: PreparedTransfer) -> tuple[float, ...] | None:
+    """Return the delays of a collective on idle links, to be added one after another as the clock would; None where
+    it has several sessions.
+    """
+    first, prepared, reduction_s = transfer
+    last = (reduction_s,) if reduction_s else ()
+    if prepared.sessions is None:
+        return (*first, prepared.processor_s, *last) if prepared.processor_s else (*first, *last)
+    alone_s = machine.network.single_session_s(prepared)
+    return None if alone_s is None else (*first, max(alone_s, prepared.processor_s), *last)
+
+
+def links_used_in_turn(machine: "Machine") -> frozenset[int]:
+    """Return the classes of links whose users never overlap, so that each finds them idle.
+
+    That holds where one class of ranks takes part in all collectives that cross a link, and its own streams join them
+    one after another.
+    """
+    classes: dict[int, frozenset[int]] = {}
+    names: dict[int, set[TaskId]] = {}
+    for name, instances in machine.instances.items():
+        for instance in instances:
+            members = frozenset(each.index for each in instance.classes)
+            groups = (group for stage in instance.schedule.stages for group in machine.network.folded.of(stage).groups)
+            for link in {link for group in groups for link in group.links}:
+                classes[link] = classes.get(link, members) & members
+                names.setdefault(link, set()).add(name)
+    return frozenset(
+        link
+        for link, common in classes.items()
+        if common
+        and link not in machine.network.busy_links
+        and machine.program.once(joins_in_turn, machine.roles[min(common)], frozenset(names[link]))
+    )
+
+
+def joins_in_turn(program: Program, role: int, names: Set[TaskId]) -> bool:
+    """Return whether a rank joins some collectives one after another in all steps, whatever the times of its tasks.
+
+    A task follows those before it on its stream, those that it waits for, and what they follow.
+    """
+    streams: dict[str, int] = {}
+    for task in program.tasks[role]:
+        streams.setdefault(task.stream, len(streams))
+    latest: dict[str, tuple[int, ...]] = dict.fromkeys(streams, (-1,) * len(streams))
+    """By stream: place of the last task on every stream that its latest task follows, or is."""
+    before: tuple[int, int] | None = None  # stream and place of the collective joined before
+    place = 0
+    for _ in range(2):  # the second step shows whether its first collective follows the last one of the first
+        known: dict[TaskId, tuple[int, ...]] = {}
+        for task in program.tasks[role]:
+            own = streams[task.stream]
+            followed = [latest[task.stream], *(known[each] for each in task.after if each in known)]
+            behind = followed[0] if len(followed) == 1 else tuple(map(max, *followed))
+            if task.communication in names:
+                if before is not None and behind[before[0]] < before[1]:
+                    return False
+                before = (own, place)
+            latest[task.stream] = known[task.id] = (*behind[:own], place, *behind[own + 1 :])
+            place += 1
+    return True

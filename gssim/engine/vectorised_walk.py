@@ -6,6 +6,10 @@ own. Where ranks run ahead of the clock between collectives ([Note: ahead] in `f
 them, so that only these take part in simulated time, and between them times are added up for all ranks of a task group
 that left the same one. Every sum is made in the same order as for one rank alone, to the last digit.
 
+Many equal collectives side by side, such as those within each of many nodes, are no synchronisation of all: where no
+other traffic can cross their links meanwhile (see `links_used_in_turn`), each takes a time that is known beforehand,
+and ends so long after its last arrival. They are added up as vectors too, ahead of the clock.
+
 A stream's tasks are cut into segments without waits: a segment begins where the stream waits for others, and ends with
 a collective, or with a task that others wait for, so that they need not wait for more.
 """
@@ -13,6 +17,7 @@ a collective, or with a task that others wait for, so that they need not wait fo
 from collections import defaultdict, deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -20,7 +25,7 @@ import simpy
 
 from gssim.engine.collective_instances import CollectiveInstance
 from gssim.engine.memory_tracker import group_peaks_of
-from gssim.engine.rendezvous import carry_out
+from gssim.engine.rendezvous import carry_out, delays_on_idle_links, links_used_in_turn, prepared_transfer
 from gssim.program import Program, Task, TaskId
 from gssim.result import PHASES, Span
 from gssim.units import Floats, Ints, distinct
@@ -143,6 +148,30 @@ class _Arrivals:
     arrived: list[tuple["Ranks", int, Segment, Ints]] = field(default_factory=list)
 
 
+class _KnownTimes:
+    """The instances of a collective whose times are known beforehand, in one step."""
+
+    def __init__(self, instances: Sequence[CollectiveInstance], delays_s: Floats) -> None:
+        self.instances, self.delays_s = instances, delays_s
+        self.missing = np.array([len(each.classes) for each in instances])
+        self.latest_s = np.zeros(len(instances))
+        self.arrived: list[tuple[Ranks, Segment, Ints, Ints]] = []
+        """Members of a task group, and the number of the instance of each."""
+
+    def join(self, numbers: Ints, now_s: Floats) -> bool:
+        """Let members arrive; return whether some instances are complete with them."""
+        np.subtract.at(self.missing, numbers, 1)
+        np.maximum.at(self.latest_s, numbers, now_s)
+        return not self.missing[numbers].all()
+
+    def ends_s(self) -> Floats:
+        """Return the end of each instance after its latest arrival, added up as by the clock."""
+        ends_s = self.latest_s
+        for delay_s in self.delays_s:
+            ends_s = ends_s + delay_s
+        return ends_s
+
+
 class Ranks:
     """Classes of a task group as positions in vectors, with the begin and end of every task by step."""
 
@@ -179,6 +208,9 @@ class VectorisedWalk:
         self._ready: deque[tuple[Ranks, int, Segment, Ints]] = deque()
         self._arrivals: dict[tuple[int, TaskId, int], _Arrivals] = {}
         self._instance_numbers: dict[tuple[int, TaskId], Ints] = {}
+        self._known_delays: dict[TaskId, Floats | None] = {}
+        """Delays of each instance of a collective, one after another; None where they depend on other traffic."""
+        self._known: dict[tuple[int, TaskId], _KnownTimes] = {}
 
     def run(self) -> None:
         """Execute all steps; raise RuntimeError where they cannot end."""
@@ -258,6 +290,9 @@ class VectorisedWalk:
         collective = segment.communication
         assert collective is not None
         instances = self.machine.instances[collective]
+        if len(instances) > 1 and self._delays_of(collective, instances) is not None:
+            self._arrive_at_known(ranks, step, segment, members, now_s)
+            return
         numbers = (
             self._instance_of(ranks, collective, instances)[members]
             if len(instances) > 1
@@ -272,6 +307,65 @@ class VectorisedWalk:
             arrivals.arrived.append((ranks, step, segment, members[inside]))
             if not arrivals.missing:
                 self.machine.env.process(self._run_instance(instances[number], self._arrivals.pop(key)))
+
+    @cached_property
+    def _links_in_turn(self) -> frozenset[int]:
+        return links_used_in_turn(self.machine)
+
+    def _delays_of(self, collective: TaskId, instances: Sequence[CollectiveInstance]) -> Floats | None:
+        """Return the delays of each of a collective's instances (by delay and instance); None where they depend on
+        other traffic.
+        """
+        if collective not in self._known_delays:
+            found = [self._delays(instance) for instance in instances]
+            known = [each for each in found if each is not None]
+            count = max(map(len, known), default=0)
+            self._known_delays[collective] = (
+                np.array([(*each, *(0.0,) * (count - len(each))) for each in known]).T
+                if len(known) == len(found)
+                else None
+            )
+        return self._known_delays[collective]
+
+    def _delays(self, instance: CollectiveInstance) -> tuple[float, ...] | None:
+        transfer = prepared_transfer(self.machine, instance)
+        if transfer is None:
+            return None
+        sessions = transfer[1].sessions
+        if sessions is not None and not sessions.links <= self._links_in_turn:
+            return None
+        return delays_on_idle_links(self.machine, transfer)
+
+    def _arrive_at_known(self, ranks: Ranks, step: int, segment: Segment, members: Ints, now_s: Floats) -> None:
+        """Let ranks join a collective whose times are known: instances that are complete end at once, ahead of the
+        clock.
+        """
+        collective = segment.communication
+        assert collective is not None
+        instances, delays_s = self.machine.instances[collective], self._known_delays[collective]
+        assert delays_s is not None
+        key = (step, collective)
+        if key not in self._known:
+            self._known[key] = _KnownTimes(instances, delays_s)
+        known, numbers = self._known[key], self._instance_of(ranks, collective, instances)[members]
+        known.arrived.append((ranks, segment, members, numbers))
+        if not known.join(numbers, now_s):
+            return
+        ends_s, arrived, known.arrived = known.ends_s(), known.arrived, []
+        for others, theirs, some, places in arrived:
+            complete = known.missing[places] == 0
+            if not complete.all():
+                known.arrived.append((others, theirs, some[~complete], places[~complete]))
+            if complete.any():
+                done, end_s = some[complete], ends_s[places[complete]]
+                others.ended_s[step, theirs.tasks[-1], done] = end_s
+                self._end(others, step, theirs, done, end_s)
+        if not known.missing.any():
+            del self._known[key]
+            for instance in instances:
+                for stage in instance.schedule.stages:
+                    self.machine.network.count(stage)
+                    self.machine.count_bytes(stage)
 
     def _instance_of(self, ranks: Ranks, collective: TaskId, instances: Sequence[CollectiveInstance]) -> Ints:
         """Return the number of the collective instance in which each class takes part."""
@@ -296,12 +390,21 @@ class VectorisedWalk:
     def blocked_ranks(self) -> list[str]:
         """Return the ranks that wait for ever, each with its cause."""
         classes, texts = self.machine.classes, []
-        for (_, collective, number), arrivals in self._arrivals.items():
-            arrived = {int(each) for ranks, _, _, members in arrivals.arrived for each in ranks.classes[members]}
-            instance = self.machine.instances[collective][number]
+        waiting = [
+            (self.machine.instances[collective][number], arrivals.arrived)
+            for (_, collective, number), arrivals in self._arrivals.items()
+        ]
+        for (step, _), known in self._known.items():
+            for number, instance in enumerate(known.instances):
+                inside = [(ranks, segment, some[places == number]) for ranks, segment, some, places in known.arrived]
+                waiting.append((instance, [(ranks, step, segment, some) for ranks, segment, some in inside]))
+        for instance, arrived_parts in waiting:
+            arrived = {int(each) for ranks, _, _, members in arrived_parts for each in ranks.classes[members]}
+            if not arrived:
+                continue
             missing = sorted(each.representative for each in instance.classes if each.index not in arrived)
             cause = f"for rank {', '.join(map(str, missing))}"
-            for ranks, _, segment, members in arrivals.arrived:
+            for ranks, _, segment, members in arrived_parts:
                 task = ranks.task_group.tasks[segment.tasks[-1]].label
                 for index in ranks.classes[members].tolist():
                     rank = classes[index].representative

@@ -213,7 +213,7 @@ ACCELERATE: dict[str, Rule] = {
     **refused("modules that are left out cannot be simulated", "fsdp_config.fsdp_ignored_modules"),
     **refused("units by size cannot be simulated", "fsdp_config.fsdp_min_num_params"),
     **refused("sequence parallelism cannot be simulated", "parallelism_config.*sp_size", neutral=(1,)),
-    **listed("of sequence or context parallelism, which is off or refused", "parallelism_config.*"),
+    **listed("of sequence or context parallelism, which is off, refused or read by its degree", "parallelism_config.*"),
     **listed("approximated: the next unit's parameters are gathered while this one computes", "fsdp_config.*prefetch*"),
     **listed(
         "approximated: the next unit's parameters are gathered while this one computes", "fsdp_config.*limit_all*"

@@ -50,6 +50,8 @@ def export_scenario(scenario: Scenario, to: str) -> Exported:
         value = getattr(plan, name)
         shown = value if isinstance(value, (int, str)) else "..."
         _refuse(to, f"plan.{name}", shown, value == getattr(usual, name), "leave it out")
+    _refuse(to, "plan.cp", policies.cp, policies.cp == 1 or to in ("torchtitan", "accelerate"), "1")
+    _refuse(to, "plan.ep", policies.ep, policies.ep == 1, "1")
     own = scenario.cluster.backend == "gloo" or policies.exchange == "backend"
     _refuse(to, "plan.exchange", policies.exchange, own or method.gradients == "push", "'backend'")
     _refuse(to, "workload.precision", scenario.workload.precision, scenario.workload.precision in DTYPES, "fp32, bf16")
@@ -58,6 +60,8 @@ def export_scenario(scenario: Scenario, to: str) -> Exported:
     said = usual_reduction or (reduced in DTYPES and (to == "deepspeed" or (to != "accelerate" and shards)))
     _refuse(to, "workload.reduce_precision", reduced, said, "leave it out")
     notes = [f"plan.recompute = '{plan.recompute}': recompute in your own code"] if _left_to_code(plan, to) else []
+    if policies.cp > 1:
+        notes.append(f"plan.cp = {policies.cp}: {to} passes keys and values in a ring, not heads by all-to-alls")
     if plan.method == "fsdp":
         notes.append("plan.method = 'fsdp': reads back as 'zero3', which is the same")
     scale = scenario.workload.loss_scale
@@ -181,8 +185,9 @@ def _accelerate(scenario: Scenario, notes: list[str]) -> Exported:
             "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
             "  fsdp_state_dict_type: SHARDED_STATE_DICT",
         ]
-    if policies.tp > 1 or (sharded and policies.dp_replicate > 1):
+    if policies.tp > 1 or policies.cp > 1 or (sharded and policies.dp_replicate > 1):
         sizes = {"dp_replicate": policies.dp_replicate, "dp_shard": policies.dp_shard, "tp": policies.tp}
+        sizes |= {"cp": policies.cp} if policies.cp > 1 else {}
         lines += ["parallelism_config:", *(f"  parallelism_config_{name}_size: {n}" for name, n in sizes.items())]
     if len(hosts) > 1:
         notes.append("machine_rank and main_process_ip: give them to `accelerate launch` on each host")
@@ -230,6 +235,7 @@ def _torchtitan(scenario: Scenario, notes: list[str]) -> Exported:
             "data_parallel_replicate_degree": policies.dp_replicate,
             "data_parallel_shard_degree": policies.dp_shard if sharded else 1,
             "fsdp_reshard_after_forward": "never" if plan.method == "zero2" else "always" if sharded else "default",
+            **({"context_parallel_degree": policies.cp} if policies.cp > 1 else {}),
         },
         "activation_checkpoint": {"mode": plan.recompute},
     }

@@ -54,7 +54,7 @@ MEGATRON: dict[str, Rule] = {
     ),
     **refused("steps of changing batch cannot be simulated", "step-batch-size-schedule"),
     **refused(EXPERTS, "num-moe-experts"),
-    **listed("of context parallelism, which is off or refused", "cp-comm-type", "hierarchical-context*"),
+    **listed("of context parallelism, simulated by all-to-alls", "cp-comm-type", "hierarchical-context*"),
     **listed("of pipelines, which send while they compute here", "wgrad-deferral-limit", "variable-seq-lengths"),
     **refused("knowledge distillation cannot be simulated", "export-kd*", "logits-*", "teacher-*", "modelopt*"),
     **refused("offloading cannot be simulated", "optimizer-cpu-offload", "cpu-offloading*", "offload-*"),

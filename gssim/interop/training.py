@@ -74,8 +74,6 @@ class Pending:
 
 
 PENDING: dict[str, Pending] = {
-    "cp": Pending("context parallelism", "plan.cp", (1,)),
-    "ep": Pending("expert parallelism", "plan.ep", (1,)),
     "sequence_parallel": Pending("sequence parallelism beside tensor parallelism", "plan.sequence_parallel", (False,)),
     "clip_norm": Pending(
         "clipping by the gradients' norm (a pass over the gradients and a small all-reduce)",
@@ -328,29 +326,40 @@ def _axes(
     if overrides.keys() & {"plan.tp", "plan.pp"}:
         tp = Value(overrides.get("plan.tp", tp.value), tp.origin)
         pp = Value(overrides.get("plan.pp", pp.value), pp.origin)
-    cut = tp.value * pp.value
+    cp = Value(overrides.get("plan.cp", (training.cp or one).value), (training.cp or one).origin)
+    cut = tp.value * pp.value * cp.value
     if ranks % cut:
-        blamed = pp if pp.value > 1 else tp
-        _refuse(keys, blamed, f"tensor times pipeline ranks are {cut}, which does not divide {ranks} ranks")
+        blamed = next((axis for axis in (pp, tp) if axis.value > 1), cp)
+        product = "tensor times pipeline ranks" if cp.value == 1 else "tensor times pipeline times context ranks"
+        _refuse(keys, blamed, f"{product} are {cut}, which does not divide {ranks} ranks")
         return None
     dp = ranks // cut
     if training.dp is not None and training.dp.value not in (-1, dp):
         _refuse(keys, training.dp, f"{ranks} ranks of which {cut} share a replica leave {dp}")
         return None
-    entries = _method(training, keys, dp, tp.value, pp.value)
-    return None if entries is None else (ranks, dp, tp, pp, entries)
+    entries = _method(training, keys, dp, tp.value, pp.value, cp.value)
+    if entries is None:
+        return None
+    if cp.value > 1:
+        entries.append(Entry("plan.cp", cp.value, cp.origin))
+        name = cp.origin.partition(" = ")[0]
+        keys.note(name, "approximated: parts of sequences are exchanged for heads by all-to-alls, not passed in a ring")
+    ep = training.ep or one
+    if ep.value > 1:
+        entries.append(Entry("plan.ep", ep.value, ep.origin))
+    return ranks, dp, tp, pp, entries
 
 
-def _method(training: Training, keys: Keys, dp: int, tp: int, pp: int) -> list[Entry] | None:
-    """Return the entries of the method and of the data axes that it sizes."""
+def _method(training: Training, keys: Keys, dp: int, tp: int, pp: int, cp: int) -> list[Entry] | None:
+    """Return the entries of the method and of the data axes that it sizes; state is sharded over `cp` ranks too."""
     sharding = training.sharding or Value("none", "not in the file: no sharding")
     split = _data_axes(training, keys, dp, sharding)
     if split is None:
         return None
     replicas, shards = split
-    if dp == 1 or sharding.value == "none" or (shards == 1 and sharding.value != "zero1"):
+    if dp * cp == 1 or sharding.value == "none" or (shards * cp == 1 and sharding.value != "zero1"):
         why = sharding.origin if sharding.value == "none" else f"{sharding.origin}, but one rank has nothing to share"
-        method = "ddp" if dp > 1 else "pipeline" if pp > 1 else "tensor" if tp > 1 else "single"
+        method = "ddp" if dp * cp > 1 else "pipeline" if pp > 1 else "tensor" if tp > 1 else "single"
         return [Entry("plan.method", method, why)]
     method = "hsdp" if sharding.value == "zero3" and replicas > 1 else sharding.value
     if pp > 1 and method != "zero1":

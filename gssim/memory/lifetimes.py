@@ -194,11 +194,12 @@ def activation_timeline(
 
 
 def gradient_events(
-    layers: Sequence[LayerInstance], *, value_bytes: int, given_back: int
+    layers: Sequence[LayerInstance], *, value_bytes: int, given_back: int, given_back_of_slices: int | None = None
 ) -> dict[tuple[int, str], list[Event]]:
     """Return the allocations of parameter gradients, and their releases when they are ready.
 
     `given_back`: 0: none; 1: the gradient is copied elsewhere, or added to an earlier one; 2: that is released too.
+    `given_back_of_slices`: the same for parameters that are slices; absent: as of all.
     """
     events: dict[tuple[int, str], list[Event]] = defaultdict(list)
     by_parameter: dict[int, tuple[Event, Event]] = {}
@@ -207,9 +208,10 @@ def gradient_events(
             born, ready = parameter.born, parameter.ready
             if id(parameter) not in by_parameter:  # repetitions share their events
                 size = float(parameter.elements * value_bytes)
+                times = given_back_of_slices if parameter.sliced and given_back_of_slices is not None else given_back
                 by_parameter[id(parameter)] = (
                     Event(born.position, size, "gradients"),
-                    Event(ready.position, -given_back * size, "gradients"),
+                    Event(ready.position, -times * size, "gradients"),
                 )
             taken, freed = by_parameter[id(parameter)]
             events[instance.index + born.layer_offset, "b"].append(taken)

@@ -12,7 +12,7 @@ from gssim.plan.encodings import (
     message_bytes,
     scratch_elements,
 )
-from gssim.plan.mesh import AXES, DATA_AXES, Mesh
+from gssim.plan.mesh import AXES, DATA_AXES, REPLICA_AXES, Mesh
 from gssim.plan.methods import METHODS, PREDICTED_ONLY, RUNS_WITH, Method, MethodName
 from gssim.plan.pipeline_schedule import SCHEDULES, Action, Message, in_flight, refuse, schedule
 from gssim.plan.plan import (
@@ -20,11 +20,15 @@ from gssim.plan.plan import (
     DDP_FIRST_BUCKET_BYTES,
     MIB,
     Plan,
+    PowerSGD,
     Publish,
     Push,
     Replanning,
     ShareRules,
+    TopK,
     absolute_threshold,
+    largest_count,
+    low_rank_of,
     resolved_push,
 )
 from gssim.plan.policies import Policies, refuse_what_cannot_run, resolve
@@ -44,6 +48,7 @@ __all__ = [
     "MIB",
     "MOST_INDEXED",
     "PREDICTED_ONLY",
+    "REPLICA_AXES",
     "RUNS_WITH",
     "SAMPLE_ELEMENTS",
     "SCHEDULES",
@@ -57,10 +62,12 @@ __all__ = [
     "OwnerTimes",
     "Plan",
     "Policies",
+    "PowerSGD",
     "Publish",
     "Push",
     "Replanning",
     "ShareRules",
+    "TopK",
     "Watch",
     "absolute_threshold",
     "assign_buckets",
@@ -74,6 +81,8 @@ __all__ = [
     "even",
     "greedy",
     "in_flight",
+    "largest_count",
+    "low_rank_of",
     "memory_shares",
     "message_bytes",
     "observe",

@@ -5,9 +5,12 @@ from dataclasses import dataclass
 from itertools import pairwise, product
 from math import prod
 
-AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """From the outermost to the innermost: ranks that differ in `tp` alone are adjacent, as in torchtitan."""
 DATA_AXES = ("dp_replicate", "dp_shard")
+"""Those among which the samples of a batch are divided."""
+REPLICA_AXES = (*DATA_AXES, "cp")
+"""Those whose ranks hold the same part of the model, each with samples, or parts of sequences, of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +20,7 @@ class Place:
     pp: int = 0
     dp_replicate: int = 0
     dp_shard: int = 0
+    cp: int = 0
     tp: int = 0
 
 
@@ -27,12 +31,15 @@ class Mesh:
     pp: int = 1
     dp_replicate: int = 1
     dp_shard: int = 1
+    cp: int = 1
     tp: int = 1
+    ep: int = 1
+    """Data ranks in a row that divide experts among them: no axis of its own, but a part of the data axes."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Size of each of `AXES`."""
-        return (self.pp, self.dp_replicate, self.dp_shard, self.tp)
+        return (self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp)
 
     @property
     def ranks(self) -> int:
@@ -44,11 +51,16 @@ class Mesh:
         """Number of parts into which a batch is divided."""
         return self.dp_replicate * self.dp_shard
 
+    @property
+    def replica_ranks(self) -> int:
+        """Number of ranks that hold the same part of the model: those of all `REPLICA_AXES`."""
+        return self.data_ranks * self.cp
+
     def place(self, rank: int) -> Place:
         """Return the coordinates of a rank.
 
         >>> Mesh(pp=2, dp_shard=3).place(4)
-        Place(pp=1, dp_replicate=0, dp_shard=1, tp=0)
+        Place(pp=1, dp_replicate=0, dp_shard=1, cp=0, tp=0)
         """
         coordinates = []
         for size in reversed(self.sizes):
@@ -58,7 +70,29 @@ class Mesh:
 
     def data_rank(self, rank: int) -> int:
         """Return the index of a rank's part of the batch: its position on the data axes."""
-        return rank // self.tp % self.data_ranks
+        return rank // (self.tp * self.cp) % self.data_ranks
+
+    def expert_position(self, rank: int) -> int:
+        """Return the position of a rank among those that divide experts with it."""
+        return self.data_rank(rank) % self.ep
+
+    def expert_group(self, rank: int) -> Sequence[int]:
+        """Return the ranks that divide experts with a rank: data ranks in a row.
+
+        >>> Mesh(dp_replicate=4, ep=2).expert_group(3)
+        range(2, 4)
+        """
+        first = rank - self.tp * self.expert_position(rank)
+        return range(first, first + self.tp * (self.ep - 1) + 1, self.tp)
+
+    def expert_replicas(self, rank: int) -> Sequence[int]:
+        """Return the ranks that hold the same experts as a rank.
+
+        >>> Mesh(dp_replicate=4, ep=2).expert_replicas(3)
+        range(1, 4, 2)
+        """
+        first = rank - self.tp * (self.data_rank(rank) - self.expert_position(rank))
+        return range(first, first + self.tp * (self.data_ranks - self.ep) + 1, self.tp * self.ep)
 
     def group(self, rank: int, *axes: str) -> Sequence[int]:
         """Return the sorted ranks that differ from `rank` on no axis but the given ones.

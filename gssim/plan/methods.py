@@ -25,6 +25,8 @@ class Method:
     gradient_sync: str = "step"
     compress: Precision | None = None
     """16-bit format in which buckets of gradients are all-reduced; None: the workload's precision."""
+    compressor: str | None = None
+    """`powersgd` or `topk`: how buckets of gradients are compressed beyond their precision; None: not at all."""
     sync_every_steps: int | None = None
     """Steps from one synchronization of the parameters to the next; None: ranks' parameters are always equal."""
     outer_optimizer: bool = False
@@ -101,6 +103,26 @@ METHODS: dict[str, Method] = {
             "DistributedDataParallel with bf16_compress_hook or fp16_compress_hook",
             gradients="all-reduce",
             compress="bf16",
+            axis="dp_replicate",
+            searched=False,
+            **_REPLICATED,
+        ),
+        Method(
+            "powersgd",
+            "PowerSGD: matrices of gradients are all-reduced as products of two of low rank, with error feedback.",
+            "DistributedDataParallel with a communication hook of gsreal.methods.compressed",
+            gradients="all-reduce",
+            compressor="powersgd",
+            axis="dp_replicate",
+            searched=False,
+            **_REPLICATED,
+        ),
+        Method(
+            "topk",
+            "Top-k: of each bucket the largest gradients are all-gathered and summed, with error feedback.",
+            "DistributedDataParallel with a communication hook of gsreal.methods.compressed",
+            gradients="all-reduce",
+            compressor="topk",
             axis="dp_replicate",
             searched=False,
             **_REPLICATED,
@@ -214,6 +236,7 @@ PREDICTED_ONLY: dict[tuple[str, object], str] = {
     ("workload.gradient_precision", "fp32"): "can be predicted, but not run; leave it out",
     ("run.extrapolate_micro_batches", True): "a real run has all micro-batches; allowed: false",
     ("plan.zero1_implementation", "deepspeed"): "can be predicted, but not run; allowed: 'torch'",
+    ("plan.zero1_implementation", "megatron"): "can be predicted, but not run; allowed: 'torch'",
 }
 """Values of a scenario's keys that a real run refuses, and why."""
 RUNS_WITH: dict[tuple[str, object], str] = {("workload.precision", "fp16"): "workload.loss_scale"}

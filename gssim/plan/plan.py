@@ -1,6 +1,8 @@
 """The plan as the user writes it, and its options; `gssim.plan.policies` resolves it to policies on a cluster."""
 
+from collections.abc import Sequence
 from dataclasses import field, replace
+from math import prod
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -114,6 +116,63 @@ class Outer:
     """Momentum of the mean changes."""
 
 
+FirstCompressed = Annotated[int, Field(ge=2)]
+"""A step from which on gradients are compressed: DistributedDataParallel rebuilds its buckets after the first."""
+
+
+@spec
+class PowerSGD:
+    """Low-rank compression of gradients under `powersgd` (Vogels et al. 2019, arXiv:1905.13727)."""
+
+    rank: PositiveInt = 2
+    """Columns of the factors P and Q of every matrix, or its smaller side where that is less."""
+    error_feedback: bool = True
+    """Add what the product of the factors left out of a rank's gradients to those of its next step."""
+    warm_start: bool = True
+    """Begin each step with the factors Q of the one before; else with random ones, equal on all ranks."""
+    min_compression_ratio: PositiveFloat = 2.0
+    """Tensors whose factors have more than an n-th of their elements, such as vectors, are all-reduced as they are
+    (torch's min_compression_rate)."""
+    start_step: FirstCompressed = 2
+    """Steps at the start of a training in which gradients are all-reduced whole; they belong to the warm-up."""
+
+
+@spec
+class TopK:
+    """Sparsification of gradients under `topk` (Aji and Heafield 2017, arXiv:1704.05021)."""
+
+    density_ratio: Annotated[float, Field(gt=0, le=1)] = 0.01
+    """Fraction of the elements of every bucket that each rank sends: the largest by magnitude, at least one."""
+    error_feedback: bool = True
+    """Add what a rank did not send to its gradients of the next step."""
+    start_step: FirstCompressed = 2
+    """Steps at the start of a training in which gradients are all-reduced whole; they belong to the warm-up."""
+
+
+def low_rank_of(options: PowerSGD, shape: Sequence[int]) -> tuple[int, int, int] | None:
+    """Return rows, columns and rank of a tensor under PowerSGD; None where it is all-reduced as it is.
+
+    Rows are its first dimension, columns all others. It is compressed where (rows + columns) * rank *
+    `min_compression_ratio` < rows * columns: torch 2.13, powerSGD_hook.py, _should_compress.
+
+    >>> low_rank_of(PowerSGD(rank=2), (8, 4, 4)), low_rank_of(PowerSGD(rank=2), (16,))
+    ((8, 16, 2), None)
+    """
+    rows, columns = (shape[0] if shape else 1), prod(shape[1:])
+    rank = min(rows, columns, options.rank)
+    worth = (rows + columns) * rank * options.min_compression_ratio < rows * columns
+    return (rows, columns, rank) if worth else None
+
+
+def largest_count(options: TopK, elements: int) -> int:
+    """Return how many of a bucket's elements each rank sends.
+
+    >>> largest_count(TopK(density_ratio=0.01), 1000), largest_count(TopK(density_ratio=0.01), 10)
+    (10, 1)
+    """
+    return min(elements, max(1, round(options.density_ratio * elements)))
+
+
 @spec
 class Replanning:
     """Rebalancing of the batch at run time; `gssim.plan.rebalancing` describes how these options work together."""
@@ -164,8 +223,17 @@ class Plan:
     """
     tp: PositiveInt = 1
     """Ranks that share each block's tensors; for `tensor` and `gs_tp`, 1 means the ranks that the other axes leave."""
+    cp: PositiveInt = 1
+    """Context parallelism: ranks that divide every sequence among them, from the embedding to the loss. For the
+    attention, queries, keys, values and outputs are exchanged by all-to-alls, so that each rank attends to whole
+    sequences with its part of the heads (DeepSpeed Ulysses). Gradients are reduced, and state is sharded, over these
+    ranks too."""
     pp: PositiveInt = 1
     """Ranks in a pipeline of stages; for `pipeline`, 1 means the ranks that the other axes leave."""
+    ep: PositiveInt = 1
+    """Ranks that divide the routed experts of each mixture-of-experts layer: so many data ranks in a row. Tokens are
+    sent to the ranks of their experts and back by all-to-alls; gradients of experts are reduced among the ranks that
+    hold the same ones."""
     partition: Partition | None = None
     """Split by samples, or of the weight gradients of the same samples. Absent: the method's."""
     parameters: ParameterPolicy | None = None
@@ -181,14 +249,20 @@ class Plan:
     compress: Literal["bf16", "fp16"] | None = None
     """Format in which buckets of gradients are all-reduced: they are cast to it, divided by the number of replicas,
     summed, and cast back (torch's bf16_compress_hook and fp16_compress_hook). Absent: bf16 for `half`, else none."""
+    powersgd: PowerSGD = field(default_factory=PowerSGD)
+    """Low-rank compression of `powersgd`."""
+    topk: TopK = field(default_factory=TopK)
+    """Sparsification of `topk`."""
     gradient_sync: Literal["step", "micro-batch"] | None = None
     """Whether gradients are synchronized once a step or after every micro-batch. Absent: the method's."""
     optimizer_state: OptimizerPolicy | None = None
     """Whole on every rank, or sharded among the owners. Absent: the method's."""
-    zero1_implementation: Literal["torch", "deepspeed"] = "torch"
+    zero1_implementation: Literal["torch", "deepspeed", "megatron"] = "torch"
     """For `zero1`. `torch`: ZeroRedundancyOptimizer updates whole tensors, each broadcast by the rank that updates it.
     `deepspeed`: all parameters lie in one flat buffer, padded, of which each rank updates an even part, with a master
-    copy of it whatever the precision; parts are all-gathered in buckets of 5e8 elements (predicted only)."""
+    copy of it whatever the precision; parts are all-gathered in buckets of 5e8 elements (predicted only). `megatron`:
+    Megatron-LM's distributed optimizer: the same parts, but gradients exist in one buffer alone, to which the products
+    that compute them add, and which is reduce-scattered, not all-reduced (predicted only)."""
     push: Push = field(default_factory=Push)
     """Push of gradients to owners."""
     publish: Publish = field(default_factory=Publish)

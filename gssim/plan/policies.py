@@ -51,14 +51,20 @@ class Policies:
     """Whether the next forward begins while published parameters are in flight."""
     compress: Precision | None = None
     """16-bit format in which buckets of gradients are all-reduced; None: the workload's precision."""
+    compressor: str | None = None
+    """`powersgd` or `topk`: how buckets of gradients are compressed beyond their precision; None: not at all."""
     sync_every_steps: int | None = None
     """Steps from one synchronization of the parameters to the next; None: ranks' parameters are always equal."""
     outer_optimizer: bool = False
     """Whether a synchronization is an outer optimizer's step on the mean change of the parameters, not their mean."""
     exchange: str = "backend"
     """`point-to-point` or `backend`."""
+    ep: int = 1
+    """Data ranks in a row that divide the experts of each layer among them."""
     sequence_parallel: bool = False
     """Whether the ranks of the axis tp divide sequences among them between the cut parts of blocks."""
+    cp: int = 1
+    """Ranks that divide sequences among them."""
 
     @property
     def cuts_natively(self) -> bool:
@@ -77,7 +83,9 @@ class Policies:
     @property
     def mesh(self) -> Mesh:
         """The mesh of the parallel axes."""
-        return Mesh(pp=self.pp, dp_replicate=self.dp_replicate, dp_shard=self.dp_shard, tp=self.tp)
+        return Mesh(
+            pp=self.pp, dp_replicate=self.dp_replicate, dp_shard=self.dp_shard, cp=self.cp, tp=self.tp, ep=self.ep
+        )
 
     @property
     def ranks(self) -> int:
@@ -88,6 +96,16 @@ class Policies:
     def data_ranks(self) -> int:
         """Number of parts into which the batch is divided: one, for all, where ranks divide the weight gradients."""
         return 1 if self.partition == "weight-gradient" else self.mesh.data_ranks
+
+    @property
+    def replica_ranks(self) -> int:
+        """Number of ranks that reduce their gradients together: the parts of the batch, each in `cp` parts."""
+        return self.data_ranks * self.cp
+
+    @property
+    def shards(self) -> int:
+        """Number of ranks among which state is sharded, where it is: those of `dp_shard` and of `cp`."""
+        return self.dp_shard * self.cp
 
     def data_rank(self, rank: int) -> int:
         """Return the index of the part of the batch that a rank trains on."""
@@ -124,10 +142,12 @@ def resolve(plan: Plan, *, devices: int, hosts: Sequence[str] = (), backend: str
         push_axis=method.push_axis,
         slices=method.slices,
         compress=plan.compress or method.compress,
+        compressor=method.compressor,
         sync_every_steps=plan.sync_every_steps or method.sync_every_steps,
         outer_optimizer=method.outer_optimizer,
         publish_overlaps=publishes and plan.overlap and bool(plan.publish.overlap),
         sequence_parallel=plan.sequence_parallel,
+        ep=plan.ep,
     )
 
 
@@ -135,7 +155,13 @@ def _axes(plan: Plan, devices: int, hosts: Sequence[str]) -> dict[str, int]:
     """Return the sizes of all axes: those that the plan sets, and the method's own axis filled up with the rest."""
     if plan.ranks is not None and plan.ranks > devices:
         raise UserError(f"plan.ranks = {plan.ranks}: the cluster has {devices} devices; allowed: at most {devices}")
-    axes = {"dp_replicate": plan.dp_replicate or 1, "dp_shard": plan.dp_shard or 1, "tp": plan.tp, "pp": plan.pp}
+    axes = {
+        "dp_replicate": plan.dp_replicate or 1,
+        "dp_shard": plan.dp_shard or 1,
+        "cp": plan.cp,
+        "tp": plan.tp,
+        "pp": plan.pp,
+    }
     if plan.method == "single":
         if plan.ranks not in (None, 1):
             raise UserError(f"plan.ranks = {plan.ranks}: method 'single' takes one; allowed: 1, or leave it out")
@@ -204,9 +230,10 @@ def _levels(plan: Plan, hosts: Sequence[str]) -> dict[str, int]:
             f"plan.method = '{plan.method}': hosts have {', '.join(map(str, runs))} devices one after another; "
             "set plan.dp_replicate or plan.dp_shard"
         )
-    inside, rest = divmod(runs[0], plan.tp)
+    inside, rest = divmod(runs[0], plan.cp * plan.tp)
     if rest or len(runs) % plan.pp:
-        axis = f"plan.tp = {plan.tp}" if rest else f"plan.pp = {plan.pp}"
+        cut = f"plan.tp = {plan.tp}" if plan.cp == 1 else f"plan.cp * plan.tp = {plan.cp * plan.tp}"
+        axis = cut if rest else f"plan.pp = {plan.pp}"
         of = f"the {runs[0]} devices of a host" if rest else f"the {len(runs)} hosts"
         raise UserError(
             f"{axis}: does not divide {of}, on which method '{plan.method}' has its axes; allowed: a divisor, or set "
@@ -220,7 +247,10 @@ def refuse_what_cannot_run(plan: Plan, policies: Policies, *, file: str) -> None
     _refuse_combination(plan, policies, file)
     if policies.compress:
         _refuse_compression(plan, policies, file)
+    _refuse_compressor(plan, policies, file)
     _refuse_periods(plan, policies, file)
+    if policies.ep > 1:
+        _refuse_divided_experts(plan, policies, file)
     if policies.parameters != "replicated" and policies.push_axis == "dp_replicate":
         raise UserError(
             f"{file}: plan.parameters = '{policies.parameters}': cannot run yet with method '{plan.method}'; "
@@ -256,6 +286,33 @@ def _refuse_combination(plan: Plan, policies: Policies, file: str) -> None:
         )
 
 
+def _refuse_divided_experts(plan: Plan, policies: Policies, file: str) -> None:
+    """Refuse expert parallelism that does not divide the data ranks, or beside policies that it cannot run with yet."""
+    where = f"{file}: plan.ep = {policies.ep}"
+    if (policies.parameters, policies.gradients, policies.optimizer_state) != (
+        "replicated",
+        "all-reduce",
+        "replicated",
+    ):
+        raise UserError(f"{where}: cannot run yet with method '{plan.method}'; allowed today: method 'ddp'")
+    if policies.data_ranks % policies.ep:
+        raise UserError(
+            f"{where}: experts are divided among data ranks in a row, of which there are {policies.data_ranks}; "
+            "allowed: a divisor of these"
+        )
+    for axis in ("tp", "pp", "cp"):
+        if getattr(policies, axis) > 1:
+            raise UserError(f"{where}: cannot run yet with plan.{axis} = {getattr(policies, axis)}; allowed today: 1")
+    if policies.compress:
+        raise UserError(
+            f"{where}: gradients of experts cannot be compressed yet (plan.compress, or method 'half'); leave it out"
+        )
+    if plan.gradient_sync == "micro-batch":
+        raise UserError(f"{where}: cannot run yet with plan.gradient_sync = 'micro-batch'; allowed today: 'step'")
+    if plan.shares.replan:
+        raise UserError(f"{where}: plan.shares.replan = True: ranks that divide experts need as many samples each")
+
+
 def _refuse_periods(plan: Plan, policies: Policies, file: str) -> None:
     """Refuse options of periodic synchronization where there is none, and what cannot be combined with it yet."""
     periodic = [name for name, method in METHODS.items() if method.sync_every_steps]
@@ -289,6 +346,42 @@ def _refuse_periods(plan: Plan, policies: Policies, file: str) -> None:
         )
 
 
+def _refuse_compressor(plan: Plan, policies: Policies, file: str) -> None:
+    """Refuse options of compressors where there are none, and what cannot be combined with them yet."""
+    kind, usual = policies.compressor, Plan(method=plan.method)
+    for name in ("powersgd", "topk"):
+        if getattr(plan, name) != getattr(usual, name) and kind != name:
+            methods = [each.name for each in METHODS.values() if each.compressor == name]
+            raise UserError(
+                f"{file}: plan.{name}: method '{plan.method}' does not compress gradients so; allowed with "
+                f"{', '.join(methods)}"
+            )
+    if kind is None:
+        return
+    with_method = f"with method '{plan.method}'"
+    if policies.gradients != "all-reduce":
+        raise UserError(
+            f"{file}: plan.gradients = '{policies.gradients}': cannot run {with_method}; allowed: 'all-reduce'"
+        )
+    if plan.compress:
+        raise UserError(f"{file}: plan.compress = '{plan.compress}': cannot run yet {with_method}; leave it out")
+    for axis in ("tp", "pp", "cp", "ep"):
+        if getattr(policies, axis) > 1:
+            raise UserError(
+                f"{file}: plan.{axis} = {getattr(policies, axis)}: cannot run yet {with_method}; allowed today: 1"
+            )
+    if policies.gradient_sync == "micro-batch" and plan.micro_batches > 1:
+        raise UserError(
+            f"{file}: plan.gradient_sync = 'micro-batch': cannot run {with_method}: gradients that are summed already "
+            "would be compressed again; allowed: 'step'"
+        )
+    if plan.zero1_implementation != "torch":
+        raise UserError(
+            f"{file}: plan.zero1_implementation = '{plan.zero1_implementation}': cannot run yet {with_method}; "
+            "allowed: 'torch'"
+        )
+
+
 def _refuse_compression(plan: Plan, policies: Policies, file: str) -> None:
     """Refuse compressed all-reduces of gradients where no buckets are all-reduced, and what cannot be combined yet."""
     asked = f"plan.compress = '{plan.compress}'" if plan.compress else f"plan.method = '{plan.method}'"
@@ -302,7 +395,8 @@ def _refuse_compression(plan: Plan, policies: Policies, file: str) -> None:
         raise UserError(
             f"{file}: {asked}: gradients of a pipeline's replicas cannot be compressed yet; allowed with plan.pp = 1"
         )
-    if plan.zero1_implementation == "deepspeed":
+    if plan.zero1_implementation != "torch":
         raise UserError(
-            f"{file}: {asked}: cannot run yet with plan.zero1_implementation = 'deepspeed'; allowed with 'torch'"
+            f"{file}: {asked}: cannot run yet with plan.zero1_implementation = '{plan.zero1_implementation}'; allowed "
+            "with 'torch'"
         )

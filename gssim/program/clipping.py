@@ -66,7 +66,7 @@ def unscale_gradients(
     duration_s = cost.moving_time_s(device, value_bytes=moved, elements=sum(tensors), tensors=len(tensors))
     tasks = [Task(TaskId("unscale"), "optimizer", duration_s=duration_s)]
     own = TaskId("all-reduce", layer="infinite gradients")
-    if policies.gradients == "reduce-scatter" and policies.dp_shard > 1:
+    if policies.gradients == "reduce-scatter" and policies.shards > 1:
         tasks.append(collective_task(own, low.communication("all-reduce", "dp_shard", FLAG_BYTES)))
     elif low.flat_part and len(low.group) > 1:
         tasks.append(collective_task(own, Communication("all-reduce", low.group, FLAG_BYTES)))
@@ -91,7 +91,7 @@ def _sums(low: Lowering, rank: int, replicas: Sequence[Sequence[int]]) -> Iterat
     policies = low.policies
     if policies.tp > 1:
         yield sum_over_slices(low, rank, _sum_id("of slices"), SQUARES_BYTES)
-    if policies.gradients == "reduce-scatter" and policies.dp_shard > 1:
+    if policies.gradients == "reduce-scatter" and policies.shards > 1:
         size = SQUARES_BYTES if policies.tp > 1 else low.master_bytes * len(low.parameters)
         yield collective_task(_sum_id(), low.communication("all-reduce", "dp_shard", size))
     elif policies.gradients == "push" and len(low.group) > 1:

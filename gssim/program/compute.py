@@ -44,7 +44,8 @@ def cuts(low: Lowering, micro_batch: MicroBatch) -> dict[int, list[int]]:
 def _completions(low: Lowering) -> dict[int, list[int]]:
     """Return the positions in each layer's backward at which a bucket becomes complete."""
     positions: dict[int, list[int]] = {}
-    for bucket in low.buckets:
+    divided = low.expert_buckets if len(low.expert_replicas[0]) > 1 else ()
+    for bucket in (*low.buckets, *divided):
         layer, position = bucket.complete
         positions.setdefault(layer, []).append(position)
     return positions
@@ -106,14 +107,20 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
     """
     samples, own = low.samples(rank, micro_batch), low.layers_of(rank)
     in_buckets, cut_at = _sends_in_buckets(low, micro_batch), cuts(low, micro_batch)
-    traced = timeline = _timeline(low, samples, low.layers, as_traced)
-    if low.recomputes or own.layers is not low.layers:
+    base = own.layers if low.policies.ep > 1 else low.layers
+    traced = timeline = _timeline(low, samples, base, as_traced)
+    if low.recomputes or own.layers is not base:
         lives = _checkpointed(low, rank) if low.recomputes else as_traced
         timeline = _timeline(low, samples, own.layers, lives)
     always_kept = gradient_events(low.layers, value_bytes=low.value_bytes, given_back=0)
     added = micro_batch.accumulates and not low.casts_units  # FSDP2 itself adds those that it casts
     given_back = added + in_buckets
-    gradients = gradient_events(own.layers, value_bytes=low.value_bytes, given_back=given_back)
+    adds_itself = low.has_one_gradient_buffer  # the products do
+    own_layers = () if adds_itself else own.layers
+    of_slices = added if low.policies.ep > 1 else given_back  # no bucket takes those of experts
+    gradients = gradient_events(
+        own_layers, value_bytes=low.value_bytes, given_back=given_back, given_back_of_slices=of_slices
+    )
     buckets = _bucket_events(low) if in_buckets and low.policies.gradients == "push" else {}
     hook_s = low.device(rank).gradient_hook_s if in_buckets else 0.0
     excess = pause_excess(low.device(rank), low.scenario.workload)
@@ -129,7 +136,7 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
             duration_s = with_host_time(low, rank, instance, phase, samples, alone_s=alone_s)
             if phase == "b":
                 duration_s += hook_s * len(instance.layer.parameters)
-                if added:
+                if added and not adds_itself:
                     size, tensors = instance.layer.elements * low.value_bytes, len(instance.layer.parameters)
                     duration_s += cost.accumulation_time_s(low.device(rank), size, tensors=tensors)
             last = max((event.position for event in events), default=0)
@@ -181,7 +188,7 @@ def _timeline(low: Lowering, samples: int, layers: Sequence[LayerInstance], live
     if not low.stages:
         return (
             _cached_timeline(low, (samples, length, scale), lives, new_timeline)
-            if layers is low.layers
+            if layers is low.layers and low.policies.ep == 1
             else new_timeline()
         )
     (stage,) = low.stages
@@ -194,8 +201,8 @@ def _cached_timeline(
     """Return the timeline of the layers that every rank of a part of the model runs, cached over plans of that
     model.
     """
-    divided = low.policies.sequence_parallel
-    slices = (low.scenario.slice_shares, low.tensor_part, divided) if low.policies.tp > 1 else ()
+    positions = low.scenario.sequence_positions
+    slices = (low.scenario.slice_shares, low.tensor_part, positions) if low.divides_layers else ()
     settings = tuple(sorted(lives.keywords.items())) if isinstance(lives, partial) else ()
     key = (Same(low.scenario.workload.model), slices, size, settings)
     return low.shared.once("timeline", key, make)

@@ -40,7 +40,8 @@ def _bias_gradient_events(low: Lowering, rank: int, instance: LayerInstance, sam
     if device.kind != "cuda":
         return []
     of_tokens = any(power for _, _, power in layer.forward_flop.terms)
-    rows = samples * (workload.sequence_length or 1) if of_tokens else samples
+    length = low.scenario.sequence_positions if low.policies.cp > 1 else workload.sequence_length
+    rows = samples * (length or 1) if of_tokens else samples
     summed_bytes = max(PRECISION_BYTES["fp32"], low.value_bytes)
     weights = {parameter.name.removesuffix("weight") for parameter in layer.parameters if len(parameter.shape) == 2}
     events = []
@@ -70,6 +71,8 @@ def _measured_events(
 def _profile_key(low: Lowering, rank: int, instance: LayerInstance) -> str:
     """Return the key under which profiles record the way in which a rank runs a layer."""
     units = instance.layer.units
+    if low.policies.cp > 1:
+        return f"context-{low.policies.cp}"
     if low.policies.tp > 1 and units:
         held = f"units-{units_of_ranks(units, low.scenario.slice_shares)[low.tensor_part]}"
         return f"{held}-of-parts" if low.policies.sequence_parallel else held

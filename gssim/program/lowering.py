@@ -20,8 +20,10 @@ from gssim.scenario import (
     Scenario,
     has_master_copy,
     held_slice,
+    layers_with_experts,
     master_bytes,
     reduce_precision,
+    rows_by_rank,
     schedule_of,
     value_bytes,
 )
@@ -43,6 +45,8 @@ class ComputeKind(NamedTuple):
     samples: int
     accumulates: bool
     sends_gradients: bool
+    expert_position: int
+    """Of ranks that divide experts, the first with as many rows."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ class Lowering:
     statistics: GradientStatistics | None
     step: int
     group: Sequence[int]
-    """Ranks that hold this part of the model, each for its own samples."""
+    """Ranks that hold this part of the model, each for its own samples, or its own parts of their sequences."""
     stages: tuple[Stage, ...] = ()
     """Pipeline stages that they hold; empty: the whole model."""
     all_stages: tuple[Stage, ...] = ()
@@ -108,20 +112,75 @@ class Lowering:
         """Unrolled layers of the model or of the stages, numbered from 0; of sliced blocks, the units that are held."""
         if self.stages:
             return tuple(replace(instance, index=i) for i, instance in enumerate(self._stage_layers))
-        if self.scenario.policies.tp > 1:
+        if self.divides_layers:
             return unrolled(held_slice(self.scenario, self.tensor_part))
+        if self.scenario.policies.ep > 1:
+            return layers_with_experts(self.scenario, 0)
         return self.whole_layers
+
+    @cached_property
+    def whole_expert_layers(self) -> tuple[LayerInstance, ...]:
+        """Layers with experts that ranks divide, as functions of the experts and rows of a rank."""
+        layers = unrolled(replace(self.scenario.workload.model, layers=self.scenario.workload.model.expert_layers))
+        return tuple(each for each in layers if each.layer.experts_per_token)
+
+    @cached_property
+    def expert_groups(self) -> tuple[Sequence[int], ...]:
+        """Groups of ranks that divide experts among them."""
+        return tuple(dict.fromkeys(self.policies.mesh.expert_group(rank) for rank in self.group))
+
+    @cached_property
+    def expert_replicas(self) -> tuple[Sequence[int], ...]:
+        """Groups of ranks that hold the same experts."""
+        return tuple(dict.fromkeys(self.policies.mesh.expert_replicas(rank) for rank in self.group))
+
+    @cached_property
+    def _expert_positions(self) -> tuple[int, ...]:
+        """For each position among the ranks that divide experts, the first whose experts get as many rows."""
+        if self.policies.ep == 1:
+            return (0,)
+        rows = [
+            rows_by_rank(
+                self.scenario,
+                each.module,
+                experts=each.layer.units or 0,
+                chosen=each.layer.experts_per_token or 0,
+            )
+            for each in self.whole_expert_layers
+        ]
+        return tuple(list(zip(*rows, strict=True)).index(column) for column in zip(*rows, strict=True))
+
+    def expert_position(self, rank: int) -> int:
+        """Return the first position among the ranks that divide experts whose experts get as many rows as a rank's."""
+        return self._expert_positions[self.policies.mesh.expert_position(rank)]
+
+    def _routed_layers(self, position: int) -> OwnedLayers:
+        return OwnedLayers(self.layers if position == 0 else layers_with_experts(self.scenario, position))
+
+    @cached_property
+    def expert_buckets(self) -> tuple[Bucket, ...]:
+        """Gradients of divided experts, each reduced by itself, in the order in which they are ready."""
+        if self.policies.ep == 1:
+            return ()
+        order = [(self.layers[i], self.layers[i].layer.parameters[j]) for i, j in gradient_order(self.layers)]
+        members = [member for member in order if member[1].sliced]
+        return tuple(Bucket(len(self.buckets) + i, (member,)) for i, member in enumerate(members))
 
     @cached_property
     def _stage_layers(self) -> tuple[LayerInstance, ...]:
         """Layers of the stages that are held, with the model's own numbers."""
         return tuple(instance for stage in self.stages for instance in stage.layers)
 
+    @property
+    def divides_layers(self) -> bool:
+        """Whether ranks run layers together: slices of their blocks, or parts of the sequences."""
+        return self.scenario.policies.tp > 1 or self.scenario.policies.cp > 1
+
     def whole_layer(self, instance: LayerInstance) -> Layer | None:
-        """Return the layer of the whole model of which a rank runs a slice, a partial backward, or one without the sum
+        """Return the layer of the whole model of which a rank runs a part, a partial backward, or one without the sum
         of a tied parameter's gradients; None where it runs layers of the whole model.
         """
-        if not (self.assigns_layers or self.stages or self.scenario.policies.tp > 1):
+        if not (self.assigns_layers or self.stages or self.divides_layers or self.policies.ep > 1):
             return None
         index = self._stage_layers[instance.index].index if self.stages else instance.index
         return self.whole_layers[index].layer
@@ -167,13 +226,13 @@ class Lowering:
         return self.scenario.push
 
     def shard_position(self, rank: int) -> int:
-        """Return the position of a rank among those that share the parameters with it, on the axis `dp_shard`."""
+        """Return the position of a rank among those that share the parameters, on the axes `dp_shard` and `cp`."""
         return self.position(rank) % self.shards
 
     @cached_property
     def shards(self) -> int:
         """Number of ranks among which parameters are sharded, where they are."""
-        return self.policies.dp_shard
+        return self.policies.shards
 
     @property
     def replicates(self) -> bool:
@@ -239,13 +298,13 @@ class Lowering:
         return self.division(bucket).owned[self.place(rank)][self.node(rank)]
 
     def groups_along(self, axis: str) -> tuple[Sequence[int], ...]:
-        """Return the groups of the lowering's ranks along a data axis, by first rank."""
+        """Return the groups of the lowering's ranks along a data axis, by first rank; shards are along `cp` too."""
         return self.once_a_run(Lowering._groups_by_first_rank, axis)
 
     def _groups_by_first_rank(self, axis: str) -> tuple[Sequence[int], ...]:
-        mesh = self.policies.mesh
-        alone = getattr(mesh, axis) == len(self.group)
-        groups = [self.group] if alone else [mesh.group(rank, axis) for rank in self.group]
+        mesh, axes = self.policies.mesh, (axis, "cp") if axis == "dp_shard" else (axis,)
+        alone = math.prod(getattr(mesh, name) for name in axes) == len(self.group)
+        groups = [self.group] if alone else [mesh.group(rank, *axes) for rank in self.group]
         return tuple(dict.fromkeys(groups))
 
     def communication(self, kind: str, axis: str, size_bytes: float, **settings: Any) -> Communication:
@@ -278,6 +337,7 @@ class Lowering:
             self.samples(rank, micro_batch),
             micro_batch.accumulates,
             micro_batch.sends_gradients,
+            self.expert_position(rank),
         )
 
     @cached_property
@@ -335,6 +395,8 @@ class Lowering:
         """
         order = gradient_order(self.layers)
         members = [(self.layers[i], self.layers[i].layer.parameters[j]) for i, j in order]
+        if self.policies.ep > 1:  # the gradients of experts are reduced over fewer ranks
+            members = [member for member in members if not member[1].sliced]
         if self.policies.parameters != "replicated":
             numbers = [instance.index if instance.layer.block else -1 for instance, _ in members]
             units = [[m for m, n in zip(members, numbers, strict=True) if n == i] for i in sorted({*numbers})[::-1]]
@@ -365,7 +427,12 @@ class Lowering:
         return self.scenario.owned_layers
 
     def layers_of(self, rank: int) -> OwnedLayers:
-        """Return the layers as a rank runs them: whole, unless other ranks compute some of the weight gradients."""
+        """Return the layers as a rank runs them: whole, unless other ranks compute some of the weight gradients.
+
+        Of ranks that divide experts, with the rows of its own.
+        """
+        if self.policies.ep > 1:
+            return self.once_a_run(Lowering._routed_layers, self.expert_position(rank))
         if not self.assigns_layers:
             return OwnedLayers(self.layers)
         return self.once_a_run(Lowering._layers_as_owned, *self.owned_ranges[rank])
@@ -385,14 +452,24 @@ class Lowering:
 
     @cached_property
     def flat_part(self) -> int:
-        """Number of elements of each rank's equal part of all parameters, flattened and padded (DeepSpeed's ZeRO-1);
-        else 0.
+        """Number of elements of each rank's equal part of all parameters, flattened and padded (ZeRO-1 of DeepSpeed
+        and of Megatron-LM); else 0.
 
         Source: DeepSpeed, runtime/zero/stage_1_and_2.py: the flat buffer is aligned to twice the number of ranks.
         """
         if not self._shards_optimizer_state or self.assigns_tensors:
             return 0
         return 2 * math.ceil(sum(parameter.elements for _, parameter in self.parameters) / (2 * len(self.group)))
+
+    @property
+    def has_one_gradient_buffer(self) -> bool:
+        """Whether gradients exist in one buffer alone, to which each product adds its own, and which is
+        reduce-scattered (Megatron-LM's main_grad and distributed optimizer).
+
+        Source: Megatron-LM, core/distributed/param_and_grad_buffer.py, core/tensor_parallel/layers.py
+        (gradient_accumulation_fusion).
+        """
+        return self._shards_optimizer_state and self.scenario.plan.zero1_implementation == "megatron"
 
     def owned_elements(self, rank: int) -> tuple[int, ...]:
         """Return the elements of every tensor that a rank updates, where whole tensors are assigned to ranks."""
@@ -418,6 +495,8 @@ class Lowering:
         if self.slowed:
             ratios = [self.slowed.get(rank, 1.0) for rank in self.group]
             columns.append(np.array([sorted(set(ratios)).index(ratio) for ratio in ratios]))
+        if policies.ep > 1:
+            columns.append(np.array([self.expert_position(rank) for rank in self.group]))
         if policies.gradients == "push":
             columns += [column for bucket in self.buckets for column in self._ownership_columns(bucket)]
         if self.assigns_tensors:

@@ -8,6 +8,7 @@ from gssim import collectives, cost
 from gssim.collectives import Communication
 from gssim.memory import Event, footprint, input_bytes
 from gssim.program.clipping import clip_gradients, divides_master_gradients, unscale_gradients
+from gssim.program.compressed import compressor_tensors
 from gssim.program.lowering import Lowering
 from gssim.program.messages import threshold_memory
 from gssim.program.periodic import outer_memory, outer_tensors, synchronize_parameters
@@ -16,6 +17,7 @@ from gssim.program.sharded import owned_rows, units
 from gssim.program.task import Task, TaskId, collective_task
 from gssim.program.tensor_slices import sum_partial_gradients
 from gssim.scenario import native_tensors
+from gssim.units import PRECISION_BYTES
 from gssim.workload import (
     COUNTS_STEPS,
     VALUES_KEPT,
@@ -46,9 +48,11 @@ def persistent_tensors(low: Lowering, rank: int, held: Mapping[str, float]) -> T
     sizes_of: dict[str, Callable[[], Sequence[float]]] = {  # evaluated only for categories that the rank holds
         "parameters": lambda: _parameters(low, owned),
         "master_copy": lambda: [elements * low.master_bytes for elements in owned],
-        "buckets": lambda: [bucket.elements * low.value_bytes for bucket in low.buckets],
+        "buckets": lambda: [bucket.elements * _bucket_value_bytes(low) for bucket in low.buckets],
         "outer_parameters": lambda: outer_tensors(low),
         "outer_momentum": lambda: outer_tensors(low),
+        "residuals": lambda: low.once_a_run(compressor_tensors).get("residuals", ()),
+        "low_rank_factors": lambda: low.once_a_run(compressor_tensors)["low_rank_factors"],
         "buffers": lambda: [] if low.stages else workload.model.buffer_bytes,
         "workspace": lambda: workspaces(held["workspace"]),
         "optimizer": lambda: [elements * low.master_bytes for elements in owned for _ in range(values)] + on_device,
@@ -150,8 +154,16 @@ def optimize(low: Lowering, rank: int, tasks: list[Task], *, replicas: Sequence[
     return [*tasks, *synchronize_parameters(low, rank)]
 
 
+def _bucket_value_bytes(low: Lowering) -> int:
+    """Return the bytes of an element of the buckets; the only gradients that exist have their own precision."""
+    precision = low.scenario.workload.gradient_precision
+    return PRECISION_BYTES[precision] if precision and low.has_one_gradient_buffer else low.value_bytes
+
+
 def _casts_gradients(low: Lowering) -> bool:
     """Return whether the optimizer copies gradients into its own precision; sharded ones are in it already."""
+    if low.has_one_gradient_buffer and _bucket_value_bytes(low) == low.master_bytes:
+        return False
     return bool(low.flat_part) or (
         low.has_master_copy and low.policies.gradients in ("local", "periodic", "all-reduce")
     )
@@ -252,7 +264,7 @@ def _gradients_at_end(low: Lowering, rank: int) -> tuple[float, ...]:
     """
     gradients = low.scenario.policies.gradients
     if gradients == "all-reduce":
-        return ()
+        return tuple(float(bucket.elements * low.value_bytes) for bucket in low.expert_buckets)
     if gradients == "reduce-scatter":
         return tuple(float(unit.shard_bytes) for unit in units(low))
     value_bytes = low.master_bytes if gradients == "push" else low.value_bytes
@@ -287,14 +299,15 @@ def persistent_bytes(low: Lowering, rank: int) -> dict[str, float]:
         "input": input_bytes(
             workload.model,
             batch_size=low.batch_sizes[rank],
-            sequence_length=workload.sequence_length,
+            sequence_length=low.scenario.sequence_positions if policies.cp > 1 else workload.sequence_length,
             value_bytes=low.value_bytes,
         ),
     }
     if (low.has_master_copy and not holds_shards(low)) or low.thresholds_publish or low.flat_part:
         held["master_copy"] = float(sum(owned) * low.master_bytes)
     if policies.gradients == "all-reduce":
-        held["buckets"] = sum(bucket.elements for bucket in low.buckets) * low.value_bytes
+        held["buckets"] = sum(bucket.elements for bucket in low.buckets) * _bucket_value_bytes(low)
     held |= outer_memory(low)
+    held |= {name: sum(sizes) for name, sizes in low.once_a_run(compressor_tensors).items()}
     held |= threshold_memory(low, rank)
     return held

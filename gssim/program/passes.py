@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 from gssim.cache import Same, Shared
 from gssim.cluster import Cluster, DeviceType
 from gssim.collectives import Communication
-from gssim.plan import DATA_AXES
+from gssim.plan import REPLICA_AXES
 from gssim.program.compute import compute
 from gssim.program.equal_messages import message_classes
 from gssim.program.flat_units import gather_flat_parameters, gather_flat_parameters_twice, push_units
@@ -51,7 +51,7 @@ from gssim.program.task import (
     collective_task,
     with_ids,
 )
-from gssim.program.tensor_slices import tensor_groups
+from gssim.program.tensor_slices import layer_groups
 from gssim.result import COMPUTE_PHASES, UPDATE_PHASES
 from gssim.scenario import Scenario, held_layers, held_slice, units_of_ranks
 from gssim.workload import LayerInstance, unrolled
@@ -186,7 +186,7 @@ class Steps:
             else:  # the same collectives as in another step: only what depends on the data differs
                 same, dependent = self._uneven[is_thresholded(lowerings[0])]
                 payloads = {
-                    name: _data_payload(lowerings[0], name) if name in dependent else size
+                    name: _data_payload(lowerings[0], name) if name in dependent and name.op in SENT_BY_DATA else size
                     for name, size in same.items()
                 }
             self._traffic[step] = StepTraffic(
@@ -241,6 +241,10 @@ class Steps:
         return [Outline(parts) if low.stages and chunked else tuple(cast(list[Task], parts)) for parts in by_rank]
 
 
+SENT_BY_DATA = ("push", "publish")
+"""Operations whose payload differs from step to step: loads of experts are equal in all steps of a prediction."""
+
+
 def _data_payload(low: Lowering, name: TaskId) -> float:
     """Return the payload of a push or publication in this step: that of its `Communication`."""
     bucket, place = low.buckets[name.bucket or 0], name.place or 0
@@ -290,7 +294,7 @@ def _lowerings(
     by_part = [stages_of(_held_stages(scenario, part)) if mesh.pp > 1 else () for part in range(slices)]
     for place in range(mesh.pp):
         for part, stages in enumerate(by_part):
-            group = mesh.group(place * mesh.data_ranks * mesh.tp + part, *DATA_AXES)
+            group = mesh.group(place * mesh.replica_ranks * mesh.tp + part, *REPLICA_AXES)
             yield Lowering(
                 scenario,
                 statistics,
@@ -349,6 +353,8 @@ class _RankKind(NamedTuple):
     pushes: int | None
     """The rank itself, where it pushes gradients: then it sends and receives messages of its own."""
     stages: tuple[int, ...]
+    expert_position: int
+    """Of ranks that divide experts, the first with as many rows."""
 
 
 def _rank_kind(low: Lowering, rank: int) -> _RankKind:
@@ -358,6 +364,7 @@ def _rank_kind(low: Lowering, rank: int) -> _RankKind:
         low.owned_ranges[rank] if low.assigns_layers else None,
         rank if low.policies.gradients == "push" else None,
         tuple(stage.number for stage in low.stages),
+        low.expert_position(rank),
     )
 
 
@@ -456,7 +463,7 @@ def _of_equal_stage(low: Lowering, rank: int, micro_batch: MicroBatch) -> Sequen
         exchange = task.exchange
         if exchange is not None:
             if id(exchange) not in exchanges:
-                group, *groups = low.once_a_run(tensor_groups, low.batch_sizes[rank])
+                group, *groups = low.once_a_run(layer_groups, low.batch_sizes[rank])
                 exchanges[id(exchange)] = replace(exchange, group=group, beside=tuple(groups))
             exchange = exchanges[id(exchange)]
         joined = None if task.communication is None else _of_layer(task.communication, own)

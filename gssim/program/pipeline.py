@@ -13,8 +13,9 @@ from gssim.cluster import DeviceType
 from gssim.collectives import Communication
 from gssim.memory import input_bytes, release_of
 from gssim.plan import Action, Message
+from gssim.program.compressed import HALF_BYTES
 from gssim.program.lowering import Lowering
-from gssim.program.replicated import HALF_BYTES, is_reduction
+from gssim.program.replicated import is_reduction
 from gssim.program.stage_boundary import Stage
 from gssim.program.task import BACKWARD, Chunk, MicroBatch, Task, TaskId, Template, collective_task, with_ids
 from gssim.scenario import tied_parameters

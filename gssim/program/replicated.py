@@ -14,13 +14,12 @@ from gssim import cost
 from gssim.cluster import DeviceType
 from gssim.collectives import Communication
 from gssim.memory import Event, footprint
+from gssim.program.compressed import HALF_BYTES, compress_bucket
 from gssim.program.compute import BackwardParts
+from gssim.program.experts import expert_gradient_tasks
 from gssim.program.lowering import Lowering
 from gssim.program.task import Bucket, MicroBatch, Task, TaskId, collective_task
 from gssim.units import PRECISION_BYTES, Precision
-
-HALF_BYTES = 2
-"""Bytes of an element in bf16 and fp16."""
 
 
 def keep_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batch: MicroBatch) -> list[Task]:
@@ -31,9 +30,10 @@ def keep_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batch: Mic
 def all_reduce_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batch: MicroBatch) -> list[Task]:
     """DDP: each bucket is all-reduced once complete, behind the rest of the backward, which ends when all are reduced.
 
-    Buckets may be compressed; see [Note: compression]. Module buffers are broadcast in a forward that follows an
-    all-reduce: under no_sync they are left as they are (DistributedDataParallel, require_forward_param_sync). All
-    forwards of a pipeline are under it (PipelineStage.forward_maybe_with_nosync): none but its very first broadcasts.
+    Buckets may be compressed; see [Note: compression], and [Note: compressors] in `compressed`. Module buffers are
+    broadcast in a forward that follows an all-reduce: under no_sync they are left as they are (DistributedDataParallel,
+    require_forward_param_sync). All forwards of a pipeline are under it (PipelineStage.forward_maybe_with_nosync): none
+    but its very first broadcasts.
     """
     if (micro_batch.first or micro_batch.sent_before) and not low.stages:
         broadcasts = []
@@ -49,17 +49,34 @@ def all_reduce_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batc
     summed = precision if PRECISION_BYTES[precision] == HALF_BYTES else ""
     casts = hooked and precision != workload.gradient_precision
     parts, reductions = BackwardParts(low, tasks), []
+    rounds: list[list[Task]] = [[], []]
     for bucket in low.buckets:
         size = bucket.elements * low.value_bytes
         index = parts.at(bucket.complete)
-        copied = parts.lengthen(index, cost.copy_time_s(device, size))
+        kind = "reduce-scatter" if low.has_one_gradient_buffer else "all-reduce"
+        copied = parts.lengthen(index, 0.0 if low.has_one_gradient_buffer else cost.copy_time_s(device, size))
+        if low.policies.compressor:
+            begun, *ended = compress_bucket(low, device, bucket)
+            if not low.scenario.plan.overlap:
+                begun, ended = [*begun, *ended[0], *ended[1]], [[], []]
+            parts.insert_after(index, begun)
+            rounds = [[*before, *tasks] for before, tasks in zip(rounds, ended, strict=True)]
+            continue
         stream = "communication" if low.scenario.plan.overlap else "compute"
         reduced_bytes = PRECISION_BYTES[precision] * bucket.elements
-        exchange = Communication("all-reduce", low.group, reduced_bytes, half_precision=summed)
+        exchange = Communication(kind, low.group, reduced_bytes, half_precision=summed)
         task = collective_task(TaskId("all-reduce", bucket=bucket.index), exchange, stream, after=(copied,))
         reduction = _with_casts(low, device, bucket, task, precision) if casts else [task]
         parts.insert_after(index, reduction)
         reductions.append(reduction[-1].id)
+    if low.policies.compressor:
+        return [*parts.merged(), *rounds[0], *rounds[1]]
+    for place, divide_s, of_experts in expert_gradient_tasks(low, rank):
+        index = parts.at(place)
+        divided = parts.lengthen(index, divide_s)
+        if of_experts is not None:
+            parts.insert_after(index, [replace(of_experts, after=(divided,))])
+            reductions.append(of_experts.id)
     wait = Task(TaskId("all-reduce", "wait"), "exposed_communication", after=tuple(reductions))
     return [*parts.merged(), wait]
 

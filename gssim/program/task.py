@@ -29,6 +29,7 @@ Operation = Literal[
     "reduce-scatter",
     "all-reduce",
     "compress",
+    "factor",
     "decompress",
     "outer",
     "inner-steps",
@@ -50,6 +51,10 @@ Operation = Literal[
     "share-compute-times",
     "gather-sequence",
     "scatter-sequence",
+    "count-rows",
+    "dispatch",
+    "combine",
+    "exchange-heads",
     "sum-gradients",
     "step-begin",
     "forward-begin",
@@ -63,9 +68,11 @@ Operation = Literal[
 
 `activation`, `gradient`: the message of a pipeline that carries one. `...-begin`, `...-end` and `backward-callback`:
 moments of a step. `gather-sequence`, `scatter-sequence`: of tensors whose sequences tensor ranks divide among them;
-`sum-gradients`: of gradients of what they run on these parts. `parameters`: updated tensors that ZeRO-1 broadcasts, all
-together. `outer`: the synchronization of parameters that ends an outer step; `inner-steps`: `part` steps before it,
-which a rank does alone. `other`: in a program written by hand, whose labels are `layer`."""
+`exchange-heads`: of parts of sequences for parts of heads; `sum-gradients`: of gradients of what they run on these
+parts. `count-rows`, `dispatch`, `combine`: of rows that ranks send to the experts of others, and back. `parameters`:
+updated tensors that ZeRO-1 broadcasts, all together. `outer`: the synchronization of parameters that ends an outer
+step; `inner-steps`: `part` steps before it, which a rank does alone. `other`: in a program written by hand, whose
+labels are `layer`."""
 Action = Literal[
     "",
     "issue",
@@ -109,6 +116,8 @@ _OPERATION_TEXTS: Mapping[Operation, str] = {
     "share-compute-times": "share compute times",
     "gather-sequence": "all-gather sequence",
     "scatter-sequence": "reduce-scatter sequence",
+    "count-rows": "count rows",
+    "exchange-heads": "all-to-all",
     "sum-gradients": "all-reduce partial gradients",
     "step-begin": "begin",
     "forward-begin": "forward begin",
@@ -211,7 +220,8 @@ class TaskId(NamedTuple):
         """Yield what it does, to what."""
         yield _ACTION_TEXTS.get(self.action, self.action)
         yield _OPERATION_TEXTS.get(self.op, self.op)
-        before = self.op in ("all-reduce", "gather-sequence", "scatter-sequence")
+        shared = ("all-reduce", "gather-sequence", "scatter-sequence", "exchange-heads", "dispatch", "combine")
+        before = self.op in shared
         if before:
             yield self.during
         yield self.layer

@@ -16,10 +16,12 @@ from collections.abc import Mapping, Sequence
 from gssim import collectives, cost
 from gssim.collectives import Communication
 from gssim.memory import Event, footprint, last_saved
+from gssim.program.experts import OPERATIONS as EXPERT_OPERATIONS
+from gssim.program.experts import expert_exchange
 from gssim.program.lowering import Lowering
 from gssim.program.task import PASSES, Operation, Task, TaskId, collective_task
 from gssim.scenario import Scenario
-from gssim.workload import Layer, LayerInstance, Reduction
+from gssim.workload import EXPERT_EXCHANGES, Layer, LayerInstance, Reduction
 
 
 def _reductions(layer: Layer, phase: str) -> list[Reduction]:
@@ -48,14 +50,18 @@ def with_all_reduces(
     pending = list(enumerate(_reductions(instance.layer, phase)))
     if not pending:
         return list(parts)
-    group, *beside = low.once_a_run(tensor_groups, low.batch_sizes[rank])
+    group, *beside = low.once_a_run(layer_groups, low.batch_sizes[rank])
     device = low.device(rank)
-    samples_of_group = None if len(beside) + 1 == len(low.group) else low.batch_sizes[rank]
+    several = len(beside) + 1 < len(low.group) // low.policies.cp
+    samples_of_group = low.batch_sizes[rank] if several else None
     tasks: list[Task] = []
     for part, end in zip(parts, ends, strict=True):
         tasks.append(part)
         while pending and pending[0][1].moment.position <= end:
             number, reduction = pending.pop(0)
+            if reduction.kind in EXPERT_EXCHANGES:
+                tasks.append(expert_exchange(low, rank, instance, reduction, phase, samples))
+                continue
             # not the part's own number: ranks that hold other slices may cut elsewhere too, where buckets are complete
             own = TaskId(
                 OPERATIONS[reduction.kind],
@@ -65,7 +71,7 @@ def with_all_reduces(
                 samples=samples_of_group,
             )
             size = _sum_bytes(low, reduction, samples)
-            if device.kind == "cpu" and (host_s := cost.cut_sum_time_s(device, sum_bytes=size)):
+            if device.kind == "cpu" and low.policies.tp > 1 and (host_s := cost.cut_sum_time_s(device, sum_bytes=size)):
                 tasks.append(Task(own.serving("issue"), "exposed_communication", duration_s=host_s))
             exchange = Communication(reduction.kind, group, size, beside=tuple(beside))
             staging = collectives.staging_bytes(exchange, low.scenario.cluster.backend, kind=device.kind)
@@ -78,9 +84,10 @@ OPERATIONS: Mapping[str, Operation] = {
     "all-reduce": "all-reduce",
     "all-gather": "gather-sequence",
     "reduce-scatter": "scatter-sequence",
+    "all-to-all": "exchange-heads",
 }
 """By kind of collective."""
-SLICE_COLLECTIVES = frozenset(OPERATIONS.values())
+SLICE_COLLECTIVES = frozenset([*OPERATIONS.values(), *EXPERT_OPERATIONS.values()])
 
 
 def sum_partial_gradients(low: Lowering, rank: int) -> list[Task]:
@@ -93,7 +100,7 @@ def sum_partial_gradients(low: Lowering, rank: int) -> list[Task]:
     if not elements:
         return []
     size = float(elements * (low.value_bytes if low.policies.gradients != "reduce-scatter" else low.master_bytes))
-    group, *beside = low.once_a_run(tensor_groups, low.batch_sizes[rank])
+    group, *beside = low.once_a_run(layer_groups, low.batch_sizes[rank])
     own = TaskId("sum-gradients", samples=low.batch_sizes[rank] if len(beside) + 1 < len(low.group) else None)
     copy_s = cost.copy_time_s(low.device(rank), size)
     need = [footprint([Event(0, change, "temporaries")]) for change in (size, -size)]
@@ -107,7 +114,7 @@ def sum_partial_gradients(low: Lowering, rank: int) -> list[Task]:
 
 def sum_over_slices(low: Lowering, rank: int, own: TaskId, size_bytes: float) -> Task:
     """Return an all-reduce over the ranks that hold the slices of the same blocks."""
-    group, *beside = low.once_a_run(tensor_groups, low.batch_sizes[rank])
+    group, *beside = low.once_a_run(layer_groups, low.batch_sizes[rank])
     if len(beside) + 1 < len(low.group):
         own = own._replace(samples=low.batch_sizes[rank])
     return collective_task(own, Communication("all-reduce", group, size_bytes, beside=tuple(beside)))
@@ -138,7 +145,8 @@ def with_host_time(
     a task of its own before each sum.
     """
     layer, device = instance.layer, low.device(rank)
-    if not layer.reductions:
+    # those of context parallelism and of experts are plain calls of the backend
+    if not layer.reductions or low.policies.cp > 1 or low.policies.ep > 1:
         return alone_s
     host_s = 0.0
     if layer.linear and low.policies.cuts_natively:  # DTensor
@@ -168,7 +176,11 @@ def unmeasured_host_time(scenario: Scenario) -> tuple[str, ...]:
     return tuple(messages)
 
 
-def tensor_groups(low: Lowering, samples: int) -> list[Sequence[int]]:
-    """Return the tensor groups of all ranks of the lowering that have so many samples."""
+def layer_groups(low: Lowering, samples: int) -> list[Sequence[int]]:
+    """Return the groups of ranks that run layers together, of those of the lowering that have so many samples.
+
+    They have slices of blocks (the axis tp), or parts of the sequences (the axis cp).
+    """
     mesh = low.scenario.policies.mesh
-    return [mesh.group(rank, "tp") for rank in low.group if low.batch_sizes[rank] == samples]
+    axis = "cp" if mesh.cp > 1 else "tp"
+    return list(dict.fromkeys(mesh.group(rank, axis) for rank in low.group if low.batch_sizes[rank] == samples))

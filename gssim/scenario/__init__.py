@@ -13,6 +13,7 @@ from gssim.scenario.device_rates import (
     value_bytes,
     with_profile_slowdowns,
 )
+from gssim.scenario.expert_load import expert_rows, layers_with_experts, routed_experts, rows_by_rank
 from gssim.scenario.following import after_step, begin
 from gssim.scenario.loading import (
     as_overrides,
@@ -37,7 +38,7 @@ from gssim.scenario.stages import (
     tied_parameters,
 )
 from gssim.scenario.support import Support, supported
-from gssim.scenario.tensor_slices import held_slice, model_slice, native_tensors, units_of_ranks
+from gssim.scenario.tensor_slices import context_part, held_slice, model_slice, native_tensors, units_of_ranks
 
 __all__ = [
     "SEARCHED_METHODS",
@@ -56,12 +57,15 @@ __all__ = [
     "as_overrides",
     "begin",
     "check",
+    "context_part",
+    "expert_rows",
     "first_comment",
     "has_master_copy",
     "held_bytes",
     "held_layers",
     "held_slice",
     "layer_profile",
+    "layers_with_experts",
     "load_cluster",
     "load_model",
     "load_scenario",
@@ -76,6 +80,8 @@ __all__ = [
     "rank_rates",
     "read_toml",
     "reduce_precision",
+    "routed_experts",
+    "rows_by_rank",
     "sample_costs",
     "schedule_of",
     "single_device",

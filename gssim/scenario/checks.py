@@ -3,6 +3,7 @@
 from gssim.cluster import applied, ends_of
 from gssim.errors import UserError
 from gssim.plan import MOST_INDEXED, Plan, Policies, Push, coo_range_error, refuse, refuse_what_cannot_run
+from gssim.scenario.expert_load import expert_rows
 from gssim.scenario.scenario import Scenario
 from gssim.scenario.stages import schedule_of, stage_cut_error
 from gssim.scenario.tensor_slices import units_of_ranks
@@ -36,6 +37,8 @@ def check(scenario: Scenario, *, file: str) -> None:
     if policies.tp > 1:
         _check_slices(scenario, policies, file)
     _check_sequence_parts(scenario, policies, file)
+    _check_experts(scenario, policies, file)
+    _check_context(scenario, policies, file)
     _check_recompute(scenario, policies, file)
     kept_whole = policies.partition == "data" and policies.parameters == "replicated" and policies.gradients != "push"
     if scenario.workload.gradient_precision is not None and not kept_whole:
@@ -57,6 +60,30 @@ def check(scenario: Scenario, *, file: str) -> None:
     for number in range(len(scenario.run.slowdowns)):
         _check_slowdown(scenario, policies, number, file)
     _check_replanning(scenario, policies, file)
+    _check_compressor(scenario, policies, file)
+
+
+def _check_compressor(scenario: Scenario, policies: Policies, file: str) -> None:
+    """Refuse runs that begin before gradients are compressed, and gradients that are scaled or summed otherwise."""
+    if policies.compressor is None:
+        return
+    plan, workload, run = scenario.plan, scenario.workload, scenario.run
+    method = f"method '{plan.method}'"
+    start = getattr(plan, policies.compressor).start_step
+    if run.warmup_steps < start:
+        raise UserError(
+            f"{file}: run.warmup_steps = {run.warmup_steps}: {method} compresses gradients from step {start} on "
+            f"(plan.{policies.compressor}.start_step), and all steps that count are of one kind; allowed: at least "
+            f"{start}"
+        )
+    for key, others in (
+        ("reduce_precision", (None, workload.precision)),
+        ("gradient_precision", (None, workload.precision)),
+        ("loss_scale", (None,)),
+    ):
+        value = getattr(workload, key)
+        if value not in others:
+            raise UserError(f"{file}: workload.{key} = {value!r}: cannot run yet with {method}; leave it out")
 
 
 def _check_reduction(scenario: Scenario, policies: Policies, file: str) -> None:
@@ -370,7 +397,8 @@ def _check_recompute(scenario: Scenario, policies: Policies, file: str) -> None:
     if scenario.plan.recompute != "selective":
         return
     model = scenario.workload.model
-    for layer in model.sliced_layers if policies.tp > 1 else model.layers:
+    held = model.sliced_layers if policies.tp > 1 else model.context_layers if policies.cp > 1 else model.layers
+    for layer in held:
         if layer.block and layer.selective_positions is None:
             raise UserError(
                 f"{file}: plan.recompute = 'selective': the model file does not list what the block '{layer.name}' "
@@ -424,6 +452,52 @@ def _check_owners(scenario: Scenario, policies: Policies, file: str) -> None:
         raise UserError(f"{file}: {error}") from None
 
 
+def _check_experts(scenario: Scenario, policies: Policies, file: str) -> None:
+    """Refuse expert parallelism of models and workloads for which it cannot run."""
+    workload, ranks = scenario.workload, policies.ep
+    if ranks == 1:
+        return
+    where = f"{file}: plan.ep = {ranks}"
+    _check_expert_load(scenario, ranks, where, file)
+    if len(set(scenario.batch_sizes)) > 1:
+        raise UserError(
+            f"{where}: ranks that divide experts need as many samples each, and have "
+            f"{', '.join(map(str, sorted(set(scenario.batch_sizes))))}; allowed: an even split of the batch"
+        )
+    reduced = None if workload.reduce_precision == workload.precision else workload.reduce_precision
+    for name, value in (
+        ("clip_norm", workload.clip_norm),
+        ("loss_scale", workload.loss_scale),
+        ("gradient_precision", workload.gradient_precision),
+        ("reduce_precision", reduced),
+    ):
+        if value is not None:
+            raise UserError(f"{where}: workload.{name} = {value!r} cannot run yet with divided experts; leave it out")
+    if scenario.plan.recompute == "selective":
+        raise UserError(f"{where}: plan.recompute = 'selective' cannot run yet with divided experts; allowed: full")
+    if scenario.run.slowdowns:
+        raise UserError(f"{where}: run.slowdowns cannot run yet with divided experts; leave them out")
+
+
+def _check_expert_load(scenario: Scenario, ranks: int, where: str, file: str) -> None:
+    """Refuse models whose experts cannot be divided among so many ranks, and loads that do not fit them."""
+    workload = scenario.workload
+    layers = [layer for layer in workload.model.expert_layers if layer.experts_per_token and layer.units]
+    if not layers:
+        raise UserError(
+            f"{where}: the model file of '{workload.model.name}' has no layers with divided experts: it has no routed "
+            "experts, or fewer than 4, or they cannot be divided; allowed: 1, or trace it again with `gsreal trace`"
+        )
+    for layer in layers:
+        if (layer.units or 0) % ranks:
+            raise UserError(f"{where}: does not divide the {layer.units} experts of '{layer.name}'; allowed: a divisor")
+        for module in layer.modules:
+            try:
+                expert_rows(workload, module, experts=layer.units or 0, chosen=layer.experts_per_token or 0)
+            except UserError as error:
+                raise UserError(f"{file}: {error}") from None
+
+
 def _check_slices(scenario: Scenario, policies: Policies, file: str) -> None:
     """Refuse tensor parallelism of blocks that cannot be cut so: every rank needs at least one unit of each."""
     model, ranks = scenario.workload.model, policies.tp
@@ -473,8 +547,8 @@ def _check_sequence_parts(scenario: Scenario, policies: Policies, file: str) -> 
             f"{where}: method '{scenario.plan.method}' pushes gradients in the backward, and those of norms are only "
             "summed over the parts of the sequence after it; allowed: methods that push no gradients"
         )
-    if scenario.plan.zero1_implementation == "deepspeed":
-        raise UserError(f"{where}: cannot run yet with plan.zero1_implementation = 'deepspeed'; allowed: 'torch'")
+    if (flat := scenario.plan.zero1_implementation) != "torch":
+        raise UserError(f"{where}: cannot run yet with plan.zero1_implementation = '{flat}'; allowed: 'torch'")
     if not isinstance(model.input, TokenInput):
         raise UserError(f"{where}: the input of '{model.name}' is no sequence; leave it out")
     if not model.sequence_layers:
@@ -487,6 +561,45 @@ def _check_sequence_parts(scenario: Scenario, policies: Policies, file: str) -> 
             f"{where}: workload.sequence_length = {scenario.workload.sequence_length}: cannot be divided evenly among "
             f"plan.tp = {policies.tp} ranks; allowed: a multiple"
         )
+
+
+def _check_context(scenario: Scenario, policies: Policies, file: str) -> None:
+    """Refuse context parallelism of what is no sequence, cannot be divided, or has no way to meet in the attention."""
+    if policies.cp == 1:
+        return
+    plan, workload, model = scenario.plan, scenario.workload, scenario.workload.model
+    where, length = f"{file}: plan.cp = {policies.cp}", workload.sequence_length or 0
+    if policies.gradients not in ("all-reduce", "reduce-scatter") or policies.compress:
+        raise UserError(
+            f"{where}: cannot run yet with method '{plan.method}'; allowed today: methods that all-reduce or "
+            "reduce-scatter gradients in workload.precision (ddp, zero1, zero2, zero3, hsdp)"
+        )
+    beside: tuple[tuple[str, object, object], ...] = (
+        ("tp", policies.tp, 1),
+        ("pp", policies.pp, 1),
+        ("shares.replan", plan.shares.replan, False),
+    )
+    for key, value, allowed in beside:
+        if value != allowed:
+            raise UserError(f"{where}: cannot run yet beside plan.{key} = {value}; allowed today: {allowed}")
+    if not isinstance(model.input, TokenInput) or model.input.classes is not None:
+        raise UserError(f"{where}: '{model.name}' has no loss at each position of a sequence; leave it out")
+    if not model.context_layers:
+        raise UserError(
+            f"{where}: workload.model: '{model.name}' is not traced on parts of sequences; trace it again with `gsreal "
+            "trace` (gsreal.methods.context_parallel tells which models can run so)"
+        )
+    if length % policies.cp or length < 2 * policies.cp:
+        raise UserError(
+            f"{where}: workload.sequence_length = {length}: cannot be divided evenly among these ranks; allowed: a "
+            "multiple, of at least 2 positions for each"
+        )
+    for layer in model.context_layers:
+        if layer.units and layer.units % policies.cp:
+            raise UserError(
+                f"{where}: {layer.name} has {layer.units} heads with keys of their own, which the ranks divide among "
+                f"them for the attention; allowed: a divisor of {layer.units}"
+            )
 
 
 def _check_batch(scenario: Scenario, ranks: int, file: str) -> None:

@@ -40,8 +40,19 @@ POLICIES = (
     "publish_overlaps",
 )
 """Resolved policies. The others follow from the method."""
-AS_RESOLVED = {*POLICIES, "compress", "sync_every_steps", "ranks", "push", "stages", "shares"}
+AS_RESOLVED = {*POLICIES, "cp", "compress", "sync_every_steps", "ranks", "push", "stages", "shares"}
 """Keys of a plan that count as what they resolve to, however that was asked for."""
+UNASKED_OF_MODEL = {
+    "source",
+    "name",
+    "sliced_layers",
+    "sequence_layers",
+    "context_layers",
+    "expert_layers",
+    "uncut_reason",
+    "layers",
+}
+"""Fields of a model that follow from its module, or name it; of its layers some count, see `LAYER_FIELDS`."""
 LAYER_FIELDS = {
     "name",
     "modules",
@@ -83,6 +94,7 @@ def canonical(scenario: "Scenario", shared: Shared) -> dict[str, Any]:
         "plan": _fields(plan, leave_out=AS_RESOLVED) | {"publish": _fields(plan.publish, leave_out={"overlap"})},
         "policies": {name: getattr(policies, name) for name in POLICIES}
         | ({"compress": policies.compress} if policies.compress else {})
+        | ({"cp": policies.cp} if policies.cp > 1 else {})
         | ({"sync_every_steps": policies.sync_every_steps} if policies.sync_every_steps else {}),
         "push": _fields(scenario.push),
         "shares": shares,
@@ -118,7 +130,7 @@ def calibration_id(cluster: Cluster, gradients: GradientStatistics | None, share
 
 def _canonical_model(model: Model) -> dict[str, Any]:
     """Return a model without its name, its source, and what follows from its module."""
-    data = _fields(model, leave_out={"source", "name", "sliced_layers", "sequence_layers", "uncut_reason", "layers"})
+    data = _fields(model, leave_out=UNASKED_OF_MODEL)
     layers = [_dumped(layer, include=LAYER_FIELDS) for layer in model.layers]
     return data | {"layers": layers}
 
@@ -155,10 +167,12 @@ def resolved(scenario: "Scenario", shared: Shared) -> dict[str, Any]:
     """
     cluster, model, plan, run = scenario.cluster, scenario.workload.model, scenario.plan, scenario.run
     parts: dict[str, Any] = _dumped(scenario, exclude={"cluster": True, "search": True, "workload": {"model"}})
-    unused = {"uncut_reason"} | (set() if scenario.policies.sequence_parallel else {"sequence_layers"})
-    whole = shared.once(
-        "plain model", (Same(model), scenario.policies.sequence_parallel), lambda: _dumped(model, exclude=unused)
-    )
+    policies = scenario.policies
+    unused = {"uncut_reason"}
+    unused |= set() if policies.sequence_parallel else {"sequence_layers"}
+    unused |= set() if policies.ep > 1 else {"expert_layers"}
+    unused |= set() if policies.cp > 1 else {"context_layers"}
+    whole = shared.once("plain model", (Same(model), frozenset(unused)), lambda: _dumped(model, exclude=unused))
     workload = {"model": whole} | parts["workload"]
     clusters = {"cluster": shared.once("plain cluster", Same(cluster), lambda: _dumped(cluster))}
     data = {key: ({**parts, **clusters, "workload": workload})[key] for key in KEYS}
@@ -175,9 +189,15 @@ def resolved(scenario: "Scenario", shared: Shared) -> dict[str, Any]:
         (data["plan"], "ranks", plan.ranks is None),
         (data["plan"], "zero1_implementation", plan.zero1_implementation == "torch"),
         (data["plan"], "compress", plan.compress is None),
+        (data["plan"], "powersgd", scenario.policies.compressor != "powersgd"),
+        (data["plan"], "topk", scenario.policies.compressor != "topk"),
         (data["plan"], "sync_every_steps", plan.sync_every_steps is None),
         (data["plan"], "outer", not scenario.policies.outer_optimizer),
         (data["plan"], "sequence_parallel", not plan.sequence_parallel),
+        (data["plan"], "ep", plan.ep == 1),
+        (data["workload"], "expert_load", scenario.workload.expert_load == "balanced"),
+        (data["workload"], "expert_routing", scenario.workload.expert_routing == "router"),
+        (data["plan"], "cp", plan.cp == 1),
     ):
         if is_absent:
             del table[key]

@@ -169,6 +169,9 @@ def load_scenario(
     workload = data.get("workload")
     if isinstance(workload, dict):
         workload["model"] = _part(workload, "workload.model", changes, file, folders, shared)
+        load = workload.get("expert_load")
+        if isinstance(load, str) and load != "balanced":
+            workload["expert_load"] = _table(_find(load, "workload.expert_load", file, folders))
         if isinstance(workload.get("data"), dict):
             workload["data"] = _with_paths(workload["data"], folders)
     if isinstance(data.get("search"), dict) and isinstance(data["search"].get("study"), str):
@@ -282,6 +285,18 @@ def _with_overrides(data: dict[str, Any], overrides: Sequence[str], folders: dic
         else:
             changes[part] += ((key.removeprefix(f"{part}."), value),)
     return changes
+
+
+def _table(path: Path) -> dict[str, Any]:
+    """Return the table in a TOML or JSON file."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: must be a table of keys")
+    return content
 
 
 PARTS = ("cluster", "workload.model")

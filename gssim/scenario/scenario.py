@@ -10,7 +10,7 @@ from pydantic import AfterValidator
 
 from gssim.cache import Shared
 from gssim.cluster import Cluster, Conditions, DeviceType
-from gssim.plan import DATA_AXES, METHODS, Plan, Policies, Push, resolve, resolved_push, splitting
+from gssim.plan import METHODS, REPLICA_AXES, Plan, Policies, Push, resolve, resolved_push, splitting
 from gssim.scenario.device_rates import sample_costs
 from gssim.scenario.identity import calibration_id, resolved, scenario_id
 from gssim.scenario.ownership import better_shard_shares, owned_shares, sample_room
@@ -229,7 +229,7 @@ class Scenario:
         if mesh.tp == mesh.ranks > 1:
             return self.slice_shares
         if policies.slices == "shares":  # the shares size the slices
-            return splitting.even(mesh.data_ranks) * (mesh.ranks // mesh.data_ranks)
+            return splitting.even(mesh.replica_ranks) * (mesh.ranks // mesh.replica_ranks)
         return self._wanted_shards
 
     @cached_property
@@ -259,7 +259,7 @@ class Scenario:
         if wanted in ("memory", "cost"):
             return owned_shares(self.cluster, self.workload, self.plan, self.policies, self.batch_sizes)
         if isinstance(wanted, str):
-            return splitting.even(mesh.data_ranks) * (mesh.ranks // mesh.data_ranks)
+            return splitting.even(mesh.replica_ranks) * (mesh.ranks // mesh.replica_ranks)
         shares = splitting.proportional(wanted)
         return tuple(shares[mesh.data_rank(rank)] for rank in range(mesh.ranks))
 
@@ -271,7 +271,7 @@ class Scenario:
             return splitting.proportional(weights)
         for first in range(mesh.ranks):
             if mesh.data_rank(first) == 0:  # first of its group
-                ranks = mesh.group(first, *DATA_AXES)
+                ranks = mesh.group(first, *REPLICA_AXES)
                 for rank, share in zip(ranks, splitting.proportional([weights[rank] for rank in ranks]), strict=True):
                     shares[rank] = share
         return tuple(shares)
@@ -310,8 +310,10 @@ class Scenario:
 
     @cached_property
     def sequence_positions(self) -> int | None:
-        """Positions of each sequence that a rank of a tensor group has; None: sequences are not divided."""
+        """Positions of each sequence that a rank has; None: sequences are not divided among ranks."""
         policies = self.policies
+        if policies.cp > 1:
+            return (self.workload.sequence_length or 0) // policies.cp
         return (self.workload.sequence_length or 0) // policies.tp if policies.sequence_parallel else None
 
     def _sample_costs(self) -> list[tuple[float, float]]:

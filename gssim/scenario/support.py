@@ -15,6 +15,8 @@ FEATURES: dict[str, Mapping[str, Any]] = {
     "alone": {},
     "tp 2": {"plan.tp": 2},
     "sequence parallelism": {"plan.tp": 2, "plan.sequence_parallel": True},
+    "cp 2": {"plan.cp": 2},
+    "ep 2": {"plan.ep": 2},
     "pp 2": {"plan.pp": 2, "plan.micro_batches": 2},
     "2 micro-batches": {"plan.micro_batches": 2},
     "full recomputation": {"plan.recompute": "full"},
@@ -29,6 +31,7 @@ FEATURES: dict[str, Mapping[str, Any]] = {
     "bf16": {"workload.precision": "bf16"},
     "fp16": {"workload.precision": "fp16"},
     "DeepSpeed's ZeRO-1": {"plan.zero1_implementation": "deepspeed"},
+    "Megatron-LM's distributed optimizer": {"plan.zero1_implementation": "megatron"},
 }
 """Features beside a method, each as changes to a scenario's keys."""
 

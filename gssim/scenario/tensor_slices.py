@@ -25,9 +25,9 @@ def units_of_ranks(units: int, parts: Sequence[float]) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=256)
-def _sliced_layer(layer: Layer, units: int, positions: int) -> Layer:
-    """Return the slice of a layer that has so many units, and so many positions of each sequence."""
-    size = (units, positions)
+def sliced_layer(layer: Layer, units: int, positions: int, rows: int = 0) -> Layer:
+    """Return the slice of a layer that has so many units, positions of each sequence, and rows for each sample."""
+    size = (units, positions, rows)
     changes: dict[str, Any] = {
         "parameters": tuple(parameter.held(units) for parameter in layer.parameters),
         "buffers": tuple(replace(buffer, size_bytes=buffer.size_bytes.held(*size)) for buffer in layer.buffers),
@@ -58,6 +58,10 @@ def _map_of(parameter: Parameter) -> str:
     return parameter.name.rpartition(".")[0]
 
 
+_WHOLE_ONLY: dict[str, Any] = dict.fromkeys(("sliced_layers", "sequence_layers", "context_layers", "expert_layers"), ())
+"""Fields of a model that a rank's part of it lacks."""
+
+
 def model_slice(model: Model, parts: Sequence[float], position: int, *, positions: int | None = None) -> Model:
     """Return the slice of the model on the rank at `position` of a tensor group; `parts`: every rank's share.
 
@@ -67,11 +71,23 @@ def model_slice(model: Model, parts: Sequence[float], position: int, *, position
     for layer in model.sliced_layers if positions is None else model.sequence_layers:
         units = units_of_ranks(layer.units, parts)[position] if layer.units else 0
         changes = layer.units or positions is not None
-        layers.append(_sliced_layer(layer, units, positions or 0) if changes else layer)
-    return replace(model, layers=tuple(layers), sliced_layers=(), sequence_layers=())
+        layers.append(sliced_layer(layer, units, positions or 0) if changes else layer)
+    return replace(
+        model, layers=tuple(layers), sliced_layers=(), sequence_layers=(), context_layers=(), expert_layers=()
+    )
+
+
+def context_part(model: Model, positions: int) -> Model:
+    """Return the model on a rank with so many positions of each sequence, under context parallelism."""
+    layers = tuple(sliced_layer(layer, 0, positions) for layer in model.context_layers)
+    return replace(model, layers=layers, **_WHOLE_ONLY)
 
 
 def held_slice(scenario: "Scenario", position: int) -> Model:
-    """Return the slice of a scenario's model on the ranks at `position` of their tensor groups."""
+    """Return a scenario's model as the ranks at `position` of their tensor groups run it: blocks cut, or on parts of
+    sequences.
+    """
     model, positions = scenario.workload.model, scenario.sequence_positions
+    if scenario.policies.cp > 1:
+        return context_part(model, positions or 0)
     return model_slice(model, scenario.slice_shares, position, positions=positions)

@@ -313,8 +313,8 @@ def _float_gradient_bytes(scenario: Scenario, footprint: MemoryFootprint) -> flo
     A replica's gradients have as many elements as its parameters.
     """
     workload = scenario.workload
-    if workload.gradient_precision is None:
-        return 0.0
+    if workload.gradient_precision is None or scenario.plan.zero1_implementation == "megatron":
+        return 0.0  # there, the only gradients are the buckets
     ratio = PRECISION_BYTES[workload.gradient_precision] / PRECISION_BYTES[workload.precision]
     return max(0.0, footprint.peak.get("parameters", 0.0) * (ratio - 1))
 

@@ -1,6 +1,7 @@
 """The workload: a model's layers as traced, the batch, the optimizer and the data of a training."""
 
 from gssim.workload.layer import (
+    EXPERT_EXCHANGES,
     Buffer,
     Layer,
     Moment,
@@ -35,6 +36,7 @@ from gssim.workload.workload import PATHS, Glue, ImageFolder, TextFolder, Worklo
 
 __all__ = [
     "COUNTS_STEPS",
+    "EXPERT_EXCHANGES",
     "PATHS",
     "VALUES_KEPT",
     "Buffer",

@@ -5,6 +5,10 @@ All quantities are functions of the batch size and the sequence length.
 [Note: moments] A moment is a place in one training step: `f3` is the 4th operation of the layer's own forward, `b7`
 the 8th of its backward, `b7@+1` that of the backward of the next layer, `end` the end of the backward pass. Buffers
 are allocated (born) and freed at moments, so memory can be replayed for any plan without the module.
+
+[Note: routed rows] Where ranks divide the routed experts of a layer, each holds u of them and processes r rows: one for
+every token of its group, and for each of that token's experts that the rank holds. Quantities are polynomials in r
+too; how many rows there are follows from the load of the experts.
 """
 
 import re
@@ -16,7 +20,7 @@ from pydantic import BeforeValidator, PlainSerializer, SerializerFunctionWrapHan
 
 from gssim.units import Count, PositiveInt, spec
 
-_TERM = re.compile(r"^(-?\d+)((?:\*(?:[bs](?:\^[12])?|[up]))*)$")
+_TERM = re.compile(r"^(-?\d+)((?:\*(?:[bs](?:\^[12])?|[upr]))*)$")
 Terms = tuple[tuple[int, int, int], ...]
 """(Coefficient, power of b, power of s)."""
 
@@ -30,6 +34,8 @@ class Polynomial:
     """Terms that count once for each unit u on a rank; see [Note: units]."""
     part_terms: Terms = ()
     """Terms that count once for each position p of a rank's part of the sequence; see [Note: sequence parts]."""
+    row_terms: Terms = ()
+    """Terms that count once for each row r that a rank's experts process; see [Note: routed rows]."""
 
     @classmethod
     def parse(cls, text: object) -> "Polynomial":
@@ -42,38 +48,44 @@ class Polynomial:
             return text
         if isinstance(text, bool) or not isinstance(text, (int, str)):
             raise ValueError('must be a polynomial in b and s, such as "512 + 4*b*s"')
-        terms: dict[str, list[tuple[int, int, int]]] = {"": [], "u": [], "p": []}
+        terms: dict[str, list[tuple[int, int, int]]] = {"": [], "u": [], "p": [], "r": []}
         for term in str(text).replace(" ", "").split("+"):
             match = _TERM.match(term)
             if match is None:
                 raise ValueError(f'has the term {term!r}; a polynomial in b and s is needed, such as "512 + 4*b*s"')
-            powers = {"b": 0, "s": 0, "u": 0, "p": 0}
+            powers = {"b": 0, "s": 0, "u": 0, "p": 0, "r": 0}
             for factor in match.group(2).split("*")[1:]:
                 powers[factor[0]] += int(factor[2:] or 1)
-            if max(powers.values()) > 2 or powers["u"] + powers["p"] > 1:
-                raise ValueError(f"has the term {term!r}; b and s may have powers up to 2, u up to 1, or p instead")
-            kind = "u" if powers["u"] else "p" if powers["p"] else ""
+            if max(powers.values()) > 2 or powers["u"] + powers["p"] + powers["r"] > 1:
+                raise ValueError(
+                    f"has the term {term!r}; b and s may have powers up to 2, u up to 1, or p or r instead"
+                )
+            kind = next((name for name in "upr" if powers[name]), "")
             terms[kind].append((int(match.group(1)), powers["b"], powers["s"]))
-        return cls(tuple(terms[""]), tuple(terms["u"]), tuple(terms["p"]))
+        return cls(*map(tuple, terms.values()))
 
     def at(self, *, b: int, s: int) -> int:
         """Return the value at batch size `b` and sequence length `s`, without the terms in units or positions."""
         return sum(c * b**i * s**j for c, i, j in self.terms)
 
-    def held(self, units: int, positions: int = 0) -> "Polynomial":
-        """Return the polynomial for a rank with so many units, and so many positions of each sequence.
+    def held(self, units: int, positions: int = 0, rows: int = 0) -> "Polynomial":
+        """Return the polynomial for a rank with so many units, positions of each sequence, and rows for each sample.
 
         >>> str(Polynomial.parse("8*b + 3*b*u + 2*s*u").held(2))
         '14*b + 4*s'
         >>> str(Polynomial.parse("8*b*s + 4*b*p").held(2, positions=16))
         '8*b*s + 64*b'
+        >>> str(Polynomial.parse("8*b*s + 4*r").held(2, rows=32))
+        '8*b*s + 128*b'
         """
-        if not self.unit_terms and not self.part_terms:
+        if not self.unit_terms and not self.part_terms and not self.row_terms:
             return self
         sums: dict[tuple[int, int], int] = {}
         for factor, terms in ((1, self.terms), (units, self.unit_terms), (positions, self.part_terms)):
             for c, i, j in terms:
                 sums[i, j] = sums.get((i, j), 0) + factor * c
+        for c, i, j in self.row_terms:
+            sums[i + 1, j] = sums.get((i + 1, j), 0) + rows * c
         return Polynomial(tuple((c, i, j) for (i, j), c in sums.items() if c) or ((0, 0, 0),))
 
     def __str__(self) -> str:
@@ -81,7 +93,12 @@ class Polynomial:
         powers = ("", "*{0}", "*{0}^2")
         terms_as_text = [
             f"{c}{powers[i].format('b')}{powers[j].format('s')}{unit}"
-            for terms, unit in ((self.terms, ""), (self.unit_terms, "*u"), (self.part_terms, "*p"))
+            for terms, unit in (
+                (self.terms, ""),
+                (self.unit_terms, "*u"),
+                (self.part_terms, "*p"),
+                (self.row_terms, "*r"),
+            )
             for c, i, j in terms
         ]
         return " + ".join(terms_as_text) or "0"
@@ -198,6 +215,8 @@ class Parameter:
     summed: bool = False
     """Whether the gradients of tensor-parallel ranks are parts of a sum: of what each runs on its own heads, or on its
     part of the sequence; see [Note: sequence parts]."""
+    sliced: bool = False
+    """Whether it is a rank's slice: other ranks hold the rest."""
 
     @classmethod
     def parse(cls, text: object) -> "Parameter":
@@ -230,7 +249,7 @@ class Parameter:
         if self.cut is None:
             return self
         sizes = (size * units if dimension == self.cut else size for dimension, size in enumerate(self.shape))
-        return Parameter(self.name, tuple(sizes), self.born, self.ready, summed=self.summed)
+        return Parameter(self.name, tuple(sizes), self.born, self.ready, summed=self.summed, sliced=True)
 
     def __str__(self) -> str:
         """Return the text form, which `parse` reads."""
@@ -247,19 +266,23 @@ class Parameter:
         return product
 
 
-REDUCTIONS = ("all-reduce", "all-gather", "reduce-scatter")
+EXPERT_EXCHANGES = ("counts", "dispatch", "combine")
+"""Collectives of divided experts: the numbers of rows, rows to the ranks of their experts, and results back."""
+REDUCTIONS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", *EXPERT_EXCHANGES)
 
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """A collective over the ranks that share a sliced block, right after a moment of the layer.
+    """A collective over the ranks that share a block, right after a moment of the layer.
 
-    It is an all-reduce, or where ranks have parts of the sequence a gather of these or a reduce-scatter into them.
+    It is an all-reduce, or where ranks have parts of the sequence a gather of these or a reduce-scatter into them; in
+    the attention of context parallelism an all-to-all, of parts of the sequence for parts of the heads.
     """
 
     moment: Moment
     size_bytes: Polynomial
-    """Bytes of the whole tensor, not of a rank's part."""
+    """Bytes of the whole tensor, not of a rank's part; of an all-to-all, of each rank's tensor; of a dispatch or
+    combine, of one row."""
     kind: str = "all-reduce"
 
     @classmethod
@@ -387,7 +410,10 @@ class Layer:
     module_buffer_bytes: Count = 0
     """Bytes of its module buffers (not parameters), such as running means."""
     units: PositiveInt | None = None
-    """Number of units of a sliced block; see [Note: units]."""
+    """Number of units of a sliced block, see [Note: units]; under context parallelism, of heads that have own keys; of
+    divided experts, the number of experts."""
+    experts_per_token: PositiveInt | None = None
+    """Of divided experts: number of them that each token takes; see [Note: routed rows]."""
     reductions: tuple[text_of(Reduction), ...] = ()  # type: ignore[valid-type]
     """Collectives of a sliced block, in the order of their moments."""
     linear: bool | None = None
@@ -409,6 +435,8 @@ class Layer:
                 data.pop(key, None)
         if not data.get("module_buffer_bytes"):
             data.pop("module_buffer_bytes", None)
+        if data.get("experts_per_token") is None:
+            data.pop("experts_per_token", None)
         return data
 
     @property

@@ -10,6 +10,13 @@ blocks divide every sequence between these: norms, dropouts and residuals run on
 the first linear maps are all-gathered, and outputs of the last ones reduce-scattered, where they are all-reduced
 otherwise. The gradients of parameters in between (norms) are those of the rank's positions: after the backward they
 are summed over the ranks. The layers of `Model.sequence_layers` are traced so.
+
+[Note: context] With context parallelism ranks divide sequences from the embedding to the loss, and all of a layer runs
+on p positions of each. Only attention needs the others: by all-to-alls (Jacobs et al. 2023, DeepSpeed Ulysses, arXiv
+2309.14509) each rank gets all positions of its part of the heads, and gives the outputs back. As whole sequences times
+a part of the heads are as much as a part of the sequences times all heads, quantities depend on p, and on p*s, whatever
+the number of ranks. The layers of `Model.context_layers` are traced so; `units` of a block is the number of heads that
+have keys and values of their own.
 """
 
 from collections import Counter
@@ -126,6 +133,10 @@ class Model:
     """Why the blocks cannot be cut among ranks, with the name of the module; absent: they can, or it is not known."""
     sequence_layers: tuple[Layer, ...] = ()
     """The same with sequences divided among these ranks, see [Note: sequence parts]; empty: they cannot be."""
+    expert_layers: tuple[Layer, ...] = ()
+    """The layers with their routed experts divided among ranks, see [Note: routed rows]; empty: they cannot be."""
+    context_layers: tuple[Layer, ...] = ()
+    """The layers with whole blocks on parts of the sequences, see [Note: context]; empty: they cannot run so."""
 
     def __post_init__(self) -> None:
         """Refuse a model that is too large, and layers that share a name."""

@@ -85,6 +85,33 @@ Data = Annotated[
         "kind = 'image-folder', 'glue' or 'text-folder'",
     ),
 ]
+
+
+@spec
+class ExpertLoad:
+    """Load of the routed experts of each layer, in one of these forms."""
+
+    skew: PositiveFloat | None = None
+    """Expert i (from 1) has a load in proportion to i to the power of minus this (Zipf's law)."""
+    shares: tuple[NonNegativeFloat, ...] | None = None
+    """Load of each expert of every layer; the sum counts as 1."""
+    layers: dict[str, tuple[NonNegativeFloat, ...]] | None = None
+    """The same for each layer, by the path of its module: the form of measured loads."""
+
+    def __post_init__(self) -> None:
+        """Refuse none of the forms, and several."""
+        if sum(form is not None for form in (self.skew, self.shares, self.layers)) != 1:
+            raise ValueError("exactly one of skew, shares and layers is needed")
+
+
+def _load_kind(value: Any) -> Any:
+    """Return the tag of a user's value for pydantic's union; in brackets, as it is no key of the file."""
+    return "[name]" if isinstance(value, str) else "[table]"
+
+
+Load = Annotated[
+    Annotated[Literal["balanced"], Tag("[name]")] | Annotated[ExpertLoad, Tag("[table]")], Discriminator(_load_kind)
+]
 PATHS = ("folder", "tokenizer", "cache")
 """Keys of the tables that name files and folders."""
 
@@ -128,6 +155,12 @@ class Workload:
     """Weight decay as the optimizer defines it: decoupled in adamw."""
     clip_norm: PositiveFloat | None = None
     """Largest norm of all gradients together, to which they are scaled down before the update; absent: they are not."""
+    expert_load: Load = "balanced"
+    """Load of routed experts where `plan.ep` divides them: `balanced`, a table, or the name of a TOML or JSON
+    file of that table. The fullest rank sets the time of a layer."""
+    expert_routing: Literal["router", "load"] = "router"
+    """Choice of each token's experts in a real run: by the model's router, as the data have it, or so that each sample
+    has exactly `expert_load`, whatever the router says (its weights then count for the experts so chosen)."""
     data: Data = "auto"
     """`auto`: bytes of the Python standard library's source for tokens, scikit-learn's digits for images."""
 

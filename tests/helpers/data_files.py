@@ -2,12 +2,13 @@
 
 import gzip
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from small_models import Request, kept
 
-from gsreal.model_files.trace import Request, traced_model, write_model
 from gssim.scenario import load_model
 from gssim.units import validated
 from gssim.workload import Model, Workload
@@ -145,7 +146,7 @@ def workload_for(source: dict[str, Any], data: Any, **changes: Any) -> Workload:
 
 
 def traced(path: Path, model: str, *arguments: str, **settings: Any) -> Path:
-    """Trace a module into a model file."""
+    """Write the model file of a module, as it was traced once."""
     asked: dict[str, Any] = {
         "vocabulary": None,
         "maximum_sequence_length": 64,
@@ -155,7 +156,7 @@ def traced(path: Path, model: str, *arguments: str, **settings: Any) -> Path:
         "auto_class": None,
         "sequence_length": None,
     }
-    request = Request(model=model, arguments=arguments, name=path.stem, **{**asked, **settings})
-    write_model(path, traced_model(request))
+    request = Request(model=model, arguments=arguments, name=f"data-{path.stem}", **{**asked, **settings})
+    shutil.copy(kept(request), path)
     assert load_model(path).elements
     return path

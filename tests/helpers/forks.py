@@ -22,6 +22,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+IMPORTS = (
+    *("gsreal.run.worker", "gsreal.models", "gsreal.statistics.collect", "torch.profiler", "torch._dynamo"),
+    *("torch.distributed.fsdp", "torch.distributed.optim", "torch.distributed.pipelining"),
+    *("torch.distributed.tensor.parallel", "sklearn.model_selection", "sklearn.datasets"),
+)
+"""What ranks import at once or at their first step, and what takes seconds."""
 GRACE_S = 1.0
 """How long ranks whose peer failed get to say why they fail too, before they are ended."""
 
@@ -93,7 +99,7 @@ def end(process: "subprocess.Popen[str]") -> None:
 
 def serve() -> None:
     """Answer runs until nobody asks any more."""
-    for module in ("gsreal.run.worker", "gsreal.models", "gsreal.statistics.collect", "torch.profiler"):
+    for module in IMPORTS:
         import_module(module)
     gc.collect()
     gc.freeze()  # a collection in a rank must not copy all that is shared with this process

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from gssim.cluster import Cluster
-from gssim.plan import DATA_AXES
+from gssim.plan import DATA_AXES, INDEX_BYTES
 from gssim.result import PHASES, Result
 from gssim.scenario import Loaded, Scenario
 from gssim.simulation import Simulated, simulate
@@ -121,7 +121,7 @@ def _collectives(scenario: Scenario, result: Result) -> Iterator[str]:
     for density in (result.density.push, result.density.publish):
         if density is not None and density > 1 + RELATIVE:
             yield f"density {density}"
-    yield from _gradient_bytes(scenario, result)
+    yield from (_compressed_bytes if scenario.policies.compressor else _gradient_bytes)(scenario, result)
 
 
 def carried(result: Result, kind: str) -> dict[tuple[int, ...], int]:
@@ -164,6 +164,32 @@ def _gradient_bytes(scenario: Scenario, result: Result) -> Iterator[str]:
                 yield f"all-reduces of shards carry {reduced} bytes, padded gradients have {padded}"
     if policies.gradients == "push":
         yield from _pushed_bytes(scenario, result, exact, groups[policies.push_axis])
+
+
+def _compressed_bytes(scenario: Scenario, result: Result) -> Iterator[str]:
+    """Compare what compressors send with the factors of every tensor, or with the fraction of all elements."""
+    mesh = scenario.policies.mesh
+    if mesh.ranks == 1:
+        return
+    shapes = [p.shape or (1,) for each in unrolled(scenario.workload.model) for p in each.layer.parameters]
+    group = tuple(range(mesh.ranks))
+    options, value = scenario.plan.powersgd, PRECISION_BYTES[scenario.workload.precision]
+    if scenario.policies.compressor == "topk":
+        elements = sum(map(math.prod, shapes))
+        found = carried(result, "all-gather")[group] / (value + INDEX_BYTES) / len(group)
+        buckets = sum(entry.count for entry in result.collectives if entry.kind == "all-gather") / 2
+        if abs(found - scenario.plan.topk.density_ratio * elements) > buckets:
+            yield f"all-gathers carry {found} of {elements} elements"
+        return
+    sent = 0
+    for shape in shapes:
+        rows, columns = shape[0], math.prod(shape[1:])
+        rank = min(rows, columns, options.rank)
+        factors = rank * (rows + columns)
+        sent += factors if factors * options.min_compression_ratio < rows * columns else rows * columns
+    reduced = carried(result, "all-reduce")[group]
+    if reduced != sent * value:
+        yield f"all-reduces carry {reduced} bytes, factors and other tensors have {sent * value}"
 
 
 def _pushed_bytes(scenario: Scenario, result: Result, exact: int, groups: list[tuple[int, ...]]) -> Iterator[str]:

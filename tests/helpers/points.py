@@ -117,6 +117,8 @@ def _scenario(
     run: Table = {"steps": random.choice([2, 3, 4]), "warmup_steps": random.choice([0, 1, 2]), "seed": seed % 7}
     if random.random() < 0.95:  # else, at times, nothing is synchronized before the run's end
         run["steps"] = max(run["steps"], plan.get("sync_every_steps", 1))
+    if REGISTRY[plan["method"]].compressor and random.random() < 0.95:  # else it begins before gradients are compressed
+        run["warmup_steps"] = 2
     devices = plan.get("ranks", devices)
     _divide(random, workload, plan, parts, devices)
     # a pipeline refuses slow-downs
@@ -168,6 +170,11 @@ def _own_options(random: Random, method: str) -> Table:
         found["sync_every_steps"] = random.choice([1, 2, 2, 3, 4])
         if REGISTRY[method].outer_optimizer and random.random() < 0.5:
             found["outer"] = {"learning_rate": random.choice([0.5, 1.0]), "momentum": random.choice([0.0, 0.5, 0.9])}
+    if REGISTRY[method].compressor == "powersgd" and random.random() < 0.7:
+        found["powersgd"] = {"rank": random.choice([1, 3, 4]), "min_compression_ratio": random.choice([0.5, 2.0, 10.0])}
+        found["powersgd"] |= {key: random.random() < 0.5 for key in ("error_feedback", "warm_start")}
+    if REGISTRY[method].compressor == "topk" and random.random() < 0.7:
+        found["topk"] = {"density_ratio": random.choice([1e-4, 0.1, 1.0]), "error_feedback": random.random() < 0.5}
     if REGISTRY[method].compress and random.random() < 0.5:
         found["compress"] = random.choice(["bf16", "fp16"])
     return found
@@ -197,7 +204,8 @@ def _axes(random: Random, plan: Table, devices: int, model: Trained) -> int:
         return 1
     inner = [n for n in (2, 4, 8) if devices % n == 0 and n < devices and n <= model.heads]
     left = devices
-    apart = REGISTRY[method].sync_every_steps and random.random() < 0.9
+    whole = REGISTRY[method].sync_every_steps or REGISTRY[method].compressor
+    apart = whole and random.random() < 0.9
     if inner and not apart and random.random() < 0.3:
         plan["tp"] = random.choice(inner)
         left //= plan["tp"]

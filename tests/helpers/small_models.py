@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from gsreal.model_files.trace import Request, traced_model, write_model
+from gssim.execution.files import write_text
 
 LENGTH = 24
 FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -53,6 +54,23 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {
 """What to trace, and its arguments."""
 VOCABULARY = 256
 """Bytes; a masked-token model has one token more."""
+
+
+KEPT = Path(__file__).resolve().parent / "models" / "of_tests"
+"""Model files that real tests run, traced when the tests were written; a slow test traces them again."""
+
+
+def kept(request: Request) -> Path:
+    """Return the kept model file of a request, named after it.
+
+    It is traced and kept where there is none yet, or one of another request (which its first line holds).
+    """
+    path, first = KEPT / f"{request.name}.toml", f"# {request}\n"
+    if not path.exists() or not path.read_text(encoding="utf-8").startswith(first):
+        KEPT.mkdir(exist_ok=True)
+        write_model(path, traced_model(request))
+        write_text(path, first + path.read_text(encoding="utf-8"))
+    return path
 
 
 def model_file(folder: Path, family: str) -> Path:

@@ -34,6 +34,8 @@ ROUND = [
     ("accelerate", {"plan.method": "ddp", "workload.precision": "fp32"}),
     ("accelerate", {"plan.method": "zero3", "plan.tp": 2, "plan.ranks": 8}),
     ("torchtitan", {"plan.method": "zero3", "plan.micro_batches": 4, "plan.recompute": "full", "run.seed": 7}),
+    ("accelerate", {"plan.method": "zero3", "plan.cp": 2, "plan.ranks": 8}),
+    ("torchtitan", {"plan.method": "zero3", "plan.cp": 4}),
     ("torchtitan", {"plan.method": "zero2", "workload.weight_decay": 0.1}),
     ("torchtitan", {"plan.method": "hsdp", "workload.clip_norm": 1.0}),
     ("torchtitan", {"plan.method": "ddp", "workload.precision": "fp32", "workload.optimizer": "adam"}),

@@ -33,7 +33,7 @@ def test_every_device_of_the_cluster_is_used_or_named(method, capsys):
     micro_batches = 4 if method == "pipeline" else 1
     for ranks in (None, 1 if method == "single" else 2):
         plan = {"method": method, "ranks": ranks, "micro_batches": micro_batches}
-        scenario = scenario_of(star(4), plan, run={"steps": 8, "warmup_steps": 1})  # a period of those that have one
+        scenario = scenario_of(star(4), plan, run={"steps": 8, "warmup_steps": 2})  # whole periods, compressed steps
         result = simulate(loaded_of(scenario)).result
         used = [rank for entry in result.ranks for rank in entry.ranks]
         assert len(used) + len(result.idle_devices) == 4

@@ -173,8 +173,10 @@ def test_accelerate_parallelism_config(tmp_path):
     )
     tables, _ = imported(tmp_path, FSDP.format(reshard="true", more=sizes), name="a.yaml")
     assert (tables["plan"]["method"], tables["plan"]["dp_shard"]) == ("hsdp", 4)
-    said = refused(tmp_path, FSDP.format(reshard="true", more=sizes.replace("tp_size: 1", "cp_size: 2")), name="a.yaml")
-    assert "context parallelism" in said
+    divided = sizes.replace("tp_size: 1", "cp_size: 2").replace("dp_shard_size: 4", "dp_shard_size: 2")
+    tables, found = imported(tmp_path, FSDP.format(reshard="true", more=divided), name="a.yaml")
+    assert {"method": "hsdp", "dp_replicate": 2, "dp_shard": 2, "cp": 2}.items() <= tables["plan"].items()
+    assert any("all-to-alls, not passed in a ring" in line for line in found.listed)
 
 
 @pytest.mark.parametrize(
@@ -267,7 +269,8 @@ def test_megatron_pipelines_have_equal_stages(tmp_path):
     ("argument", "said"),
     [
         ("--num-layers 32", "is given twice"),
-        ("--context-parallel-size 2", "context parallelism"),
+        ("--context-parallel-size 2 --tensor-model-parallel-size 2", "plan.cp = 2: cannot run yet beside plan.tp = 2"),
+        ("--context-parallel-size 3", "context ranks are"),
         ("--num-experts 8", "experts"),
         ("--tensor-model-parallel-size $TENSOR", "does not say what this variable is"),
         ("--tensor-model-parallel-size 3", "does not divide 8 ranks"),
@@ -387,7 +390,10 @@ def test_automodel(tmp_path):
     assert tables["workload"]["sequence_length"] == 4096
     assert tables["workload"]["optimizer_implementation"] == "foreach"
     assert any("in 16 bits alone" in line for line in found.listed)
-    assert "ep_size" in refused(tmp_path, AUTOMODEL.replace("cp_size: 1", "ep_size: 8"), name="r.yaml")
+    with pytest.raises(UserError, match=r"plan\.ep = 8: cannot run yet .* from distributed\.ep_size = 8"):
+        imported(tmp_path, AUTOMODEL.replace("cp_size: 1", "ep_size: 8"), name="r.yaml")
+    tables, _ = imported(tmp_path, AUTOMODEL.replace("cp_size: 1", "cp_size: 4"), name="r.yaml")
+    assert (tables["plan"]["method"], tables["plan"]["cp"]) == ("zero3", 4)
 
 
 AXOLOTL = """

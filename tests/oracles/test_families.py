@@ -10,7 +10,7 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 
 import torch
 import transformers
-from test_trace import CPU_ATTENTION, at, counted_peak_bytes, real_step, replayed_peak_bytes, request_for
+from test_trace import UNCOUNTED, at, counted_peak_bytes, real_step, replayed_peak_bytes, request_for
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
@@ -98,7 +98,7 @@ def test_flop_are_those_that_torch_counts_in_a_real_step(family):
     """torch counts nothing for grouped products: its count of experts one by one is complete."""
     model, shape = traced(family), shape_of(family)
     _, _, step = real_step(with_config(model, experts_implementation="eager") if family == "mixtral" else model, shape)
-    with FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION) as counter:
+    with FlopCounterMode(display=False, custom_mapping=UNCOUNTED) as counter:
         step().backward()
     assert traced_flop(model, shape) == pytest.approx(counter.get_total_flops(), rel=0.02)
 

@@ -8,7 +8,8 @@ from tasks import task_of
 
 from gssim.collectives import Communication
 from gssim.engine import DeadlockError, machine
-from gssim.program import Issue
+from gssim.engine.rendezvous import joins_in_turn
+from gssim.program import Issue, Program
 from gssim.scenario import load_scenario
 from gssim.simulation import simulate
 
@@ -45,6 +46,49 @@ def test_together_they_do_what_each_does_alone(kind, changes, monkeypatch):
     assert alone[2].vectorised is None
     assert len(alone[2].classes) > 2
     assert together[:2] == alone[:2]
+
+
+SERVERS = (
+    'cluster={name="servers", backend="nccl", nccl="hopper", source="made", '
+    'device_types={gpu="h100-sxm", old="a100-sxm-80"}, topology={kind="servers", '
+    'servers=[{count=2, device="gpu", devices=2, inside="nvswitch", inside_link="nvlink4-h100", nics=1, '
+    'nic_link="ib-ndr-400", pcie_link="pcie5x16"}, {count=2, device="old", devices=2, inside="nvswitch", '
+    'inside_link="nvlink3-a100", nics=1, nic_link="ib-ndr-400", pcie_link="pcie4x16"}], fabric={kind="switch"}}}'
+)
+
+
+@pytest.mark.parametrize("changes", [(), ("plan.publish.threshold=1e-4",), ("plan.overlap=false",)])
+def test_collectives_inside_nodes_end_ahead_of_the_clock_when_they_would_by_it(changes, monkeypatch):
+    asked = [SERVERS, "plan.method=gs_hier", "plan.push.threshold=1e-3", *changes]
+    ahead = outcome(asked)
+    walk = ahead[2].vectorised
+    known = {name.op for name, delays_s in walk._known_delays.items() if delays_s is not None}
+    assert known == {"reduce-scatter", "publish-in-node"}
+    monkeypatch.setattr(machine, "MIN_CLASSES_VECTORISED", 1000)
+    by_clock = outcome(asked)
+    assert by_clock[2].vectorised is None
+    assert ahead[:2] == by_clock[:2]
+    assert ahead[2].carried_by_rank()[0].tolist() == by_clock[2].carried_by_rank()[0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("second_after", "next_after", "in_turn"),
+    [(("x",), ("y",), True), ((), ("y",), False), (("x",), (), False)],
+    ids=["each waits", "the second overlaps", "the next step's first overlaps"],
+)
+def test_collectives_of_two_streams_are_in_turn_where_each_waits_for_the_one_before(second_after, next_after, in_turn):
+    """Of x beside the compute and y on a third stream: the step after begins x when its own compute has begun it."""
+
+    def meet(label, stream, after):
+        return task_of(label, "exposed_communication", stream, communication=label, after=after)
+
+    begin = task_of("begin", "forward", duration_s=1.0)
+    end = task_of("end", "backward", duration_s=1.0, after=next_after)
+    tasks = (begin, meet("x", "communication", ("begin",)), meet("y", "replication", second_after), end)
+    program = Program((tasks,), {}, ({},))
+    names = frozenset(task.communication for task in tasks if task.communication is not None)
+    assert joins_in_turn(program, 0, names) is in_turn
+    assert joins_in_turn(program, 0, names - {tasks[2].communication})
 
 
 def test_hosts_issue_for_unequal_ranks_as_for_each_alone(monkeypatch):

@@ -40,13 +40,14 @@ def test_ranks_of_one_replica_take_the_same_part_of_the_batch(mesh: Mesh):
 
 def test_torch_numbers_ranks_alike():
     torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
-    mesh = Mesh(pp=2, dp_replicate=3, dp_shard=2, tp=2)
+    mesh = Mesh(pp=2, dp_replicate=3, dp_shard=2, cp=2, tp=2)
     numbers = torch.arange(mesh.ranks).view(mesh.sizes)
     for coordinates in product(*(range(size) for size in mesh.sizes)):
         rank = int(numbers[coordinates])
         place = mesh.place(rank)
         assert tuple(getattr(place, name) for name in AXES) == coordinates
-        tensor_group = numbers[coordinates[0], coordinates[1], coordinates[2], :].tolist()
-        data_group = numbers[coordinates[0], :, :, coordinates[3]].reshape(-1).tolist()
-        assert list(mesh.group(rank, "tp")) == tensor_group
+        pp, dp_replicate, dp_shard, cp, tp = coordinates
+        assert list(mesh.group(rank, "tp")) == numbers[pp, dp_replicate, dp_shard, cp, :].tolist()
+        assert list(mesh.group(rank, "cp")) == numbers[pp, dp_replicate, dp_shard, :, tp].tolist()
+        data_group = numbers[pp, :, :, cp, tp].reshape(-1).tolist()
         assert list(mesh.group(rank, "dp_replicate", "dp_shard")) == data_group

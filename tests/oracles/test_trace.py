@@ -2,6 +2,7 @@
 
 import gc
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
 import torch
+from small_models import KEPT
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
@@ -22,6 +24,7 @@ from gsreal.measure.memory import _StorageTracker
 from gsreal.methods.training import checkpoint_blocks
 from gsreal.model_files.build import build_module, example_batch, loss_of
 from gsreal.model_files.recorder import Record, Recorder, _is_alias
+from gsreal.model_files.step import without_values
 from gsreal.model_files.trace import Request, trace, traced_model, write_model
 from gssim.errors import UserError
 from gssim.memory import CPU_RANDOM_STATE_BYTES, activation_timeline, as_traced, gradient_events, recomputed_buffers
@@ -297,17 +300,24 @@ def attention_backward_flop(_gradient, query, key, *_rest, **_settings):
     return 10 * batch * heads * queries * key.shape[2] * width
 
 
-attention_flop._get_raw = attention_backward_flop._get_raw = True  # take tensors, not their shapes
-CPU_ATTENTION = {  # torch counts nothing for these
+def experts_flop(rows, matrices, *_rest, **_settings):
+    """Return the FLOP of products of rows with the matrix of their expert, or of the gradients of these matrices."""
+    return 2 * rows.shape[0] * rows.shape[1] * matrices.shape[-1]
+
+
+for formula in (attention_flop, attention_backward_flop, experts_flop):
+    formula._get_raw = True  # take tensors, not their shapes
+UNCOUNTED = {  # torch counts nothing for these
+    torch.ops.aten._grouped_mm: experts_flop,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention_flop,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward_flop,
 }
 
 
 def flop_of(model, shape):
-    with FakeTensorMode():
+    with without_values(model):
         _, _, step = real_step(model, shape)
-        with FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION) as counter:
+        with FlopCounterMode(display=False, custom_mapping=UNCOUNTED) as counter:
             step().backward()
     return counter.get_total_flops()
 
@@ -418,6 +428,16 @@ def test_tracing_a_model_file_again_changes_no_byte_of_it(name, tmp_path):
         pytest.skip(f"the file was traced with another torch than {version}, whose kernels may save other things")
     write_model(tmp_path / path.name, traced_model(request_for(str(path), image=None)))
     assert (tmp_path / path.name).read_text() == path.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", sorted(KEPT.glob("*.toml")), ids=lambda file: file.stem)
+def test_models_that_real_tests_run_are_traced_as_they_were(file, tmp_path):
+    known = load_model(file)
+    lengths = known.traced_sequence_lengths
+    alone = lengths[0] if len(lengths) == 1 else None
+    again = traced_model(request_for(str(file), image=None, sequence_length=alone))
+    assert replace(again, source=known.source) == known
 
 
 # Any module ----------------------------------------------------------------------------------------------------------

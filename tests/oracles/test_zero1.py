@@ -279,6 +279,31 @@ def test_deepspeed_gathers_large_parts_in_buckets_of_5e8_elements():
     assert model.elements <= 8 * low.flat_part < model.elements + 16
 
 
+MEGATRON = {"method": "zero1", "zero1_implementation": "megatron"}
+
+
+@pytest.mark.parametrize(("ranks", "part"), [(2, 84), (3, 56), (4, 42)])
+def test_megatron_reduce_scatters_the_only_gradients_and_gathers_even_parts(ranks: int, part: int):
+    scenario = scenario_of(star(ranks), MEGATRON, global_batch_size=2 * ranks)
+    program = lower(scenario)
+    found = sorted((each.kind, each.size_bytes) for each in program.communications.values())
+    assert found == [("all-gather", 4 * ranks * part), ("reduce-scatter", PARAMETERS)]
+    (held,) = program.persistent
+    assert (held["parameters"], held["buckets"]) == (4 * ranks * part, PARAMETERS)
+    peak = simulate(loaded_of(scenario)).result.ranks[0].peak_by_category_bytes
+    assert "gradients" not in peak
+
+
+def test_megatrons_float_gradients_take_4_bytes_an_element_beside_2_of_a_parameter():
+    """Megatron-LM's documents: 6 + 12/d bytes a parameter with bf16 parameters and fp32 gradients."""
+    more = {"precision": "bf16", "gradient_precision": "fp32", "reduce_precision": "fp32"}
+    program = lower(scenario_of(star(4), MEGATRON, global_batch_size=8, **more))
+    (held,) = program.persistent
+    sizes = {key: held[key] for key in ("parameters", "buckets", "master_copy")}
+    assert sizes == {"parameters": 2 * 168, "buckets": PARAMETERS, "master_copy": 4 * 42}
+    assert {each.size_bytes for each in program.communications.values()} == {PARAMETERS, 2 * 168}
+
+
 def test_which_zero1_it_is_makes_another_question_only_where_it_is_not_torchs():
     usual, said, other = (
         scenario_of(star(2), {"method": "zero1"} | more)

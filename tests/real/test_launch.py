@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,10 +17,11 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
 import torch
+from small_models import kept
 
 from gsreal import cli
 from gsreal.machine import device_name, usable_cores
-from gsreal.model_files.trace import Request, traced_model, write_model
+from gsreal.model_files.trace import Request, write_model
 from gsreal.run.launch import reason_of
 from gssim.result import PHASES, Result, process_of, read_result
 from gssim.scenario import load_model
@@ -115,7 +117,7 @@ def files(tmp_path_factory):
     """Return a folder with scenario, cluster, a model traced here, and its variants in a module of the user's."""
     folder = tmp_path_factory.mktemp("scenario")
     settings = ("width=32", "heads=2", "layers=2", "maximum_length=32")
-    model = traced_model(
+    file = kept(
         Request(
             model="gsreal.models.gpt",
             arguments=settings,
@@ -129,7 +131,8 @@ def files(tmp_path_factory):
             sequence_length=None,
         )
     )
-    write_model(folder / "model.toml", model)
+    shutil.copy(file, folder / "model.toml")
+    model = load_model(file)
     for factory in ("raises", "dies", "lingers", "prints", "stranger"):
         module = Module(factory=f"module_of_a_user.{factory}", arguments=model.module.arguments)
         write_model(folder / f"{factory}.toml", replace(model, module=module))

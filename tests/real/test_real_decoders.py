@@ -39,15 +39,15 @@ USUAL = ["workload.sequence_length=24", "workload.global_batch_size=12", "plan.m
 SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
 
 
-def traced(kind: str, folder: Path) -> Path:
+def traced(kind: str) -> Path:
     """Return the file of a small model of that type, traced at one sequence length."""
-    from gsreal.model_files.trace import Request, traced_model, write_model
+    from small_models import Request, kept
 
     settings = CONFIGS.get(kind, PLAIN) | {"vocab_size": 256, "use_cache": "false", "max_position_embeddings": 64}
     request = Request(
         model=f"hf:{kind}",
         arguments=tuple(f"{key}={value}" for key, value in settings.items()),
-        name=f"tiny-{kind}",
+        name=f"decoder-{kind}",
         vocabulary=256,
         maximum_sequence_length=64,
         image=None,
@@ -55,8 +55,7 @@ def traced(kind: str, folder: Path) -> Path:
         auto_class=None,
         sequence_length=24,
     )
-    write_model(folder / f"{kind}.toml", traced_model(request))
-    return folder / f"{kind}.toml"
+    return kept(request)
 
 
 @pytest.fixture(scope="module", params=[FEW, pytest.param(tuple(CONFIGS)[len(FEW) :], marks=[pytest.mark.slow])])
@@ -64,7 +63,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """Run all cases of some types in one launch of two ranks; return (cases, what they showed)."""
     folder, cases = tmp_path_factory.mktemp("decoders"), {}
     for kind in request.param:
-        overrides = [star(2), f"workload.model={traced(kind, folder)}", *USUAL, *SGD]
+        overrides = [star(2), f"workload.model={traced(kind)}", *USUAL, *SGD]
         cases[f"{kind}-sgd"] = {"scenario": scenario_file("demo.toml"), "overrides": overrides}
         if kind in DIVIDED:
             divided = [*overrides, "plan.sequence_parallel=true"]
@@ -91,6 +90,6 @@ def test_the_predicted_peak_of_every_rank_is_the_counted_one(world: tuple[dict, 
 
 
 def test_a_block_of_unknown_roles_is_refused_by_the_name_of_its_module(tmp_path: Path) -> None:
-    overrides = [star(2), f"workload.model={traced('bloom', tmp_path)}", *USUAL]
+    overrides = [star(2), f"workload.model={traced('bloom')}", *USUAL]
     with pytest.raises(UserError, match=r"BloomBlock\.self_attention\.query_key_value: a linear map of unknown role"):
         load_scenario(Path(scenario_file("demo.toml")), overrides)

@@ -32,9 +32,9 @@ TINY = {
 """Configs of Hugging Face's; of Llama's two heads share each one of keys and values."""
 
 
-def tiny(kind: str, folder: Path) -> Path:
+def tiny(kind: str) -> Path:
     """Return the file of a small model of Hugging Face's, traced at one sequence length."""
-    from gsreal.model_files.trace import Request, traced_model, write_model
+    from small_models import Request, kept
 
     request = Request(
         model=f"hf:{kind}",
@@ -48,21 +48,20 @@ def tiny(kind: str, folder: Path) -> Path:
         auto_class="AutoModelForCausalLM",
         sequence_length=24,
     )
-    write_model(folder / f"tiny-{kind}.toml", traced_model(request))
-    return folder / f"tiny-{kind}.toml"
+    return kept(request)
 
 
-def cases_for(ranks: int, folder: Path) -> dict[str, dict[str, object]]:
-    found = on_two_ranks(folder) if ranks == 2 else on_four_ranks()
+def cases_for(ranks: int) -> dict[str, dict[str, object]]:
+    found = on_two_ranks() if ranks == 2 else on_four_ranks()
     return {
         name: {"scenario": scenario_file(BASE[name.split("-")[0]]), "overrides": [star(ranks), *overrides]}
         for name, overrides in found.items()
     }
 
 
-def on_two_ranks(folder: Path) -> dict[str, list[str]]:
+def on_two_ranks() -> dict[str, list[str]]:
     tensor = ["plan.method=tensor"]
-    gpt2, llama = (f"workload.model={tiny(kind, folder)}" for kind in ("gpt2", "llama"))
+    gpt2, llama = (f"workload.model={tiny(kind)}" for kind in ("gpt2", "llama"))
     return {
         "gpt-even-sgd": [*GPT, *SGD, *tensor],
         "gpt-even-recompute-sgd": [*GPT, *SGD, *tensor, "plan.recompute=full"],
@@ -92,7 +91,7 @@ def on_four_ranks() -> dict[str, list[str]]:
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict]:
     """Run all cases of one number of ranks in one launch; return (cases, what they showed)."""
     folder = tmp_path_factory.mktemp(f"ranks{request.param}")
-    cases = cases_for(request.param, folder)
+    cases = cases_for(request.param)
     return cases, run_cases(folder, cases, ranks=request.param)
 
 

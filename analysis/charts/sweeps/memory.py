@@ -57,6 +57,7 @@ LOOKS = {
     "temporaries": ("#E69F00", "||||"),
     "communication": ("#CC79A7", "oo"),
     "residuals": ("#882255", "++++"),
+    "low_rank_factors": ("#C48BA9", "\\\\"),
     "scratch": ("#C9A6BC", "//"),
     "input": ("#DDDDDD", "\\\\"),
     "buffers": ("#999999", ".."),

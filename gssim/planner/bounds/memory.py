@@ -64,7 +64,7 @@ class MemoryBounds:
         """Return the least number of communicators of a rank."""
         if self.parts.scenario.cluster.backend != "nccl" or policies.pp > 1:
             return 0
-        return sum(size > 1 for size in (policies.dp_replicate, policies.dp_shard, policies.tp))
+        return sum(size > 1 for size in (policies.dp_replicate, policies.dp_shard, policies.cp, policies.tp))
 
     def _persistent_bytes(self, policies: Policies, part: Part, owned: float, samples: int) -> float:
         """Return persistent memory: parameters, optimizer states, buckets and the batch."""
@@ -78,12 +78,12 @@ class MemoryBounds:
         kept += optimizer_state_bytes(workload.optimizer, elements=int(owned), tensors=0, value_bytes=master)
         if policies.pp > 1:
             return kept
-        length = workload.sequence_length
+        length = -(-(workload.sequence_length or 0) // policies.cp)
         return kept + input_bytes(self.parts.model, batch_size=samples, sequence_length=length, value_bytes=value)
 
     def _gradients(self, policies: Policies, part: Part, owned: float) -> float:
         """Return the gradients that a later micro-batch starts with; those to be all-reduced are in buckets as well."""
-        if policies.pp > 1:
+        if policies.pp > 1 or self.parts.scenario.plan.zero1_implementation == "megatron":
             return 0.0
         if policies.gradient_sync == "step" or policies.gradients in ("local", "all-reduce"):
             return part.elements * min(self.parts.value, self.parts.reduced)
@@ -96,7 +96,7 @@ class MemoryBounds:
         """
         if not samples or policies.pp > 1:
             return 0.0
-        gathers = policies.parameters if policies.dp_shard > 1 else "replicated"
+        gathers = policies.parameters if policies.shards > 1 else "replicated"
         key = ("passing", part.key, gathers, plan.recompute, samples)
         return self.parts.once(key, lambda: self._extrapolated_peak(part, gathers, plan.recompute, samples))
 
@@ -137,14 +137,14 @@ class MemoryBounds:
             return part.elements
         if policies.pp > 1 or policies.partition == "weight-gradient":
             return 0.0
-        place = policies.data_rank(rank)
+        place = rank // policies.tp % policies.replica_ranks
         if policies.gradients == "all-reduce":
-            ranks = policies.data_ranks
-            if plan.zero1_implementation == "deepspeed":
+            ranks = policies.replica_ranks
+            if plan.zero1_implementation != "torch":
                 return part.elements / ranks
             return self.parts.once(("dealt", part.key, ranks), lambda: _tensor_owners(part, ranks))[place]
         if policies.gradients == "reduce-scatter":
-            ranks = policies.dp_shard
+            ranks = policies.shards
             return self.parts.once(("chunks", part.key, ranks), lambda: _fsdp_chunks(part, ranks))[place % ranks]
         rule = plan.shares.shards
         if rule in ("memory", "cost"):  # any size is possible

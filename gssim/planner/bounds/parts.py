@@ -7,7 +7,15 @@ from typing import TypeVar, cast
 
 from gssim.errors import UserError
 from gssim.plan import Plan, Policies, resolve, splitting
-from gssim.scenario import Scenario, master_bytes, model_slice, reduce_precision, stage_cut_error, value_bytes
+from gssim.scenario import (
+    Scenario,
+    context_part,
+    master_bytes,
+    model_slice,
+    reduce_precision,
+    stage_cut_error,
+    value_bytes,
+)
 from gssim.units import PRECISION_BYTES
 from gssim.workload import Layer, LayerInstance, unrolled
 
@@ -73,6 +81,9 @@ class ModelParts:
             traced = [self.layers[instance.index].layer for instance in layers]
             wholes = tuple(None if t is i.layer else t for t, i in zip(traced, layers, strict=True))
             return self.once(held, lambda: Part(held, layers, wholes, 1 / policies.tp))
+        if policies.cp > 1:
+            own = self.with_plan(plan).sequence_positions or 0
+            return self.once(("context", own), lambda: self._new_context(own))
         if policies.tp == 1:
             return self.whole
         parts = self._slice_shares(plan, policies)
@@ -80,6 +91,12 @@ class ModelParts:
         positions = self.with_plan(plan).sequence_positions
         key = ("slice", parts, position, positions)
         return self.once(key, lambda: self._new_slice(key, parts, position, positions))
+
+    def _new_context(self, positions: int) -> Part:
+        if not self.model.context_layers:
+            raise UserError("the model is not traced on parts of sequences")
+        layers = unrolled(context_part(self.model, positions))
+        return Part(("context", positions), layers, tuple(instance.layer for instance in self.layers))
 
     def _slice_shares(self, plan: Plan, policies: Policies) -> tuple[float, ...]:
         if policies.slices != "shares":

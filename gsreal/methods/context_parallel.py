@@ -1,0 +1,147 @@
+"""Context parallelism: ranks divide every sequence, and exchange parts of it for parts of heads in the attention.
+
+All that a model does at one position alone runs on a rank's own positions: embeddings, norms, linear maps, the loss.
+Around torch's scaled_dot_product_attention, queries, keys and values are exchanged by all-to-alls, so that each rank
+attends to whole sequences with its part of the heads; the outputs are exchanged back (Jacobs et al. 2023, DeepSpeed
+Ulysses, arXiv 2309.14509).
+
+A model can run so if its blocks attend by that function without a mask of their own, and if its forward takes
+`position_ids`: a rank's positions do not begin at 0. Modules that mix neighbouring positions otherwise (convolutions
+along the sequence, recurrent ones) are refused.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from inspect import signature
+from math import gcd
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gsreal.measure import Timeline
+from gssim.errors import UserError
+
+Attention = Callable[..., Tensor]
+
+
+@dataclass
+class ContextParts:
+    """The division of sequences among ranks in equal parts, one after another.
+
+    `all_to_all` sends the i-th of `ranks` rows of a tensor to the i-th rank, and returns the rows that all sent here.
+    """
+
+    ranks: int
+    rank: int
+    all_to_all: Callable[[Tensor], Tensor]
+    heads: set[int] = field(default_factory=set)
+    """Numbers of heads with keys of their own that attentions had so far."""
+
+    def to_heads(self, x: Tensor) -> Tensor:
+        """Return whole sequences of this rank's part of the heads, from its part of the sequences with all heads.
+
+        Shapes (batch, heads, sequence, width); every rank calls it (a collective).
+        """
+        received = self.all_to_all(_copied(x.unflatten(1, (self.ranks, -1)).movedim(1, 0)))
+        return _copied(received.permute(1, 2, 0, 3, 4)).flatten(2, 3)
+
+    def to_parts(self, x: Tensor) -> Tensor:
+        """Return this rank's part of the sequences with all heads: the reverse of `to_heads`.
+
+        Its memory has the heads of a position side by side, as the linear map that follows takes them.
+        """
+        received = self.all_to_all(_copied(x.unflatten(2, (self.ranks, -1)).movedim(2, 0)))
+        return _copied(received.permute(1, 3, 0, 2, 4)).flatten(2, 3).transpose(1, 2)
+
+
+def _copied(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+class _ToHeads(torch.autograd.Function):
+    """Parts of sequences for parts of heads; gradients take the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parts: ContextParts) -> Tensor:
+        ctx.parts = parts
+        return parts.to_heads(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.parts.to_parts(gradients[0]), None
+
+
+class _ToParts(torch.autograd.Function):
+    """Parts of heads for parts of sequences; gradients take the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parts: ContextParts) -> Tensor:
+        ctx.parts = parts
+        return parts.to_parts(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.parts.to_heads(gradients[0]), None
+
+
+def _attend(
+    parts: ContextParts, attention: Attention, query: Tensor, key: Tensor, value: Tensor, *others: Any, **settings: Any
+) -> Tensor:
+    """Attend to whole sequences by `attention`, torch's function, whose other arguments are the same."""
+    mask = others[0] if others else settings.get("attn_mask")
+    if mask is not None or query.shape[2] != key.shape[2]:
+        raise UserError("plan.cp: an attention with a mask, or with other keys than its queries', cannot run in parts")
+    parts.heads.add(gcd(query.shape[1], key.shape[1]))
+    whole = [_ToHeads.apply(each, parts) for each in (query, key, value)]
+    return _ToParts.apply(attention(*whole, *others, **settings), parts)
+
+
+def _with_attention(forward: Callable[..., Any], attend: Attention, *args: Any, **settings: Any) -> Any:
+    """Run a block's forward with another attention in the place of torch's."""
+    before = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = attend
+    try:
+        return forward(*args, **settings)
+    finally:
+        F.scaled_dot_product_attention = before
+
+
+def divide_context(module: nn.Module, blocks: Iterable[nn.Module], parts: ContextParts) -> None:
+    """Make a module of these blocks take a rank's parts of sequences, of all of which each rank has as many positions.
+
+    Raises UserError if it is known not to be able to.
+    """
+    name = type(module).__name__
+    if "position_ids" not in signature(module.forward).parameters:
+        raise UserError(f"plan.cp: {name}.forward takes no position_ids, and a rank's positions do not begin at 0")
+    mixing = [type(part).__name__ for part in module.modules() if isinstance(part, (nn.Conv1d, nn.RNNBase))]
+    if mixing:
+        raise UserError(f"plan.cp: {name} has a {mixing[0]}, which takes more than a rank's part of the sequence")
+    attend = partial(_attend, parts, F.scaled_dot_product_attention)
+    for block in blocks:
+        block.forward = partial(_with_attention, block.forward, attend)
+
+    def with_positions(
+        _module: nn.Module, args: tuple[Any, ...], settings: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        length = args[0].shape[1]
+        positions = torch.arange(parts.rank * length, (parts.rank + 1) * length, device=args[0].device)
+        return args, {**settings, "position_ids": positions.unsqueeze(0)}
+
+    module.register_forward_pre_hook(with_positions, with_kwargs=True)
+
+
+def observed_parts(group: dist.ProcessGroup, timeline: Timeline) -> ContextParts:
+    """Return the division of sequences among the ranks of a group, whose all-to-alls are recorded as spans."""
+
+    def all_to_all(sent: Tensor) -> Tensor:
+        received = torch.empty_like(sent)
+        with timeline.span("all-to-all", "exposed_communication", group):
+            dist.all_to_all_single(received, sent, group=group)
+        return received
+
+    return ContextParts(dist.get_world_size(group), dist.get_rank(group), all_to_all)

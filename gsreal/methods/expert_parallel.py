@@ -1,0 +1,130 @@
+"""Expert parallelism of a real run: experts divided among ranks, forced loads, and the reduction of experts' gradients.
+
+The exchanges themselves are in `gsreal.methods.experts`.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from gsreal.machine import group_threads
+from gsreal.measure import Timeline
+from gsreal.methods.experts import PARAMETERS, GroupExchange, experts_of, replace_experts
+from gsreal.methods.tensor_slices import Slice, mark
+from gssim.plan import Policies
+from gssim.scenario import Scenario, expert_rows, routed_experts
+from gssim.workload import Workload, unrolled
+
+REPLICAS, DIVIDED = "expert_replicas", "experts"
+
+
+def expert_mesh(policies: Policies, device: torch.device) -> DeviceMesh:
+    """Return the ranks that hold the same experts, and those that divide them, as two axes of a mesh."""
+    with group_threads():
+        sizes = (policies.data_ranks // policies.ep, policies.ep)
+        return init_device_mesh(device.type, sizes, mesh_dim_names=(REPLICAS, DIVIDED))
+
+
+def divide_experts(scenario: Scenario, module: nn.Module, timeline: Timeline, group: dist.ProcessGroup) -> None:
+    """Let each layer of routed experts hold this rank's part of them alone; see [Note: expert parallelism] there.
+
+    `group`: the ranks that divide them.
+    """
+    position, ranks = dist.get_rank(group), dist.get_world_size(group)
+    for layer, inner in _with_layers(scenario.workload, module):
+        experts = inner.gate_up_proj.shape[0]
+        own = range(position * experts // ranks, (position + 1) * experts // ranks)
+        replace_experts(inner, own, GroupExchange(group, _spans(timeline, layer, group)))
+        for name in PARAMETERS:
+            mark(inner, name, Slice(0, experts, ((own.start, own.stop),)), group)
+
+
+def _spans(timeline: Timeline, layer: str, group: dist.ProcessGroup) -> Callable[[str], AbstractContextManager[None]]:
+    """Return the span of an exchange of a layer, by its kind; its label is that of a prediction."""
+
+    def span(kind: str) -> AbstractContextManager[None]:
+        passed = "backward " if torch._C._current_graph_task_id() >= 0 else ""
+        label = f"count rows {layer}" if kind == "counts" else f"{kind} {passed}{layer}"
+        return timeline.span(label, "exposed_communication", group)
+
+    return span
+
+
+def _with_layers(workload: Workload, module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield each module of routed experts after the path of the layer that it is part of."""
+    layers = [each.module for each in unrolled(workload.model) if each.layer.modules]
+    for path, inner in experts_of(module):
+        yield max((name for name in layers if f"{path}.".startswith(f"{name}.")), key=len), inner
+
+
+def load_experts(scenario: Scenario, module: nn.Module) -> None:
+    """Let each token take the experts that `workload.expert_load` gives it, if the workload asks for that."""
+    workload = scenario.workload
+    if workload.expert_routing != "load":
+        return
+    for layer, inner in _with_layers(workload, module):
+        inner.register_forward_pre_hook(_Routing(workload, layer, inner.gate_up_proj.shape[0]))
+
+
+class _Routing:
+    """Replaces the experts that a router chose by those of a load, the same for each sample."""
+
+    def __init__(self, workload: Workload, layer: str, experts: int) -> None:
+        self.workload, self.layer, self.experts = workload, layer, experts
+        self._of_sample: Tensor | None = None
+
+    def __call__(self, _module: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        x, index, weights = args
+        length = self.workload.sequence_length or 1
+        if self._of_sample is None or self._of_sample.device != index.device:
+            rows = expert_rows(self.workload, self.layer, experts=self.experts, chosen=index.shape[1])
+            self._of_sample = torch.tensor(routed_experts(rows, length), dtype=index.dtype, device=index.device)
+        return x, self._of_sample.repeat(len(index) // length, 1), weights
+
+
+class ExpertGradients:
+    """Reduction of the gradients of divided experts over the ranks that hold the same ones.
+
+    As DistributedDataParallel: each is divided by the number of `data_ranks`, and all-reduced as soon as it is
+    complete, in the last micro-batch; with `overlap`, the backward goes on meanwhile. Without it, gradients are
+    summed only.
+    """
+
+    def __init__(
+        self, module: nn.Module, group: dist.ProcessGroup, timeline: Timeline, *, data_ranks: int, overlap: bool
+    ) -> None:
+        self.group, self.timeline, self.overlap = group, timeline, overlap
+        self.leaves = True
+        self._pending: list[dist.Work] = []
+        self.names = [f"{path}.{name}" for path, _ in experts_of(module) for name in PARAMETERS]
+        self._alone = dist.get_world_size(group) == 1
+
+        def reduce(parameter: Tensor) -> None:
+            if not self.leaves:
+                return
+            assert parameter.grad is not None
+            if overlap:
+                parameter.grad.div_(data_ranks)
+            if self._alone:
+                return
+            if overlap:
+                work = dist.all_reduce(parameter.grad, group=group, async_op=True)
+                assert work is not None
+                self._pending.append(work)
+                return
+            with timeline.span("all-reduce of experts", "exposed_communication", group):
+                dist.all_reduce(parameter.grad, group=group)
+
+        for name in self.names:
+            module.get_parameter(name).register_post_accumulate_grad_hook(reduce)
+
+    def wait(self) -> None:
+        """Wait until all gradients are reduced."""
+        for work in self._pending:
+            work.wait()
+        self._pending = []

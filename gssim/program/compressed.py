@@ -1,0 +1,206 @@
+"""Compressed reductions of data parallelism's buckets: PowerSGD's low-rank factors, or the largest gradients (top-k).
+
+[Note: compressors] A communication hook of DistributedDataParallel takes each complete bucket on the thread or stream
+of the backward. Nothing else computes meanwhile: messages travel behind the rest of the backward, and whatever depends
+on them is computed after it, for all buckets in two rounds, in the order of the buckets. Without overlap each bucket is
+finished before the backward goes on.
+
+powersgd, for matrices M of a bucket, W ranks:
+    compress:    M += error; error = M; the other tensors / W are copied together; Q is orthogonalized; P = M Q
+    all-reduces: of the other tensors, and of all P together
+    factor:      the other tensors are copied back; P is orthogonalized; Q = M^T P
+    all-reduce:  of all Q together
+    decompress:  Q /= W; M = P Q^T; error -= M
+This is the arithmetic of torch's powerSGD_hook (2.13, distributed/algorithms/ddp_comm_hooks/powerSGD_hook.py; Vogels et
+al. 2019, arXiv:1905.13727), whose callbacks wait for further all-reduces in the threads that reduce: on gloo several
+buckets under way could wait for each other. Differences: factors of any rank are orthogonalized by modified
+Gram-Schmidt, not some by QR; errors are kept of matrices alone, and in place; P is not kept; nothing is sent where
+there is nothing.
+
+topk, for a bucket of n elements, k of them the largest:
+    compress:     error += bucket; its k largest magnitudes are found; their values / W are copied, and cleared in error
+    all-gathers:  of values, and of 32-bit indices
+    decompress:   the bucket is cleared; every rank's entries are added to it, one rank after another
+(Aji and Heafield 2017, arXiv:1704.05021, with a threshold for each bucket.)
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from gssim import cost
+from gssim.cluster import DeviceType
+from gssim.collectives import Communication
+from gssim.memory import Event, footprint
+from gssim.plan import INDEX_BYTES, largest_count, low_rank_of
+from gssim.program.lowering import Lowering
+from gssim.program.task import Bucket, Task, TaskId, collective_task
+
+HALF_BYTES = 2
+"""Bytes of an element in bf16 and fp16."""
+FOUND_INDEX_BYTES = 8
+"""An index as torch.topk returns it."""
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """Tensors of a bucket under PowerSGD."""
+
+    matrices: tuple[tuple[int, int, int], ...]
+    """Rows, columns and rank of each tensor that is compressed."""
+    others: tuple[int, ...]
+    """Elements of each other tensor."""
+
+    @property
+    def elements(self) -> int:
+        """Elements of all matrices."""
+        return sum(rows * columns for rows, columns, _ in self.matrices)
+
+    @property
+    def left(self) -> int:
+        """Elements of all factors P."""
+        return sum(rows * rank for rows, _, rank in self.matrices)
+
+    @property
+    def right(self) -> int:
+        """Elements of all factors Q."""
+        return sum(columns * rank for _, columns, rank in self.matrices)
+
+
+def compress_bucket(low: Lowering, device: DeviceType, bucket: Bucket) -> tuple[list[Task], list[Task], list[Task]]:
+    """Return the tasks of a bucket's hook, and those of both rounds after the backward; see [Note: compressors]."""
+    if low.policies.compressor == "topk":
+        return _send_largest(low, device, bucket)
+    return _send_factors(low, device, bucket)
+
+
+def compressor_tensors(low: Lowering) -> dict[str, list[float]]:
+    """Return the bytes of what a compressor keeps between steps, by category, each bucket's in turn."""
+    plan, kept = low.scenario.plan, {}
+    if low.policies.compressor == "topk" and plan.topk.error_feedback:
+        kept["residuals"] = [bucket.elements for bucket in low.buckets]
+    if low.policies.compressor == "powersgd":
+        factors = low.once_a_run(_low_rank)
+        if plan.powersgd.error_feedback:
+            kept["residuals"] = [each.elements for each in factors if each.matrices]
+        if plan.powersgd.warm_start:
+            kept["low_rank_factors"] = [each.right for each in factors if each.matrices]
+    return {name: [float(elements * low.value_bytes) for elements in sizes] for name, sizes in kept.items()}
+
+
+def _low_rank(low: Lowering) -> tuple[LowRank, ...]:
+    """Return the tensors of every bucket under PowerSGD."""
+    options, result = low.scenario.plan.powersgd, []
+    for bucket in low.buckets:
+        tensors = [(low_rank_of(options, parameter.shape), parameter.elements) for _, parameter in bucket.members]
+        matrices = tuple(matrix for matrix, _ in tensors if matrix is not None)
+        result.append(LowRank(matrices, tuple(elements for matrix, elements in tensors if matrix is None)))
+    return tuple(result)
+
+
+def _send_factors(low: Lowering, device: DeviceType, bucket: Bucket) -> tuple[list[Task], list[Task], list[Task]]:
+    options, value, precision = low.scenario.plan.powersgd, low.value_bytes, low.scenario.workload.precision
+    tensors = low.once_a_run(_low_rank)[bucket.index]
+    others, count = sum(tensors.others), len(tensors.matrices)
+    pass_s, call_s = value / device.memory_bandwidth_bytes_per_s, device.operation_overhead_s
+
+    begin_s = factor_s = end_s = 0.0
+    if others and not count:  # the bucket is divided and reduced where it is
+        begin_s += 2 * others * pass_s + call_s
+    elif others:
+        begin_s += 4 * others * pass_s + 2 * call_s
+        factor_s += 2 * others * pass_s + len(tensors.others) * call_s
+    if count and options.error_feedback:
+        calls = count if device.kind == "cpu" else 1  # torch's functions on lists are one kernel on a GPU
+        begin_s += 5 * tensors.elements * pass_s + 2 * calls * call_s
+        end_s += 3 * tensors.elements * pass_s + calls * call_s
+    if count and not options.warm_start:
+        begin_s += tensors.right * pass_s + call_s
+    for rows, columns, rank in tensors.matrices:
+        project_s, low_rank_factor_s, restore_s = (
+            cost.low_rank_product_time_s(
+                device, product, rows=rows, columns=columns, rank=rank, value=value, precision=precision
+            )
+            for product in cost.LOW_RANK_PRODUCTS
+        )
+        begin_s += cost.orthogonalization_time_s(device, rows=columns, rank=rank, value=value) + project_s
+        factor_s += cost.orthogonalization_time_s(device, rows=rows, rank=rank, value=value) + low_rank_factor_s
+        end_s += restore_s
+    if count:
+        end_s += 2 * tensors.right * pass_s + call_s
+
+    rest = float(others * value) if count else 0.0
+    left, right = float(tensors.left * value), 0.0 if options.warm_start else float(tensors.right * value)
+    compress = _computed(TaskId("compress", bucket=bucket.index), begin_s, rest, right, left)
+    sums = [
+        _collective(low, "all-reduce", name, elements * value, after=compress)
+        for name, elements in (("rest", others), ("P", tensors.left))
+        if elements
+    ]
+    waits = _waits(low, sums)
+    if not count:
+        return [compress, *sums], waits, []
+    factor = _computed(TaskId("factor", bucket=bucket.index), factor_s, -rest)
+    total = _collective(low, "all-reduce", "Q", tensors.right * value, after=factor)
+    decompress = _computed(TaskId("decompress", bucket=bucket.index), end_s, -right, -left)
+    return [compress, *sums], [*waits, factor, total], [*_waits(low, [total]), decompress]
+
+
+def _send_largest(low: Lowering, device: DeviceType, bucket: Bucket) -> tuple[list[Task], list[Task], list[Task]]:
+    options, value, ranks = low.scenario.plan.topk, low.value_bytes, len(low.group)
+    entries = largest_count(options, bucket.elements)
+    size = float(bucket.elements * value)
+    begin_s = cost.largest_time_s(device, elements=bucket.elements, entries=entries, value=value)
+    if options.error_feedback:
+        begin_s += cost.residual_time_s(device, elements=bucket.elements, value=value, kept=value)
+    end_s = cost.copy_time_s(device, size) / 2 + device.operation_overhead_s  # cleared
+    end_s += ranks * cost.unpack_time_s(device, encoding="coo", elements=bucket.elements, entries=entries, value=value)
+    sent = [float(entries * each) for each in (value, INDEX_BYTES)]
+    received = [ranks * each for each in sent]
+    found = float(entries * (value + FOUND_INDEX_BYTES))
+    compress = Task(
+        TaskId("compress", bucket=bucket.index),
+        "compression",
+        duration_s=begin_s,
+        need=footprint(
+            [
+                Event(0, size, "temporaries"),  # magnitudes
+                Event(1, found, "temporaries"),
+                Event(1, -size, "temporaries"),
+                Event(1, -sent[0], "temporaries"),
+                *(Event(2, each, "communication") for each in sent),
+                Event(3, sent[0] - found, "temporaries"),
+                *(Event(4, each, "communication") for each in received),
+            ]
+        ),
+    )
+    gathers = [
+        _collective(low, "all-gather", name, each, after=compress)
+        for name, each in zip(("values", "indices"), received, strict=True)
+    ]
+    decompress = _computed(TaskId("decompress", bucket=bucket.index), end_s, *(-each for each in (*sent, *received)))
+    return [compress, *gathers], [*_waits(low, gathers), decompress], []
+
+
+def _computed(name: TaskId, duration_s: float, *changes_bytes: float) -> Task:
+    """Return a task of the compute stream that allocates or releases messages."""
+    need = footprint([Event(0, size, "communication") for size in changes_bytes if size])
+    return Task(name, "compression", duration_s=duration_s, need=need)
+
+
+def _collective(
+    low: Lowering, kind: Literal["all-reduce", "all-gather"], what: str, size: float, *, after: Task
+) -> Task:
+    """Return a collective on the stream of the communication, where the plan overlaps it, or of the compute."""
+    stream = "communication" if low.scenario.plan.overlap else "compute"
+    name = TaskId(kind, layer=what, bucket=after.id.bucket)
+    half = low.scenario.workload.precision if kind == "all-reduce" and low.value_bytes == HALF_BYTES else ""
+    return collective_task(name, Communication(kind, low.group, size, half_precision=half), stream, after=(after.id,))
+
+
+def _waits(low: Lowering, collectives: Sequence[Task]) -> list[Task]:
+    """Return the task that waits for collectives of another stream."""
+    if not low.scenario.plan.overlap:
+        return []
+    wait = collectives[-1].id.serving("wait")
+    return [Task(wait, "exposed_communication", after=tuple(task.id for task in collectives))]

@@ -1,0 +1,83 @@
+"""Expert parallelism: all-to-alls of routed rows among the ranks that divide the experts of a layer.
+
+Before a layer's experts run, each rank tells the others how many rows it sends to each of their experts (`counts`),
+then sends the rows (`dispatch`); their results come back (`combine`). The backward combines and dispatches gradients.
+The compute stream waits for each, as the next operation needs it. With balanced load, a rank sends
+
+    tokens * experts_per_token * width * bytes * (ep - 1) / ep
+
+in each dispatch and each combine (Rajbhandari et al. 2022, DeepSpeed-MoE, arXiv:2201.05596, section 5.2). With uneven
+load the ranks of the fullest experts receive, process and send back the most, and the others wait for them.
+
+DistributedDataParallel reduces the gradients of all other parameters over all data ranks. Those of experts are divided
+by the number of these too, and all-reduced one by one, where they are, over the ranks that hold the same experts.
+"""
+
+from collections.abc import Mapping
+
+from gssim import collectives, cost
+from gssim.collectives import Communication, Pairs
+from gssim.memory import Event, footprint
+from gssim.program.lowering import Lowering
+from gssim.program.task import PASSES, Operation, Task, TaskId, collective_task
+from gssim.scenario import rows_by_rank
+from gssim.workload import LayerInstance, Reduction
+
+OPERATIONS: Mapping[str, Operation] = {
+    "counts": "count-rows",
+    "dispatch": "dispatch",
+    "combine": "combine",
+}
+"""By kind of exchange."""
+
+
+def expert_exchange(
+    low: Lowering, rank: int, instance: LayerInstance, reduction: Reduction, phase: str, samples: int
+) -> Task:
+    """Return the task of an all-to-all of a layer with divided experts; `samples`: of each rank."""
+    own = TaskId(OPERATIONS[reduction.kind], layer=instance.module, during=PASSES[phase])
+    exchange = low.once_a_run(_exchange, instance.module, reduction.kind, reduction.size_bytes.at(b=1, s=1), samples)
+    staging = collectives.staging_bytes(exchange, low.scenario.cluster.backend, kind=low.device(rank).kind)
+    staged = [Event(place, each, "communication") for place, each in enumerate((staging, -staging)) if staging]
+    return collective_task(own, exchange, need=footprint(staged))
+
+
+def _exchange(low: Lowering, module: str, kind: str, size: int, samples: int) -> Communication:
+    """Return an all-to-all of every group of ranks that divide experts; `size`: bytes of a row, or of the counts."""
+    group, *beside = low.expert_groups
+    if kind == "counts":
+        return Communication("all-to-all", group, float(size), beside=tuple(beside))
+    (layer,) = {each.layer for each in low.whole_expert_layers if each.module == module}
+    rows = rows_by_rank(low.scenario, module, experts=layer.units or 0, chosen=layer.experts_per_token or 0)
+    sent = [samples * count * low.traced_scale * size for count in rows]
+    pairs = Pairs([tuple(sent)], (0,) * len(rows))  # all send as much to a rank
+    if kind == "combine" and len(set(sent)) > 1:
+        pairs = Pairs([(each,) * len(rows) for each in sent], tuple(range(len(rows))))
+    return Communication(
+        "all-to-all-v",
+        group,
+        len(rows) * sum(sent),
+        pair_bytes=pairs,
+        beside=tuple(beside),
+        data_dependent=True,
+        carried_as="all-to-all",
+    )
+
+
+def expert_gradient_tasks(low: Lowering, rank: int) -> list[tuple[tuple[int, int], float, Task | None]]:
+    """Return place in the backward, time of the division, and all-reduce of each gradient of experts.
+
+    There is none where no other rank holds the same experts.
+    """
+    tasks: list[tuple[tuple[int, int], float, Task | None]] = []
+    group, *beside = low.expert_replicas
+    stream = "communication" if low.scenario.plan.overlap else "compute"
+    for bucket in low.expert_buckets:
+        size = float(bucket.elements * low.value_bytes)
+        divide_s = cost.copy_time_s(low.device(rank), size) if low.scenario.plan.overlap else 0.0
+        task = None
+        if len(group) > 1:
+            exchange = Communication("all-reduce", group, size, beside=tuple(beside))
+            task = collective_task(TaskId("all-reduce", bucket=bucket.index), exchange, stream)
+        tasks.append((bucket.complete, divide_s, task))
+    return tasks

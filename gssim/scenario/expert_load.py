@@ -1,0 +1,91 @@
+"""Load of routed experts, and the layers of a model whose experts ranks divide; see [Note: routed rows].
+
+[Note: loads] A load gives each expert its fraction of a layer's rows, of which each token makes `experts_per_token`. A
+sample's rows are split in whole numbers by largest remainders, so that all samples load the experts alike. A real run
+can route so too (`workload.expert_routing`): the rows of a sample are dealt out in a fixed order, each expert's one
+after another, to the sample's tokens in turn (McNaughton's wrap-around rule, 1959), so that a token has no expert twice
+as long as no expert has more rows than there are tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from gssim.errors import UserError
+from gssim.plan import splitting
+from gssim.scenario.tensor_slices import sliced_layer
+from gssim.workload import Layer, LayerInstance, Workload, unrolled
+
+if TYPE_CHECKING:
+    from gssim.scenario.scenario import Scenario
+
+
+def expert_rows(workload: Workload, module: str, *, experts: int, chosen: int) -> tuple[int, ...]:
+    """Return the rows of each expert of a layer for one sample; see [Note: loads].
+
+    `module`: path of the layer. `chosen`: experts that each token takes. Raises UserError for a load that does not fit
+    the layer: its number of experts, or an expert with more rows than tokens.
+    """
+    tokens, load = workload.sequence_length or 1, workload.expert_load
+    if isinstance(load, str):
+        return splitting.split(tokens * chosen, splitting.even(experts))
+    where, shares = "workload.expert_load", load.shares
+    if load.layers is not None:
+        where = f"{where}.layers"
+        if module not in load.layers:
+            raise UserError(f"{where}: has no load of the layer '{module}'; give one for each layer with experts")
+        shares, where = load.layers[module], f"{where}['{module}']"
+    if load.skew is not None:
+        weights = [(expert + 1) ** -load.skew for expert in range(experts)]
+        shares, where = tuple(splitting.proportional(weights)), f"{where}.skew = {load.skew:g}"
+    assert shares is not None  # one of the three is given
+    if len(shares) != experts:
+        raise UserError(f"{where}: {len(shares)} shares for the {experts} experts of '{module}'; give one per expert")
+    if not sum(shares) > 0:
+        raise UserError(f"{where}: all shares are 0; give at least one expert some load")
+    rows = splitting.split(tokens * chosen, splitting.proportional(shares))
+    if max(rows) > tokens:
+        raise UserError(
+            f"{where}: expert {rows.index(max(rows))} of '{module}' would get {max(rows)} rows of the {tokens} tokens "
+            f"of a sample, which take {chosen} different experts each; allowed: at most 1/{chosen} of the load"
+        )
+    return rows
+
+
+def routed_experts(rows: Sequence[int], tokens: int) -> list[list[int]]:
+    """Return the experts of each token of a sample, so that each expert gets its rows; see [Note: loads].
+
+    >>> routed_experts([2, 1, 1], tokens=2)
+    [[0, 1], [0, 2]]
+    """
+    slots = [expert for expert, count in enumerate(rows) for _ in range(count)]
+    return [slots[token::tokens] for token in range(tokens)]
+
+
+def layers_with_experts(scenario: "Scenario", position: int) -> tuple[LayerInstance, ...]:
+    """Return the layers of a rank at `position` among those that divide the experts: with its own experts alone.
+
+    Assumes that all these ranks have as many samples: then its experts process, for each sample of its own, as many
+    rows as one sample of each of the ranks sends them.
+    """
+    model, ranks = scenario.workload.model, scenario.policies.ep
+    once: dict[tuple[int, int], Layer] = {}
+    held = []
+    for instance in unrolled(replace(model, layers=model.expert_layers, expert_layers=())):
+        layer = instance.layer
+        if layer.experts_per_token is None or layer.units is None:
+            held.append(instance)
+            continue
+        experts, chosen = layer.units, layer.experts_per_token
+        rows = ranks * rows_by_rank(scenario, instance.module, experts=experts, chosen=chosen)[position]
+        if (id(layer), rows) not in once:
+            once[id(layer), rows] = sliced_layer(layer, experts // ranks, 0, rows)
+        held.append(replace(instance, layer=once[id(layer), rows]))
+    return tuple(held)
+
+
+def rows_by_rank(scenario: "Scenario", module: str, *, experts: int, chosen: int) -> tuple[int, ...]:
+    """Return the rows that one sample sends to each of the ranks that divide the experts of a layer."""
+    rows = expert_rows(scenario.workload, module, experts=experts, chosen=chosen)
+    units = experts // scenario.policies.ep
+    return tuple(sum(rows[first : first + units]) for first in range(0, experts, units))

@@ -1,0 +1,160 @@
+"""Laws and closed forms: sequences divided among context-parallel ranks; Jacobs et al. 2023, arXiv 2309.14509."""
+
+from pathlib import Path
+
+import pytest
+from strategies import loaded_of, scenario_of, star
+
+from gssim.errors import UserError
+from gssim.plan import Mesh
+from gssim.program import lower
+from gssim.scenario import context_part, load_model
+from gssim.simulation import simulate
+from gssim.workload import Layer, Reduction
+
+FOLDER = Path(__file__).resolve().parents[2]
+GPT = load_model(FOLDER / "scenarios" / "models" / "gpt-byte-1m.toml")
+LLAMA = load_model(FOLDER / "scenarios" / "models" / "llama3-8b.toml")
+WIDTH, HEADS, LAYERS, VALUE_BYTES, SAMPLES, LENGTH = 144, 4, 4, 4, 12, 64
+
+
+def scenario(plan: dict, ranks: int = 2, **workload):
+    asked = {"model": GPT, "sequence_length": LENGTH, "global_batch_size": SAMPLES} | workload
+    return scenario_of(star(ranks), plan, **asked)
+
+
+def block(layers) -> Layer:
+    return next(layer for layer in layers if layer.block)
+
+
+def test_the_axis_lies_between_shards_and_tensor_slices():
+    mesh = Mesh(dp_shard=2, cp=3, tp=2)
+    assert list(mesh.group(0, "cp")) == [0, 2, 4]
+    assert [mesh.data_rank(rank) for rank in range(12)] == [0] * 6 + [1] * 6
+    assert mesh.replica_ranks == 6
+
+
+def test_an_all_to_all_survives_its_text():
+    assert str(Reduction.parse("f1 all-to-all 4*b*p")) == "f1 all-to-all 4*b*p"
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_pass_has_four_all_to_alls_of_a_part_of_the_sequence(ranks):
+    """Section 3.2: of queries, keys, values and outputs, each of b*s*h/n elements on a rank, and as many backward."""
+    entries = {
+        each.kind: each
+        for each in simulate(loaded_of(scenario({"method": "ddp", "cp": ranks}, ranks))).result.collectives
+    }
+    assert (entries["all-to-all"].bytes, entries["all-to-all"].count) == (
+        SAMPLES * LENGTH // ranks * WIDTH * VALUE_BYTES,
+        8 * LAYERS,
+    )
+    assert len(entries["all-to-all"].group) == ranks
+
+
+def test_fewer_heads_of_keys_and_values_are_exchanged_as_such():
+    """Llama 3 8B: 32 heads of queries and outputs, 8 of keys and values, each of 128; in bf16."""
+    sizes = [each.size_bytes.held(0, 1).at(b=1, s=1) for each in block(LLAMA.context_layers).reductions]
+    value_bytes = sizes[0] // (32 * 128)
+    few, all_heads = 8 * 128 * value_bytes, 32 * 128 * value_bytes
+    assert sizes[:4] == [all_heads, few, few, all_heads]
+    assert sorted(sizes[4:]) == [few, few, all_heads, all_heads]
+
+
+@pytest.mark.parametrize("model", [GPT, LLAMA], ids=lambda model: model.name)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_work_and_activations_are_the_nth_part(model, ranks):
+    b, s = 3, 64
+    whole, own = block(model.layers), block(context_part(model, s // ranks).layers)
+    for name in ("forward_flop", "backward_flop", "output_bytes"):
+        assert getattr(own, name).at(b=b, s=s) * ranks == getattr(whole, name).at(b=b, s=s), name
+    # queries, keys and values are kept as exchanged alone; outputs too, and once more as the linear map takes them
+    outputs_bytes = whole.output_bytes.at(b=b, s=s)
+    assert own.saved_bytes.at(b=b, s=s) * ranks == whole.saved_bytes.at(b=b, s=s) + outputs_bytes
+
+
+def test_what_ranks_hold_and_move_without_attention_is_the_nth_part_too():
+    """The embedding's rows, the norm, the head and the loss of a rank's positions alone."""
+    whole, own = GPT.layers[-1], context_part(GPT, 16).layers[-1]
+    assert own.name == "loss"
+    assert 4 * own.forward_bytes.at(b=2, s=64) == pytest.approx(whole.forward_bytes.at(b=2, s=64), rel=0.01)
+
+
+def test_activations_shrink_with_the_ranks_and_the_rest_stays():
+    def peak(ranks: int) -> float:
+        found = simulate(loaded_of(scenario({"method": "ddp", "cp": ranks}, ranks, sequence_length=256))).result.ranks[
+            0
+        ]
+        return found.peak_by_category_bytes["activations"]
+
+    assert peak(2) == pytest.approx(2 * peak(4), rel=0.02)
+
+
+def test_gradients_are_reduced_over_all_ranks():
+    def reduced(plan: dict) -> set:
+        found = simulate(loaded_of(scenario(plan, 4))).result.collectives
+        return {each for each in found if each.kind != "all-to-all"}
+
+    for method in ("ddp", "zero1", "zero2", "zero3"):
+        assert reduced({"method": method, "cp": 2}) == reduced({"method": method}), method
+
+
+def test_shards_of_replicas_are_those_of_parts_of_sequences_too():
+    plan = {"method": "zero3", "dp_replicate": 2, "dp_shard": 1, "cp": 2}
+    entries = {(e.kind, e.group) for e in simulate(loaded_of(scenario(plan, 4))).result.collectives}
+    assert {group for kind, group in entries if kind == "all-gather"} == {(0, 1), (2, 3)}
+    assert {group for kind, group in entries if kind == "all-reduce"} == {(0, 2), (1, 3)}
+    assert {group for kind, group in entries if kind == "all-to-all"} == {(0, 1), (2, 3)}
+
+
+@pytest.mark.parametrize("plan", [{"method": "ddp", "micro_batches": 2}, {"method": "zero3"}], ids=str)
+def test_equal_ranks_are_simulated_once_with_the_same_result(plan):
+    loaded = loaded_of(scenario(plan | {"cp": 2}, 4))
+    folded, unfolded = (simulate(loaded, unfolded=whole).result for whole in (False, True))
+    assert folded.step_time_s == pytest.approx(unfolded.step_time_s, rel=1e-9)
+    assert set(folded.collectives) == set(unfolded.collectives)
+
+
+def test_groups_with_more_samples_exchange_more():
+    shares = {"batch": (0.75, 0.25)}
+    found = simulate(loaded_of(scenario({"method": "ddp", "cp": 2, "shares": shares}, 4))).result.collectives
+    sizes = {each.group: each.bytes for each in found if each.kind == "all-to-all"}
+    assert sizes[0, 1] == 3 * sizes[2, 3]
+
+
+def test_without_the_axis_nothing_changes():
+    usual = scenario({"method": "zero3"})
+    assert scenario({"method": "zero3", "cp": 1}).scenario_id == usual.scenario_id
+    assert scenario({"method": "zero3", "cp": 2}).scenario_id != usual.scenario_id
+    assert [task.label for task in lower(usual).tasks[0] if "all-to-all" in task.label] == []
+
+
+@pytest.mark.parametrize(
+    ("plan", "ranks", "workload", "message"),
+    [
+        ({"method": "gs"}, 2, {}, "cannot run yet with method 'gs'"),
+        ({"method": "half"}, 2, {}, "cannot run yet with method 'half'"),
+        ({"method": "local_sgd"}, 2, {}, "cannot run yet with method 'local_sgd'"),
+        ({"method": "ddp", "tp": 2}, 4, {}, r"cannot run yet beside plan\.tp = 2"),
+        (
+            {"method": "ddp", "pp": 2, "micro_batches": 2, "dp_replicate": 2},
+            8,
+            {},
+            r"cannot run yet beside plan\.pp = 2",
+        ),
+        ({"method": "ddp"}, 2, {"sequence_length": 63}, "cannot be divided evenly"),
+        ({"method": "ddp", "cp": 8}, 8, {}, "4 heads with keys of their own"),
+        ({"method": "ddp", "cp": 4}, 4, {"sequence_length": 4}, "at least 2 positions for each"),
+        ({"method": "ddp", "cp": 3}, 2, {}, "needs 3 ranks"),
+    ],
+    ids=str,
+)
+def test_what_cannot_run_is_refused(plan, ranks, workload, message):
+    with pytest.raises(UserError, match=message):
+        scenario({"cp": 2} | plan, ranks, **workload)
+
+
+def test_images_have_no_sequences():
+    model = load_model(FOLDER / "scenarios" / "models" / "resnet-digits.toml")
+    with pytest.raises(UserError, match="no loss at each position"):
+        scenario({"method": "ddp", "cp": 2}, model=model, sequence_length=None)

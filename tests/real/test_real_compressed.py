@@ -1,0 +1,112 @@
+"""Real: PowerSGD and top-k train as written out, and their collectives and peaks are as predicted."""
+
+import json
+from pathlib import Path
+
+import pytest
+from real_runs import predicted, predicted_peaks, quick, run_module, run_once, scenario_file, selected, slow_where, star
+
+pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
+
+pytestmark = pytest.mark.real
+
+SMALL = ["workload.sequence_length=24", "workload.global_batch_size=12"]
+SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
+RESNET = ["workload.global_batch_size=36"]
+SMALL_BUCKETS = "plan.bucket_bytes=300000"
+LOW, LARGEST = ["plan.method=powersgd"], ["plan.method=topk", "plan.topk.density_ratio=0.05"]
+CASES = {
+    "powersgd": LOW,
+    "powersgd in small buckets": [*LOW, SMALL_BUCKETS, "plan.powersgd.rank=4"],
+    "powersgd blocking": [*LOW, SMALL_BUCKETS, "plan.overlap=false"],
+    "powersgd without memory": [*LOW, "plan.powersgd.error_feedback=false", "plan.powersgd.warm_start=false"],
+    "powersgd from step 3": [*LOW, "plan.powersgd.start_step=3", "plan.micro_batches=2"],
+    "powersgd of unequal batches": [*LOW, SMALL_BUCKETS, "plan.shares.batch=[0.75,0.25]"],
+    "powersgd recomputed": [*LOW, SMALL_BUCKETS, "plan.recompute=full"],
+    "powersgd of bf16": [*LOW, "workload.precision=bf16"],
+    "powersgd of a residual network": LOW,
+    "topk": LARGEST,
+    "topk in small buckets": [*LARGEST, SMALL_BUCKETS],
+    "topk blocking": [*LARGEST, SMALL_BUCKETS, "plan.overlap=false"],
+    "topk without memory": [*LARGEST, "plan.topk.error_feedback=false"],
+    "topk of unequal batches": [*LARGEST, "plan.shares.batch=[0.75,0.25]"],
+    "topk recomputed": [*LARGEST, SMALL_BUCKETS, "plan.recompute=full"],
+    "topk of a residual network": LARGEST,
+}
+"""By what it is: changes to the demo, with SGD."""
+OF_TWO = [name for name in CASES if "unequal" in name]
+OTHER_NUMBERS = [name for name in CASES if "bf16" in name or "residual network" in name or "recomputed" in name]
+"""Cases that are compared in memory alone: in fp64 they are others, or a convolution's sums are rounded."""
+WRITTEN_OUT = quick(
+    [name for name in CASES if name not in OTHER_NUMBERS],
+    ["powersgd in small buckets", "powersgd of unequal batches", "topk in small buckets", "topk blocking"],
+)
+BY_TORCH = ("powersgd", "powersgd in small buckets")
+"""Cases that are compared with torch's own hook too: it draws other factors where they do not begin as they ended."""
+QUICK = (
+    "powersgd in small buckets",
+    "powersgd blocking",
+    "powersgd recomputed",
+    "powersgd of a residual network",
+    "topk",
+    "topk recomputed",
+)
+SHOWN = [
+    slow_where(ranks, name, slow=(3, 4), few=QUICK)
+    for ranks in (2, 3, 4)
+    for name in CASES
+    if ranks == 2 or name not in OF_TWO
+]
+EXACT_PEAK, LARGEST_PEAK = 1e-4, 0.02
+"""By how much peaks may differ. Of 19 cases of top-k on two to four ranks the median was 0.8 % and the largest 1.7 %;
+five were exact, and the cause of the others has not been found."""
+
+
+def cases_for(ranks):
+    return {
+        name: {
+            "scenario": scenario_file("resnet-digits.toml" if "residual network" in name else "demo.toml"),
+            "overrides": [star(ranks), *(RESNET if "residual network" in name else [*SMALL, *SGD]), *changes],
+            "by_torch": name in BY_TORCH,
+        }
+        for name, changes in CASES.items()
+        if ranks == 2 or name not in OF_TWO
+    }
+
+
+@pytest.fixture(scope="module")
+def compared(request, tmp_path_factory):
+    folder: Path = tmp_path_factory.mktemp("written-out")
+    cases = selected(request, cases_for(2), by="written_out")
+    exact = {n: case | {"overrides": [*case["overrides"], "workload.precision=fp64"]} for n, case in cases.items()}
+    (folder / "cases.json").write_text(json.dumps(exact))
+    return run_module("compressed_ranks", [str(folder / "cases.json")], folder, ranks=2)
+
+
+@pytest.mark.parametrize("written_out", WRITTEN_OUT)
+def test_it_trains_as_the_same_written_out_with_all_ranks_in_one_process(compared, written_out):
+    seen = compared[written_out]
+    assert seen["difference"] < 1e-9
+    assert seen["uncompressed"] > 1e-4  # gradients lose much
+    if written_out in BY_TORCH:
+        assert seen["to_torch"] < 1e-9
+    assert (seen["buckets"] > 1) == (SMALL_BUCKETS in CASES[written_out] or seen["buckets"] == 2)
+
+
+WORLDS = {}
+
+
+@pytest.fixture(scope="module")
+def world(request, tmp_path_factory):
+    return run_once(WORLDS, request, cases_for, tmp_path_factory.mktemp)
+
+
+@pytest.mark.parametrize(("world", "name"), SHOWN, indirect=["world"])
+def test_a_steps_collectives_and_peaks_are_the_predicted_ones(world, name):
+    cases, seen = world[0], world[1][name]
+    entries = [list(entry.key) for entry in predicted(cases[name]).collectives]
+    assert sorted(json.loads(json.dumps(entries)), key=str) == sorted(seen["collectives"], key=str)
+    assert seen["replicas_equal"]
+    assert {"compress bucket 0", "decompress bucket 0"} <= set(seen["labels"])
+    errors = [abs(p / m - 1) for p, m in zip(predicted_peaks(cases[name]), seen["peaks"], strict=True)]
+    assert max(errors) < (LARGEST_PEAK if "topk" in name else EXACT_PEAK)

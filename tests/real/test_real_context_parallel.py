@@ -1,0 +1,87 @@
+"""Real: sequences divided among context-parallel ranks; training equals one device's, predictions what was counted."""
+
+import json
+
+import pytest
+from real_runs import HELPERS, predicted, predicted_peaks, run_cases, scenario_file, slow_where, star, tolerance_of
+
+pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
+
+pytestmark = pytest.mark.real
+
+USUAL = ["workload.sequence_length=24", "workload.global_batch_size=12"]
+SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
+ADAMW64 = ["workload.optimizer=adamw", "workload.precision=fp64", "workload.learning_rate=1e-3"]
+DDP, ZERO3 = ["plan.method=ddp"], ["plan.method=zero3"]
+
+
+SIX_HEADS = ["workload.model=models/gpt-byte-10m.toml", "workload.global_batch_size=3"]
+
+
+def small(family: str) -> list[str]:
+    return [f"workload.model={HELPERS}/models/{family}.toml"]
+
+
+ON = {
+    2: {
+        "gpt-ddp-sgd": ("demo.toml", [*SGD, *DDP, "plan.cp=2"]),
+        "gpt-full-zero3-adamw": ("demo.toml", [*ADAMW64, *ZERO3, "plan.cp=2", "plan.recompute=full"]),
+        "llama-selective-zero3-adamw": (
+            "demo.toml",
+            [*ADAMW64, *ZERO3, *small("llama"), "plan.cp=2", "plan.recompute=selective", "plan.micro_batches=2"],
+        ),
+        "bert-ddp-adamw": ("bert-byte.toml", [*ADAMW64, *DDP, "plan.cp=2", "workload.global_batch_size=2"]),
+    },
+    3: {
+        "gpt-ddp-sgd": ("demo.toml", [*SGD, *DDP, "plan.cp=3", *SIX_HEADS]),
+        "gpt-zero3-sgd": ("demo.toml", [*SGD, *ZERO3, "plan.cp=3", *SIX_HEADS]),
+    },
+    4: {
+        "gpt-ddp-sgd": ("demo.toml", [*SGD, *DDP, "plan.cp=2"]),
+        "gpt-four-zero2-sgd": ("demo.toml", [*SGD, "plan.method=zero2", "plan.cp=4"]),
+        "gpt2-hsdp-adamw": (
+            "demo.toml",
+            [*ADAMW64, *ZERO3, *small("gpt2"), "plan.cp=2", "plan.dp_replicate=2", "plan.dp_shard=1"],
+        ),
+        "llama-zero3-adamw": ("demo.toml", [*ADAMW64, *ZERO3, *small("llama"), "plan.cp=2", "workload.clip_norm=0.05"]),
+        "bert-uneven-ddp-adamw": (
+            "demo.toml",
+            [*ADAMW64, *DDP, *small("bert"), "plan.cp=2", "plan.shares.batch=[0.75,0.25]"],
+        ),
+        "gpt-zero1-adamw": ("demo.toml", [*ADAMW64, "plan.method=zero1", "plan.cp=4"]),
+    },
+}
+
+
+@pytest.fixture(scope="module", params=[2, slow_where(3, slow=[3]), slow_where(4, slow=[4])])
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict]:
+    """Run all cases of one number of ranks in one launch; return (cases, what they showed)."""
+    cases = {
+        name: {"scenario": scenario_file(file), "overrides": [star(request.param), *USUAL, *overrides]}
+        for name, (file, overrides) in ON[request.param].items()
+    }
+    return cases, run_cases(tmp_path_factory.mktemp(f"ranks{request.param}"), cases, ranks=request.param)
+
+
+def test_parameters_after_five_steps_equal_those_of_one_device(world: tuple[dict, dict]) -> None:
+    for name, seen in world[1].items():
+        assert seen["largest_parameter"] > 0.05
+        assert seen["difference"] <= tolerance_of(name, name.split("-")[-1]) * seen["largest_parameter"], name
+        assert seen["replicas_equal"], name
+
+
+def test_losses_are_those_of_one_device(world: tuple[dict, dict]) -> None:
+    for name, seen in world[1].items():
+        alone = seen["losses_alone"]
+        assert seen["losses"][: len(alone)] == pytest.approx(alone[: len(seen["losses"])], rel=1e-5), name
+
+
+def test_the_predicted_collectives_are_the_ones_that_the_process_group_saw(world: tuple[dict, dict]) -> None:
+    for name, case in world[0].items():
+        entries = sorted([list(entry.key) for entry in predicted(case).collectives], key=str)
+        assert json.loads(json.dumps(entries)) == sorted(world[1][name]["collectives"], key=str), name
+
+
+def test_the_predicted_peak_of_every_rank_is_the_counted_one(world: tuple[dict, dict]) -> None:
+    for name, case in world[0].items():
+        assert predicted_peaks(case) == pytest.approx(world[1][name]["peaks"], rel=0.001), name
