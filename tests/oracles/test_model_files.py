@@ -36,6 +36,7 @@ PUBLISHED = {
     "llama2-13b": (13_015_864_320, "13.0B"),
     "llama2-70b": (68_976_648_192, "69.0B"),  # released Llama-2-70b; the paper rounds to 70B
     "llama3-8b": (8_030_261_248, "8.0B"),  # released Meta-Llama-3-8B: 8.03B
+    "llama3.1-8b": (8_030_261_248, "8.0B"),  # the same sizes; released Llama-3.1-8B: 8.03B
     "llama3-70b": (70_553_706_496, "70.6B"),  # released Meta-Llama-3-70B: 70.6B
 }
 """Exact count where weights are released, and as published."""
