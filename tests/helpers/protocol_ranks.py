@@ -37,7 +37,7 @@ from gsreal.gradient_sharding import shard_gradients
 from gsreal.run.rank import run_on_rank
 from gssim.plan import Publish, Push
 
-SOON = timedelta(seconds=4)
+SOON = timedelta(seconds=2)
 """After which ranks that wait for each other give up."""
 COO = {"encoding": "coo"}
 FORMS = (
