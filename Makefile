@@ -34,8 +34,9 @@ lab: $(VENV)/.demo ## predict and measure the lab's matrix, or SWEEP=FILE; as ro
 	$(BIN)/python -m analysis compare $(LAB)/results --out $(LAB) && \
 	$(BIN)/python -m analysis report $(LAB)/results --out $(LAB)/report.html && exit $$code
 
+# With bytecode kept, whatever the environment says: hundreds of processes would each compile the packages anew
 test: $(VENV)/.test ## all tests but the slow ones, two files at a time
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu"
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu"
 
 test-slow: $(VENV)/.test ## the slow real runs, and properties on more examples
 	GSSIM_THOROUGH=1 $(BIN)/python -m pytest -m "slow or hypothesis"
