@@ -147,10 +147,9 @@ def _of_ranks(traces: Sequence[RankTrace], loaded: Loaded) -> Ingested:
     times = [fmean(step) for step in zip(*rank_times, strict=True)]
     if min(times) <= 0:
         raise UserError(f"{traces[0].path}: a step of no length")
-    step_time_s, total = median(times), scenario.workload.global_batch_size
+    total = scenario.workload.global_batch_size
     phases = [_phases(trace, counted) for trace in traces]
     mean = {name: fmean(each.get(name, 0.0) for each in phases) for name in _names(phases)}
-    scale = step_time_s / sum(mean.values())
     collectives, steady = _collectives(meetings, counted)
     if steady < len(counted):
         partial["steps with other collectives than most"] += len(counted) - steady
@@ -185,22 +184,8 @@ def _of_ranks(traces: Sequence[RankTrace], loaded: Loaded) -> Ingested:
                 shard_share=scenario.shard_shares[trace.rank],
             )
         )
-    result = Result(
-        source="measured",
-        scenario_id=scenario.scenario_id,
-        calibration_id=loaded.calibration_id,
-        scenario=scenario.resolved(),
-        step_time_s=step_time_s,
-        step_time_p10_s=sorted(times)[len(times) // 10],
-        step_times_s=tuple(times),
-        phases_s={name: value * scale for name, value in mean.items()},
-        fits=True,
-        throughput_samples_per_s=total / step_time_s,
-        density=Density(),
-        collectives=collectives,
-        ranks=tuple(ranks),
-        idle_devices=scenario.idle_devices,
-        provenance=provenance,
+    result = loaded.measured(
+        times, mean, density=Density(), collectives=collectives, ranks=tuple(ranks), provenance=provenance
     )
     typical = counted[sorted(range(len(times)), key=lambda step: (times[step], step))[len(times) // 2]]
     return Ingested(result, chrome_trace(_step(traces, typical, offsets_s, result), result), notes)

@@ -149,9 +149,7 @@ def result_of(loaded: Loaded, reports: list[RankReport], device: torch.device) -
     collectives = collectives_of([report.seen for report in reports])
     sent = [report.carried_by_step[0] if report.carried_by_step else None for report in reports]
     periods = _periods(scenario, times, collectives, sent)
-    step_time_s = median(times)
-    if periods is not None:
-        step_time_s = periods.mean(periods.inner_step_time_s or 0.0, periods.outer_step_time_s)
+    step_time_s = None if periods is None else periods.mean(periods.inner_step_time_s or 0.0, periods.outer_step_time_s)
     total, divisions = scenario.workload.global_batch_size, reports[0].divisions
     samples = divisions[-1].samples if divisions else scenario.batch_sizes
     shard_shares = divisions[-1].shard_shares if divisions else scenario.shard_shares
@@ -177,18 +175,10 @@ def result_of(loaded: Loaded, reports: list[RankReport], device: torch.device) -
     )
     refuse_divergence(loss, reports[0].evaluations)
     phases_s = {name: fmean(report.phases_s[name] for report in reports) for name in reports[0].phases_s}
-    scale = step_time_s / sum(phases_s.values())  # ranks have their median steps at different times
-    return Result(
-        source="measured",
-        scenario_id=scenario.scenario_id,
-        calibration_id=loaded.calibration_id,
-        scenario=scenario.resolved(),
+    return loaded.measured(
+        times,
+        phases_s,
         step_time_s=step_time_s,
-        step_time_p10_s=sorted(times)[len(times) // 10],
-        step_times_s=tuple(times),
-        phases_s={name: value * scale for name, value in phases_s.items()},
-        fits=True,
-        throughput_samples_per_s=total / step_time_s,
         density=Density(
             push=_density([report.pushed for report in reports], scenario.plan.push.threshold),
             publish=_density([report.published for report in reports], scenario.plan.publish.threshold),
@@ -197,7 +187,6 @@ def result_of(loaded: Loaded, reports: list[RankReport], device: torch.device) -
         periods=periods,
         collectives=collectives,
         ranks=ranks,
-        idle_devices=scenario.idle_devices,
         loss=loss,
         evaluation=tuple(reports[0].evaluations),
         divisions=divisions,

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 from pydantic import AfterValidator
@@ -11,6 +12,7 @@ from pydantic import AfterValidator
 from gssim.cache import Shared
 from gssim.cluster import Cluster, Conditions, DeviceType
 from gssim.plan import METHODS, REPLICA_AXES, Plan, Policies, Push, resolve, resolved_push, splitting
+from gssim.result import Result
 from gssim.scenario.device_rates import sample_costs
 from gssim.scenario.identity import calibration_id, resolved, scenario_id
 from gssim.scenario.ownership import better_shard_shares, owned_shares, sample_room
@@ -357,6 +359,37 @@ class Loaded:
     def calibration(self, shared: Shared) -> str:
         """Return the `calibration_id`; `shared`: cache of the parts that scenarios have in common."""
         return calibration_id(self.scenario.cluster, self.gradients, shared)
+
+    def measured(
+        self,
+        times_s: Sequence[float],
+        phases_s: Mapping[str, float],
+        *,
+        step_time_s: float | None = None,
+        **found: Any,
+    ) -> Result:
+        """Return the Result of a measurement of this scenario.
+
+        `times_s`: every timed step, of which `step_time_s` is the median unless it is given. `phases_s`: means over
+        ranks, which have their median steps at different times: scaled by step_time_s / sum(phases_s). `found`: all
+        that depends on how it was measured, as fields of the Result.
+        """
+        step_time_s = median(times_s) if step_time_s is None else step_time_s
+        scale = step_time_s / sum(phases_s.values())
+        return Result(
+            source="measured",
+            scenario_id=self.scenario.scenario_id,
+            calibration_id=self.calibration_id,
+            scenario=self.scenario.resolved(),
+            step_time_s=step_time_s,
+            step_time_p10_s=sorted(times_s)[len(times_s) // 10],
+            step_times_s=tuple(times_s),
+            phases_s={name: value * scale for name, value in phases_s.items()},
+            fits=True,
+            throughput_samples_per_s=self.scenario.workload.global_batch_size / step_time_s,
+            idle_devices=self.scenario.idle_devices,
+            **found,
+        )
 
 
 def single_device(scenario: Scenario) -> Scenario:

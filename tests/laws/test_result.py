@@ -8,7 +8,7 @@ from strategies import loaded_of, scenario_of, star
 
 from gssim.errors import UserError
 from gssim.execution.files import write_text
-from gssim.result import PHASES, Collective, Span, merge_collectives, phases_of, read_result
+from gssim.result import PHASES, Collective, Density, Span, merge_collectives, phases_of, read_result
 from gssim.simulation import simulate
 
 
@@ -132,3 +132,15 @@ def test_a_place_that_cannot_be_written_is_the_users_to_mend(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
         write_text(tmp_path / "file" / "r.json", "{}")
+
+
+@pytest.mark.parametrize(("known", "step_time_s"), [({}, 2.0), ({"step_time_s": 2.5}, 2.5)])
+def test_a_measured_step_is_the_median_unless_it_is_given_and_its_phases_sum_to_it(known, step_time_s):
+    loaded = loaded_of(scenario_of(star(2), {"method": "ddp"}))
+    result = loaded.measured(
+        (9.0, 1.0, 2.0), {"forward": 1.0, "idle": 3.0}, **known, density=Density(), collectives=(), ranks=()
+    )
+    assert (result.source, result.scenario_id) == ("measured", loaded.scenario.scenario_id)
+    assert (result.step_time_s, result.step_time_p10_s, result.step_times_s) == (step_time_s, 1.0, (9.0, 1.0, 2.0))
+    assert result.phases_s == {"forward": step_time_s / 4, "idle": step_time_s * 3 / 4}
+    assert result.throughput_samples_per_s == loaded.scenario.workload.global_batch_size / step_time_s
