@@ -325,13 +325,18 @@ def slice_block(
         module.register_parameter(name, own)
         mark(module, name, part, group)
     cut.resize(block, len(held))
-    f, g = (_CopyIn, _SumOut) if parts is None else (_GatherIn, _ScatterOut)
+    f: tuple[AllReduce, AllReduce]
+    g: tuple[AllReduce, AllReduce]
+    if parts is None:  # Megatron-LM's f copies, and sums gradients over the ranks; its g does the converse
+        f, g = (lambda x: x.view_as(x), all_reduce), (all_reduce, _same)
+    else:  # f gathers parts, and reduce-scatters gradients; g does the converse
+        f, g = (parts.whole, parts.summed), (parts.summed, parts.whole)
     for path in cut.columns if parts is None else cut.gathered:
-        hook = partial(_with_input, lambda x: f.apply(x, parts or all_reduce))
+        hook = partial(_with_input, lambda x: _Mapped.apply(x, *f))
         block.get_submodule(path).register_forward_pre_hook(hook, with_kwargs=True)
     for path in cut.rows:
         module = block.get_submodule(path)
-        module.forward = partial(_row_forward, module, lambda y: g.apply(y, parts or all_reduce), ranks)
+        module.forward = partial(_row_forward, module, lambda y: _Mapped.apply(y, *g), ranks)
 
 
 def mark(module: nn.Module, name: str, part: Slice, group: dist.ProcessGroup | None) -> None:
@@ -367,8 +372,11 @@ def _with_input(
 
 
 def _row_forward(module: Any, summed: Callable[[Tensor], Tensor], ranks: int, x: Tensor) -> Tensor:
-    """Return the sum of all ranks' outputs; each adds its fraction of the bias, as DTensor does."""
-    bias: Any = None if module.bias is None else _PartOf.apply(module.bias, ranks)
+    """Return the sum of all ranks' outputs; each adds its fraction of the bias, as DTensor does.
+
+    Every rank has the whole gradient of the bias already.
+    """
+    bias: Any = None if module.bias is None else _Mapped.apply(module.bias, lambda whole: whole / ranks, _same)
     if isinstance(module, nn.Linear):
         y = F.linear(x, module.weight, bias)
     elif isinstance(module, nn.Conv2d):
@@ -378,29 +386,21 @@ def _row_forward(module: Any, summed: Callable[[Tensor], Tensor], ranks: int, x:
     return summed(y)
 
 
-class _CopyIn(torch.autograd.Function):
-    """Megatron-LM's f: the identity; its gradient is summed over the ranks."""
+class _Mapped(torch.autograd.Function):
+    """One map of a tensor, and another of its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, all_reduce: AllReduce) -> Tensor:
-        ctx.all_reduce = all_reduce
-        return x.view_as(x)
+    def forward(ctx: Any, x: Tensor, change: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.back = back
+        return change(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.all_reduce(gradients[0]), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(gradients[0]), None, None
 
 
-class _SumOut(torch.autograd.Function):
-    """Megatron-LM's g: a sum over the ranks; its gradient is the identity."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, all_reduce: AllReduce) -> Tensor:
-        return all_reduce(y)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
+def _same(gradient: Tensor) -> Tensor:
+    return gradient
 
 
 class SequenceParts:
@@ -428,73 +428,24 @@ class SequenceParts:
         return part.clone(memory_format=torch.contiguous_format)
 
 
-class _GatherIn(torch.autograd.Function):
-    """f of a divided sequence: the parts of all ranks; gradients are reduce-scattered."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, parts: SequenceParts) -> Tensor:
-        ctx.parts = parts
-        return parts.whole(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.parts.summed(gradients[0]), None
-
-
-class _ScatterOut(torch.autograd.Function):
-    """g of a divided sequence: a rank's part of the sum over the ranks; gradients are gathered."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, parts: SequenceParts) -> Tensor:
-        ctx.parts = parts
-        return parts.summed(y)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.parts.whole(gradients[0]), None
-
-
-class _Divide(torch.autograd.Function):
-    """A rank's part of what all have whole; gradients are gathered."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, parts: SequenceParts) -> Tensor:
-        ctx.parts = parts
-        return parts.own(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.parts.whole(gradients[0]), None
-
-
-class _Join(torch.autograd.Function):
-    """The parts of all ranks, for what all do alike; a rank's gradient is its part of everybody's."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, parts: SequenceParts) -> Tensor:
-        ctx.parts = parts
-        return parts.whole(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.parts.own(gradients[0]), None
-
-
 def divide_sequences(order: Sequence[str], blocks: Sequence[str], module: nn.Module, parts: SequenceParts) -> list[str]:
     """Divide sequences among ranks from a module's first block to its last, or to the norm after that.
 
     `order`: paths of the modules at which layers begin, as they run; `blocks`: those of blocks, which are sliced
-    already. Returns the names of the parameters whose gradients are to be summed over the ranks.
+    already. All ranks do alike before and after, so that a rank's gradient there is its part of everybody's. Returns
+    the names of the parameters whose gradients are to be summed over the ranks.
     """
     after = order[order.index(blocks[-1]) + 1 :][:1]
     norms = [path for path in after if is_norm(module.get_submodule(path))]
     first = module.get_submodule(blocks[0])
-    first.register_forward_pre_hook(partial(_with_input, lambda x: _Divide.apply(x, parts)), with_kwargs=True)
+    first.register_forward_pre_hook(
+        partial(_with_input, lambda x: _Mapped.apply(x, parts.own, parts.whole)), with_kwargs=True
+    )
 
     def joined(_module: nn.Module, _inputs: tuple[Any, ...], output: Any) -> Any:
         if isinstance(output, tuple):
-            return (_Join.apply(output[0], parts), *output[1:])
-        return _Join.apply(output, parts)
+            return (_Mapped.apply(output[0], parts.whole, parts.own), *output[1:])
+        return _Mapped.apply(output, parts.whole, parts.own)
 
     module.get_submodule((norms or blocks[-1:])[0]).register_forward_hook(joined)
     names = [f"{path}.{name}" for path in norms for name, _ in module.get_submodule(path).named_parameters()]
@@ -540,18 +491,6 @@ class PartialGradients:
             dist.all_reduce(flat, group=self.group)
             for part, gradient in zip(own, gradients, strict=True):
                 gradient.copy_(part.view_as(gradient))
-
-
-class _PartOf(torch.autograd.Function):
-    """A whole tensor's fraction in a sum over the ranks; every rank has the whole gradient already."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, ranks: int) -> Tensor:
-        return whole / ranks
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
 
 
 def slice_blocks(
