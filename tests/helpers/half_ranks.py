@@ -3,14 +3,12 @@
 Arguments: a JSON file of cases {name: {"scenario": FILE, "overrides": [...]}} and the file to write.
 """
 
-import json
 import sys
-import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from rank_training import CPU, scenarios_in, trained, write_found
 from torch import Tensor
 
 from gsreal.measure import Timeline
@@ -19,43 +17,22 @@ from gsreal.model_files.build import logits_of, loss_of
 from gsreal.run.feed import Feed
 from gsreal.run.rank import run_on_rank
 from gsreal.run.worker import build
-from gssim.scenario import Scenario, load_scenario, single_device
+from gssim.scenario import Scenario, single_device
 
 STEPS = 4
-CPU = torch.device("cpu")
 
 
 def main(cases_file: str, out: str) -> None:
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     found = {}
-    for name, case in json.loads(Path(cases_file).read_text(encoding="utf-8")).items():
-        scenario = load_scenario(Path(case["scenario"]), case["overrides"], gradients_needed=False).scenario
-        trained = _trained(scenario)
+    for name, scenario in scenarios_in(cases_file):
+        together = trained(scenario, dist.get_rank(), steps=STEPS)
         if dist.get_rank() == 0:
             expected = written_out(scenario)
-            rounding = [float((p - trained[name]).abs().max()) for name, p in _trained_alone(scenario).items()]
-            differences = [float((p - trained[name]).abs().max()) for name, p in expected.items()]
+            alone = trained(single_device(scenario), 0, steps=STEPS)
+            rounding = [float((p - together[name]).abs().max()) for name, p in alone.items()]
+            differences = [float((p - together[name]).abs().max()) for name, p in expected.items()]
             found[name] = {"difference": max(differences), "rounding": max(rounding)}
-    if dist.get_rank() == 0:
-        Path(out).write_text(json.dumps(found), encoding="utf-8")
-    dist.barrier()
-
-
-def _trained(scenario: Scenario) -> dict[str, Tensor]:
-    training, feed = build(scenario, Timeline(dist.get_rank(), CPU), CPU), Feed(scenario, dist.get_rank(), CPU)
-    for step in range(STEPS):
-        training.step(*feed.at(step), dist.get_rank())
-    return full_parameters(training.module)
-
-
-def _trained_alone(scenario: Scenario) -> dict[str, Tensor]:
-    alone = single_device(scenario)
-    training, feed = build(alone, Timeline(0, CPU), CPU), Feed(alone, 0, CPU)
-    for step in range(STEPS):
-        training.step(*feed.at(step), 0)
-    return full_parameters(training.module)
+    write_found(found, out)
 
 
 def written_out(scenario: Scenario) -> dict[str, Tensor]:

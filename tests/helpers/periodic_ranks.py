@@ -3,13 +3,11 @@
 Arguments: a JSON file of cases {name: {"scenario": FILE, "overrides": [...]}} and the file to write.
 """
 
-import json
 import sys
-import warnings
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from rank_training import CPU, scenarios_in, trained, write_found
 from torch import Tensor
 
 from gsreal.measure import Timeline
@@ -18,37 +16,24 @@ from gsreal.model_files.build import logits_of, loss_of
 from gsreal.run.feed import Feed
 from gsreal.run.rank import run_on_rank
 from gsreal.run.worker import build
-from gssim.scenario import Scenario, load_scenario, single_device
+from gssim.scenario import Scenario, single_device
 
 STEPS = 7
-CPU = torch.device("cpu")
 
 
 def main(cases_file: str, out: str) -> None:
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     found = {}
-    for name, case in json.loads(Path(cases_file).read_text(encoding="utf-8")).items():
-        scenario = load_scenario(Path(case["scenario"]), case["overrides"], gradients_needed=False).scenario
-        trained, rank = trained_apart(scenario), dist.get_rank()
+    for name, scenario in scenarios_in(cases_file):
+        rank = dist.get_rank()
+        together = trained(scenario, rank, steps=STEPS)
         expected = written_out(scenario)
-        own = max(float((p - trained[key]).abs().max()) for key, p in expected[rank].items())
+        own = max(float((p - together[key]).abs().max()) for key, p in expected[rank].items())
         other = expected[(rank + 1) % scenario.ranks]
-        apart = max(float((p - trained[key]).abs().max()) for key, p in other.items())
+        apart = max(float((p - together[key]).abs().max()) for key, p in other.items())
         every: list[tuple[float, float]] = [(0.0, 0.0)] * scenario.ranks
         dist.all_gather_object(every, (own, apart))
         found[name] = {"differences": [each for each, _ in every], "apart": [each for _, each in every]}
-    if dist.get_rank() == 0:
-        Path(out).write_text(json.dumps(found), encoding="utf-8")
-    dist.barrier()
-
-
-def trained_apart(scenario: Scenario) -> dict[str, Tensor]:
-    training, feed = build(scenario, Timeline(dist.get_rank(), CPU), CPU), Feed(scenario, dist.get_rank(), CPU)
-    for step in range(STEPS):
-        training.step(*feed.at(step), dist.get_rank())
-    return full_parameters(training.module)
+    write_found(found, out)
 
 
 def written_out(scenario: Scenario) -> list[dict[str, Tensor]]:
