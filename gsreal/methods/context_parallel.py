@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gsreal.measure import Timeline
+from gsreal.methods.mapped import Mapped
 from gssim.errors import UserError
 
 Attention = Callable[..., Tensor]
@@ -62,32 +63,6 @@ def _copied(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-class _ToHeads(torch.autograd.Function):
-    """Parts of sequences for parts of heads; gradients take the way back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, parts: ContextParts) -> Tensor:
-        ctx.parts = parts
-        return parts.to_heads(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.parts.to_parts(gradients[0]), None
-
-
-class _ToParts(torch.autograd.Function):
-    """Parts of heads for parts of sequences; gradients take the way back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, parts: ContextParts) -> Tensor:
-        ctx.parts = parts
-        return parts.to_parts(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.parts.to_heads(gradients[0]), None
-
-
 def _attend(
     parts: ContextParts, attention: Attention, query: Tensor, key: Tensor, value: Tensor, *others: Any, **settings: Any
 ) -> Tensor:
@@ -96,8 +71,8 @@ def _attend(
     if mask is not None or query.shape[2] != key.shape[2]:
         raise UserError("plan.cp: an attention with a mask, or with other keys than its queries', cannot run in parts")
     parts.heads.add(gcd(query.shape[1], key.shape[1]))
-    whole = [_ToHeads.apply(each, parts) for each in (query, key, value)]
-    return _ToParts.apply(attention(*whole, *others, **settings), parts)
+    whole = [Mapped.apply(each, parts.to_heads, parts.to_parts) for each in (query, key, value)]
+    return Mapped.apply(attention(*whole, *others, **settings), parts.to_parts, parts.to_heads)
 
 
 def _with_attention(forward: Callable[..., Any], attend: Attention, *args: Any, **settings: Any) -> Any:

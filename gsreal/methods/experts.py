@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gsreal.gradient_sharding.point_to_point import LogicalCollective, announce
+from gsreal.methods.mapped import Mapped
 
 
 @dataclass(frozen=True)
@@ -48,19 +49,6 @@ class Exchange(Protocol):
     def move(self, rows: Tensor, splits: Splits, *, back: bool) -> Tensor:
         """Return the rows that this rank receives in a dispatch, or in a combine (`back`)."""
         ...
-
-
-class _Moved(torch.autograd.Function):
-    """Rows of an all-to-all; their gradients take the way back."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, exchange: Exchange, splits: Splits, back: bool) -> Tensor:
-        ctx.exchange, ctx.splits, ctx.back = exchange, splits, back
-        return exchange.move(rows.contiguous(), splits, back=back)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.exchange.move(gradients[0].contiguous(), ctx.splits, back=not ctx.back), None, None, None
 
 
 def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
@@ -99,12 +87,13 @@ def run_experts(
         rows = _products(rows, counts, gate_up, down, activation)
     else:
         sent_here, splits = exchange.share_counts(counts)
-        rows = _Moved.apply(rows, exchange, splits, False)
+        dispatch, combine = (partial(exchange.move, splits=splits, back=back) for back in (False, True))
+        rows = Mapped.apply(rows, dispatch, combine)
         # received by sender, and for each sender by expert: all of one expert's together
         held = torch.arange(sent_here.shape[1], device=x.device).repeat(len(sent_here))
         own = held.repeat_interleave(sent_here.reshape(-1), output_size=len(rows)).argsort(stable=True)
         rows = _products(rows[own], sent_here.sum(0), gate_up, down, activation)
-        rows = _Moved.apply(rows[_inverse(own)], exchange, splits, True)
+        rows = Mapped.apply(rows[_inverse(own)], combine, dispatch)
     slots = rows[_inverse(order)].view(tokens, chosen, -1)
     return (slots * weights.to(slots.dtype).unsqueeze(-1)).sum(1)
 
@@ -197,5 +186,5 @@ class GroupExchange:
         kept = sent[dist.get_rank(self.group)] * row_bytes
         entry = LogicalCollective("all-to-all-v", self.ranks, rows.numel() * rows.element_size(), True, kept)
         with self.span("combine" if back else "dispatch"), announce(entry):
-            dist.all_to_all_single(result, rows, list(received), list(sent), group=self.group)
+            dist.all_to_all_single(result, rows.contiguous(), list(received), list(sent), group=self.group)
         return result

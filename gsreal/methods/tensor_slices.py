@@ -38,6 +38,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from gsreal.measure import Timeline
+from gsreal.methods.mapped import Mapped
 from gsreal.methods.training import blocks_of
 from gssim.errors import UserError
 from gssim.scenario import Scenario, units_of_ranks
@@ -332,11 +333,11 @@ def slice_block(
     else:  # f gathers parts, and reduce-scatters gradients; g does the converse
         f, g = (parts.whole, parts.summed), (parts.summed, parts.whole)
     for path in cut.columns if parts is None else cut.gathered:
-        hook = partial(_with_input, lambda x: _Mapped.apply(x, *f))
+        hook = partial(_with_input, lambda x: Mapped.apply(x, *f))
         block.get_submodule(path).register_forward_pre_hook(hook, with_kwargs=True)
     for path in cut.rows:
         module = block.get_submodule(path)
-        module.forward = partial(_row_forward, module, lambda y: _Mapped.apply(y, *g), ranks)
+        module.forward = partial(_row_forward, module, lambda y: Mapped.apply(y, *g), ranks)
 
 
 def mark(module: nn.Module, name: str, part: Slice, group: dist.ProcessGroup | None) -> None:
@@ -376,7 +377,7 @@ def _row_forward(module: Any, summed: Callable[[Tensor], Tensor], ranks: int, x:
 
     Every rank has the whole gradient of the bias already.
     """
-    bias: Any = None if module.bias is None else _Mapped.apply(module.bias, lambda whole: whole / ranks, _same)
+    bias: Any = None if module.bias is None else Mapped.apply(module.bias, lambda whole: whole / ranks, _same)
     if isinstance(module, nn.Linear):
         y = F.linear(x, module.weight, bias)
     elif isinstance(module, nn.Conv2d):
@@ -384,19 +385,6 @@ def _row_forward(module: Any, summed: Callable[[Tensor], Tensor], ranks: int, x:
     else:  # Hugging Face's Conv1D
         y = torch.addmm(bias, x.view(-1, x.size(-1)), module.weight).view(*x.shape[:-1], -1)
     return summed(y)
-
-
-class _Mapped(torch.autograd.Function):
-    """One map of a tensor, and another of its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, change: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.back = back
-        return change(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.back(gradients[0]), None, None
 
 
 def _same(gradient: Tensor) -> Tensor:
@@ -439,13 +427,13 @@ def divide_sequences(order: Sequence[str], blocks: Sequence[str], module: nn.Mod
     norms = [path for path in after if is_norm(module.get_submodule(path))]
     first = module.get_submodule(blocks[0])
     first.register_forward_pre_hook(
-        partial(_with_input, lambda x: _Mapped.apply(x, parts.own, parts.whole)), with_kwargs=True
+        partial(_with_input, lambda x: Mapped.apply(x, parts.own, parts.whole)), with_kwargs=True
     )
 
     def joined(_module: nn.Module, _inputs: tuple[Any, ...], output: Any) -> Any:
         if isinstance(output, tuple):
-            return (_Mapped.apply(output[0], parts.whole, parts.own), *output[1:])
-        return _Mapped.apply(output, parts.whole, parts.own)
+            return (Mapped.apply(output[0], parts.whole, parts.own), *output[1:])
+        return Mapped.apply(output, parts.whole, parts.own)
 
     module.get_submodule((norms or blocks[-1:])[0]).register_forward_hook(joined)
     names = [f"{path}.{name}" for path in norms for name, _ in module.get_submodule(path).named_parameters()]
