@@ -73,9 +73,13 @@ def run_command(
     ] = None,
     trust_code: TrustCode = False,
 ) -> None:
-    """Execute one scenario on this machine: one process a rank. Calls the factory that the model file names."""
+    """Execute one scenario: one process a rank, on this machine, or on the nodes where torchrun or srun starts it.
+
+    Calls the factory that the model file names.
+    """
     from gsreal.model_files.build import set_trust
     from gsreal.run.launch import Guard, launch, listening_on
+    from gsreal.run.nodes import check_launcher, has_several_nodes, srun_environment
     from gsreal.run.rank import TIMEOUT, leave
     from gssim.result import read_result
 
@@ -84,6 +88,7 @@ def run_command(
     _check_positive("--every", every)
     _check_timeout(timeout_s)
     alone = listening_on(interface)
+    os.environ.update(srun_environment(os.environ))
     loaded = _checked(scenario, overrides)
     ours = loaded.scenario
     name = file_name(ours.name, ours.scenario_id, "measured")
@@ -98,12 +103,13 @@ def run_command(
         file = Path(folder, name)
         arguments = [str(scenario), json.dumps(overrides or []), str(file), str(trace.absolute()) if trace else ""]
         arguments += [str(checkpoint.absolute()) if checkpoint else "", str(every)]
-        if "RANK" in os.environ:  # under torchrun already
+        if "RANK" in os.environ:  # torchrun or srun has started the ranks
             from gsreal.run import worker  # here alone: all that trains takes seconds to import
 
             os.environ[TIMEOUT] = str(timeout_s)
-            if interface or os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
+            if interface or not has_several_nodes():
                 os.environ.update(alone)
+            check_launcher(ours.ranks, where=loaded.file)
             worker.main(*arguments)
             leave()
             if os.environ["RANK"] != "0":
