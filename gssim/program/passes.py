@@ -26,7 +26,7 @@ from gssim.program.compute import compute
 from gssim.program.equal_messages import message_classes
 from gssim.program.flat_units import gather_flat_parameters, gather_flat_parameters_twice, push_units
 from gssim.program.lowering import Lowering
-from gssim.program.messages import is_thresholded, mean_push_density, push_matrix, sent_ratios
+from gssim.program.messages import is_thresholded, mean_push_density, push_sizes, sent_ratios
 from gssim.program.optimizer import Tensors, optimize, persistent_bytes, persistent_tensors
 from gssim.program.pipeline import pipeline, replicas_of, stage_buffers
 from gssim.program.publish import mean_publish_density, publish_ratios, published_bytes
@@ -54,6 +54,7 @@ from gssim.program.task import (
 from gssim.program.tensor_slices import layer_groups
 from gssim.result import COMPUTE_PHASES, UPDATE_PHASES
 from gssim.scenario import Scenario, held_layers, held_slice, units_of_ranks
+from gssim.units import Floats
 from gssim.workload import LayerInstance, unrolled
 from gssim.workload.gradient_statistics import GradientStatistics
 
@@ -275,7 +276,13 @@ def _data_payload(low: Lowering, name: TaskId) -> float:
     if name.op == "publish":
         return published_bytes(low, bucket, place)
     (micro_batch,) = (each for each in low.micro_batches if each.number == name.micro_batch)
-    return push_matrix(low, bucket, micro_batch, place)[0].total
+    return float(low.once_a_step(_payloads, micro_batch, place)[bucket.index])
+
+
+def _payloads(low: Lowering, micro_batch: MicroBatch, place: int) -> Floats:
+    """Return the payloads of the pushes among the ranks at a place, by bucket."""
+    sizes = push_sizes(low, micro_batch, place)
+    return sizes.payloads(sizes.messages.size_bytes)
 
 
 def _push_density(low: Lowering) -> float | None:
