@@ -2,7 +2,7 @@
 rank.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,6 +157,12 @@ def _push_ratios(low: Lowering, samples: int, part: float) -> Mapping[str, spars
     lag_steps = low.once_a_step(_lag_steps)
     key = (Same(statistics), Same(low.scenario.workload.model), low.push, samples, part, low.step, lag_steps)
     return low.shared.once("densities of pushes", key, ratios, most=MAX_CACHED_DENSITIES)
+
+
+def sent_ratios(low: Lowering, micro_batch: MicroBatch) -> tuple[Hashable, ...]:
+    """Return the sent fractions of all tensors in this step, for each class of senders with samples."""
+    kinds, _ = low.once_a_run(_sender_classes, micro_batch)
+    return tuple(tuple(sorted(_push_ratios(low, *kind).items())) for kind in kinds if kind[0])
 
 
 def _lag_steps(low: Lowering) -> float:

@@ -26,11 +26,11 @@ from gssim.program.compute import compute
 from gssim.program.equal_messages import message_classes
 from gssim.program.flat_units import gather_flat_parameters, gather_flat_parameters_twice, push_units
 from gssim.program.lowering import Lowering
-from gssim.program.messages import is_thresholded, mean_push_density, push_matrix
+from gssim.program.messages import is_thresholded, mean_push_density, push_matrix, sent_ratios
 from gssim.program.optimizer import Tensors, optimize, persistent_bytes, persistent_tensors
 from gssim.program.pipeline import pipeline, replicas_of, stage_buffers
-from gssim.program.publish import mean_publish_density, published_bytes
-from gssim.program.push import push_gradients
+from gssim.program.publish import mean_publish_density, publish_ratios, published_bytes
+from gssim.program.push import estimates_thresholds, push_gradients
 from gssim.program.replicated import all_reduce_gradients, keep_gradients
 from gssim.program.sharded import (
     gather_parameters,
@@ -153,6 +153,8 @@ class Steps:
         ]
         self._programs: dict[int, Program] = {}
         self._traffic: dict[int, StepTraffic] = {}
+        self._first_equal: dict[tuple[Hashable, ...], int] = {}
+        """First of the steps asked for, by what its programs depend on."""
         self._uneven: dict[bool, tuple[Mapping[TaskId, float], AbstractSet[TaskId]]] = {}
         """Payloads of the uneven collectives of a step that is thresholded or not, and which depend on the data."""
 
@@ -161,15 +163,22 @@ class Steps:
 
         Steps differ only where push or publish are thresholded, or where parameters are synchronized periodically.
         """
-        if step not in self._programs:
-            self._programs[step] = self._program([low.at_step(step) for low in self._lowerings])
-        return self._programs[step]
+        first = self.first_equal(step)
+        if first not in self._programs:
+            self._programs[first] = self._program([low.at_step(first) for low in self._lowerings])
+        return self._programs[first]
+
+    def first_equal(self, step: int) -> int:
+        """Return the first of the steps asked for so far whose program equals that of this step."""
+        lowerings = [low.at_step(step) for low in self._lowerings]
+        return self._first_equal.setdefault(tuple(part for low in lowerings for part in step_key(low)), step)
 
     def traffic(self, step: int) -> StepTraffic:
         """Return the traffic of a step without lowering its whole program.
 
         The first rank of each place in a node takes part in every collective.
         """
+        step = self.first_equal(step)
         if step not in self._traffic:
             lowerings = [low.at_step(step) for low in self._lowerings]
             communications: Mapping[TaskId, Communication] | None = None
@@ -239,6 +248,21 @@ class Steps:
         if self._copies > 1:
             by_rank = [_mapped(parts, _Copying(parts_of_model, self._copies).task) for parts in by_rank]
         return [Outline(parts) if low.stages and chunked else tuple(cast(list[Task], parts)) for parts in by_rank]
+
+
+def step_key(low: Lowering) -> tuple[Hashable, ...]:
+    """Return what a step's program depends on besides the run: the densities, and what is done in some steps only."""
+    thresholded, ratios = is_thresholded(low), None
+    if thresholded and low.push.selects and low.sends_by_data:
+        sending = (each for each in low.micro_batches if each.sends_gradients)
+        ratios = tuple(sent_ratios(low, each) for each in sending)
+    return (
+        thresholded,
+        ratios,
+        tuple(sorted(publish_ratios(low).items())) if low.scenario.plan.publish.selects and low.sends_by_data else None,
+        estimates_thresholds(low),
+        low.synchronizes,
+    )
 
 
 SENT_BY_DATA = ("push", "publish")

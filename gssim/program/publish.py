@@ -69,7 +69,7 @@ def _messages(low: Lowering, number: int, place: int) -> tuple[Message, ...]:
     bucket = low.buckets[number]
     owned = low.division(bucket).owned[place]
     selects = low.scenario.plan.publish.selects
-    entries = owned_pieces(low, bucket, place).entries(_publish_ratios(low)) if selects else owned
+    entries = owned_pieces(low, bucket, place).entries(publish_ratios(low)) if selects else owned
     messages: list[Message] = of_messages(owned, entries, partial(_message, low)).tolist()
     return tuple(messages)
 
@@ -97,7 +97,7 @@ def _message(low: Lowering, elements: float, entries: float) -> Message:
     return Message(int(elements), entries, size, kind)
 
 
-def _publish_ratios(low: Lowering) -> Mapping[str, sparsity.Ratios]:
+def publish_ratios(low: Lowering) -> Mapping[str, sparsity.Ratios]:
     """Return the published fraction of each tensor in this step."""
     statistics, workload = low.statistics, low.scenario.workload
     assert statistics is not None  # loading demands them

@@ -257,12 +257,18 @@ def _threshold_s(low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBat
         total_s += cost.mean_time_s(device, elements=sum(sizes), tensors=len(bucket.members), value=low.value_bytes)
     elif push.kind == "target-density":
         samples = [min(parameter.elements, encodings.SAMPLE_ELEMENTS) for _, parameter in bucket.members]
-        if (low.step - push.warmup_steps) % push.reestimate_steps and push.threshold:
+        if not estimates_thresholds(low) and push.threshold:
             samples = [encodings.followed_elements(push.threshold, bucket.elements)]
         total_s += cost.estimate_time_s(device, samples=sum(samples), tensors=len(bucket.members))
     device_type, clears = low.scenario.cluster.devices[rank].type, bool(residuals)
     packing = (bucket.index, micro_batch, low.place(rank), sender, device_type, clears)
     return summed_without(low.once_a_step(_packing_times, *packing), own, width=2, first=total_s)
+
+
+def estimates_thresholds(low: Lowering) -> bool:
+    """Return whether thresholds for a target density are estimated in this step, and not only scaled."""
+    push = low.push
+    return push.kind == "target-density" and not (low.step - push.warmup_steps) % push.reestimate_steps
 
 
 def _packing_times(

@@ -195,7 +195,7 @@ def _steady(
     places = [ordered[(len(ordered) - 1) // part] for part in (2, 10)]
     middle, light = (numbers[place] for place in places)
     typical = _run(scenario, steps.program(middle), unfolded, shared)
-    simulates_lightest = spread and light != middle
+    simulates_lightest = spread and steps.first_equal(light) != steps.first_equal(middle)
     lightest = _run(scenario, steps.program(light), unfolded, shared) if simulates_lightest else typical
     first = _run(scenario, steps.program(numbers[0]), unfolded, shared) if first_thresholded else typical
     excess = mean_excess_bytes(typical.machine.program, traffic, traffic[places[0]])
