@@ -401,18 +401,31 @@ def calibrate_command(
             "--lab", help="A cluster file: measure its device types as the lab emulates them; --out gets them."
         ),
     ] = None,
+    interface: Annotated[
+        str | None, typer.Option("--interface", help="Network interface by which several nodes reach each other.")
+    ] = None,
     trust_code: TrustCode = False,
 ) -> None:
     """Measure this machine by micro-benchmarks and write a cluster file for predictions.
 
-    Calls the factories that the model files name.
+    Where torchrun or srun starts it on several nodes, it measures each of them and the links between each two, and the
+    first node writes the file. Calls the factories that the model files name.
     """
     import torch
 
     from gsreal.calibrate.bench import Settings
-    from gsreal.calibrate.cluster_file import averaged, cluster_data, measure, read_previous, write_cluster
+    from gsreal.calibrate.cluster_file import (
+        averaged,
+        cluster_data,
+        measure,
+        read_previous,
+        write_all_reduces,
+        write_cluster,
+    )
     from gsreal.machine import device_name, usable_cores
     from gsreal.model_files.build import DTYPES, set_trust
+    from gsreal.run.launch import listening_on
+    from gsreal.run.nodes import has_several_nodes, srun_environment
 
     set_trust(trust_code)
     _check_writable(out)
@@ -434,8 +447,18 @@ def calibrate_command(
     if count > available and kind == "cpu":
         raise UserError(f"--ranks {count}: this machine has {available} cores that may be used")
     settings = Settings(names, sizes, sequence_length, precision, kind, "layers" if again else "")
+    os.environ.update(srun_environment(os.environ))
+    if "RANK" in os.environ and has_several_nodes():
+        if again:
+            raise UserError("--again: measures the layers of one node: start it there, without a launcher")
+        if interface is not None:
+            os.environ.update(listening_on(interface))
+        _calibrate_nodes(settings, count, out)
+        return
     if not again:
-        write_cluster(out, cluster_data(measure(settings, ranks=count), settings))
+        measured = measure(settings, ranks=count)
+        write_cluster(out, cluster_data(measured, settings))
+        write_all_reduces(out, measured)
         return
     with _file_lock(out):
         before = read_previous(out, device_name(torch.device(kind)))
@@ -460,6 +483,20 @@ def _check_models(length: int, models: list[Path]) -> None:
         source = model.input
         if isinstance(source, TokenInput) and length > source.maximum_sequence_length:
             raise UserError(f"--sequence-length {length}: {path} takes at most {source.maximum_sequence_length}")
+
+
+def _calibrate_nodes(settings: "Settings", ranks: int, out: Path) -> None:
+    """Measure this node and its links; the first process of a node does it, and the first node writes the file."""
+    from gsreal.calibrate.cluster_file import write_cluster
+    from gsreal.calibrate.nodes import measure_nodes
+    from gsreal.run.nodes import check_addresses
+
+    check_addresses()
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    data = measure_nodes(settings, ranks=ranks)
+    if data is not None:
+        write_cluster(out, data)
 
 
 def _calibrate_lab(file: Path, settings: "Settings", out: Path) -> None:

@@ -18,7 +18,12 @@ from gsreal.calibrate.bench import (
     matrix_rate,
     optimizer_cost,
 )
-from gsreal.calibrate.communication import communicating_excess, communicating_slowdown, communication_cost
+from gsreal.calibrate.communication import (
+    all_reduce_table,
+    communicating_excess,
+    communicating_slowdown,
+    communication_cost,
+)
 from gsreal.calibrate.profile import neighbour_slowdown, profile_model, trained_between
 from gsreal.calibrate.wrappers import cut_block_cost, gradient_hook_cost, sharded_unit_cost
 from gsreal.machine import device_name, provenance
@@ -108,13 +113,17 @@ def _beside(bench: Bench, measure: Callable[[Bench, Model], Any]) -> dict[str, A
 def _communication_costs(bench: Bench) -> dict[str, Any]:
     bench.say("exchanges and collectives")
     communication = communication_cost(bench)
+    by_nccl: dict[str, Any] = {}
+    if bench.device.type == "cuda" and torch.cuda.device_count() >= bench.ranks:  # NCCL takes one rank for each GPU
+        bench.say("all-reduces by NCCL")
+        by_nccl = {"nccl_all_reduces": all_reduce_table(bench, "nccl")}
     bench.say("compute beside communication")
     slowdown = communicating_slowdown(bench)
     bench.say("sharding wrappers")
     sharded_unit, sharded_tensor_s = sharded_unit_cost(bench)
     bench.say("DTensor's own time")
     cut_block = cut_block_cost(bench)
-    return {
+    return by_nccl | {
         "cut_block": cut_block,
         "communication": communication,
         "communicating_slowdown_ratio": slowdown,

@@ -1,6 +1,7 @@
 """Writes a cluster file for predictions from the measurements of this machine."""
 
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -180,6 +181,20 @@ def write_cluster(path: Path, data: dict[str, Any]) -> None:
         path,
         "# Written by gsreal calibrate: what this machine does, measured alone and together.\n"
         + tomli_w.dumps(written),
+    )
+
+
+def write_all_reduces(path: Path, measured: dict[str, Any]) -> None:
+    """Write NCCL's all-reduces, where they were measured, beside a cluster file; say what fits constants to them."""
+    if "nccl_all_reduces" not in measured:
+        return
+    table = path.with_suffix(".all-reduce.csv")
+    rows = [f"{size},{seconds * 1e6:.5g}\n" for size, seconds in measured["nccl_all_reduces"]]
+    write_text(table, f"# {source_of(measured)}\nsize_bytes,time_us\n{''.join(rows)}")
+    print(
+        f"gsreal: calibrate: NCCL's all-reduces are in {table}: `gssim cluster --gpu NAME --nccl-tests {table}` fits "
+        "the constants of a cluster file with backend nccl to them",
+        file=sys.stderr,
     )
 
 

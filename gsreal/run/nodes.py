@@ -59,6 +59,7 @@ def srun_environment(slurm: Mapping[str, str]) -> dict[str, str]:
         "WORLD_SIZE": str(tasks),
         "LOCAL_RANK": slurm.get("SLURM_LOCALID", "0"),
         "LOCAL_WORLD_SIZE": str(here),
+        "GROUP_WORLD_SIZE": str(len(nodes)),
         "GROUP_RANK": str(node if "SLURM_NODEID" in slurm else _number(slurm, "SLURM_PROCID", 0) // here),
         "MASTER_ADDR": slurm.get("MASTER_ADDR", nodes[0]),
         "MASTER_PORT": slurm.get("MASTER_PORT", str(port)),
@@ -77,13 +78,22 @@ def has_several_nodes() -> bool:
     return STORE not in os.environ and os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE")
 
 
+def own_node() -> tuple[int, int]:
+    """Return (this node's number, number of nodes) of a launcher's group."""
+    return int(os.environ["GROUP_RANK"]), int(os.environ["GROUP_WORLD_SIZE"])
+
+
 def check_launcher(ranks: int, *, where: str) -> None:
     """Raise UserError if torchrun or srun has started other than `ranks` ranks, or nodes cannot reach each other."""
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started != ranks:
         raise UserError(f"{where}: plan: it has {ranks} ranks, but the launcher started {started} (WORLD_SIZE)")
-    if not has_several_nodes():
-        return
+    if has_several_nodes():
+        check_addresses()
+
+
+def check_addresses() -> None:
+    """Raise UserError if rank 0's address, or this node's own name, is one that other nodes cannot reach."""
     first = os.environ.get("GROUP_RANK", "0") == "0"
     head = os.environ.get("MASTER_ADDR", "")
     own_name = socket.gethostname()

@@ -6,16 +6,23 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
+from gsreal.calibrate.bench import Settings
+from gsreal.calibrate.cluster_file import write_cluster
+from gsreal.calibrate.communication import Line
+from gsreal.calibrate.nodes import nodes_data
 from gsreal.lab.building import built, missing
 from gsreal.lab.network import ADDRESS_DEVICE, network_of
 from gsreal.run import nodes
+from gssim.collectives import Hops
 from gssim.errors import UserError
+from gssim.network import Router
 from gssim.result import read_result
-from gssim.scenario import load_cluster
+from gssim.scenario import load_cluster, read_toml
 
 pytestmark = pytest.mark.real
 
@@ -177,3 +184,78 @@ def test_numbers_of_a_step_of_slurm(variables, expected):
 def test_a_step_that_cannot_be_read_is_refused(more, message):
     with pytest.raises(UserError, match=message.replace("[", "\\[")):
         nodes.srun_environment(task(0, **more))
+
+
+# Calibration ---------------------------------------------------------------------------------------------------------
+
+
+def measured_node(host, ranks=2, name="core"):
+    """Return measurements of a node as `gsreal calibrate` takes them, with the costs of a committed calibration."""
+    tables = read_toml(SCENARIOS / "clusters" / "two-cores.toml")[1]
+    costs = next(iter(tables["device_types"].values()))
+    posting = {key: tables["backend_cost"][key] for key in ("overhead_s", "processor_byte_s")}
+    return {
+        "host": host,
+        "name": name,
+        "ranks": ranks,
+        "memory_counter": "allocator",
+        "provenance": {"date": "2026-11-25", "processor": "P", "system": "Linux", "torch": "2", "python": "3"},
+        "device": {
+            "memory_bytes": 8e9,
+            "peak_flop_per_s": 5e10,
+            "memory_bandwidth_bytes_per_s": 1e10,
+            "operation_overhead_s": 1e-6,
+            "workspace_bytes": 0,
+        },
+        "optimizers": {},
+        "compression": costs["compression"],
+        "profiles": [],
+        "communication": {"latency_s": 2e-5, "bandwidth_bytes_per_s": 4e9, **posting} if ranks > 1 else None,
+    }
+
+
+SETTINGS = Settings((), (2,), 128, "fp32", "cpu")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_messages_between_nodes_take_in_the_file_what_they_took(tmp_path, ranks):
+    links = {(0, 1): Line(3e-3, 1 / 50e6), (0, 2): Line(4e-3, 1 / 100e6), (1, 2): Line(5e-3, 1 / 50e6)}
+    hosts = [measured_node(f"n{i}", ranks) for i in range(3)]
+    write_cluster(tmp_path / "made.toml", nodes_data(hosts, links, SETTINGS))
+    cluster = load_cluster(tmp_path / "made.toml")
+    assert [device.host for device in cluster.devices] == [f"n{i}" for i in range(3) for _ in range(ranks)]
+    router = Router(cluster.wiring)
+    overhead_s = hosts[0]["communication"]["overhead_s"]["send"] if ranks > 1 else 0.0
+    for (a, b), line in links.items():
+        hop = Hops.of([(a * ranks, (b + 1) * ranks - 1, 1.0)])
+        assert router.rate_bytes_per_s(hop, np.ones(1)) == pytest.approx(1 / line.byte_s, rel=1e-4)
+        latency_s = float(router.of(hop).latency_s[0])
+        assert overhead_s + 2 * latency_s == pytest.approx(line.fixed_s, rel=1e-3)
+
+
+def test_devices_of_two_names_have_types_of_their_own(tmp_path):
+    links = {(0, 1): Line(3e-3, 1e-8)}
+    write_cluster(
+        tmp_path / "made.toml", nodes_data([measured_node("same"), measured_node("same", 1, "gpu")], links, SETTINGS)
+    )
+    cluster = load_cluster(tmp_path / "made.toml")
+    assert [(device.host, device.type) for device in cluster.devices] == [
+        ("node0", "core"),
+        ("node0", "core"),
+        ("node1", "gpu"),
+    ]
+
+
+@pytest.mark.slow
+def test_two_nodes_are_calibrated_with_their_link(two_nodes, tmp_path):
+    command = [sys.executable, "-c", "from gsreal.cli import main; main()", "calibrate", "--ranks", "1"]
+    command += ["--interface", ADDRESS_DEVICE, "--out", str(tmp_path / "made.toml")]
+    outcomes = ended([["nsenter", namespace, *command] for namespace, _ in two_nodes], [task(0), task(1)], 600)
+    assert [code for code, _ in outcomes] == [0, 0], outcomes
+    cluster = load_cluster(tmp_path / "made.toml")
+    assert len(cluster.devices) == 2
+    run = ["--set", f"cluster={tmp_path / 'made.toml'}", "--interface", ADDRESS_DEVICE]
+    there = result_of(
+        [["nsenter", namespace, *RUN, *run] for namespace, _ in two_nodes], [task(0), task(1)], tmp_path / "results"
+    )
+    assert [each.device for each in there.ranks] == [cluster.devices[0].type] * len(there.ranks)
