@@ -189,14 +189,15 @@ def _steady(
     numbers = _distinct_steps(loaded)
     if len(numbers) == 1:
         steps.program(numbers[0])  # which also has its traffic
-    traffic = [steps.traffic(number) for number in numbers]
+    sent_bytes = [steps.sent_bytes(number) for number in numbers]
     # the run's steps that are pushed densely before the threshold holds
     first_thresholded = max(0, scenario.push.warmup_steps - scenario.run.warmup_steps) if scenario.push.selects else 0
-    ordered = sorted(range(first_thresholded, len(numbers)), key=lambda place: traffic[place].whole_bytes)
+    ordered = sorted(range(first_thresholded, len(numbers)), key=lambda place: sent_bytes[place])
     places = [ordered[(len(ordered) - 1) // part] for part in (2, 10)]
     middle, light = (numbers[place] for place in places)
     typical = _run(scenario, steps.program(middle), unfolded, shared)
-    simulates_lightest = spread and light != middle
+    traffic = [steps.traffic(number) for number in numbers]
+    simulates_lightest = spread and steps.first_equal(light) != steps.first_equal(middle)
     lightest = _run(scenario, steps.program(light), unfolded, shared) if simulates_lightest else typical
     first = _run(scenario, steps.program(numbers[0]), unfolded, shared) if first_thresholded else typical
     excess = mean_excess_bytes(typical.machine.program, traffic, traffic[places[0]])
