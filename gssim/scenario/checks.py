@@ -38,6 +38,7 @@ def check(scenario: Scenario, *, file: str) -> None:
         _check_slices(scenario, policies, file)
     _check_sequence_parts(scenario, policies, file)
     _check_experts(scenario, policies, file)
+    _refuse_unused_exchange(plan, policies, file)
     _check_context(scenario, policies, file)
     _check_recompute(scenario, policies, file)
     kept_whole = policies.partition == "data" and policies.parameters == "replicated" and policies.gradients != "push"
@@ -589,16 +590,47 @@ def _check_context(scenario: Scenario, policies: Policies, file: str) -> None:
             f"{where}: workload.model: '{model.name}' is not traced on parts of sequences; trace it again with `gsreal "
             "trace` (gsreal.methods.context_parallel tells which models can run so)"
         )
+    _check_ring(plan, policies, length, file)
     if length % policies.cp or length < 2 * policies.cp:
         raise UserError(
             f"{where}: workload.sequence_length = {length}: cannot be divided evenly among these ranks; allowed: a "
             "multiple, of at least 2 positions for each"
         )
-    for layer in model.context_layers:
+    for layer in () if policies.ring else model.context_layers:
         if layer.units and layer.units % policies.cp:
             raise UserError(
                 f"{where}: {layer.name} has {layer.units} heads with keys of their own, which the ranks divide among "
-                f"them for the attention; allowed: a divisor of {layer.units}"
+                f"them for the attention; allowed: a divisor of {layer.units}, or plan.context_exchange = 'ring'"
+            )
+
+
+def _check_ring(plan: Plan, policies: Policies, length: int, file: str) -> None:
+    """Refuse a ring's division of sequences without a ring, of other lengths, and what cannot run with a ring yet."""
+    if not policies.ring:
+        if plan.context_split == Plan(method=plan.method).context_split:
+            return
+        raise UserError(
+            f"{file}: plan.context_split = '{plan.context_split}': all-to-alls exchange sequences in their order; "
+            "allowed with plan.context_exchange = 'ring'"
+        )
+    where = f"{file}: plan.cp = {policies.cp}"
+    if plan.recompute == "selective":
+        raise UserError(f"{where}: plan.recompute = 'selective' cannot run yet with a ring; allowed: none, full")
+    if policies.zigzag and length % (2 * policies.cp):
+        raise UserError(
+            f"{where}: workload.sequence_length = {length}: cannot be divided into {2 * policies.cp} equal parts, two "
+            "for each rank (plan.context_split = 'zigzag'); allowed: a multiple, or 'plain'"
+        )
+
+
+def _refuse_unused_exchange(plan: Plan, policies: Policies, file: str) -> None:
+    """Refuse options of context parallelism where there is none."""
+    default = Plan(method=plan.method)
+    for key in ("context_exchange", "context_split") if policies.cp == 1 else ():
+        if getattr(plan, key) != getattr(default, key):
+            raise UserError(
+                f"{file}: plan.{key} = '{getattr(plan, key)}': there are no context-parallel ranks; set plan.cp, or "
+                "leave it out"
             )
 
 
