@@ -64,8 +64,7 @@ def all_reduce_gradients(scenario: Scenario, module: nn.Module, timeline: Timeli
     compressor = compressor_of(scenario, replicas, timeline)
     if compressor:
         wrapped.register_comm_hook(None, compressor.hook)
-    compress = compressor is not None or cast_all_reduce(scenario, wrapped, replicas, timeline)
-    if not compress and not scenario.plan.overlap:
+    elif not cast_all_reduce(scenario, wrapped, replicas, timeline) and not scenario.plan.overlap:
         wrapped.register_comm_hook(None, _blocking_all_reduce(replicas, timeline))
     if scenario.policies.optimizer_state == "sharded":
         optimizer = shard_optimizer_state(scenario.workload, wrapped, timeline, device, group=wrapped.process_group)
@@ -79,8 +78,7 @@ def all_reduce_gradients(scenario: Scenario, module: nn.Module, timeline: Timeli
         wrapped,
         optimizer,
         timeline,
-        # DDP itself takes the mean, and so do torch's compression hooks and ours
-        scale=float(scenario.policies.replica_ranks) if scenario.plan.overlap or compress else 1.0,
+        scale=float(scenario.policies.replica_ranks),  # DDP itself takes the mean, and so do torch's hooks and ours
         last_gradient=last,
         replicas=replicas,
         compressor=compressor,
@@ -129,17 +127,21 @@ def _compressed_all_reduce(precision: str, group: dist.ProcessGroup, timeline: T
 
 
 def _blocking_all_reduce(group: dist.ProcessGroup, timeline: Timeline) -> Hook:
-    """Return a DistributedDataParallel hook that all-reduces a bucket before the backward continues."""
+    """Return a DistributedDataParallel hook that all-reduces a bucket's mean before the backward continues.
+
+    A bucket may hold the mean of earlier micro-batches, equal on all ranks, beside a rank's own gradients: a mean keeps
+    it as it is, a sum would count it once a rank.
+    """
 
     # DDP reads these annotations
-    def summed(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
+    def averaged(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
         with timeline.span(f"all-reduce bucket {bucket.index()}", "exposed_communication", group):
-            work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+            work = dist.all_reduce(bucket.buffer().div_(group.size()), group=group, async_op=True)
             assert work is not None
             work.wait()
         return work.get_future().then(lambda done: done.value()[0])
 
-    return summed
+    return averaged
 
 
 def shard_optimizer_state(

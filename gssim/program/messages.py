@@ -239,20 +239,38 @@ def _push_ratios(low: Lowering, samples: int, part: float) -> Mapping[str, spars
         names = {p.name.replace("{}", instance.module) for instance, p in low.parameters}
         return {
             name: sparsity.push_ratios(
-                statistics, low.push, samples=samples, tensor=name, step=low.step, part=part, lag_steps=lag_steps
+                statistics, low.push, samples=samples, tensor=name, step=step, part=part, lag_steps=lag_steps
             )
             for name in names
         }
 
-    lag_steps = low.once_a_step(_lag_steps)
-    key = (Same(statistics), Same(low.scenario.workload.model), low.push, samples, part, low.step, lag_steps)
+    step, lag_steps = low.once_a_step(_density_step)
+    key = (Same(statistics), Same(low.scenario.workload.model), low.push, samples, part, step, lag_steps)
     return low.shared.once("densities of pushes", key, ratios, most=MAX_CACHED_DENSITIES)
 
 
 def sent_ratios(low: Lowering, micro_batch: MicroBatch) -> tuple[Hashable, ...]:
     """Return the sent fractions of all tensors in this step, for each class of senders with samples."""
     kinds, _ = low.once_a_run(_sender_classes, micro_batch)
-    return tuple(tuple(sorted(_push_ratios(low, *kind).items())) for kind in kinds if kind[0])
+    ratios = [_push_ratios(low, *kind) for kind in kinds if kind[0]]
+    return tuple(in_order(low, each) for each in ratios)
+
+
+def in_order(low: Lowering, ratios: Mapping[str, sparsity.Ratios]) -> Hashable:
+    """Return the fractions of tensors as a key: equal for equal fractions."""
+    return low.shared.once("order of densities", Same(ratios), lambda: tuple(sorted(ratios.items())))
+
+
+def _density_step(low: Lowering) -> tuple[int, float]:
+    """Return the step, and by how many steps its parameters lag, for the densities of a step.
+
+    After the last sampled step, densities are constant.
+    """
+    assert low.statistics is not None
+    lag_steps, last = low.once_a_step(_lag_steps), low.statistics.sampled_steps[-1]
+    if low.step > low.push.warmup_steps and low.step - lag_steps >= last:
+        return max(last, low.push.warmup_steps + 1), 0.0
+    return low.step, lag_steps
 
 
 def _lag_steps(low: Lowering) -> float:

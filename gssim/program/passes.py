@@ -26,7 +26,7 @@ from gssim.program.compute import compute
 from gssim.program.equal_messages import message_classes
 from gssim.program.flat_units import gather_flat_parameters, gather_flat_parameters_twice, push_units
 from gssim.program.lowering import Lowering
-from gssim.program.messages import is_thresholded, mean_push_density, push_sizes, sent_ratios
+from gssim.program.messages import in_order, is_thresholded, mean_push_density, push_sizes, sent_ratios
 from gssim.program.optimizer import Tensors, optimize, persistent_bytes, persistent_tensors
 from gssim.program.pipeline import pipeline, replicas_of, stage_buffers
 from gssim.program.publish import mean_publish_density, publish_ratios, published_bytes
@@ -156,6 +156,11 @@ class Steps:
         self._traffic: dict[int, StepTraffic] = {}
         self._first_equal: dict[tuple[Hashable, ...], int] = {}
         """First of the steps asked for, by what its programs depend on."""
+        self._equal: dict[int, int] = {}
+        """The same by step."""
+        self._latest: tuple[int, Sequence[Lowering]] | None = None
+        """Lowerings of the step asked for last, with what they have computed."""
+        self._sent_bytes: dict[int, float] = {}
         self._uneven: dict[bool, tuple[Mapping[TaskId, float], AbstractSet[TaskId]]] = {}
         """Payloads of the uneven collectives of a step that is thresholded or not, and which depend on the data."""
 
@@ -166,13 +171,29 @@ class Steps:
         """
         first = self.first_equal(step)
         if first not in self._programs:
-            self._programs[first] = self._program([low.at_step(first) for low in self._lowerings])
+            self._programs[first] = self._program(self._at(first))
         return self._programs[first]
 
     def first_equal(self, step: int) -> int:
         """Return the first of the steps asked for so far whose program equals that of this step."""
-        lowerings = [low.at_step(step) for low in self._lowerings]
-        return self._first_equal.setdefault(tuple(part for low in lowerings for part in step_key(low)), step)
+        if step not in self._equal:
+            key = tuple(part for low in self._at(step) for part in step_key(low))
+            self._equal[step] = self._first_equal.setdefault(key, step)
+        return self._equal[step]
+
+    def _at(self, step: int) -> Sequence[Lowering]:
+        """Return the lowerings of a step."""
+        if self._latest is None or self._latest[0] != step:
+            self._latest = step, [low.at_step(step) for low in self._lowerings]
+        return self._latest[1]
+
+    def sent_bytes(self, step: int) -> float:
+        """Return the sum over all collectives of a step whose payload differs from step to step."""
+        step = self.first_equal(step)
+        if step not in self._sent_bytes:
+            several = len(self._lowerings) > 1
+            self._sent_bytes[step] = self.traffic(step).whole_bytes if several else _sent_bytes(self._at(step)[0])
+        return self._sent_bytes[step]
 
     def traffic(self, step: int) -> StepTraffic:
         """Return the traffic of a step without lowering its whole program.
@@ -181,11 +202,11 @@ class Steps:
         """
         step = self.first_equal(step)
         if step not in self._traffic:
-            lowerings = [low.at_step(step) for low in self._lowerings]
+            lowerings = self._at(step)
             communications: Mapping[TaskId, Communication] | None = None
             if step in self._programs:
                 communications = self._programs[step].uneven
-            elif len(lowerings) > 1 or is_thresholded(lowerings[0]) not in self._uneven:
+            elif len(lowerings) > 1 or not self._knows_uneven(is_thresholded(lowerings[0])):
                 by_rank = [tasks for low in lowerings for tasks in self._tasks(low, low.group[: low.places])]
                 communications = Collectives(by_rank)
             if communications is not None:
@@ -206,6 +227,13 @@ class Steps:
                 _publish_density(lowerings[0]),
             )
         return self._traffic[step]
+
+    def _knows_uneven(self, thresholded: bool) -> bool:
+        """Return whether the uneven collectives of a step that is thresholded or not are known."""
+        for step in () if thresholded in self._uneven else tuple(self._programs):
+            if is_thresholded(self._lowerings[0].at_step(step)) == thresholded:
+                self.traffic(step)
+        return thresholded in self._uneven
 
     def first_rank(self, step: int = 0) -> tuple[Sequence[Task], Mapping[TaskId, Communication]]:
         """Return the tasks of the first rank alone, and their collectives."""
@@ -260,7 +288,7 @@ def step_key(low: Lowering) -> tuple[Hashable, ...]:
     return (
         thresholded,
         ratios,
-        tuple(sorted(publish_ratios(low).items())) if low.scenario.plan.publish.selects and low.sends_by_data else None,
+        in_order(low, publish_ratios(low)) if low.scenario.plan.publish.selects and low.sends_by_data else None,
         estimates_thresholds(low),
         low.synchronizes,
     )
@@ -277,6 +305,16 @@ def _data_payload(low: Lowering, name: TaskId) -> float:
         return published_bytes(low, bucket, place)
     (micro_batch,) = (each for each in low.micro_batches if each.number == name.micro_batch)
     return float(low.once_a_step(_payloads, micro_batch, place)[bucket.index])
+
+
+def _sent_bytes(low: Lowering) -> float:
+    """Return the sum of the payloads of a step's thresholded pushes and publications."""
+    places, sending = range(low.places), [each for each in low.micro_batches if each.sends_gradients]
+    pushes = (low.once_a_step(_payloads, each, place) for each in sending for place in places)
+    whole = sum(float(payloads.sum()) for payloads in pushes) if is_thresholded(low) and low.sends_by_data else 0.0
+    if low.thresholds_publish:
+        whole += sum(published_bytes(low, bucket, place) for bucket in low.buckets for place in places)
+    return whole
 
 
 def _payloads(low: Lowering, micro_batch: MicroBatch, place: int) -> Floats:

@@ -94,9 +94,10 @@ def publish_ratios(low: Lowering) -> Mapping[str, sparsity.Ratios]:
 
     def ratios() -> Mapping[str, sparsity.Ratios]:
         names = {p.name.replace("{}", instance.module) for instance, p in low.parameters}
-        return {name: sparsity.publish_ratios(statistics, rules, tensor=name, step=low.step) for name in names}
+        return {name: sparsity.publish_ratios(statistics, rules, tensor=name, step=step) for name in names}
 
-    key = (Same(statistics), Same(workload.model), rules, low.step)
+    step = min(low.step, statistics.sampled_steps[-1])  # after the last, densities are constant
+    key = (Same(statistics), Same(workload.model), rules, step)
     return low.shared.once("densities of publications", key, ratios, most=MAX_CACHED_DENSITIES)
 
 
