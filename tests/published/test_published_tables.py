@@ -487,7 +487,7 @@ def test_kernels_have_the_rates_of_a_measured_table(tmp_path):
     (tmp_path / "b200_ops.csv").write_text("\n".join(lines))
     rates = ["name,efficient_factor,gbps,latency_us,value", "default,0.5,8000,30,", "network:intra,,,,false"]
     (tmp_path / "b200_bandwidth.csv").write_text("\n".join(rates))
-    assert read_kernels(tmp_path / "b200_ops.csv").streaming == {"default": (4e12, 30e-6)}
+    assert read_kernels(tmp_path / "b200_ops.csv").streaming == {"default": (4e12, 30 * 1e-6)}
 
 
 # Many runs -----------------------------------------------------------------------------------------------------------
