@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from math import prod
 from typing import Any
@@ -80,7 +81,7 @@ class Policies:
         """Whether exchanges are made of point-to-point messages, not by the backend's collectives."""
         return self.exchange == "point-to-point"
 
-    @property
+    @cached_property
     def mesh(self) -> Mesh:
         """The mesh of the parallel axes."""
         return Mesh(
