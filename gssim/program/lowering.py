@@ -319,10 +319,18 @@ class Lowering:
             self.policies.gradients not in ("local", "periodic") and self.policies.gradient_sync == "micro-batch"
         )
         count = self.scenario.plan.micro_batches
+        last = None if self.reduces_after_schedule else count - 1
         return tuple(
-            MicroBatch(i, count, sends_gradients=sends_every or i == count - 1, sent_before=sends_every)
+            MicroBatch(i, count, sends_gradients=sends_every or i == last, sent_before=sends_every)
             for i in range(count)
         )
+
+    @property
+    def reduces_after_schedule(self) -> bool:
+        """Whether stages reduce-scatter their gradients after the pipeline's schedule; see [Note: stages] in
+        `sharded`.
+        """
+        return bool(self.stages) and self.policies.gradients == "reduce-scatter"
 
     def samples(self, rank: int, micro_batch: MicroBatch) -> int:
         """Return the number of samples of a rank in a micro-batch."""

@@ -2,10 +2,20 @@
 
 from gssim.cluster import applied, ends_of
 from gssim.errors import UserError
-from gssim.plan import MOST_INDEXED, Plan, Policies, Push, coo_range_error, refuse, refuse_what_cannot_run
+from gssim.plan import (
+    DATA_AXES,
+    METHODS,
+    MOST_INDEXED,
+    Plan,
+    Policies,
+    Push,
+    coo_range_error,
+    refuse,
+    refuse_what_cannot_run,
+)
 from gssim.scenario.expert_load import expert_rows
 from gssim.scenario.scenario import Scenario
-from gssim.scenario.stages import schedule_of, stage_cut_error
+from gssim.scenario.stages import schedule_of, stage_cut_error, tied_parameters
 from gssim.scenario.tensor_slices import units_of_ranks
 from gssim.units import excess
 from gssim.workload import TokenInput, unrolled
@@ -246,6 +256,8 @@ def _check_pipeline(scenario: Scenario, policies: Policies, file: str) -> None:
         return
     _check_pipeline_policies(plan, policies, file)
     _check_stages(scenario, policies.pp, file)
+    if policies.gradients == "reduce-scatter":
+        _check_sharded_stages(scenario, file)
     for samples in scenario.data_batch_sizes:
         if samples % plan.micro_batches:
             raise UserError(
@@ -256,20 +268,44 @@ def _check_pipeline(scenario: Scenario, policies: Policies, file: str) -> None:
 
 def _check_pipeline_policies(plan: Plan, policies: Policies, file: str) -> None:
     where, replicas = f"{file}: plan.pp = {policies.pp}", policies.data_ranks
-    runs = policies.partition == "data" and policies.parameters == "replicated"
-    if not runs or policies.gradients not in ("local", "all-reduce"):
+    methods = [name for name, method in METHODS.items() if method.in_pipelines and method.gradients != "local"]
+    runs = policies.partition == "data" and policies.gradients in ("local", "all-reduce", "reduce-scatter")
+    if not runs or (policies.parameters != "replicated") != (policies.gradients == "reduce-scatter"):
         raise UserError(
             f"{where}: method '{plan.method}' cannot run in a pipeline yet; "
-            "allowed today: pipeline, or ddp or zero1 for replicas of one"
+            f"allowed today: pipeline, or {', '.join(methods)} for replicas of one"
         )
-    if (policies.gradients == "all-reduce") != (replicas > 1):
-        wanted = "ddp, zero1" if replicas > 1 else "pipeline, or plan.dp_replicate of at least 2"
+    if (policies.gradients != "local") != (replicas > 1):
+        wanted = ", ".join(methods) if replicas > 1 else f"pipeline, or {_data_axis(plan)} of at least 2"
         raise UserError(f"{where}: method '{plan.method}' for {replicas} replica(s) of a pipeline; allowed: {wanted}")
     if policies.gradient_sync != "step":
         raise UserError(
             f"{where}: plan.gradient_sync = '{policies.gradient_sync}': torch's stages let gradients leave in the last "
             "backward alone; allowed: 'step'"
         )
+
+
+def _check_sharded_stages(scenario: Scenario, file: str) -> None:
+    """Refuse what sharded stages of a pipeline cannot do yet."""
+    plan = scenario.plan
+    where = f"{file}: plan.pp = {plan.pp}: method '{plan.method}'"
+    if schedule_of(plan, plan.pp) == "interleaved":
+        raise UserError(
+            f"{where} cannot run yet with plan.schedule = 'interleaved': torch frees and gathers whole stages between "
+            "their turns; allowed: gpipe, 1f1b"
+        )
+    for tied in tied_parameters(unrolled(scenario.workload.model), scenario.stage_ranges):
+        if len({stage % plan.pp for stage in tied.stages}) > 1:
+            raise UserError(
+                f"{where}: gradients of {tied.name}, which stages on several ranks use, cannot be summed yet where "
+                "they are sharded; allowed: ddp, zero1"
+            )
+
+
+def _data_axis(plan: Plan) -> str:
+    """Return the key of the data axis along which a method has several ranks of each stage."""
+    axis = METHODS[plan.method].axis
+    return f"plan.{axis if axis in DATA_AXES else 'dp_replicate'}"
 
 
 def _check_stages(scenario: Scenario, ranks: int, file: str) -> None:
