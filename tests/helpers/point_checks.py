@@ -156,6 +156,8 @@ def _gradient_bytes(scenario: Scenario, result: Result) -> Iterator[str]:
         n = policies.dp_shard
         padded = sum(math.prod(shape[1:]) * math.ceil(shape[0] / n) * n for shape in shapes) * value * times
         scattered = [carried(result, "reduce-scatter")[group] for group in groups["dp_shard"]]
+        if policies.pp > 1:  # each group holds the gradients of its own stages
+            scattered = [sum(scattered) // policies.dp_replicate]
         if set(scattered) != {padded}:
             yield f"reduce-scatters carry {scattered} bytes, padded gradients have {padded}"
         if policies.dp_replicate > 1:

@@ -14,7 +14,7 @@ from strategies import clusters, device_type, loaded_of, machine_of, scenario_of
 from gssim.errors import UserError
 from gssim.program import lower
 from gssim.result import CATEGORIES, Result
-from gssim.scenario import Scenario, check, load_model
+from gssim.scenario import Scenario, load_model
 from gssim.simulation import simulate
 from gssim.units import validated
 from gssim.workload import Model, unrolled
@@ -310,15 +310,9 @@ def test_sharded_stages_gather_what_they_have_freed_and_reduce_once(method, sche
 )
 def test_what_sharded_stages_cannot_do_yet_is_refused(plan, settings, message):
     model = load_model(MODELS / f"{settings.get('model', 'gpt-byte-1m')}.toml")
-    scenario = scenario_of(
-        star(4),
-        {"method": "zero3", "pp": 2, "dp_shard": 2, "micro_batches": 4} | plan,
-        model=model,
-        global_batch_size=8,
-        sequence_length=8,
-    )
+    plan = {"method": "zero3", "pp": 2, "dp_shard": 2, "micro_batches": 4} | plan
     with pytest.raises(UserError, match=re.escape(message)):
-        check(scenario, file="s.toml")
+        scenario_of(star(4), plan, model=model, global_batch_size=8, sequence_length=8)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
