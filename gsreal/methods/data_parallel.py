@@ -50,7 +50,7 @@ def all_reduce_gradients(scenario: Scenario, module: nn.Module, timeline: Timeli
         if wrapped.require_backward_grad_sync:
             last[:] = [timeline.mark()]
 
-    for parameter in module.parameters():
+    for parameter in trained(module):
         parameter.register_post_accumulate_grad_hook(note)
     cap = scenario.plan.bucket_bytes
     options: dict[str, Any] = {} if cap == DDP_BUCKET_BYTES else {"bucket_cap_mb": cap / MIB}
@@ -87,6 +87,11 @@ def all_reduce_gradients(scenario: Scenario, module: nn.Module, timeline: Timeli
         sync_each=scenario.policies.gradient_sync == "micro-batch",
         syncing=syncing,
     )
+
+
+def trained(module: nn.Module) -> list[nn.Parameter]:
+    """Return the module's parameters that are not frozen."""
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
 Hook = Callable[[object, Any], torch.futures.Future[Tensor]]
@@ -162,7 +167,7 @@ def shard_optimizer_state(
                 super()._sync_params()  # type: ignore[misc]
 
     kind, settings = replica_optimizer_of(workload, device)
-    return ObservedZeroRedundancyOptimizer(module.parameters(), kind, process_group=group, **settings)
+    return ObservedZeroRedundancyOptimizer(trained(module), kind, process_group=group, **settings)
 
 
 def fully_shard_parameters(scenario: Scenario, module: nn.Module, timeline: Timeline, device: torch.device) -> Training:

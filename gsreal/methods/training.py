@@ -95,11 +95,11 @@ def replica_optimizer_of(workload: Workload, device: torch.device) -> tuple[Any,
 def make_optimizer(
     workload: Workload, parameters: Iterable[nn.Parameter], device: torch.device
 ) -> torch.optim.Optimizer:
-    """Return the workload's optimizer over the parameters, with master copies if their precision requires it.
+    """Return the workload's optimizer over the trained parameters, with master copies if their precision requires it.
 
     DTensors and others are separate groups: torch's optimizers that process all tensors together refuse a mixture.
     """
-    parameter_list = list(parameters)
+    parameter_list = [parameter for parameter in parameters if parameter.requires_grad]
     low = any(parameter.dtype != master_type(parameter.dtype) for parameter in parameter_list)
     kind, settings = replica_optimizer_of(workload, device) if low else optimizer_of(workload, device)
     kinds = [[p for p in parameter_list if isinstance(p, DTensor) is native] for native in (True, False)]

@@ -181,9 +181,15 @@ class Lowering:
         of a tied parameter's gradients; None where it runs layers of the whole model.
         """
         if not (self.assigns_layers or self.stages or self.divides_layers or self.policies.ep > 1):
-            return None
+            return self._layers_without_adapters[instance.index].layer if self._layers_without_adapters else None
         index = self._stage_layers[instance.index].index if self.stages else instance.index
         return self.whole_layers[index].layer
+
+    @cached_property
+    def _layers_without_adapters(self) -> tuple[LayerInstance, ...]:
+        """Unrolled layers of the model without adapters, if it has any."""
+        model = self.scenario.workload.model
+        return unrolled(replace(model, layers=model.whole_layers))
 
     @cached_property
     def whole_layers(self) -> tuple[LayerInstance, ...]:

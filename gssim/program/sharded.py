@@ -41,13 +41,20 @@ from gssim.workload import LayerInstance, Parameter
 class Tensors:
     """Parameters of a unit, and how they are cut among the ranks; repeated blocks share one object."""
 
-    parameters: tuple[Parameter, ...]
+    trained: tuple[Parameter, ...]
     ranks: int
     value_bytes: int
     master_bytes: int
     """Bytes of an element of a shard: FSDP2 keeps it, and its gradient, in the optimizer's precision."""
     reduce_bytes: int
     """Bytes of an element of a gradient while it is reduced."""
+    frozen: tuple[Parameter, ...] = ()
+    """Those that are gathered too, but have no gradients."""
+
+    @cached_property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """All of them, those that are trained first."""
+        return (*self.trained, *self.frozen)
 
     @cached_property
     def rows(self) -> tuple[tuple[int, int], ...]:
@@ -73,28 +80,33 @@ class Tensors:
     @cached_property
     def gradient_tensors(self) -> tuple[float, ...]:
         """Bytes of each unsharded gradient."""
-        return tuple(float(rows * row_elements * self.value_bytes) for rows, row_elements in self.rows)
+        return tuple(float(parameter.elements * self.value_bytes) for parameter in self.trained)
 
     @cached_property
     def uneven_bytes(self) -> int:
-        """Bytes of the gathered parameters that have padding."""
-        pairs = zip(self.rows, self.shard_elements, strict=True)
+        """Bytes of the gradients that have padding, with it."""
+        pairs = zip(self.rows[: len(self.trained)], self.shard_elements, strict=False)
         return self.ranks * sum(elements for (rows, _), elements in pairs if rows % self.ranks) * self.value_bytes
 
     @cached_property
     def shard_bytes(self) -> int:
-        """Bytes of the parameters, or of their gradients, in one shard, padding included."""
+        """Bytes of the parameters in one shard, padding included."""
         return sum(self.shard_elements) * self.master_bytes
+
+    @cached_property
+    def trained_elements(self) -> int:
+        """Elements of the gradients in one shard, padding included."""
+        return sum(self.shard_elements[: len(self.trained)])
 
     @cached_property
     def gradient_bytes(self) -> int:
         """Bytes of the unsharded gradients."""
-        return sum(rows * row_elements for rows, row_elements in self.rows) * self.value_bytes
+        return sum(parameter.elements for parameter in self.trained) * self.value_bytes
 
     def own_elements(self, position: int) -> tuple[int, ...]:
-        """Return the elements of each parameter on the group's rank at `position`, without padding."""
+        """Return the elements of each trained parameter on the group's rank at `position`, without padding."""
         elements = []
-        for rows, row_elements in self.rows:
+        for rows, row_elements in self.rows[: len(self.trained)]:
             chunk = math.ceil(rows / self.ranks)
             elements.append(max(0, min(chunk, rows - position * chunk)) * row_elements)
         return tuple(elements)
@@ -134,7 +146,7 @@ class Unit:
 
     @property
     def uneven_bytes(self) -> int:
-        """Bytes of the gathered parameters that have padding."""
+        """Bytes of the gradients that have padding, with it."""
         return self.tensors.uneven_bytes
 
     @property
@@ -146,8 +158,13 @@ class Unit:
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes of the parameters, or of their gradients, in one shard."""
+        """Bytes of the parameters in one shard."""
         return self.tensors.shard_bytes
+
+    @property
+    def shard_gradient_bytes(self) -> int:
+        """Bytes of the gradients in one shard."""
+        return self.tensors.trained_elements * self.tensors.master_bytes
 
     @property
     def chunk_bytes(self) -> int:
@@ -157,7 +174,7 @@ class Unit:
     @property
     def scattered_bytes(self) -> int:
         """Bytes of the gradients that are reduce-scattered, padding included."""
-        return self.padded_bytes // self.tensors.value_bytes * self.tensors.reduce_bytes
+        return self.ranks * self.tensors.trained_elements * self.tensors.reduce_bytes
 
     @property
     def reduced_bytes(self) -> int:
@@ -180,7 +197,7 @@ class Unit:
         return self.tensors.gradient_bytes
 
     def own_elements(self, position: int) -> tuple[int, ...]:
-        """Return the elements of each parameter on the group's rank at `position`, without padding."""
+        """Return the elements of each trained parameter on the group's rank at `position`, without padding."""
         return self.tensors.own_elements(position)
 
     @property
@@ -193,14 +210,15 @@ def units(low: Lowering) -> tuple[Unit, ...]:
     """Return FSDP2's units in the order in which they are gathered: the root first, then each block."""
     ranks, sizes = low.shards, (low.value_bytes, low.master_bytes, PRECISION_BYTES[low.reduce_precision])
     root = tuple(instance for instance in low.layers if not instance.layer.block)
-    whole = tuple(parameter for instance in root for parameter in instance.layer.parameters)
-    result = [Unit("root", root, Tensors(whole, ranks, *sizes))] if whole else []
+    trained = tuple(parameter for instance in root for parameter in instance.layer.parameters)
+    frozen = tuple(parameter for instance in root for parameter in instance.layer.frozen_parameters)
+    result = [Unit("root", root, Tensors(trained, ranks, *sizes, frozen))] if trained or frozen else []
     repeated: dict[int, Tensors] = {}
     for instance in low.layers:
         layer = instance.layer
-        if layer.block and layer.parameters:
+        if layer.block and (layer.parameters or layer.frozen_parameters):
             if id(layer) not in repeated:
-                repeated[id(layer)] = Tensors(layer.parameters, ranks, *sizes)
+                repeated[id(layer)] = Tensors(layer.parameters, ranks, *sizes, layer.frozen_parameters)
             result.append(Unit(instance.module, (instance,), repeated[id(layer)]))
     return tuple(result)
 
@@ -213,7 +231,7 @@ def owned_rows(low: Lowering, rank: int) -> list[int]:
 def _rows_at(low: Lowering, position: int) -> list[int]:
     own: dict[int, int] = {}
     for unit in units(low):
-        own |= zip(map(id, unit.parameters), unit.own_elements(position), strict=True)
+        own |= zip(map(id, unit.tensors.trained), unit.own_elements(position), strict=True)
     return [own[id(parameter)] for _, parameter in low.parameters]
 
 
@@ -272,7 +290,19 @@ def reduce_scatter_gradients(low: Lowering, rank: int, tasks: list[Task], micro_
     before: Unit | None = None
     end: list[Task] = []
     ends = pass_ends(tasks, "backward")
-    for unit in sorted(units(low), key=lambda unit: (unit.is_root, -unit.layers[0].index)):
+    last = _without_input_gradient(low)
+    order = sorted(units(low), key=lambda unit: (unit.is_root, -unit.layers[0].index))
+    if last is not None:  # the callback serves the root first
+        order = [*(unit for unit in order if unit.layers[0] is not last), *(u for u in order if u.layers[0] is last)]
+    for unit in order:
+        if micro_batch.sends_gradients and not unit.tensors.trained:
+            dropped = Event(1, -before.scattered_bytes if before else 0, "communication")
+            freed = TaskId("free", layer=unit.name, during="backward")
+            after = (_reduce_id(before),) if before and low.overlaps and before.ranks > 1 else ()
+            new = [Task(freed, "backward", after=after, need=_need(unit.gathered(0, sign=-1), dropped))]
+            end += new
+            before = None
+            continue
         if micro_batch.sends_gradients:
             new = _reduce_scatter(low, rank, unit, before, micro_batch)
         else:
@@ -281,12 +311,24 @@ def reduce_scatter_gradients(low: Lowering, rank: int, tasks: list[Task], micro_
             if low.casts_units:
                 add = _accumulate(low, rank, unit, micro_batch)
                 new = [*new, *add] if micro_batch.first else [*add, *new]
-        if unit.is_root:
-            end = new
+        if unit.is_root or unit.layers[0] is last:
+            end += new
         else:
             behind[ends[unit.layers[0].module]] = new
         before = unit
     return [*insert_beside(tasks, before={}, behind=behind), *end, _callback(low, before, micro_batch)]
+
+
+def _without_input_gradient(low: Lowering) -> LayerInstance | None:
+    """Return the block whose input has no gradient, as all before it is frozen; None: there is no such block.
+
+    FSDP2's hook is on the gradient of a unit's input: the callback at the end of the backward serves this block, after
+    the root (FSDPState._root_post_backward_final_callback).
+    """
+    first = next((instance for instance in low.layers if instance.layer.parameters), None)
+    if first is None or not first.layer.block or not any(each.layer.frozen_parameters for each in low.layers):
+        return None
+    return first
 
 
 def _callback(low: Lowering, last: Unit | None, micro_batch: MicroBatch) -> Task:
@@ -305,7 +347,7 @@ def _callback(low: Lowering, last: Unit | None, micro_batch: MicroBatch) -> Task
 
 def _added_bytes(unit: Unit, micro_batch: MicroBatch) -> float:
     """Return the bytes of a unit's gradients that are added to those of earlier micro-batches."""
-    return unit.shard_bytes if micro_batch.sent_before and not micro_batch.first else 0
+    return unit.shard_gradient_bytes if micro_batch.sent_before and not micro_batch.first else 0
 
 
 def _accumulate(low: Lowering, rank: int, unit: Unit, micro_batch: MicroBatch) -> list[Task]:
@@ -324,7 +366,7 @@ def _accumulate(low: Lowering, rank: int, unit: Unit, micro_batch: MicroBatch) -
         changes += [*summed, (-size, "gradients")]
     events = [Event(place, size, category) for place, (size, category) in enumerate(changes)]
     moved = (value, reduced) if micro_batch.first else (value, reduced, reduced)
-    elements, count = unit.gradient_bytes // value, len(unit.parameters)
+    elements, count = unit.gradient_bytes // value, len(tensors.trained)
     duration_s = cost.moving_time_s(device, value_bytes=moved, elements=elements, tensors=count)
     return [Task(_reduce_id(unit).serving("accumulate"), "backward", duration_s=duration_s, need=_need(*events))]
 
@@ -350,13 +392,14 @@ def _reduce_scatter(low: Lowering, rank: int, unit: Unit, before: Unit | None, m
     if sums_cast:
         tensors = tuple(size // unit.tensors.value_bytes * unit.tensors.reduce_bytes for size in tensors)
         gradients = sum(tensors)
-    copied_bytes = (unit.padded_bytes + unit.scattered_bytes) / 2
+    own_bytes = unit.ranks * unit.tensors.trained_elements * unit.tensors.value_bytes
+    copied_bytes = (own_bytes + unit.scattered_bytes) / 2
     added = Event(7, 0 if stays else -_added_bytes(unit, micro_batch), "gradients")
     copy = Task(
         reduce.serving("copy-in"),
         "backward",
         duration_s=cost.sharded_unit_time_s(
-            low.device(rank), phase="b", tensors=len(unit.parameters), copied_bytes=copied_bytes
+            low.device(rank), phase="b", tensors=len(unit.tensors.trained), copied_bytes=copied_bytes
         ),
         after=(_reduce_id(before),) if before and overlaps and unit.ranks > 1 else (),
         need=_need(
@@ -410,9 +453,9 @@ def _cast(low: Lowering, rank: int, unit: Unit, added: Event) -> list[Task]:
     if not unit.casts_gradients:
         return []
     freed = [] if low.replicates else [Event(1, -unit.reduced_bytes, "communication")]
-    need = _need(Event(0, unit.shard_bytes, "gradients", stream=REDUCE), *freed, added)
+    need = _need(Event(0, unit.shard_gradient_bytes, "gradients", stream=REDUCE), *freed, added)
     sizes = (unit.tensors.reduce_bytes, unit.tensors.master_bytes)
-    elements = sum(unit.shard_elements)
+    elements = unit.tensors.trained_elements
     duration_s = cost.moving_time_s(low.device(rank), value_bytes=sizes, elements=elements, tensors=1)
     cast, issue = _reduce_id(unit).serving("cast"), _reduce_id(unit).serving("issue-cast")
     if not low.overlaps:
