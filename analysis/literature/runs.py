@@ -96,7 +96,8 @@ class Software:
     all-reduces that they add up to. That the backward's overlap with products, and slow these, is not modelled."""
     dummy_gradients: bool = False
     """A tensor of the size of each linear layer's weight is kept, one for each shape: Transformer Engine hands it to
-    autograd where products add to gradients themselves (module/base.py, get_dummy_wgrad)."""
+    autograd where products add to gradients themselves (module/base.py, get_dummy_wgrad). The output layer, which is
+    Megatron-LM's, allocates one of its own in each backward (core/tensor_parallel/layers.py, grad_weight)."""
     context_ranks: int = 1
     """Ranks that share each sequence, with ring attention: sizes are those of a rank's part of the sequence."""
     map_speedup: float = 1.0
@@ -113,6 +114,13 @@ class Software:
     see `TransformerBuilder.gathered_input`."""
     fused_loss: bool = False
     """The loss is one kernel each way, without logits in float (torch.compile; flash-attention's cross-entropy)."""
+    loss_gradient_in_place: bool = False
+    """A fused loss writes the gradient of the logits over them (Transformer Engine's cross-entropy)."""
+    separate_adds: bool = False
+    """Residual sums are kernels of their own also where other operations are fused (Megatron-LM's bias-dropout-add)."""
+    copies_keys: bool = True
+    """Queries and keys are kept both as their product left them and as rotated; else as rotated alone, the values
+    beside them."""
     in_place_loss: bool = False
     """Logits in float exist as one tensor at a time (Megatron-LM, core/tensor_parallel/cross_entropy.py)."""
     pipelined_maps: bool = False

@@ -149,7 +149,8 @@ def _dummy_gradient_bytes(run: Run) -> int:
 def _kernel_use(run: Run) -> KernelUse:
     device = cluster_of_run(run).device_types["gpu"]
     assert run.software.kernels is not None
-    return KernelUse(run.software.kernels, run.micro_batch, achieved_flop_per_s(device, run.software.precision))
+    rate = achieved_flop_per_s(device, run.software.precision)
+    return KernelUse(run.software.kernels, run.micro_batch, rate, device.memory_bandwidth_bytes_per_s)
 
 
 RATE_FLOP_PER_S = 1e12

@@ -33,6 +33,7 @@ from gsreal.methods.training import Training
 from gsreal.model_files.build import DTYPES, build_module
 from gsreal.run.checkpoint import Checkpoints, Progress
 from gsreal.run.feed import Feed
+from gsreal.run.nodes import check_nodes
 from gsreal.run.progress import note_progress
 from gsreal.run.rank import gather_json, join, run_on_rank
 from gsreal.run.report import RankReport, RunRecorder, outer_steps, result_of
@@ -62,6 +63,7 @@ def run(loaded: Loaded, *, out: Path, trace: Path | None, checkpoints: Checkpoin
     rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
     join(scenario.cluster.backend)
     device = settle(scenario.cluster, local_rank)
+    check_nodes(scenario.cluster, device, where=loaded.file)
     report = measure(scenario, rank, device, checkpoints, traced=trace is not None)
     plain = gather_json(asdict(report))
     if rank == 0:

@@ -512,7 +512,11 @@ class Lowering:
         if self.assigns_layers:
             columns.append(np.array([first for first, _ in self.owned_ranges]))
         if policies.gradients == "reduce-scatter":
-            columns += [self._own_rows(rows, positions % self.shards) for rows in self._distinct_rows]
+            columns += [self._own_rows(rows, positions % self.shards, self.shards) for rows in self._distinct_rows]
+            experts = {parameter.shape[0] for bucket in self.expert_buckets for _, parameter in bucket.members}
+            columns += [
+                self._own_rows(n, positions // policies.ep, self.shards // policies.ep) for n in sorted(experts)
+            ]
         code = np.zeros(len(positions), np.int64)
         for column in columns:
             code = np.unique(code * (int(column.max()) + 1) + column, return_inverse=True)[1]
@@ -544,9 +548,9 @@ class Lowering:
         layers = {id(instance.layer): instance.layer for instance in self.layers}
         return sorted({p.shape[0] if p.shape else 1 for layer in layers.values() for p in layer.parameters})
 
-    def _own_rows(self, rows: int, positions: Ints) -> Ints:
+    def _own_rows(self, rows: int, positions: Ints, shards: int) -> Ints:
         """Return the number of `rows` that each rank holds."""
-        chunk = math.ceil(rows / self.shards)
+        chunk = math.ceil(rows / shards)
         return np.clip(rows - positions * chunk, 0, chunk)
 
     def device(self, rank: int) -> DeviceType:

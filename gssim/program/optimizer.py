@@ -152,6 +152,9 @@ def optimize(low: Lowering, rank: int, tasks: list[Task], *, replicas: Sequence[
     if divides_master_gradients(low):
         moved = (low.master_bytes, low.master_bytes)
         duration_s += cost.moving_time_s(device, value_bytes=moved, elements=elements, tensors=len(owned))
+    if low.policies.ep > 1 and low.policies.gradients == "reduce-scatter":  # see [Note: experts] in `sharded`
+        of_experts = sum(unit.shard_bytes for unit in units(low) if unit.experts)
+        duration_s += cost.copy_time_s(device, of_experts)
     update = Task(TaskId("optimizer"), "optimizer", duration_s=duration_s, need=footprint(events))
     if low.policies.gradients == "push":
         return publish(low, rank, [*tasks, *clipped], update)

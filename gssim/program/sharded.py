@@ -13,6 +13,14 @@ end of the backward (FSDPParamGroup._all_reduce_state, finalize_backward): the f
 anyway, those of later ones are added to that and stay beside it, and so does one that is then cast to another
 precision. On nccl the all-reduces have a communicator and a stream of their own; only that callback waits for them.
 
+[Note: experts] Where ranks divide the experts of a block, the block is two units: the dense one is shared by all ranks,
+that of the own experts by the ranks that hold the same ones (a mesh of its own for some parameters, as torch 2.13's
+shard_placement_fn and torchtitan have it). Both are gathered at the block's begin, one after the other; in the backward
+the second copy-out is followed by the gathers of both units of the block before (FSDPParamGroup._backward_prefetch),
+while the root's hook gathers one unit alone. The experts' gradients are reduced first; only they wait for earlier
+reduce-scatters and free their buffers, so that two may live. FSDP2 takes the mean over the ranks that hold the same
+experts: their gradients are divided by the number of ranks that divide them before the update.
+
 [Note: streams] On nccl, collectives run beside the compute, in the order in which the host issues them: gathers and
 reduce-scatters share one communicator, which runs one at a time. Events order them as in wait_for_unshard and
 post_backward: a gather waits until the parameters of the unit before the last have been copied out (so at most two flat
@@ -26,6 +34,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import groupby
 
 from gssim import collectives, cost
 from gssim.collectives import Communication
@@ -119,6 +128,8 @@ class Unit:
     name: str
     layers: tuple[LayerInstance, ...]
     tensors: Tensors
+    experts: bool = False
+    """Whether it has the divided experts of a block alone; see [Note: experts]."""
 
     @property
     def ranks(self) -> int:
@@ -218,20 +229,27 @@ def units(low: Lowering) -> tuple[Unit, ...]:
         layer = instance.layer
         if layer.block and (layer.parameters or layer.frozen_parameters):
             if id(layer) not in repeated:
-                repeated[id(layer)] = Tensors(layer.parameters, ranks, *sizes, layer.frozen_parameters)
+                dense = tuple(each for each in layer.parameters if not (low.policies.ep > 1 and each.sliced))
+                repeated[id(layer)] = Tensors(dense, ranks, *sizes, layer.frozen_parameters)
             result.append(Unit(instance.module, (instance,), repeated[id(layer)]))
+            own = tuple(each for each in layer.parameters if low.policies.ep > 1 and each.sliced)
+            if own:
+                tensors = Tensors(own, ranks // low.policies.ep, *sizes)
+                result.append(Unit(f"{instance.module}.experts", (instance,), tensors, experts=True))
     return tuple(result)
 
 
 def owned_rows(low: Lowering, rank: int) -> list[int]:
     """Return the elements of each parameter in `rank`'s shard, in the model's order, which is the optimizer's."""
-    return low.once_a_run(_rows_at, low.shard_position(rank))
+    position = low.shard_position(rank)
+    return low.once_a_run(_rows_at, position, position // low.policies.ep)
 
 
-def _rows_at(low: Lowering, position: int) -> list[int]:
+def _rows_at(low: Lowering, position: int, of_experts: int) -> list[int]:
     own: dict[int, int] = {}
     for unit in units(low):
-        own |= zip(map(id, unit.tensors.trained), unit.own_elements(position), strict=True)
+        elements = unit.own_elements(of_experts if unit.experts else position)
+        own |= zip(map(id, unit.tensors.trained), elements, strict=True)
     return [own[id(parameter)] for _, parameter in low.parameters]
 
 
@@ -261,9 +279,12 @@ def _need(*events: Event) -> Footprint:
     return footprint(events)
 
 
-def _exchange(low: Lowering, kind: str, size_bytes: float) -> Communication:
+def _exchange(low: Lowering, unit: Unit, kind: str, size_bytes: float) -> Communication:
     """Return a collective of the ranks that share a unit, by the backend or by a ring of point-to-point messages."""
     carried_as = f"{kind}-v" if low.policies.point_to_point else ""
+    if unit.experts:
+        group, *beside = low.expert_replicas
+        return Communication(kind, group, size_bytes, beside=tuple(beside), carried_as=carried_as)
     return low.communication(kind, "dp_shard", size_bytes, carried_as=carried_as)
 
 
@@ -287,24 +308,24 @@ def reduce_scatter_gradients(low: Lowering, rank: int, tasks: list[Task], micro_
     in that between micro-batches, and added in it (FSDPParam.to_accumulated_grad_if_needed).
     """
     behind: dict[TaskId, list[Task]] = defaultdict(list)
-    before: Unit | None = None
+    held: tuple[Unit, ...] = ()
     end: list[Task] = []
     ends = pass_ends(tasks, "backward")
     last = _without_input_gradient(low)
-    order = sorted(units(low), key=lambda unit: (unit.is_root, -unit.layers[0].index))
+    every = sorted(units(low), key=lambda unit: (unit.is_root, -unit.layers[0].index, not unit.experts))
     if last is not None:  # the callback serves the root first
-        order = [*(unit for unit in order if unit.layers[0] is not last), *(u for u in order if u.layers[0] is last)]
-    for unit in order:
+        every = [*(unit for unit in every if unit.layers[0] is not last), *(u for u in every if u.layers[0] is last)]
+    for unit in every:
+        freed_units = () if held and held[-1].experts else held
         if micro_batch.sends_gradients and not unit.tensors.trained:
-            dropped = Event(1, -before.scattered_bytes if before else 0, "communication")
+            dropped = Event(1, -sum(each.scattered_bytes for each in held), "communication")
             freed = TaskId("free", layer=unit.name, during="backward")
-            after = (_reduce_id(before),) if before and low.overlaps and before.ranks > 1 else ()
-            new = [Task(freed, "backward", after=after, need=_need(unit.gathered(0, sign=-1), dropped))]
-            end += new
-            before = None
+            after = tuple(_reduce_id(each) for each in held if low.overlaps and each.ranks > 1)
+            end.append(Task(freed, "backward", after=after, need=_need(unit.gathered(0, sign=-1), dropped)))
+            held = ()
             continue
         if micro_batch.sends_gradients:
-            new = _reduce_scatter(low, rank, unit, before, micro_batch)
+            new = _reduce_scatter(low, rank, unit, freed_units, micro_batch)
         else:
             freed = TaskId("free", layer=unit.name, during="backward")
             new = [Task(freed, "backward", need=_need(unit.gathered(0, sign=-1)))]
@@ -314,9 +335,9 @@ def reduce_scatter_gradients(low: Lowering, rank: int, tasks: list[Task], micro_
         if unit.is_root or unit.layers[0] is last:
             end += new
         else:
-            behind[ends[unit.layers[0].module]] = new
-        before = unit
-    return [*insert_beside(tasks, before={}, behind=behind), *end, _callback(low, before, micro_batch)]
+            behind[ends[unit.layers[0].module]] += new
+        held = (*(each for each in held if each not in freed_units), unit)
+    return [*insert_beside(tasks, before={}, behind=behind), *end, _callback(low, held, micro_batch)]
 
 
 def _without_input_gradient(low: Lowering) -> LayerInstance | None:
@@ -331,11 +352,14 @@ def _without_input_gradient(low: Lowering) -> LayerInstance | None:
     return first
 
 
-def _callback(low: Lowering, last: Unit | None, micro_batch: MicroBatch) -> Task:
-    """Return the callback at the end of the backward: waits for the last unit's collectives, and frees all buffers."""
-    if last is None or not micro_batch.sends_gradients:
+def _callback(low: Lowering, held: Sequence[Unit], micro_batch: MicroBatch) -> Task:
+    """Return the callback at the end of the backward: waits for the last collectives, and frees all buffers.
+
+    `held`: units whose gradients' buffers are still allocated.
+    """
+    if not held or not micro_batch.sends_gradients:
         return Task(TaskId("backward-callback"), "backward")
-    events = [Event(0, -last.scattered_bytes, "communication")]
+    last, events = held[-1], [Event(0, -each.scattered_bytes, "communication") for each in held]
     for unit in units(low) if low.replicates else ():  # without a cast, the reduced tensor may be the gradient itself
         reduced_bytes = unit.reduced_bytes if unit.casts_gradients else _added_bytes(unit, micro_batch)
         events.append(Event(0, -reduced_bytes, "communication" if unit.casts_gradients else "gradients"))
@@ -379,8 +403,8 @@ def _reduce_id(unit: Unit) -> TaskId:
     return TaskId("reduce-scatter", layer=unit.name)
 
 
-def _reduce_scatter(low: Lowering, rank: int, unit: Unit, before: Unit | None, micro_batch: MicroBatch) -> list[Task]:
-    """Return the tasks that follow a unit's complete backward; `before` is the unit reduced before it.
+def _reduce_scatter(low: Lowering, rank: int, unit: Unit, freed: Sequence[Unit], micro_batch: MicroBatch) -> list[Task]:
+    """Return the tasks that follow a unit's complete backward; `freed`: units reduced before it whose buffers it frees.
 
     The sum of the shard's gradients is kept; in later micro-batches it is added to the existing gradient, and freed: at
     once, or, where it is the all-reduced tensor, by the callback at the end of the backward.
@@ -401,10 +425,10 @@ def _reduce_scatter(low: Lowering, rank: int, unit: Unit, before: Unit | None, m
         duration_s=cost.sharded_unit_time_s(
             low.device(rank), phase="b", tensors=len(unit.tensors.trained), copied_bytes=copied_bytes
         ),
-        after=(_reduce_id(before),) if before and overlaps and unit.ranks > 1 else (),
+        after=tuple(_reduce_id(each) for each in freed if overlaps and each.ranks > 1),
         need=_need(
             unit.gathered(0, sign=-1),
-            Event(1, -before.scattered_bytes if before else 0, "communication"),
+            *(Event(1, -each.scattered_bytes, "communication") for each in freed),
             Event(2, unit.scattered_bytes, "communication"),
             *_padding(low, rank, unit, position=3),
             Event(5, -gradients, "gradients", tensors),
@@ -414,7 +438,7 @@ def _reduce_scatter(low: Lowering, rank: int, unit: Unit, before: Unit | None, m
     )
     tasks = [*(_accumulate(low, rank, unit, micro_batch) if sums_cast else []), copy]
     if unit.ranks > 1:
-        exchange = _exchange(low, "reduce-scatter", unit.scattered_bytes)
+        exchange = _exchange(low, unit, "reduce-scatter", unit.scattered_bytes)
         last = [] if unit.casts_gradients else [added]
         need = NOTHING if overlaps else _need(*_staging(low, rank, exchange, 0), *last)
         tasks.append(
@@ -482,13 +506,11 @@ def gather_parameters_twice(low: Lowering, rank: int, tasks: list[Task]) -> list
     """FSDP2 with its default reshard_after_forward: each block is freed after its forward, and gathered again."""
     before = {**_gather_forward(low, rank), **_gather_backward(low, rank)}
     ends = pass_ends(tasks, "forward")
-    behind = {
-        ends[unit.layers[0].module]: [
-            Task(TaskId("free", layer=unit.name), "forward", need=_need(unit.gathered(0, sign=-1)))
-        ]
-        for unit in units(low)
-        if not unit.is_root
-    }
+    behind: dict[TaskId, list[Task]] = defaultdict(list)
+    for unit in units(low):
+        if not unit.is_root:
+            freed = Task(TaskId("free", layer=unit.name), "forward", need=_need(unit.gathered(0, sign=-1)))
+            behind[ends[unit.layers[0].module]].append(freed)
     return insert_beside(_with_forward_begin(low, tasks), before=before, behind=behind)
 
 
@@ -512,7 +534,7 @@ def _gather(low: Lowering, rank: int, unit: Unit, phase: str, after: tuple[TaskI
     """
     if unit.ranks == 1:
         return []
-    own, exchange = gather_id(unit.name, phase), _exchange(low, "all-gather", unit.padded_bytes)
+    own, exchange = gather_id(unit.name, phase), _exchange(low, unit, "all-gather", unit.padded_bytes)
     copy_bytes = unit.chunk_bytes if unit.casts else 0
     flat = [Event(i, size, "communication", stream=GATHER) for i, size in enumerate((copy_bytes, unit.flat_bytes))]
     cast_s = cost.master_copy_time_s(
@@ -577,16 +599,23 @@ def _gather_backward(low: Lowering, rank: int) -> dict[TaskId, list[Task]]:
     """
     before: dict[TaskId, list[Task]] = defaultdict(list)
     all_units = units(low)
-    blocks = [unit for unit in reversed(all_units) if not unit.is_root]
+    blocks = [tuple(each) for _, each in groupby((u for u in all_units if not u.is_root), lambda u: u.layers[0].index)]
     if not blocks:
         return before
-    last_copy = (gather_id(blocks[0].name, "forward").serving("copy-out"),)
-    issuer = low.layers[-2] if all_units[0].is_root else blocks[0].layers[0]
-    before[backward_begin(low, issuer)] += _gather(low, rank, blocks[0], "backward", last_copy)
-    for number, unit in enumerate(blocks):
-        copy = _copy_out(low, rank, unit, "backward", unit.flat_bytes)
-        new = [copy]
-        if number + 1 < len(blocks):
-            new += _gather(low, rank, blocks[number + 1], "backward", (copy.id,))
-        before[backward_begin(low, unit.layers[0])] += new
+    blocks.reverse()
+    last_copy = (gather_id(blocks[0][-1].name, "forward").serving("copy-out"),)
+    issuer = low.layers[-2] if all_units[0].is_root else blocks[0][0].layers[0]
+    before[backward_begin(low, issuer)] += _gather(low, rank, blocks[0][-1], "backward", last_copy)
+    issued = {blocks[0][-1].name}
+    for number, block in enumerate(blocks):
+        new = before[backward_begin(low, block[0].layers[0])]
+        for unit in block:
+            if unit.name not in issued:
+                new += _gather(low, rank, unit, "backward", last_copy)
+            copy = _copy_out(low, rank, unit, "backward", unit.flat_bytes)
+            new.append(copy)
+        following = blocks[number + 1] if number + 1 < len(blocks) else ()
+        for unit in reversed(following if len(block) > 1 else following[-1:]):
+            new += _gather(low, rank, unit, "backward", (copy.id,))
+            issued.add(unit.name)
     return before

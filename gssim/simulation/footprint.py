@@ -27,7 +27,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain, repeat
+from itertools import chain, groupby, repeat
 
 from gssim.cluster import DeviceType
 from gssim.engine import MemoryTracker
@@ -171,7 +171,7 @@ class _LiveTensors:
     def carry_out(self, requests: Iterator[Request]) -> None:
         """Serve allocations and frees."""
         while (unknown := self.allocator.serve(requests)) is not None:
-            alike, _, _, size, _ = unknown
+            alike, _, _, size, *_ = unknown
             self._give_back(self._categories[id(alike)], size)
 
     def kept(self, category: str, sizes: Sequence[float]) -> list[Request]:
@@ -190,12 +190,16 @@ class _LiveTensors:
         for event in events:
             frees = event.size_bytes < 0
             sizes = event.tensors or (abs(event.size_bytes),)
-            for size in sizes if event.size_bytes else ():
+            for size, several in groupby(sizes) if event.size_bytes else ():
                 if size >= 1:
                     key = ((event.category, event.number, size), event.stream)
                     if key not in self._made:
                         self._made[key] = self._requests_for(*key)
-                    requests.append(self._made[key][frees])
+                    request, count = self._made[key][frees], len(list(several))
+                    if count > 1 and not frees:
+                        requests.append((*request[:-1], count))
+                    else:
+                        requests.extend(repeat(request, count))
         return requests
 
     def _requests_for(self, key: Key, stream: str) -> tuple[Request, Request]:
@@ -203,7 +207,7 @@ class _LiveTensors:
         rounded = rounded_bytes(size)
         pool, alike = self.allocator.pool_of(rounded, stream), self._blocks_of(key)
         place = -1 if category in LATEST_FIRST else 0
-        return (alike, pool, rounded, int(size), place), (alike, pool, 0, int(size), place)
+        return (alike, pool, rounded, int(size), place, 1), (alike, pool, 0, int(size), place, 1)
 
     def _blocks_of(self, key: Key) -> list[Block]:
         """Return the list of live blocks of tensors with that key."""
@@ -220,7 +224,7 @@ class _LiveTensors:
             if alike and left > 0:
                 _, _, requested, pool = alike[-1]  # as of all of them
                 count = min(len(alike), -(-left // requested))
-                self.allocator.serve(repeat((alike, pool, 0, requested, -1), count))
+                self.allocator.serve(iter([(alike, pool, 0, requested, -1, count)]))
                 left -= count * requested
                 if left < 0:
                     kept = self.allocator.allocate(-left)

@@ -121,8 +121,9 @@ class Moment:
 def moment_of(sampled_steps: Sequence[int], step: float, first_step: int = 0) -> Moment:
     """Return the position of a step among the sampled ones; after the last, its values are constant."""
     after = bisect_left(sampled_steps, step)
-    if after == len(sampled_steps):
-        return Moment(after - 1, after - 1, 0.0, (after - 1,), (math.log1p(sampled_steps[-1]),))
+    if after == len(sampled_steps) or sampled_steps[after] == step:
+        exact = min(after, len(sampled_steps) - 1)
+        return Moment(exact, exact, 0.0, (exact,), (math.log1p(sampled_steps[exact]),))
     before = after - 1
     around = tuple(range(max(before - 1, min(before, 0)), min(after + 2, len(sampled_steps))))
     times = tuple(math.log1p(sampled_steps[index] if index >= 0 else first_step) for index in around)

@@ -483,6 +483,11 @@ def test_kernels_have_the_rates_of_a_measured_table(tmp_path):
     assert kernels.product_flop_per_s("NT", 16, 64, 32) == 25e12  # added to one in float
     assert kernels.product_flop_per_s("NN", 1, 1, 1) is None
     assert kernels.attention_flop_per_s("f", 8, 2, 128) == 10e12
+    assert kernels.streaming == {}
+    (tmp_path / "b200_ops.csv").write_text("\n".join(lines))
+    rates = ["name,efficient_factor,gbps,latency_us,value", "default,0.5,8000,30,", "network:intra,,,,false"]
+    (tmp_path / "b200_bandwidth.csv").write_text("\n".join(rates))
+    assert read_kernels(tmp_path / "b200_ops.csv").streaming == {"default": (4e12, 30 * 1e-6)}
 
 
 # Many runs -----------------------------------------------------------------------------------------------------------
