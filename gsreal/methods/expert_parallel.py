@@ -10,24 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
-from gsreal.machine import group_threads
 from gsreal.measure import Timeline
 from gsreal.methods.experts import PARAMETERS, GroupExchange, experts_of, replace_experts
 from gsreal.methods.tensor_slices import Slice, mark
-from gssim.plan import Policies
 from gssim.scenario import Scenario, expert_rows, routed_experts
 from gssim.workload import Workload, unrolled
-
-REPLICAS, DIVIDED = "expert_replicas", "experts"
-
-
-def expert_mesh(policies: Policies, device: torch.device) -> DeviceMesh:
-    """Return the ranks that hold the same experts, and those that divide them, as two axes of a mesh."""
-    with group_threads():
-        sizes = (policies.data_ranks // policies.ep, policies.ep)
-        return init_device_mesh(device.type, sizes, mesh_dim_names=(REPLICAS, DIVIDED))
 
 
 def divide_experts(scenario: Scenario, module: nn.Module, timeline: Timeline, group: dist.ProcessGroup) -> None:
@@ -123,8 +112,35 @@ class ExpertGradients:
         for name in self.names:
             module.get_parameter(name).register_post_accumulate_grad_hook(reduce)
 
+    def divide(self) -> None:
+        """Leave gradients as they are: they are divided as they become complete."""
+
     def wait(self) -> None:
         """Wait until all gradients are reduced."""
         for work in self._pending:
             work.wait()
         self._pending = []
+
+
+class ShardedExpertGradients:
+    """Division of the gradients of experts of which FSDP2 takes the mean over the ranks that hold the same ones.
+
+    All others are means over `ranks` times as many.
+    """
+
+    leaves = True
+
+    def __init__(self, module: nn.Module, ranks: int) -> None:
+        self.ranks = ranks
+        self.names = [f"{path}.{name}" for path, _ in experts_of(module) for name in PARAMETERS]
+        self.module = module
+
+    def wait(self) -> None:
+        """Return at once: FSDP2 waits for its reductions itself."""
+
+    def divide(self) -> None:
+        """Divide the sums of all micro-batches before the update."""
+        for name in self.names:
+            gradient = self.module.get_parameter(name).grad
+            if gradient is not None:
+                (gradient.to_local() if isinstance(gradient, DTensor) else gradient).div_(self.ranks)

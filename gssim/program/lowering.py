@@ -181,9 +181,15 @@ class Lowering:
         of a tied parameter's gradients; None where it runs layers of the whole model.
         """
         if not (self.assigns_layers or self.stages or self.divides_layers or self.policies.ep > 1):
-            return None
+            return self._layers_without_adapters[instance.index].layer if self._layers_without_adapters else None
         index = self._stage_layers[instance.index].index if self.stages else instance.index
         return self.whole_layers[index].layer
+
+    @cached_property
+    def _layers_without_adapters(self) -> tuple[LayerInstance, ...]:
+        """Unrolled layers of the model without adapters, if it has any."""
+        model = self.scenario.workload.model
+        return unrolled(replace(model, layers=model.whole_layers))
 
     @cached_property
     def whole_layers(self) -> tuple[LayerInstance, ...]:
@@ -514,7 +520,11 @@ class Lowering:
         if self.assigns_layers:
             columns.append(np.array([first for first, _ in self.owned_ranges]))
         if policies.gradients == "reduce-scatter":
-            columns += [self._own_rows(rows, positions % self.shards) for rows in self._distinct_rows]
+            columns += [self._own_rows(rows, positions % self.shards, self.shards) for rows in self._distinct_rows]
+            experts = {parameter.shape[0] for bucket in self.expert_buckets for _, parameter in bucket.members}
+            columns += [
+                self._own_rows(n, positions // policies.ep, self.shards // policies.ep) for n in sorted(experts)
+            ]
         code = np.zeros(len(positions), np.int64)
         for column in columns:
             code = np.unique(code * (int(column.max()) + 1) + column, return_inverse=True)[1]
@@ -546,9 +556,9 @@ class Lowering:
         layers = {id(instance.layer): instance.layer for instance in self.layers}
         return sorted({p.shape[0] if p.shape else 1 for layer in layers.values() for p in layer.parameters})
 
-    def _own_rows(self, rows: int, positions: Ints) -> Ints:
+    def _own_rows(self, rows: int, positions: Ints, shards: int) -> Ints:
         """Return the number of `rows` that each rank holds."""
-        chunk = math.ceil(rows / self.shards)
+        chunk = math.ceil(rows / shards)
         return np.clip(rows - positions * chunk, 0, chunk)
 
     def device(self, rank: int) -> DeviceType:

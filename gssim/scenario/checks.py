@@ -30,6 +30,7 @@ def check(scenario: Scenario, *, file: str) -> None:
         raise UserError(f"{file}: {error}") from None
     if not scenario.workload.model.layers:
         raise UserError(f"{file}: workload.model: has no layers; `gsreal trace` writes them")
+    _check_adapters(scenario, policies, file)
     _check_sizes(scenario, file)
     _check_push(scenario, policies, file)
     refuse_what_cannot_run(plan, policies, file=file)
@@ -94,6 +95,33 @@ def _check_compressor(scenario: Scenario, policies: Policies, file: str) -> None
         value = getattr(workload, key)
         if value not in others:
             raise UserError(f"{file}: workload.{key} = {value!r}: cannot run yet with {method}; leave it out")
+
+
+def _check_adapters(scenario: Scenario, policies: Policies, file: str) -> None:
+    """Refuse adapters where plans divide the model's layers, or treat parameters that are not trained otherwise."""
+    workload, plan = scenario.workload, scenario.plan
+    if workload.adapters is None:
+        return
+    where = f"{file}: workload.adapters"
+    for key, value in (("pp", policies.pp), ("tp", policies.tp), ("cp", policies.cp), ("ep", policies.ep)):
+        if value > 1:
+            raise UserError(
+                f"{where}: cannot run yet beside plan.{key} = {value}: parts of the model are traced without adapters; "
+                "leave one of them out"
+            )
+    runs = policies.partition == "data" and policies.gradients != "periodic" and policies.push_axis != "dp_replicate"
+    pushes_units = policies.gradients == "push" and policies.parameters != "replicated"
+    two_axes = policies.gradients == "reduce-scatter" and policies.dp_replicate > 1
+    if not runs or pushes_units or two_axes or policies.compressor:
+        raise UserError(
+            f"{where}: cannot run yet with method '{plan.method}'; allowed: methods single, ddp, zero1, zero2, zero3 "
+            "(fsdp) and gs"
+        )
+    if policies.gradients == "push" and scenario.push.threshold is not None:
+        raise UserError(
+            f"{where}: plan.push.threshold = {scenario.push.threshold:g}: adapters have no gradient statistics; "
+            "leave it out"
+        )
 
 
 def _check_reduction(scenario: Scenario, policies: Policies, file: str) -> None:
