@@ -136,6 +136,8 @@ def resolve(plan: Plan, *, devices: int, hosts: Sequence[str] = (), backend: str
         name: getattr(plan, name) or getattr(method, name)
         for name in ("partition", "parameters", "gradients", "gradient_sync", "optimizer_state")
     }
+    if plan.pp > 1 and plan.gradient_sync is None:  # torch's stages send gradients after the last micro-batch
+        policies["gradient_sync"] = "step"
     policies["exchange"] = plan.exchange or usual_exchange(policies["gradients"], backend=backend)
     publishes = policies["gradients"] == "push" and policies["parameters"] == "replicated"
     return Policies(
