@@ -95,12 +95,12 @@ def replica_optimizer_of(workload: Workload, device: torch.device) -> tuple[Any,
 def make_optimizer(
     workload: Workload, parameters: Iterable[nn.Parameter], device: torch.device
 ) -> torch.optim.Optimizer:
-    """Return the workload's optimizer over the parameters, with master copies if their precision requires it.
+    """Return the workload's optimizer over the trained parameters, with master copies if their precision requires it.
 
     DTensors of each mesh and others are separate groups: torch's optimizers that process all tensors together refuse a
     mixture.
     """
-    parameter_list = list(parameters)
+    parameter_list = [parameter for parameter in parameters if parameter.requires_grad]
     meshes = dict.fromkeys(p.device_mesh if isinstance(p, DTensor) else None for p in parameter_list)
     low = any(parameter.dtype != master_type(parameter.dtype) for parameter in parameter_list)
     kind, settings = replica_optimizer_of(workload, device) if low else optimizer_of(workload, device)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from math import prod
 from typing import Any
@@ -84,7 +85,7 @@ class Policies:
         """Whether exchanges are made of point-to-point messages, not by the backend's collectives."""
         return self.exchange == "point-to-point"
 
-    @property
+    @cached_property
     def mesh(self) -> Mesh:
         """The mesh of the parallel axes."""
         return Mesh(
@@ -139,6 +140,8 @@ def resolve(plan: Plan, *, devices: int, hosts: Sequence[str] = (), backend: str
         name: getattr(plan, name) or getattr(method, name)
         for name in ("partition", "parameters", "gradients", "gradient_sync", "optimizer_state")
     }
+    if plan.pp > 1 and plan.gradient_sync is None:  # torch's stages send gradients after the last micro-batch
+        policies["gradient_sync"] = "step"
     policies["exchange"] = plan.exchange or usual_exchange(policies["gradients"], backend=backend)
     publishes = policies["gradients"] == "push" and policies["parameters"] == "replicated"
     return Policies(

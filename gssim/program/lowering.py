@@ -183,9 +183,15 @@ class Lowering:
         of a tied parameter's gradients; None where it runs layers of the whole model.
         """
         if not (self.assigns_layers or self.stages or self.divides_layers or self.policies.ep > 1):
-            return None
+            return self._layers_without_adapters[instance.index].layer if self._layers_without_adapters else None
         index = self._stage_layers[instance.index].index if self.stages else instance.index
         return self.whole_layers[index].layer
+
+    @cached_property
+    def _layers_without_adapters(self) -> tuple[LayerInstance, ...]:
+        """Unrolled layers of the model without adapters, if it has any."""
+        model = self.scenario.workload.model
+        return unrolled(replace(model, layers=model.whole_layers))
 
     @cached_property
     def whole_layers(self) -> tuple[LayerInstance, ...]:
@@ -321,10 +327,18 @@ class Lowering:
             self.policies.gradients not in ("local", "periodic") and self.policies.gradient_sync == "micro-batch"
         )
         count = self.scenario.plan.micro_batches
+        last = None if self.reduces_after_schedule else count - 1
         return tuple(
-            MicroBatch(i, count, sends_gradients=sends_every or i == count - 1, sent_before=sends_every)
+            MicroBatch(i, count, sends_gradients=sends_every or i == last, sent_before=sends_every)
             for i in range(count)
         )
+
+    @property
+    def reduces_after_schedule(self) -> bool:
+        """Whether stages reduce-scatter their gradients after the pipeline's schedule; see [Note: stages] in
+        `sharded`.
+        """
+        return bool(self.stages) and self.policies.gradients == "reduce-scatter"
 
     def samples(self, rank: int, micro_batch: MicroBatch) -> int:
         """Return the number of samples of a rank in a micro-batch."""

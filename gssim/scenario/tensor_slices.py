@@ -5,12 +5,12 @@ The real backend cuts modules so, and predictions take their layers from here. S
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from gssim.plan import splitting
-from gssim.workload import Layer, Model, Parameter, Polynomial, Reduction
+from gssim.workload import Layer, Model, Parameter, Reduction, sliced_layer
 
 if TYPE_CHECKING:
     from gssim.scenario.scenario import Scenario
@@ -23,22 +23,6 @@ def units_of_ranks(units: int, parts: Sequence[float]) -> tuple[int, ...]:
     (6, 1, 1)
     """
     return splitting.split(units, parts)
-
-
-@lru_cache(maxsize=256)
-def sliced_layer(layer: Layer, units: int, positions: int, rows: int = 0) -> Layer:
-    """Return the slice of a layer that has so many units, positions of each sequence, and rows for each sample."""
-    size = (units, positions, rows)
-    changes: dict[str, Any] = {
-        "parameters": tuple(parameter.held(units) for parameter in layer.parameters),
-        "buffers": tuple(replace(buffer, size_bytes=buffer.size_bytes.held(*size)) for buffer in layer.buffers),
-        "reductions": tuple(replace(each, size_bytes=each.size_bytes.held(*size)) for each in layer.reductions),
-    }
-    for field in fields(layer):
-        value = getattr(layer, field.name)
-        if isinstance(value, Polynomial):
-            changes[field.name] = value.held(*size)
-    return replace(layer, **changes)
 
 
 def native_tensors(model: Model) -> int:
