@@ -588,6 +588,10 @@ def trace_command(
         str | None, typer.Option("--precision", help="Trace in fp32 (by default), bf16 or fp64; others are scaled.")
     ] = None,
     source: Annotated[str | None, typer.Option("--source", help="Where the model's numbers are published.")] = None,
+    adapters: Annotated[
+        list[str] | None,
+        typer.Option("--adapters", help="Also with adapters at query-value, all-linear, or q_proj,...; repeatable."),
+    ] = None,
     trust_code: TrustCode = False,
 ) -> None:
     """Trace any nn.Module or Hugging Face config into a model file: no weights, no GPU.
@@ -613,6 +617,7 @@ def trace_command(
         sequence_length=sequence_length,
         precision=precision,
         source=source,
+        adapters=tuple(adapters or ()),
     )
     check_options(request)
     tables: list[str] = []

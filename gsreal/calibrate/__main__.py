@@ -61,12 +61,13 @@ def run(settings: Settings) -> dict[str, Any]:
     }
     if settings.only in BESIDE:
         return measurements | {"beside": _beside(bench, BESIDE[settings.only])}
-    if settings.only == "layers":
-        measurements["peak_flop_per_s"] = {settings.precision: bench.alone(lambda: matrix_rate(bench))}
-    else:
+    if settings.only in ("", "devices"):
         measurements |= _device_costs(bench)
-    measurements |= _layer_costs(bench, counter)
-    if bench.ranks > 1 and settings.only != "layers":
+    elif settings.only == "layers":
+        measurements["peak_flop_per_s"] = {settings.precision: bench.alone(lambda: matrix_rate(bench))}
+    if settings.only != "links":
+        measurements |= _layer_costs(bench, counter)
+    if bench.ranks > 1 and settings.only in ("", "links"):
         measurements |= _communication_costs(bench)
     return measurements
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gsreal.methods.adapters import adapt
 from gssim.errors import UserError
 from gssim.workload import HuggingFace, ImageInput, Model, Module, TokenInput
 
@@ -215,6 +216,13 @@ def build_module(module: Module, *, where: str) -> nn.Module:
 
     Runs the module's factory, which must therefore be trusted, see `set_trust`.
     """
+    built = _without_adapters(module, where)
+    if module.adapters is not None:
+        adapt(built, module.adapters, where=where)
+    return built
+
+
+def _without_adapters(module: Module, where: str) -> nn.Module:
     if module.hugging_face is not None:
         return _build_hugging_face(module.hugging_face, where)
     factory = imported_factory(module, where=where)

@@ -57,6 +57,11 @@ def fit_layers(records: dict[Shape, Record], check: Record, checked: Shape) -> l
                 modules=(name,) if index < len(first.modules) else (),
                 block=name in first.blocks,
                 parameters=parameters_of(everything, index, name),
+                frozen_parameters=tuple(
+                    Parameter(_short(own, name), shape, Moment("end"), Moment("end"))
+                    for own, (layer, shape) in first.frozen.items()
+                    if layer == index
+                ),
                 saved_bytes=fit(lambda r, i=index: r.saved[i], f"{name}: saved bytes"),
                 output_bytes=fit(lambda r, i=index: r.output[i], f"{name}: output"),
                 forward_operations=first.operations[index, "f"],
@@ -113,7 +118,6 @@ def parameters_of(everything: dict[Shape, Record], index: int, module: str) -> t
     parameters = []
     for name, (layer, shape, born, ready) in first.parameters.items():
         if layer == index:
-            short = "{}" + name[len(module) :] if name.startswith(module + ".") else name
             differing = {
                 dimension
                 for record in everything.values()
@@ -124,8 +128,13 @@ def parameters_of(everything: dict[Shape, Record], index: int, module: str) -> t
             # of one unit
             sizes = tuple(size // sum(units) if dimension == cut else size for dimension, size in enumerate(shape))
             moments = _moment(born, index), _moment(ready, index)
-            parameters.append(Parameter(short, sizes, *moments, cut, name in first.summed))
+            parameters.append(Parameter(_short(name, module), sizes, *moments, cut, name in first.summed))
     return tuple(parameters)
+
+
+def _short(name: str, module: str) -> str:
+    """Return a parameter's name with `{}` in place of its layer's module."""
+    return "{}" + name[len(module) :] if name.startswith(module + ".") else name
 
 
 def _reductions(

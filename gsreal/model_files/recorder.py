@@ -219,6 +219,8 @@ class Record:
         default_factory=dict
     )
     """Name -> (layer of first use, shape, gradient born, gradient ready)."""
+    frozen: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    """Name of a parameter that is not trained -> (layer of first use, shape)."""
     units: dict[int, int] = field(default_factory=dict)
     """Of sliced blocks: the number of their units."""
     experts_per_token: dict[int, int] = field(default_factory=dict)

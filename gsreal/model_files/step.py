@@ -208,7 +208,12 @@ def record_step(
         length = (sequence_length or 0) // context if context else sequence_length
         inputs, targets = example_batch(model, batch_size=batch_size, sequence_length=length)
         _check_positions(module, sequence_length, where)
+        frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
+        for parameter in frozen:  # layers are those of the module that is trained whole
+            parameter.requires_grad_(True)
         modules = like.modules if like else _execution_order(module, list(chosen), inputs, targets, model, where)
+        for parameter in frozen:
+            parameter.requires_grad_(False)
         record = Record(modules, blocks={name for name in modules if chosen[name]})
         divided = stand_in.parts(parts) if parts else None
         cut = _cut_blocks(module, chosen, units, stand_in, divided) if units else {}
@@ -554,10 +559,13 @@ def _book_gradients(
 ) -> None:
     gradients = set()
     for name, parameter in module.named_parameters():
+        layer = recorder.first_use.get(parameter.untyped_storage()._cdata, 0)
+        if not parameter.requires_grad:
+            record.frozen[name] = (layer, tuple(parameter.shape))
+            continue
         if parameter.grad is None:
             raise UserError(f"{where}: the parameter {name!r} gets no gradient (unused or frozen); not supported")
         alive = recorder.live[parameter.grad.untyped_storage()._cdata]
         gradients.add(id(alive))
-        layer = recorder.first_use.get(parameter.untyped_storage()._cdata, 0)
         record.parameters[name] = (layer, tuple(parameter.shape), alive.born, ready[name])
     record.alive = [alive for alive in record.alive if id(alive) not in gradients]

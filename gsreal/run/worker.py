@@ -155,9 +155,11 @@ def build(scenario: Scenario, timeline: Timeline, device: torch.device) -> Train
 def check_parameters(scenario: Scenario, module: nn.Module) -> None:
     """Raise UserError if the model file does not describe the module that its factory creates."""
     real = sum(parameter.numel() for parameter in module.parameters())
-    if real != scenario.workload.model.elements:
+    model = scenario.workload.model
+    listed = model.elements + model.frozen_elements
+    if real != listed:
         raise UserError(
-            f"workload.model: the file lists {scenario.workload.model.elements} parameters, but the module has {real}; "
+            f"workload.model: the file lists {listed} parameters, but the module has {real}; "
             "trace it again with `gsreal trace`"
         )
 

@@ -27,7 +27,7 @@ from gssim.scenario.loading import (
     toml,
 )
 from gssim.scenario.ownership import USABLE_RATIO, activation_bytes, held_bytes, owned_bytes, rank_rates
-from gssim.scenario.scenario import Loaded, Run, Scenario, Source, single_device
+from gssim.scenario.scenario import Loaded, Run, Scenario, Source, sequence_positions, single_device
 from gssim.scenario.search_space import SEARCHED_METHODS, Objective, SearchSpace
 from gssim.scenario.stages import (
     TiedParameter,
@@ -84,6 +84,7 @@ __all__ = [
     "rows_by_rank",
     "sample_costs",
     "schedule_of",
+    "sequence_positions",
     "single_device",
     "stage_cut_error",
     "supported",

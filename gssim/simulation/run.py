@@ -25,6 +25,7 @@ from gssim.simulation.extrapolation import extrapolated, simulated_counts, with_
 from gssim.simulation.footprint import MemoryFootprint, footprints_of, tightest_margin, worst_misfit
 from gssim.simulation.periodic_run import InnerStep, Period, Slowed, alone_s, periodic_result
 from gssim.simulation.report import (
+    WAITING_PHASES,
     collectives_of,
     cost_usd,
     energy_j,
@@ -410,6 +411,8 @@ def _result(
 ) -> Result:
     scenario, machine = loaded.scenario, typical.machine
     phases = _phases(typical)
+    if len(typical.times_s) < STEADY_STEPS and not scenario.policies.sync_every_steps:
+        phases = [_settled(each, typical.time_s) for each in phases]
     counts = [len(step.members) for step in machine.classes]
     phases_s = {name: fmean([phase[name] for phase in phases], counts) for name in phases[0]}
     total_s = sum(phases_s.values())  # ranks have their median steps at different times
@@ -467,6 +470,25 @@ def _phases(step: _SteadyRun) -> list[dict[str, float]]:
     for span in step.machine.task_spans:
         spans[span.rank].append(span)
     return [typical_phases(spans[each.representative], ends_s[each.index]) for each in step.machine.classes]
+
+
+UNSETTLED = 1e-9
+"""Relative difference from which on a rank's second step is of another length than all others' in the steady state."""
+
+
+def _settled(phases: dict[str, float], step_time_s: float) -> dict[str, float]:
+    """Return a rank's phases with as much waiting as in the steady state, where all ranks' steps are equally long.
+
+    Ranks that wait for each other only through others, in groups of several axes, may be late by different times after
+    the first step, in which they began together: then the second step of some is shorter.
+    """
+    missing_s = step_time_s - sum(phases.values())
+    waiting_s = sum(phases[name] for name in WAITING_PHASES)
+    if abs(missing_s) <= UNSETTLED * step_time_s or waiting_s + missing_s < 0:
+        return phases
+    if not waiting_s:
+        return phases | {"idle": missing_s}
+    return phases | {name: phases[name] * (1 + missing_s / waiting_s) for name in WAITING_PHASES}
 
 
 def _times_in(step: _SteadyRun, phases: Collection[str], ranks: int) -> Floats:

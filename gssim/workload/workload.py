@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from gssim.units import NonNegativeFloat, PositiveFloat, PositiveInt, Precision, limited, spec
-from gssim.workload.model import ImageInput, Model, TokenInput
+from gssim.workload.model import Adapters, ImageInput, Model, TokenInput, with_adapters
 
 GlueTask = Literal["CoLA", "SST-2", "MRPC", "QQP", "STS-B", "MNLI", "QNLI", "RTE", "WNLI"]
 Mean = Annotated[float, Field(allow_inf_nan=False)]
@@ -156,6 +156,8 @@ class Workload:
     """Weight decay as the optimizer defines it: decoupled in adamw."""
     clip_norm: PositiveFloat | None = None
     """Largest norm of all gradients together, to which they are scaled down before the update; absent: they are not."""
+    adapters: Adapters | None = None
+    """Low-rank adapters (LoRA), which alone are trained; absent: all parameters are."""
     expert_load: Load = "balanced"
     """Load of routed experts where `plan.ep` divides them: `balanced`, a table, or the name of a TOML or JSON
     file of that table. The fullest rank sets the time of a layer."""
@@ -167,6 +169,10 @@ class Workload:
 
     def __post_init__(self) -> None:
         """Refuse shapes and data that do not fit the model."""
+        if self.adapters is not None:
+            object.__setattr__(self, "model", with_adapters(self.model, self.adapters))
+        elif self.model.module.adapters is not None:
+            raise ValueError("adapters: missing; the model has adapters")
         source = self.model.input
         if not isinstance(self.data, str) and (task := _task_of(self.data, source)) != source.task:
             raise ValueError(f"data.kind = '{self.data.kind}': is for {task}, the model's task is {source.task}")
