@@ -16,22 +16,21 @@ from gssim.scenario import Loaded, load_scenario, read_toml
 from gssim.simulation import simulate
 from gssim.sparsity import push_density
 from gssim.workload import Model, shipped_models, unrolled
-from gssim.workload.gradient_statistics import GradientStatistics, at_end, read_gradients
-from gssim.workload.gradient_transfer import (
+from gssim.workload.gradient_family import (
     DENSITIES,
     Family,
     HeldBackError,
     distances,
-    family_of,
     held_back_errors,
-    placed,
     question_of,
     read_family,
     scale_error,
     shipped_families,
     tail_at,
-    zipf,
 )
+from gssim.workload.gradient_rungs import family_of, placed
+from gssim.workload.gradient_statistics import GradientStatistics, at_end, read_gradients
+from gssim.workload.gradient_transfer import zipf
 
 ROOT = Path(__file__).resolve().parents[2]
 FAMILIES = ("bert", "gpt", "llama", "resnet")
