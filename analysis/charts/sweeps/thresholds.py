@@ -117,7 +117,7 @@ def _times(axes: Axes, rows: list[Row], layout: Layout, looks: dict[Place, Look]
             axes.plot(
                 1.0, y, transform=axes.get_yaxis_transform(), clip_on=False, zorder=4, **points_only(looks[place])
             )
-        _band(axes, members, looks[place], ends, "step_time", lambda value: value / factor)
+        draw_band(axes, members, looks[place], ends, "step_time", lambda value: value / factor)
         _line(axes, members, looks[place], ends, lambda row: row["step_time_s"] / factor)
     axes.set_ylabel(f"step time ({unit})")
     _threshold_axis(axes, rows, ends, labelled=False)
@@ -132,7 +132,7 @@ def _densities(
     least = min((row["push_density_ratio"] for row in sparse if row["push_density_ratio"] > 0), default=0.01)
     floor = max(least / 2.5, 1e-6)
     for place, members in by_plan(sparse, layout).items():
-        _band(axes, members, looks[place], ends, "push_density", lambda value: 100 * max(value, floor))
+        draw_band(axes, members, looks[place], ends, "push_density", lambda value: 100 * max(value, floor))
         _line(axes, members, looks[place], ends, lambda row: max(100 * row["push_density_ratio"], 100 * floor))
     axes.set_yscale("log")
     axes.set_ylim(100 * floor / 1.5, 200)
@@ -154,7 +154,7 @@ ENDS_OF_BANDS = {
 }
 
 
-def _band(
+def draw_band(
     axes: Axes, members: Sequence[Row], look: Look, ends: tuple[float, float], kind: str, y_of: Callable[[float], float]
 ) -> None:
     """Shade a plan's range, where its gradient statistics were transferred from other models."""
