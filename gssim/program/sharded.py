@@ -13,6 +13,13 @@ end of the backward (FSDPParamGroup._all_reduce_state, finalize_backward): the f
 anyway, those of later ones are added to that and stay beside it, and so does one that is then cast to another
 precision. On nccl the all-reduces have a communicator and a stream of their own; only that callback waits for them.
 
+[Note: stages] In the stages of a pipeline torch runs every backward without reducing gradients and without freeing
+parameters (PipelineStage.backward_maybe_with_nosync). After the schedule it frees and reduces unit by unit, the root
+first, then the blocks in the model's order (perform_reduce_grad). So the root is gathered once a step, and so are
+blocks that stay gathered after a forward; others are gathered in a forward that finds them freed, freed after it, and
+gathered again in a backward that finds them freed: what an earlier backward has gathered, a later one uses, and the
+next forward frees it. A stage whose output is no logits has the root's hook on that output.
+
 [Note: experts] Where ranks divide the experts of a block, the block is two units: the dense one is shared by all ranks,
 that of the own experts by the ranks that hold the same ones (a mesh of its own for some parameters, as torch 2.13's
 shard_placement_fn and torchtitan have it). Both are gathered at the block's begin, one after the other; in the backward
@@ -32,9 +39,10 @@ is the order in which torch.cuda.max_memory_allocated counts. FSDP2 on a CPU blo
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import groupby
+from typing import NamedTuple
 
 from gssim import collectives, cost
 from gssim.collectives import Communication
@@ -403,15 +411,24 @@ def _reduce_id(unit: Unit) -> TaskId:
     return TaskId("reduce-scatter", layer=unit.name)
 
 
-def _reduce_scatter(low: Lowering, rank: int, unit: Unit, freed: Sequence[Unit], micro_batch: MicroBatch) -> list[Task]:
+def _reduce_scatter(
+    low: Lowering,
+    rank: int,
+    unit: Unit,
+    freed: Sequence[Unit],
+    micro_batch: MicroBatch,
+    *,
+    accumulated: bool = False,
+) -> list[Task]:
     """Return the tasks that follow a unit's complete backward; `freed`: units reduced before it whose buffers it frees.
 
-    The sum of the shard's gradients is kept; in later micro-batches it is added to the existing gradient, and freed: at
-    once, or, where it is the all-reduced tensor, by the callback at the end of the backward.
+    `accumulated`: the micro-batch's gradients are added to earlier ones already. The sum of the shard's gradients is
+    kept; in later micro-batches it is added to the existing gradient, and freed: at once, or, where it is the
+    all-reduced tensor, by the callback at the end of the backward.
     """
     reduce, overlaps = _reduce_id(unit), low.overlaps
     stays = low.replicates and not unit.casts_gradients
-    sums_cast = low.casts_units and micro_batch.accumulates  # gradients are then those that were kept cast
+    sums_cast = low.casts_units and (accumulated or micro_batch.accumulates)  # then they are those that were kept cast
     tensors, gradients = unit.tensors.gradient_tensors, float(unit.gradient_bytes)
     if sums_cast:
         tensors = tuple(size // unit.tensors.value_bytes * unit.tensors.reduce_bytes for size in tensors)
@@ -436,7 +453,7 @@ def _reduce_scatter(low: Lowering, rank: int, unit: Unit, freed: Sequence[Unit],
             *([added] if (overlaps or unit.ranks == 1) and not unit.casts_gradients else []),
         ),
     )
-    tasks = [*(_accumulate(low, rank, unit, micro_batch) if sums_cast else []), copy]
+    tasks = [*(_accumulate(low, rank, unit, micro_batch) if sums_cast and not accumulated else []), copy]
     if unit.ranks > 1:
         exchange = _exchange(low, unit, "reduce-scatter", unit.scattered_bytes)
         last = [] if unit.casts_gradients else [added]
@@ -488,6 +505,56 @@ def _cast(low: Lowering, rank: int, unit: Unit, added: Event) -> list[Task]:
     return [Task(issue, "backward", need=need), Task(cast, "backward", stream, duration_s=duration_s)]
 
 
+# Stages --------------------------------------------------------------------------------------------------------------
+
+
+class Gathered(NamedTuple):
+    """Units of a stage that are gathered already when a micro-batch runs; see [Note: stages]."""
+
+    root: bool = False
+    before_forward: bool = False
+    """Blocks, when the forward begins."""
+    before_backward: bool = False
+    """Blocks, when the backward begins."""
+
+    def includes(self, unit: Unit) -> bool:
+        """Return whether a unit is gathered when the forward begins."""
+        return self.root if unit.is_root else self.before_forward
+
+
+NOTHING_GATHERED = Gathered()
+
+
+def run_stage(low: Lowering, rank: int, tasks: list[Task], micro_batch: MicroBatch, gathered: Gathered) -> list[Task]:
+    """Return forward and backward of a stage with the gathers that its units need; gradients stay whole."""
+    behind: dict[TaskId, list[Task]] = defaultdict(list)
+    ends = pass_ends(tasks, "backward")
+    end: list[Task] = []
+    for unit in units(low) if low.casts_units else ():
+        added = _accumulate(low, rank, unit, micro_batch)
+        if unit.is_root:
+            end = added
+        else:
+            behind[ends[unit.layers[0].module]] = added
+    tasks = [*insert_beside(tasks, before={}, behind=behind), *end]
+    before, after = _gather_forward(low, rank, gathered)
+    if not gathered.before_backward:
+        before = {**before, **_gather_backward(low, rank)}
+    after = _free_after_forward(low, tasks, after) if low.policies.parameters == "sharded" else after
+    return insert_beside(_with_forward_begin(low, tasks), before=before, behind=after)
+
+
+def reduce_stage_gradients(low: Lowering, rank: int) -> list[Task]:
+    """Return the release of a stage's parameters, and the reduction of its gradients, after the schedule."""
+    last = replace(low.micro_batches[-1], sends_gradients=True)
+    tasks: list[Task] = []
+    held: tuple[Unit, ...] = ()
+    for unit in units(low):
+        tasks += _reduce_scatter(low, rank, unit, held, last, accumulated=True)
+        held = (unit,)
+    return [*tasks, _callback(low, held, last)]
+
+
 # Parameters ----------------------------------------------------------------------------------------------------------
 
 
@@ -498,20 +565,29 @@ def keep_parameters(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
 
 def gather_parameters(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
     """FSDP2 with reshard_after_forward=False: each unit is gathered before its first forward and kept."""
-    before = _gather_forward(low, rank)
-    return insert_beside(_with_forward_begin(low, tasks), before=before, behind={})
+    before, behind = _gather_forward(low, rank)
+    return insert_beside(_with_forward_begin(low, tasks), before=before, behind=behind)
 
 
 def gather_parameters_twice(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
     """FSDP2 with its default reshard_after_forward: each block is freed after its forward, and gathered again."""
-    before = {**_gather_forward(low, rank), **_gather_backward(low, rank)}
+    before, behind = _gather_forward(low, rank)
+    before = {**before, **_gather_backward(low, rank)}
+    behind = _free_after_forward(low, tasks, behind)
+    return insert_beside(_with_forward_begin(low, tasks), before=before, behind=behind)
+
+
+def _free_after_forward(
+    low: Lowering, tasks: Sequence[Task], behind: dict[TaskId, list[Task]]
+) -> dict[TaskId, list[Task]]:
+    """Return what follows a forward, and before it the release of each block's parameters."""
     ends = pass_ends(tasks, "forward")
-    behind: dict[TaskId, list[Task]] = defaultdict(list)
+    freed: dict[TaskId, list[Task]] = defaultdict(list)
     for unit in units(low):
         if not unit.is_root:
-            freed = Task(TaskId("free", layer=unit.name), "forward", need=_need(unit.gathered(0, sign=-1)))
-            behind[ends[unit.layers[0].module]].append(freed)
-    return insert_beside(_with_forward_begin(low, tasks), before=before, behind=behind)
+            own = Task(TaskId("free", layer=unit.name), "forward", need=_need(unit.gathered(0, sign=-1)))
+            freed[ends[unit.layers[0].module]].append(own)
+    return {**behind, **{end: [*tasks, *behind.get(end, ())] for end, tasks in freed.items()}}
 
 
 FORWARD_BEGIN = TaskId("forward-begin")
@@ -571,14 +647,18 @@ def _copy_out(low: Lowering, rank: int, unit: Unit, phase: str, freed_bytes: int
     )
 
 
-def _gather_forward(low: Lowering, rank: int) -> dict[TaskId, list[Task]]:
-    """Return each unit's gather, by the forward that it precedes.
+def _gather_forward(
+    low: Lowering, rank: int, gathered: Gathered = NOTHING_GATHERED
+) -> tuple[dict[TaskId, list[Task]], dict[TaskId, list[Task]]]:
+    """Return each unit's gather, by the forward that it precedes, and what follows a forward.
 
     A flat buffer is held until the next unit's copy-out is done (comm_ctx.all_gather_state; wait_for_unshard drops it
     before that copy, but its own variable prev_all_gather_state lives on), or the forward is.
     """
     before: dict[TaskId, list[Task]] = defaultdict(list)
-    all_units = units(low)
+    all_units = [unit for unit in units(low) if not gathered.includes(unit)]
+    if not all_units:
+        return before, {}
     flat_bytes = 0
     for number, unit in enumerate(all_units):
         after = (gather_id(all_units[number - 2].name, "forward").serving("copy-out"),) if number > 1 else ()
@@ -588,8 +668,10 @@ def _gather_forward(low: Lowering, rank: int) -> dict[TaskId, list[Task]]:
         before[forward_id(first)] += [*_gather(low, rank, unit, "forward", after or start), copy]
         flat_bytes = unit.flat_bytes
     end = Task(TaskId("forward-end"), "forward", need=_need(Event(0, -flat_bytes, "communication")))
+    if low.stages and low.stages[0].after is not None:  # its last layer is no loss
+        return before, {forward_id(low.layers[-1]): [end]}
     before[forward_id(low.layers[-1])].append(end)
-    return before
+    return before, {}
 
 
 def _gather_backward(low: Lowering, rank: int) -> dict[TaskId, list[Task]]:
@@ -604,7 +686,10 @@ def _gather_backward(low: Lowering, rank: int) -> dict[TaskId, list[Task]]:
         return before
     blocks.reverse()
     last_copy = (gather_id(blocks[0][-1].name, "forward").serving("copy-out"),)
-    issuer = low.layers[-2] if all_units[0].is_root else blocks[0][0].layers[0]
+    if low.stages:  # the last forward may be that of another micro-batch
+        last_copy = (gather_id(blocks[0][-1].name, "backward").serving("issue"),)
+    has_loss = not low.stages or low.stages[0].after is None
+    issuer = low.layers[-2] if all_units[0].is_root and has_loss else blocks[0][0].layers[0]
     before[backward_begin(low, issuer)] += _gather(low, rank, blocks[0][-1], "backward", last_copy)
     issued = {blocks[0][-1].name}
     for number, block in enumerate(blocks):
