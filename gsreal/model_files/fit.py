@@ -254,12 +254,14 @@ def grouped(layers: list[Layer]) -> tuple[Layer, ...]:
     The partial costs of layers whose neighbours are frozen differ at most in where buffers end in adjacent layers,
     which is recomputed from these. The second layer of a group has all of them, the model's first layer does not.
     """
-    groups = []
+    groups: list[Layer] = []
     for _, members in groupby(layers, key=merge_key):
         run = list(members)
         modules = tuple(m for layer in run for m in layer.modules)
         name = run[0].name.rpartition(".")[0] if len(run) > 1 else run[0].name
-        groups.append(replace(run[min(1, len(run) - 1)], name=name or run[0].name, modules=modules))
+        if not name or any(group.name == name for group in groups):  # a stack has several groups of equal blocks
+            name = run[0].name
+        groups.append(replace(run[min(1, len(run) - 1)], name=name, modules=modules))
     return tuple(groups)
 
 

@@ -124,7 +124,11 @@ def calibration_id(cluster: Cluster, gradients: GradientStatistics | None, share
                 "version": VERSION,
                 "cluster": shared.once("identity of cluster", Same(cluster), lambda: _digest(_fields(cluster))),
                 "gradients": gradients
-                and shared.once("identity of statistics", Same(gradients), lambda: _digest(_fields(gradients))),
+                and shared.once(
+                    "identity of statistics",
+                    Same(gradients),
+                    lambda: _digest(_fields(gradients.transfer or gradients)),
+                ),
             }
         )
 

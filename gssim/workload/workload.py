@@ -123,7 +123,8 @@ class Workload:
     model: Model
     """A model file (`gsreal trace`), the name of a shipped one (`gssim models`), or its table."""
     gradients: str | None = None
-    """Gradient statistics file: needed where a threshold is set."""
+    """Gradient statistics file, where a threshold is set: by `gsreal gradients`, of this model and workload. Absent, or
+    `transferred`: statistics of small models of the family, scaled to this one, with an error band."""
     global_batch_size: Annotated[PositiveInt, limited("samples")]
     """Samples of one step, of all ranks together."""
     sequence_length: Annotated[PositiveInt, limited("sequence_length")] | None = None
