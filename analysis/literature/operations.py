@@ -29,6 +29,8 @@ class TensorSplit:
     """Sizes of tensors as polynomials: of a whole layer, or of one that is split over `ranks` tensor ranks."""
 
     ranks: int = 1
+    windows: tuple[int, int] | None = None
+    """Number and length of a sample's windows, which then take the place of its sequence."""
 
     def size(self, *, one: float = 0, bs: float = 0, bss: float = 0, shared: bool = True) -> Polynomial:
         """Return one + bs * b * s + bss * b * s^2 bytes; `shared`: each rank stores its part of it (a unit).
@@ -38,6 +40,9 @@ class TensorSplit:
         """
         parts = self.ranks if shared else 1
         coefficients = [(one, 0, 0), (bs, 1, 1), (bss, 1, 2)]
+        if self.windows is not None:
+            count, length = self.windows
+            coefficients = [(one, 0, 0), (count * length * (bs + bss * length), 1, 0)]
         terms = tuple((math.ceil(value / parts), i, j) for value, i, j in coefficients if value) or ZERO_BYTES.terms
         return Polynomial((), terms) if shared and self.ranks > 1 else Polynomial(terms)
 

@@ -28,8 +28,15 @@ from gssim.workload import Buffer, Layer, Model, Module, Moment, Polynomial, Tok
 class TransformerBuilder:
     """Builds the operations of one model, whole or split over `ranks` tensor ranks."""
 
-    def __init__(self, shape: Shape, software: Software, ranks: int, use: KernelUse | None = None) -> None:
-        self.shape, self.software, self.split = shape, software, TensorSplit(ranks)
+    def __init__(
+        self,
+        shape: Shape,
+        software: Software,
+        ranks: int,
+        use: KernelUse | None = None,
+        windows: tuple[int, int] | None = None,
+    ) -> None:
+        self.shape, self.software, self.split = shape, software, TensorSplit(ranks, windows)
         self.use = use
         self.kernels = kernels_of(use.machine) if use is not None else None
         self.value = PRECISION_BYTES[software.precision]
@@ -427,6 +434,11 @@ class TransformerBuilder:
             ),
         )
 
+    def mean_loss(self) -> tuple[Operation, ...]:
+        """Return a loss that is the mean of the last block's output."""
+        read = self.unsplit_bytes(self.shape.hidden)
+        return (Operation(name="loss", output=self.split.size(one=FLOAT, shared=False), backward_streamed=read),)
+
     def head(self, *, tied: bool) -> tuple[Operation, ...]:
         """Return the last norm, the logits and the loss; `tied`: the logits use the embedding's weight."""
         h, vocabulary = self.shape.hidden, self.shape.vocabulary
@@ -448,21 +460,31 @@ def layers_of(
     """Return the layers of a model (embedding, blocks, head with the loss), split over `ranks` tensor ranks."""
     builder = TransformerBuilder(shape, software, ranks, use)
     block = builder.block()
+    last, blocks = builder, shape.layers
+    if shape.windows is not None:
+        windows = shape.windows
+        last = TransformerBuilder(windows.shape, software, ranks, use, (windows.count, windows.shape.sequence_length))
+        blocks -= windows.shape.layers
     # index, in the backward of the layer before, at which the gradient of a block's input is freed
     freed_at = next(len(block) - 1 - i for i, operation in enumerate(block) if operation.name == "map_norm")
-    modules = [f"blocks.{number}" for number in range(shape.layers)]
-    parts = {"embedding": builder.embedding(), "blocks.0": block, "head": builder.head(tied=tied)}
+    modules = [f"blocks.{number}" for number in range(blocks)]
+    parts = [("embedding", builder, builder.embedding(), ["embedding"]), ("blocks.0", builder, block, modules)]
+    if shape.windows is not None:
+        inside = [f"windows.{number}" for number in range(shape.layers - blocks)]
+        parts += [("windows.0", last, last.block(), inside), ("head", last, last.mean_loss(), ["head"])]
+    else:
+        parts.append(("head", builder, builder.head(tied=tied), ["head"]))
     layers = [
         LayerOperations(
-            operations, builder.split, software.early_stop, software.gathers_alone, software.recomputes_attention
+            operations, of.split, software.early_stop, software.gathers_alone, software.recomputes_attention
         ).layer(
             name,
-            modules if operations is block else [name],
-            block=operations is block,
-            input_bytes=builder.block_output_bytes(),
+            names,
+            block=name.endswith(".0"),
+            input_bytes=of.block_output_bytes(),
             freed_at=freed_at,
         )
-        for name, operations in parts.items()
+        for name, of, operations, names in parts
     ]
     if across:
         layers[-1] = _with_tied_gradient(builder, layers[-1])

@@ -17,7 +17,7 @@ from gsreal.gradient_sharding import GradientSharding
 from gsreal.gradient_sharding.master import MasterCopy, master_type
 from gsreal.machine import group_threads
 from gsreal.measure import Timeline
-from gsreal.model_files.build import logits_of, loss_of
+from gsreal.model_files.build import autocast, logits_of, loss_of
 from gsreal.run.rank_speed import Rebalancer, SlowDevice
 from gssim.plan import AXES, Mesh, Policies, splitting
 from gssim.scenario import has_master_copy
@@ -95,12 +95,12 @@ def replica_optimizer_of(workload: Workload, device: torch.device) -> tuple[Any,
 def make_optimizer(
     workload: Workload, parameters: Iterable[nn.Parameter], device: torch.device
 ) -> torch.optim.Optimizer:
-    """Return the workload's optimizer over the parameters, with master copies if their precision requires it.
+    """Return the workload's optimizer over the trained parameters, with master copies if their precision requires it.
 
     DTensors of each mesh and others are separate groups: torch's optimizers that process all tensors together refuse a
     mixture.
     """
-    parameter_list = list(parameters)
+    parameter_list = [parameter for parameter in parameters if parameter.requires_grad]
     meshes = dict.fromkeys(p.device_mesh if isinstance(p, DTensor) else None for p in parameter_list)
     low = any(parameter.dtype != master_type(parameter.dtype) for parameter in parameter_list)
     kind, settings = replica_optimizer_of(workload, device) if low else optimizer_of(workload, device)
@@ -309,6 +309,9 @@ class Training:
     slices: Sequence[dist.ProcessGroup] | None = None
     """If tensor-parallel ranks cut blocks: their group, and that of their shards, over which norms are summed."""
 
+    autocast: str | None = None
+    """Precision of torch.autocast in forwards, if the workload has it."""
+
     scaler: LossScaler | None = None
     """Factor on the loss, if the workload has one."""
 
@@ -359,7 +362,8 @@ class Training:
     def _forward_backward(self, inputs: Tensor, targets: Tensor, factor: float) -> Tensor:
         timeline = self.timeline
         self.last_gradient.clear()
-        with self._phase("forward", len(inputs)), timeline.span("forward", "forward"):
+        cast = autocast(self.autocast, inputs.device.type)
+        with self._phase("forward", len(inputs)), timeline.span("forward", "forward"), cast:
             loss = loss_of(logits_of(self.module(inputs)), targets)
         with self._phase("backward", len(inputs)):
             with timeline.span("backward", "backward"):

@@ -66,6 +66,10 @@ class Policies:
     """Whether the ranks of the axis tp divide sequences among them between the cut parts of blocks."""
     cp: int = 1
     """Ranks that divide sequences among them."""
+    ring: bool = False
+    """Whether their attention is a ring, not an exchange of heads."""
+    zigzag: bool = False
+    """Whether they have the positions of the ring's balanced division."""
 
     @property
     def cuts_natively(self) -> bool:
@@ -136,6 +140,8 @@ def resolve(plan: Plan, *, devices: int, hosts: Sequence[str] = (), backend: str
         name: getattr(plan, name) or getattr(method, name)
         for name in ("partition", "parameters", "gradients", "gradient_sync", "optimizer_state")
     }
+    if plan.pp > 1 and plan.gradient_sync is None:  # torch's stages send gradients after the last micro-batch
+        policies["gradient_sync"] = "step"
     policies["exchange"] = plan.exchange or usual_exchange(policies["gradients"], backend=backend)
     publishes = policies["gradients"] == "push" and policies["parameters"] == "replicated"
     return Policies(
@@ -149,6 +155,8 @@ def resolve(plan: Plan, *, devices: int, hosts: Sequence[str] = (), backend: str
         publish_overlaps=publishes and plan.overlap and bool(plan.publish.overlap),
         sequence_parallel=plan.sequence_parallel,
         ep=plan.ep,
+        ring=plan.cp > 1 and plan.context_exchange == "ring",
+        zigzag=plan.cp > 1 and plan.context_exchange == "ring" and plan.context_split == "zigzag",
     )
 
 
