@@ -95,7 +95,7 @@ def _content(path: Path, text: str, form: str | None) -> tuple[str, dict[str, An
     """Return the format of a file, and its keys."""
     file = str(path)
     if form is not None and form not in FORMATS:
-        raise UserError(f"--from {form}: no such format; allowed: {', '.join(FORMATS)}")
+        raise UserError(f"--format {form}: no such format; allowed: {', '.join(FORMATS)}")
     data: Any
     match path.suffix:
         case ".json":

@@ -362,7 +362,7 @@ def _method(training: Training, keys: Keys, dp: int, tp: int, pp: int, cp: int) 
         method = "ddp" if dp * cp > 1 else "pipeline" if pp > 1 else "tensor" if tp > 1 else "single"
         return [Entry("plan.method", method, why)]
     method = "hsdp" if sharding.value == "zero3" and replicas > 1 else sharding.value
-    if pp > 1 and method != "zero1":
+    if pp > 1 and not METHODS[method].in_pipelines:
         _refuse(keys, sharding, f"method '{method}' cannot run in a pipeline yet", "plan.method")
         return None
     entries = [Entry("plan.method", method, sharding.origin)]
