@@ -276,13 +276,8 @@ def _precision_of_accelerate(keys: Keys, found: Training, kind: str) -> None:
     )
     if precision is not None and (kind != "DEEPSPEED" or precision.value != "fp32"):
         found.precision = precision
-    sharded = kind in ("FSDP", "DEEPSPEED")
-    if (
-        precision is not None
-        and precision.value != "fp32"
-        and not sharded
-        and "workload.precision" not in keys.overridden
-    ):
+    as_said = kind in ("FSDP", "DEEPSPEED") or "workload.precision" in keys.overridden
+    if precision is not None and precision.value != "fp32" and not as_said:
         _autocast(found, precision)
     if not keys.has("mixed_precision") and kind != "DEEPSPEED":
         found.precision = Value("fp32", "mixed_precision is not given: no")
@@ -479,7 +474,7 @@ def _axolotl_adapters(keys: Keys, training: Training) -> None:
     dropout = keys.number("lora_dropout")
     if dropout is not None and dropout.value:
         keys.note("lora_dropout", "approximated: the masks of dropout in adapters are not counted")
-    table: dict[str, Any] = {"rank": rank.value}
+    table: dict[str, object] = {"rank": rank.value}
     if alpha is not None:
         table["alpha"] = alpha.value
     if linear is not None and linear.value:
