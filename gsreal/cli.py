@@ -588,6 +588,9 @@ def trace_command(
         str | None, typer.Option("--precision", help="Trace in fp32 (by default), bf16 or fp64; others are scaled.")
     ] = None,
     source: Annotated[str | None, typer.Option("--source", help="Where the model's numbers are published.")] = None,
+    autocast: Annotated[
+        list[str] | None, typer.Option("--autocast", help="Also under torch.autocast in bf16 or fp16; repeatable.")
+    ] = None,
     adapters: Annotated[
         list[str] | None,
         typer.Option("--adapters", help="Also with adapters at query-value, all-linear, or q_proj,...; repeatable."),
@@ -617,6 +620,7 @@ def trace_command(
         sequence_length=sequence_length,
         precision=precision,
         source=source,
+        autocast=tuple(autocast or ()),
         adapters=tuple(adapters or ()),
     )
     check_options(request)

@@ -14,7 +14,7 @@ from statistics import fmean, median
 
 import numpy as np
 
-from gssim.cache import Shared
+from gssim.cache import Same, Shared
 from gssim.engine import Machine, RecordingTracker, TaskSpan, is_jittery
 from gssim.errors import UserError
 from gssim.execution import NUMERICS, SHOWN, code_digest, installed_version
@@ -417,8 +417,8 @@ def _result(
     phases_s = {name: fmean([phase[name] for phase in phases], counts) for name in phases[0]}
     total_s = sum(phases_s.values())  # ranks have their median steps at different times
     phases_s = {name: value * typical.time_s / total_s for name, value in phases_s.items()} if total_s else phases_s
-    footprints = _footprints(scenario, typical, sized=sized)
-    first_footprints = footprints if first is typical else _footprints(scenario, first, sized=sized)
+    footprints = _footprints(scenario, typical, shared, sized=sized)
+    first_footprints = footprints if first is typical else _footprints(scenario, first, shared, sized=sized)
     fit = worst_misfit(footprints) or worst_misfit(first_footprints)
     mean_ratio = mean_over_typical(machine, excess)
     ranks = rank_classes(scenario, machine, phases, footprints, mean_ratio=mean_ratio)
@@ -508,9 +508,18 @@ def _times_in(step: _SteadyRun, phases: Collection[str], ranks: int) -> Floats:
     return times_s
 
 
-def _footprints(scenario: Scenario, step: _SteadyRun, *, sized: bool) -> list[MemoryFootprint]:
-    """Return the memory footprint of each class of ranks; `sized`: with the allocator's overhead."""
+def _footprints(scenario: Scenario, step: _SteadyRun, shared: Shared, *, sized: bool) -> list[MemoryFootprint]:
+    """Return the memory footprint of each class of ranks; `sized`: with the allocator's overhead.
+
+    They are those of the program and of the peaks, whatever the network.
+    """
     machine = step.machine
     ranks = [each.representative for each in machine.classes]
     peaks = [(rank, memory.peak) for rank, memory in zip(ranks, machine.memory, strict=True)]
-    return footprints_of(scenario, machine.program, peaks, reserved=sized)
+    key = (Same(machine.program), sized, tuple(ranks), tuple(Same(peak) for _, peak in peaks))
+    return shared.once(
+        "footprints",
+        key,
+        lambda: footprints_of(scenario, machine.program, peaks, reserved=sized),
+        most=MAX_CACHED_RUNS,
+    )
