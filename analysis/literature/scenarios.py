@@ -23,7 +23,7 @@ from pydantic import TypeAdapter
 import gssim
 from analysis.literature.kernels import KernelUse
 from analysis.literature.platforms import Platform, Server, cluster_of, cluster_tables, platform_of, servers_of
-from analysis.literature.runs import Measured, Run, SkippedError
+from analysis.literature.runs import Measured, Run, SkippedError, UnscoredError
 from analysis.literature.transformer import transformer
 from gssim.cluster import Cluster, Link, presets
 from gssim.execution.files import check_place, write_text
@@ -149,7 +149,8 @@ def _dummy_gradient_bytes(run: Run) -> int:
 def _kernel_use(run: Run) -> KernelUse:
     device = cluster_of_run(run).device_types["gpu"]
     assert run.software.kernels is not None
-    return KernelUse(run.software.kernels, run.micro_batch, achieved_flop_per_s(device, run.software.precision))
+    rate = achieved_flop_per_s(device, run.software.precision)
+    return KernelUse(run.software.kernels, run.micro_batch, rate, device.memory_bandwidth_bytes_per_s)
 
 
 RATE_FLOP_PER_S = 1e12
@@ -375,16 +376,17 @@ LONGEST_NAME = 120
 def emit(runs: Iterable[Run | SkippedError], folder: Path) -> tuple[list[Path], Counter[str]]:
     """Write the scenarios of runs as files; return their paths, and the number of rows without one, by reason.
 
-    Beside the scenarios are the models and clusters that they name, each once. Nothing is written where a place is
-    taken by something else (UserError).
+    Rows that have nothing to score are written too. Beside the scenarios are the models and clusters that they name,
+    each once. Nothing is written where a place is taken by something else (UserError).
     """
     files: dict[str, str] = {}
     scenarios: list[str] = []
     skipped: Counter[str] = Counter()
-    for run in runs:
+    for row in runs:
         try:
-            if isinstance(run, SkippedError):
-                raise run
+            if isinstance(row, SkippedError) and not isinstance(row, UnscoredError):
+                raise row
+            run = row.run if isinstance(row, UnscoredError) else row
             scenario_of(run)
         except SkippedError as reason:
             skipped[str(reason)] += 1

@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.tensor import DTensor
 
 from gsreal.machine import group_threads
 from gsreal.measure import Timeline
-from gsreal.methods.data_parallel import cast_all_reduce, shard_optimizer_state
+from gsreal.methods.data_parallel import cast_all_reduce, fully_shard_module, shard_optimizer_state
 from gsreal.methods.stage_modules import stage_module, tied_names
 from gsreal.methods.training import Training, Weights, checkpoint_block, make_optimizer, weighted
 from gsreal.model_files.build import loss_of
@@ -40,7 +41,7 @@ class StageModules(nn.Module):
     def gather_parameters(self) -> dict[str, Tensor]:
         """Return every parameter of the model by its name in the model (a collective over the pipeline's ranks)."""
         own = {
-            name.removeprefix("module."): parameter.detach().contiguous()
+            name.removeprefix("module."): whole(parameter.detach()).contiguous()
             for stage in self.stages
             for name, parameter in stage.named_parameters()
         }
@@ -57,6 +58,11 @@ class StageModules(nn.Module):
                 dist.broadcast(sent, rank, group=self.group)
                 parameters[name] = sent.cpu()
         return parameters
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a tensor, of a sharded one the whole (a collective over its shards)."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def process_group(mesh: Mesh, rank: int, *axes: str, places: Sequence[int] | None = None) -> dist.ProcessGroup | None:
@@ -175,7 +181,7 @@ class PipelineTraining(Training):
         parameters = list(self.module.parameters())
         again = {copy.parameter for copy in self.copies if not copy.first}
         counted = [p.grad for p in parameters if p.grad is not None and p not in again]
-        squares = nn.utils.get_total_norm(counted).double().square()
+        squares = whole(nn.utils.get_total_norm(counted)).double().square()
         with self.timeline.span("all-reduce gradient norm of the stages", "exposed_communication", self.module.group):
             dist.all_reduce(squares, group=self.module.group)
         nn.utils.clip_grads_with_norm_(parameters, norm, squares.sqrt().to(counted[0].dtype))
@@ -217,7 +223,13 @@ def pipeline_stages(scenario: Scenario, module: nn.Module, timeline: Timeline, d
                 if instance.layer.block:
                     checkpoint_block(inner[instance.module], selective=scenario.plan.recompute == "selective")
         modules.append(part)
-    replicas = process_group(mesh, rank, *DATA_AXES) if mesh.data_ranks > 1 else None
+    shards = scenario.policies.gradients == "reduce-scatter"
+    replicas = process_group(mesh, rank, *DATA_AXES) if mesh.data_ranks > 1 and not shards else None
+    if shards:
+        for number, part in zip(numbers, modules, strict=True):
+            inner = dict(part.named_modules())
+            blocks = [inner[instance.module] for instance in stages[number] if instance.layer.block]
+            fully_shard_module(scenario, part, blocks, timeline, device)
     if replicas is not None:
         modules = [_replicated(scenario, part, replicas, timeline, last_gradient) for part in modules]
     observed = [
@@ -227,7 +239,7 @@ def pipeline_stages(scenario: Scenario, module: nn.Module, timeline: Timeline, d
         stage.observe(timeline, last_gradient, replicas)
     losses = Losses(observed[-1], timeline)
     own_stages = StageModules(modules, group, names)
-    if scenario.policies.optimizer_state == "sharded":
+    if scenario.policies.optimizer_state == "sharded" and not shards:
         optimizer = shard_optimizer_state(scenario.workload, own_stages, timeline, device, group=replicas)
     else:
         optimizer = make_optimizer(scenario.workload, own_stages.parameters(), device)

@@ -147,6 +147,7 @@ def build(scenario: Scenario, timeline: Timeline, device: torch.device) -> Train
     torch.manual_seed(scenario.run.seed)
     module = build_module(scenario.workload.model.module, where="workload.model")
     module = module.to(device=device, dtype=DTYPES[scenario.workload.precision])
+    torch.backends.cuda.matmul.allow_tf32 = scenario.workload.tf32
     check_parameters(scenario, module)
     module.train()
     return prepare(scenario, module, timeline, device)
@@ -155,9 +156,11 @@ def build(scenario: Scenario, timeline: Timeline, device: torch.device) -> Train
 def check_parameters(scenario: Scenario, module: nn.Module) -> None:
     """Raise UserError if the model file does not describe the module that its factory creates."""
     real = sum(parameter.numel() for parameter in module.parameters())
-    if real != scenario.workload.model.elements:
+    model = scenario.workload.model
+    listed = model.elements + model.frozen_elements
+    if real != listed:
         raise UserError(
-            f"workload.model: the file lists {scenario.workload.model.elements} parameters, but the module has {real}; "
+            f"workload.model: the file lists {listed} parameters, but the module has {real}; "
             "trace it again with `gsreal trace`"
         )
 

@@ -33,10 +33,12 @@ from gssim.program.publish import mean_publish_density, publish_ratios, publishe
 from gssim.program.push import estimates_thresholds, push_gradients
 from gssim.program.replicated import all_reduce_gradients, keep_gradients
 from gssim.program.sharded import (
+    Gathered,
     gather_parameters,
     gather_parameters_twice,
     keep_parameters,
     reduce_scatter_gradients,
+    run_stage,
 )
 from gssim.program.stage_boundary import stages_of
 from gssim.program.task import (
@@ -424,6 +426,8 @@ class _RankKind(NamedTuple):
     stages: tuple[int, ...]
     expert_position: int
     """Of ranks that divide experts, the first with as many rows."""
+    ring_position: int
+    """Of ranks in a ring, whose blocks differ, the rank's position."""
 
 
 def _rank_kind(low: Lowering, rank: int) -> _RankKind:
@@ -434,6 +438,7 @@ def _rank_kind(low: Lowering, rank: int) -> _RankKind:
         rank if low.policies.gradients == "push" else None,
         tuple(stage.number for stage in low.stages),
         low.expert_position(rank),
+        low.ring_position(rank),
     )
 
 
@@ -446,6 +451,8 @@ class _MicroBatchKind(NamedTuple):
     sends_gradients: bool
     own_messages: int
     """Its index where each micro-batch sends other entries; else 0."""
+    gathered: Gathered | None
+    """Of sharded parameters of a pipeline's stage, those that are gathered already."""
 
 
 @dataclass(frozen=True)
@@ -470,12 +477,21 @@ def _micro_batch(low: Lowering, micro_batch: MicroBatch, *, rank: int, alike: _A
     return alike.micro_batches[kind, micro_batch]
 
 
-def _stage_tasks(low: Lowering, micro_batch: MicroBatch, *, rank: int, alike: _Alike) -> list[Task]:
+def _stage_tasks(
+    low: Lowering, micro_batch: MicroBatch, gathered: Gathered | None, *, rank: int, alike: _Alike
+) -> list[Task]:
     """Return the tasks of one micro-batch of a rank's stage without its number, equal ones as the same list."""
-    return _unnumbered(low, rank, _rank_kind(low, rank), micro_batch, alike)
+    return _unnumbered(low, rank, _rank_kind(low, rank), micro_batch, alike, gathered)
 
 
-def _unnumbered(low: Lowering, rank: int, rank_kind: _RankKind, micro_batch: MicroBatch, alike: _Alike) -> list[Task]:
+def _unnumbered(
+    low: Lowering,
+    rank: int,
+    rank_kind: _RankKind,
+    micro_batch: MicroBatch,
+    alike: _Alike,
+    gathered: Gathered | None = None,
+) -> list[Task]:
     policies = low.scenario.policies
     pushes, sharded = policies.gradients == "push", policies.parameters != "replicated"
     kind = _MicroBatchKind(
@@ -484,9 +500,13 @@ def _unnumbered(low: Lowering, rank: int, rank_kind: _RankKind, micro_batch: Mic
         micro_batch.first,
         micro_batch.sends_gradients,
         micro_batch.index if pushes and low.push.selects else 0,
+        gathered,
     )
     if kind not in alike.unnumbered:
         tasks = _forward_and_backward(low, rank, micro_batch)
+        if gathered is not None:
+            alike.unnumbered[kind] = run_stage(low, rank, tasks, micro_batch, gathered)
+            return alike.unnumbered[kind]
         tasks = REDUCE_GRADIENTS[policies.gradients, sharded](low, rank, tasks, micro_batch)
         alike.unnumbered[kind] = HOLD_PARAMETERS[policies.parameters, pushes](low, rank, tasks)
     return alike.unnumbered[kind]

@@ -16,14 +16,15 @@ from gssim.plan import Action, Message
 from gssim.program.compressed import HALF_BYTES
 from gssim.program.lowering import Lowering
 from gssim.program.replicated import is_reduction
+from gssim.program.sharded import Gathered, reduce_stage_gradients
 from gssim.program.stage_boundary import Stage
 from gssim.program.task import BACKWARD, Chunk, MicroBatch, Task, TaskId, Template, collective_task, with_ids
 from gssim.scenario import tied_parameters
 from gssim.units import PRECISION_BYTES
 
-StageTasks = Callable[[Lowering, MicroBatch], Sequence[Task]]
+StageTasks = Callable[[Lowering, MicroBatch, Gathered | None], Sequence[Task]]
 """Function that returns forward and backward of one stage for one micro-batch, with the policies' collectives, without
-the micro-batch's number: the same sequence where they are equal."""
+the micro-batch's number: the same sequence where they are equal. It is told which sharded parameters are gathered."""
 
 
 def pipeline(low: Lowering, rank: int, stage_tasks: StageTasks, *, chunked: bool) -> list[Task | Chunk]:
@@ -33,6 +34,7 @@ def pipeline(low: Lowering, rank: int, stage_tasks: StageTasks, *, chunked: bool
     torch's schedule does. The backend starts a message when both ends have posted it (gloo's sender waits for the
     receiver's notice, NCCL's kernel for its peer). Gradients are reduced in the last backward, as in DDP; without
     overlap, after the schedule (Megatron-LM, finalize_model_grads): a stage's last message does not wait for them.
+    Sharded gradients are always reduced after the schedule; see [Note: stages] in `sharded`.
     """
     mesh = low.scenario.policies.mesh
     stages = {stage.number: _stage_lowering(low, stage) for stage in low.stages}
@@ -40,7 +42,11 @@ def pipeline(low: Lowering, rank: int, stage_tasks: StageTasks, *, chunked: bool
     writer.add(Task(TaskId("step-begin"), "idle"))
     for action in low.schedule[mesh.place(rank).pp]:
         writer.add_action(action, stage_tasks, chunked=chunked)
-    return [*writer.tasks, *writer.deferred, *_sum_tied_gradients(low, rank, writer.replicas)]
+    reduced: list[Task] = []
+    for number, own in stages.items() if low.reduces_after_schedule else ():
+        stage = None if own is low else number
+        reduced += with_ids(reduce_stage_gradients(own, rank), partial(TaskId.at, stage=stage))
+    return [*writer.tasks, *writer.deferred, *reduced, *_sum_tied_gradients(low, rank, writer.replicas)]
 
 
 def _sum_tied_gradients(low: Lowering, rank: int, replicas: Sequence[Sequence[int]]) -> list[Task]:
@@ -89,6 +95,8 @@ class _ScheduleWriter:
     """By identity of a stage's tasks, and direction; None where they cannot be a template."""
     messages: dict[tuple[int, int], Communication] = field(default_factory=dict)
     """By source and target stage."""
+    gathered: dict[int, Gathered] = field(default_factory=dict)
+    """Units of each stage that are gathered now, by stage number."""
     latest: TaskId = TaskId("step-begin")  # noqa: RUF009 -- immutable
     """The latest task of the compute stream, after which messages are posted."""
 
@@ -115,8 +123,10 @@ class _ScheduleWriter:
         """Append the forward or the backward of a stage."""
         low, micro_batch = self.stages[action.stage], self.low.micro_batches[action.micro_batch]
         stage = None if low is self.low else action.stage
-        several = stage_tasks(low, micro_batch)
+        gathered = self.gathered_for(action) if low.reduces_after_schedule else None
+        several = stage_tasks(low, micro_batch, gathered)
         key = (id(several), action.kind)
+        chunked = chunked and gathered is None
         if chunked and key not in self.templates:
             part = _direction(several, action)
             plain = all(task.stream == "compute" and not task.after and not is_reduction(task) for task in part)
@@ -133,6 +143,14 @@ class _ScheduleWriter:
             self.deferred += [task for task in part if is_reduction(task)]
             part = [task for task in part if not is_reduction(task)]
         self.add(*part)
+
+    def gathered_for(self, action: Action) -> Gathered:
+        """Return the units of a stage that are gathered before an action; note those that are after it."""
+        now = self.gathered.get(action.stage, Gathered())
+        blocks = now.before_forward
+        stay = action.kind == "backward" or self.low.policies.parameters == "gathered"
+        self.gathered[action.stage] = Gathered(root=True, before_forward=stay, before_backward=stay)
+        return Gathered(now.root, blocks, blocks)
 
     def message_id(self, message: Message) -> TaskId:
         """Return the identity of a message, the same on both sides."""
@@ -174,7 +192,9 @@ class _ScheduleWriter:
 
 def _direction(tasks: Sequence[Task], action: Action) -> Sequence[Task]:
     """Return the forward, or the backward, of a stage's tasks."""
-    forward_count = next(place for place, task in enumerate(tasks) if task.id.op in BACKWARD)
+    forward_count = next(
+        place for place, task in enumerate(tasks) if task.id.op in BACKWARD or task.id.during == "backward"
+    )
     return tasks[:forward_count] if action.kind == "forward" else tasks[forward_count:]
 
 

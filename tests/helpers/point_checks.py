@@ -175,6 +175,8 @@ def _scattered_bytes(
     shapes = [p.shape or (1,) for each in unrolled(scenario.workload.model) for p in each.layer.parameters]
     padded = sum(math.prod(shape[1:]) * math.ceil(shape[0] / n) * n for shape in shapes) * value
     scattered = [carried(result, "reduce-scatter")[group] for group in groups["dp_shard"]]
+    if policies.pp > 1:  # each group holds the gradients of its own stages
+        scattered = [sum(scattered) // policies.dp_replicate]
     if set(scattered) != {padded}:
         yield f"reduce-scatters carry {scattered} bytes, padded gradients have {padded}"
     if policies.dp_replicate > 1:

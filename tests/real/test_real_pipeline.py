@@ -23,6 +23,7 @@ BASE = {"resnet": "resnet-digits.toml", "bert": "bert-byte.toml"}
 
 REPLICATED = ["plan.method=ddp", "plan.pp=2", "plan.dp_replicate=2"]
 ZERO1 = ["plan.method=zero1", *REPLICATED[1:]]
+SHARDED = {name: [f"plan.method={name}", "plan.pp=2", "plan.dp_shard=2"] for name in ("zero2", "zero3")}
 DIGITS = ["workload.global_batch_size=12", "workload.precision=fp64"]
 
 
@@ -84,6 +85,26 @@ CASES: dict[int, dict[str, list[str]]] = {
             "plan.schedule=interleaved",
             small("gpt2"),
         ],
+        "1f1b-zero2-sgd": [*GPT, *SGD, *SHARDED["zero2"], "plan.micro_batches=3"],
+        "1f1b-zero3-adamw": [*GPT, *ADAMW64, *SHARDED["zero3"], "plan.micro_batches=3"],
+        "gpipe-zero3-llama-sgd": [
+            *GPT,
+            *SGD,
+            *SHARDED["zero3"],
+            "plan.micro_batches=3",
+            "plan.schedule=gpipe",
+            small("llama"),
+        ],
+        "gpipe-zero2-bert-adamw": [*GPT, *ADAMW64, *SHARDED["zero2"], "plan.micro_batches=2", "plan.schedule=gpipe"],
+        "1f1b-zero3-recompute-sgd": [*GPT, *SGD, *SHARDED["zero3"], "plan.micro_batches=3", "plan.recompute=full"],
+        "gpipe-zero3-clipped-sgd": [
+            *GPT,
+            *SGD,
+            *SHARDED["zero3"],
+            "plan.micro_batches=3",
+            "plan.schedule=gpipe",
+            "workload.clip_norm=0.05",
+        ],
         "1f1b-ddp-sgd": [*GPT, *SGD, *REPLICATED, "plan.micro_batches=3", "plan.bucket_bytes=300000"],
         "gpipe-zero1-adamw": [*GPT, *ADAMW64, *ZERO1, "plan.micro_batches=3", "plan.schedule=gpipe"],
         "interleaved-ddp-bert-adamw": [
@@ -128,6 +149,8 @@ FEW = [
     "gpipe-batch-norm-resnet-sgd",
     "1f1b-ddp-tied-sgd",
     "gpipe-zero1-adamw",
+    "1f1b-zero3-adamw",
+    "gpipe-zero2-bert-adamw",
 ]
 """Every schedule, kind of model, optimizer, way to recompute, and method with replicas once."""
 NAMES = [(ranks, name) for ranks, cases in CASES.items() for name in cases]
