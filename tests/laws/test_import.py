@@ -55,6 +55,14 @@ DEEPSPEED = {
 }
 
 
+@pytest.mark.parametrize("value", ["a - b", 0, -1, 2.5, True, [2], 10**400, "x" * 5000])
+@pytest.mark.parametrize("key", ["plan.ranks", "plan.tp", "plan.pp", "plan.cp", "plan.micro_batches"])
+def test_counts_that_are_none_are_refused_in_a_line(tmp_path, key, value):
+    with pytest.raises(UserError, match="a whole number") as caught:
+        imported(tmp_path, DEEPSPEED, name="ds.json", overrides=[f"{key}={json.dumps(value)}"])
+    assert len(str(caught.value)) <= 300
+
+
 def test_deepspeed(tmp_path):
     tables, found = imported(tmp_path, DEEPSPEED, name="ds.json")
     assert tables["workload"] == {
