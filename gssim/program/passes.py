@@ -436,6 +436,8 @@ class _RankKind(NamedTuple):
     stages: tuple[int, ...]
     expert_position: int
     """Of ranks that divide experts, the first with as many rows."""
+    ring_position: int
+    """Of ranks in a ring, whose blocks differ, the rank's position."""
 
 
 def _rank_kind(low: Lowering, rank: int) -> _RankKind:
@@ -446,6 +448,7 @@ def _rank_kind(low: Lowering, rank: int) -> _RankKind:
         rank if low.policies.gradients == "push" else None,
         tuple(stage.number for stage in low.stages),
         low.expert_position(rank),
+        low.ring_position(rank),
     )
 
 

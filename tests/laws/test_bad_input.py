@@ -273,11 +273,13 @@ def test_a_bad_override(refusal, tmp_path, override, message):
 # Gradient statistics -------------------------------------------------------------------------------------------------
 
 
-def test_a_threshold_without_statistics(refusal, tmp_path):
-    path = write_files(tmp_path, scenario=SCENARIO_TOML.replace('gradients = "tiny.json"', ""))
-    assert refusal(path, *GS).startswith(
-        f"{path}: workload.gradients: missing; plan.push.threshold needs the model's gradient statistics"
-    )
+@pytest.mark.parametrize("gradients", ["", 'gradients = "transferred"'])
+def test_a_threshold_without_statistics_takes_those_of_the_models_family(tmp_path, gradients):
+    path = write_files(tmp_path, scenario=SCENARIO_TOML.replace('gradients = "tiny.json"', gradients))
+    loaded = load_scenario(path, GS)
+    assert loaded.gradients is not None
+    assert loaded.gradients.transfer is not None
+    assert loaded.gradients.transfer.family == "gpt"
 
 
 def test_statistics_that_cover_too_few_steps(refusal, tmp_path):
