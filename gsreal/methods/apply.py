@@ -74,6 +74,7 @@ def prepare(scenario: Scenario, module: nn.Module, timeline: Timeline, device: t
     training = apply(scenario, module, timeline, device)
     training.partial_gradients = divided
     training.experts = experts
+    training.autocast = scenario.workload.autocast
     training.clip_norm = scenario.workload.clip_norm
     training.scaler = loss_scaler(scenario, training, device)
     if policies.tp > 1:

@@ -148,12 +148,21 @@ class HeldOut:
 
     def evaluate(self, module: nn.Module, *, step: int) -> Evaluation:
         """Return loss and accuracy on all held-out data, without side effects on the training (a collective)."""
+        sums = self.sums(module)
+        dist.all_reduce(sums)  # ranks with the same part of the data count it equally: means do not change
+        return self.evaluation(sums, step=step)
+
+    def sums(self, module: nn.Module) -> Tensor:
+        """Return the sums over this rank's part that `evaluation` takes, without side effects on the training."""
         module.eval()
         with torch.no_grad():
             sums = torch.stack([self._sums(module, *batch) for batch in self._batches()]).sum(0)
         module.train()
         _free_gathered(module)
-        dist.all_reduce(sums)  # ranks with the same part of the data count it equally: means do not change
+        return sums
+
+    def evaluation(self, sums: Tensor, *, step: int) -> Evaluation:
+        """Return loss and accuracy from the sums of all ranks."""
         loss, targets, right, samples = sums.tolist()
         return Evaluation(step=step, loss=loss / targets, accuracy_ratio=right / samples if self.classifies else None)
 

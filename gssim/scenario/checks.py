@@ -30,7 +30,7 @@ def check(scenario: Scenario, *, file: str) -> None:
         raise UserError(f"{file}: {error}") from None
     if not scenario.workload.model.layers:
         raise UserError(f"{file}: workload.model: has no layers; `gsreal trace` writes them")
-    _check_adapters(scenario, policies, file)
+    _check_traced_variants(scenario, policies, file)
     _check_sizes(scenario, file)
     _check_push(scenario, policies, file)
     refuse_what_cannot_run(plan, policies, file=file)
@@ -98,27 +98,34 @@ def _check_compressor(scenario: Scenario, policies: Policies, file: str) -> None
             raise UserError(f"{file}: workload.{key} = {value!r}: cannot run yet with {method}; leave it out")
 
 
-def _check_adapters(scenario: Scenario, policies: Policies, file: str) -> None:
-    """Refuse adapters where plans divide the model's layers, or treat parameters that are not trained otherwise."""
+def _check_traced_variants(scenario: Scenario, policies: Policies, file: str) -> None:
+    """Refuse adapters and autocast where plans divide the model's layers, and what adapters are not trained with."""
     workload, plan = scenario.workload, scenario.plan
-    if workload.adapters is None:
+    name = "adapters" if workload.adapters is not None else "autocast"
+    if workload.adapters is None and workload.autocast is None:
         return
-    where = f"{file}: workload.adapters"
+    where = f"{file}: workload.{name}"
     for key, value in (("pp", policies.pp), ("tp", policies.tp), ("cp", policies.cp), ("ep", policies.ep)):
         if value > 1:
             raise UserError(
-                f"{where}: cannot run yet beside plan.{key} = {value}: parts of the model are traced without adapters; "
+                f"{where}: cannot run yet beside plan.{key} = {value}: parts of the model are traced without {name}; "
                 "leave one of them out"
             )
     runs = policies.partition == "data" and policies.gradients != "periodic" and policies.push_axis != "dp_replicate"
     pushes_units = policies.gradients == "push" and policies.parameters != "replicated"
     two_axes = policies.gradients == "reduce-scatter" and policies.dp_replicate > 1
-    if not runs or pushes_units or two_axes or policies.compressor:
+    pushes_casts = workload.autocast is not None and policies.gradients == "push"
+    if not runs or pushes_units or pushes_casts or two_axes or policies.compressor:
         raise UserError(
             f"{where}: cannot run yet with method '{plan.method}'; allowed: methods single, ddp, zero1, zero2, zero3 "
-            "(fsdp) and gs"
+            f"(fsdp){'' if workload.adapters is None else ' and gs'}"
         )
-    if policies.gradients == "push" and scenario.push.threshold is not None:
+    if workload.autocast is not None and plan.recompute != "none":
+        raise UserError(
+            f"{where}: plan.recompute = '{plan.recompute}': cannot run yet: the casts that a recomputation repeats are "
+            "not traced; allowed: 'none'"
+        )
+    if workload.adapters is not None and policies.gradients == "push" and scenario.push.threshold is not None:
         raise UserError(
             f"{where}: plan.push.threshold = {scenario.push.threshold:g}: adapters have no gradient statistics; "
             "leave it out"
@@ -151,7 +158,7 @@ def _check_loss_scale(scenario: Scenario, policies: Policies, file: str) -> None
     if workload.loss_scale is None:
         return
     where = f"{file}: workload.loss_scale = {workload.loss_scale!r}"
-    if workload.precision != "fp16":
+    if "fp16" not in (workload.precision, workload.autocast):
         raise UserError(
             f"{where}: gradients in workload.precision = '{workload.precision}' need no scaled loss; leave it out"
         )
