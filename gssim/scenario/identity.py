@@ -204,6 +204,7 @@ def resolved(scenario: "Scenario", shared: Shared) -> dict[str, Any]:
         (data["plan"], "powersgd", scenario.policies.compressor != "powersgd"),
         (data["plan"], "topk", scenario.policies.compressor != "topk"),
         (data["plan"], "sync_every_steps", plan.sync_every_steps is None),
+        (data["plan"]["outer"], "precision", plan.outer.precision == "fp32"),
         (data["plan"], "outer", not scenario.policies.outer_optimizer),
         (data["plan"], "sequence_parallel", not plan.sequence_parallel),
         (data["plan"], "ep", plan.ep == 1),
