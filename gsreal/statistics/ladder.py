@@ -22,20 +22,18 @@ from gssim.errors import UserError
 from gssim.execution.files import scratch_folder, write_text
 from gssim.scenario import load_scenario
 from gssim.workload import Model
-from gssim.workload.gradient_statistics import GradientStatistics, read_gradients
-from gssim.workload.gradient_transfer import (
+from gssim.workload.gradient_family import (
     WINDOWS,
     Family,
     RowFrequencies,
     Rung,
     law_of,
-    placed,
     predicted_ratios,
     reaching,
-    rung_of,
-    sizes_of,
     with_errors,
 )
+from gssim.workload.gradient_rungs import placed, rung_of, sizes_of
+from gssim.workload.gradient_statistics import GradientStatistics, read_gradients
 
 STEPS = 40
 COURSES = 1

@@ -116,6 +116,9 @@ class Training:
     precision: Value | None = None
     gradient_precision: Value | None = None
     reduce_precision: Value | None = None
+    autocast: Value | None = None
+    adapters: Value | None = None
+    """Table of `workload.adapters`."""
     loss_scale: Value | None = None
     """In fp16; absent there: dynamic."""
     optimizer: Value | None = None
@@ -199,7 +202,7 @@ def _check_clipping(training: Training) -> None:
 
 def _scale_loss(training: Training, plan: list[Entry], overrides: dict[str, Any]) -> None:
     """Set how a training in fp16 scales its loss, unless the scenario is to have another precision, or cannot."""
-    precision = training.precision
+    precision = training.autocast or training.precision
     asked = overrides.get("workload.precision", precision.value if precision else "fp32")
     methods = [entry.value for entry in plan if entry.key == "plan.method"]
     rules = METHODS.get(overrides.get("plan.method") or (methods[0] if methods else ""))
@@ -501,6 +504,8 @@ def _workload(training: Training, keys: Keys, model: Model) -> list[Entry]:
         ("precision", "fp32", "the program's own, as the file does not say"),
         ("gradient_precision", None, ""),
         ("reduce_precision", None, ""),
+        ("autocast", None, ""),
+        ("adapters", None, ""),
         ("loss_scale", None, ""),
         ("optimizer", "adamw", "as the file does not say"),
         ("optimizer_implementation", None, ""),

@@ -249,7 +249,7 @@ class Band:
     """Range of a prediction whose gradient statistics were not measured on the model but transferred from a family.
 
     Both ends are simulated, with all |g| smaller and greater by the factor that covers nine in ten of the family's
-    held-back trainings; see `gssim.workload.gradient_transfer`.
+    held-back trainings; see `gssim.workload.gradient_family`.
     """
 
     family: str

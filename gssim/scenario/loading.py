@@ -19,8 +19,10 @@ from gssim.scenario.checks import check
 from gssim.scenario.scenario import Loaded, Scenario, Source
 from gssim.units import validated
 from gssim.workload import PATHS, Model, shipped_models, unrolled
+from gssim.workload.gradient_family import read_family, shipped_families
+from gssim.workload.gradient_rungs import family_of
 from gssim.workload.gradient_statistics import GradientStatistics, read_gradients
-from gssim.workload.gradient_transfer import family_of, read_family, shipped_families, transferred_statistics
+from gssim.workload.gradient_transfer import transferred_statistics
 
 
 def as_overrides(table: dict[str, Any], prefix: str = "") -> list[str]:

@@ -113,7 +113,7 @@ class ChangeTrace:
 
 @spec
 class Transfer:
-    """Origin and error of statistics that were not measured on the model; see `gradient_transfer`."""
+    """Origin and error of statistics that were not measured on the model; see `gradient_family`."""
 
     family: str
     """Name of the family of models from which they are transferred."""

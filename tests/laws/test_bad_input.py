@@ -80,6 +80,8 @@ SCENARIO_FAULTS = [
     (("[plan]", "sharding = 1\n[plan]"), "workload.sharding: unknown key; allowed: model, gradients, global_batch_size"),
     (("cluster =", "clustr = 1\ncluster ="), "clustr: unknown key; did you mean cluster? allowed: name, question, cluster"),
     (('method = "ddp"', 'method = "ddp"\npush.treshold = 1'), "plan.push.treshold: unknown key; did you mean threshold? allowed: threshold, kind"),
+    (("cluster =", '"[bold]x" = 1\ncluster ='), "[bold]x: unknown key; allowed: name, question, cluster"),
+    (('method = "ddp"', 'method = "ddp"\n"a[0]" = 1'), "plan.a[0]: unknown key; allowed: method, ranks, dp_replicate"),
     (('method = "ddp"', 'methd = "ddp"'), "plan.methd: unknown key; did you mean method? allowed: method, ranks, dp_replicate"),
     (('method = "ddp"', ""), "plan.method: missing"),
     (('method = "ddp"', 'method = "zero9"'), "plan.method = 'zero9': input should be 'single', 'ddp',"),

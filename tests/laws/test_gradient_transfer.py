@@ -7,31 +7,33 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib import pyplot
 from real_runs import quick
 
+from analysis.charts.sweeps.thresholds import draw_band
 from gssim.errors import UserError
 from gssim.interop.models import find_model
 from gssim.plan import METHODS, Push
 from gssim.scenario import Loaded, load_scenario, read_toml
 from gssim.simulation import simulate
 from gssim.sparsity import push_density
+from gssim.sweeps.table import outcome
 from gssim.workload import Model, shipped_models, unrolled
-from gssim.workload.gradient_statistics import GradientStatistics, at_end, read_gradients
-from gssim.workload.gradient_transfer import (
+from gssim.workload.gradient_family import (
     DENSITIES,
     Family,
     HeldBackError,
     distances,
-    family_of,
     held_back_errors,
-    placed,
     question_of,
     read_family,
     scale_error,
     shipped_families,
     tail_at,
-    zipf,
 )
+from gssim.workload.gradient_rungs import family_of, placed
+from gssim.workload.gradient_statistics import GradientStatistics, at_end, read_gradients
+from gssim.workload.gradient_transfer import zipf
 
 ROOT = Path(__file__).resolve().parents[2]
 FAMILIES = ("bert", "gpt", "llama", "resnet")
@@ -207,6 +209,20 @@ def test_every_method_that_pushes_takes_transferred_statistics(method: str) -> N
     result = simulate(asked("gpt2-124m", {"threshold": 1e-4}, method)).result
     assert result.band is not None
     assert result.band.density_error_ratio > 1
+
+
+def test_a_table_has_the_band_and_a_chart_draws_it() -> None:
+    row = outcome(simulate(asked("gpt-byte-1m", {"threshold": 1e-3})).result)
+    assert row["push_density_low_ratio"] < row["push_density_ratio"] < row["push_density_high_ratio"]
+    assert row["step_time_low_s"] <= row["step_time_s"] <= row["step_time_high_s"]
+    assert row["bytes_sent_low_per_step"] < row["bytes_sent_high_per_step"]
+    rows = [row | {"plan.push.threshold": threshold} for threshold in (1e-3, 1e-2)]
+    _, axes = pyplot.subplots()
+    draw_band(axes, rows, {"color": "black"}, (1e-3, 1e-2), "push_density", lambda value: value)
+    (band,) = axes.collections
+    heights = {float(y) for _, y in band.get_paths()[0].vertices}
+    assert heights == {row["push_density_low_ratio"], row["push_density_high_ratio"]}
+    pyplot.close()
 
 
 def test_published_parameters_are_thresholded_too() -> None:

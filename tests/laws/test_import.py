@@ -55,6 +55,14 @@ DEEPSPEED = {
 }
 
 
+@pytest.mark.parametrize("value", ["a - b", 0, -1, 2.5, True, [2], 10**400, "x" * 5000])
+@pytest.mark.parametrize("key", ["plan.ranks", "plan.tp", "plan.pp", "plan.cp", "plan.micro_batches"])
+def test_counts_that_are_none_are_refused_in_a_line(tmp_path, key, value):
+    with pytest.raises(UserError, match="a whole number") as caught:
+        imported(tmp_path, DEEPSPEED, name="ds.json", overrides=[f"{key}={json.dumps(value)}"])
+    assert len(str(caught.value)) <= 300
+
+
 def test_deepspeed(tmp_path):
     tables, found = imported(tmp_path, DEEPSPEED, name="ds.json")
     assert tables["workload"] == {
@@ -210,7 +218,10 @@ def test_accelerate_ranks_and_autocast(tmp_path):
     tables, _ = imported(tmp_path, text.format(4, "'no'"), name="a.yaml")
     assert tables["plan"] == {"method": "ddp", "ranks": 4, "micro_batches": 1, "recompute": "none"}
     assert "the cluster 'DGX H100' has 8 devices" in refused(tmp_path, text.format(16, "no"), name="a.yaml")
-    assert "autocast" in refused(tmp_path, text.format(4, "bf16"), name="a.yaml")
+    tables, _ = imported(tmp_path, text.format(4, "bf16"), name="a.yaml")
+    assert (tables["workload"]["precision"], tables["workload"]["autocast"]) == ("fp32", "bf16")
+    tables, _ = imported(tmp_path, text.format(4, "fp16"), name="a.yaml", model="gpt2-124m")
+    assert (tables["workload"]["autocast"], tables["workload"]["loss_scale"]) == ("fp16", "dynamic")
 
 
 MEGATRON = """#!/bin/bash
@@ -418,7 +429,14 @@ def test_axolotl(tmp_path):
     tables, _ = imported(tmp_path, AXOLOTL, name="x.yml")
     assert tables["plan"] == {"method": "zero3", "micro_batches": 2, "recompute": "full", "gradient_sync": "step"}
     assert tables["workload"]["global_batch_size"] == 16
-    assert "adapter" in refused(tmp_path, AXOLOTL + "adapter: lora\n", name="x.yml")
+    assert "adapter" in refused(tmp_path, AXOLOTL + "adapter: qlora\n", name="x.yml")
+    assert "needs lora_r" in refused(tmp_path, AXOLOTL + "adapter: lora\n", name="x.yml")
+    lora = "adapter: lora\nlora_r: 32\nlora_alpha: 16\nlora_dropout: 0.05\n"
+    tables, found = imported(tmp_path, AXOLOTL + lora + "lora_target_linear: true\n", name="x.yml")
+    assert tables["workload"]["adapters"] == {"rank": 32, "alpha": 16, "targets": "all-linear"}
+    assert any("masks of dropout" in line for line in found.listed)
+    tables, _ = imported(tmp_path, AXOLOTL + lora + "lora_target_modules: [q_proj, v_proj]\n", name="x.yml")
+    assert tables["workload"]["adapters"]["targets"] == ["q_proj", "v_proj"]
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 1}}))
     without = AXOLOTL[: AXOLOTL.index("fsdp_version")]
     tables, _ = imported(tmp_path, without + "deepspeed: ds.json\n", name="x.yml")
