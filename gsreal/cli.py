@@ -344,8 +344,9 @@ def validate_command(
 
 @app.command("gradients")
 def gradients_command(
-    scenario: Path,
-    out: Annotated[Path, typer.Option("--out", help="Gradient statistics file to write.")],
+    scenario: Annotated[Path | None, typer.Argument(help="Scenario whose model to train; none with --ladder.")] = None,
+    *,
+    out: Annotated[Path, typer.Option("--out", help="Gradient statistics file to write, or family file.")],
     overrides: Overrides = None,
     thresholds: Annotated[
         str | None,
@@ -361,6 +362,14 @@ def gradients_command(
         int, typer.Option("--courses", help="Trainings of each kind, from other first weights with other batches.")
     ] = 8,
     batches: Annotated[int, typer.Option("--batches", help="Batches that are looked at at such a step.")] = 2,
+    ladder: Annotated[
+        str | None,
+        typer.Option(
+            "--ladder",
+            help="Family of small models to train instead (bert, gpt, llama, resnet), from which statistics of other "
+            "sizes are transferred: minutes. Each training's statistics are kept beside --out, and not taken again.",
+        ),
+    ] = None,
     trust_code: TrustCode = False,
 ) -> None:
     """Train the scenario's model for real and write statistics of every rank's gradients.
@@ -377,6 +386,15 @@ def gradients_command(
     _check_positive("--courses", courses)
     _check_positive("--batches", batches)
     _check_writable(out)
+    if ladder is not None:
+        if scenario is not None or overrides:
+            raise UserError(f"gradients --ladder {ladder}: takes no scenario and no --set")
+        from gsreal.statistics.ladder import take_family, write_family
+
+        write_family(out, take_family(ladder, out.parent / f"{out.stem}.trainings"))
+        return
+    if scenario is None:
+        raise UserError("gradients: name a scenario, or a family with --ladder")
     loaded = load_scenario(scenario, overrides or [], gradients_needed=False)
     check_factory(loaded.scenario.workload.model.module, where=loaded.file)
     check_data(loaded.scenario.workload, where=loaded.file)
@@ -570,6 +588,9 @@ def trace_command(
         str | None, typer.Option("--precision", help="Trace in fp32 (by default), bf16 or fp64; others are scaled.")
     ] = None,
     source: Annotated[str | None, typer.Option("--source", help="Where the model's numbers are published.")] = None,
+    autocast: Annotated[
+        list[str] | None, typer.Option("--autocast", help="Also under torch.autocast in bf16 or fp16; repeatable.")
+    ] = None,
     adapters: Annotated[
         list[str] | None,
         typer.Option("--adapters", help="Also with adapters at query-value, all-linear, or q_proj,...; repeatable."),
@@ -599,6 +620,7 @@ def trace_command(
         sequence_length=sequence_length,
         precision=precision,
         source=source,
+        autocast=tuple(autocast or ()),
         adapters=tuple(adapters or ()),
     )
     check_options(request)

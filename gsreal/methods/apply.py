@@ -17,6 +17,7 @@ from gsreal.methods.expert_parallel import ExpertGradients, ShardedExpertGradien
 from gsreal.methods.gradient_sharding import push_gradients, train_owned_layers
 from gsreal.methods.periodic import synchronize_periodically
 from gsreal.methods.pipelined import StageModules, pipeline_stages
+from gsreal.methods.ring_attention import observed_ring
 from gsreal.methods.tensor_slices import slice_blocks, whole_parameter
 from gsreal.methods.training import (
     DIVIDED,
@@ -57,8 +58,9 @@ def prepare(scenario: Scenario, module: nn.Module, timeline: Timeline, device: t
         training.scaler = loss_scaler(scenario, training, device)
         return training
     if policies.cp > 1:  # inside what is checkpointed, whose recomputation exchanges again
-        parts = observed_parts(context_group(policies, device), timeline)
-        divide_context(module, blocks_of(scenario.workload.model, module), parts)
+        group = context_group(policies, device)
+        ring = observed_ring(group, timeline, zigzag=policies.zigzag) if policies.ring else None
+        divide_context(module, blocks_of(scenario.workload.model, module), ring or observed_parts(group, timeline))
     if scenario.plan.recompute != "none":
         checkpoint_blocks(scenario.workload.model, module, selective=scenario.plan.recompute == "selective")
     divided = None
@@ -72,6 +74,7 @@ def prepare(scenario: Scenario, module: nn.Module, timeline: Timeline, device: t
     training = apply(scenario, module, timeline, device)
     training.partial_gradients = divided
     training.experts = experts
+    training.autocast = scenario.workload.autocast
     training.clip_norm = scenario.workload.clip_norm
     training.scaler = loss_scaler(scenario, training, device)
     if policies.tp > 1:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from gsreal.measure import Timeline
 from gsreal.methods.experts import PARAMETERS, GroupExchange, experts_of, replace_experts
 from gsreal.methods.tensor_slices import Slice, mark
+from gssim.plan import position_ranges
 from gssim.scenario import Scenario, expert_rows, routed_experts
 from gssim.workload import Workload, unrolled
 
@@ -57,14 +58,22 @@ def load_experts(scenario: Scenario, module: nn.Module) -> None:
     if workload.expert_routing != "load":
         return
     for layer, inner in _with_layers(workload, module):
-        inner.register_forward_pre_hook(_Routing(workload, layer, inner.gate_up_proj.shape[0]))
+        inner.register_forward_pre_hook(_Routing(scenario, layer, inner.gate_up_proj.shape[0]))
 
 
 class _Routing:
-    """Replaces the experts that a router chose by those of a load, the same for each sample."""
+    """Replaces the experts that a router chose by those of a load, the same for each sample.
 
-    def __init__(self, workload: Workload, layer: str, experts: int) -> None:
-        self.workload, self.layer, self.experts = workload, layer, experts
+    Of divided sequences, those of the rank's own positions.
+    """
+
+    def __init__(self, scenario: Scenario, layer: str, experts: int) -> None:
+        self.workload, self.layer, self.experts = scenario.workload, layer, experts
+        length, policies = self.workload.sequence_length or 1, scenario.policies
+        self.ranges: tuple[tuple[int, int], ...] = ((0, length),)
+        if policies.cp > 1:
+            place = policies.mesh.place(dist.get_rank()).cp
+            self.ranges = position_ranges(length, ranks=policies.cp, rank=place, zigzag=policies.zigzag)
         self._of_sample: Tensor | None = None
 
     def __call__(self, _module: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -72,16 +81,17 @@ class _Routing:
         length = self.workload.sequence_length or 1
         if self._of_sample is None or self._of_sample.device != index.device:
             rows = expert_rows(self.workload, self.layer, experts=self.experts, chosen=index.shape[1])
-            self._of_sample = torch.tensor(routed_experts(rows, length), dtype=index.dtype, device=index.device)
-        return x, self._of_sample.repeat(len(index) // length, 1), weights
+            chosen = routed_experts(rows, length)
+            own = [chosen[position] for first, last in self.ranges for position in range(first, last)]
+            self._of_sample = torch.tensor(own, dtype=index.dtype, device=index.device)
+        return x, self._of_sample.repeat(len(index) // len(self._of_sample), 1), weights
 
 
 class ExpertGradients:
     """Reduction of the gradients of divided experts over the ranks that hold the same ones.
 
     As DistributedDataParallel: each is divided by the number of `data_ranks`, and all-reduced as soon as it is
-    complete, in the last micro-batch; with `overlap`, the backward goes on meanwhile. Without it, gradients are
-    summed only.
+    complete, in the last micro-batch; with `overlap`, the backward goes on meanwhile.
     """
 
     def __init__(
@@ -97,8 +107,7 @@ class ExpertGradients:
             if not self.leaves:
                 return
             assert parameter.grad is not None
-            if overlap:
-                parameter.grad.div_(data_ranks)
+            parameter.grad.div_(data_ranks)
             if self._alone:
                 return
             if overlap:

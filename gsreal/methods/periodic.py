@@ -24,7 +24,11 @@ def synchronize_periodically(
     optimizer = make_optimizer(scenario.workload, module.parameters(), device)
     # 0: every rank trains on the mean of its own loss
     return Training(
-        module, optimizer, timeline, scale=0.0, periods=Synchronization(scenario, module, optimizer, timeline)
+        module,
+        optimizer,
+        timeline,
+        scale=0.0,
+        periods=Synchronization(scenario, module, optimizer, timeline, rank=dist.get_rank()),
     )
 
 
@@ -32,12 +36,18 @@ class Synchronization:
     """Counts the steps of a training, and ends every n-th of them with a synchronization (a collective)."""
 
     def __init__(
-        self, scenario: Scenario, module: nn.Module, optimizer: torch.optim.Optimizer, timeline: Timeline
+        self,
+        scenario: Scenario,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        timeline: Timeline,
+        *,
+        rank: int,
     ) -> None:
         self.every = scenario.policies.sync_every_steps or 1
         self.steps = 0
         self.module, self.optimizer, self.timeline = module, optimizer, timeline
-        self.weight = scenario.batch_sizes[dist.get_rank()] / sum(scenario.batch_sizes) if scenario.ranks > 1 else 1.0
+        self.weight = scenario.batch_sizes[rank] / sum(scenario.batch_sizes) if scenario.ranks > 1 else 1.0
         self.alone = scenario.ranks == 1
         self.outer = scenario.plan.outer if scenario.policies.outer_optimizer and not self.alone else None
         tensors = list(module.parameters())
@@ -73,23 +83,37 @@ class Synchronization:
     def after_step(self) -> None:
         """Count a step; synchronize where it is an outer one."""
         self.steps += 1
-        if self.alone or self.steps % self.every:
+        numbers = self.due()
+        if not numbers:
             return
-        for number, bucket in enumerate(self._values()):
-            self._synchronize(number, bucket)
+        for number in numbers:
+            flat = self.offered(number)
+            with self.timeline.span(f"outer step bucket {number}", "exposed_communication", dist.group.WORLD):
+                dist.all_reduce(flat)
+            self.take(number, flat)
+            del flat  # before the next bucket's, or both would be held at once
         if isinstance(self.optimizer, MasterCopy):
             self.optimizer.publish()
         self._broadcast_buffers()
 
-    def _synchronize(self, number: int, bucket: Sequence[Tensor]) -> None:
-        """Replace a bucket's tensors by their mean, or by the outer parameters after the outer optimizer's step."""
+    def due(self) -> Sequence[int]:
+        """Return the buckets that are synchronized after the step that was counted last; none after an inner one."""
+        return () if self.alone or self.steps % self.every else range(len(self.buckets))
+
+    @torch.no_grad()
+    def offered(self, number: int) -> Tensor:
+        """Return what a rank adds to the sum of a bucket: its weighted parameters, or their weighted change."""
+        bucket = self._values()[number]
         with self.timeline.span(f"copy in outer step bucket {number}", "optimizer"):
             flat = torch.cat([each.reshape(-1) for each in bucket])
             if self.outer:
                 torch.sub(self.outer_parameters[number], flat, out=flat)
-            flat.mul_(self.weight)
-        with self.timeline.span(f"outer step bucket {number}", "exposed_communication", dist.group.WORLD):
-            dist.all_reduce(flat)
+            return flat.mul_(self.weight)
+
+    @torch.no_grad()
+    def take(self, number: int, flat: Tensor) -> None:
+        """Replace a bucket's tensors by the sum, or by the outer parameters after the outer optimizer's step."""
+        bucket = self._values()[number]
         with self.timeline.span(f"copy out outer step bucket {number}", "optimizer"):
             if self.outer:
                 momentum, parameters = self.momentum[number], self.outer_parameters[number]

@@ -17,7 +17,7 @@ from gsreal.gradient_sharding import GradientSharding
 from gsreal.gradient_sharding.master import MasterCopy, master_type
 from gsreal.machine import group_threads
 from gsreal.measure import Timeline
-from gsreal.model_files.build import logits_of, loss_of
+from gsreal.model_files.build import autocast, logits_of, loss_of
 from gsreal.run.rank_speed import Rebalancer, SlowDevice
 from gssim.plan import AXES, Mesh, Policies, splitting
 from gssim.scenario import has_master_copy
@@ -309,6 +309,9 @@ class Training:
     slices: Sequence[dist.ProcessGroup] | None = None
     """If tensor-parallel ranks cut blocks: their group, and that of their shards, over which norms are summed."""
 
+    autocast: str | None = None
+    """Precision of torch.autocast in forwards, if the workload has it."""
+
     scaler: LossScaler | None = None
     """Factor on the loss, if the workload has one."""
 
@@ -359,7 +362,8 @@ class Training:
     def _forward_backward(self, inputs: Tensor, targets: Tensor, factor: float) -> Tensor:
         timeline = self.timeline
         self.last_gradient.clear()
-        with self._phase("forward", len(inputs)), timeline.span("forward", "forward"):
+        cast = autocast(self.autocast, inputs.device.type)
+        with self._phase("forward", len(inputs)), timeline.span("forward", "forward"), cast:
             loss = loss_of(logits_of(self.module(inputs)), targets)
         with self._phase("backward", len(inputs)):
             with timeline.span("backward", "backward"):

@@ -15,7 +15,7 @@ import importlib
 import os
 import textwrap
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -209,6 +209,11 @@ DTYPES: dict[str, torch.dtype] = {
     "fp16": torch.float16,
     "fp64": torch.float64,
 }
+
+
+def autocast(precision: str | None, kind: str = "cpu") -> AbstractContextManager[Any]:
+    """Return the context of a forward under torch.autocast in a precision on a kind of device; None: without."""
+    return nullcontext() if precision is None else torch.autocast(kind, DTYPES[precision])
 
 
 def build_module(module: Module, *, where: str) -> nn.Module:

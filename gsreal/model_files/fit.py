@@ -9,7 +9,7 @@ from math import lcm, prod
 from operator import mul
 from typing import Any
 
-from gsreal.model_files.recorder import Recomputation, Record, Work
+from gsreal.model_files.recorder import Recomputation, Record, StorageLife, Work
 from gsreal.model_files.step import LOSS
 from gssim.workload import Buffer, Layer, Moment, Parameter, Polynomial, Reduction
 
@@ -168,16 +168,24 @@ def fit_buffers(everything: dict[Shape, Record], checked: Shape, index: int, nam
         lives = {(record.alive[number].born, record.alive[number].freed) for record in everything.values()}
         if len(lives) > 1:
             raise NoPolynomialError(f"{name}: the lifetime of a buffer depends on batch size or sequence length")
+        is_cached = len(set(sizes.values())) == 1 and _is_cached(first, alive, index)
         is_saved = alive.born[1] == "f" and (alive.freed is None or alive.freed[1] == "b")
         buffers.append(
             Buffer(
                 born=_moment(alive.born, index),
-                freed=_moment(alive.freed, index),
+                freed=Moment("f", first.position_at_end(index)) if is_cached else _moment(alive.freed, index),
                 category="activations" if is_saved else "temporaries",
                 size_bytes=fit_polynomial(sizes, checked, f"{name}: a buffer"),
             )
         )
     return tuple(buffers)
+
+
+def _is_cached(record: Record, alive: StorageLife, index: int) -> bool:
+    """Return whether a buffer of constant size lives to the end of the forward: a cast; see [Note: autocast]."""
+    last = len(record.modules)
+    freed = alive.freed
+    return record.autocast is not None and index < last and freed is not None and freed[:2] == (last, "f")
 
 
 def fit_polynomial(values: dict[Shape, int], checked: Shape, what: str) -> Polynomial:
@@ -246,12 +254,14 @@ def grouped(layers: list[Layer]) -> tuple[Layer, ...]:
     The partial costs of layers whose neighbours are frozen differ at most in where buffers end in adjacent layers,
     which is recomputed from these. The second layer of a group has all of them, the model's first layer does not.
     """
-    groups = []
+    groups: list[Layer] = []
     for _, members in groupby(layers, key=merge_key):
         run = list(members)
         modules = tuple(m for layer in run for m in layer.modules)
         name = run[0].name.rpartition(".")[0] if len(run) > 1 else run[0].name
-        groups.append(replace(run[min(1, len(run) - 1)], name=name or run[0].name, modules=modules))
+        if not name or any(group.name == name for group in groups):  # a stack has several groups of equal blocks
+            name = run[0].name
+        groups.append(replace(run[min(1, len(run) - 1)], name=name, modules=modules))
     return tuple(groups)
 
 

@@ -37,7 +37,7 @@ from gssim.errors import UserError
 from gssim.execution.files import write_text
 from gssim.scenario import load_model
 from gssim.units import Precision, validated
-from gssim.workload import AdaptedLayers, Adapters, Layer, Model, TokenInput
+from gssim.workload import AdaptedLayers, Adapters, AutocastLayers, Layer, Model, TokenInput
 
 TRACED_BATCH_SIZES = (2, 3)
 CHECKED_BATCH_SIZE = 5
@@ -308,6 +308,30 @@ def with_traced_adapters(model: Model, targets: Sequence[str], *, where: str) ->
 
 ROLES = ("query-value", "all-linear")
 
+
+def with_traced_autocast(model: Model, precisions: Sequence[str], *, where: str) -> Model:
+    """Return a traced model with its layers under torch.autocast in each of the `precisions`."""
+    longest = model.input.maximum_sequence_length if isinstance(model.input, TokenInput) else None
+    lengths = model.traced_sequence_lengths or (None,)
+    shapes = list(product(TRACED_BATCH_SIZES, lengths))
+    last = (CHECKED_BATCH_SIZE, longest if model.exact_sequence else lengths[-1])
+    short, stack = with_fewer_blocks(model, where) or (model, None)
+    found = [each for each in model.autocast if each.precision not in precisions]
+    for precision in precisions:
+        kind: Any = precision
+        ours = replace(short, traced_precision="fp32", traced_autocast=kind, whole_layers=())
+        try:
+            records, largest = _recorded(ours, [(shape, shape) for shape in shapes], (last, last), where)
+            layers = fit_layers(records, largest, last)
+        except NoPolynomialError as error:
+            raise UserError(f"{where}: {error}") from None
+        whole = layers if stack is None else repeat_blocks(layers, stack)
+        if whole is None:
+            raise UserError(f"{where}: blocks under autocast differ from one another; not supported")
+        found.append(AutocastLayers(precision=kind, layers=grouped(_with_module_buffers(whole, model, where))))
+    return replace(model, autocast=tuple(found))
+
+
 TRACED_ROWS = (96, 160, 224)
 """Rows that the experts of a rank process in traces; the last in the step that is checked."""
 
@@ -395,6 +419,8 @@ class Request:
     """Precision of the trace; None: that of the model file, or fp32."""
     source: str | None = None
     """Publication of the model's numbers."""
+    autocast: tuple[str, ...] = field(default=(), repr=False)
+    """Precisions of torch.autocast under which the model is traced too."""
     adapters: tuple[str, ...] = field(default=(), repr=False)
     """Maps that get adapters: for each time that the model is traced with adapters, a role or names and commas."""
 
@@ -417,6 +443,9 @@ def traced_model(request: Request, *, on_counted: Callable[[OperationCounts], No
         traced = trace_at_length(model, request.sequence_length, where=where, on_counted=on_counted)
     else:
         traced = trace(model, where=where, on_counted=on_counted)
+    if set(request.autocast) - {"bf16", "fp16"}:
+        raise UserError(f"{where}: --autocast {' '.join(request.autocast)}: allowed: bf16, fp16")
+    traced = with_traced_autocast(traced, request.autocast, where=where)
     return with_traced_adapters(traced, request.adapters, where=where)
 
 
@@ -540,7 +569,7 @@ def counted_table(counted: OperationCounts) -> str:
 def write_model(path: Path, model: Model) -> None:
     """Write the model file, or nothing."""
     data = TypeAdapter(Model).dump_python(model, mode="json", exclude_none=True)
-    for name in ("context_layers", "expert_layers", "adapted", "whole_layers"):  # most models have none
+    for name in ("context_layers", "expert_layers", "adapted", "autocast", "whole_layers"):  # most models have none
         if not data[name]:
             del data[name]
     write_text(path, tomli_w.dumps(data, multiline_strings=False, indent=2))

@@ -147,6 +147,7 @@ def build(scenario: Scenario, timeline: Timeline, device: torch.device) -> Train
     torch.manual_seed(scenario.run.seed)
     module = build_module(scenario.workload.model.module, where="workload.model")
     module = module.to(device=device, dtype=DTYPES[scenario.workload.precision])
+    torch.backends.cuda.matmul.allow_tf32 = scenario.workload.tf32
     check_parameters(scenario, module)
     module.train()
     return prepare(scenario, module, timeline, device)

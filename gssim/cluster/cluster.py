@@ -32,7 +32,7 @@ from gssim.units import (
     NonNegativeFloat,
     PositiveBytes,
     PositiveInt,
-    Precision,
+    Rate,
     Seconds,
     Variation,
     Watts,
@@ -61,8 +61,8 @@ class DeviceType:
     memory-bound operations are fused with the matrix products beside them, and so is an update."""
     memory_bytes: PositiveBytes
     """Memory capacity; a plan that needs more does not fit."""
-    peak_flop_per_s: dict[Precision, FlopPerSecond]
-    """Dense matrix rate by precision."""
+    peak_flop_per_s: dict[Rate, FlopPerSecond]
+    """Dense matrix rate by precision; `tf32`: of fp32 values with `workload.tf32`."""
     efficiency_ratio: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Fraction of the peak that the matrix products of a training achieve."""
     fp32_efficiency_ratio: Annotated[float, Field(gt=0, le=1)] | None = None

@@ -9,8 +9,15 @@ import numpy as np
 
 from gssim.cluster import Curve, CutBlockCost, DeviceType, OptimizerCost, ShardedUnitCost
 from gssim.plan import INDEX_BYTES
-from gssim.scenario import achieved_flop_per_s, has_master_copy, layer_profile, master_bytes, value_bytes
-from gssim.units import PRECISION_BYTES, Floats, Precision
+from gssim.scenario import (
+    achieved_flop_per_s,
+    has_master_copy,
+    layer_profile,
+    master_bytes,
+    product_precision,
+    value_bytes,
+)
+from gssim.units import PRECISION_BYTES, Floats, Precision, Rate
 from gssim.workload import Layer, Polynomial, Workload, implementation_on, optimizer_moved_values, optimizer_operations
 
 Amount = TypeVar("Amount", float, Floats)
@@ -146,7 +153,7 @@ def _layer_roofline_s(device: DeviceType, workload: Workload, work: Work, batch_
     scale = value_bytes(workload) / PRECISION_BYTES[workload.model.traced_precision]
     return roofline_s(
         device,
-        workload.precision,
+        product_precision(device, workload),
         flop=work.flop.at(**shape),
         moved_bytes=work.moved_bytes.at(**shape) * scale,
         operations=work.operations,
@@ -156,7 +163,7 @@ def _layer_roofline_s(device: DeviceType, workload: Workload, work: Work, batch_
 
 def roofline_s(
     device: DeviceType,
-    precision: Precision,
+    precision: Rate,
     *,
     flop: float,
     moved_bytes: float,

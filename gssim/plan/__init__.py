@@ -1,6 +1,7 @@
 """Parallelization plans: the methods and policies, and how batch, parameters, buckets and layers are split by them."""
 
 from gssim.plan.buckets import Division, assign_buckets, bucket_limits, divide
+from gssim.plan.context_blocks import Block, position_ranges, ring_blocks
 from gssim.plan.encodings import (
     CHUNK_ELEMENTS,
     ENCODINGS,
@@ -53,6 +54,7 @@ __all__ = [
     "SAMPLE_ELEMENTS",
     "SCHEDULES",
     "Action",
+    "Block",
     "Division",
     "InfeasibleError",
     "Mesh",
@@ -87,12 +89,14 @@ __all__ = [
     "message_bytes",
     "observe",
     "owner_time_s",
+    "position_ranges",
     "proportional",
     "ranges",
     "refuse",
     "refuse_what_cannot_run",
     "resolve",
     "resolved_push",
+    "ring_blocks",
     "schedule",
     "scratch_elements",
     "split",

@@ -228,6 +228,13 @@ class Plan:
     attention, queries, keys, values and outputs are exchanged by all-to-alls, so that each rank attends to whole
     sequences with its part of the heads (DeepSpeed Ulysses). Gradients are reduced, and state is sharded, over these
     ranks too."""
+    context_exchange: Literal["all-to-all", "ring"] = "all-to-all"
+    """How context-parallel ranks attend to each other's positions. `all-to-all`: each to whole sequences, with its part
+    of the heads, which their number must allow. `ring`: keys and values of a rank's positions go around, and each rank
+    attends to a block at a time, with all heads (ring attention)."""
+    context_split: Literal["zigzag", "plain"] = "zigzag"
+    """Positions of context-parallel ranks in a ring. `zigzag`: of 2n parts of a sequence, the i-th rank has the i-th
+    and the i-th from the end, so that all have as much to do under a causal mask. `plain`: the i-th of n parts."""
     pp: PositiveInt = 1
     """Ranks in a pipeline of stages; for `pipeline`, 1 means the ranks that the other axes leave."""
     ep: PositiveInt = 1

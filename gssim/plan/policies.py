@@ -66,6 +66,10 @@ class Policies:
     """Whether the ranks of the axis tp divide sequences among them between the cut parts of blocks."""
     cp: int = 1
     """Ranks that divide sequences among them."""
+    ring: bool = False
+    """Whether their attention is a ring, not an exchange of heads."""
+    zigzag: bool = False
+    """Whether they have the positions of the ring's balanced division."""
 
     @property
     def cuts_natively(self) -> bool:
@@ -151,6 +155,8 @@ def resolve(plan: Plan, *, devices: int, hosts: Sequence[str] = (), backend: str
         publish_overlaps=publishes and plan.overlap and bool(plan.publish.overlap),
         sequence_parallel=plan.sequence_parallel,
         ep=plan.ep,
+        ring=plan.cp > 1 and plan.context_exchange == "ring",
+        zigzag=plan.cp > 1 and plan.context_exchange == "ring" and plan.context_split == "zigzag",
     )
 
 

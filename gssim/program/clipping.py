@@ -83,7 +83,7 @@ def unscale_gradients(
 def divides_master_gradients(low: Lowering) -> bool:
     """Return whether the optimizer divides gradients that it has cast for its master copy; see [Note: loss scaling]."""
     shards = low.policies.gradients == "reduce-scatter" or bool(low.flat_part)
-    return low.scenario.workload.loss_scale is not None and not shards
+    return low.scenario.workload.loss_scale is not None and not shards and low.has_master_copy
 
 
 def _sums(low: Lowering, rank: int, replicas: Sequence[Sequence[int]]) -> Iterator[Task]:

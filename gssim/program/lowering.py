@@ -47,6 +47,8 @@ class ComputeKind(NamedTuple):
     sends_gradients: bool
     expert_position: int
     """Of ranks that divide experts, the first with as many rows."""
+    ring_position: int
+    """Of ranks in a ring, whose blocks differ, the rank's position."""
 
 
 @dataclass(frozen=True)
@@ -352,7 +354,12 @@ class Lowering:
             micro_batch.accumulates,
             micro_batch.sends_gradients,
             self.expert_position(rank),
+            self.ring_position(rank),
         )
+
+    def ring_position(self, rank: int) -> int:
+        """Return the position of a rank in the ring of its attention; 0 without one."""
+        return self.policies.mesh.place(rank).cp if self.policies.ring else 0
 
     @cached_property
     def batch_sizes(self) -> tuple[int, ...]:
@@ -509,8 +516,9 @@ class Lowering:
         if self.slowed:
             ratios = [self.slowed.get(rank, 1.0) for rank in self.group]
             columns.append(np.array([sorted(set(ratios)).index(ratio) for ratio in ratios]))
-        if policies.ep > 1:
-            columns.append(np.array([self.expert_position(rank) for rank in self.group]))
+        columns += [
+            np.array([place(rank) for rank in self.group]) for place in (self.expert_position, self.ring_position)
+        ]
         if policies.gradients == "push":
             columns += [column for bucket in self.buckets for column in self._ownership_columns(bucket)]
         if self.assigns_tensors:

@@ -31,7 +31,7 @@ def check(scenario: Scenario, *, file: str) -> None:
         raise UserError(f"{file}: {error}") from None
     if not scenario.workload.model.layers:
         raise UserError(f"{file}: workload.model: has no layers; `gsreal trace` writes them")
-    _check_adapters(scenario, policies, file)
+    _check_traced_variants(scenario, policies, file)
     _check_sizes(scenario, file)
     _check_push(scenario, policies, file)
     refuse_what_cannot_run(plan, policies, file=file)
@@ -50,6 +50,7 @@ def check(scenario: Scenario, *, file: str) -> None:
         _check_slices(scenario, policies, file)
     _check_sequence_parts(scenario, policies, file)
     _check_experts(scenario, policies, file)
+    _refuse_unused_exchange(plan, policies, file)
     _check_context(scenario, policies, file)
     _check_recompute(scenario, policies, file)
     kept_whole = policies.partition == "data" and policies.parameters == "replicated" and policies.gradients != "push"
@@ -99,27 +100,34 @@ def _check_compressor(scenario: Scenario, policies: Policies, file: str) -> None
             raise UserError(f"{file}: workload.{key} = {value!r}: cannot run yet with {method}; leave it out")
 
 
-def _check_adapters(scenario: Scenario, policies: Policies, file: str) -> None:
-    """Refuse adapters where plans divide the model's layers, or treat parameters that are not trained otherwise."""
+def _check_traced_variants(scenario: Scenario, policies: Policies, file: str) -> None:
+    """Refuse adapters and autocast where plans divide the model's layers, and what adapters are not trained with."""
     workload, plan = scenario.workload, scenario.plan
-    if workload.adapters is None:
+    name = "adapters" if workload.adapters is not None else "autocast"
+    if workload.adapters is None and workload.autocast is None:
         return
-    where = f"{file}: workload.adapters"
+    where = f"{file}: workload.{name}"
     for key, value in (("pp", policies.pp), ("tp", policies.tp), ("cp", policies.cp), ("ep", policies.ep)):
         if value > 1:
             raise UserError(
-                f"{where}: cannot run yet beside plan.{key} = {value}: parts of the model are traced without adapters; "
+                f"{where}: cannot run yet beside plan.{key} = {value}: parts of the model are traced without {name}; "
                 "leave one of them out"
             )
     runs = policies.partition == "data" and policies.gradients != "periodic" and policies.push_axis != "dp_replicate"
     pushes_units = policies.gradients == "push" and policies.parameters != "replicated"
     two_axes = policies.gradients == "reduce-scatter" and policies.dp_replicate > 1
-    if not runs or pushes_units or two_axes or policies.compressor:
+    pushes_casts = workload.autocast is not None and policies.gradients == "push"
+    if not runs or pushes_units or pushes_casts or two_axes or policies.compressor:
         raise UserError(
             f"{where}: cannot run yet with method '{plan.method}'; allowed: methods single, ddp, zero1, zero2, zero3 "
-            "(fsdp) and gs"
+            f"(fsdp){'' if workload.adapters is None else ' and gs'}"
         )
-    if policies.gradients == "push" and scenario.push.threshold is not None:
+    if workload.autocast is not None and plan.recompute != "none":
+        raise UserError(
+            f"{where}: plan.recompute = '{plan.recompute}': cannot run yet: the casts that a recomputation repeats are "
+            "not traced; allowed: 'none'"
+        )
+    if workload.adapters is not None and policies.gradients == "push" and scenario.push.threshold is not None:
         raise UserError(
             f"{where}: plan.push.threshold = {scenario.push.threshold:g}: adapters have no gradient statistics; "
             "leave it out"
@@ -152,7 +160,7 @@ def _check_loss_scale(scenario: Scenario, policies: Policies, file: str) -> None
     if workload.loss_scale is None:
         return
     where = f"{file}: workload.loss_scale = {workload.loss_scale!r}"
-    if workload.precision != "fp16":
+    if "fp16" not in (workload.precision, workload.autocast):
         raise UserError(
             f"{where}: gradients in workload.precision = '{workload.precision}' need no scaled loss; leave it out"
         )
@@ -286,7 +294,7 @@ def _check_pipeline(scenario: Scenario, policies: Policies, file: str) -> None:
         return
     _check_pipeline_policies(plan, policies, file)
     _check_stages(scenario, policies.pp, file)
-    if policies.gradients == "reduce-scatter":
+    if policies.gradients in ("reduce-scatter", "push"):
         _check_sharded_stages(scenario, file)
     for samples in scenario.data_batch_sizes:
         if samples % plan.micro_batches:
@@ -299,7 +307,8 @@ def _check_pipeline(scenario: Scenario, policies: Policies, file: str) -> None:
 def _check_pipeline_policies(plan: Plan, policies: Policies, file: str) -> None:
     where, replicas = f"{file}: plan.pp = {policies.pp}", policies.data_ranks
     methods = [name for name, method in METHODS.items() if method.in_pipelines and method.gradients != "local"]
-    runs = policies.partition == "data" and policies.gradients in ("local", "all-reduce", "reduce-scatter")
+    runs = policies.partition == "data" and policies.gradients in ("local", "all-reduce", "reduce-scatter", "push")
+    runs = runs and policies.push_axis == "dp_shard"
     if not runs or (policies.parameters != "replicated") != (policies.gradients == "reduce-scatter"):
         raise UserError(
             f"{where}: method '{plan.method}' cannot run in a pipeline yet; "
@@ -322,8 +331,23 @@ def _check_sharded_stages(scenario: Scenario, file: str) -> None:
     if schedule_of(plan, plan.pp) == "interleaved":
         raise UserError(
             f"{where} cannot run yet with plan.schedule = 'interleaved': torch frees and gathers whole stages between "
-            "their turns; allowed: gpipe, 1f1b"
+            "their turns, and pushes are of one stage; allowed: gpipe, 1f1b"
         )
+    if scenario.policies.gradients == "push":
+        for key, value in (("clip_norm", scenario.workload.clip_norm), ("loss_scale", scenario.workload.loss_scale)):
+            if value is not None:
+                raise UserError(f"{where} cannot run yet with workload.{key} = {value}: leave it out, or use ddp")
+        if scenario.policies.tp > 1:
+            raise UserError(f"{where} cannot run yet beside plan.tp = {plan.tp}; allowed today: 1")
+        if isinstance(plan.shares.shards, str) and plan.shares.shards != "even":
+            raise UserError(
+                f"{where} cannot run yet with plan.shares.shards = {plan.shares.shards!r}: sizes are not derived for "
+                "each stage; allowed: 'even', or shares of a stage's ranks"
+            )
+        if scenario.policies.publish_overlaps:
+            raise UserError(
+                f"{where} cannot run yet with plan.publish.overlap: stages begin when peers do; leave it out"
+            )
     for tied in tied_parameters(unrolled(scenario.workload.model), scenario.stage_ranges):
         if len({stage % plan.pp for stage in tied.stages}) > 1:
             raise UserError(
@@ -676,16 +700,47 @@ def _check_context(scenario: Scenario, policies: Policies, file: str) -> None:
             f"{where}: workload.model: '{model.name}' is not traced on parts of sequences; trace it again with `gsreal "
             "trace` (gsreal.methods.context_parallel tells which models can run so)"
         )
+    _check_ring(plan, policies, length, file)
     if length % policies.cp or length < 2 * policies.cp:
         raise UserError(
             f"{where}: workload.sequence_length = {length}: cannot be divided evenly among these ranks; allowed: a "
             "multiple, of at least 2 positions for each"
         )
-    for layer in model.context_layers:
+    for layer in () if policies.ring else model.context_layers:
         if layer.units and layer.units % policies.cp:
             raise UserError(
                 f"{where}: {layer.name} has {layer.units} heads with keys of their own, which the ranks divide among "
-                f"them for the attention; allowed: a divisor of {layer.units}"
+                f"them for the attention; allowed: a divisor of {layer.units}, or plan.context_exchange = 'ring'"
+            )
+
+
+def _check_ring(plan: Plan, policies: Policies, length: int, file: str) -> None:
+    """Refuse a ring's division of sequences without a ring, of other lengths, and what cannot run with a ring yet."""
+    if not policies.ring:
+        if plan.context_split == Plan(method=plan.method).context_split:
+            return
+        raise UserError(
+            f"{file}: plan.context_split = '{plan.context_split}': all-to-alls exchange sequences in their order; "
+            "allowed with plan.context_exchange = 'ring'"
+        )
+    where = f"{file}: plan.cp = {policies.cp}"
+    if plan.recompute == "selective":
+        raise UserError(f"{where}: plan.recompute = 'selective' cannot run yet with a ring; allowed: none, full")
+    if policies.zigzag and length % (2 * policies.cp):
+        raise UserError(
+            f"{where}: workload.sequence_length = {length}: cannot be divided into {2 * policies.cp} equal parts, two "
+            "for each rank (plan.context_split = 'zigzag'); allowed: a multiple, or 'plain'"
+        )
+
+
+def _refuse_unused_exchange(plan: Plan, policies: Policies, file: str) -> None:
+    """Refuse options of context parallelism where there is none."""
+    default = Plan(method=plan.method)
+    for key in ("context_exchange", "context_split") if policies.cp == 1 else ():
+        if getattr(plan, key) != getattr(default, key):
+            raise UserError(
+                f"{file}: plan.{key} = '{getattr(plan, key)}': there are no context-parallel ranks; set plan.cp, or "
+                "leave it out"
             )
 
 

@@ -50,6 +50,7 @@ UNASKED_OF_MODEL = {
     "context_layers",
     "expert_layers",
     "adapted",
+    "autocast",
     "whole_layers",
     "uncut_reason",
     "layers",
@@ -123,7 +124,11 @@ def calibration_id(cluster: Cluster, gradients: GradientStatistics | None, share
                 "version": VERSION,
                 "cluster": shared.once("identity of cluster", Same(cluster), lambda: _digest(_fields(cluster))),
                 "gradients": gradients
-                and shared.once("identity of statistics", Same(gradients), lambda: _digest(_fields(gradients))),
+                and shared.once(
+                    "identity of statistics",
+                    Same(gradients),
+                    lambda: _digest(_fields(gradients.transfer or gradients)),
+                ),
             }
         )
 
@@ -170,7 +175,8 @@ def resolved(scenario: "Scenario", shared: Shared) -> dict[str, Any]:
     cluster, model, plan, run = scenario.cluster, scenario.workload.model, scenario.plan, scenario.run
     parts: dict[str, Any] = _dumped(scenario, exclude={"cluster": True, "search": True, "workload": {"model"}})
     policies = scenario.policies
-    unused = {"uncut_reason", "adapted"}
+    unused = {"uncut_reason", "adapted", "autocast"}
+    unused |= set() if model.traced_autocast else {"traced_autocast"}
     unused |= set() if model.whole_layers else {"whole_layers"}
     unused |= set() if policies.sequence_parallel else {"sequence_layers"}
     unused |= set() if policies.ep > 1 else {"expert_layers"}
@@ -190,6 +196,8 @@ def resolved(scenario: "Scenario", shared: Shared) -> dict[str, Any]:
         (data["workload"], "loss_scale", scenario.workload.loss_scale is None),
         (data["workload"], "clip_norm", scenario.workload.clip_norm is None),
         (data["workload"], "adapters", scenario.workload.adapters is None),
+        (data["workload"], "autocast", scenario.workload.autocast is None),
+        (data["workload"], "tf32", not scenario.workload.tf32),
         (data["plan"]["shares"], "replanning", not plan.shares.replan),
         (data["plan"], "ranks", plan.ranks is None),
         (data["plan"], "zero1_implementation", plan.zero1_implementation == "torch"),

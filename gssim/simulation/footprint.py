@@ -33,7 +33,7 @@ from gssim.cluster import DeviceType
 from gssim.engine import MemoryTracker
 from gssim.memory import Block, CachingAllocator, Event, Footprint, NoMemoryLeftError, Request, rounded_bytes
 from gssim.program import Chunk, Program, Task, parts_of, unnumbered
-from gssim.result import Fit, Margin
+from gssim.result import CATEGORIES, Fit, Margin
 from gssim.scenario import Scenario
 from gssim.units import PRECISION_BYTES
 
@@ -232,6 +232,8 @@ class _LiveTensors:
                     self._blocks_of((category, key[1], float(-left))).append(kept)
 
 
+SIZE_DIGITS = 3
+"""Digits of bytes: expected sizes are fractions, whose sums differ by rounding between ranks that do the same."""
 EQUAL_PEAKS_RATIO = 0.02
 """Relative difference up to which peaks count as nearly equal."""
 
@@ -254,6 +256,12 @@ class MemoryFootprint:
     def allocated_bytes(self) -> float:
         """Peak of allocated bytes."""
         return sum(self.peak.values())
+
+    @cached_property
+    def reported_peak(self) -> dict[str, float]:
+        """The peak as Results have it: categories in their order, rounded."""
+        rounded = {category: round(self.peak.get(category, 0.0), SIZE_DIGITS) for category in CATEGORIES}
+        return {category: size for category, size in rounded.items() if size}
 
     @cached_property
     def outside_bytes(self) -> float:

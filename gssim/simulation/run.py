@@ -14,12 +14,12 @@ from statistics import fmean, median
 
 import numpy as np
 
-from gssim.cache import Shared
+from gssim.cache import Same, Shared
 from gssim.engine import Machine, RecordingTracker, TaskSpan, is_jittery
 from gssim.errors import UserError
 from gssim.execution import NUMERICS, SHOWN, code_digest, installed_version
 from gssim.program import Program, Steps, StepTraffic, after_inner_steps, lowering_key, unmeasured_host_time
-from gssim.result import COMPUTE_PHASES, PHASES, UPDATE_PHASES, Density, Result, Span, Step, typical_phases
+from gssim.result import COMPUTE_PHASES, PHASES, UPDATE_PHASES, Band, Density, Result, Span, Step, typical_phases
 from gssim.scenario import Loaded, Scenario, with_profile_slowdowns
 from gssim.simulation.extrapolation import extrapolated, simulated_counts, with_micro_batches
 from gssim.simulation.footprint import MemoryFootprint, footprints_of, tightest_margin, worst_misfit
@@ -37,6 +37,7 @@ from gssim.simulation.report import (
 from gssim.simulation.timeline import step_of
 from gssim.simulation.varying_run import Segment, StepReport, simulate_steps
 from gssim.units import Floats
+from gssim.workload.gradient_statistics import at_end
 
 STEADY_STEPS = 2
 """The first step starts with all ranks together; the second shows the steady state."""
@@ -111,11 +112,19 @@ class _SteadyRun:
         return max(ends[self.number] for ends in self.ends_s)
 
 
-def simulate(loaded: Loaded, *, unfolded: bool = False, shared: Shared | None = None, spread: bool = True) -> Simulated:
+def simulate(
+    loaded: Loaded,
+    *,
+    unfolded: bool = False,
+    shared: Shared | None = None,
+    spread: bool = True,
+    banded: bool = True,
+) -> Simulated:
     """Return the prediction for a scenario; `unfolded`: no ranks, links or flows are merged by symmetry.
 
     `shared`: cache shared with other scenarios. `spread`: whether `step_time_p10_s` is wanted; where the messages of
-    steps differ, it takes a simulation of its own, and is else the median step's.
+    steps differ, it takes a simulation of its own, and is else the median step's. `banded`: whether the prediction's
+    range is wanted where gradient statistics were transferred from other models: two more simulations.
 
     Where push or publish are thresholded, messages differ from step to step: the step with the median payload of the
     run stands for all thresholded ones; density, payloads and bytes sent are means over exactly the run's steps.
@@ -123,9 +132,65 @@ def simulate(loaded: Loaded, *, unfolded: bool = False, shared: Shared | None = 
     """
     try:
         with no_collection():
-            return _simulated(loaded, unfolded, shared or Shared(), spread=spread)
+            shared = shared or Shared()
+            simulated = _simulated(loaded, unfolded, shared, spread=spread)
+            return _with_band(loaded, simulated, unfolded, shared) if banded else simulated
     except UserError as error:  # raised only when the network is built
         raise UserError(f"{loaded.file}: {str(error).removeprefix(f'{loaded.file}: ')}") from None
+
+
+def _with_band(loaded: Loaded, simulated: Simulated, unfolded: bool, shared: Shared) -> Simulated:
+    """Return a prediction with its range, where its gradient statistics were transferred from other models."""
+    statistics, result = loaded.gradients, simulated.result
+    if statistics is None or statistics.transfer is None or not loaded.statistics_needed:
+        return simulated
+    ends = [
+        _simulated(replace(loaded, gradients=at_end(statistics, high=high)), unfolded, shared, spread=False).result
+        for high in (False, True)
+    ]
+    every = [result, *ends]
+
+    def between(values: Sequence[float | None]) -> tuple[float | None, float | None]:
+        known = [value for value in values if value is not None]
+        return (min(known), max(known)) if known else (None, None)
+
+    push, publish = (between([getattr(each.density, name) for each in every]) for name in ("push", "publish"))
+    times_s = [each.step_time_s for each in every]
+    sent = [sum(each.count * (each.bytes_sent or 0.0) for each in one.ranks) for one in every]
+    peaks = [max(each.peak_allocated_bytes for each in one.ranks) for one in every]
+    band = Band(
+        family=statistics.transfer.family,
+        scale_error_ratio=statistics.transfer.scale_error_ratio,
+        density_error_ratio=max(
+            _factor(middle, end)
+            for middle, ends in ((result.density.push, push), (result.density.publish, publish))
+            for end in ends
+        ),
+        step_time_low_s=min(times_s),
+        step_time_high_s=max(times_s),
+        bytes_sent_low=min(sent),
+        bytes_sent_high=max(sent),
+        peak_allocated_low_bytes=min(peaks),
+        peak_allocated_high_bytes=max(peaks),
+        fits_at_both_ends=all(each.fits for each in every),
+    )
+    density = replace(
+        result.density, push_low=push[0], push_high=push[1], publish_low=publish[0], publish_high=publish[1]
+    )
+    provenance = {**result.provenance, "gradient_statistics": statistics.source}
+    return replace(simulated, result=replace(result, density=density, band=band, provenance=provenance))
+
+
+LEAST_DENSITY = 1e-6
+"""Densities below count as this one, where they are compared."""
+
+
+def _factor(middle: float | None, end: float | None) -> float:
+    """Return the factor between two densities, at least 1."""
+    if middle is None or end is None:
+        return 1.0
+    low, high = sorted(max(LEAST_DENSITY, value) for value in (middle, end))
+    return high / low
 
 
 def traced(simulated: Simulated, *, unfolded: bool = False) -> Step:
@@ -352,8 +417,8 @@ def _result(
     phases_s = {name: fmean([phase[name] for phase in phases], counts) for name in phases[0]}
     total_s = sum(phases_s.values())  # ranks have their median steps at different times
     phases_s = {name: value * typical.time_s / total_s for name, value in phases_s.items()} if total_s else phases_s
-    footprints = _footprints(scenario, typical, sized=sized)
-    first_footprints = footprints if first is typical else _footprints(scenario, first, sized=sized)
+    footprints = _footprints(scenario, typical, shared, sized=sized)
+    first_footprints = footprints if first is typical else _footprints(scenario, first, shared, sized=sized)
     fit = worst_misfit(footprints) or worst_misfit(first_footprints)
     mean_ratio = mean_over_typical(machine, excess)
     ranks = rank_classes(scenario, machine, phases, footprints, mean_ratio=mean_ratio)
@@ -443,9 +508,18 @@ def _times_in(step: _SteadyRun, phases: Collection[str], ranks: int) -> Floats:
     return times_s
 
 
-def _footprints(scenario: Scenario, step: _SteadyRun, *, sized: bool) -> list[MemoryFootprint]:
-    """Return the memory footprint of each class of ranks; `sized`: with the allocator's overhead."""
+def _footprints(scenario: Scenario, step: _SteadyRun, shared: Shared, *, sized: bool) -> list[MemoryFootprint]:
+    """Return the memory footprint of each class of ranks; `sized`: with the allocator's overhead.
+
+    They are those of the program and of the peaks, whatever the network.
+    """
     machine = step.machine
     ranks = [each.representative for each in machine.classes]
     peaks = [(rank, memory.peak) for rank, memory in zip(ranks, machine.memory, strict=True)]
-    return footprints_of(scenario, machine.program, peaks, reserved=sized)
+    key = (Same(machine.program), sized, tuple(ranks), tuple(Same(peak) for _, peak in peaks))
+    return shared.once(
+        "footprints",
+        key,
+        lambda: footprints_of(scenario, machine.program, peaks, reserved=sized),
+        most=MAX_CACHED_RUNS,
+    )

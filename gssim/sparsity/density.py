@@ -258,7 +258,8 @@ def publish_ratios(statistics: GradientStatistics, publish: Publish, *, tensor: 
         return SILENCE
     moment, grid = moment_of(statistics.sampled_steps, step), statistics.publish_thresholds
     rows = [moment.all_of(block) for block in statistics.changes[tensor].blocks]
-    return Ratios(tuple(moment.curved([_on_grid(grid, row, publish.threshold) for row in block]) for block in rows))
+    threshold = publish.threshold / (statistics.transfer.scale_ratio if statistics.transfer else 1.0)
+    return Ratios(tuple(moment.curved([_on_grid(grid, row, threshold) for row in block]) for block in rows))
 
 
 def union_density(
@@ -387,6 +388,10 @@ class _View:
         correlations = self.tensors[0].correlations
         common = _clipped(fmean(correlations)) if correlations else 1.0
         self.scale = math.sqrt(common + (1 - common) * (traces[0].samples / samples))
+        self.density_ratio = 1.0
+        if statistics.transfer is not None:
+            self.scale *= statistics.transfer.scale_ratio
+            self.density_ratio = statistics.transfer.density_ratio
 
     def moment(self, step: int) -> Moment:
         """Return the position of a step among the sampled ones."""
@@ -413,7 +418,7 @@ class _View:
             rows = [
                 row.feedback_ratios if self.error_feedback else row.sent_ratios for row in moment.all_of(block.relative)
             ]
-            ratios.append(moment.curved([_on_grid(grid, row, multiple) for row in rows]))
+            ratios.append(min(1.0, self.density_ratio * moment.curved([_on_grid(grid, row, multiple) for row in rows])))
         return Ratios(tuple(ratios))
 
     def _under(

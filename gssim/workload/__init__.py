@@ -16,6 +16,7 @@ from gssim.workload.layer import (
 from gssim.workload.model import (
     AdaptedLayers,
     Adapters,
+    AutocastLayers,
     HuggingFace,
     ImageInput,
     LayerInstance,
@@ -45,6 +46,7 @@ __all__ = [
     "VALUES_KEPT",
     "AdaptedLayers",
     "Adapters",
+    "AutocastLayers",
     "Buffer",
     "Glue",
     "HuggingFace",

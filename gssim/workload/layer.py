@@ -89,6 +89,10 @@ class Polynomial:
             sums[i + 1, j] = sums.get((i + 1, j), 0) + rows * c
         return Polynomial(tuple((c, i, j) for (i, j), c in sums.items() if c) or ((0, 0, 0),))
 
+    def plus(self, other: "Polynomial") -> "Polynomial":
+        """Return the sum of two polynomials in b and s alone."""
+        return Polynomial((*self.terms, *other.terms))
+
     def __str__(self) -> str:
         """Return the text form, which `parse` reads."""
         powers = ("", "*{0}", "*{0}^2")
@@ -269,7 +273,7 @@ class Parameter:
 
 EXPERT_EXCHANGES = ("counts", "dispatch", "combine")
 """Collectives of divided experts: the numbers of rows, rows to the ranks of their experts, and results back."""
-REDUCTIONS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", *EXPERT_EXCHANGES)
+REDUCTIONS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ring", *EXPERT_EXCHANGES)
 
 
 @dataclass(frozen=True, slots=True)

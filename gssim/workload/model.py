@@ -22,6 +22,12 @@ have keys and values of their own.
 are frozen, get no gradient, and nothing is saved for one. All that adapters do is linear in their rank: the layers of
 `AdaptedLayers` are traced with two ranks, u being the rank. The backward ends at the first block, and embeddings have
 none.
+
+[Note: autocast] Under torch.autocast (automatic mixed precision) parameters, their gradients and the residual stream
+stay in fp32; operands of matrix products and attention are cast to 16 bits. The cast of a weight is saved for the
+backward like an activation; those that the backward does not need (of biases) live to the end of the forward, and are
+counted to the end of their layer's. Traced with the lists of operations that torch has for a CPU: on CUDA losses and
+norms run in fp32, so that logits are there once more.
 """
 
 from collections import Counter
@@ -147,6 +153,16 @@ class AdaptedLayers:
 
 
 @spec
+class AutocastLayers:
+    """All layers of a model with fp32 parameters whose forward runs under torch.autocast, see [Note: autocast]."""
+
+    precision: Literal["bf16", "fp16"]
+    """Precision of matrix products and attention."""
+    layers: tuple[Layer, ...]
+    """Layers in the order of the forward."""
+
+
+@spec
 class Model:
     """A model as traced from its real module; see `gsreal trace`."""
 
@@ -183,6 +199,10 @@ class Model:
     """The layers with whole blocks on parts of the sequences, see [Note: context]; empty: they cannot run so."""
     adapted: tuple[AdaptedLayers, ...] = ()
     """The layers with trained adapters and all else frozen, for each choice of maps that was traced so."""
+    autocast: tuple[AutocastLayers, ...] = ()
+    """The layers under torch.autocast, for each precision in which they were traced so."""
+    traced_autocast: Literal["bf16", "fp16"] | None = None
+    """Precision of torch.autocast under which `layers` were traced; absent: they were traced without."""
     whole_layers: tuple[Layer, ...] = ()
     """Of a model with adapters: its layers without, of which measured profiles are; else empty."""
 
@@ -285,3 +305,35 @@ def with_adapters(model: Model, adapters: Adapters) -> Model:
         return model
     targets = adapters.targets if isinstance(adapters.targets, str) else tuple(sorted(adapters.targets))
     return _with_adapters(Same(model), adapters.rank, adapters.alpha, targets)
+
+
+@lru_cache(maxsize=64)
+def _under_autocast(model: Same, precision: Literal["bf16", "fp16"]) -> Model:
+    whole = model.value
+    assert isinstance(whole, Model)
+    found = next((each for each in whole.autocast if each.precision == precision), None)
+    if found is None:
+        raise ValueError(
+            f"autocast = '{precision}': '{whole.name}' is not traced under it; `gsreal trace --autocast {precision}` "
+            "does so"
+        )
+    return replace(
+        whole,
+        layers=found.layers,
+        traced_precision="fp32",
+        traced_autocast=precision,
+        autocast=(),
+        adapted=(),
+        sliced_layers=(),
+        sequence_layers=(),
+        expert_layers=(),
+        context_layers=(),
+    )
+
+
+def under_autocast(model: Model, precision: Literal["bf16", "fp16"]) -> Model:
+    """Return the model with the layers of a forward under torch.autocast; itself if it has them.
+
+    Raises ValueError if it is not traced so.
+    """
+    return model if model.traced_autocast == precision else _under_autocast(Same(model), precision)

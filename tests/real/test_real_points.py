@@ -138,7 +138,7 @@ def differences_of_numbers(case: Case, seen: dict[str, Any] | str) -> list[str]:
 
 
 def differences_of_training(case: Case, seen: dict[str, Any]) -> Iterator[str]:
-    """Compare with one device where equality can hold: ranks do not train apart, nothing stays under a threshold, and
+    """Compare with one device where equality can hold: ranks do not train apart, send all of their gradients, and
     Adam's steps of gradients that are all rounding have digits enough.
 
     Adam with decay in its gradients has not: where a gradient is zero but for rounding (a key's bias), each step takes
@@ -147,7 +147,8 @@ def differences_of_training(case: Case, seen: dict[str, Any]) -> Iterator[str]:
     """
     scenario = load_scenario(Path(case["scenario"]), case["overrides"], gradients_needed=False).scenario
     workload = scenario.workload
-    if scenario.policies.sync_every_steps:
+    whole = scenario.policies.compressor == "topk" and scenario.plan.topk.density_ratio == 1
+    if scenario.policies.sync_every_steps or (scenario.policies.compressor and not whole):
         return
     if scenario.push.selects and density_of(scenario) < 1:
         return
