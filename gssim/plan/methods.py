@@ -187,6 +187,7 @@ METHODS: dict[str, Method] = {
             "gs",
             "Gradient Sharding: gradients are pushed to the owners of their shards, thresholded if asked.",
             "gsreal.gradient_sharding",
+            in_pipelines=True,
             programs=("torchrun",),
             **_PUSHED,
         ),

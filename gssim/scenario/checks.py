@@ -292,7 +292,7 @@ def _check_pipeline(scenario: Scenario, policies: Policies, file: str) -> None:
         return
     _check_pipeline_policies(plan, policies, file)
     _check_stages(scenario, policies.pp, file)
-    if policies.gradients == "reduce-scatter":
+    if policies.gradients in ("reduce-scatter", "push"):
         _check_sharded_stages(scenario, file)
     for samples in scenario.data_batch_sizes:
         if samples % plan.micro_batches:
@@ -305,7 +305,8 @@ def _check_pipeline(scenario: Scenario, policies: Policies, file: str) -> None:
 def _check_pipeline_policies(plan: Plan, policies: Policies, file: str) -> None:
     where, replicas = f"{file}: plan.pp = {policies.pp}", policies.data_ranks
     methods = [name for name, method in METHODS.items() if method.in_pipelines and method.gradients != "local"]
-    runs = policies.partition == "data" and policies.gradients in ("local", "all-reduce", "reduce-scatter")
+    runs = policies.partition == "data" and policies.gradients in ("local", "all-reduce", "reduce-scatter", "push")
+    runs = runs and policies.push_axis == "dp_shard"
     if not runs or (policies.parameters != "replicated") != (policies.gradients == "reduce-scatter"):
         raise UserError(
             f"{where}: method '{plan.method}' cannot run in a pipeline yet; "
@@ -328,8 +329,23 @@ def _check_sharded_stages(scenario: Scenario, file: str) -> None:
     if schedule_of(plan, plan.pp) == "interleaved":
         raise UserError(
             f"{where} cannot run yet with plan.schedule = 'interleaved': torch frees and gathers whole stages between "
-            "their turns; allowed: gpipe, 1f1b"
+            "their turns, and pushes are of one stage; allowed: gpipe, 1f1b"
         )
+    if scenario.policies.gradients == "push":
+        for key, value in (("clip_norm", scenario.workload.clip_norm), ("loss_scale", scenario.workload.loss_scale)):
+            if value is not None:
+                raise UserError(f"{where} cannot run yet with workload.{key} = {value}: leave it out, or use ddp")
+        if scenario.policies.tp > 1:
+            raise UserError(f"{where} cannot run yet beside plan.tp = {plan.tp}; allowed today: 1")
+        if isinstance(plan.shares.shards, str) and plan.shares.shards != "even":
+            raise UserError(
+                f"{where} cannot run yet with plan.shares.shards = {plan.shares.shards!r}: sizes are not derived for "
+                "each stage; allowed: 'even', or shares of a stage's ranks"
+            )
+        if scenario.policies.publish_overlaps:
+            raise UserError(
+                f"{where} cannot run yet with plan.publish.overlap: stages begin when peers do; leave it out"
+            )
     for tied in tied_parameters(unrolled(scenario.workload.model), scenario.stage_ranges):
         if len({stage % plan.pp for stage in tied.stages}) > 1:
             raise UserError(
