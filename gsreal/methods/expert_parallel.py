@@ -91,8 +91,7 @@ class ExpertGradients:
     """Reduction of the gradients of divided experts over the ranks that hold the same ones.
 
     As DistributedDataParallel: each is divided by the number of `data_ranks`, and all-reduced as soon as it is
-    complete, in the last micro-batch; with `overlap`, the backward goes on meanwhile. Without it, gradients are
-    summed only.
+    complete, in the last micro-batch; with `overlap`, the backward goes on meanwhile.
     """
 
     def __init__(
@@ -108,8 +107,7 @@ class ExpertGradients:
             if not self.leaves:
                 return
             assert parameter.grad is not None
-            if overlap:
-                parameter.grad.div_(data_ranks)
+            parameter.grad.div_(data_ranks)
             if self._alone:
                 return
             if overlap:

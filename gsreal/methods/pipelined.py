@@ -7,7 +7,8 @@ tied] in `gssim.scenario.stages`.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,16 +17,18 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor
 
+from gsreal.gradient_sharding import GradientSharding
 from gsreal.machine import group_threads
 from gsreal.measure import Timeline
 from gsreal.methods.data_parallel import cast_all_reduce, fully_shard_module, shard_optimizer_state
+from gsreal.methods.gradient_sharding import pushing_optimizer
 from gsreal.methods.stage_modules import stage_module, tied_names
 from gsreal.methods.training import Training, Weights, checkpoint_block, make_optimizer, weighted
 from gsreal.model_files.build import loss_of
 from gsreal.run.rank import gather_json, wire_device
 from gssim.plan import DATA_AXES, DDP_BUCKET_BYTES, MIB, Mesh
 from gssim.scenario import Scenario, schedule_of, tied_parameters
-from gssim.workload import unrolled
+from gssim.workload import LayerInstance, unrolled
 
 
 class StageModules(nn.Module):
@@ -85,9 +88,19 @@ __all__ = ["StageModules", "pipeline_stages"]
 class ObservedStage(PipelineStage):
     """A stage that records spans of its compute; the rest of a step is waiting for adjacent stages."""
 
-    def observe(self, timeline: Timeline, last_gradient: list[Any], replicas: dist.ProcessGroup | None) -> None:
-        """Start recording; `last_gradient`: DDP's mark of the last gradient hook in a backward."""
+    def observe(
+        self,
+        timeline: Timeline,
+        last_gradient: list[Any],
+        replicas: dist.ProcessGroup | None,
+        sharding: GradientSharding | None,
+    ) -> None:
+        """Start recording; `last_gradient`: DDP's mark of the last gradient hook in a backward.
+
+        `sharding`: pushes gradients in the backward of the last micro-batch.
+        """
         self.timeline, self.last_gradient, self.replicas = timeline, last_gradient, replicas
+        self.sharding = sharding
         self.peers = self.group or dist.group.WORLD
 
     def _compute_outputs(self, *args: Any, module: nn.Module, **settings: Any) -> Any:
@@ -101,10 +114,13 @@ class ObservedStage(PipelineStage):
             return super().forward_one_chunk(fwd_chunk_id, *args, **settings)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **settings: Any) -> None:
-        """Run the backward of a micro-batch; DDP's replicas all-reduce in that of the last."""
+        """Run the backward of a micro-batch; in that of the last, DDP all-reduces, or Gradient Sharding pushes."""
         self.last_gradient.clear()
-        with self.timeline.span(
-            f"backward stage {self.stage_index} micro-batch {bwd_chunk_id}", "backward", self.peers
+        keeps = self.sharding is not None and not settings.get("last_backward", False)
+        label = f"backward stage {self.stage_index} micro-batch {bwd_chunk_id}"
+        with (
+            self.timeline.span(label, "backward", self.peers),
+            self.sharding.no_sync() if self.sharding is not None and keeps else nullcontext(),
         ):
             super().backward_one_chunk(bwd_chunk_id, *args, **settings)
         if self.last_gradient:
@@ -174,6 +190,8 @@ class PipelineTraining(Training):
     run: Callable[..., Any] = print
     losses: Losses | None = None
     copies: Sequence[TiedCopy] = ()
+    losses_at: Sequence[int] = ()
+    """Ranks that take the losses of the replicas of this rank's stage, in their order."""
 
     def clip_gradients(self, norm: float) -> None:
         """Scale the gradients of all stages down to a norm of at most `norm`; tied parameters count once."""
@@ -189,7 +207,10 @@ class PipelineTraining(Training):
     def step(self, inputs: Tensor, targets: Tensor, weights: Weights, rank: int) -> Tensor:
         """Train on one batch. Returns the mean loss on ranks of the last stage, 0 on others."""
         assert self.losses is not None
-        scale = self.scale * weights.ranks[rank] * (self.scaler.scale if self.scaler is not None else 1.0)
+        if isinstance(self.optimizer, GradientSharding):  # the owner weighs each rank's mean
+            self.optimizer.weights = tuple(weights.ranks[each] for each in self.losses_at)
+        scale = self.scale * weights.ranks[rank] if self.scale else 1.0
+        scale *= self.scaler.scale if self.scaler is not None else 1.0
         self.losses.begin(tuple(scale * weight for weight in weights.micro_batches))
         arguments = (inputs,) if inputs.numel() else ()
         with self.timeline.span("wait for neighbours", "exposed_communication"):
@@ -223,9 +244,9 @@ def pipeline_stages(scenario: Scenario, module: nn.Module, timeline: Timeline, d
                 if instance.layer.block:
                     checkpoint_block(inner[instance.module], selective=scenario.plan.recompute == "selective")
         modules.append(part)
-    shards = scenario.policies.gradients == "reduce-scatter"
-    replicas = process_group(mesh, rank, *DATA_AXES) if mesh.data_ranks > 1 and not shards else None
-    if shards:
+    is_replicated = scenario.policies.gradients == "all-reduce"
+    replicas = process_group(mesh, rank, *DATA_AXES) if is_replicated else None
+    if scenario.policies.gradients == "reduce-scatter":
         for number, part in zip(numbers, modules, strict=True):
             inner = dict(part.named_modules())
             blocks = [inner[instance.module] for instance in stages[number] if instance.layer.block]
@@ -235,24 +256,42 @@ def pipeline_stages(scenario: Scenario, module: nn.Module, timeline: Timeline, d
     observed = [
         ObservedStage(part, i, len(stages), device, group=group) for i, part in zip(numbers, modules, strict=True)
     ]
-    for stage in observed:
-        stage.observe(timeline, last_gradient, replicas)
-    losses = Losses(observed[-1], timeline)
     own_stages = StageModules(modules, group, names)
-    if scenario.policies.optimizer_state == "sharded" and not shards:
-        optimizer = shard_optimizer_state(scenario.workload, own_stages, timeline, device, group=replicas)
-    else:
-        optimizer = make_optimizer(scenario.workload, own_stages.parameters(), device)
+    layers = [replace(instance, index=i) for i, instance in enumerate(stages[numbers[-1]])]
+    optimizer = _optimizer(scenario, own_stages, layers, timeline, device, replicas)
+    sharding = optimizer if isinstance(optimizer, GradientSharding) else None
+    for stage in observed:
+        stage.observe(timeline, last_gradient, replicas, sharding)
+    losses = Losses(observed[-1], timeline)
     return PipelineTraining(
         own_stages,
         optimizer,
         timeline,
-        scale=float(mesh.data_ranks),
+        scale=0.0 if sharding else float(mesh.data_ranks),
         last_gradient=last_gradient,
         run=_schedule(scenario, observed, losses).step,
         losses=losses,
         copies=tied_copies(scenario, modules, aliases),
+        losses_at=[mesh.group(each, "pp")[-1] for each in mesh.group(rank, *DATA_AXES)],
     )
+
+
+def _optimizer(
+    scenario: Scenario,
+    stages: StageModules,
+    layers: Sequence[LayerInstance],
+    timeline: Timeline,
+    device: torch.device,
+    replicas: dist.ProcessGroup | None,
+) -> torch.optim.Optimizer | GradientSharding:
+    """Return the optimizer of a rank's stages; `layers`: those of its only stage, where it pushes gradients."""
+    policies = scenario.policies
+    if policies.gradients == "push":
+        (module,) = stages.stages
+        return pushing_optimizer(scenario, module, layers, timeline, device)
+    if policies.gradients == "all-reduce" and policies.optimizer_state == "sharded":
+        return shard_optimizer_state(scenario.workload, stages, timeline, device, group=replicas)
+    return make_optimizer(scenario.workload, stages.parameters(), device)
 
 
 def _schedule(scenario: Scenario, stages: list[ObservedStage], losses: Losses) -> Any:

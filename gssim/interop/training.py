@@ -45,6 +45,8 @@ ARCHITECTURE: dict[str, tuple[str, ...]] = {
     "key-value heads": ("num_key_value_heads",),
     "perceptron": ("intermediate_size", "n_inner", "ffn_hidden_size"),
     "vocabulary": ("vocab_size",),
+    "experts": ("num_local_experts", "n_routed_experts", "num_experts", "experts"),
+    "experts per token": ("num_experts_per_tok", "experts_per_token"),
 }
 """Sizes of a transformer, and what configs of Hugging Face and factories call them."""
 DEFAULTS_OF_TYPES: dict[str, dict[str, int]] = {
@@ -99,6 +101,8 @@ class Training:
     tp: Value | None = None
     pp: Value | None = None
     cp: Value | None = None
+    context_exchange: Value | None = None
+    """ring or all-to-all; None: a ring."""
     ep: Value | None = None
     sharding: Value | None = None
     """none, zero1, zero2 or zero3."""
@@ -189,6 +193,8 @@ def _check_architecture(training: Training, keys: Keys, model: Model) -> None:
     for name, value in training.architecture.items():
         if name in known and known[name] != value.value:
             _refuse(keys, value, f"the model '{model.name}' has {name} = {known[name]}; give the right one by --model")
+        elif name not in known and name.startswith("experts"):
+            _refuse(keys, value, f"the model '{model.name}' has no routed experts; give the right one by --model")
         elif name not in known:
             keys.note(value.origin.partition(" = ")[0], f"the model is --model ('{model.name}')")
 
@@ -345,12 +351,23 @@ def _axes(
         return None
     if cp.value > 1:
         entries.append(Entry("plan.cp", cp.value, cp.origin))
-        name = cp.origin.partition(" = ")[0]
-        keys.note(name, "approximated: parts of sequences are exchanged for heads by all-to-alls, not passed in a ring")
+        entries += _context_exchange(training, keys, cp)
     ep = training.ep or one
     if ep.value > 1:
         entries.append(Entry("plan.ep", ep.value, ep.origin))
     return ranks, dp, tp, pp, entries
+
+
+def _context_exchange(training: Training, keys: Keys, cp: Value) -> list[Entry]:
+    """Return the entry of a ring, which other programs have by default; none for all-to-alls."""
+    exchange = training.context_exchange or Value("ring", f"{cp.origin}: keys and values in a ring")
+    if exchange.value == "all-to-all":
+        return []
+    if training.recompute is not None and training.recompute.value == "selective":
+        name = cp.origin.partition(" = ")[0]
+        keys.note(name, "approximated: parts of sequences are exchanged for heads by all-to-alls, not passed in a ring")
+        return []
+    return [Entry("plan.context_exchange", "ring", exchange.origin)]
 
 
 def _method(training: Training, keys: Keys, dp: int, tp: int, pp: int, cp: int) -> list[Entry] | None:

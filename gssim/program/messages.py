@@ -236,17 +236,21 @@ def _push_ratios(low: Lowering, samples: int, part: float) -> Mapping[str, spars
     assert statistics is not None  # loading demands them
 
     def ratios() -> Mapping[str, sparsity.Ratios]:
-        names = {p.name.replace("{}", instance.module) for instance, p in low.parameters}
         return {
             name: sparsity.push_ratios(
                 statistics, low.push, samples=samples, tensor=name, step=step, part=part, lag_steps=lag_steps
             )
-            for name in names
+            for name in parameter_names(low)
         }
 
     step, lag_steps = low.once_a_step(_density_step)
     key = (Same(statistics), Same(low.scenario.workload.model), low.push, samples, part, step, lag_steps)
     return low.shared.once("densities of pushes", key, ratios, most=MAX_CACHED_DENSITIES)
+
+
+def parameter_names(low: Lowering) -> list[str]:
+    """Return the names of all parameters: densities are shared by the stages of a pipeline."""
+    return [name for instance in low.whole_layers for name in instance.parameter_names]
 
 
 def sent_ratios(low: Lowering, micro_batch: MicroBatch) -> tuple[Hashable, ...]:

@@ -225,8 +225,8 @@ class Steps:
             self._traffic[step] = StepTraffic(
                 payloads,
                 sum(payloads[name] for name in payloads if name in dependent),
-                _push_density(lowerings[0]),
-                _publish_density(lowerings[0]),
+                _push_density(lowerings),
+                _publish_density(lowerings),
             )
         return self._traffic[step]
 
@@ -261,18 +261,19 @@ class Steps:
             tasks=tuple(tasks),
             communications=Collectives(tasks),
             persistent=tuple(persistent),
-            push_density=_push_density(lowerings[0]),
-            publish_density=_publish_density(lowerings[0]),
+            push_density=_push_density(lowerings),
+            publish_density=_publish_density(lowerings),
             roles=tuple(roles.tolist()),
             tensors=tuple(tensors),
         )
 
     def _tasks(self, low: Lowering, ranks: Sequence[int]) -> list[Sequence[Task]]:
-        """Return the tasks of some ranks; of pipelines as outlines, unless ranks of one tensor group have other
-        ones.
+        """Return the tasks of some ranks; of pipelines as outlines, unless ranks of one tensor group have other ones,
+        or ranks push gradients.
         """
         alike, parts_of_model = _Alike(), low.policies.tp
         chunked = not self.unfolded and (parts_of_model == 1 or self._copies == parts_of_model)
+        chunked = chunked and low.policies.gradients != "push"
         by_rank = [_tasks(low, rank, alike, chunked=chunked) for rank in ranks]
         if len(self._lowerings) > 1:
             by_rank = [_mapped(parts, _with_group) for parts in by_rank]
@@ -325,12 +326,21 @@ def _payloads(low: Lowering, micro_batch: MicroBatch, place: int) -> Floats:
     return sizes.payloads(sizes.messages.size_bytes)
 
 
-def _push_density(low: Lowering) -> float | None:
-    return mean_push_density(low) if low.scenario.plan.push.threshold is not None else None
+def _push_density(lowerings: Sequence[Lowering]) -> float | None:
+    is_asked = lowerings[0].scenario.plan.push.threshold is not None
+    return _mean_over_stages(lowerings, mean_push_density) if is_asked else None
 
 
-def _publish_density(low: Lowering) -> float | None:
-    return mean_publish_density(low) if low.thresholds_publish else None
+def _publish_density(lowerings: Sequence[Lowering]) -> float | None:
+    return _mean_over_stages(lowerings, mean_publish_density) if lowerings[0].thresholds_publish else None
+
+
+def _mean_over_stages(lowerings: Sequence[Lowering], density: Callable[[Lowering], float]) -> float:
+    """Return the mean density of all elements: stages of a pipeline weigh as much as they have."""
+    if not lowerings[0].stages:
+        return density(lowerings[0])
+    elements = [sum(bucket.elements for bucket in low.buckets) for low in lowerings]
+    return sum(density(low) * n for low, n in zip(lowerings, elements, strict=True)) / sum(elements)
 
 
 def lower(

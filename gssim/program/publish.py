@@ -37,6 +37,7 @@ from gssim.program.messages import (
     Messages,
     messages_of,
     owned_pieces,
+    parameter_names,
     sums_without_own,
     to_all,
 )
@@ -93,8 +94,9 @@ def publish_ratios(low: Lowering) -> Mapping[str, sparsity.Ratios]:
     rules = replace(low.scenario.plan.publish, kind="absolute", threshold=threshold)
 
     def ratios() -> Mapping[str, sparsity.Ratios]:
-        names = {p.name.replace("{}", instance.module) for instance, p in low.parameters}
-        return {name: sparsity.publish_ratios(statistics, rules, tensor=name, step=step) for name in names}
+        return {
+            name: sparsity.publish_ratios(statistics, rules, tensor=name, step=step) for name in parameter_names(low)
+        }
 
     step = min(low.step, statistics.sampled_steps[-1])  # after the last, densities are constant
     key = (Same(statistics), Same(workload.model), rules, step)

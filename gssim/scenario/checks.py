@@ -13,6 +13,7 @@ from gssim.plan import (
     refuse,
     refuse_what_cannot_run,
 )
+from gssim.scenario.device_rates import layer_profile
 from gssim.scenario.expert_load import expert_rows
 from gssim.scenario.scenario import Scenario
 from gssim.scenario.stages import schedule_of, stage_cut_error, tied_parameters
@@ -58,6 +59,7 @@ def check(scenario: Scenario, *, file: str) -> None:
             f"{file}: workload.gradient_precision = '{scenario.workload.gradient_precision}': method '{plan.method}' "
             "keeps no whole gradients until the update; leave it out"
         )
+    _check_maps(scenario, file)
     _check_reduction(scenario, policies, file)
     _check_loss_scale(scenario, policies, file)
     _check_clipping(scenario, policies, file)
@@ -292,7 +294,7 @@ def _check_pipeline(scenario: Scenario, policies: Policies, file: str) -> None:
         return
     _check_pipeline_policies(plan, policies, file)
     _check_stages(scenario, policies.pp, file)
-    if policies.gradients == "reduce-scatter":
+    if policies.gradients in ("reduce-scatter", "push"):
         _check_sharded_stages(scenario, file)
     for samples in scenario.data_batch_sizes:
         if samples % plan.micro_batches:
@@ -305,7 +307,8 @@ def _check_pipeline(scenario: Scenario, policies: Policies, file: str) -> None:
 def _check_pipeline_policies(plan: Plan, policies: Policies, file: str) -> None:
     where, replicas = f"{file}: plan.pp = {policies.pp}", policies.data_ranks
     methods = [name for name, method in METHODS.items() if method.in_pipelines and method.gradients != "local"]
-    runs = policies.partition == "data" and policies.gradients in ("local", "all-reduce", "reduce-scatter")
+    runs = policies.partition == "data" and policies.gradients in ("local", "all-reduce", "reduce-scatter", "push")
+    runs = runs and policies.push_axis == "dp_shard"
     if not runs or (policies.parameters != "replicated") != (policies.gradients == "reduce-scatter"):
         raise UserError(
             f"{where}: method '{plan.method}' cannot run in a pipeline yet; "
@@ -328,8 +331,23 @@ def _check_sharded_stages(scenario: Scenario, file: str) -> None:
     if schedule_of(plan, plan.pp) == "interleaved":
         raise UserError(
             f"{where} cannot run yet with plan.schedule = 'interleaved': torch frees and gathers whole stages between "
-            "their turns; allowed: gpipe, 1f1b"
+            "their turns, and pushes are of one stage; allowed: gpipe, 1f1b"
         )
+    if scenario.policies.gradients == "push":
+        for key, value in (("clip_norm", scenario.workload.clip_norm), ("loss_scale", scenario.workload.loss_scale)):
+            if value is not None:
+                raise UserError(f"{where} cannot run yet with workload.{key} = {value}: leave it out, or use ddp")
+        if scenario.policies.tp > 1:
+            raise UserError(f"{where} cannot run yet beside plan.tp = {plan.tp}; allowed today: 1")
+        if isinstance(plan.shares.shards, str) and plan.shares.shards != "even":
+            raise UserError(
+                f"{where} cannot run yet with plan.shares.shards = {plan.shares.shards!r}: sizes are not derived for "
+                "each stage; allowed: 'even', or shares of a stage's ranks"
+            )
+        if scenario.policies.publish_overlaps:
+            raise UserError(
+                f"{where} cannot run yet with plan.publish.overlap: stages begin when peers do; leave it out"
+            )
     for tied in tied_parameters(unrolled(scenario.workload.model), scenario.stage_ranges):
         if len({stage % plan.pp for stage in tied.stages}) > 1:
             raise UserError(
@@ -522,6 +540,27 @@ def _check_owners(scenario: Scenario, policies: Policies, file: str) -> None:
         _ = scenario.shard_shares
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
+
+
+def _check_maps(scenario: Scenario, file: str) -> None:
+    """Refuse linear maps in 8 bits beside fp32, of models that are not of tokens, and on devices without a rate."""
+    workload = scenario.workload
+    if workload.map_precision is None:
+        return
+    where = f"{file}: workload.map_precision = '{workload.map_precision}'"
+    if workload.precision == "fp32":
+        raise UserError(f"{where}: goes with 16 bits elsewhere; allowed: workload.precision = 'bf16' or 'fp16'")
+    if not isinstance(workload.model.input, TokenInput):
+        raise UserError(f"{where}: is for models of tokens, whose blocks have linear maps; leave it out")
+    for name in dict.fromkeys(device.type for device in scenario.cluster.devices):
+        device = scenario.cluster.device_types[name]
+        if device.float8_ratio is None:
+            raise UserError(
+                f"{where}: the device type '{name}' has no rate in 8 bits; set "
+                f"cluster.device_types.{name}.float8_ratio, or leave it out"
+            )
+        if any(layer_profile(device, workload, layer) is not None for layer in workload.model.layers):
+            raise UserError(f"{where}: layers of '{name}' are measured, in {workload.precision}; leave it out")
 
 
 def _check_experts(scenario: Scenario, policies: Policies, file: str) -> None:

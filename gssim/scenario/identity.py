@@ -190,6 +190,7 @@ def resolved(scenario: "Scenario", shared: Shared) -> dict[str, Any]:
         (data["run"], "evaluate_every_steps", run.evaluate_every_steps is None),
         (data["run"], "extrapolate_micro_batches", not run.extrapolate_micro_batches),
         (data["run"], "slowdowns", not run.slowdowns),
+        (data["workload"], "map_precision", scenario.workload.map_precision is None),
         (data["workload"], "gradient_precision", scenario.workload.gradient_precision is None),
         (data["workload"], "reduce_precision", scenario.workload.reduce_precision is None),
         (data["workload"], "loss_scale", scenario.workload.loss_scale is None),

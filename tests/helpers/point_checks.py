@@ -172,8 +172,17 @@ def _scattered_bytes(
     policies, n = scenario.policies, len(groups["dp_shard"][0])
     if n == 1:
         return
-    shapes = [p.shape or (1,) for each in unrolled(scenario.workload.model) for p in each.layer.parameters]
-    padded = sum(math.prod(shape[1:]) * math.ceil(shape[0] / n) * n for shape in shapes) * value
+    divided = {p.name for each in scenario.workload.model.expert_layers for p in each.parameters if p.cut is not None}
+    own = divided if policies.ep > 1 else set()
+    parameters = [p for each in unrolled(scenario.workload.model) for p in each.layer.parameters]
+    padded = _padded_elements([p.shape or (1,) for p in parameters if p.name not in own], n) * value
+    if policies.ep > 1 and policies.ep < n:
+        held = [(p.shape[0] // policies.ep, *p.shape[1:]) for p in parameters if p.name in own]
+        wanted = _padded_elements(held, n // policies.ep) * value
+        among = {tuple(policies.mesh.expert_replicas(rank)) for rank in range(policies.ranks)}
+        found = [carried(result, "reduce-scatter")[group] for group in among]
+        if set(found) != {wanted}:
+            yield f"reduce-scatters of experts carry {found} bytes, padded gradients have {wanted}"
     scattered = [carried(result, "reduce-scatter")[group] for group in groups["dp_shard"]]
     if policies.pp > 1:  # each group holds the gradients of its own stages
         scattered = [sum(scattered) // policies.dp_replicate]
@@ -184,6 +193,11 @@ def _scattered_bytes(
         times = scenario.plan.micro_batches if policies.gradient_sync == "micro-batch" else 1
         if reduced not in (padded, padded // times):
             yield f"all-reduces of shards carry {reduced} bytes, padded gradients have {padded}"
+
+
+def _padded_elements(shapes: list[tuple[int, ...]], shards: int) -> int:
+    """Return the elements of tensors that are padded in their first dimension to a multiple of the shards."""
+    return sum(math.prod(shape[1:]) * math.ceil(shape[0] / shards) * shards for shape in shapes)
 
 
 def expert_elements(scenario: Scenario) -> int:
@@ -308,7 +322,8 @@ def _compute_bound(scenario: Scenario, simulated: Simulated) -> Iterator[str]:
             yield f"a step takes {step_s} s, its FLOP {least_s} s on all devices together"
     if result.step_times_s:
         return  # ranks are told of at a walk's end, the step is its median
-    if policies.tp == policies.pp == policies.ep == 1:  # ranks with few rows of divided experts do less than others
+    unequal = policies.ring and not policies.zigzag  # ranks of a plain ring do more attention, or less
+    if policies.tp == policies.pp == policies.ep == 1 and not unequal:  # ranks with few rows of experts do less too
         for rank, samples in enumerate(scenario.batch_sizes):
             own_s = model_flop(scenario, samples) / policies.cp / rates[rank]
             if result.step_time_s < own_s * (1 - RELATIVE):

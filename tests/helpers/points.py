@@ -53,6 +53,8 @@ TIED = Trained(str(SCENARIOS.parent / "tests/helpers/models/gpt-tied.toml"), 24,
 MIXTURE = Trained("mixture-byte-1m", 24, (32, 128), 1, experts=12)
 SEQUENCES = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp")
 """Divide sequences beside the batch."""
+DIVIDING_EXPERTS = ("ddp", "zero2", "zero3", "fsdp")
+"""Divide experts beside the batch."""
 LARGER = (
     Trained("gpt2-124m", 32, (512, 1024)),
     Trained("bert-base", 32, (128, 512)),
@@ -83,7 +85,7 @@ def random_point(seed: int, *, most_devices: int = 32) -> Table:
         + [BERT] * 4
         + [RESNET] * 4
         + [TIED] * (6 if method in ("pipeline", "ddp", "zero1") else 2)
-        + [MIXTURE] * (18 if method == "ddp" else 1)
+        + [MIXTURE] * (18 if method == "ddp" else 8 if method in DIVIDING_EXPERTS else 1)
     )
     varies = any(kind.get("step_jitter_ratio") for kind in cluster["device_types"].values())
     model = random.choice(smaller if varies else [*smaller, random.choice(LARGER)])
@@ -112,7 +114,7 @@ def random_real_point(seed: int) -> Table:
     cluster = {"name": "random", "backend": "gloo", "source": "random", "device_types": types, "topology": topology}
     method = random.choice(METHODS[1:] + PUSHING * 2 + DEALING)
     models = [Trained("gpt-byte-1m", 12, (8, 16)), Trained("bert-byte-1m", 12, (8, 16)), RESNET, TIED]
-    models += [Trained(MIXTURE.name, 12, (8, 16), 1, experts=12)] * (6 if method == "ddp" else 0)
+    models += [Trained(MIXTURE.name, 12, (8, 16), 1, experts=12)] * (6 if method in DIVIDING_EXPERTS else 0)
     model = random.choice(models)
     plan, parts = _plan(random, method, devices, model)
     model = replace(model, batch=12, statistics=())
@@ -244,7 +246,7 @@ def _axes(random: Random, plan: Table, devices: int, model: Trained) -> int:
     elif random.random() < 0.15:
         plan[random.choice(["dp_replicate", "dp_shard"])] = random.choice([1, 2, left])
     divisors = [n for n in range(2, model.experts + 1) if left % n == 0 and model.experts % n == 0]
-    if divisors and random.random() < (0.8 if method == "ddp" else 0.1):
+    if divisors and random.random() < (0.8 if method in DIVIDING_EXPERTS else 0.1):
         plan["ep"] = random.choice(divisors)
     return left
 
@@ -283,6 +285,10 @@ def _inner_axes(random: Random, plan: Table, devices: int, model: Trained) -> in
     if among and random.random() < (0.4 if method in SEQUENCES else 0.02):
         plan["cp"] = random.choice(among)
         left //= plan["cp"]
+        if random.random() < 0.5:
+            plan["context_exchange"] = "ring"
+            if random.random() < 0.4:
+                plan["context_split"] = "plain"
         apart = apart or random.random() < 0.95
     inner = [n for n in (2, 4, 8) if left % n == 0 and n < left and n <= model.heads]
     if inner and not apart and random.random() < 0.3:

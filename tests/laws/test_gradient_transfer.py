@@ -73,7 +73,7 @@ def beyond(name: str, error: HeldBackError) -> list[float]:
     return [slopes[side] * distance for side, distance in error.distances.items()]
 
 
-@pytest.mark.parametrize("name", ["gpt"])
+@pytest.mark.parametrize("name", ["gpt", "resnet"])
 def test_the_largest_model_is_predicted_from_smaller_ones_within_a_factor_of_one_and_a_half(name: str) -> None:
     largest = max(family(name).rungs, key=lambda rung: sum(rung.elements.values()))
     assert largest.held_back

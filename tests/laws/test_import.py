@@ -182,9 +182,9 @@ def test_accelerate_parallelism_config(tmp_path):
     tables, _ = imported(tmp_path, FSDP.format(reshard="true", more=sizes), name="a.yaml")
     assert (tables["plan"]["method"], tables["plan"]["dp_shard"]) == ("hsdp", 4)
     divided = sizes.replace("tp_size: 1", "cp_size: 2").replace("dp_shard_size: 4", "dp_shard_size: 2")
-    tables, found = imported(tmp_path, FSDP.format(reshard="true", more=divided), name="a.yaml")
+    tables, _ = imported(tmp_path, FSDP.format(reshard="true", more=divided), name="a.yaml")
     assert {"method": "hsdp", "dp_replicate": 2, "dp_shard": 2, "cp": 2}.items() <= tables["plan"].items()
-    assert any("all-to-alls, not passed in a ring" in line for line in found.listed)
+    assert tables["plan"]["context_exchange"] == "ring"
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,9 @@ def test_megatron_pipelines_have_equal_stages(tmp_path):
         ("--num-layers 32", "is given twice"),
         ("--context-parallel-size 2 --tensor-model-parallel-size 2", "plan.cp = 2: cannot run yet beside plan.tp = 2"),
         ("--context-parallel-size 3", "context ranks are"),
-        ("--num-experts 8", "experts"),
+        ("--num-experts 8", "has no routed experts"),
+        ("--moe-expert-capacity-factor 1.5", "a capacity, which drop tokens"),
+        ("--context-parallel-size 2 --cp-comm-type allgather", "allowed: p2p, a2a"),
         ("--tensor-model-parallel-size $TENSOR", "does not say what this variable is"),
         ("--tensor-model-parallel-size 3", "does not divide 8 ranks"),
         ("--recompute-activations --recompute-modules core_attn", "selective"),
@@ -294,6 +296,14 @@ def test_megatron_refusals(tmp_path, argument, said):
     text = MEGATRON.replace("--recompute-granularity full", "") if "activations" in argument else MEGATRON
     with pytest.raises(UserError, match=said):
         imported(tmp_path, f"{text.rstrip()} {argument}", name="train.sh", model="gpt3-1.3b")
+
+
+@pytest.mark.parametrize(("kind", "exchange"), [("p2p", "ring"), ("a2a", None), (None, "ring")])
+def test_megatron_says_how_sequences_are_exchanged(tmp_path, kind, exchange):
+    said = "--context-parallel-size 2" + (f" --cp-comm-type {kind}" if kind else "")
+    tables, _ = imported(tmp_path, f"{MEGATRON.rstrip()} {said}", name="train.sh", model="gpt3-1.3b")
+    assert tables["plan"]["cp"] == 2
+    assert tables["plan"].get("context_exchange") == exchange
 
 
 def test_sizes_of_another_model_are_refused(tmp_path):
@@ -401,7 +411,7 @@ def test_automodel(tmp_path):
     assert tables["workload"]["sequence_length"] == 4096
     assert tables["workload"]["optimizer_implementation"] == "foreach"
     assert any("in 16 bits alone" in line for line in found.listed)
-    with pytest.raises(UserError, match=r"plan\.ep = 8: cannot run yet .* from distributed\.ep_size = 8"):
+    with pytest.raises(UserError, match=r"plan\.ep = 8: .* from distributed\.ep_size = 8"):
         imported(tmp_path, AUTOMODEL.replace("cp_size: 1", "ep_size: 8"), name="r.yaml")
     tables, _ = imported(tmp_path, AUTOMODEL.replace("cp_size: 1", "cp_size: 4"), name="r.yaml")
     assert (tables["plan"]["method"], tables["plan"]["cp"]) == ("zero3", 4)

@@ -305,6 +305,8 @@ def test_sharded_stages_gather_what_they_have_freed_and_reduce_once(method, sche
     [
         ({"schedule": "interleaved"}, {}, "plan.schedule = 'interleaved': torch frees"),
         ({"gradient_sync": "micro-batch"}, {}, "plan.gradient_sync = 'micro-batch'"),
+        ({"method": "gs", "schedule": "interleaved"}, {}, "pushes are of one stage"),
+        ({"method": "gs", "publish": {"overlap": True}}, {}, "plan.publish.overlap"),
         ({}, {"model": "gpt2-124m"}, "gradients of transformer.wte.weight, which stages on several ranks use"),
     ],
 )
@@ -316,7 +318,9 @@ def test_what_sharded_stages_cannot_do_yet_is_refused(plan, settings, message):
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("plan", [{"method": "zero2"}, {"method": "zero3"}, {"method": "hsdp", "dp_replicate": 2}])
+@pytest.mark.parametrize(
+    "plan", [{"method": "zero2"}, {"method": "zero3"}, {"method": "hsdp", "dp_replicate": 2}, {"method": "gs"}]
+)
 def test_sharded_stages_are_folded_and_change_nothing(plan, schedule):
     scenario = scenario_of(
         star(8, bandwidth=1e7),
