@@ -7,6 +7,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from analysis.charts.convergence import CAVEAT, GREY, HOLLOW, LOOKS
 from analysis.charts.drawing import STYLE, Chart, new_figure, plain, wrapped
@@ -26,11 +27,11 @@ def rivals_charts(courses: Sequence[Course], dense: str, said: Sequence[str]) ->
     readings = {each.name: each for each in readings_of(courses, dense)}
     words = "; ".join(said)
     title = "What loss does each method reach for the bytes that it sends?"
-    found = [f"At {name}: '{readings[name].best}' is best" for name in (BYTES, SAMPLES)]
+    found = [f"at {name} '{readings[name].best}'" for name in (BYTES, SAMPLES)]
     sizes = _figure(
         courses,
         title,
-        f"{'; '.join(found)}.",
+        f"Least mean loss: {'; '.join(found)}.",
         [("sent by a rank (MB)", "", lambda each: each.step_bytes / 1e6)],
         note=f"Equal bytes: {percentage(BYTES_RATIO)} of what dense sends.",
     )
@@ -40,7 +41,9 @@ def rivals_charts(courses: Sequence[Course], dense: str, said: Sequence[str]) ->
         ("predicted time (s)", network, lambda each, network=network: each.step_time_s[network])  # type: ignore[misc]
         for network in networks
     ]
-    times = _figure(courses, question, f"Best in equal time: {'; '.join(found)}.", panels, note="Times are predicted.")
+    times = _figure(
+        courses, question, f"Least mean loss in equal time: {'; '.join(found)}.", panels, note="Times are predicted."
+    )
     return [
         Chart("loss_against_bytes", title, sizes, f"Line charts of held-out loss against bytes sent. {words}."),
         Chart("loss_against_time", question, times, f"Line charts of held-out loss against predicted time. {words}."),
@@ -110,6 +113,9 @@ def _draw(axes: Axes, courses: Sequence[Course], cost: Callable[[Course], float]
         axes.errorbar(places[-1:], [spreads[-1].mean], [spreads[-1].sd], color=color, capsize=3, linewidth=1.1)
         handles.append(line)
     axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _place: f"{value:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.grid(color="0.9", linewidth=0.6)
     axes.set_axisbelow(True)
     return handles

@@ -116,10 +116,8 @@ class Software:
     Megatron-LM's, allocates one of its own in each backward (core/tensor_parallel/layers.py, grad_weight)."""
     context_ranks: int = 1
     """Ranks that share each sequence, with ring attention: sizes are those of a rank's part of the sequence."""
-    map_speedup: float = 1.0
-    """Rate of the blocks' linear layers relative to the precision's own: above 1 for float8."""
-    float8_casts: bool = False
-    """Inputs and outputs of linear layers are cast to float8 and back."""
+    float8_maps: bool = False
+    """The blocks' linear layers are in float8 (`workload.map_precision`)."""
     attention_ratio: float = 1.0
     """Rate of flash attention relative to that of linear layers."""
     recomputes_attention: bool = False

@@ -22,7 +22,15 @@ from pydantic import TypeAdapter
 
 import gssim
 from analysis.literature.kernels import KernelUse
-from analysis.literature.platforms import Platform, Server, cluster_of, cluster_tables, platform_of, servers_of
+from analysis.literature.platforms import (
+    Platform,
+    Server,
+    cluster_of,
+    cluster_tables,
+    float8_ratio_of,
+    platform_of,
+    servers_of,
+)
 from analysis.literature.runs import Measured, Run, SkippedError, UnscoredError
 from analysis.literature.transformer import transformer
 from gssim.cluster import Cluster, Link, presets
@@ -95,6 +103,8 @@ def tables_of(run: Run) -> dict[str, Any]:
         },
         "plan": plan_of(run),
     }
+    if software.float8_maps:
+        tables["workload"]["map_precision"] = "fp8"
     if software.float_gradients:
         tables["workload"]["gradient_precision"] = "fp32"
     if run.float_reduction and run.dp * context > 1:
@@ -113,7 +123,7 @@ def _cluster_tables_of(run: Run) -> dict[str, Any]:
     if platform is not None and platform.calls:
         ranks = run.tp if run.tp > 1 else run.dp * software.context_ranks
         cluster["backend_cost"] = _call_overheads(platform, ranks)
-    if software.operation_overhead_s is None and not software.dummy_gradients:
+    if software.operation_overhead_s is None and not software.dummy_gradients and not software.float8_maps:
         return cluster
     known = validated(Cluster, cluster, file=run.identity).device_types
     for name, device in cluster["device_types"].items():
@@ -121,6 +131,9 @@ def _cluster_tables_of(run: Run) -> dict[str, Any]:
         if software.operation_overhead_s is not None:
             changes["operation_overhead_s"] = software.operation_overhead_s
             changes["source"] += ": overhead of an operation"
+        if software.float8_maps:
+            changes["float8_ratio"] = float8_ratio_of(run.gpu)
+            changes["source"] += ": float8, analysis/literature/platforms.toml"
         if software.dummy_gradients:
             changes["workspace_bytes"] = known[name].workspace_bytes + _dummy_gradient_bytes(run)
             changes["source"] += ": dummy gradients of Transformer Engine"

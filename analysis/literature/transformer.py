@@ -157,15 +157,13 @@ class TransformerBuilder:
         *,
         by_rows: bool,
         kept: bool = True,
-        speedup: float | None = None,
     ) -> Operation:
         """Return a linear layer, split by columns (outputs) or by rows (inputs: tensor ranks then all-reduce)."""
-        size, speedup = self.token_bytes, self.software.map_speedup if speedup is None else speedup
+        size = self.token_bytes
         weights = [Weight(name="{}." + name + ".weight", shape=(outputs, inputs), sharded_dim=1 if by_rows else 0)]
         if self.shape.kind == "gpt":
             weights.append(Weight(name="{}." + name + ".bias", shape=(outputs,), sharded_dim=None if by_rows else 0))
         slowdowns = self.product_slowdowns(inputs, outputs, by_rows=by_rows)
-        casts = inputs + outputs if self.software.float8_casts and speedup != 1 else 0
         output = size(outputs, shared=not by_rows)
         # in a ring, the all-reduce is a reduce-scatter and an all-gather, which sequence parallelism separates
         reduced = size(outputs if by_rows else inputs, shared=False)
@@ -173,11 +171,10 @@ class TransformerBuilder:
             name=name,
             reads=(reads,),
             output=self.unsplit_bytes(outputs) if by_rows else output,
-            flop=self.split.size(bs=2 * inputs * outputs / speedup * slowdowns[0]),
-            backward_flop=self.split.size(bs=2 * inputs * outputs / speedup * (slowdowns[1] + slowdowns[2])),
+            flop=self.split.size(bs=2 * inputs * outputs * slowdowns[0]),
+            backward_flop=self.split.size(bs=2 * inputs * outputs * (slowdowns[1] + slowdowns[2])),
             operands=self.split.size(one=self.value * inputs * outputs, bs=self.value * (inputs + outputs)),
-            streamed=size(casts * 1.5),
-            backward_streamed=size(casts * 3 + (outputs if self.shape.kind == "gpt" and not by_rows else 0)),
+            backward_streamed=size(outputs if self.shape.kind == "gpt" and not by_rows else 0),
             saves=(reads,),
             weights=tuple(weights),
             kept=kept,
@@ -444,7 +441,7 @@ class TransformerBuilder:
         h, vocabulary = self.shape.hidden, self.shape.vocabulary
         if self.shape.predicted is not None:
             vocabulary = round(vocabulary * self.shape.predicted / self.shape.sequence_length)
-        logits = self.linear("logits", "norm", h, vocabulary, by_rows=False, speedup=1.0)
+        logits = self.linear("logits", "norm", h, vocabulary, by_rows=False)
         logits = replace(logits, weights=() if tied else logits.weights[:1])
         if self.software.loss_gradient_in_place:
             logits = replace(logits, saves=(*logits.saves, "logits"))

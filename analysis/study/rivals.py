@@ -9,7 +9,7 @@ import csv
 import io
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -78,13 +78,32 @@ def train_together(loaded: LoadedStudy, out: Path, *, again: bool = False) -> li
         run_module("gsreal.statistics.together", [str(out / "jobs.json")])
     silent = next(variant for variant in study.variants if variant.name == study.silent)
     inputs = (f"workload.gradients={json.dumps(str(statistics_of(loaded, silent, [], out).resolve()))}",)
-    courses = []
-    for variant in study.variants:
+    courses: dict[str, Course] = {}
+    dense_first = sorted(study.variants, key=lambda variant: variant.name != study.dense)
+    for variant in dense_first:
         seen = [json.loads(Path(jobs[variant.name, seed]["out"]).read_text(encoding="utf-8")) for seed in study.seeds]
         here = loaded.load(variant, seed=study.seeds[0], extra=inputs, predicts=True)
         predicted = {each.name: simulate(on_network(here, each)).result for each in study.elsewhere}
-        courses.append(_course(variant, seen, predicted))
-    return courses
+        course = _course(variant, seen, predicted)
+        compressor, plan = here.scenario.policies.compressor, here.scenario.plan
+        if compressor:  # its first steps are dense's
+            course = _after(
+                plan.powersgd.start_step if compressor == "powersgd" else plan.topk.start_step,
+                course,
+                courses[study.dense],
+            )
+        courses[variant.name] = course
+    return [courses[variant.name] for variant in study.variants]
+
+
+def _after(whole_steps: int, course: Course, dense: Course) -> Course:
+    """Return a course with the bytes and times of a mean step, of which the first `whole_steps` are as dense's."""
+
+    def mean(own: float, whole: float) -> float:
+        return own + (whole - own) * whole_steps / course.last
+
+    times_s = {name: mean(own_s, dense.step_time_s[name]) for name, own_s in course.step_time_s.items()}
+    return replace(course, step_bytes=mean(course.step_bytes, dense.step_bytes), step_time_s=times_s)
 
 
 def _is_done(job: dict[str, Any]) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -46,17 +47,17 @@ def layer_time_s(
         device = replace(device, operation_overhead_s=0.0)
     if whole is not None and whole is not layer:
         measured_s = layer_time_s(device, workload, whole, phase=phase, batch_size=batch_size, selective=selective)
-        works = [_work(part, phase, selective=selective) for part in (layer, whole)]
+        works = [_work_on(device, workload, part, phase, selective=selective, whole=whole) for part in (layer, whole)]
         own_s, whole_s = (_layer_roofline_s(device, workload, work, batch_size) for work in works)
         return measured_s * own_s / whole_s if whole_s else measured_s
     profile = layer_profile(device, workload, layer)
-    work = _work(layer, phase, selective=selective)
+    work = _work_on(device, workload, layer, phase, selective=selective)
     if profile is None:
         return _layer_roofline_s(device, workload, work, batch_size)
     if phase == "b":
         return profile.backward_s.at(batch_size)
     forward_s = profile.forward_s.at(batch_size)
-    forward = _work(layer, "f")
+    forward = _work_on(device, workload, layer, "f")
     if work == forward:
         return forward_s
     again_s, whole_s = (_layer_roofline_s(device, workload, part, batch_size) for part in (work, forward))
@@ -103,6 +104,48 @@ def _work(layer: Layer, phase: str, *, selective: bool = False) -> Work:
         forward.operations if operations is None else operations,
         forward.streamed_bytes if moved_bytes is None else streamed,
     )
+
+
+CAST_PASSES = {"f": 1.5, "r": 1.5, "b": 3.0}
+"""Values read or written at `precision`, for each of a map's inputs and outputs, to cast to 8 bits: a forward reads
+each and writes half as many bytes; a backward does so for the gradient and for its transpose."""
+
+
+def _work_on(
+    device: DeviceType,
+    workload: Workload,
+    layer: Layer,
+    phase: str,
+    *,
+    selective: bool = False,
+    whole: Layer | None = None,
+) -> Work:
+    """Return the work of a phase, where linear maps run in 8 bits as that which takes as long at the device's rates.
+
+    Each weight matrix of a block is a map of every token: 2 FLOP an element in a forward, 4 in a backward. Of slices of
+    `whole`, ranks cast parts of inputs and outputs. What is recomputed may lack some of the maps.
+    """
+    work, ratio = _work(layer, phase, selective=selective), device.float8_ratio
+    if workload.map_precision is None or ratio is None or not layer.block:
+        return work
+    elements = sum(prod(shape) for shape in _maps(layer))
+    flop = (4 if phase == "b" else 2) * elements
+    widths = float(sum(sum(shape) for shape in _maps(whole or layer)) * elements)
+    widths /= sum(prod(shape) for shape in _maps(whole or layer)) or 1
+    if phase == "r":
+        linear = sum(c for c, i, j in work.flop.terms if (i, j) == (1, 1))
+        widths, flop = widths * linear / flop if flop else 0.0, linear
+    cast = round(CAST_PASSES[phase] * PRECISION_BYTES[workload.model.traced_precision] * widths)
+    moved, streamed = work.moved_bytes, work.streamed_bytes or Polynomial(((0, 0, 0),))
+    return work._replace(
+        flop=replace(work.flop, terms=(*work.flop.terms, (-round(flop * (1 - 1 / ratio)), 1, 1))),
+        moved_bytes=replace(moved, terms=(*moved.terms, (cast, 1, 1))),
+        streamed_bytes=replace(streamed, terms=(*streamed.terms, (cast, 1, 1))),
+    )
+
+
+def _maps(layer: Layer) -> list[tuple[int, ...]]:
+    return [parameter.shape for parameter in layer.parameters if len(parameter.shape) == 2]
 
 
 def _layer_roofline_s(device: DeviceType, workload: Workload, work: Work, batch_size: int) -> float:

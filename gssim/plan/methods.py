@@ -236,6 +236,7 @@ else:
 
 PREDICTED_ONLY: dict[tuple[str, object], str] = {
     ("workload.precision", "fp16"): "can be predicted, but not run without loss scaling: set workload.loss_scale",
+    ("workload.map_precision", "fp8"): "can be predicted, but not run; leave it out",
     ("workload.autocast", "fp16"): "can be predicted, but not run without loss scaling: set workload.loss_scale",
     ("workload.gradient_precision", "fp32"): "can be predicted, but not run; leave it out",
     ("run.extrapolate_micro_batches", True): "a real run has all micro-batches; allowed: false",

@@ -114,6 +114,24 @@ class Outer:
     """Factor on the mean change of the parameters and its momentum; 1 without momentum is `local_sgd`."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Momentum of the mean changes."""
+    precision: Literal["fp32", "int8"] = "fp32"
+    """Of what ranks send. `int8`: in blocks of 1024 elements, a bucket's last one padded with zeros, each rank sends
+    its weighted changes divided by a fp32 scale (the block's largest magnitude / 127) and rounded to the nearest
+    integer, and the scales; all ranks gather all messages, and add them up in fp32. `fp32`: an all-reduce in the
+    optimizer's precision."""
+
+
+INT8_BLOCK_ELEMENTS, INT8_SCALE_BYTES = 1024, 4
+"""Elements that share a scale in `Outer.precision = "int8"`, and its size."""
+
+
+def int8_blocks(elements: int) -> int:
+    """Return the number of blocks of a bucket whose changes are sent as 8-bit integers.
+
+    >>> int8_blocks(1024), int8_blocks(1025)
+    (1, 2)
+    """
+    return -(-elements // INT8_BLOCK_ELEMENTS)
 
 
 FirstCompressed = Annotated[int, Field(ge=2)]

@@ -13,6 +13,7 @@ from gssim.plan import (
     refuse,
     refuse_what_cannot_run,
 )
+from gssim.scenario.device_rates import layer_profile
 from gssim.scenario.expert_load import expert_rows
 from gssim.scenario.scenario import Scenario
 from gssim.scenario.stages import schedule_of, stage_cut_error, tied_parameters
@@ -58,6 +59,7 @@ def check(scenario: Scenario, *, file: str) -> None:
             f"{file}: workload.gradient_precision = '{scenario.workload.gradient_precision}': method '{plan.method}' "
             "keeps no whole gradients until the update; leave it out"
         )
+    _check_maps(scenario, file)
     _check_reduction(scenario, policies, file)
     _check_loss_scale(scenario, policies, file)
     _check_clipping(scenario, policies, file)
@@ -538,6 +540,27 @@ def _check_owners(scenario: Scenario, policies: Policies, file: str) -> None:
         _ = scenario.shard_shares
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
+
+
+def _check_maps(scenario: Scenario, file: str) -> None:
+    """Refuse linear maps in 8 bits beside fp32, of models that are not of tokens, and on devices without a rate."""
+    workload = scenario.workload
+    if workload.map_precision is None:
+        return
+    where = f"{file}: workload.map_precision = '{workload.map_precision}'"
+    if workload.precision == "fp32":
+        raise UserError(f"{where}: goes with 16 bits elsewhere; allowed: workload.precision = 'bf16' or 'fp16'")
+    if not isinstance(workload.model.input, TokenInput):
+        raise UserError(f"{where}: is for models of tokens, whose blocks have linear maps; leave it out")
+    for name in dict.fromkeys(device.type for device in scenario.cluster.devices):
+        device = scenario.cluster.device_types[name]
+        if device.float8_ratio is None:
+            raise UserError(
+                f"{where}: the device type '{name}' has no rate in 8 bits; set "
+                f"cluster.device_types.{name}.float8_ratio, or leave it out"
+            )
+        if any(layer_profile(device, workload, layer) is not None for layer in workload.model.layers):
+            raise UserError(f"{where}: layers of '{name}' are measured, in {workload.precision}; leave it out")
 
 
 def _check_experts(scenario: Scenario, policies: Policies, file: str) -> None:

@@ -132,6 +132,10 @@ class Workload:
     precision: Precision = "fp32"
     """`bf16`, `fp16`: for parameters, activations and gradients, with an fp32 master copy that the optimizer updates.
     A real run in `fp16` has to scale its loss: set `loss_scale`."""
+    map_precision: Literal["fp8"] | None = None
+    """`fp8`: the products of the blocks' linear maps, forward and backward, run in 8 bits at the device's
+    `float8_ratio` times the rate of `precision`, and their inputs and outputs are cast; everything else, and memory, is
+    as without it (predicted only). Absent: they run in `precision`."""
     gradient_precision: Literal["fp32"] | None = None
     """Precision in which replicas keep gradients until the update; absent: `precision`. `fp32` beside 16-bit parameters
     is Megatron-LM's main_grad: messages keep `precision` unless `reduce_precision` says otherwise, memory is that of

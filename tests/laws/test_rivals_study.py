@@ -3,7 +3,7 @@
 import pytest
 
 from analysis import charts
-from analysis.study.rivals import Course, findings, readings_of, winners_table, write_table
+from analysis.study.rivals import Course, _after, findings, readings_of, winners_table, write_table
 from analysis.study.study import Study, Variant
 
 NETWORK = "a slow link"
@@ -59,6 +59,13 @@ def test_the_table_and_the_charts_have_every_variant():
     assert [len(each.figure.axes) for each in drawn] == [1, 1]
     labels = [text.get_text() for text in drawn[0].figure.legends[0].get_texts()]
     assert labels == ["dense (control)", "small", "pushed: 10 %", "silent (control): 0 %"]
+
+
+def test_steps_that_are_not_compressed_count_as_denses():
+    mean = _after(10, SMALL, DENSE)
+    assert mean.step_bytes == pytest.approx((90 * 10.0 + 10 * 1000.0) / 100)
+    assert mean.step_time_s[NETWORK] == pytest.approx((90 * 0.1 + 10 * 1.0) / 100)
+    assert mean.losses == SMALL.losses
 
 
 ELSEWHERE = {"name": NETWORK, "bandwidth_bytes_per_s": 1e6, "latency_s": 0.0}

@@ -50,7 +50,7 @@ ON = {
         "gpt-ddp-sgd": ("demo.toml", [*SGD, *DDP, "plan.cp=3", *SIX_HEADS]),
         "gpt-zero3-sgd": ("demo.toml", [*SGD, *ZERO3, "plan.cp=3", *SIX_HEADS]),
         "gpt-ring-ddp-sgd": ("demo.toml", [*SGD, *DDP, *RING, "plan.cp=3"]),
-        "llama-ring-zero3-adamw": ("demo.toml", [*ADAMW64, *ZERO3, *RING, *small("llama"), "plan.cp=3"]),
+        "llama-ring-zero3-sgd": ("demo.toml", [*SGD, *ZERO3, *RING, *small("llama"), "plan.cp=3"]),
         "gpt-plain-ring-zero2-sgd": ("demo.toml", [*SGD, "plan.method=zero2", *PLAIN, "plan.cp=3"]),
     },
     4: {

@@ -25,6 +25,7 @@ CASES = {
     "topk": ["plan.method=topk"],
     "local_sgd": ["plan.method=local_sgd", "plan.sync_every_steps=3"],
     "diloco": ["plan.method=diloco", "plan.sync_every_steps=3"],
+    "diloco, int8": ["plan.method=diloco", "plan.sync_every_steps=3", "plan.outer.precision=int8"],
     "pushed": ["plan.push.threshold=1e-3"],
     "with error feedback": ["plan.push.threshold=1e-3", "plan.push.error_feedback=true"],
     "thresholded publish": ["plan.push.threshold=1e-3", "plan.publish.threshold=5e-4"],

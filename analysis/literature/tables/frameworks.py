@@ -98,15 +98,13 @@ def _mpt_software(record: Mapping[str, str]) -> Software:
     if precision not in PRECISIONS:
         raise SkippedError(f"precision '{precision}' is not modelled")
     float8 = precision == "amp_fp8"
-    ratio = float8_ratio_of(FOUNDRY_GPUS[record["GPU"]]) if float8 else 1.0
-    if ratio is None:
+    if float8 and float8_ratio_of(FOUNDRY_GPUS[record["GPU"]]) is None:
         raise SkippedError("a GPU whose rate in float8 platforms.toml does not know")
     return Software(
         flash_attention=True,
         attention_ratio=first_attention_ratio_of(FOUNDRY_GPUS[record["GPU"]]),
         dropout=False,
-        map_speedup=ratio,
-        float8_casts=float8,
+        float8_maps=float8,
     )
 
 
@@ -243,15 +241,13 @@ def _shape(record: Mapping[str, str], tp: int) -> Shape:
 
 
 def _software(record: Mapping[str, str], tp: int, context: int) -> Software:
-    ratio = float8_ratio_of(_gpu(record["platform"])) if record["fp8-format"] else 1.0
-    if ratio is None:
+    if record["fp8-format"] and float8_ratio_of(_gpu(record["platform"])) is None:
         raise SkippedError("a GPU whose rate in float8 platforms.toml does not know")
     fused = record["attention-backend"] not in ("unfused", "local") and record["transformer-impl"] != "local"
     return Software(
         flash_attention=fused,
         early_stop=False,
-        map_speedup=ratio,
-        float8_casts=bool(record["fp8-format"]),
+        float8_maps=bool(record["fp8-format"]),
         sequence_parallel=tp > 1 and record["sequence-parallel"] == "True",
         context_ranks=context,
         # FSDP keeps no whole gradients
