@@ -1,6 +1,6 @@
 """Data parallelism by PyTorch: a single device, DistributedDataParallel with or without ZeRO-1, and FSDP2."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -174,20 +174,9 @@ def fully_shard_parameters(scenario: Scenario, module: nn.Module, timeline: Time
     the shards are the master: they are cast to the workload's precision when gathered, and gradients are reduced in
     that precision, or in `workload.reduce_precision`, and cast back.
     """
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import FSDPModule
 
-    workload = scenario.workload
-    reduced = None if workload.reduce_precision is None else DTYPES[workload.reduce_precision]
-    precision = MixedPrecisionPolicy(reduce_dtype=reduced)
-    if has_master_copy(workload):
-        precision = MixedPrecisionPolicy(param_dtype=DTYPES[workload.precision], reduce_dtype=reduced)
-        _cast_to_master(module)
-    mesh = _mesh(scenario.policies, device)
-    reshard_after_forward = False if scenario.policies.parameters == "gathered" else None
-    for part in [*blocks_of(scenario.workload.model, module), module]:
-        fully_shard(part, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=precision)
-    replicas = mesh.get_group(0) if mesh.ndim > 1 else None
-    _observe(module, timeline, point_to_point=scenario.policies.point_to_point, replicas=replicas)
+    fully_shard_module(scenario, module, blocks_of(scenario.workload.model, module), timeline, device)
     optimizer = make_optimizer(scenario.workload, module.parameters(), device)
 
     @contextmanager
@@ -199,6 +188,26 @@ def fully_shard_parameters(scenario: Scenario, module: nn.Module, timeline: Time
     sync_each = scenario.policies.gradient_sync == "micro-batch"
     scale = float(scenario.policies.replica_ranks)
     return Training(module, optimizer, timeline, scale=scale, sync_each=sync_each, syncing=syncing)
+
+
+def fully_shard_module(
+    scenario: Scenario, module: nn.Module, blocks: Sequence[nn.Module], timeline: Timeline, device: torch.device
+) -> None:
+    """Apply FSDP2 to blocks and then to the module that contains them; see `fully_shard_parameters`."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    workload = scenario.workload
+    reduced = None if workload.reduce_precision is None else DTYPES[workload.reduce_precision]
+    precision = MixedPrecisionPolicy(reduce_dtype=reduced)
+    if has_master_copy(workload):
+        precision = MixedPrecisionPolicy(param_dtype=DTYPES[workload.precision], reduce_dtype=reduced)
+        _cast_to_master(module)
+    mesh = _mesh(scenario.policies, device)
+    reshard_after_forward = False if scenario.policies.parameters == "gathered" else None
+    for part in [*blocks, module]:
+        fully_shard(part, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=precision)
+    replicas = mesh.get_group(0) if mesh.ndim > 1 else None
+    _observe(module, timeline, point_to_point=scenario.policies.point_to_point, replicas=replicas)
 
 
 def _cast_to_master(module: nn.Module) -> None:

@@ -2,8 +2,8 @@
 
 A module that supports this has a method `keep_layers(names)`, which removes all layers but those of the given paths,
 and a forward that runs the remaining layers; an `nn.Sequential` and a Hugging Face model need none. Parameters keep
-their names. Stages may be replicated by DDP. Copies of a tied parameter get the sum of their gradients; see [Note:
-tied] in `gssim.scenario.stages`.
+their names. Stages may be replicated by DDP, or sharded by FSDP2. Copies of a tied parameter get the sum of their
+gradients; see [Note: tied] in `gssim.scenario.stages`.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.tensor import DTensor
 
 from gsreal.machine import group_threads
 from gsreal.measure import Timeline
-from gsreal.methods.data_parallel import cast_all_reduce, shard_optimizer_state
+from gsreal.methods.data_parallel import cast_all_reduce, fully_shard_module, shard_optimizer_state
 from gsreal.methods.stage_modules import stage_module, tied_names
 from gsreal.methods.training import Training, Weights, checkpoint_block, make_optimizer, weighted
 from gsreal.model_files.build import loss_of
@@ -40,7 +41,7 @@ class StageModules(nn.Module):
     def gather_parameters(self) -> dict[str, Tensor]:
         """Return every parameter of the model by its name in the model (a collective over the pipeline's ranks)."""
         own = {
-            name.removeprefix("module."): parameter.detach().contiguous()
+            name.removeprefix("module."): whole_tensor(parameter.detach()).contiguous()
             for stage in self.stages
             for name, parameter in stage.named_parameters()
         }
@@ -57,6 +58,16 @@ class StageModules(nn.Module):
                 dist.broadcast(sent, rank, group=self.group)
                 parameters[name] = sent.cpu()
         return parameters
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """Return a tensor whole; one of shards is gathered (a collective over the ranks that share it)."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a tensor, or the tensor where it is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def process_group(mesh: Mesh, rank: int, *axes: str, places: Sequence[int] | None = None) -> dist.ProcessGroup | None:
@@ -93,6 +104,11 @@ class ObservedStage(PipelineStage):
         """Run the forward of a micro-batch."""
         with self.timeline.span(f"forward stage {self.stage_index} micro-batch {fwd_chunk_id}", "forward", self.peers):
             return super().forward_one_chunk(fwd_chunk_id, *args, **settings)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Free and reduce what FSDP2 shards, once the schedule has computed all gradients."""
+        with self.timeline.span(f"reduce gradients stage {self.stage_index}", "backward", self.peers):
+            super().perform_reduce_grad(grad_scale_factor)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **settings: Any) -> None:
         """Run the backward of a micro-batch; DDP's replicas all-reduce in that of the last."""
@@ -175,10 +191,12 @@ class PipelineTraining(Training):
         parameters = list(self.module.parameters())
         again = {copy.parameter for copy in self.copies if not copy.first}
         counted = [p.grad for p in parameters if p.grad is not None and p not in again]
-        squares = nn.utils.get_total_norm(counted).double().square()
+        squares = whole_tensor(nn.utils.get_total_norm(counted)).double().square()
         with self.timeline.span("all-reduce gradient norm of the stages", "exposed_communication", self.module.group):
             dist.all_reduce(squares, group=self.module.group)
-        nn.utils.clip_grads_with_norm_(parameters, norm, squares.sqrt().to(counted[0].dtype))
+        total = squares.sqrt().to(counted[0].dtype)
+        factor = torch.clamp(norm / (total + 1e-6), max=1.0)  # as clip_grads_with_norm_, which mixes no DTensors
+        torch._foreach_mul_([own_part(p.grad) for p in parameters if p.grad is not None], factor)
 
     def step(self, inputs: Tensor, targets: Tensor, weights: Weights, rank: int) -> Tensor:
         """Train on one batch. Returns the mean loss on ranks of the last stage, 0 on others."""
@@ -190,8 +208,10 @@ class PipelineTraining(Training):
             self.run(*arguments, target=targets if targets.numel() else None, return_outputs=False)
         for copy in self.copies:
             assert copy.parameter.grad is not None
-            with self.timeline.span(f"all-reduce {copy.name}", "exposed_communication", copy.group):
-                dist.all_reduce(copy.parameter.grad, group=copy.group)
+            gradient = own_part(copy.parameter.grad)
+            if gradient.numel():
+                with self.timeline.span(f"all-reduce {copy.name}", "exposed_communication", copy.group):
+                    dist.all_reduce(gradient, group=copy.group)
         self._update()
         self.timeline.end_step()
         means = self.losses.means
@@ -217,7 +237,13 @@ def pipeline_stages(scenario: Scenario, module: nn.Module, timeline: Timeline, d
                 if instance.layer.block:
                     checkpoint_block(inner[instance.module], selective=scenario.plan.recompute == "selective")
         modules.append(part)
-    replicas = process_group(mesh, rank, *DATA_AXES) if mesh.data_ranks > 1 else None
+    sharded = scenario.policies.parameters != "replicated"
+    replicas = process_group(mesh, rank, *DATA_AXES) if mesh.data_ranks > 1 and not sharded else None
+    if sharded:
+        for number, part in zip(numbers, modules, strict=True):
+            inner = dict(part.named_modules())
+            blocks = [inner[each.module] for each in stages[number] if each.layer.block]
+            fully_shard_module(scenario, part, blocks, timeline, device)
     if replicas is not None:
         modules = [_replicated(scenario, part, replicas, timeline, last_gradient) for part in modules]
     observed = [
@@ -227,7 +253,7 @@ def pipeline_stages(scenario: Scenario, module: nn.Module, timeline: Timeline, d
         stage.observe(timeline, last_gradient, replicas)
     losses = Losses(observed[-1], timeline)
     own_stages = StageModules(modules, group, names)
-    if scenario.policies.optimizer_state == "sharded":
+    if replicas is not None and scenario.policies.optimizer_state == "sharded":
         optimizer = shard_optimizer_state(scenario.workload, own_stages, timeline, device, group=replicas)
     else:
         optimizer = make_optimizer(scenario.workload, own_stages.parameters(), device)

@@ -68,6 +68,7 @@ _FULLY_SHARDED: dict[str, Any] = {
     "gradients": "reduce-scatter",
     "optimizer_state": "sharded",
     "gradient_sync": "micro-batch",
+    "in_pipelines": True,
     "programs": EVERYWHERE,
 }
 _PUSHED: dict[str, Any] = {"parameters": "replicated", "gradients": "push", "optimizer_state": "sharded"}
@@ -152,6 +153,7 @@ METHODS: dict[str, Method] = {
             gradients="reduce-scatter",
             optimizer_state="sharded",
             gradient_sync="micro-batch",
+            in_pipelines=True,
             programs=EVERYWHERE,
         ),
         Method("zero3", "ZeRO stage 3: parameters, gradients and states are sharded.", "FSDP2", **_FULLY_SHARDED),

@@ -135,6 +135,8 @@ def resolve(plan: Plan, *, devices: int, hosts: Sequence[str] = (), backend: str
         name: getattr(plan, name) or getattr(method, name)
         for name in ("partition", "parameters", "gradients", "gradient_sync", "optimizer_state")
     }
+    if plan.pp > 1 and policies["gradients"] == "reduce-scatter":  # stages reduce gradients once
+        policies["gradient_sync"] = plan.gradient_sync or "step"
     policies["exchange"] = plan.exchange or usual_exchange(policies["gradients"], backend=backend)
     publishes = policies["gradients"] == "push" and policies["parameters"] == "replicated"
     return Policies(

@@ -205,7 +205,13 @@ class Lowering:
         """Schedule of each rank of a pipeline, by its coordinate on the axis pp."""
         plan, ranks = self.scenario.plan, self.scenario.policies.pp
         stages = len(self.all_stages)
-        return schedule(schedule_of(plan, ranks), ranks=ranks, stages=stages, micro_batches=plan.micro_batches)
+        return schedule(
+            schedule_of(plan, ranks),
+            ranks=ranks,
+            stages=stages,
+            micro_batches=plan.micro_batches,
+            sharded=self.policies.gradients == "reduce-scatter",
+        )
 
     def position(self, rank: int) -> int:
         """Return the position of a rank in the group."""

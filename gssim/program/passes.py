@@ -103,7 +103,7 @@ REDUCE_GRADIENTS: dict[tuple[str, bool], Pass] = {
     ("push", True): push_units,
 }
 """Pass that reduces gradients, by gradient policy and whether parameters are sharded."""
-HOLD_PARAMETERS: dict[tuple[str, bool], Callable[[Lowering, int, list[Task]], list[Task]]] = {
+HOLD_PARAMETERS: dict[tuple[str, bool], Pass] = {
     ("replicated", False): keep_parameters,
     ("replicated", True): keep_parameters,
     ("gathered", False): gather_parameters,
@@ -375,6 +375,8 @@ class _MicroBatchKind(NamedTuple):
     samples: int
     first: bool
     sends_gradients: bool
+    gathers: tuple[bool, bool]
+    """Whether parameters outside blocks, and those of blocks, are gathered, where they are sharded."""
     own_messages: int
     """Its index where each micro-batch sends other entries; else 0."""
 
@@ -414,12 +416,13 @@ def _unnumbered(low: Lowering, rank: int, rank_kind: _RankKind, micro_batch: Mic
         low.samples(rank, micro_batch),
         micro_batch.first,
         micro_batch.sends_gradients,
+        (micro_batch.gathers_root, micro_batch.gathers_blocks),
         micro_batch.index if pushes and low.push.selects else 0,
     )
     if kind not in alike.unnumbered:
         tasks = _forward_and_backward(low, rank, micro_batch)
         tasks = REDUCE_GRADIENTS[policies.gradients, sharded](low, rank, tasks, micro_batch)
-        alike.unnumbered[kind] = HOLD_PARAMETERS[policies.parameters, pushes](low, rank, tasks)
+        alike.unnumbered[kind] = HOLD_PARAMETERS[policies.parameters, pushes](low, rank, tasks, micro_batch)
     return alike.unnumbered[kind]
 
 

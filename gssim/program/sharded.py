@@ -13,6 +13,15 @@ end of the backward (FSDPParamGroup._all_reduce_state, finalize_backward): the f
 anyway, those of later ones are added to that and stay beside it, and so does one that is then cast to another
 precision. On nccl the all-reduces have a communicator and a stream of their own; only that callback waits for them.
 
+[Note: stages] torch.distributed.pipelining (torch 2.13, stage.py: backward_maybe_with_nosync, perform_reduce_grad) lets
+no backward of a stage free parameters or reduce gradients. A forward gathers what is not gathered yet, and, where
+parameters are freed after it, frees the blocks again; a backward gathers blocks likewise, and leaves them. So with
+reshard_after_forward=False a stage is gathered once a step, else its root once, and its blocks for each forward or
+backward that follows a forward of the stage. Whole gradients of all micro-batches are summed meanwhile. At the end of
+the schedule (interleaved: after a stage's last backward), all units are freed and reduce-scattered, the root first, and
+then blocks in the order of the model. The interleaved schedule also gathers all units of the next three stages ahead
+(_add_unshard_reshard), into flat buffers that are all held until the stage is used.
+
 [Note: streams] On nccl, collectives run beside the compute, in the order in which the host issues them: gathers and
 reduce-scatters share one communicator, which runs one at a time. Events order them as in wait_for_unshard and
 post_backward: a gather waits until the parameters of the unit before the last have been copied out (so at most two flat
@@ -266,18 +275,19 @@ def reduce_scatter_gradients(low: Lowering, rank: int, tasks: list[Task], micro_
     The buffer of one unit is held until the next unit's backward is done (comm_ctx.reduce_scatter_states). Where
     gradients are not sent yet, the parameters are freed all the same (FSDPParamGroup.post_backward). With replicas, the
     reduced shards are then all-reduced; see [Note: replicas]. Gradients that are reduced in another precision are kept
-    in that between micro-batches, and added in it (FSDPParam.to_accumulated_grad_if_needed).
+    in that between micro-batches, and added in it (FSDPParam.to_accumulated_grad_if_needed). A pipeline's stages free
+    and send nothing here; see [Note: stages].
     """
     behind: dict[TaskId, list[Task]] = defaultdict(list)
     before: Unit | None = None
     end: list[Task] = []
     ends = pass_ends(tasks, "backward")
     for unit in sorted(units(low), key=lambda unit: (unit.is_root, -unit.layers[0].index)):
-        if micro_batch.sends_gradients:
+        if micro_batch.sends_gradients and not low.stages:
             new = _reduce_scatter(low, rank, unit, before, micro_batch)
         else:
             freed = TaskId("free", layer=unit.name, during="backward")
-            new = [Task(freed, "backward", need=_need(unit.gathered(0, sign=-1)))]
+            new = [] if low.stages else [Task(freed, "backward", need=_need(unit.gathered(0, sign=-1)))]
             if low.casts_units:
                 add = _accumulate(low, rank, unit, micro_batch)
                 new = [*new, *add] if micro_batch.first else [*add, *new]
@@ -286,7 +296,18 @@ def reduce_scatter_gradients(low: Lowering, rank: int, tasks: list[Task], micro_
         else:
             behind[ends[unit.layers[0].module]] = new
         before = unit
-    return [*insert_beside(tasks, before={}, behind=behind), *end, _callback(low, before, micro_batch)]
+    last = None if low.stages else before
+    return [*insert_beside(tasks, before={}, behind=behind), *end, _callback(low, last, micro_batch)]
+
+
+def reduce_stage_gradients(low: Lowering, rank: int) -> list[Task]:
+    """Return the reductions of a stage's gradients after its last backward, which free its parameters too."""
+    tasks: list[Task] = []
+    before: Unit | None = None
+    for unit in units(low):
+        tasks += _reduce_scatter(low, rank, unit, before, low.micro_batches[-1])
+        before = unit
+    return [*tasks, _callback(low, before, low.micro_batches[-1])]
 
 
 def _callback(low: Lowering, last: Unit | None, micro_batch: MicroBatch) -> Task:
@@ -345,9 +366,10 @@ def _reduce_scatter(low: Lowering, rank: int, unit: Unit, before: Unit | None, m
     """
     reduce, overlaps = _reduce_id(unit), low.overlaps
     stays = low.replicates and not unit.casts_gradients
-    sums_cast = low.casts_units and micro_batch.accumulates  # gradients are then those that were kept cast
+    sums_cast = low.casts_units and micro_batch.accumulates and not low.stages
+    keeps_cast = low.casts_units and bool(sums_cast or low.stages)
     tensors, gradients = unit.tensors.gradient_tensors, float(unit.gradient_bytes)
-    if sums_cast:
+    if keeps_cast:
         tensors = tuple(size // unit.tensors.value_bytes * unit.tensors.reduce_bytes for size in tensors)
         gradients = sum(tensors)
     copied_bytes = (unit.padded_bytes + unit.scattered_bytes) / 2
@@ -424,36 +446,79 @@ def _cast(low: Lowering, rank: int, unit: Unit, added: Event) -> list[Task]:
 # Parameters ----------------------------------------------------------------------------------------------------------
 
 
-def keep_parameters(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
+def keep_parameters(low: Lowering, rank: int, tasks: list[Task], micro_batch: MicroBatch) -> list[Task]:
     """Return the tasks unchanged: every rank holds all parameters."""
     return tasks
 
 
-def gather_parameters(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
+def gather_parameters(low: Lowering, rank: int, tasks: list[Task], micro_batch: MicroBatch) -> list[Task]:
     """FSDP2 with reshard_after_forward=False: each unit is gathered before its first forward and kept."""
-    before = _gather_forward(low, rank)
-    return insert_beside(_with_forward_begin(low, tasks), before=before, behind={})
-
-
-def gather_parameters_twice(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
-    """FSDP2 with its default reshard_after_forward: each block is freed after its forward, and gathered again."""
-    before = {**_gather_forward(low, rank), **_gather_backward(low, rank)}
-    ends = pass_ends(tasks, "forward")
-    behind = {
-        ends[unit.layers[0].module]: [
-            Task(TaskId("free", layer=unit.name), "forward", need=_need(unit.gathered(0, sign=-1)))
-        ]
-        for unit in units(low)
-        if not unit.is_root
-    }
+    before, end = _gather_forward(low, rank, micro_batch)
+    behind: dict[TaskId, list[Task]] = defaultdict(list)
+    _end_forward(low, tasks, end, before, behind)
     return insert_beside(_with_forward_begin(low, tasks), before=before, behind=behind)
+
+
+def gather_parameters_twice(low: Lowering, rank: int, tasks: list[Task], micro_batch: MicroBatch) -> list[Task]:
+    """FSDP2 with its default reshard_after_forward: each block is freed after its forward, and gathered again."""
+    before, end = _gather_forward(low, rank, micro_batch)
+    ends = pass_ends(tasks, "forward")
+    behind: dict[TaskId, list[Task]] = defaultdict(list)
+    for unit in units(low):
+        if not unit.is_root:
+            freed = Task(TaskId("free", layer=unit.name), "forward", need=_need(unit.gathered(0, sign=-1)))
+            behind[ends[unit.layers[0].module]].append(freed)
+    _end_forward(low, tasks, end, before, behind)
+    if micro_batch.gathers_blocks:
+        for place, new in _gather_backward(low, rank).items():
+            before[place] += new
+    return insert_beside(_with_forward_begin(low, tasks), before=before, behind=behind)
+
+
+def _end_forward(
+    low: Lowering,
+    tasks: Sequence[Task],
+    end: Task,
+    before: dict[TaskId, list[Task]],
+    behind: dict[TaskId, list[Task]],
+) -> None:
+    """Insert the end of the root's forward: before the loss, or behind the last layer of a stage that has none."""
+    if low.stages and low.stages[0].after is not None:
+        behind[pass_ends(tasks, "forward")[low.layers[-1].module]].append(end)
+    else:
+        before[forward_id(low.layers[-1])].append(end)
+
+
+def unshard_stage(low: Lowering, rank: int, micro_batch: MicroBatch, phase: str) -> tuple[list[Task], list[Task]]:
+    """Return the gathers of a stage's units ahead of its use, and the copies out of their buffers before that.
+
+    The flat buffers of all units are held until they are copied; see [Note: stages].
+    """
+    all_units = _missing(low, micro_batch)
+    gathers = [task for unit in all_units for task in _gather(low, rank, unit, phase, ())]
+    return gathers, [_copy_out(low, rank, unit, phase, unit.flat_bytes) for unit in all_units]
+
+
+def reshard_stage(low: Lowering, micro_batch: MicroBatch, number: int) -> list[Task]:
+    """Return the releases of a stage's gathered units; `micro_batch` says which are not; `number`: of earlier ones."""
+    missing = {unit.name for unit in _missing(low, micro_batch)}
+    return [
+        Task(TaskId("free", layer=unit.name, part=number), "forward", need=_need(unit.gathered(0, sign=-1)))
+        for unit in units(low)
+        if unit.name not in missing
+    ]
+
+
+def _missing(low: Lowering, micro_batch: MicroBatch) -> list[Unit]:
+    """Return the units that a micro-batch's forward gathers."""
+    return [u for u in units(low) if (micro_batch.gathers_root if u.is_root else micro_batch.gathers_blocks)]
 
 
 FORWARD_BEGIN = TaskId("forward-begin")
 
 
 def _with_forward_begin(low: Lowering, tasks: Sequence[Task]) -> list[Task]:
-    """Return tasks with a marker of the step's beginning, where other streams must wait for it."""
+    """Return tasks with a marker of the forward's beginning, where other streams must wait for it."""
     return [Task(FORWARD_BEGIN, "forward"), *tasks] if low.overlaps else list(tasks)
 
 
@@ -463,7 +528,8 @@ def gather_id(unit: str, phase: str) -> TaskId:
 
 
 def _gather(low: Lowering, rank: int, unit: Unit, phase: str, after: tuple[TaskId, ...]) -> list[Task]:
-    """Return the gather of a unit into a flat buffer that it leaves allocated; `after`: dependencies on nccl.
+    """Return the gather of a unit into a flat buffer that it leaves allocated; `after`: dependencies on nccl, if not
+    its own issue.
 
     A shard of another precision is first cast, to a copy that is held until the gather is done (on nccl: issued).
     """
@@ -477,6 +543,7 @@ def _gather(low: Lowering, rank: int, unit: Unit, phase: str, after: tuple[TaskI
     )
     if low.overlaps:
         issued = _need(*flat, Event(2, -copy_bytes, "communication"))
+        after = after or (own.serving("issue"),)
         cast = Task(own.serving("cast"), phase, "communication", duration_s=cast_s, after=after)
         gather = collective_task(own, exchange, "communication", after=after)
         return [Task(own.serving("issue"), phase, need=issued), *([cast] if unit.casts else []), gather]
@@ -506,14 +573,14 @@ def _copy_out(low: Lowering, rank: int, unit: Unit, phase: str, freed_bytes: int
     )
 
 
-def _gather_forward(low: Lowering, rank: int) -> dict[TaskId, list[Task]]:
-    """Return each unit's gather, by the forward that it precedes.
+def _gather_forward(low: Lowering, rank: int, micro_batch: MicroBatch) -> tuple[dict[TaskId, list[Task]], Task]:
+    """Return each unit's gather, by the forward that it precedes, and the end of the root's forward.
 
     A flat buffer is held until the next unit's copy-out is done (comm_ctx.all_gather_state; wait_for_unshard drops it
     before that copy, but its own variable prev_all_gather_state lives on), or the forward is.
     """
     before: dict[TaskId, list[Task]] = defaultdict(list)
-    all_units = units(low)
+    all_units = _missing(low, micro_batch)
     flat_bytes = 0
     for number, unit in enumerate(all_units):
         after = (gather_id(all_units[number - 2].name, "forward").serving("copy-out"),) if number > 1 else ()
@@ -522,9 +589,7 @@ def _gather_forward(low: Lowering, rank: int) -> dict[TaskId, list[Task]]:
         start = () if number else (FORWARD_BEGIN,)
         before[forward_id(first)] += [*_gather(low, rank, unit, "forward", after or start), copy]
         flat_bytes = unit.flat_bytes
-    end = Task(TaskId("forward-end"), "forward", need=_need(Event(0, -flat_bytes, "communication")))
-    before[forward_id(low.layers[-1])].append(end)
-    return before
+    return before, Task(TaskId("forward-end"), "forward", need=_need(Event(0, -flat_bytes, "communication")))
 
 
 def _gather_backward(low: Lowering, rank: int) -> dict[TaskId, list[Task]]:
@@ -537,8 +602,9 @@ def _gather_backward(low: Lowering, rank: int) -> dict[TaskId, list[Task]]:
     blocks = [unit for unit in reversed(all_units) if not unit.is_root]
     if not blocks:
         return before
-    last_copy = (gather_id(blocks[0].name, "forward").serving("copy-out"),)
-    issuer = low.layers[-2] if all_units[0].is_root else blocks[0].layers[0]
+    last_copy = () if low.stages else (gather_id(blocks[0].name, "forward").serving("copy-out"),)
+    has_loss = not low.stages or low.stages[0].after is None
+    issuer = low.layers[-2 if has_loss else -1] if all_units[0].is_root else blocks[0].layers[0]
     before[backward_begin(low, issuer)] += _gather(low, rank, blocks[0], "backward", last_copy)
     for number, unit in enumerate(blocks):
         copy = _copy_out(low, rank, unit, "backward", unit.flat_bytes)

@@ -661,6 +661,10 @@ class MicroBatch:
     """Whether gradients are communicated after this micro-batch, if the plan communicates them at all."""
     sent_before: bool = False
     """Whether the gradients of earlier micro-batches were communicated in theirs."""
+    gathers_root: bool = True
+    """Whether a forward gathers parameters outside blocks, where these are sharded; a stage may hold them already."""
+    gathers_blocks: bool = True
+    """Whether a forward, or a backward, gathers the parameters of blocks, where these are sharded."""
 
     @property
     def first(self) -> bool:

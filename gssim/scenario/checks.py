@@ -2,7 +2,7 @@
 
 from gssim.cluster import applied, ends_of
 from gssim.errors import UserError
-from gssim.plan import MOST_INDEXED, Plan, Policies, Push, coo_range_error, refuse, refuse_what_cannot_run
+from gssim.plan import METHODS, MOST_INDEXED, Plan, Policies, Push, coo_range_error, refuse, refuse_what_cannot_run
 from gssim.scenario.expert_load import expert_rows
 from gssim.scenario.scenario import Scenario
 from gssim.scenario.stages import schedule_of, stage_cut_error
@@ -256,19 +256,25 @@ def _check_pipeline(scenario: Scenario, policies: Policies, file: str) -> None:
 
 def _check_pipeline_policies(plan: Plan, policies: Policies, file: str) -> None:
     where, replicas = f"{file}: plan.pp = {policies.pp}", policies.data_ranks
-    runs = policies.partition == "data" and policies.parameters == "replicated"
-    if not runs or policies.gradients not in ("local", "all-reduce"):
+    usual = [("replicated", "local"), ("replicated", "all-reduce")]
+    usual += [("gathered", "reduce-scatter"), ("sharded", "reduce-scatter")]
+    names = [each.name for each in METHODS.values() if each.in_pipelines]
+    if policies.partition != "data" or (policies.parameters, policies.gradients) not in usual:
         raise UserError(
-            f"{where}: method '{plan.method}' cannot run in a pipeline yet; "
-            "allowed today: pipeline, or ddp or zero1 for replicas of one"
+            f"{where}: method '{plan.method}' cannot run in a pipeline yet; allowed today: {', '.join(names)}"
         )
-    if (policies.gradients == "all-reduce") != (replicas > 1):
-        wanted = "ddp, zero1" if replicas > 1 else "pipeline, or plan.dp_replicate of at least 2"
+    if policies.cp > 1:
+        raise UserError(
+            f"{where}: plan.cp = {policies.cp}: stages whose sequences are divided cannot be simulated yet; allowed: 1"
+        )
+    if (policies.gradients != "local") != (replicas > 1):
+        of_replicas = [name for name in names if METHODS[name].gradients != "local"]
+        wanted = ", ".join(of_replicas) if replicas > 1 else "pipeline, or a data axis of at least 2"
         raise UserError(f"{where}: method '{plan.method}' for {replicas} replica(s) of a pipeline; allowed: {wanted}")
     if policies.gradient_sync != "step":
         raise UserError(
-            f"{where}: plan.gradient_sync = '{policies.gradient_sync}': torch's stages let gradients leave in the last "
-            "backward alone; allowed: 'step'"
+            f"{where}: plan.gradient_sync = '{policies.gradient_sync}': torch's stages let gradients leave in or after "
+            "the last backward alone; allowed: 'step'"
         )
 
 

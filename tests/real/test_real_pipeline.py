@@ -23,6 +23,7 @@ BASE = {"resnet": "resnet-digits.toml", "bert": "bert-byte.toml"}
 
 REPLICATED = ["plan.method=ddp", "plan.pp=2", "plan.dp_replicate=2"]
 ZERO1 = ["plan.method=zero1", *REPLICATED[1:]]
+ZERO2, ZERO3 = ([f"plan.method={name}", "plan.pp=2", "plan.dp_shard=2"] for name in ("zero2", "zero3"))
 DIGITS = ["workload.global_batch_size=12", "workload.precision=fp64"]
 
 
@@ -86,6 +87,46 @@ CASES: dict[int, dict[str, list[str]]] = {
         ],
         "1f1b-ddp-sgd": [*GPT, *SGD, *REPLICATED, "plan.micro_batches=3", "plan.bucket_bytes=300000"],
         "gpipe-zero1-adamw": [*GPT, *ADAMW64, *ZERO1, "plan.micro_batches=3", "plan.schedule=gpipe"],
+        "1f1b-zero2-adamw": [*GPT, *ADAMW64, *ZERO2, "plan.micro_batches=3"],
+        "gpipe-zero2-llama-sgd": [*GPT, *SGD, *ZERO2, "plan.micro_batches=3", "plan.schedule=gpipe", small("llama")],
+        "interleaved-zero2-bert-adamw": [
+            *GPT,
+            *ADAMW64,
+            *ZERO2,
+            "plan.micro_batches=2",
+            "plan.schedule=interleaved",
+        ],
+        "1f1b-zero3-bert-recompute-adamw": [
+            *GPT,
+            *ADAMW64,
+            *ZERO3,
+            "plan.micro_batches=3",
+            "plan.recompute=full",
+        ],
+        "gpipe-zero3-sgd": [
+            *GPT,
+            *SGD,
+            *ZERO3,
+            "plan.micro_batches=3",
+            "plan.schedule=gpipe",
+            "workload.clip_norm=0.5",
+        ],
+        "interleaved-zero3-llama-adamw": [
+            *GPT,
+            *ADAMW64,
+            *ZERO3,
+            "plan.micro_batches=2",
+            "plan.schedule=interleaved",
+            small("llama"),
+        ],
+        "1f1b-zero3-tied-sgd": [
+            *GPT,
+            *SGD,
+            *ZERO3,
+            "plan.micro_batches=3",
+            small("gpt-tied"),
+            "workload.clip_norm=0.5",
+        ],
         "interleaved-ddp-bert-adamw": [
             *GPT,
             *ADAMW64,
