@@ -17,6 +17,7 @@ from gssim.terminal import INTERRUPTED, run_command_line
 
 if TYPE_CHECKING:
     from analysis.compare.comparison import Joined
+    from analysis.study.study import LoadedStudy
 
 EXTRA = frozenset({"polars", "matplotlib", "networkx", "jinja2", "markupsafe", "tomli_w"})
 """Packages of the extra `gssim[analysis]`; imported inside commands, so that a missing one can be named."""
@@ -223,6 +224,9 @@ def convergence_command(
 
     check_place(out / "convergence.csv")
     loaded = load_study(study, tuple(overrides or ()), seeds=seeds)
+    if loaded.study.together:
+        _study_of_rivals(loaded, out, again=again)
+        return
     with locked(out / ".analysis-study.lock", place=str(out)):
         rows = rows_of(loaded.study, train(loaded, out, again=again))
         findings = findings_of(loaded.study, rows)
@@ -232,6 +236,26 @@ def convergence_command(
         pictures = charts.save_all(drawn, out)
     print_study(rows, findings.all)
     for path in (out / "convergence.csv", out / "findings.txt", *pictures):
+        print(path)
+
+
+def _study_of_rivals(loaded: "LoadedStudy", out: Path, *, again: bool) -> None:
+    """Train all ranks of every variant in one process; write the table, who wins where, findings and charts."""
+    from analysis import charts
+    from analysis.study.rivals import findings, train_together, winners_table, write_table
+
+    study = loaded.study
+    with locked(out / ".analysis-study.lock", place=str(out)):
+        courses = train_together(loaded, out, again=again)
+        said, winners = findings(courses, study.dense, study.silent), winners_table(courses, study.dense)
+        write_text(out / "convergence.csv", write_table(courses, study.dense))
+        write_text(out / "winners.md", winners)
+        write_text(out / "findings.txt", "".join(f"{sentence}.\n" for sentence in said))
+        pictures = charts.save_all(charts.rivals_charts(courses, study.dense, said), out)
+    print(winners)
+    for sentence in said:
+        print(f"{sentence}.")
+    for path in (out / "convergence.csv", out / "winners.md", out / "findings.txt", *pictures):
         print(path)
 
 

@@ -162,9 +162,13 @@ def _read_csv(path: Path) -> pl.DataFrame:
 
 
 def _in_types(frame: pl.DataFrame) -> pl.DataFrame:
-    """Return a table with its known columns cast to their types; raise PolarsError where a value does not fit."""
+    """Return a table with its known columns cast to their types, and those of a Result that it lacks without values.
+
+    Raises PolarsError where a value does not fit.
+    """
     types: dict[Any, Any] = {str: pl.String, int: pl.Int64, float: pl.Float64, bool: pl.Boolean}
-    known = {name: types[kind] for name, kind in (POINT_COLUMNS | RESULT_COLUMNS).items() if name in frame.columns}
+    known = {name: types[kind] for name, kind in (POINT_COLUMNS | RESULT_COLUMNS).items()}
+    frame = frame.with_columns(pl.lit(None).alias(name) for name in known if name not in frame.columns)
     texts = [name for name, kind in frame.schema.items() if kind == pl.String and name not in known]
     cast = frame.with_columns(pl.col(name).cast(kind, strict=True) for name, kind in known.items())
     texts += [name for name, kind in known.items() if kind == pl.String]

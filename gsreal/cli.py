@@ -73,9 +73,13 @@ def run_command(
     ] = None,
     trust_code: TrustCode = False,
 ) -> None:
-    """Execute one scenario on this machine: one process a rank. Calls the factory that the model file names."""
+    """Execute one scenario: one process a rank, on this machine, or on the nodes where torchrun or srun starts it.
+
+    Calls the factory that the model file names.
+    """
     from gsreal.model_files.build import set_trust
     from gsreal.run.launch import Guard, launch, listening_on
+    from gsreal.run.nodes import check_launcher, has_several_nodes, srun_environment
     from gsreal.run.rank import TIMEOUT, leave
     from gssim.result import read_result
 
@@ -84,6 +88,7 @@ def run_command(
     _check_positive("--every", every)
     _check_timeout(timeout_s)
     alone = listening_on(interface)
+    os.environ.update(srun_environment(os.environ))
     loaded = _checked(scenario, overrides)
     ours = loaded.scenario
     name = file_name(ours.name, ours.scenario_id, "measured")
@@ -98,12 +103,13 @@ def run_command(
         file = Path(folder, name)
         arguments = [str(scenario), json.dumps(overrides or []), str(file), str(trace.absolute()) if trace else ""]
         arguments += [str(checkpoint.absolute()) if checkpoint else "", str(every)]
-        if "RANK" in os.environ:  # under torchrun already
+        if "RANK" in os.environ:  # torchrun or srun has started the ranks
             from gsreal.run import worker  # here alone: all that trains takes seconds to import
 
             os.environ[TIMEOUT] = str(timeout_s)
-            if interface or os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
+            if interface or not has_several_nodes():
                 os.environ.update(alone)
+            check_launcher(ours.ranks, where=loaded.file)
             worker.main(*arguments)
             leave()
             if os.environ["RANK"] != "0":
@@ -338,8 +344,9 @@ def validate_command(
 
 @app.command("gradients")
 def gradients_command(
-    scenario: Path,
-    out: Annotated[Path, typer.Option("--out", help="Gradient statistics file to write.")],
+    scenario: Annotated[Path | None, typer.Argument(help="Scenario whose model to train; none with --ladder.")] = None,
+    *,
+    out: Annotated[Path, typer.Option("--out", help="Gradient statistics file to write, or family file.")],
     overrides: Overrides = None,
     thresholds: Annotated[
         str | None,
@@ -355,6 +362,14 @@ def gradients_command(
         int, typer.Option("--courses", help="Trainings of each kind, from other first weights with other batches.")
     ] = 8,
     batches: Annotated[int, typer.Option("--batches", help="Batches that are looked at at such a step.")] = 2,
+    ladder: Annotated[
+        str | None,
+        typer.Option(
+            "--ladder",
+            help="Family of small models to train instead (bert, gpt, llama, resnet), from which statistics of other "
+            "sizes are transferred: minutes. Each training's statistics are kept beside --out, and not taken again.",
+        ),
+    ] = None,
     trust_code: TrustCode = False,
 ) -> None:
     """Train the scenario's model for real and write statistics of every rank's gradients.
@@ -371,6 +386,15 @@ def gradients_command(
     _check_positive("--courses", courses)
     _check_positive("--batches", batches)
     _check_writable(out)
+    if ladder is not None:
+        if scenario is not None or overrides:
+            raise UserError(f"gradients --ladder {ladder}: takes no scenario and no --set")
+        from gsreal.statistics.ladder import take_family, write_family
+
+        write_family(out, take_family(ladder, out.parent / f"{out.stem}.trainings"))
+        return
+    if scenario is None:
+        raise UserError("gradients: name a scenario, or a family with --ladder")
     loaded = load_scenario(scenario, overrides or [], gradients_needed=False)
     check_factory(loaded.scenario.workload.model.module, where=loaded.file)
     check_data(loaded.scenario.workload, where=loaded.file)
@@ -395,18 +419,31 @@ def calibrate_command(
             "--lab", help="A cluster file: measure its device types as the lab emulates them; --out gets them."
         ),
     ] = None,
+    interface: Annotated[
+        str | None, typer.Option("--interface", help="Network interface by which several nodes reach each other.")
+    ] = None,
     trust_code: TrustCode = False,
 ) -> None:
     """Measure this machine by micro-benchmarks and write a cluster file for predictions.
 
-    Calls the factories that the model files name.
+    Where torchrun or srun starts it on several nodes, it measures each of them and the links between each two, and the
+    first node writes the file. Calls the factories that the model files name.
     """
     import torch
 
     from gsreal.calibrate.bench import Settings
-    from gsreal.calibrate.cluster_file import averaged, cluster_data, measure, read_previous, write_cluster
+    from gsreal.calibrate.cluster_file import (
+        averaged,
+        cluster_data,
+        measure,
+        read_previous,
+        write_all_reduces,
+        write_cluster,
+    )
     from gsreal.machine import device_name, usable_cores
     from gsreal.model_files.build import DTYPES, set_trust
+    from gsreal.run.launch import listening_on
+    from gsreal.run.nodes import has_several_nodes, srun_environment
 
     set_trust(trust_code)
     _check_writable(out)
@@ -428,8 +465,18 @@ def calibrate_command(
     if count > available and kind == "cpu":
         raise UserError(f"--ranks {count}: this machine has {available} cores that may be used")
     settings = Settings(names, sizes, sequence_length, precision, kind, "layers" if again else "")
+    os.environ.update(srun_environment(os.environ))
+    if "RANK" in os.environ and has_several_nodes():
+        if again:
+            raise UserError("--again: measures the layers of one node: start it there, without a launcher")
+        if interface is not None:
+            os.environ.update(listening_on(interface))
+        _calibrate_nodes(settings, count, out)
+        return
     if not again:
-        write_cluster(out, cluster_data(measure(settings, ranks=count), settings))
+        measured = measure(settings, ranks=count)
+        write_cluster(out, cluster_data(measured, settings))
+        write_all_reduces(out, measured)
         return
     with _file_lock(out):
         before = read_previous(out, device_name(torch.device(kind)))
@@ -454,6 +501,20 @@ def _check_models(length: int, models: list[Path]) -> None:
         source = model.input
         if isinstance(source, TokenInput) and length > source.maximum_sequence_length:
             raise UserError(f"--sequence-length {length}: {path} takes at most {source.maximum_sequence_length}")
+
+
+def _calibrate_nodes(settings: "Settings", ranks: int, out: Path) -> None:
+    """Measure this node and its links; the first process of a node does it, and the first node writes the file."""
+    from gsreal.calibrate.cluster_file import write_cluster
+    from gsreal.calibrate.nodes import measure_nodes
+    from gsreal.run.nodes import check_addresses
+
+    check_addresses()
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    data = measure_nodes(settings, ranks=ranks)
+    if data is not None:
+        write_cluster(out, data)
 
 
 def _calibrate_lab(file: Path, settings: "Settings", out: Path) -> None:
@@ -527,6 +588,13 @@ def trace_command(
         str | None, typer.Option("--precision", help="Trace in fp32 (by default), bf16 or fp64; others are scaled.")
     ] = None,
     source: Annotated[str | None, typer.Option("--source", help="Where the model's numbers are published.")] = None,
+    autocast: Annotated[
+        list[str] | None, typer.Option("--autocast", help="Also under torch.autocast in bf16 or fp16; repeatable.")
+    ] = None,
+    adapters: Annotated[
+        list[str] | None,
+        typer.Option("--adapters", help="Also with adapters at query-value, all-linear, or q_proj,...; repeatable."),
+    ] = None,
     trust_code: TrustCode = False,
 ) -> None:
     """Trace any nn.Module or Hugging Face config into a model file: no weights, no GPU.
@@ -552,6 +620,8 @@ def trace_command(
         sequence_length=sequence_length,
         precision=precision,
         source=source,
+        autocast=tuple(autocast or ()),
+        adapters=tuple(adapters or ()),
     )
     check_options(request)
     tables: list[str] = []

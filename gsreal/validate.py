@@ -4,7 +4,8 @@ Everything goes to one folder: the machine's cluster file, gradient statistics w
 each point from both sides, and at the end the comparison, its charts and a page. What is finished is kept: the same
 command goes on after an interrupt. `gssim` and `analysis` do their parts as commands.
 
-A shared machine drifts within minutes. Layers are therefore measured before, between and after the runs, and a run that
+Runs on one device come first, where the sweep has them first: they need no measured communication. A shared machine
+drifts within minutes. Layers are therefore measured before, between and after the runs, and a run that
 waited for its cores is repeated at the end, if there is time.
 """
 
@@ -19,7 +20,14 @@ from pathlib import Path
 import torch
 
 from gsreal.calibrate.bench import Settings
-from gsreal.calibrate.cluster_file import averaged, cluster_data, measure, read_previous, write_cluster
+from gsreal.calibrate.cluster_file import (
+    averaged,
+    cluster_data,
+    measure,
+    read_previous,
+    with_communication,
+    write_cluster,
+)
 from gsreal.machine import device_name, usable_cores
 from gsreal.model_files.build import set_trust
 from gsreal.model_files.trace import write_model
@@ -156,6 +164,8 @@ class Session:
             if self.is_over():
                 self.say(f"the time is over (--seconds): {len(missing) - number} runs are left to the next call")
                 return
+            if row.loaded.scenario.ranks > 1:
+                self.calibrate_links()
             if number == (len(missing) + 1) // 2:
                 self.calibrate_again()
             start_s = time.monotonic()
@@ -186,9 +196,18 @@ class Session:
             profiled = {Path(file).stem for file in wanted.models} <= models
             if len(cluster.devices) == self.request.ranks and profiled and {*wanted.optimizers} <= {*device.optimizers}:
                 return
-        self.say("calibrating this machine: arithmetic, memory, layers, communication")
-        measured = measure(self.settings, ranks=self.request.ranks, forked=True)
+        self.say("calibrating this machine: arithmetic, memory, layers")
+        measured = measure(replace(self.settings, only="devices"), ranks=self.request.ranks, forked=True)
         write_cluster(self.cluster, cluster_data(measured, self.settings))
+
+    def calibrate_links(self) -> None:
+        """Add messages and wrappers to the cluster file, unless they are there."""
+        before = read_previous(self.cluster, device_name(torch.device(self.request.kind)))
+        if "backend_cost" in before:
+            return
+        self.say("calibrating communication")
+        measured = measure(replace(self.settings, only="links"), ranks=self.request.ranks, forked=True)
+        write_cluster(self.cluster, with_communication(before, measured))
 
     def calibrate_again(self) -> None:
         """Average another measurement of the layers into the cluster file, up to `ROUNDS` of them."""

@@ -59,7 +59,7 @@ def print_result(result: Result) -> None:
         f"{word} step {human_seconds(result.step_time_s)}, {result.throughput_samples_per_s:.4g} samples/s{density}",
         highlight=False,
     )
-    for line in (*_periods(result), *_target_density(result)):
+    for line in (*_periods(result), *_band(result), *_target_density(result)):
         console.print(line, highlight=False)
     if result.does_not_fit is not None:
         fit = result.does_not_fit
@@ -124,6 +124,26 @@ def _target_density(result: Result) -> list[str]:
     return [
         f"{line}; thresholds follow a sample of each step's gradients (plan.push.reestimate_steps); zeros are never "
         "sent, and of a small tensor at least one element is"
+    ]
+
+
+def _band(result: Result) -> list[str]:
+    """Return a line on the range of a prediction, where gradient statistics were transferred from other models."""
+    band, density = result.band, result.density
+    if band is None:
+        return []
+    ranges = [
+        f"{name} {low:.3%} to {high:.3%}"
+        for name, low, high in (
+            ("push density", density.push_low, density.push_high),
+            ("publish density", density.publish_low, density.publish_high),
+        )
+        if low is not None and high is not None
+    ]
+    times = f"step {human_seconds(band.step_time_low_s)} to {human_seconds(band.step_time_high_s)}"
+    return [
+        f"statistics transferred from the family {band.family} (small models), density within a factor of "
+        f"{band.density_error_ratio:.2g}: {', '.join([*ranges, times])}; to measure them: gsreal gradients"
     ]
 
 

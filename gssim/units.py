@@ -259,6 +259,8 @@ Threshold = Annotated[
 """A threshold of magnitudes; `inf`, which is a text in JSON, is reached by none."""
 
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
+Rate = Precision | Literal["tf32"]
+"""Precisions of matrix products: tf32 multiplies fp32 values with 10 bits of mantissa."""
 PRECISION_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
 
 
@@ -294,7 +296,7 @@ def explain(error: ValidationError, cls: type, *, file: str, under: str = "") ->
     """Return one line for the first error: file, key path, value, what is allowed."""
     faults = sorted(error.errors(), key=lambda fault: fault["type"] != "unexpected_keyword_argument")
     fault = faults[0]
-    place, table = _walked(cls, fault["loc"])
+    place, table = _walked(cls, fault["loc"], ends_in_key=fault["type"] == "unexpected_keyword_argument")
     path = _path((under, *place) if under else place)
     more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
     if fault["type"] == "unexpected_keyword_argument":
@@ -330,12 +332,15 @@ def _shown(value: object, *, short: bool) -> str:
     return "" if short else f" = {text[:57]}..."
 
 
-def _walked(cls: type, location: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
-    """Return the key path of an error, without the tags that pydantic adds for unions, and the last key's table."""
+def _walked(cls: type, location: tuple[Any, ...], *, ends_in_key: bool) -> tuple[tuple[Any, ...], Any]:
+    """Return the key path of an error, without the tags that pydantic adds for unions, and the last key's table.
+
+    `ends_in_key`: the last part is a key of the user's, whatever it looks like.
+    """
     place: list[Any] = []
     table, kind = cls, cls
-    for part in location:
-        if isinstance(part, str) and "[" in part:
+    for number, part in enumerate(location, 1):
+        if isinstance(part, str) and "[" in part and not (ends_in_key and number == len(location)):
             continue
         options = _options(kind)
         tagged = [option for option in options if _tag(option) == part] if len(options) > 1 else []

@@ -1,9 +1,10 @@
-"""Measured rates of matrix products and attention by their shapes: SimuMax's table of one machine's operators.
+"""Measured rates of matrix products and attention by their shapes, and of memory: SimuMax's tables of one machine.
 
-The table (`profiles/simumax_b200_ops.csv` of the reference figures) gives each kernel's FLOP/s over a stated peak. It
-is looked for in the folder GSSIM_REFERENCE, else in `shared/reference` beside the project or a folder that it is in;
-without it, kernels have the device's own rate. A product whose shape is not in the table has that of the nearest one
-of its layout; attention that of the nearest number of heads and length.
+One table (`profiles/simumax_b200_ops.csv` of the reference figures) gives each kernel's FLOP/s over a stated peak, the
+other (`simumax_b200_bandwidth.csv`) the rate over a stated one of kernels that stream memory, and what each call of
+these takes in addition. They are looked for in the folder GSSIM_REFERENCE, else in `shared/reference` beside the
+project or a folder that it is in; without them, kernels have the device's own rate. A product whose shape is not in the
+table has that of the nearest one of its layout; attention that of the nearest number of heads and length.
 """
 
 import csv
@@ -31,6 +32,8 @@ class KernelUse:
     micro_batch: int
     device_flop_per_s: float
     """Rate at which the device is said to do all FLOP: FLOP of a kernel of another rate are counted in proportion."""
+    device_bytes_per_s: float
+    """The same of streamed bytes."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,8 @@ class Kernels:
 
     products: Mapping[str, Mapping[Shape, float]]
     attention: Mapping[str, Mapping[Shape, float]]
+    streaming: Mapping[str, tuple[float, float]]
+    """(Bytes per second, seconds of a call in addition) by kind of kernel that streams memory."""
 
     def product_flop_per_s(self, layout: Layout, m: int, k: int, n: int) -> float | None:
         """Return the rate of a product of matrices (m x k) and (k x n); None where the table has none of its layout."""
@@ -75,8 +80,20 @@ def kernels_of(machine: str) -> Kernels | None:
     return read_kernels(path) if path else None
 
 
+def _read_streaming(path: Path) -> dict[str, tuple[float, float]]:
+    """Return rate and call time by kind, of a table with the columns name, efficient_factor, gbps and latency_us."""
+    if not path.is_file() or not path.stem.endswith("_bandwidth"):
+        return {}
+    with path.open(encoding="utf-8", newline="") as file:
+        return {
+            row["name"]: (float(row["efficient_factor"]) * float(row["gbps"]) * 1e9, float(row["latency_us"]) * 1e-6)
+            for row in csv.DictReader(file)
+            if row["gbps"]
+        }
+
+
 def read_kernels(path: Path) -> Kernels:
-    """Return the kernels of a table with the columns op, shape, tflops_peak and efficiency."""
+    """Return the kernels of a table with the columns op, shape, tflops_peak and efficiency, and of that beside it."""
     products: dict[str, dict[Shape, float]] = {}
     attention: dict[str, dict[Shape, float]] = {}
     with path.open(encoding="utf-8", newline="") as file:
@@ -91,4 +108,4 @@ def read_kernels(path: Path) -> Kernels:
             elif row["op"] in ("sdp_fwd", "sdp_bwd") and sizes.get("qk_head_dim") == sizes.get("v_head_dim") and sizes:
                 shape = tuple(float(sizes[key]) for key in ("head_num", "kv_head_num", "seq_len"))
                 attention.setdefault("f" if row["op"] == "sdp_fwd" else "b", {}).setdefault(shape, rate)
-    return Kernels(products, attention)
+    return Kernels(products, attention, _read_streaming(path.with_name(path.name.replace("_ops.", "_bandwidth."))))

@@ -29,6 +29,8 @@ class TensorSplit:
     """Sizes of tensors as polynomials: of a whole layer, or of one that is split over `ranks` tensor ranks."""
 
     ranks: int = 1
+    windows: tuple[int, int] | None = None
+    """Number and length of a sample's windows, which then take the place of its sequence."""
 
     def size(self, *, one: float = 0, bs: float = 0, bss: float = 0, shared: bool = True) -> Polynomial:
         """Return one + bs * b * s + bss * b * s^2 bytes; `shared`: each rank stores its part of it (a unit).
@@ -38,6 +40,9 @@ class TensorSplit:
         """
         parts = self.ranks if shared else 1
         coefficients = [(one, 0, 0), (bs, 1, 1), (bss, 1, 2)]
+        if self.windows is not None:
+            count, length = self.windows
+            coefficients = [(one, 0, 0), (count * length * (bs + bss * length), 1, 0)]
         terms = tuple((math.ceil(value / parts), i, j) for value, i, j in coefficients if value) or ZERO_BYTES.terms
         return Polynomial((), terms) if shared and self.ranks > 1 else Polynomial(terms)
 
@@ -99,6 +104,8 @@ class Operation:
     passes_gradient: bool = False
     """Whether the gradient of its output is also that of its inputs, without a copy (a sum)."""
     kernels: int = 1
+    backward_scratch: Polynomial = ZERO_BYTES
+    """Bytes that exist during its backward alone."""
     reduced: Polynomial | None = None
     """Bytes that tensor ranks all-reduce after the forward; None: nothing."""
     backward_reduced: Polynomial | None = None
@@ -131,6 +138,10 @@ class LayerOperations:
         """Yield all buffers; the gradient of the input is freed at index `freed_at` of the layer before."""
         yield from self._output_buffers()
         yield from self._gradient_buffers()
+        for place, operation in enumerate(self.operations):
+            if operation.backward_scratch != ZERO_BYTES:
+                moment = Moment("b", self.last - place)
+                yield Buffer(moment, moment, "temporaries", operation.backward_scratch)
         if self.readers(INPUT):
             born, freed = Moment("b", self.last - min(self.readers(INPUT))), Moment("b", freed_at, -1)
             yield Buffer(born, freed, "temporaries", input_bytes)
@@ -280,17 +291,19 @@ FLOAT = 4
 def loss_of(builder: "TransformerBuilder", vocabulary: int) -> tuple[Operation, ...]:
     """Return the operations from the logits to the loss, for a vocabulary of this size.
 
-    A fused loss reads the logits twice, for their maxima and sums, and writes their gradient at once. An in-place loss
-    overwrites the logits in float by their softmax, and that by its gradient.
+    A fused loss reads the logits twice, for their maxima and sums, and writes their gradient at once; some software
+    does so over the logits themselves, which are then saved for their own layer's backward. An in-place loss overwrites
+    the logits in float by their softmax, and that by its gradient.
     """
     if builder.software.fused_loss:
         fused = Operation(
             name="loss",
             reads=("logits",),
             output=builder.split.size(one=FLOAT, shared=False),
-            streamed=builder.token_bytes(2 * vocabulary),
-            backward_streamed=builder.token_bytes(2 * vocabulary),
-            saves=("logits",),
+            streamed=builder.streamed(builder.token_bytes(2 * vocabulary), "ce_fusion"),
+            backward_streamed=builder.streamed(builder.token_bytes(2 * vocabulary), "ce_fusion"),
+            saves=() if builder.software.loss_gradient_in_place else ("logits",),
+            passes_gradient=builder.software.loss_gradient_in_place,
             also_saved=builder.token_bytes(1, shared=False, value=2 * FLOAT),
         )
         return (fused,)

@@ -31,6 +31,8 @@ class Platform:
     pcie_link: str
     nccl: str
     """One of gssim's NCCL generations."""
+    link_ratio: PositiveFloat | None = None
+    """Measured rate of all-gathers and reduce-scatters over the wire rate of a server's links; absent: NCCL's own."""
     tensor_float_flop_per_s: FlopPerSecond | None = None
     """Rate of matrix products in TF32; absent: the device has no TF32."""
     float8_ratio: PositiveFloat | None = None
@@ -134,10 +136,12 @@ def cluster_tables(servers: tuple[Server, ...], precision: Precision, tensor_flo
     ranks = sum(devices for _, devices in servers)
     oldest_first = list(GENERATIONS)
     generations = (platform.nccl for platform in known.values())
+    oldest = min(generations, key=lambda nccl: oldest_first.index(nccl.partition("-")[0]))
+    ratio = next(iter(known.values())).link_ratio if len(known) == 1 else None
     return {
         "name": f"{ranks} x {' and '.join(kinds)}",
         "backend": "nccl",
-        "nccl": min(generations, key=lambda nccl: oldest_first.index(nccl.partition("-")[0])),
+        "nccl": oldest if ratio is None else {"generation": oldest, "bandwidth_ratio": ratio},
         "source": f"analysis/literature/{FILE}",
         "device_types": {types[gpu]: _device(each, precision, tensor_float) for gpu, each in known.items()},
         "topology": {

@@ -1,6 +1,6 @@
 """Published training runs: hyper-parameters of the model, features of the software, parallel plan, measured figures."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from analysis.literature.platforms import Server
@@ -25,6 +25,8 @@ class Shape:
     """Tokens of a sequence that have logits; absent: all."""
     tied: bool | None = None
     """Whether the output layer shares the embedding's weight; absent: only where `gpt`."""
+    windows: "Windows | None" = None
+    """The last blocks of an image generator, of another shape; its loss is the mean of what they return."""
 
     @property
     def ties(self) -> bool:
@@ -47,11 +49,25 @@ class Shape:
         """
         h, maps = self.hidden, 2 if self.kind == "gpt" else 3
         ends = (1 if self.ties else 2) * self.vocabulary * h
+        if self.windows is not None:
+            last = self.windows.shape
+            first = replace(self, windows=None, layers=self.layers - last.layers).parameters
+            return first + last.layers * 12 * last.hidden**2
         block = 2 * h * h + 2 * h * self.kv_width + maps * h * self.ffn
         if self.kind == "gpt":
             block += 4 * h + 2 * h + 2 * self.kv_width + self.ffn + h
             return self.layers * block + ends + self.sequence_length * h + 2 * h
         return self.layers * (block + 2 * h) + ends + h
+
+
+@dataclass(frozen=True, kw_only=True)
+class Windows:
+    """Blocks whose attention is within windows of an image (Jiang et al. 2021, TransGAN, grid self-attention)."""
+
+    shape: Shape
+    """Of these blocks; `sequence_length` is that of a window."""
+    count: int
+    """Windows of a sample."""
 
 
 def gpt(*, layers: int, hidden: int, heads: int, vocabulary: int, sequence_length: int) -> Shape:
@@ -96,13 +112,12 @@ class Software:
     all-reduces that they add up to. That the backward's overlap with products, and slow these, is not modelled."""
     dummy_gradients: bool = False
     """A tensor of the size of each linear layer's weight is kept, one for each shape: Transformer Engine hands it to
-    autograd where products add to gradients themselves (module/base.py, get_dummy_wgrad)."""
+    autograd where products add to gradients themselves (module/base.py, get_dummy_wgrad). The output layer, which is
+    Megatron-LM's, allocates one of its own in each backward (core/tensor_parallel/layers.py, grad_weight)."""
     context_ranks: int = 1
     """Ranks that share each sequence, with ring attention: sizes are those of a rank's part of the sequence."""
-    map_speedup: float = 1.0
-    """Rate of the blocks' linear layers relative to the precision's own: above 1 for float8."""
-    float8_casts: bool = False
-    """Inputs and outputs of linear layers are cast to float8 and back."""
+    float8_maps: bool = False
+    """The blocks' linear layers are in float8 (`workload.map_precision`)."""
     attention_ratio: float = 1.0
     """Rate of flash attention relative to that of linear layers."""
     recomputes_attention: bool = False
@@ -113,6 +128,13 @@ class Software:
     see `TransformerBuilder.gathered_input`."""
     fused_loss: bool = False
     """The loss is one kernel each way, without logits in float (torch.compile; flash-attention's cross-entropy)."""
+    loss_gradient_in_place: bool = False
+    """A fused loss writes the gradient of the logits over them (Transformer Engine's cross-entropy)."""
+    separate_adds: bool = False
+    """Residual sums are kernels of their own also where other operations are fused (Megatron-LM's bias-dropout-add)."""
+    copies_keys: bool = True
+    """Queries and keys are kept both as their product left them and as rotated; else as rotated alone, the values
+    beside them."""
     in_place_loss: bool = False
     """Logits in float exist as one tensor at a time (Megatron-LM, core/tensor_parallel/cross_entropy.py)."""
     pipelined_maps: bool = False
@@ -136,6 +158,14 @@ Metric = Literal["allocated", "reserved", "device"]
 
 class SkippedError(Exception):
     """A row that cannot be scored; its message is the reason, in the same words for all such rows."""
+
+
+class UnscoredError(SkippedError):
+    """A row that has nothing to score, or not all details, but whose run can be written as a scenario."""
+
+    def __init__(self, reason: str, run: "Run") -> None:
+        super().__init__(reason)
+        self.run = run
 
 
 @dataclass(frozen=True, kw_only=True)

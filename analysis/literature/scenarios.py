@@ -22,8 +22,16 @@ from pydantic import TypeAdapter
 
 import gssim
 from analysis.literature.kernels import KernelUse
-from analysis.literature.platforms import Platform, Server, cluster_of, cluster_tables, platform_of, servers_of
-from analysis.literature.runs import Measured, Run, SkippedError
+from analysis.literature.platforms import (
+    Platform,
+    Server,
+    cluster_of,
+    cluster_tables,
+    float8_ratio_of,
+    platform_of,
+    servers_of,
+)
+from analysis.literature.runs import Measured, Run, SkippedError, UnscoredError
 from analysis.literature.transformer import transformer
 from gssim.cluster import Cluster, Link, presets
 from gssim.execution.files import check_place, write_text
@@ -95,6 +103,8 @@ def tables_of(run: Run) -> dict[str, Any]:
         },
         "plan": plan_of(run),
     }
+    if software.float8_maps:
+        tables["workload"]["map_precision"] = "fp8"
     if software.float_gradients:
         tables["workload"]["gradient_precision"] = "fp32"
     if run.float_reduction and run.dp * context > 1:
@@ -113,7 +123,7 @@ def _cluster_tables_of(run: Run) -> dict[str, Any]:
     if platform is not None and platform.calls:
         ranks = run.tp if run.tp > 1 else run.dp * software.context_ranks
         cluster["backend_cost"] = _call_overheads(platform, ranks)
-    if software.operation_overhead_s is None and not software.dummy_gradients:
+    if software.operation_overhead_s is None and not software.dummy_gradients and not software.float8_maps:
         return cluster
     known = validated(Cluster, cluster, file=run.identity).device_types
     for name, device in cluster["device_types"].items():
@@ -121,6 +131,9 @@ def _cluster_tables_of(run: Run) -> dict[str, Any]:
         if software.operation_overhead_s is not None:
             changes["operation_overhead_s"] = software.operation_overhead_s
             changes["source"] += ": overhead of an operation"
+        if software.float8_maps:
+            changes["float8_ratio"] = float8_ratio_of(run.gpu)
+            changes["source"] += ": float8, analysis/literature/platforms.toml"
         if software.dummy_gradients:
             changes["workspace_bytes"] = known[name].workspace_bytes + _dummy_gradient_bytes(run)
             changes["source"] += ": dummy gradients of Transformer Engine"
@@ -149,7 +162,8 @@ def _dummy_gradient_bytes(run: Run) -> int:
 def _kernel_use(run: Run) -> KernelUse:
     device = cluster_of_run(run).device_types["gpu"]
     assert run.software.kernels is not None
-    return KernelUse(run.software.kernels, run.micro_batch, achieved_flop_per_s(device, run.software.precision))
+    rate = achieved_flop_per_s(device, run.software.precision)
+    return KernelUse(run.software.kernels, run.micro_batch, rate, device.memory_bandwidth_bytes_per_s)
 
 
 RATE_FLOP_PER_S = 1e12
@@ -375,16 +389,17 @@ LONGEST_NAME = 120
 def emit(runs: Iterable[Run | SkippedError], folder: Path) -> tuple[list[Path], Counter[str]]:
     """Write the scenarios of runs as files; return their paths, and the number of rows without one, by reason.
 
-    Beside the scenarios are the models and clusters that they name, each once. Nothing is written where a place is
-    taken by something else (UserError).
+    Rows that have nothing to score are written too. Beside the scenarios are the models and clusters that they name,
+    each once. Nothing is written where a place is taken by something else (UserError).
     """
     files: dict[str, str] = {}
     scenarios: list[str] = []
     skipped: Counter[str] = Counter()
-    for run in runs:
+    for row in runs:
         try:
-            if isinstance(run, SkippedError):
-                raise run
+            if isinstance(row, SkippedError) and not isinstance(row, UnscoredError):
+                raise row
+            run = row.run if isinstance(row, UnscoredError) else row
             scenario_of(run)
         except SkippedError as reason:
             skipped[str(reason)] += 1

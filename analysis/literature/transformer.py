@@ -28,8 +28,15 @@ from gssim.workload import Buffer, Layer, Model, Module, Moment, Polynomial, Tok
 class TransformerBuilder:
     """Builds the operations of one model, whole or split over `ranks` tensor ranks."""
 
-    def __init__(self, shape: Shape, software: Software, ranks: int, use: KernelUse | None = None) -> None:
-        self.shape, self.software, self.split = shape, software, TensorSplit(ranks)
+    def __init__(
+        self,
+        shape: Shape,
+        software: Software,
+        ranks: int,
+        use: KernelUse | None = None,
+        windows: tuple[int, int] | None = None,
+    ) -> None:
+        self.shape, self.software, self.split = shape, software, TensorSplit(ranks, windows)
         self.use = use
         self.kernels = kernels_of(use.machine) if use is not None else None
         self.value = PRECISION_BYTES[software.precision]
@@ -41,6 +48,18 @@ class TransformerBuilder:
     def unsplit_bytes(self, width: float, *, value: float | None = None) -> Polynomial:
         """Return the bytes of a tensor outside tensor-parallel layers, split only by sequence parallelism."""
         return self.token_bytes(width, shared=self.software.sequence_parallel, value=value)
+
+    def streamed(self, size: Polynomial, kind: str = "default", *, calls: int = 1) -> Polynomial:
+        """Return the bytes that take as long at the device's own rate as kernels of a kind take to stream so many.
+
+        `kind`: of the machine's measured kernels, where the software names one; they also take a time for each call.
+        """
+        measured = self.kernels.streaming.get(kind) if self.kernels is not None else None
+        if measured is None or self.use is None or size == ZERO_BYTES:
+            return size
+        rate, call_s = measured
+        device = self.use.device_bytes_per_s
+        return total([total([size], device / rate), self.split.size(one=calls * call_s * device, shared=False)])
 
     def block_output_bytes(self) -> Polynomial:
         """Return the bytes of a block's output."""
@@ -84,8 +103,8 @@ class TransformerBuilder:
             name=name,
             reads=reads,
             output=self.unsplit_bytes(h),
-            streamed=self.unsplit_bytes(h * passes),
-            backward_streamed=self.unsplit_bytes(h * (5 if passes == 2 else 2 * passes)),
+            streamed=self.streamed(self.unsplit_bytes(h * passes)),
+            backward_streamed=self.streamed(self.unsplit_bytes(h * (5 if passes == 2 else 2 * passes))),
             saves=reads,
             also_saved=self.unsplit_bytes(2 if self.shape.kind == "gpt" else 1, value=FLOAT),
             weights=weights,
@@ -138,15 +157,13 @@ class TransformerBuilder:
         *,
         by_rows: bool,
         kept: bool = True,
-        speedup: float | None = None,
     ) -> Operation:
         """Return a linear layer, split by columns (outputs) or by rows (inputs: tensor ranks then all-reduce)."""
-        size, speedup = self.token_bytes, self.software.map_speedup if speedup is None else speedup
+        size = self.token_bytes
         weights = [Weight(name="{}." + name + ".weight", shape=(outputs, inputs), sharded_dim=1 if by_rows else 0)]
         if self.shape.kind == "gpt":
             weights.append(Weight(name="{}." + name + ".bias", shape=(outputs,), sharded_dim=None if by_rows else 0))
         slowdowns = self.product_slowdowns(inputs, outputs, by_rows=by_rows)
-        casts = inputs + outputs if self.software.float8_casts and speedup != 1 else 0
         output = size(outputs, shared=not by_rows)
         # in a ring, the all-reduce is a reduce-scatter and an all-gather, which sequence parallelism separates
         reduced = size(outputs if by_rows else inputs, shared=False)
@@ -154,15 +171,16 @@ class TransformerBuilder:
             name=name,
             reads=(reads,),
             output=self.unsplit_bytes(outputs) if by_rows else output,
-            flop=self.split.size(bs=2 * inputs * outputs / speedup * slowdowns[0]),
-            backward_flop=self.split.size(bs=2 * inputs * outputs / speedup * (slowdowns[1] + slowdowns[2])),
+            flop=self.split.size(bs=2 * inputs * outputs * slowdowns[0]),
+            backward_flop=self.split.size(bs=2 * inputs * outputs * (slowdowns[1] + slowdowns[2])),
             operands=self.split.size(one=self.value * inputs * outputs, bs=self.value * (inputs + outputs)),
-            streamed=size(casts * 1.5),
-            backward_streamed=size(casts * 3 + (outputs if self.shape.kind == "gpt" and not by_rows else 0)),
+            backward_streamed=size(outputs if self.shape.kind == "gpt" and not by_rows else 0),
             saves=(reads,),
             weights=tuple(weights),
             kept=kept,
             kernels=1 if self.software.compiled else 3,
+            # the gathered input, of which only this rank's part is saved
+            backward_scratch=reduced if self.software.gathers_alone and not by_rows else ZERO_BYTES,
             reduced=reduced if by_rows else None,
             backward_reduced=None if by_rows or self.is_gathered(reads) else reduced,
         )
@@ -171,13 +189,13 @@ class TransformerBuilder:
         """Return the residual addition, preceded by bias and dropout where the model has them."""
         h, v = self.shape.hidden, self.value
         dropped = self.shape.kind == "gpt" and self.software.dropout
-        passes = 0.0 if self.software.compiled else 3.0
+        passes = 0.0 if self.software.compiled and not self.software.separate_adds else 3.0
         return Operation(
             name=name,
             reads=reads,
             output=self.block_output_bytes() if last else self.unsplit_bytes(h),
-            streamed=self.unsplit_bytes(h * (passes + dropped / v)),
-            backward_streamed=self.unsplit_bytes(h * (passes + (2 + 1 / v) * dropped)),
+            streamed=self.streamed(self.unsplit_bytes(h * (passes + dropped / v))),
+            backward_streamed=self.streamed(self.unsplit_bytes(h * (passes + (2 + 1 / v) * dropped))),
             also_saved=self.unsplit_bytes(h, value=1) if dropped else ZERO_BYTES,
             passes_gradient=not dropped,
             kernels=3 if self.shape.kind == "gpt" else 1,
@@ -337,6 +355,7 @@ class TransformerBuilder:
         )
         fused = self.software.fused_projections
         values, gates = ("qkv", "gate_up") if fused else ("value", "gate")
+        values = values if self.software.copies_keys else "values"
         projections = (
             [self.linear("qkv", attended, h, h + 2 * kv, by_rows=False)]
             if fused
@@ -358,12 +377,14 @@ class TransformerBuilder:
             self.norm("attention_norm", INPUT),
             *before,
             *projections,
+            *([] if self.software.copies_keys else [self.values()]),
             Operation(
                 name="rotated",
                 reads=("qkv",) if fused else ("query", "key"),
                 output=self.token_bytes(rotated),
-                streamed=self.token_bytes(passes * rotated),
-                backward_streamed=self.token_bytes(passes * rotated),
+                # of queries and of keys
+                streamed=self.streamed(self.token_bytes(passes * rotated), calls=2),
+                backward_streamed=self.streamed(self.token_bytes(passes * rotated), calls=2),
                 kernels=6 if eager else 1,
             ),
             *self.attention(("rotated", values)),
@@ -376,14 +397,20 @@ class TransformerBuilder:
                 name="swiglu",
                 reads=(gates,) if fused else ("gate", "up"),
                 output=self.token_bytes(ffn),
-                streamed=self.token_bytes((5 if eager else 3) * ffn),
-                backward_streamed=self.token_bytes((9 if eager else 5) * ffn),
+                streamed=self.streamed(self.token_bytes((5 if eager else 3) * ffn)),
+                backward_streamed=self.streamed(self.token_bytes((9 if eager else 5) * ffn)),
                 saves=(gates,) if fused else ("gate", "up"),
                 kernels=2 if eager else 1,
             ),
             self.linear("down", "swiglu", ffn, h, by_rows=True, kept=eager),
             self.add("mapped", ("down", "attended"), last=True),
         )
+
+    def values(self) -> Operation:
+        """Return the values as a tensor of their own, taken from the product that has queries and keys too."""
+        kv = self.token_bytes(self.shape.kv_width)
+        moved = self.streamed(self.token_bytes(2 * self.shape.kv_width))
+        return Operation(name="values", reads=("qkv",), output=kv, streamed=moved, backward_streamed=moved)
 
     def embedding(self) -> tuple[Operation, ...]:
         """Return the embedding of tokens, and of positions where they are learned."""
@@ -404,13 +431,23 @@ class TransformerBuilder:
             ),
         )
 
+    def mean_loss(self) -> tuple[Operation, ...]:
+        """Return a loss that is the mean of the last block's output."""
+        read = self.unsplit_bytes(self.shape.hidden)
+        return (Operation(name="loss", output=self.split.size(one=FLOAT, shared=False), backward_streamed=read),)
+
     def head(self, *, tied: bool) -> tuple[Operation, ...]:
         """Return the last norm, the logits and the loss; `tied`: the logits use the embedding's weight."""
         h, vocabulary = self.shape.hidden, self.shape.vocabulary
         if self.shape.predicted is not None:
             vocabulary = round(vocabulary * self.shape.predicted / self.shape.sequence_length)
-        logits = self.linear("logits", "norm", h, vocabulary, by_rows=False, speedup=1.0)
+        logits = self.linear("logits", "norm", h, vocabulary, by_rows=False)
         logits = replace(logits, weights=() if tied else logits.weights[:1])
+        if self.software.loss_gradient_in_place:
+            logits = replace(logits, saves=(*logits.saves, "logits"))
+        if self.software.dummy_gradients:
+            dummy = self.split.size(one=self.value * h * vocabulary)
+            logits = replace(logits, backward_scratch=total([logits.backward_scratch, dummy]))
         return (self.norm("norm", INPUT), logits, *loss_of(self, vocabulary))
 
 
@@ -420,21 +457,31 @@ def layers_of(
     """Return the layers of a model (embedding, blocks, head with the loss), split over `ranks` tensor ranks."""
     builder = TransformerBuilder(shape, software, ranks, use)
     block = builder.block()
+    last, blocks = builder, shape.layers
+    if shape.windows is not None:
+        windows = shape.windows
+        last = TransformerBuilder(windows.shape, software, ranks, use, (windows.count, windows.shape.sequence_length))
+        blocks -= windows.shape.layers
     # index, in the backward of the layer before, at which the gradient of a block's input is freed
     freed_at = next(len(block) - 1 - i for i, operation in enumerate(block) if operation.name == "map_norm")
-    modules = [f"blocks.{number}" for number in range(shape.layers)]
-    parts = {"embedding": builder.embedding(), "blocks.0": block, "head": builder.head(tied=tied)}
+    modules = [f"blocks.{number}" for number in range(blocks)]
+    parts = [("embedding", builder, builder.embedding(), ["embedding"]), ("blocks.0", builder, block, modules)]
+    if shape.windows is not None:
+        inside = [f"windows.{number}" for number in range(shape.layers - blocks)]
+        parts += [("windows.0", last, last.block(), inside), ("head", last, last.mean_loss(), ["head"])]
+    else:
+        parts.append(("head", builder, builder.head(tied=tied), ["head"]))
     layers = [
         LayerOperations(
-            operations, builder.split, software.early_stop, software.gathers_alone, software.recomputes_attention
+            operations, of.split, software.early_stop, software.gathers_alone, software.recomputes_attention
         ).layer(
             name,
-            modules if operations is block else [name],
-            block=operations is block,
-            input_bytes=builder.block_output_bytes(),
+            names,
+            block=name.endswith(".0"),
+            input_bytes=of.block_output_bytes(),
             freed_at=freed_at,
         )
-        for name, operations in parts.items()
+        for name, of, operations, names in parts
     ]
     if across:
         layers[-1] = _with_tied_gradient(builder, layers[-1])

@@ -79,6 +79,12 @@ class Study:
     taken."""
     elsewhere: tuple[Elsewhere, ...] = ()
     """Other networks to predict for."""
+    together: bool = False
+    """Whether all ranks are trained in one process, in turn and without messages: many seeds in little time. Losses are
+    those of real runs; times are predicted, for the networks of `elsewhere` alone."""
+    unequal_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """With `together`: fraction of every rank's samples that are of its own kind. Each batch's first samples, so many
+    in all, are sorted (images by class, texts by their mean id) and divided in that order; the others as drawn."""
 
     def __post_init__(self) -> None:
         """Check that names are unique and refer to variants."""
@@ -87,6 +93,7 @@ class Study:
             twice = sorted({slug(name) for name in given if [slug(n) for n in given].count(slug(name)) > 1})
             if twice:
                 raise ValueError(f"{key}: two are named '{twice[0]}'; names must differ in letters or digits")
+        self._check_together()
         if len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"seeds = {list(self.seeds)}: each may be given once")
         for key, name in (("dense", self.dense), ("silent", self.silent)):
@@ -97,6 +104,14 @@ class Study:
         for place, variant in enumerate(self.variants):
             if variant.density_of is not None and variant.density_of not in names[:place]:
                 raise ValueError(f"density_of = '{variant.density_of}': no variant before '{variant.name}' is so named")
+
+    def _check_together(self) -> None:
+        if self.unequal_ratio and not self.together:
+            raise ValueError(f"unequal_ratio = {self.unequal_ratio}: needs together = true")
+        if self.together and (self.calibrate or not self.elsewhere):
+            raise ValueError("together = true: step times are not measured; leave out calibrate, and list `elsewhere`")
+        if self.together and any(variant.density_of for variant in self.variants):
+            raise ValueError("density_of: not with together = true, whose variants are trained in one go")
 
 
 @spec
@@ -256,7 +271,7 @@ def _calibrated(loaded: LoadedStudy, out: Path) -> Path:
     arguments += ["--batch-sizes", ",".join(map(str, sorted(sizes))), "--precision", workload.precision]
     if workload.sequence_length:
         arguments += ["--sequence-length", str(workload.sequence_length)]
-    _say("measures this machine (gsreal calibrate)")
+    say("measures this machine (gsreal calibrate)")
     _gsreal(["calibrate", *arguments, "--out", str(file)])
     return file
 
@@ -274,17 +289,24 @@ def _model_file(loaded: LoadedStudy) -> Path:
 
 
 def _statistics(loaded: LoadedStudy, inputs: Sequence[str], out: Path) -> Path:
-    """Return the file of gradient statistics for predictions, from a seed that no variant is trained with."""
+    dense = next(variant for variant in loaded.study.variants if variant.name == loaded.study.dense)
+    return statistics_of(loaded, dense, inputs, out)
+
+
+def statistics_of(loaded: LoadedStudy, trained: Variant, inputs: Sequence[str], out: Path) -> Path:
+    """Return the file of gradient statistics for predictions, from a seed that no variant is trained with.
+
+    `trained`: the variant whose plan says which elements a rank owns; it is trained densely.
+    """
     file, study = out / "gradients.json", loaded.study
     thresholded = [v for v in study.variants if loaded.load(v, seed=0).statistics_needed]
     extra = (*inputs, f"workload.gradients={json.dumps(str(file))}")
     if file.exists() and _loads(loaded, thresholded, extra):
         return file
-    dense = next(variant for variant in study.variants if variant.name == study.dense)
     arguments = [str(loaded.scenario_file)]
-    for override in [*loaded.overrides_of(dense, seed=max(study.seeds) + 1), *inputs]:
+    for override in [*loaded.overrides_of(trained, seed=max(study.seeds) + 1), *inputs]:
         arguments += ["--set", override]
-    _say("takes gradient statistics, of another seed (gsreal gradients)")
+    say("takes gradient statistics, of another seed (gsreal gradients)")
     _gsreal(["gradients", *arguments, "--out", str(file)])
     for variant in thresholded:  # refused now, not after all trainings
         loaded.load(variant, seed=study.seeds[0], extra=extra, predicts=True)
@@ -316,7 +338,7 @@ class _Progress:
     def begins(self, what: str) -> None:
         each_s = (time.monotonic() - self.began_s) / self.ran if self.ran else None
         rest = "" if each_s is None else f" (about {human_seconds(each_s * (self.total - self.done))} left)"
-        _say(f"training {self.done + 1} of {self.total}: {what}{rest}")
+        say(f"training {self.done + 1} of {self.total}: {what}{rest}")
         self.done += 1
         self.ran += 1
 
@@ -367,8 +389,17 @@ def _without_paths(part: Any) -> Any:
 
 
 def _gsreal(arguments: Sequence[str]) -> None:
-    """Run a command of `gsreal`; if it fails, raise an error with its last line. An interrupt is passed on to it."""
-    command = [sys.executable, "-c", "from gsreal.cli import main; main()", *arguments]
+    """Run a command of `gsreal`."""
+    _run([sys.executable, "-c", "from gsreal.cli import main; main()", *arguments], f"gsreal {arguments[0]}")
+
+
+def run_module(module: str, arguments: Sequence[str]) -> None:
+    """Run `python -m module arguments...`."""
+    _run([sys.executable, "-m", module, *arguments], module)
+
+
+def _run(command: Sequence[str], name: str) -> None:
+    """Run a command; if it fails, raise an error with its last line. An interrupt is passed on to it."""
     streams: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     # in a session of its own, so that an interrupt from the terminal reaches it only once, from here
     with subprocess.Popen(command, start_new_session=True, **streams) as process:
@@ -384,7 +415,7 @@ def _gsreal(arguments: Sequence[str]) -> None:
     if process.returncode:
         lines = talk.strip().splitlines()
         reason = lines[-1].removeprefix("gsreal: ") if lines else f"exit code {process.returncode}"
-        raise UserError(reason) if process.returncode == 2 else RunFailedError(f"gsreal {arguments[0]}: {reason}")
+        raise UserError(reason) if process.returncode == 2 else RunFailedError(f"{name}: {reason}")
 
 
 # Predictions ---------------------------------------------------------------------------------------------------------
@@ -407,5 +438,6 @@ def _predictions(
     return predictions
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Print progress to stderr."""
     print(f"analysis: {text}", file=sys.stderr, flush=True)

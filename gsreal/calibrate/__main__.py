@@ -18,7 +18,12 @@ from gsreal.calibrate.bench import (
     matrix_rate,
     optimizer_cost,
 )
-from gsreal.calibrate.communication import communicating_excess, communicating_slowdown, communication_cost
+from gsreal.calibrate.communication import (
+    all_reduce_table,
+    communicating_excess,
+    communicating_slowdown,
+    communication_cost,
+)
 from gsreal.calibrate.profile import neighbour_slowdown, profile_model, trained_between
 from gsreal.calibrate.wrappers import cut_block_cost, gradient_hook_cost, sharded_unit_cost
 from gsreal.machine import device_name, provenance
@@ -56,12 +61,13 @@ def run(settings: Settings) -> dict[str, Any]:
     }
     if settings.only in BESIDE:
         return measurements | {"beside": _beside(bench, BESIDE[settings.only])}
-    if settings.only == "layers":
-        measurements["peak_flop_per_s"] = {settings.precision: bench.alone(lambda: matrix_rate(bench))}
-    else:
+    if settings.only in ("", "devices"):
         measurements |= _device_costs(bench)
-    measurements |= _layer_costs(bench, counter)
-    if bench.ranks > 1 and settings.only != "layers":
+    elif settings.only == "layers":
+        measurements["peak_flop_per_s"] = {settings.precision: bench.alone(lambda: matrix_rate(bench))}
+    if settings.only != "links":
+        measurements |= _layer_costs(bench, counter)
+    if bench.ranks > 1 and settings.only in ("", "links"):
         measurements |= _communication_costs(bench)
     return measurements
 
@@ -108,13 +114,17 @@ def _beside(bench: Bench, measure: Callable[[Bench, Model], Any]) -> dict[str, A
 def _communication_costs(bench: Bench) -> dict[str, Any]:
     bench.say("exchanges and collectives")
     communication = communication_cost(bench)
+    by_nccl: dict[str, Any] = {}
+    if bench.device.type == "cuda" and torch.cuda.device_count() >= bench.ranks:  # NCCL takes one rank for each GPU
+        bench.say("all-reduces by NCCL")
+        by_nccl = {"nccl_all_reduces": all_reduce_table(bench, "nccl")}
     bench.say("compute beside communication")
     slowdown = communicating_slowdown(bench)
     bench.say("sharding wrappers")
     sharded_unit, sharded_tensor_s = sharded_unit_cost(bench)
     bench.say("DTensor's own time")
     cut_block = cut_block_cost(bench)
-    return {
+    return by_nccl | {
         "cut_block": cut_block,
         "communication": communication,
         "communicating_slowdown_ratio": slowdown,

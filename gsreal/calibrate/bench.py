@@ -40,8 +40,9 @@ class Settings:
     sequence_length: int
     precision: str
     kind: str
-    only: Literal["", "layers", "neighbours", "communication"] = ""
-    """Measure only the models' layers, or only their slow-down while all ranks compute or communicate."""
+    only: Literal["", "devices", "links", "layers", "neighbours", "communication"] = ""
+    """Measure only the devices with the models' layers, only messages and wrappers, only the layers, or only their
+    slow-down while all ranks compute or communicate."""
     rounds: int = ROUNDS
     """Rounds in which layers are measured; several measurements of few rounds may be averaged."""
     optimizers: tuple[str, ...] = OPTIMIZERS

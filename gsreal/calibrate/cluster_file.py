@@ -1,7 +1,9 @@
 """Writes a cluster file for predictions from the measurements of this machine."""
 
 import json
+import sys
 from dataclasses import asdict
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +31,19 @@ def measure(settings: Settings, *, ranks: int, forked: bool = False) -> dict[str
 
 
 LINK_KEYS = ("bandwidth_bytes_per_s", "latency_s")
+COMMUNICATING = ("communicating_slowdown_ratio", "gradient_hook_s", "sharded_unit", "cut_block")
+"""Costs of a device type that are measured with the links."""
+DRIFTING = ("neighbour_slowdown_ratio", "step_jitter_ratio", "task_jitter_ratio")
+
+
+UNMEASURED = {"bandwidth_bytes_per_s": 1e9, "latency_s": 1e-4, "source": "not measured yet"}
 
 
 def cluster_data(measured: dict[str, Any], settings: Settings) -> dict[str, Any]:
-    """Return the cluster file's content: this machine's devices, one a rank, connected by its loopback."""
+    """Return the cluster file's content: this machine's devices, one a rank, connected by its loopback.
+
+    Where communication is not measured, the links are there with assumed rates, and `backend_cost` is not.
+    """
     source = source_of(measured)
     names = [f"device{rank}" for rank in range(measured["ranks"])]
     data: dict[str, Any] = {
@@ -43,13 +54,23 @@ def cluster_data(measured: dict[str, Any], settings: Settings) -> dict[str, Any]
         "device_types": {measured["name"]: device_type_data(measured, settings, source)},
         "devices": [{"name": name, "type": measured["name"], "host": "this"} for name in names],
     }
-    communication = measured.get("communication")
-    if communication:
-        link = {key: communication[key] for key in LINK_KEYS}
-        pairs = [(a, b) for i, a in enumerate(names) for b in names[i + 1 :]]
-        data["links"] = [{"between": list(pair), **link, "source": source} for pair in pairs]
-        data["backend_cost"] = backend_cost_data(communication, source)
-    return data
+    if len(names) > 1:
+        data["links"] = [{"between": list(pair), **UNMEASURED} for pair in combinations(names, 2)]
+    return with_communication(data, measured) if "communication" in measured else data
+
+
+def with_communication(data: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
+    """Return a cluster file's content with measured messages and wrappers: links, backend and the device's costs."""
+    source, device = source_of(measured), data["device_types"][measured["name"]]
+    communication = measured["communication"]
+    link = {key: communication[key] for key in LINK_KEYS} | {"source": source}
+    for name, cost in device["optimizers"].items():
+        cost["sharded_tensor_s"] = measured["sharded_tensor_s"].get(name, 0.0)
+    return data | {
+        "device_types": {measured["name"]: device | {key: measured[key] for key in COMMUNICATING if key in measured}},
+        "links": [{"between": each["between"], **link} for each in data["links"]],
+        "backend_cost": backend_cost_data(communication, source),
+    }
 
 
 def source_of(measured: dict[str, Any]) -> str:
@@ -88,15 +109,7 @@ def device_type_data(measured: dict[str, Any], settings: Settings, source: str) 
     }
     if "resident_threads" in device:
         data["resident_threads"] = int(device["resident_threads"])
-    for key in (
-        "communicating_slowdown_ratio",
-        "neighbour_slowdown_ratio",
-        "step_jitter_ratio",
-        "task_jitter_ratio",
-        "gradient_hook_s",
-        "sharded_unit",
-        "cut_block",
-    ):
+    for key in (*COMMUNICATING, *DRIFTING):
         if key in measured:
             data[key] = measured[key]
     return data
@@ -143,7 +156,6 @@ def averaged(data: dict[str, Any], measured: dict[str, Any], *, where: str) -> d
     return data
 
 
-DRIFTING = ("neighbour_slowdown_ratio", "step_jitter_ratio", "task_jitter_ratio")
 MEMORY = ("forward_peak_bytes", "backward_peak_bytes", "scratch_bytes")
 PROFILE_KEYS = ("model", "precision", "sequence_length")
 
@@ -180,6 +192,20 @@ def write_cluster(path: Path, data: dict[str, Any]) -> None:
         path,
         "# Written by gsreal calibrate: what this machine does, measured alone and together.\n"
         + tomli_w.dumps(written),
+    )
+
+
+def write_all_reduces(path: Path, measured: dict[str, Any]) -> None:
+    """Write NCCL's all-reduces, where they were measured, beside a cluster file; say what fits constants to them."""
+    if "nccl_all_reduces" not in measured:
+        return
+    table = path.with_suffix(".all-reduce.csv")
+    rows = [f"{size},{seconds * 1e6:.5g}\n" for size, seconds in measured["nccl_all_reduces"]]
+    write_text(table, f"# {source_of(measured)}\nsize_bytes,time_us\n{''.join(rows)}")
+    print(
+        f"gsreal: calibrate: NCCL's all-reduces are in {table}: `gssim cluster --gpu NAME --nccl-tests {table}` fits "
+        "the constants of a cluster file with backend nccl to them",
+        file=sys.stderr,
     )
 
 

@@ -119,7 +119,7 @@ def communication_cost(bench: Bench) -> dict[str, Any]:
     lines = {}
     for kind, make in _calls(bench).items():
         try:
-            lines[kind] = _line(EXCHANGE_BYTES, [_synchronised_s(bench, make(size)) for size in EXCHANGE_BYTES])
+            lines[kind] = line_through(EXCHANGE_BYTES, [_synchronised_s(bench, make(size)) for size in EXCHANGE_BYTES])
         except RuntimeError as error:  # the same on every rank, before anything is sent
             bench.say(f"without {kind}: {str(error).splitlines()[0]}")
     return costs_of(lines, bench.ranks) | _posting_cost(bench)
@@ -167,7 +167,7 @@ def costs_of(lines: dict[str, Line], ranks: int) -> dict[str, Any]:
     }
 
 
-def _line(sizes: Sequence[int], times: Sequence[float]) -> Line:
+def line_through(sizes: Sequence[int], times: Sequence[float]) -> Line:
     """Return the line through the times, each point weighted by its own size of error."""
     x, y = np.array(sizes, dtype=float), np.array(times)
     slope, fixed = np.polyfit(x, y, 1, w=1 / y)
@@ -216,7 +216,7 @@ def _compute(bench: Bench) -> None:
 
 def _posting_cost(bench: Bench) -> dict[str, float]:
     """Return the time of posting, by size up to the amount that sockets accept at once, and that amount."""
-    line = _line(POSTED_BYTES, [_posting_s(bench, size) for size in POSTED_BYTES])
+    line = line_through(POSTED_BYTES, [_posting_s(bench, size) for size in POSTED_BYTES])
     limit_bytes = (_posting_s(bench, OVERFLOWING_BYTES) - line.fixed_s) / line.byte_s
     return {
         "posting_s": line.fixed_s,
@@ -363,6 +363,32 @@ def _calls(bench: Bench) -> Makers:
         "reduce-scatter-v": reduce_unevenly,
         "all-to-all": exchange,
     }
+
+
+NCCL_BYTES = tuple(2**k for k in range(10, 29))
+"""Sizes of the all-reduces to which NCCL's constants are fitted: 1 KiB to 256 MiB."""
+
+
+def all_reduce_table(bench: Bench, backend: str, sizes: Sequence[int] = NCCL_BYTES) -> list[tuple[int, float]]:
+    """Return (bytes, seconds) of all-reduces among all ranks by a backend, as nccl-tests measures them: out of many in
+    a row, on the slowest rank.
+    """
+    group = dist.new_group(backend=backend)
+    table = []
+    for size in sizes:
+        payload = torch.zeros(size // 4, device=bench.device)
+        repeats = 20 if size <= 2**22 else 5
+        for count in (3, repeats):  # the first warm up
+            bench.finish()
+            dist.barrier()
+            began_s = time.perf_counter()
+            for _ in range(count):
+                dist.all_reduce(payload, group=group)
+            bench.finish()
+            took_s = torch.tensor([(time.perf_counter() - began_s) / count], dtype=torch.float64)
+        dist.all_reduce(took_s, op=dist.ReduceOp.MAX)
+        table.append((size, float(took_s)))
+    return table
 
 
 def communicating_slowdown(bench: Bench) -> float:

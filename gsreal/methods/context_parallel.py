@@ -3,7 +3,7 @@
 All that a model does at one position alone runs on a rank's own positions: embeddings, norms, linear maps, the loss.
 Around torch's scaled_dot_product_attention, queries, keys and values are exchanged by all-to-alls, so that each rank
 attends to whole sequences with its part of the heads; the outputs are exchanged back (Jacobs et al. 2023, DeepSpeed
-Ulysses, arXiv 2309.14509).
+Ulysses, arXiv 2309.14509). Or keys and values go around in a ring: `gsreal.methods.ring_attention`.
 
 A model can run so if its blocks attend by that function without a mask of their own, and if its forward takes
 `position_ids`: a rank's positions do not begin at 0. Modules that mix neighbouring positions otherwise (convolutions
@@ -24,7 +24,10 @@ from torch.nn import functional as F
 
 from gsreal.measure import Timeline
 from gsreal.methods.mapped import Mapped
+from gsreal.methods.ring_attention import Ring, attend_in_ring
+from gsreal.model_files.build import sequences_not_packed
 from gssim.errors import UserError
+from gssim.plan import position_ranges
 
 Attention = Callable[..., Tensor]
 
@@ -85,8 +88,10 @@ def _with_attention(forward: Callable[..., Any], attend: Attention, *args: Any, 
         F.scaled_dot_product_attention = before
 
 
-def divide_context(module: nn.Module, blocks: Iterable[nn.Module], parts: ContextParts) -> None:
+def divide_context(module: nn.Module, blocks: Iterable[nn.Module], parts: ContextParts | Ring) -> None:
     """Make a module of these blocks take a rank's parts of sequences, of all of which each rank has as many positions.
+
+    Its attention exchanges heads, or keys and values in a ring.
 
     Raises UserError if it is known not to be able to.
     """
@@ -96,18 +101,32 @@ def divide_context(module: nn.Module, blocks: Iterable[nn.Module], parts: Contex
     mixing = [type(part).__name__ for part in module.modules() if isinstance(part, (nn.Conv1d, nn.RNNBase))]
     if mixing:
         raise UserError(f"plan.cp: {name} has a {mixing[0]}, which takes more than a rank's part of the sequence")
-    attend = partial(_attend, parts, F.scaled_dot_product_attention)
+    attend: Attention = (
+        partial(attend_in_ring, parts)
+        if isinstance(parts, Ring)
+        else partial(_attend, parts, F.scaled_dot_product_attention)
+    )
     for block in blocks:
         block.forward = partial(_with_attention, block.forward, attend)
 
     def with_positions(
         _module: nn.Module, args: tuple[Any, ...], settings: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        length = args[0].shape[1]
-        positions = torch.arange(parts.rank * length, (parts.rank + 1) * length, device=args[0].device)
+        whole = args[0].shape[1] * parts.ranks
+        zigzag = isinstance(parts, Ring) and parts.zigzag
+        ranges = position_ranges(whole, ranks=parts.ranks, rank=parts.rank, zigzag=zigzag)
+        positions = torch.cat([torch.arange(*each, device=args[0].device) for each in ranges])
         return args, {**settings, "position_ids": positions.unsqueeze(0)}
 
     module.register_forward_pre_hook(with_positions, with_kwargs=True)
+    if isinstance(parts, Ring):  # positions that do not follow one another are no packed sequences
+        module.forward = partial(_as_one_sequence, module.forward)
+
+
+def _as_one_sequence(forward: Callable[..., Any], *args: Any, **settings: Any) -> Any:
+    """Run a model's forward with each sample taken for one sequence."""
+    with sequences_not_packed():
+        return forward(*args, **settings)
 
 
 def observed_parts(group: dist.ProcessGroup, timeline: Timeline) -> ContextParts:

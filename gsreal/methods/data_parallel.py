@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,10 +18,12 @@ from gsreal.measure import Timeline
 from gsreal.methods.compressed import compressor_of
 from gsreal.methods.experts import PARAMETERS, experts_of
 from gsreal.methods.training import (
+    REPLICAS,
     Training,
     blocks_of,
     data_group,
     data_mesh,
+    expert_mesh,
     make_optimizer,
     replica_optimizer_of,
     shard_mesh,
@@ -50,7 +53,7 @@ def all_reduce_gradients(scenario: Scenario, module: nn.Module, timeline: Timeli
         if wrapped.require_backward_grad_sync:
             last[:] = [timeline.mark()]
 
-    for parameter in module.parameters():
+    for parameter in trained(module):
         parameter.register_post_accumulate_grad_hook(note)
     cap = scenario.plan.bucket_bytes
     options: dict[str, Any] = {} if cap == DDP_BUCKET_BYTES else {"bucket_cap_mb": cap / MIB}
@@ -64,8 +67,7 @@ def all_reduce_gradients(scenario: Scenario, module: nn.Module, timeline: Timeli
     compressor = compressor_of(scenario, replicas, timeline)
     if compressor:
         wrapped.register_comm_hook(None, compressor.hook)
-    compress = compressor is not None or cast_all_reduce(scenario, wrapped, replicas, timeline)
-    if not compress and not scenario.plan.overlap:
+    elif not cast_all_reduce(scenario, wrapped, replicas, timeline) and not scenario.plan.overlap:
         wrapped.register_comm_hook(None, _blocking_all_reduce(replicas, timeline))
     if scenario.policies.optimizer_state == "sharded":
         optimizer = shard_optimizer_state(scenario.workload, wrapped, timeline, device, group=wrapped.process_group)
@@ -79,14 +81,18 @@ def all_reduce_gradients(scenario: Scenario, module: nn.Module, timeline: Timeli
         wrapped,
         optimizer,
         timeline,
-        # DDP itself takes the mean, and so do torch's compression hooks and ours
-        scale=float(scenario.policies.replica_ranks) if scenario.plan.overlap or compress else 1.0,
+        scale=float(scenario.policies.replica_ranks),  # DDP itself takes the mean, and so do torch's hooks and ours
         last_gradient=last,
         replicas=replicas,
         compressor=compressor,
         sync_each=scenario.policies.gradient_sync == "micro-batch",
         syncing=syncing,
     )
+
+
+def trained(module: nn.Module) -> list[nn.Parameter]:
+    """Return the module's parameters that are not frozen."""
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
 Hook = Callable[[object, Any], torch.futures.Future[Tensor]]
@@ -129,17 +135,21 @@ def _compressed_all_reduce(precision: str, group: dist.ProcessGroup, timeline: T
 
 
 def _blocking_all_reduce(group: dist.ProcessGroup, timeline: Timeline) -> Hook:
-    """Return a DistributedDataParallel hook that all-reduces a bucket before the backward continues."""
+    """Return a DistributedDataParallel hook that all-reduces a bucket's mean before the backward continues.
+
+    A bucket may hold the mean of earlier micro-batches, equal on all ranks, beside a rank's own gradients: a mean keeps
+    it as it is, a sum would count it once a rank.
+    """
 
     # DDP reads these annotations
-    def summed(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
+    def averaged(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
         with timeline.span(f"all-reduce bucket {bucket.index()}", "exposed_communication", group):
-            work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+            work = dist.all_reduce(bucket.buffer().div_(group.size()), group=group, async_op=True)
             assert work is not None
             work.wait()
         return work.get_future().then(lambda done: done.value()[0])
 
-    return summed
+    return averaged
 
 
 def shard_optimizer_state(
@@ -162,7 +172,7 @@ def shard_optimizer_state(
                 super()._sync_params()  # type: ignore[misc]
 
     kind, settings = replica_optimizer_of(workload, device)
-    return ObservedZeroRedundancyOptimizer(module.parameters(), kind, process_group=group, **settings)
+    return ObservedZeroRedundancyOptimizer(trained(module), kind, process_group=group, **settings)
 
 
 def fully_shard_parameters(scenario: Scenario, module: nn.Module, timeline: Timeline, device: torch.device) -> Training:
@@ -193,7 +203,7 @@ def fully_shard_parameters(scenario: Scenario, module: nn.Module, timeline: Time
 def fully_shard_module(
     scenario: Scenario, module: nn.Module, blocks: Sequence[nn.Module], timeline: Timeline, device: torch.device
 ) -> None:
-    """Apply FSDP2 to blocks and then to the module that contains them; see `fully_shard_parameters`."""
+    """Apply FSDP2 to blocks of a module and to the module around them, as the scenario's policies say."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     workload = scenario.workload
@@ -202,10 +212,16 @@ def fully_shard_module(
     if has_master_copy(workload):
         precision = MixedPrecisionPolicy(param_dtype=DTYPES[workload.precision], reduce_dtype=reduced)
         _cast_to_master(module)
-    mesh = _mesh(scenario.policies, device)
+    mesh, of_experts = _mesh(scenario.policies, device), _expert_placement(scenario.policies, module, device)
     reshard_after_forward = False if scenario.policies.parameters == "gathered" else None
     for part in [*blocks, module]:
-        fully_shard(part, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=precision)
+        fully_shard(
+            part,
+            mesh=mesh,
+            reshard_after_forward=reshard_after_forward,
+            mp_policy=precision,
+            shard_placement_fn=of_experts,
+        )
     replicas = mesh.get_group(0) if mesh.ndim > 1 else None
     _observe(module, timeline, point_to_point=scenario.policies.point_to_point, replicas=replicas)
 
@@ -263,12 +279,26 @@ def _observe(
         if scattered:  # without shards there is no reduce-scatter to begin from
             timeline.between("all-reduce", "exposed_communication", scattered[0], group=replicas)
 
-    for unit in module.modules():
-        if isinstance(unit, FSDPModule):
-            unit.set_custom_all_gather(ObservedAllGather())
-            unit.set_custom_reduce_scatter(ObservedReduceScatter())
-            if replicas is not None:
-                unit.set_all_reduce_hook(all_reduced)
+    units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
+    for group in chain.from_iterable(unit._get_fsdp_state()._fsdp_param_groups for unit in units):
+        # not by the units' own methods: a block with divided experts has two groups
+        group._all_gather_comm, group._reduce_scatter_comm = ObservedAllGather(), ObservedReduceScatter()
+    if replicas is not None:
+        for unit in units:
+            unit.set_all_reduce_hook(all_reduced)
+
+
+def _expert_placement(
+    policies: Policies, module: nn.Module, device: torch.device
+) -> Callable[[nn.Parameter], Any] | None:
+    """Return the function by which FSDP2 shards divided experts among the ranks that hold the same ones."""
+    if policies.ep == 1:
+        return None
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+
+    own = {id(getattr(inner, name)) for _, inner in experts_of(module) for name in PARAMETERS}
+    shared = FSDPMeshInfo(expert_mesh(policies, device)[REPLICAS], shard_mesh_dim=0)
+    return lambda parameter: ShardPlacementResult(None, shared) if id(parameter) in own else None
 
 
 def _mesh(policies: Policies, device: torch.device) -> DeviceMesh:

@@ -10,24 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
-from gsreal.machine import group_threads
 from gsreal.measure import Timeline
 from gsreal.methods.experts import PARAMETERS, GroupExchange, experts_of, replace_experts
 from gsreal.methods.tensor_slices import Slice, mark
-from gssim.plan import Policies
+from gssim.plan import position_ranges
 from gssim.scenario import Scenario, expert_rows, routed_experts
 from gssim.workload import Workload, unrolled
-
-REPLICAS, DIVIDED = "expert_replicas", "experts"
-
-
-def expert_mesh(policies: Policies, device: torch.device) -> DeviceMesh:
-    """Return the ranks that hold the same experts, and those that divide them, as two axes of a mesh."""
-    with group_threads():
-        sizes = (policies.data_ranks // policies.ep, policies.ep)
-        return init_device_mesh(device.type, sizes, mesh_dim_names=(REPLICAS, DIVIDED))
 
 
 def divide_experts(scenario: Scenario, module: nn.Module, timeline: Timeline, group: dist.ProcessGroup) -> None:
@@ -68,14 +58,22 @@ def load_experts(scenario: Scenario, module: nn.Module) -> None:
     if workload.expert_routing != "load":
         return
     for layer, inner in _with_layers(workload, module):
-        inner.register_forward_pre_hook(_Routing(workload, layer, inner.gate_up_proj.shape[0]))
+        inner.register_forward_pre_hook(_Routing(scenario, layer, inner.gate_up_proj.shape[0]))
 
 
 class _Routing:
-    """Replaces the experts that a router chose by those of a load, the same for each sample."""
+    """Replaces the experts that a router chose by those of a load, the same for each sample.
 
-    def __init__(self, workload: Workload, layer: str, experts: int) -> None:
-        self.workload, self.layer, self.experts = workload, layer, experts
+    Of divided sequences, those of the rank's own positions.
+    """
+
+    def __init__(self, scenario: Scenario, layer: str, experts: int) -> None:
+        self.workload, self.layer, self.experts = scenario.workload, layer, experts
+        length, policies = self.workload.sequence_length or 1, scenario.policies
+        self.ranges: tuple[tuple[int, int], ...] = ((0, length),)
+        if policies.cp > 1:
+            place = policies.mesh.place(dist.get_rank()).cp
+            self.ranges = position_ranges(length, ranks=policies.cp, rank=place, zigzag=policies.zigzag)
         self._of_sample: Tensor | None = None
 
     def __call__(self, _module: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -83,16 +81,17 @@ class _Routing:
         length = self.workload.sequence_length or 1
         if self._of_sample is None or self._of_sample.device != index.device:
             rows = expert_rows(self.workload, self.layer, experts=self.experts, chosen=index.shape[1])
-            self._of_sample = torch.tensor(routed_experts(rows, length), dtype=index.dtype, device=index.device)
-        return x, self._of_sample.repeat(len(index) // length, 1), weights
+            chosen = routed_experts(rows, length)
+            own = [chosen[position] for first, last in self.ranges for position in range(first, last)]
+            self._of_sample = torch.tensor(own, dtype=index.dtype, device=index.device)
+        return x, self._of_sample.repeat(len(index) // len(self._of_sample), 1), weights
 
 
 class ExpertGradients:
     """Reduction of the gradients of divided experts over the ranks that hold the same ones.
 
     As DistributedDataParallel: each is divided by the number of `data_ranks`, and all-reduced as soon as it is
-    complete, in the last micro-batch; with `overlap`, the backward goes on meanwhile. Without it, gradients are
-    summed only.
+    complete, in the last micro-batch; with `overlap`, the backward goes on meanwhile.
     """
 
     def __init__(
@@ -108,8 +107,7 @@ class ExpertGradients:
             if not self.leaves:
                 return
             assert parameter.grad is not None
-            if overlap:
-                parameter.grad.div_(data_ranks)
+            parameter.grad.div_(data_ranks)
             if self._alone:
                 return
             if overlap:
@@ -123,8 +121,35 @@ class ExpertGradients:
         for name in self.names:
             module.get_parameter(name).register_post_accumulate_grad_hook(reduce)
 
+    def divide(self) -> None:
+        """Leave gradients as they are: they are divided as they become complete."""
+
     def wait(self) -> None:
         """Wait until all gradients are reduced."""
         for work in self._pending:
             work.wait()
         self._pending = []
+
+
+class ShardedExpertGradients:
+    """Division of the gradients of experts of which FSDP2 takes the mean over the ranks that hold the same ones.
+
+    All others are means over `ranks` times as many.
+    """
+
+    leaves = True
+
+    def __init__(self, module: nn.Module, ranks: int) -> None:
+        self.ranks = ranks
+        self.names = [f"{path}.{name}" for path, _ in experts_of(module) for name in PARAMETERS]
+        self.module = module
+
+    def wait(self) -> None:
+        """Return at once: FSDP2 waits for its reductions itself."""
+
+    def divide(self) -> None:
+        """Divide the sums of all micro-batches before the update."""
+        for name in self.names:
+            gradient = self.module.get_parameter(name).grad
+            if gradient is not None:
+                (gradient.to_local() if isinstance(gradient, DTensor) else gradient).div_(self.ranks)

@@ -5,6 +5,7 @@ updates these, so that no gradient is ever sent. The other layers' parameters ar
 gradients, and ends the backward at the first of the owned layers.
 """
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,23 +14,35 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from gsreal.gradient_sharding import shard_gradients
+from gsreal.gradient_sharding import GradientSharding, shard_gradients
 from gsreal.gradient_sharding.point_to_point import all_gather_v
 from gsreal.gradient_sharding.side_stream import Observer
 from gsreal.measure import Timeline
 from gsreal.methods.training import Training, blocks_of, data_mesh, device_mesh, make_optimizer
 from gssim.plan import DATA_AXES, Policies
 from gssim.scenario import Scenario
-from gssim.workload import gradient_order, unrolled
+from gssim.workload import LayerInstance, gradient_order, unrolled
 
 
 def push_gradients(scenario: Scenario, module: nn.Module, timeline: Timeline, device: torch.device) -> Training:
     """Train by Gradient Sharding with the plan's shares and threshold; buckets in the traced order of gradients."""
+    optimizer = pushing_optimizer(scenario, module, unrolled(scenario.workload.model), timeline, device)
+
+    def syncing(leaves: bool) -> AbstractContextManager[None]:
+        return nullcontext() if leaves else optimizer.no_sync()
+
+    sync_each = scenario.policies.gradient_sync == "micro-batch"
+    return Training(module, optimizer, timeline, scale=0.0, sync_each=sync_each, syncing=syncing)
+
+
+def pushing_optimizer(
+    scenario: Scenario, module: nn.Module, layers: Sequence[LayerInstance], timeline: Timeline, device: torch.device
+) -> GradientSharding:
+    """Return the library's optimizer for a module of these layers, numbered from 0, on this rank."""
     plan, policies = scenario.plan, scenario.policies
-    ranks = policies.mesh.group(dist.get_rank(), *DATA_AXES)
-    layers, mesh = unrolled(scenario.workload.model), _mesh(policies, device)
+    ranks, mesh = policies.mesh.group(dist.get_rank(), *DATA_AXES), _mesh(policies, device)
     order = [layers[i].parameter_names[j] for i, j in gradient_order(layers)]
-    optimizer = shard_gradients(
+    return shard_gradients(
         module,
         lambda shards: make_optimizer(scenario.workload, shards, device),
         mesh=mesh,
@@ -46,12 +59,6 @@ def push_gradients(scenario: Scenario, module: nn.Module, timeline: Timeline, de
         parameter_order=order,
         observe=_observer(timeline, mesh),
     )
-
-    def syncing(leaves: bool) -> AbstractContextManager[None]:
-        return nullcontext() if leaves else optimizer.no_sync()
-
-    sync_each = policies.gradient_sync == "micro-batch"
-    return Training(module, optimizer, timeline, scale=0.0, sync_each=sync_each, syncing=syncing)
 
 
 def _observer(timeline: Timeline, mesh: DeviceMesh) -> Observer:

@@ -2,12 +2,13 @@
 
 A module that supports this has a method `keep_layers(names)`, which removes all layers but those of the given paths,
 and a forward that runs the remaining layers; an `nn.Sequential` and a Hugging Face model need none. Parameters keep
-their names. Stages may be replicated by DDP, or sharded by FSDP2. Copies of a tied parameter get the sum of their
-gradients; see [Note: tied] in `gssim.scenario.stages`.
+their names. Stages may be replicated by DDP. Copies of a tied parameter get the sum of their gradients; see [Note:
+tied] in `gssim.scenario.stages`.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,16 +17,18 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor
 
+from gsreal.gradient_sharding import GradientSharding
 from gsreal.machine import group_threads
 from gsreal.measure import Timeline
 from gsreal.methods.data_parallel import cast_all_reduce, fully_shard_module, shard_optimizer_state
+from gsreal.methods.gradient_sharding import pushing_optimizer
 from gsreal.methods.stage_modules import stage_module, tied_names
 from gsreal.methods.training import Training, Weights, checkpoint_block, make_optimizer, weighted
 from gsreal.model_files.build import loss_of
 from gsreal.run.rank import gather_json, wire_device
 from gssim.plan import DATA_AXES, DDP_BUCKET_BYTES, MIB, Mesh
 from gssim.scenario import Scenario, schedule_of, tied_parameters
-from gssim.workload import unrolled
+from gssim.workload import LayerInstance, unrolled
 
 
 class StageModules(nn.Module):
@@ -41,7 +44,7 @@ class StageModules(nn.Module):
     def gather_parameters(self) -> dict[str, Tensor]:
         """Return every parameter of the model by its name in the model (a collective over the pipeline's ranks)."""
         own = {
-            name.removeprefix("module."): whole_tensor(parameter.detach()).contiguous()
+            name.removeprefix("module."): whole(parameter.detach()).contiguous()
             for stage in self.stages
             for name, parameter in stage.named_parameters()
         }
@@ -60,14 +63,9 @@ class StageModules(nn.Module):
         return parameters
 
 
-def whole_tensor(tensor: Tensor) -> Tensor:
-    """Return a tensor whole; one of shards is gathered (a collective over the ranks that share it)."""
+def whole(tensor: Tensor) -> Tensor:
+    """Return a tensor, of a sharded one the whole (a collective over its shards)."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def own_part(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a tensor, or the tensor where it is not sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def process_group(mesh: Mesh, rank: int, *axes: str, places: Sequence[int] | None = None) -> dist.ProcessGroup | None:
@@ -90,9 +88,19 @@ __all__ = ["StageModules", "pipeline_stages"]
 class ObservedStage(PipelineStage):
     """A stage that records spans of its compute; the rest of a step is waiting for adjacent stages."""
 
-    def observe(self, timeline: Timeline, last_gradient: list[Any], replicas: dist.ProcessGroup | None) -> None:
-        """Start recording; `last_gradient`: DDP's mark of the last gradient hook in a backward."""
+    def observe(
+        self,
+        timeline: Timeline,
+        last_gradient: list[Any],
+        replicas: dist.ProcessGroup | None,
+        sharding: GradientSharding | None,
+    ) -> None:
+        """Start recording; `last_gradient`: DDP's mark of the last gradient hook in a backward.
+
+        `sharding`: pushes gradients in the backward of the last micro-batch.
+        """
         self.timeline, self.last_gradient, self.replicas = timeline, last_gradient, replicas
+        self.sharding = sharding
         self.peers = self.group or dist.group.WORLD
 
     def _compute_outputs(self, *args: Any, module: nn.Module, **settings: Any) -> Any:
@@ -105,16 +113,14 @@ class ObservedStage(PipelineStage):
         with self.timeline.span(f"forward stage {self.stage_index} micro-batch {fwd_chunk_id}", "forward", self.peers):
             return super().forward_one_chunk(fwd_chunk_id, *args, **settings)
 
-    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Free and reduce what FSDP2 shards, once the schedule has computed all gradients."""
-        with self.timeline.span(f"reduce gradients stage {self.stage_index}", "backward", self.peers):
-            super().perform_reduce_grad(grad_scale_factor)
-
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **settings: Any) -> None:
-        """Run the backward of a micro-batch; DDP's replicas all-reduce in that of the last."""
+        """Run the backward of a micro-batch; in that of the last, DDP all-reduces, or Gradient Sharding pushes."""
         self.last_gradient.clear()
-        with self.timeline.span(
-            f"backward stage {self.stage_index} micro-batch {bwd_chunk_id}", "backward", self.peers
+        keeps = self.sharding is not None and not settings.get("last_backward", False)
+        label = f"backward stage {self.stage_index} micro-batch {bwd_chunk_id}"
+        with (
+            self.timeline.span(label, "backward", self.peers),
+            self.sharding.no_sync() if self.sharding is not None and keeps else nullcontext(),
         ):
             super().backward_one_chunk(bwd_chunk_id, *args, **settings)
         if self.last_gradient:
@@ -184,6 +190,8 @@ class PipelineTraining(Training):
     run: Callable[..., Any] = print
     losses: Losses | None = None
     copies: Sequence[TiedCopy] = ()
+    losses_at: Sequence[int] = ()
+    """Ranks that take the losses of the replicas of this rank's stage, in their order."""
 
     def clip_gradients(self, norm: float) -> None:
         """Scale the gradients of all stages down to a norm of at most `norm`; tied parameters count once."""
@@ -191,27 +199,26 @@ class PipelineTraining(Training):
         parameters = list(self.module.parameters())
         again = {copy.parameter for copy in self.copies if not copy.first}
         counted = [p.grad for p in parameters if p.grad is not None and p not in again]
-        squares = whole_tensor(nn.utils.get_total_norm(counted)).double().square()
+        squares = whole(nn.utils.get_total_norm(counted)).double().square()
         with self.timeline.span("all-reduce gradient norm of the stages", "exposed_communication", self.module.group):
             dist.all_reduce(squares, group=self.module.group)
-        total = squares.sqrt().to(counted[0].dtype)
-        factor = torch.clamp(norm / (total + 1e-6), max=1.0)  # as clip_grads_with_norm_, which mixes no DTensors
-        torch._foreach_mul_([own_part(p.grad) for p in parameters if p.grad is not None], factor)
+        nn.utils.clip_grads_with_norm_(parameters, norm, squares.sqrt().to(counted[0].dtype))
 
     def step(self, inputs: Tensor, targets: Tensor, weights: Weights, rank: int) -> Tensor:
         """Train on one batch. Returns the mean loss on ranks of the last stage, 0 on others."""
         assert self.losses is not None
-        scale = self.scale * weights.ranks[rank] * (self.scaler.scale if self.scaler is not None else 1.0)
+        if isinstance(self.optimizer, GradientSharding):  # the owner weighs each rank's mean
+            self.optimizer.weights = tuple(weights.ranks[each] for each in self.losses_at)
+        scale = self.scale * weights.ranks[rank] if self.scale else 1.0
+        scale *= self.scaler.scale if self.scaler is not None else 1.0
         self.losses.begin(tuple(scale * weight for weight in weights.micro_batches))
         arguments = (inputs,) if inputs.numel() else ()
         with self.timeline.span("wait for neighbours", "exposed_communication"):
             self.run(*arguments, target=targets if targets.numel() else None, return_outputs=False)
         for copy in self.copies:
             assert copy.parameter.grad is not None
-            gradient = own_part(copy.parameter.grad)
-            if gradient.numel():
-                with self.timeline.span(f"all-reduce {copy.name}", "exposed_communication", copy.group):
-                    dist.all_reduce(gradient, group=copy.group)
+            with self.timeline.span(f"all-reduce {copy.name}", "exposed_communication", copy.group):
+                dist.all_reduce(copy.parameter.grad, group=copy.group)
         self._update()
         self.timeline.end_step()
         means = self.losses.means
@@ -237,36 +244,54 @@ def pipeline_stages(scenario: Scenario, module: nn.Module, timeline: Timeline, d
                 if instance.layer.block:
                     checkpoint_block(inner[instance.module], selective=scenario.plan.recompute == "selective")
         modules.append(part)
-    sharded = scenario.policies.parameters != "replicated"
-    replicas = process_group(mesh, rank, *DATA_AXES) if mesh.data_ranks > 1 and not sharded else None
-    if sharded:
+    is_replicated = scenario.policies.gradients == "all-reduce"
+    replicas = process_group(mesh, rank, *DATA_AXES) if is_replicated else None
+    if scenario.policies.gradients == "reduce-scatter":
         for number, part in zip(numbers, modules, strict=True):
             inner = dict(part.named_modules())
-            blocks = [inner[each.module] for each in stages[number] if each.layer.block]
+            blocks = [inner[instance.module] for instance in stages[number] if instance.layer.block]
             fully_shard_module(scenario, part, blocks, timeline, device)
     if replicas is not None:
         modules = [_replicated(scenario, part, replicas, timeline, last_gradient) for part in modules]
     observed = [
         ObservedStage(part, i, len(stages), device, group=group) for i, part in zip(numbers, modules, strict=True)
     ]
-    for stage in observed:
-        stage.observe(timeline, last_gradient, replicas)
-    losses = Losses(observed[-1], timeline)
     own_stages = StageModules(modules, group, names)
-    if replicas is not None and scenario.policies.optimizer_state == "sharded":
-        optimizer = shard_optimizer_state(scenario.workload, own_stages, timeline, device, group=replicas)
-    else:
-        optimizer = make_optimizer(scenario.workload, own_stages.parameters(), device)
+    layers = [replace(instance, index=i) for i, instance in enumerate(stages[numbers[-1]])]
+    optimizer = _optimizer(scenario, own_stages, layers, timeline, device, replicas)
+    sharding = optimizer if isinstance(optimizer, GradientSharding) else None
+    for stage in observed:
+        stage.observe(timeline, last_gradient, replicas, sharding)
+    losses = Losses(observed[-1], timeline)
     return PipelineTraining(
         own_stages,
         optimizer,
         timeline,
-        scale=float(mesh.data_ranks),
+        scale=0.0 if sharding else float(mesh.data_ranks),
         last_gradient=last_gradient,
         run=_schedule(scenario, observed, losses).step,
         losses=losses,
         copies=tied_copies(scenario, modules, aliases),
+        losses_at=[mesh.group(each, "pp")[-1] for each in mesh.group(rank, *DATA_AXES)],
     )
+
+
+def _optimizer(
+    scenario: Scenario,
+    stages: StageModules,
+    layers: Sequence[LayerInstance],
+    timeline: Timeline,
+    device: torch.device,
+    replicas: dist.ProcessGroup | None,
+) -> torch.optim.Optimizer | GradientSharding:
+    """Return the optimizer of a rank's stages; `layers`: those of its only stage, where it pushes gradients."""
+    policies = scenario.policies
+    if policies.gradients == "push":
+        (module,) = stages.stages
+        return pushing_optimizer(scenario, module, layers, timeline, device)
+    if policies.gradients == "all-reduce" and policies.optimizer_state == "sharded":
+        return shard_optimizer_state(scenario.workload, stages, timeline, device, group=replicas)
+    return make_optimizer(scenario.workload, stages.parameters(), device)
 
 
 def _schedule(scenario: Scenario, stages: list[ObservedStage], losses: Losses) -> Any:

@@ -17,7 +17,7 @@ from gsreal.gradient_sharding import GradientSharding
 from gsreal.gradient_sharding.master import MasterCopy, master_type
 from gsreal.machine import group_threads
 from gsreal.measure import Timeline
-from gsreal.model_files.build import logits_of, loss_of
+from gsreal.model_files.build import autocast, logits_of, loss_of
 from gsreal.run.rank_speed import Rebalancer, SlowDevice
 from gssim.plan import AXES, Mesh, Policies, splitting
 from gssim.scenario import has_master_copy
@@ -25,7 +25,7 @@ from gssim.workload import Model, Workload, unrolled
 
 if TYPE_CHECKING:
     from gsreal.methods.compressed import Compressor
-    from gsreal.methods.expert_parallel import ExpertGradients
+    from gsreal.methods.expert_parallel import ExpertGradients, ShardedExpertGradients
     from gsreal.methods.periodic import Synchronization
     from gsreal.methods.tensor_slices import PartialGradients
 
@@ -95,15 +95,17 @@ def replica_optimizer_of(workload: Workload, device: torch.device) -> tuple[Any,
 def make_optimizer(
     workload: Workload, parameters: Iterable[nn.Parameter], device: torch.device
 ) -> torch.optim.Optimizer:
-    """Return the workload's optimizer over the parameters, with master copies if their precision requires it.
+    """Return the workload's optimizer over the trained parameters, with master copies if their precision requires it.
 
-    DTensors and others are separate groups: torch's optimizers that process all tensors together refuse a mixture.
+    DTensors of each mesh and others are separate groups: torch's optimizers that process all tensors together refuse a
+    mixture.
     """
-    parameter_list = list(parameters)
+    parameter_list = [parameter for parameter in parameters if parameter.requires_grad]
+    meshes = dict.fromkeys(p.device_mesh if isinstance(p, DTensor) else None for p in parameter_list)
     low = any(parameter.dtype != master_type(parameter.dtype) for parameter in parameter_list)
     kind, settings = replica_optimizer_of(workload, device) if low else optimizer_of(workload, device)
-    kinds = [[p for p in parameter_list if isinstance(p, DTensor) is native] for native in (True, False)]
-    optimizer: torch.optim.Optimizer = kind([{"params": each} for each in kinds if each], **settings)
+    groups = [[p for p in parameter_list if getattr(p, "device_mesh", None) == mesh] for mesh in meshes]
+    optimizer: torch.optim.Optimizer = kind([{"params": each} for each in groups], **settings)
     return optimizer
 
 
@@ -163,6 +165,20 @@ def shard_group(policies: Policies, device: torch.device) -> dist.ProcessGroup:
     """Return the ranks among which this rank's replica of the state is sharded."""
     group: dist.ProcessGroup = shard_mesh(policies, device)["dp_shard"].get_group()
     return group
+
+
+REPLICAS, DIVIDED = "expert_replicas", "experts"
+
+
+def expert_mesh(policies: Policies, device: torch.device) -> DeviceMesh:
+    """Return the ranks that hold the same experts, and those that divide them, as two axes of a mesh; cached."""
+    return _expert_mesh(policies.data_ranks // policies.ep, policies.ep, device.type)
+
+
+@cache
+def _expert_mesh(replicas: int, divided: int, kind: str) -> DeviceMesh:
+    with group_threads():
+        return init_device_mesh(kind, (replicas, divided), mesh_dim_names=(REPLICAS, DIVIDED))
 
 
 def blocks_of(model: Model, module: nn.Module) -> list[nn.Module]:
@@ -293,10 +309,13 @@ class Training:
     slices: Sequence[dist.ProcessGroup] | None = None
     """If tensor-parallel ranks cut blocks: their group, and that of their shards, over which norms are summed."""
 
+    autocast: str | None = None
+    """Precision of torch.autocast in forwards, if the workload has it."""
+
     scaler: LossScaler | None = None
     """Factor on the loss, if the workload has one."""
 
-    experts: "ExpertGradients | None" = None
+    experts: "ExpertGradients | ShardedExpertGradients | None" = None
     """Reduction of the gradients of experts, where ranks divide these."""
 
     partial_gradients: "PartialGradients | None" = None
@@ -343,7 +362,8 @@ class Training:
     def _forward_backward(self, inputs: Tensor, targets: Tensor, factor: float) -> Tensor:
         timeline = self.timeline
         self.last_gradient.clear()
-        with self._phase("forward", len(inputs)), timeline.span("forward", "forward"):
+        cast = autocast(self.autocast, inputs.device.type)
+        with self._phase("forward", len(inputs)), timeline.span("forward", "forward"), cast:
             loss = loss_of(logits_of(self.module(inputs)), targets)
         with self._phase("backward", len(inputs)):
             with timeline.span("backward", "backward"):
@@ -399,6 +419,8 @@ class Training:
             return
         if self.partial_gradients is not None:
             self.partial_gradients.sum()
+        if self.experts is not None:
+            self.experts.divide()
         if self.scaler is not None:
             finite = self.scaler.unscale(self.module, self.optimizer, self.timeline)
             self.scaler.update(finite)

@@ -15,7 +15,7 @@ import importlib
 import os
 import textwrap
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gsreal.methods.adapters import adapt
 from gssim.errors import UserError
 from gssim.workload import HuggingFace, ImageInput, Model, Module, TokenInput
 
@@ -210,11 +211,23 @@ DTYPES: dict[str, torch.dtype] = {
 }
 
 
+def autocast(precision: str | None, kind: str = "cpu") -> AbstractContextManager[Any]:
+    """Return the context of a forward under torch.autocast in a precision on a kind of device; None: without."""
+    return nullcontext() if precision is None else torch.autocast(kind, DTYPES[precision])
+
+
 def build_module(module: Module, *, where: str) -> nn.Module:
     """Return the real module with freshly initialised parameters; `where` names the file in error messages.
 
     Runs the module's factory, which must therefore be trusted, see `set_trust`.
     """
+    built = _without_adapters(module, where)
+    if module.adapters is not None:
+        adapt(built, module.adapters, where=where)
+    return built
+
+
+def _without_adapters(module: Module, where: str) -> nn.Module:
     if module.hugging_face is not None:
         return _build_hugging_face(module.hugging_face, where)
     factory = imported_factory(module, where=where)

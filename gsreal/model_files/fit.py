@@ -9,7 +9,7 @@ from math import lcm, prod
 from operator import mul
 from typing import Any
 
-from gsreal.model_files.recorder import Recomputation, Record, Work
+from gsreal.model_files.recorder import Recomputation, Record, StorageLife, Work
 from gsreal.model_files.step import LOSS
 from gssim.workload import Buffer, Layer, Moment, Parameter, Polynomial, Reduction
 
@@ -57,6 +57,11 @@ def fit_layers(records: dict[Shape, Record], check: Record, checked: Shape) -> l
                 modules=(name,) if index < len(first.modules) else (),
                 block=name in first.blocks,
                 parameters=parameters_of(everything, index, name),
+                frozen_parameters=tuple(
+                    Parameter(_short(own, name), shape, Moment("end"), Moment("end"))
+                    for own, (layer, shape) in first.frozen.items()
+                    if layer == index
+                ),
                 saved_bytes=fit(lambda r, i=index: r.saved[i], f"{name}: saved bytes"),
                 output_bytes=fit(lambda r, i=index: r.output[i], f"{name}: output"),
                 forward_operations=first.operations[index, "f"],
@@ -113,7 +118,6 @@ def parameters_of(everything: dict[Shape, Record], index: int, module: str) -> t
     parameters = []
     for name, (layer, shape, born, ready) in first.parameters.items():
         if layer == index:
-            short = "{}" + name[len(module) :] if name.startswith(module + ".") else name
             differing = {
                 dimension
                 for record in everything.values()
@@ -124,8 +128,13 @@ def parameters_of(everything: dict[Shape, Record], index: int, module: str) -> t
             # of one unit
             sizes = tuple(size // sum(units) if dimension == cut else size for dimension, size in enumerate(shape))
             moments = _moment(born, index), _moment(ready, index)
-            parameters.append(Parameter(short, sizes, *moments, cut, name in first.summed))
+            parameters.append(Parameter(_short(name, module), sizes, *moments, cut, name in first.summed))
     return tuple(parameters)
+
+
+def _short(name: str, module: str) -> str:
+    """Return a parameter's name with `{}` in place of its layer's module."""
+    return "{}" + name[len(module) :] if name.startswith(module + ".") else name
 
 
 def _reductions(
@@ -159,16 +168,24 @@ def fit_buffers(everything: dict[Shape, Record], checked: Shape, index: int, nam
         lives = {(record.alive[number].born, record.alive[number].freed) for record in everything.values()}
         if len(lives) > 1:
             raise NoPolynomialError(f"{name}: the lifetime of a buffer depends on batch size or sequence length")
+        is_cached = len(set(sizes.values())) == 1 and _is_cached(first, alive, index)
         is_saved = alive.born[1] == "f" and (alive.freed is None or alive.freed[1] == "b")
         buffers.append(
             Buffer(
                 born=_moment(alive.born, index),
-                freed=_moment(alive.freed, index),
+                freed=Moment("f", first.position_at_end(index)) if is_cached else _moment(alive.freed, index),
                 category="activations" if is_saved else "temporaries",
                 size_bytes=fit_polynomial(sizes, checked, f"{name}: a buffer"),
             )
         )
     return tuple(buffers)
+
+
+def _is_cached(record: Record, alive: StorageLife, index: int) -> bool:
+    """Return whether a buffer of constant size lives to the end of the forward: a cast; see [Note: autocast]."""
+    last = len(record.modules)
+    freed = alive.freed
+    return record.autocast is not None and index < last and freed is not None and freed[:2] == (last, "f")
 
 
 def fit_polynomial(values: dict[Shape, int], checked: Shape, what: str) -> Polynomial:
@@ -237,12 +254,14 @@ def grouped(layers: list[Layer]) -> tuple[Layer, ...]:
     The partial costs of layers whose neighbours are frozen differ at most in where buffers end in adjacent layers,
     which is recomputed from these. The second layer of a group has all of them, the model's first layer does not.
     """
-    groups = []
+    groups: list[Layer] = []
     for _, members in groupby(layers, key=merge_key):
         run = list(members)
         modules = tuple(m for layer in run for m in layer.modules)
         name = run[0].name.rpartition(".")[0] if len(run) > 1 else run[0].name
-        groups.append(replace(run[min(1, len(run) - 1)], name=name or run[0].name, modules=modules))
+        if not name or any(group.name == name for group in groups):  # a stack has several groups of equal blocks
+            name = run[0].name
+        groups.append(replace(run[min(1, len(run) - 1)], name=name, modules=modules))
     return tuple(groups)
 
 

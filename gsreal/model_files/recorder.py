@@ -195,6 +195,8 @@ class Record:
 
     modules: list[str]
     blocks: set[str]
+    autocast: str | None = None
+    """Precision of torch.autocast in the forward."""
     flop: dict[tuple[int, str], int] = field(default_factory=lambda: defaultdict(int))
     bytes_moved: dict[tuple[int, str], int] = field(default_factory=lambda: defaultdict(int))
     streamed: dict[tuple[int, str], int] = field(default_factory=lambda: defaultdict(int))
@@ -215,10 +217,17 @@ class Record:
     overwritten: set[int] = field(default_factory=set)
     """Layers that change the output of a compute-heavy operation in place, so that it cannot be saved."""
     alive: list[StorageLife] = field(default_factory=list)
+
+    def position_at_end(self, layer: int) -> int:
+        """Return the position of the last operation (not view) of a layer's forward."""
+        return self.counted[layer, "f"][-1]
+
     parameters: dict[str, tuple[int, tuple[int, ...], tuple[int, str, int], tuple[int, str, int]]] = field(
         default_factory=dict
     )
     """Name -> (layer of first use, shape, gradient born, gradient ready)."""
+    frozen: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    """Name of a parameter that is not trained -> (layer of first use, shape)."""
     units: dict[int, int] = field(default_factory=dict)
     """Of sliced blocks: the number of their units."""
     experts_per_token: dict[int, int] = field(default_factory=dict)

@@ -31,6 +31,7 @@ from gsreal.methods.experts import Splits, divided_reason, experts_of, replace_e
 from gsreal.methods.tensor_slices import SequenceParts, cut_of, cut_or_reason, divide_sequences, is_linear, slice_block
 from gsreal.model_files.build import (
     DTYPES,
+    autocast,
     build_module,
     example_batch,
     first_line,
@@ -208,8 +209,13 @@ def record_step(
         length = (sequence_length or 0) // context if context else sequence_length
         inputs, targets = example_batch(model, batch_size=batch_size, sequence_length=length)
         _check_positions(module, sequence_length, where)
+        frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
+        for parameter in frozen:  # layers are those of the module that is trained whole
+            parameter.requires_grad_(True)
         modules = like.modules if like else _execution_order(module, list(chosen), inputs, targets, model, where)
-        record = Record(modules, blocks={name for name in modules if chosen[name]})
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        record = Record(modules, blocks={name for name in modules if chosen[name]}, autocast=model.traced_autocast)
         divided = stand_in.parts(parts) if parts else None
         cut = _cut_blocks(module, chosen, units, stand_in, divided) if units else {}
         if divided is not None:
@@ -474,8 +480,9 @@ def _record_saved(
     hooks = saved_tensors_hooks(pack, lambda tensor: tensor)
     with recorder, hooks, layer_boundaries(module, record.modules, enter=recorder.enter) as out:
         handles = _book_outputs(record, module)
-        logits = out(logits_of(module(inputs)))
-        loss = loss_of(logits, targets)
+        with autocast(record.autocast):
+            logits = out(logits_of(module(inputs)))
+            loss = loss_of(logits, targets)
         record.output[len(record.modules)] = loss.numel() * loss.element_size()
     for handle in handles:
         handle.remove()
@@ -501,7 +508,8 @@ def _record_unsaved(
     seen = Record(record.modules, record.blocks)
     hooks = saved_tensors_hooks(lambda _tensor: None, lambda _nothing: _nothing)
     stand_in.recorder = recorder = Recorder(seen, known_storages(module, inputs, targets))
-    with recorder, hooks, layer_boundaries(module, record.modules, enter=recorder.enter) as out:
+    cast = autocast(record.autocast)
+    with recorder, hooks, layer_boundaries(module, record.modules, enter=recorder.enter) as out, cast:
         loss_of(out(logits_of(module(inputs))), targets)
     created = [alive for alive in record.alive if alive.born[1] == "f"]
     for alive, again in zip(created, seen.alive, strict=True):
@@ -541,7 +549,8 @@ def _record_operations(
 
             handles.append(parameter.register_post_accumulate_grad_hook(hook))
     with recorder, layer_boundaries(module, record.modules, enter=recorder.enter) as out:
-        loss = loss_of(out(logits_of(module(inputs))), targets)
+        with autocast(record.autocast):
+            loss = loss_of(out(logits_of(module(inputs))), targets)
         recorder.enter(len(record.modules), "b")
         loss.backward()
     for handle in handles:
@@ -554,10 +563,13 @@ def _book_gradients(
 ) -> None:
     gradients = set()
     for name, parameter in module.named_parameters():
+        layer = recorder.first_use.get(parameter.untyped_storage()._cdata, 0)
+        if not parameter.requires_grad:
+            record.frozen[name] = (layer, tuple(parameter.shape))
+            continue
         if parameter.grad is None:
             raise UserError(f"{where}: the parameter {name!r} gets no gradient (unused or frozen); not supported")
         alive = recorder.live[parameter.grad.untyped_storage()._cdata]
         gradients.add(id(alive))
-        layer = recorder.first_use.get(parameter.untyped_storage()._cdata, 0)
         record.parameters[name] = (layer, tuple(parameter.shape), alive.born, ready[name])
     record.alive = [alive for alive in record.alive if id(alive) not in gradients]

@@ -9,7 +9,7 @@ blocks only a few are traced, see `repeated`.
 import tomllib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +18,7 @@ import tomli_w
 import torch
 from pydantic import TypeAdapter
 
+from gsreal.methods.adapters import adapted_maps
 from gsreal.model_files.build import DTYPES
 from gsreal.model_files.fit import NoPolynomialError, Shape, fit_layers, grouped
 from gsreal.model_files.partial_backward import with_partial_costs
@@ -36,7 +37,7 @@ from gssim.errors import UserError
 from gssim.execution.files import write_text
 from gssim.scenario import load_model
 from gssim.units import Precision, validated
-from gssim.workload import Layer, Model, TokenInput
+from gssim.workload import AdaptedLayers, Adapters, AutocastLayers, Layer, Model, TokenInput
 
 TRACED_BATCH_SIZES = (2, 3)
 CHECKED_BATCH_SIZE = 5
@@ -258,6 +259,79 @@ def _traced_cut(
     return fit_layers(cut, largest, last)
 
 
+TRACED_ADAPTER_RANKS = (2, 3)
+CHECKED_ADAPTER_RANK = 8
+
+
+def traced_adapters(
+    model: Model, targets: str | tuple[str, ...], lengths: Sequence[int | None], length: int | None, *, where: str
+) -> AdaptedLayers:
+    """Return the layers of a model with adapters of any rank; see [Note: adapters] in `gssim.workload.model`.
+
+    `lengths`: those at which it is traced, `length`: that at which the result is checked.
+    """
+    with without_values(model):
+        maps = adapted_maps(fake_module(model, where), targets, where=where)
+    short, stack = with_fewer_blocks(model, where) or (model, None)
+
+    def record(b: int, s: int | None, rank: int, like: Record | None = None) -> Record:
+        module = replace(short.module, adapters=Adapters(rank=rank, targets=maps))
+        return record_step(replace(short, module=module), b, s, where=where, like=like)
+
+    records: dict[Shape, Record] = {}
+    for b, s, rank in product(TRACED_BATCH_SIZES, lengths, TRACED_ADAPTER_RANKS):
+        records[b, s, rank] = record(b, s, rank, next(iter(records.values()), None))
+    last = (CHECKED_BATCH_SIZE, length, CHECKED_ADAPTER_RANK)
+    try:
+        layers = fit_layers(records, record(*last, next(iter(records.values()))), last)
+    except NoPolynomialError as error:
+        raise UserError(f"{where}: {error}") from None
+    whole = layers if stack is None else repeat_blocks(layers, stack)
+    if whole is None:
+        raise UserError(f"{where}: blocks with adapters differ from one another; not supported")
+    role: Any = targets if isinstance(targets, str) else None
+    return AdaptedLayers(role=role, maps=tuple(sorted(maps)), layers=grouped(_with_module_buffers(whole, model, where)))
+
+
+def with_traced_adapters(model: Model, targets: Sequence[str], *, where: str) -> Model:
+    """Return a traced model with its layers with adapters beside each of the `targets` (names joined by commas)."""
+    longest = model.input.maximum_sequence_length if isinstance(model.input, TokenInput) else None
+    lengths = model.traced_sequence_lengths or (None,)
+    length = longest if model.exact_sequence else lengths[-1]
+    adapted = []
+    for each in targets:
+        wanted = each if each in ROLES else tuple(each.split(","))
+        adapted.append(traced_adapters(model, wanted, lengths, length, where=where))
+    kept = [each for each in model.adapted if each.maps not in [new.maps for new in adapted]]
+    return replace(model, adapted=(*kept, *adapted))
+
+
+ROLES = ("query-value", "all-linear")
+
+
+def with_traced_autocast(model: Model, precisions: Sequence[str], *, where: str) -> Model:
+    """Return a traced model with its layers under torch.autocast in each of the `precisions`."""
+    longest = model.input.maximum_sequence_length if isinstance(model.input, TokenInput) else None
+    lengths = model.traced_sequence_lengths or (None,)
+    shapes = list(product(TRACED_BATCH_SIZES, lengths))
+    last = (CHECKED_BATCH_SIZE, longest if model.exact_sequence else lengths[-1])
+    short, stack = with_fewer_blocks(model, where) or (model, None)
+    found = [each for each in model.autocast if each.precision not in precisions]
+    for precision in precisions:
+        kind: Any = precision
+        ours = replace(short, traced_precision="fp32", traced_autocast=kind, whole_layers=())
+        try:
+            records, largest = _recorded(ours, [(shape, shape) for shape in shapes], (last, last), where)
+            layers = fit_layers(records, largest, last)
+        except NoPolynomialError as error:
+            raise UserError(f"{where}: {error}") from None
+        whole = layers if stack is None else repeat_blocks(layers, stack)
+        if whole is None:
+            raise UserError(f"{where}: blocks under autocast differ from one another; not supported")
+        found.append(AutocastLayers(precision=kind, layers=grouped(_with_module_buffers(whole, model, where))))
+    return replace(model, autocast=tuple(found))
+
+
 TRACED_ROWS = (96, 160, 224)
 """Rows that the experts of a rank process in traces; the last in the step that is checked."""
 
@@ -345,6 +419,10 @@ class Request:
     """Precision of the trace; None: that of the model file, or fp32."""
     source: str | None = None
     """Publication of the model's numbers."""
+    autocast: tuple[str, ...] = field(default=(), repr=False)
+    """Precisions of torch.autocast under which the model is traced too."""
+    adapters: tuple[str, ...] = field(default=(), repr=False)
+    """Maps that get adapters: for each time that the model is traced with adapters, a role or names and commas."""
 
 
 def traced_model(request: Request, *, on_counted: Callable[[OperationCounts], None] = lambda _counted: None) -> Model:
@@ -362,8 +440,13 @@ def traced_model(request: Request, *, on_counted: Callable[[OperationCounts], No
         raise UserError(f"{where}: traced_precision = {model.traced_precision!r}: allowed: {', '.join(DTYPES)}")
     if request.sequence_length is not None:
         _check_length(model, request.sequence_length, where)
-        return trace_at_length(model, request.sequence_length, where=where, on_counted=on_counted)
-    return trace(model, where=where, on_counted=on_counted)
+        traced = trace_at_length(model, request.sequence_length, where=where, on_counted=on_counted)
+    else:
+        traced = trace(model, where=where, on_counted=on_counted)
+    if set(request.autocast) - {"bf16", "fp16"}:
+        raise UserError(f"{where}: --autocast {' '.join(request.autocast)}: allowed: bf16, fp16")
+    traced = with_traced_autocast(traced, request.autocast, where=where)
+    return with_traced_adapters(traced, request.adapters, where=where)
 
 
 def check_options(request: Request) -> None:
@@ -486,7 +569,7 @@ def counted_table(counted: OperationCounts) -> str:
 def write_model(path: Path, model: Model) -> None:
     """Write the model file, or nothing."""
     data = TypeAdapter(Model).dump_python(model, mode="json", exclude_none=True)
-    for name in ("context_layers", "expert_layers"):  # most models have none
+    for name in ("context_layers", "expert_layers", "adapted", "autocast", "whole_layers"):  # most models have none
         if not data[name]:
             del data[name]
     write_text(path, tomli_w.dumps(data, multiline_strings=False, indent=2))

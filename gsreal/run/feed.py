@@ -11,7 +11,7 @@ from gsreal.methods.training import Weights
 from gsreal.model_files.build import DTYPES, logits_of, loss_of
 from gsreal.run.progress import note_progress
 from gssim.errors import UserError
-from gssim.plan import splitting
+from gssim.plan import position_ranges, splitting
 from gssim.result import Evaluation
 from gssim.scenario import Scenario
 
@@ -20,20 +20,23 @@ PREPARED_BYTES, PREPARED_BATCHES = 2**28, 256
 """Limits on the host memory and number of batches prepared before the timed steps."""
 
 
-def context_place(scenario: Scenario, rank: int) -> tuple[int, int]:
-    """Return which part of every sequence a rank has under context parallelism, and of how many."""
+def context_place(scenario: Scenario, rank: int) -> tuple[int, int, bool]:
+    """Return which part of every sequence a rank has under context parallelism, of how many, and whether in zigzag."""
     mesh = scenario.policies.mesh
-    return mesh.place(rank).cp, mesh.cp
+    return mesh.place(rank).cp, mesh.cp, scenario.policies.zigzag
 
 
-def own_positions(whole: Tensor, place: tuple[int, int]) -> Tensor:
-    """Return the `place` (number, of how many) of equal parts of sequences, of shape (batch, sequence).
+def own_positions(whole: Tensor, place: tuple[int, int, bool]) -> Tensor:
+    """Return a rank's part of sequences, of shape (batch, sequence); `place`: that of `context_place`.
 
-    >>> own_positions(torch.arange(6).view(1, 6), (1, 3)).tolist()
+    >>> own_positions(torch.arange(6).view(1, 6), (1, 3, False)).tolist()
     [[2, 3]]
     """
-    number, parts = place
-    return whole if parts == 1 else whole.chunk(parts, 1)[number]
+    number, parts, zigzag = place
+    if parts == 1:
+        return whole
+    ranges = position_ranges(whole.shape[1], ranks=parts, rank=number, zigzag=zigzag)
+    return torch.cat([whole[:, first:last] for first, last in ranges], 1)
 
 
 class Feed:
@@ -87,8 +90,8 @@ class Feed:
         targets = targets if self.counts[self.rank] else targets.new_empty(0)
         return inputs, targets, weights
 
-    def _place(self, rank: int) -> tuple[int, int]:
-        """Return which part of the sequences a rank has, of how many."""
+    def _place(self, rank: int) -> tuple[int, int, bool]:
+        """Return which part of the sequences a rank has; see `context_place`."""
         return context_place(self.scenario, rank)
 
     def _loss_terms(self, seed: int, step: int) -> list[int]:
@@ -145,12 +148,21 @@ class HeldOut:
 
     def evaluate(self, module: nn.Module, *, step: int) -> Evaluation:
         """Return loss and accuracy on all held-out data, without side effects on the training (a collective)."""
+        sums = self.sums(module)
+        dist.all_reduce(sums)  # ranks with the same part of the data count it equally: means do not change
+        return self.evaluation(sums, step=step)
+
+    def sums(self, module: nn.Module) -> Tensor:
+        """Return the sums over this rank's part that `evaluation` takes, without side effects on the training."""
         module.eval()
         with torch.no_grad():
             sums = torch.stack([self._sums(module, *batch) for batch in self._batches()]).sum(0)
         module.train()
         _free_gathered(module)
-        dist.all_reduce(sums)  # ranks with the same part of the data count it equally: means do not change
+        return sums
+
+    def evaluation(self, sums: Tensor, *, step: int) -> Evaluation:
+        """Return loss and accuracy from the sums of all ranks."""
         loss, targets, right, samples = sums.tolist()
         return Evaluation(step=step, loss=loss / targets, accuracy_ratio=right / samples if self.classifies else None)
 

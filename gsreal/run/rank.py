@@ -69,7 +69,12 @@ def join(backend: str) -> None:
         later = timeout and timeout + timedelta(seconds=LATER_S)
         dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=later)
     elif not attempt:
-        dist.init_process_group(backend, timeout=timeout)
+        try:
+            dist.init_process_group(backend, timeout=timeout)
+        except dist.DistError as error:
+            place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            started = f"{os.environ.get('WORLD_SIZE')} ranks have not met at {place}"
+            raise RunFailedError(f"{started} within {os.environ.get(TIMEOUT, '?')} s: {error}") from None
     else:
         from torch.distributed.rendezvous import rendezvous
 

@@ -33,6 +33,7 @@ from gsreal.methods.training import Training
 from gsreal.model_files.build import DTYPES, build_module
 from gsreal.run.checkpoint import Checkpoints, Progress
 from gsreal.run.feed import Feed
+from gsreal.run.nodes import check_nodes
 from gsreal.run.progress import note_progress
 from gsreal.run.rank import gather_json, join, run_on_rank
 from gsreal.run.report import RankReport, RunRecorder, outer_steps, result_of
@@ -62,6 +63,7 @@ def run(loaded: Loaded, *, out: Path, trace: Path | None, checkpoints: Checkpoin
     rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
     join(scenario.cluster.backend)
     device = settle(scenario.cluster, local_rank)
+    check_nodes(scenario.cluster, device, where=loaded.file)
     report = measure(scenario, rank, device, checkpoints, traced=trace is not None)
     plain = gather_json(asdict(report))
     if rank == 0:
@@ -145,6 +147,7 @@ def build(scenario: Scenario, timeline: Timeline, device: torch.device) -> Train
     torch.manual_seed(scenario.run.seed)
     module = build_module(scenario.workload.model.module, where="workload.model")
     module = module.to(device=device, dtype=DTYPES[scenario.workload.precision])
+    torch.backends.cuda.matmul.allow_tf32 = scenario.workload.tf32
     check_parameters(scenario, module)
     module.train()
     return prepare(scenario, module, timeline, device)
@@ -153,9 +156,11 @@ def build(scenario: Scenario, timeline: Timeline, device: torch.device) -> Train
 def check_parameters(scenario: Scenario, module: nn.Module) -> None:
     """Raise UserError if the model file does not describe the module that its factory creates."""
     real = sum(parameter.numel() for parameter in module.parameters())
-    if real != scenario.workload.model.elements:
+    model = scenario.workload.model
+    listed = model.elements + model.frozen_elements
+    if real != listed:
         raise UserError(
-            f"workload.model: the file lists {scenario.workload.model.elements} parameters, but the module has {real}; "
+            f"workload.model: the file lists {listed} parameters, but the module has {real}; "
             "trace it again with `gsreal trace`"
         )
 

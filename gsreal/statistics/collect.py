@@ -57,6 +57,7 @@ def take_statistics(
     every: int = EVERY,
     courses: int = COURSES,
     batches: int = BATCHES,
+    magnitudes_only: bool = False,
 ) -> GradientStatistics:
     """Return the statistics of training over the run's steps, warm-up included: densely, and under thresholds.
 
@@ -64,7 +65,8 @@ def take_statistics(
     owners: all of a rank's own range, and elements of the others that reach the threshold; with error feedback, the
     residual is added first. This is repeated in several courses, the first with the run's seed, and the statistics are
     their medians: initial weights, and the effects of single batches, are random and no property of the training. At
-    each sampled step, gradients of several batches are taken. `thresholds`: in addition to 0.
+    each sampled step, gradients of several batches are taken. `thresholds`: in addition to 0. `magnitudes_only`:
+    neither error feedback nor relative thresholds nor publications are looked at, which take most of the time.
     """
     steps = scenario.run.warmup_steps + scenario.run.steps
     sampled = sampled_steps(steps, first=scenario.run.warmup_steps, every=every)
@@ -72,11 +74,13 @@ def take_statistics(
     with one_thread():
         replica = Replica(scenario, push)
         sizes = {name: parameter.numel() for name, parameter in replica.parameters.items()}
-        push_grid, publish_grid = _grids(replica)
+        push_grid, publish_grid = ((), ()) if magnitudes_only else _grids(replica)
+        multiples = () if magnitudes_only else MULTIPLES
 
         def taken(policy: Push, publish: Sequence[float] = ()) -> Books:
             looked_at = push_grid if policy.error_feedback or not policy.threshold else ()
-            books = Books(scenario, policy, sampled, sizes, batches=batches, push_grid=looked_at, publish_grid=publish)
+            grids = {"push_grid": looked_at, "publish_grid": publish, "multiples": multiples}
+            books = Books(scenario, policy, sampled, sizes, batches=batches, **grids)
             for course in range(courses):
                 _say_how(policy, course, courses)
                 seed = scenario.run.seed + course * APART
@@ -96,7 +100,7 @@ def take_statistics(
         "sampled_steps": sampled,
         "first_step": min(push.warmup_steps, steps - 1),
         "feedback_thresholds": push_grid,
-        "multiples": MULTIPLES,
+        "multiples": multiples,
         "publish_thresholds": publish_grid,
         "traces": traces,
         "changes": {name: book.trace() for name, book in dense.changes.items()},

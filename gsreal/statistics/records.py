@@ -353,6 +353,7 @@ class Books:
         batches: int,
         push_grid: Sequence[float],
         publish_grid: Sequence[float],
+        multiples: Sequence[float] = MULTIPLES,
     ) -> None:
         self.push, self.batches = push, batches
         self.sampled = frozenset(sampled)
@@ -361,7 +362,7 @@ class Books:
         self.keeping = {samples: rank for rank, samples in self.samples.items()}
         """Rank whose gradients accumulate under error feedback: the last of those with the same number of samples."""
         small = {name: elements <= SMALL * sum(sizes.values()) for name, elements in sizes.items()}
-        multiples = () if push.threshold else MULTIPLES
+        multiples = () if push.threshold else multiples
         self.gradients = {
             samples: {name: GradientBook(sampled, push_grid, multiples, small=small[name]) for name in sizes}
             for samples in set(self.samples.values())

@@ -152,22 +152,27 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _owners(scenario: Scenario, module: nn.Module) -> dict[str, Tensor]:
-    """Return the owning rank of every element, by parameter name."""
+def buckets_of(scenario: Scenario, named: dict[str, Tensor]) -> list[list[str]]:
+    """Return the names of the parameters of every bucket, in the order in which gradients become ready."""
     layers = unrolled(scenario.workload.model)
-    named = dict(module.named_parameters())
     order = [layers[i].parameter_names[j] for i, j in gradient_order(layers)]
     first, cap = bucket_limits(scenario.plan, scenario.policies)
     sizes = [named[name].numel() * named[name].element_size() for name in order]
+    return [[order[i] for i in members] for members in assign_buckets(sizes, first_bytes=first, cap_bytes=cap)]
+
+
+def _owners(scenario: Scenario, module: nn.Module) -> dict[str, Tensor]:
+    """Return the owning rank of every element, by parameter name."""
+    named: dict[str, Tensor] = dict(module.named_parameters())
     owner_of = {}
-    for members in assign_buckets(sizes, first_bytes=first, cap_bytes=cap):
-        elements = [named[order[i]].numel() for i in members]
+    for names in buckets_of(scenario, named):
+        elements = [named[name].numel() for name in names]
         flat = torch.cat(
             [
                 torch.full((last - start,), float(rank))
                 for rank, (start, last) in enumerate(ranges(sum(elements), scenario.shard_shares))
             ]
         )
-        for i, part in zip(members, flat.split(elements), strict=True):
-            owner_of[order[i]] = part.view(named[order[i]].shape)
+        for name, part in zip(names, flat.split(elements), strict=True):
+            owner_of[name] = part.view(named[name].shape)
     return owner_of

@@ -1,5 +1,6 @@
 """Commands for what users bring and take away: import, export, cluster, fits, models."""
 
+import json
 import shlex
 import sys
 from pathlib import Path
@@ -33,7 +34,7 @@ def import_command(
     cluster: Annotated[Path, typer.Option("--cluster", help="Cluster file.")],
     overrides: Overrides = None,
     form: Annotated[
-        str | None, typer.Option("--from", metavar="FORMAT", help=f"{', '.join(FORMATS)}; by default as it looks.")
+        str | None, typer.Option("--format", metavar="FORMAT", help=f"{', '.join(FORMATS)}; by default as it looks.")
     ] = None,
     ignored: Annotated[
         list[str] | None,
@@ -111,6 +112,12 @@ def cluster_command(
     oversubscription: Annotated[
         float, typer.Option("--oversubscription", help="Rate below a switch over that above it.")
     ] = 1.0,
+    nccl_tests: Annotated[
+        Path | None,
+        typer.Option(
+            "--nccl-tests", help="Log of nccl-tests' all_reduce_perf, or a CSV file: NCCL's constants are fitted to it."
+        ),
+    ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Cluster file to write; by default it is printed.")] = None,
 ) -> None:
     """Make a cluster file from what machines, schedulers and libraries write about hosts and switches.
@@ -121,10 +128,18 @@ def cluster_command(
         raise UserError("cluster: give a FILE, --gpu or --detect")
     name = out.stem if out is not None else ""
     made = interop.cluster_of(
-        files or [], gpu=gpu, hosts=hosts, detect=detect, oversubscription=oversubscription, name=name
+        files or [],
+        gpu=gpu,
+        hosts=hosts,
+        detect=detect,
+        oversubscription=oversubscription,
+        name=name,
+        nccl_tests=nccl_tests,
     )
     for note in made.notes:
         _say("cluster", "default", note)
+    for note in made.fitted:
+        _say("cluster", "fitted", note)
     if out is not None:
         write_text(out, made.text)
         print(shlex.join(["python", "-m", "analysis", "draw", str(out), "--out", str(out.with_suffix(".png"))]))
@@ -132,7 +147,7 @@ def cluster_command(
         sys.stdout.write(made.text + "# python -m analysis draw FILE --out FILE.png\n")
 
 
-DOES_NOT_FIT = 1
+DOES_NOT_FIT = 3
 """Exit code of `gssim fits` for a plan that does not fit."""
 
 
@@ -145,8 +160,9 @@ def fits_command(
         str | None, typer.Option("--plan", help="Method, such as zero3; single for one GPU, else zero3 by default.")
     ] = None,
     overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the Result as JSON in place of the line.")] = False,
 ) -> None:
-    """Say in one line whether a training fits, by how much, and what to change; exit 0 if it does, 1 if not.
+    """Say in one line whether a training fits, by how much, and what to change; exit 0 if it does, 3 if not.
 
     One sample for each data-parallel rank, as long as the model takes, in 16 bits (fp32 where --set says so), AdamW.
     """
@@ -179,7 +195,7 @@ def fits_command(
     length = f" of {scenario.workload.sequence_length} tokens" if scenario.workload.sequence_length else ""
     trained = f"{scenario.workload.precision}, {scenario.workload.optimizer}"
     under = f"{scenario.plan.method} ({trained}, {scenario.workload.global_batch_size} samples{length})"
-    print(f"{scenario.name} under {under}: {_fit(result)}")
+    print(result.to_json() if as_json else f"{scenario.name} under {under}: {_fit(result)}")
     if result.does_not_fit is not None:
         raise typer.Exit(DOES_NOT_FIT)
 
@@ -202,15 +218,28 @@ def _fit(result: Result) -> str:
 
 
 @app.command("models")
-def models_command() -> None:
+def models_command(
+    as_json: Annotated[bool, typer.Option("--json", help="Print a list of models as JSON.")] = False,
+) -> None:
     """List the models that come with the package: parameters, longest sequence, origin."""
+    models = {name: interop.find_model(name).model for name in shipped_models()}
+    rows = [
+        {
+            "name": name,
+            "parameters": model.elements,
+            "maximum_sequence_length": getattr(model.input, "maximum_sequence_length", None),
+            "source": model.source,
+        }
+        for name, model in models.items()
+    ]
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
     from rich.table import Table  # here, as other commands need no table of models
 
     table = Table("model", "parameters", "longest sequence", "origin")
-    for name in shipped_models():
-        model = interop.find_model(name).model
-        longest = getattr(model.input, "maximum_sequence_length", None)
-        table.add_row(
-            name, f"{model.elements:,}", "" if longest is None else str(longest), model.source.partition(";")[0]
-        )
+    for row in rows:
+        longest = row["maximum_sequence_length"]
+        origin = str(row["source"]).partition(";")[0]
+        table.add_row(str(row["name"]), f"{row['parameters']:,}", "" if longest is None else str(longest), origin)
     plain_console(PIPE_WIDTH).print(table)

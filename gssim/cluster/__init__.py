@@ -2,6 +2,7 @@
 
 from gssim.cluster.cluster import BackendCost, Cluster, Device, DeviceType, Emulation, Link
 from gssim.cluster.contention import communicating_excess, contention_groups, core_shares, dealt, has_contention
+from gssim.cluster.host_list import hosts_in
 from gssim.cluster.lab_links import (
     FRAME_BYTES,
     SEGMENT_BYTES,
@@ -66,6 +67,7 @@ __all__ = [
     "group_bytes",
     "has_contention",
     "head_start_s",
+    "hosts_in",
     "presets",
     "shaped_group_bytes",
 ]

@@ -32,7 +32,7 @@ from gssim.units import (
     NonNegativeFloat,
     PositiveBytes,
     PositiveInt,
-    Precision,
+    Rate,
     Seconds,
     Variation,
     Watts,
@@ -61,12 +61,15 @@ class DeviceType:
     memory-bound operations are fused with the matrix products beside them, and so is an update."""
     memory_bytes: PositiveBytes
     """Memory capacity; a plan that needs more does not fit."""
-    peak_flop_per_s: dict[Precision, FlopPerSecond]
-    """Dense matrix rate by precision."""
+    peak_flop_per_s: dict[Rate, FlopPerSecond]
+    """Dense matrix rate by precision; `tf32`: of fp32 values with `workload.tf32`."""
     efficiency_ratio: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Fraction of the peak that the matrix products of a training achieve."""
     fp32_efficiency_ratio: Annotated[float, Field(gt=0, le=1)] | None = None
     """The same for products in fp32, which do not use tensor cores; absent: `efficiency_ratio`."""
+    float8_ratio: Annotated[float, Field(ge=1)] | None = None
+    """Achieved rate of matrix products in 8 bits over that in 16, for `workload.map_precision`; absent: the device has
+    none. An H100 reached about 1.8 in a training by torchtitan."""
     memory_bandwidth_bytes_per_s: BytesPerSecond
     """Achieved memory bandwidth of memory-bound operations, usually less than a data sheet's."""
     operation_overhead_s: Seconds = 0.0
@@ -130,6 +133,7 @@ class DeviceType:
             "posting",
             "resident_threads",
             "fp32_efficiency_ratio",
+            "float8_ratio",
         )
         data: dict[str, Any] = inner(self)
         return {

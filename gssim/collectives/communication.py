@@ -110,7 +110,9 @@ class Pairs(Sequence[tuple[float, ...]]):
     @cached_property
     def total(self) -> float:
         """Total bytes of all pairs."""
-        return sum(self.sent)
+        rows, kinds = self.arrays
+        others = np.bincount(kinds, minlength=len(rows))[:, None] - (kinds == np.arange(len(rows))[:, None])
+        return float((others * rows).sum(axis=0).sum())
 
 
 class Exchange(Hops):

@@ -2,13 +2,26 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from math import prod
+from typing import NamedTuple, TypeVar
+
+import numpy as np
 
 from gssim.cluster import Curve, CutBlockCost, DeviceType, OptimizerCost, ShardedUnitCost
 from gssim.plan import INDEX_BYTES
-from gssim.scenario import achieved_flop_per_s, has_master_copy, layer_profile, master_bytes, value_bytes
-from gssim.units import PRECISION_BYTES, Precision
+from gssim.scenario import (
+    achieved_flop_per_s,
+    has_master_copy,
+    layer_profile,
+    master_bytes,
+    product_precision,
+    value_bytes,
+)
+from gssim.units import PRECISION_BYTES, Floats, Precision, Rate
 from gssim.workload import Layer, Polynomial, Workload, implementation_on, optimizer_moved_values, optimizer_operations
+
+Amount = TypeVar("Amount", float, Floats)
+"""A number of elements or entries, or the numbers of many messages, whose times are returned together."""
 
 
 def layer_time_s(
@@ -34,17 +47,17 @@ def layer_time_s(
         device = replace(device, operation_overhead_s=0.0)
     if whole is not None and whole is not layer:
         measured_s = layer_time_s(device, workload, whole, phase=phase, batch_size=batch_size, selective=selective)
-        works = [_work(part, phase, selective=selective) for part in (layer, whole)]
+        works = [_work_on(device, workload, part, phase, selective=selective, whole=whole) for part in (layer, whole)]
         own_s, whole_s = (_layer_roofline_s(device, workload, work, batch_size) for work in works)
         return measured_s * own_s / whole_s if whole_s else measured_s
     profile = layer_profile(device, workload, layer)
-    work = _work(layer, phase, selective=selective)
+    work = _work_on(device, workload, layer, phase, selective=selective)
     if profile is None:
         return _layer_roofline_s(device, workload, work, batch_size)
     if phase == "b":
         return profile.backward_s.at(batch_size)
     forward_s = profile.forward_s.at(batch_size)
-    forward = _work(layer, "f")
+    forward = _work_on(device, workload, layer, "f")
     if work == forward:
         return forward_s
     again_s, whole_s = (_layer_roofline_s(device, workload, part, batch_size) for part in (work, forward))
@@ -93,12 +106,54 @@ def _work(layer: Layer, phase: str, *, selective: bool = False) -> Work:
     )
 
 
+CAST_PASSES = {"f": 1.5, "r": 1.5, "b": 3.0}
+"""Values read or written at `precision`, for each of a map's inputs and outputs, to cast to 8 bits: a forward reads
+each and writes half as many bytes; a backward does so for the gradient and for its transpose."""
+
+
+def _work_on(
+    device: DeviceType,
+    workload: Workload,
+    layer: Layer,
+    phase: str,
+    *,
+    selective: bool = False,
+    whole: Layer | None = None,
+) -> Work:
+    """Return the work of a phase, where linear maps run in 8 bits as that which takes as long at the device's rates.
+
+    Each weight matrix of a block is a map of every token: 2 FLOP an element in a forward, 4 in a backward. Of slices of
+    `whole`, ranks cast parts of inputs and outputs. What is recomputed may lack some of the maps.
+    """
+    work, ratio = _work(layer, phase, selective=selective), device.float8_ratio
+    if workload.map_precision is None or ratio is None or not layer.block:
+        return work
+    elements = sum(prod(shape) for shape in _maps(layer))
+    flop = (4 if phase == "b" else 2) * elements
+    widths = float(sum(sum(shape) for shape in _maps(whole or layer)) * elements)
+    widths /= sum(prod(shape) for shape in _maps(whole or layer)) or 1
+    if phase == "r":
+        linear = sum(c for c, i, j in work.flop.terms if (i, j) == (1, 1))
+        widths, flop = widths * linear / flop if flop else 0.0, linear
+    cast = round(CAST_PASSES[phase] * PRECISION_BYTES[workload.model.traced_precision] * widths)
+    moved, streamed = work.moved_bytes, work.streamed_bytes or Polynomial(((0, 0, 0),))
+    return work._replace(
+        flop=replace(work.flop, terms=(*work.flop.terms, (-round(flop * (1 - 1 / ratio)), 1, 1))),
+        moved_bytes=replace(moved, terms=(*moved.terms, (cast, 1, 1))),
+        streamed_bytes=replace(streamed, terms=(*streamed.terms, (cast, 1, 1))),
+    )
+
+
+def _maps(layer: Layer) -> list[tuple[int, ...]]:
+    return [parameter.shape for parameter in layer.parameters if len(parameter.shape) == 2]
+
+
 def _layer_roofline_s(device: DeviceType, workload: Workload, work: Work, batch_size: int) -> float:
     shape = {"b": batch_size, "s": workload.sequence_length or 1}
     scale = value_bytes(workload) / PRECISION_BYTES[workload.model.traced_precision]
     return roofline_s(
         device,
-        workload.precision,
+        product_precision(device, workload),
         flop=work.flop.at(**shape),
         moved_bytes=work.moved_bytes.at(**shape) * scale,
         operations=work.operations,
@@ -108,7 +163,7 @@ def _layer_roofline_s(device: DeviceType, workload: Workload, work: Work, batch_
 
 def roofline_s(
     device: DeviceType,
-    precision: Precision,
+    precision: Rate,
     *,
     flop: float,
     moved_bytes: float,
@@ -243,41 +298,41 @@ def estimate_time_s(device: DeviceType, *, samples: int, tensors: int) -> float:
     return _streamed_s(device, 4 * 8 * samples, operations=3 * tensors)
 
 
-def select_time_s(device: DeviceType, *, elements: float, parts: int, value: int) -> float:
+def select_time_s(device: DeviceType, *, elements: Amount, parts: Amount, value: int) -> Amount:
     """Return the time to select those of `elements` gradients, in `parts` with a threshold each, that reach it.
 
     Without a measured cost: read the gradients, write and read a flag of one byte (A.3, kappa).
     """
-    if not elements:
-        return 0.0
+    if not np.any(elements):
+        return 0 * elements
     cost = device.compression
     if cost is not None:
         return parts * cost.call_s + elements * cost.threshold_element_s
-    return _streamed_s(device, elements * (value + 2), operations=4 * parts)
+    return _streamed_s(device, elements * (value + 2)) + 4 * parts * device.operation_overhead_s
 
 
 def pack_time_s(
-    device: DeviceType, *, encoding: str, elements: float, entries: float, value: int, clears: bool
-) -> float:
+    device: DeviceType, *, encoding: str, elements: Amount, entries: Amount, value: int, clears: bool
+) -> Amount:
     """Return the time to write the `entries` of `elements` gradients into a message, and to clear them (`clears`).
 
     Without measured costs: gather values and write them with their indices; for a bitmap, read the flags; densely, read
     and write all.
     """
-    if not elements:
-        return 0.0
+    if not np.any(elements):
+        return 0 * elements
     cost = device.compression
     written = clears * value
     if encoding == "dense":
         if cost is not None and cost.dense_element_s is not None:
             return cost.call_s + elements * cost.dense_element_s * (1.5 if clears else 1.0)
         return _streamed_s(device, elements * (2 * value + 1 + 2 * written), operations=2)
-    bits = elements if encoding == "bitmap" else 0
+    bits = elements if encoding == "bitmap" else 0 * elements
     if cost is None:
         size = entries * (2 * value + INDEX_BYTES + written) + bits
         return _streamed_s(device, size, operations=4)
     pack_s = cost.call_s + entries * cost.pack_element_s
-    if bits:
+    if encoding == "bitmap":
         pack_s += bits * cost.pack_bit_s if cost.pack_bit_s is not None else _streamed_s(device, bits)
     if clears:
         pack_s += (
@@ -286,27 +341,27 @@ def pack_time_s(
     return pack_s
 
 
-def unpack_time_s(device: DeviceType, *, encoding: str, elements: int, entries: float, value: int) -> float:
+def unpack_time_s(device: DeviceType, *, encoding: str, elements: Amount, entries: Amount, value: int) -> Amount:
     """Return the time to add a message's `entries` to an owner's gradient of `elements`.
 
     Without measured costs: 64 bytes an entry, a 32-byte sector read and written (A.3); for a bitmap, the flags that its
     bits expand to are written and read; densely, read both and write one.
     """
-    if not elements:
-        return 0.0
+    if not np.any(elements):
+        return 0 * elements
     if encoding == "dense":
         return _streamed_s(device, 3 * value * elements, operations=1)
     cost = device.compression
-    bits = elements if encoding == "bitmap" else 0
+    bits = elements if encoding == "bitmap" else 0 * elements
     if cost is None:
         return _streamed_s(device, 64.0 * entries + 2 * bits, operations=1)
     unpack_s = cost.call_s + entries * cost.scatter_element_s
-    if bits:
+    if encoding == "bitmap":
         unpack_s += bits * cost.unpack_bit_s if cost.unpack_bit_s is not None else _streamed_s(device, 2 * bits)
     return unpack_s
 
 
-def weight_time_s(device: DeviceType, *, encoding: str, elements: int, entries: float) -> float:
+def weight_time_s(device: DeviceType, *, encoding: str, elements: Amount, entries: Amount) -> Amount:
     """Return the time to add a sender's weight for every received element: another scatter, or a pass."""
     if encoding == "dense":
         return _streamed_s(device, 12.0 * elements, operations=3)
@@ -371,7 +426,7 @@ def division_time_s(device: DeviceType, *, size_bytes: float) -> float:
     return _streamed_s(device, 6 * size_bytes, operations=3)
 
 
-def _streamed_s(device: DeviceType, size_bytes: float, *, operations: int = 0) -> float:
+def _streamed_s(device: DeviceType, size_bytes: Amount, *, operations: int = 0) -> Amount:
     """Return the time of operations that only stream memory."""
     return size_bytes / device.memory_bandwidth_bytes_per_s + operations * device.operation_overhead_s
 

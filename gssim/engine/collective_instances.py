@@ -7,14 +7,14 @@ then distinguished, and everything is arranged again, until the classes are stab
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 import simpy
 
 from gssim.cache import Same, Shared
-from gssim.cluster import Cluster, Conditions, applied
+from gssim.cluster import Cluster, Conditions, applied, contention_groups
 from gssim.collectives import Communication, Hops, Stage
 from gssim.collectives.algorithms import SINGLE_FLOWS
 from gssim.engine.selection import CollectiveSchedule, Scheduler
@@ -152,7 +152,11 @@ def _arranged(
     kinds = {groups: scheduler.kinds(groups) for groups in repeated_groups(program)}
     schedules = _ScheduleCache(scheduler, Choice(router, conditions))
     while True:
-        classes = classes_of(cluster, program, kinds=kinds, unfolded=unfolded)
+        by_kinds = tuple((groups, tuple(kind.tolist())) for groups, kind in kinds.items())
+        key = (Same(program), contention_groups(cluster), by_kinds, unfolded)
+        classes = shared.once(
+            "classes", key, partial(classes_of, cluster, program, kinds=kinds, unfolded=unfolded), most=MAX_ARRANGEMENTS
+        )
         instances, equal = _instances(program, classes, schedules)
         stages = _stages_of(instances)
         network = Network(env, router, stages, conditions=conditions, unfolded=unfolded, shared=shared)

@@ -149,7 +149,7 @@ class Scheduler:
 
         The tuner prices a group independently of the root.
         """
-        group = self._group(self.members(communication.group))
+        group = self.nccl_group(communication.group)
         kind, size = _priced_as(communication)
         choice = times(tuning, kind, size, group)
         name = BACKEND_ALGORITHMS["nccl"][communication.kind]
@@ -168,6 +168,10 @@ class Scheduler:
             + collectives.overhead_s(self.cluster, communication.carried_kind)
         )
         return CollectiveSchedule(name, stages, fixed_s, 1 / ratio, path_latency=False)
+
+    def nccl_group(self, group: Sequence[int]) -> Group:
+        """Return a group of ranks as NCCL's tuner sees it."""
+        return self._group(self.members(group))
 
     def _long_distance_s(self, stages: Sequence[Stage]) -> float:
         """Return the latency of long-distance hops beyond a data centre, which NCCL's constants do not include."""

@@ -276,16 +276,17 @@ def _precision_of_accelerate(keys: Keys, found: Training, kind: str) -> None:
     )
     if precision is not None and (kind != "DEEPSPEED" or precision.value != "fp32"):
         found.precision = precision
-    sixteen = precision is not None and precision.value != "fp32"
-    if sixteen and kind not in ("FSDP", "DEEPSPEED") and "workload.precision" not in keys.overridden:
-        keys.refuse(
-            "mixed_precision",
-            "autocast beside fp32 parameters and gradients cannot be simulated: say bf16 (16-bit gradients and "
-            "messages) or fp32",
-            replaced_by=["workload.precision"],
-        )
+    as_said = kind in ("FSDP", "DEEPSPEED") or "workload.precision" in keys.overridden
+    if precision is not None and precision.value != "fp32" and not as_said:
+        _autocast(found, precision)
     if not keys.has("mixed_precision") and kind != "DEEPSPEED":
         found.precision = Value("fp32", "mixed_precision is not given: no")
+
+
+def _autocast(training: Training, precision: Value) -> None:
+    """Set automatic mixed precision over fp32 parameters."""
+    training.autocast = precision
+    training.precision = Value("fp32", f"{precision.origin}: autocast over fp32 parameters")
 
 
 def _deepspeed_of_accelerate(keys: Keys) -> Training:
@@ -359,9 +360,10 @@ def read_fsdp(keys: Keys, training: Training, cluster: Cluster, *, prefix: str) 
         keys.refuse(f"{prefix}auto_wrap_policy", "units are the model's blocks: TRANSFORMER_BASED_WRAP")
 
 
-LORA = "adapters of low rank (frozen weights) cannot be simulated"
+LORA = "adapters of this kind, or other frozen weights, cannot be simulated"
 AXOLOTL: dict[str, Rule] = {
-    **refused(LORA, "adapter", "lora_model_dir", "relora*", "unfrozen_parameters", "peft*", "lisa_*"),
+    **refused(LORA, "lora_model_dir", "relora*", "unfrozen_parameters", "peft_*", "lisa_*"),
+    **refused(LORA, "lora_modules_to_save", "lora_layers_to_transform", "peft.use_rslora"),
     **refused("quantized weights cannot be simulated", "load_in_8bit", "load_in_4bit", "gptq", "qat.*", "ptq.*"),
     **refused("quantized weights cannot be simulated", "quantization.*", "model_quantization_config", "use_onebitllms"),
     **refused(
@@ -450,9 +452,36 @@ def axolotl(keys: Keys, cluster: Cluster) -> Training:
     elif (checkpointing := keys.flag("gradient_checkpointing")) is not None:
         training.recompute = Value("full" if checkpointing.value else "none", checkpointing.origin)
     _axolotl_sharding(keys, training, cluster)
+    _axolotl_adapters(keys, training)
     _axolotl_precision(keys, training)
     keys.close(AXOLOTL)
     return training
+
+
+def _axolotl_adapters(keys: Keys, training: Training) -> None:
+    """Read adapters of low rank: their rank, scale and maps."""
+    kind = keys.raw("adapter")
+    if not kind:
+        return
+    if kind != "lora":
+        keys.refuse("adapter", LORA)
+        return
+    rank, alpha = keys.integer("lora_r"), keys.number("lora_alpha")
+    linear, targets = keys.flag("lora_target_linear"), keys.raw("lora_target_modules")
+    if rank is None or not (targets or (linear is not None and linear.value)):
+        keys.refuse("adapter", "needs lora_r, and lora_target_modules or lora_target_linear")
+        return
+    dropout = keys.number("lora_dropout")
+    if dropout is not None and dropout.value:
+        keys.note("lora_dropout", "approximated: the masks of dropout in adapters are not counted")
+    table: dict[str, object] = {"rank": rank.value}
+    if alpha is not None:
+        table["alpha"] = alpha.value
+    if linear is not None and linear.value:
+        table["targets"] = "all-linear"
+    else:
+        table["targets"] = [targets] if isinstance(targets, str) else list(targets)
+    training.adapters = Value(table, keys.line("adapter"))
 
 
 def _axolotl_sharding(keys: Keys, training: Training, cluster: Cluster) -> None:
@@ -514,10 +543,9 @@ def _axolotl_precision(keys: Keys, training: Training) -> None:
     key, flag = on[0]
     training.precision = Value(PRECISIONS[key], flag.origin)
     sharded = training.sharding is not None and training.sharding.value != "none"
-    if not sharded and "workload.precision" not in keys.overridden:
-        keys.refuse(
-            key,
-            "autocast beside fp32 parameters and gradients cannot be simulated: say bf16 (16-bit gradients and "
-            "messages) or fp32",
-            replaced_by=["workload.precision"],
-        )
+    if sharded or "workload.precision" in keys.overridden:
+        return
+    if training.adapters is None:
+        _autocast(training, training.precision)
+    else:
+        keys.note(key, "approximated beside adapters: all weights are in it, and autocast casts none")

@@ -13,6 +13,7 @@ from gssim.cluster.topology.kinds import Servers
 from gssim.errors import UserError
 from gssim.interop.fabric import Fabric, of_fabric_file
 from gssim.interop.hosts import Host, detected, of_nccl_xml, of_server, of_smi_matrix
+from gssim.interop.nccl_tests import fitted_constants, nccl_table
 from gssim.interop.reading import read_bounded
 from gssim.interop.servers import server_of
 from gssim.scenario.loading import toml
@@ -24,10 +25,10 @@ HOP_LATENCY_S = 0.5e-6
 
 
 class MadeCluster:
-    """A cluster file's text, and what was assumed in it."""
+    """A cluster file's text, what was assumed in it, and what was fitted."""
 
-    def __init__(self, text: str, notes: Sequence[str]) -> None:
-        self.text, self.notes = text, tuple(notes)
+    def __init__(self, text: str, notes: Sequence[str], fitted: Sequence[str]) -> None:
+        self.text, self.notes, self.fitted = text, tuple(notes), tuple(fitted)
 
 
 def cluster_of(
@@ -38,12 +39,14 @@ def cluster_of(
     detect: bool = False,
     oversubscription: float = 1.0,
     name: str = "",
+    nccl_tests: Path | None = None,
 ) -> MadeCluster:
     """Return the cluster of hosts and switches that files describe.
 
     `paths`: NCCL's XML or `nvidia-smi topo -m` of one or more hosts, and at most one file of switches; without a host's
     file hosts are usual servers of `gpu`, or with `detect` this machine. `hosts`: how many equal ones, where no file
-    says. Raises UserError for files that are invalid or contradict each other.
+    says. `nccl_tests`: measured all-reduces, to which NCCL's constants are fitted. Raises UserError for files that are
+    invalid or contradict each other.
     """
     if not 0 < oversubscription < 1000:
         raise UserError(f"--oversubscription {oversubscription}: must be more than 0 and less than 1000")
@@ -69,8 +72,19 @@ def cluster_of(
         notes.append(f"oversubscription = {oversubscription:g}: --oversubscription tells another")
     title = name or (paths[0].stem if paths else "this machine" if detect else f"{count} x {gpu}")
     data = _data(all_hosts, fabric, oversubscription, one_line(title, 100) or "cluster")
-    validated(Cluster, data, file=str(paths[0]) if paths else "cluster")
-    return MadeCluster(_text(data, notes, fabric), notes)
+    cluster = validated(Cluster, data, file=str(paths[0]) if paths else "cluster")
+    fitted = _fit_nccl(data, cluster, nccl_tests)
+    return MadeCluster(_text(data, notes, fabric, fitted), notes, fitted)
+
+
+def _fit_nccl(data: dict[str, Any], cluster: Cluster, path: Path | None) -> list[str]:
+    """Replace the generation of NCCL's constants by a table that is fitted to measurements; return how well it fits."""
+    if path is None:
+        return []
+    if cluster.backend != "nccl":
+        raise UserError(f"--nccl-tests {path}: the hosts have no GPUs, and communicate by {cluster.backend}")
+    data["nccl"], note = fitted_constants(cluster, nccl_table(path), data["nccl"])
+    return [note]
 
 
 def _read(paths: Sequence[Path], gpu: str | None) -> tuple[list[Host], Fabric | None, list[str]]:
@@ -241,9 +255,10 @@ def _of_cores(hosts: Sequence[Host], fabric: Fabric | None, name: str, source: s
     }
 
 
-def _text(data: dict[str, Any], notes: Sequence[str], fabric: Fabric | None) -> str:
-    """Return the tables as TOML, with what was assumed as comments."""
+def _text(data: dict[str, Any], notes: Sequence[str], fabric: Fabric | None, fitted: Sequence[str]) -> str:
+    """Return the tables as TOML, with what was assumed and what was fitted as comments."""
     lines = [f"# What does {one_line(str(data['name']))} do?", *(f"# default: {one_line(note)}" for note in notes)]
+    lines += [f"# {one_line(note)}" for note in fitted]
     if fabric is not None and len(fabric.nodes) <= 64:
         lines.append(f"# server0 to server{len(fabric.nodes) - 1}: {one_line(', '.join(fabric.nodes))}")
     lines += [f"{key} = {toml(data[key])}" for key in ("name", "backend", "nccl", "source") if key in data]

@@ -60,7 +60,7 @@ def export_scenario(scenario: Scenario, to: str) -> Exported:
     said = usual_reduction or (reduced in DTYPES and (to == "deepspeed" or (to != "accelerate" and shards)))
     _refuse(to, "workload.reduce_precision", reduced, said, "leave it out")
     notes = [f"plan.recompute = '{plan.recompute}': recompute in your own code"] if _left_to_code(plan, to) else []
-    if policies.cp > 1:
+    if policies.cp > 1 and not policies.ring:
         notes.append(f"plan.cp = {policies.cp}: {to} passes keys and values in a ring, not heads by all-to-alls")
     if plan.method == "fsdp":
         notes.append("plan.method = 'fsdp': reads back as 'zero3', which is the same")

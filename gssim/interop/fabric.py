@@ -10,13 +10,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from gssim.cluster import hosts_in
 from gssim.errors import UserError
 from gssim.interop.reading import parsed_json, parsed_yaml
 from gssim.units import one_line
 
-MOST_HOSTS = 100_000
-LONGEST_LIST = 20_000
-"""Characters of a host list."""
 TIER = re.compile(r"^(?:fabric\.topograph\.run|network\.topology\.(?:nvidia\.com|kubernetes\.io))/(?:tier-)?(.+)$")
 ORDER = {"accelerator": 0, "leaf": 1, "spine": 2, "core": 3, "block": 1, "datacenter": 4}
 """Levels of labels that have names in the place of numbers."""
@@ -67,41 +65,6 @@ def of_fabric_file(path: Path, text: str) -> Fabric:
 
 def _has_items(data: Any) -> bool:
     return isinstance(data, Mapping) and isinstance(data.get("items"), list)
-
-
-def hosts_in(text: str, *, file: str) -> list[str]:
-    """Return the names in a host list of Slurm.
-
-    >>> hosts_in("srv[8-10,12],login", file="example")
-    ['srv8', 'srv9', 'srv10', 'srv12', 'login']
-    """
-    if len(text) > LONGEST_LIST or text.count("[") != text.count("]"):
-        raise UserError(f"{file}: {one_line(text, 60)!r}: is no host list")
-    found: list[str] = []
-    for part in re.findall(r"[^,\[]*(?:\[[^\]]*\][^,\[]*)+|[^,\[\]]+", text):
-        names = [""]
-        for plain, ranges in re.findall(r"([^\[\]]+)|\[([^\]]*)\]", part):
-            ends = [plain] if plain else _numbers(ranges, file)
-            if len(names) * len(ends) + len(found) > MOST_HOSTS:
-                raise UserError(f"{file}: {one_line(part, 60)}: more than {MOST_HOSTS} names")
-            names = [name + end for name in names for end in ends]
-        found += names
-    if not found:
-        raise UserError(f"{file}: {one_line(text, 60)!r}: is no host list")
-    return found
-
-
-def _numbers(ranges: str, file: str) -> list[str]:
-    found: list[str] = []
-    for each in ranges.split(","):
-        match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", each.strip())
-        if match is None or int(match[2] or match[1]) < int(match[1]):
-            raise UserError(f"{file}: [{one_line(ranges, 40)}]: is no list of numbers and ranges")
-        first, last = int(match[1]), int(match[2] or match[1])
-        if last - first + len(found) >= MOST_HOSTS:
-            raise UserError(f"{file}: [{one_line(ranges, 40)}]: more than {MOST_HOSTS} names")
-        found += [str(number).zfill(len(match[1])) for number in range(first, last + 1)]
-    return found
 
 
 def _of_conf(text: str, file: str) -> Fabric:

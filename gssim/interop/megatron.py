@@ -17,15 +17,16 @@ LOGGING = "logging, data, checkpoints and evaluation are no part of a step"
 NUMERICS = "changes numbers, not step time or memory"
 KERNELS = "approximated: kernels are those that the model was traced with"
 MODEL = "the model is --model"
-EXPERTS = "mixtures of experts cannot be simulated"
+EXPERTS = "mixtures of experts of this kind cannot be simulated"
+CAPACITY = "experts of a capacity, which drop tokens or pad them, cannot be simulated"
 INFERENCE = "generation cannot be simulated"
 UNSHARDED = "of a kind of sharding that is off, or refused above"
 
 MEGATRON: dict[str, Rule] = {
-    **refused(
-        EXPERTS, "num-experts", "moe-use-upcycling", "moe-layer-freq", "expert-tensor-parallel-size", neutral=(1,)
-    ),
-    **listed("of mixtures of experts, which are off or refused", "moe-*", "expert-*", "*-expert-*", "router-*"),
+    **refused(EXPERTS, "moe-use-upcycling", "moe-layer-freq", "expert-tensor-parallel-size", neutral=(1,)),
+    **refused(CAPACITY, "moe-expert-capacity-factor", "moe-pad-expert-input-to-capacity", "moe-token-drop-policy"),
+    **listed("the model's experts are those of --model", "moe-shared-expert-*", "moe-ffn-hidden-size", "moe-router-*"),
+    **listed("of mixtures of experts, whose tokens go by all-to-alls", "moe-*", "expert-*", "*-expert-*", "router-*"),
     **refused("fp8 and fp4 cannot be simulated", "fp8", "fp8-format", "fp8-hybrid", "fp8-e4m3", "fp4*"),
     **listed("of fp8, which is off or refused", "fp8-*", "*-bf16-layers", "first-last-layers-bf16", "keep-fp8*"),
     **refused(
@@ -53,8 +54,7 @@ MEGATRON: dict[str, Rule] = {
         "a training of several models or stages cannot be simulated", "vision-model-type", "encoder-tp", "llm-tp"
     ),
     **refused("steps of changing batch cannot be simulated", "step-batch-size-schedule"),
-    **refused(EXPERTS, "num-moe-experts"),
-    **listed("of context parallelism, simulated by all-to-alls", "cp-comm-type", "hierarchical-context*"),
+    **listed("of context parallelism, which is off or read by its kind", "cp-comm-type", "hierarchical-context*"),
     **listed("of pipelines, which send while they compute here", "wgrad-deferral-limit", "variable-seq-lengths"),
     **refused("knowledge distillation cannot be simulated", "export-kd*", "logits-*", "teacher-*", "modelopt*"),
     **refused("offloading cannot be simulated", "optimizer-cpu-offload", "cpu-offloading*", "offload-*"),
@@ -333,6 +333,7 @@ def arguments_of(data: Any, *, file: str) -> dict[str, Any]:
 
 
 STRATEGIES = {"no_shard": "none", "optim": "zero1", "optim_grads": "zero2", "optim_grads_params": "zero3"}
+CONTEXT_EXCHANGES = {"p2p": "ring", "a2a": "all-to-all"}
 SIZES = {
     "layers": "num-layers",
     "width": "hidden-size",
@@ -340,6 +341,8 @@ SIZES = {
     "key-value heads": "num-query-groups",
     "perceptron": "ffn-hidden-size",
     "vocabulary": "vocab-size",
+    "experts": "num-experts",
+    "experts per token": "moe-router-topk",
 }
 
 
@@ -356,6 +359,11 @@ def megatron(keys: Keys) -> Training:
     _precision(keys, training)
     _sharding(keys, training)
     _pipeline(keys, training)
+    if training.cp is not None and training.cp.value > 1:
+        why = "hierarchical and gathering exchanges cannot be simulated"
+        training.context_exchange = keys.choice(
+            CONTEXT_EXCHANGES, "cp-comm-type", sets="plan.context_exchange", why=why
+        )
     _recompute(keys, training)
     _optimizer(keys, training)
     training.clip_norm = keys.number("clip-grad") or Value(1.0, "clip-grad = 1.0 (its default)")

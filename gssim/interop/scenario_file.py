@@ -39,6 +39,11 @@ class Imported:
     """Lines on keys of the scenario that the file does not tell."""
 
 
+COUNTS = frozenset(("plan.ranks", "plan.tp", "plan.pp", "plan.cp", "plan.micro_batches", "workload.global_batch_size"))
+"""Keys by which other counts are derived from a file: they are checked before the scenario is."""
+MOST = 10**9
+
+
 def import_scenario(
     path: Path,
     *,
@@ -64,6 +69,10 @@ def import_scenario(
         taken = next((each for each in replaced if each == key or each.startswith(f"{key}.")), None)
         if taken is not None:
             raise UserError(f"--set {taken}: give the file by {option}, and overrides of it to `gssim run`")
+    for key in COUNTS & replaced.keys():
+        value = replaced[key]
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST:
+            raise UserError(f"--set {key} = {value!r:.40}: allowed: a whole number from 1 to {MOST}")
     keys = Keys(str(path), values, frozenset(replaced), ignored)
     model_file = find_model(model)
     its_cluster = load_cluster(cluster)
@@ -95,7 +104,7 @@ def _content(path: Path, text: str, form: str | None) -> tuple[str, dict[str, An
     """Return the format of a file, and its keys."""
     file = str(path)
     if form is not None and form not in FORMATS:
-        raise UserError(f"--from {form}: no such format; allowed: {', '.join(FORMATS)}")
+        raise UserError(f"--format {form}: no such format; allowed: {', '.join(FORMATS)}")
     data: Any
     match path.suffix:
         case ".json":

@@ -45,6 +45,8 @@ ARCHITECTURE: dict[str, tuple[str, ...]] = {
     "key-value heads": ("num_key_value_heads",),
     "perceptron": ("intermediate_size", "n_inner", "ffn_hidden_size"),
     "vocabulary": ("vocab_size",),
+    "experts": ("num_local_experts", "n_routed_experts", "num_experts", "experts"),
+    "experts per token": ("num_experts_per_tok", "experts_per_token"),
 }
 """Sizes of a transformer, and what configs of Hugging Face and factories call them."""
 DEFAULTS_OF_TYPES: dict[str, dict[str, int]] = {
@@ -99,6 +101,8 @@ class Training:
     tp: Value | None = None
     pp: Value | None = None
     cp: Value | None = None
+    context_exchange: Value | None = None
+    """ring or all-to-all; None: a ring."""
     ep: Value | None = None
     sharding: Value | None = None
     """none, zero1, zero2 or zero3."""
@@ -116,6 +120,9 @@ class Training:
     precision: Value | None = None
     gradient_precision: Value | None = None
     reduce_precision: Value | None = None
+    autocast: Value | None = None
+    adapters: Value | None = None
+    """Table of `workload.adapters`."""
     loss_scale: Value | None = None
     """In fp16; absent there: dynamic."""
     optimizer: Value | None = None
@@ -186,6 +193,8 @@ def _check_architecture(training: Training, keys: Keys, model: Model) -> None:
     for name, value in training.architecture.items():
         if name in known and known[name] != value.value:
             _refuse(keys, value, f"the model '{model.name}' has {name} = {known[name]}; give the right one by --model")
+        elif name not in known and name.startswith("experts"):
+            _refuse(keys, value, f"the model '{model.name}' has no routed experts; give the right one by --model")
         elif name not in known:
             keys.note(value.origin.partition(" = ")[0], f"the model is --model ('{model.name}')")
 
@@ -199,7 +208,7 @@ def _check_clipping(training: Training) -> None:
 
 def _scale_loss(training: Training, plan: list[Entry], overrides: dict[str, Any]) -> None:
     """Set how a training in fp16 scales its loss, unless the scenario is to have another precision, or cannot."""
-    precision = training.precision
+    precision = training.autocast or training.precision
     asked = overrides.get("workload.precision", precision.value if precision else "fp32")
     methods = [entry.value for entry in plan if entry.key == "plan.method"]
     rules = METHODS.get(overrides.get("plan.method") or (methods[0] if methods else ""))
@@ -342,12 +351,23 @@ def _axes(
         return None
     if cp.value > 1:
         entries.append(Entry("plan.cp", cp.value, cp.origin))
-        name = cp.origin.partition(" = ")[0]
-        keys.note(name, "approximated: parts of sequences are exchanged for heads by all-to-alls, not passed in a ring")
+        entries += _context_exchange(training, keys, cp)
     ep = training.ep or one
     if ep.value > 1:
         entries.append(Entry("plan.ep", ep.value, ep.origin))
     return ranks, dp, tp, pp, entries
+
+
+def _context_exchange(training: Training, keys: Keys, cp: Value) -> list[Entry]:
+    """Return the entry of a ring, which other programs have by default; none for all-to-alls."""
+    exchange = training.context_exchange or Value("ring", f"{cp.origin}: keys and values in a ring")
+    if exchange.value == "all-to-all":
+        return []
+    if training.recompute is not None and training.recompute.value == "selective":
+        name = cp.origin.partition(" = ")[0]
+        keys.note(name, "approximated: parts of sequences are exchanged for heads by all-to-alls, not passed in a ring")
+        return []
+    return [Entry("plan.context_exchange", "ring", exchange.origin)]
 
 
 def _method(training: Training, keys: Keys, dp: int, tp: int, pp: int, cp: int) -> list[Entry] | None:
@@ -362,7 +382,7 @@ def _method(training: Training, keys: Keys, dp: int, tp: int, pp: int, cp: int) 
         method = "ddp" if dp * cp > 1 else "pipeline" if pp > 1 else "tensor" if tp > 1 else "single"
         return [Entry("plan.method", method, why)]
     method = "hsdp" if sharding.value == "zero3" and replicas > 1 else sharding.value
-    if pp > 1 and method != "zero1":
+    if pp > 1 and not METHODS[method].in_pipelines:
         _refuse(keys, sharding, f"method '{method}' cannot run in a pipeline yet", "plan.method")
         return None
     entries = [Entry("plan.method", method, sharding.origin)]
@@ -501,6 +521,8 @@ def _workload(training: Training, keys: Keys, model: Model) -> list[Entry]:
         ("precision", "fp32", "the program's own, as the file does not say"),
         ("gradient_precision", None, ""),
         ("reduce_precision", None, ""),
+        ("autocast", None, ""),
+        ("adapters", None, ""),
         ("loss_scale", None, ""),
         ("optimizer", "adamw", "as the file does not say"),
         ("optimizer_implementation", None, ""),

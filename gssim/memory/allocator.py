@@ -29,6 +29,7 @@ from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from itertools import islice
+from operator import itemgetter
 
 MIN_BLOCK_BYTES = 512
 """Requests are rounded up to a multiple of this."""
@@ -150,6 +151,30 @@ class Pool:
         self.size_at[rest], self._start_of[address + found_bytes] = left_bytes, rest
         return address, size_bytes, requested_bytes, self
 
+    def take_some(self, size_bytes: int, requested_bytes: int, count: int) -> list[Block]:
+        """Allocate up to `count` equal blocks, as `take` does one after another; of one free block at most.
+
+        What is left over of the smallest free block that suffices is again the smallest, as long as it suffices.
+        """
+        first = self.take(size_bytes, requested_bytes)
+        blocks = [] if first is None else [first]
+        if first is None or first[1] != size_bytes or count == 1:
+            return blocks
+        rest = first[0] + size_bytes
+        left_bytes = self.size_at.get(rest, 0)
+        more = min(count - 1, (left_bytes - self._least_remainder) // size_bytes)
+        if more <= 0 or self._addresses[size_bytes] or self._smaller_suffices(size_bytes, left_bytes):
+            return blocks
+        self.remove(rest)
+        end = rest + more * size_bytes
+        self.add(end, left_bytes - more * size_bytes)
+        blocks += [(address, size_bytes, requested_bytes, self) for address in range(rest, end, size_bytes)]
+        return blocks
+
+    def _smaller_suffices(self, size_bytes: int, found_bytes: int) -> bool:
+        """Return whether a free block smaller than that of `found_bytes`, or as large, is large enough."""
+        return self._sizes[bisect_left(self._sizes, size_bytes)] < found_bytes or len(self._addresses[found_bytes]) > 1
+
     def give_back(self, address: int, size_bytes: int) -> None:
         """Free a block, merged with adjacent free ones."""
         sizes, end = self._sizes, address + size_bytes
@@ -218,6 +243,19 @@ ADDRESS_SPACE_BYTES = 2**60
 """Of an expandable segment: more than it ever needs. (torch takes 1 1/8 of the device's memory.)"""
 
 
+def give_back_all(blocks: list[Block]) -> None:
+    """Free blocks, adjacent ones as one: what is left of a pool is the same as if they were freed one by one."""
+    blocks = sorted(blocks, key=itemgetter(0))
+    first, size, _, pool = blocks[0]
+    for address, size_bytes, _, own in blocks[1:]:
+        if address == first + size and own is pool:
+            size += size_bytes
+            continue
+        pool.give_back(first, size)
+        first, size, pool = address, size_bytes, own
+    pool.give_back(first, size)
+
+
 class ExpandablePool(Pool):
     """The same in one expandable segment: behind some of its addresses there is no memory, yet or any more."""
 
@@ -245,6 +283,11 @@ class ExpandablePool(Pool):
         found_bytes = self.size_at[found]
         self.remove(found)
         return self._cut(found, found_bytes, size_bytes, requested_bytes)
+
+    def take_some(self, size_bytes: int, requested_bytes: int, count: int) -> list[Block]:
+        """Allocate one of `count` equal blocks: the next may go elsewhere."""
+        block = self.take(size_bytes, requested_bytes)
+        return [] if block is None else [block]
 
     def _cut(self, address: int, found_bytes: int, size_bytes: int, requested_bytes: int) -> Block:
         """Return a block that is no more free, without what is left over of it, where that is enough."""
@@ -315,9 +358,9 @@ class ExpandablePool(Pool):
         self._unmapped[before] = end + behind_bytes - before
 
 
-Request = tuple[list[Block], Pool, int, int, int]
-"""A request: the list of allocated blocks of its kind, its pool, its rounded bytes (0: it frees one of these), its
-requested bytes, and the index of the block to free: 0 the oldest, -1 the latest."""
+Request = tuple[list[Block], Pool, int, int, int, int]
+"""Equal requests: the list of allocated blocks of their kind, their pool, their rounded bytes (0: they free some of
+these), their requested bytes, the index of the block to free: 0 the oldest, -1 the latest; and their number."""
 
 
 class NoMemoryLeftError(Exception):
@@ -355,7 +398,7 @@ class CachingAllocator:
         if not requested:
             return None
         size, kept = rounded_bytes(requested), list[Block]()
-        self.serve(iter([(kept, self.pool_of(size, stream), size, requested, 0)]))
+        self.serve(iter([(kept, self.pool_of(size, stream), size, requested, 0, 1)]))
         return kept.pop()
 
     def free(self, block: Block | None) -> None:
@@ -365,16 +408,24 @@ class CachingAllocator:
         address, _, requested, pool = block
         if pool.is_free(address):
             raise ValueError(f"the block at {address} is free already")
-        self.serve(iter([([block], pool, 0, requested, 0)]))
+        self.serve(iter([([block], pool, 0, requested, 0, 1)]))
 
     def serve(self, requests: Iterator[Request]) -> Request | None:
-        """Serve requests; return the first that frees a missing block, or None where all are served."""
+        """Serve requests; return the first that frees a missing block, or None where all are served.
+
+        Requests that free several blocks free no more than there are.
+        """
         requested, allocated = self.requested_bytes, self.allocated_bytes
         most_requested, most_allocated = self.peak_requested_bytes, self.peak_allocated_bytes
         try:
             for request in requests:
-                kept, pool, rounded, size, place = request
-                if rounded:
+                kept, pool, rounded, size, place, count = request
+                if count > 1:
+                    change = self._serve_equal(request)
+                    requested += change[0]
+                    allocated += change[1]
+                    most_requested, most_allocated = max(most_requested, requested), max(most_allocated, allocated)
+                elif rounded:
                     block = pool.take(rounded, size) or self._new(pool, rounded, size)
                     kept.append(block)
                     requested += size
@@ -394,6 +445,26 @@ class CachingAllocator:
             self.requested_bytes, self.allocated_bytes = requested, allocated
             self.peak_requested_bytes, self.peak_allocated_bytes = most_requested, most_allocated
         return None
+
+    def _serve_equal(self, request: Request) -> tuple[int, int]:
+        """Serve several equal requests; return by how much the requested and the allocated bytes change."""
+        kept, pool, rounded, size, place, count = request
+        allocated = 0
+        if not rounded:
+            blocks = kept[:count] if place == 0 else kept[-count:]
+            if place == 0:
+                del kept[:count]
+            else:
+                del kept[-count:]
+            give_back_all(blocks)
+            return -sum(block[2] for block in blocks), -sum(block[1] for block in blocks)
+        left = count
+        while left:
+            blocks = pool.take_some(rounded, size, left) or [self._new(pool, rounded, size)]
+            kept += blocks
+            allocated += sum(block[1] for block in blocks)
+            left -= len(blocks)
+        return count * size, allocated
 
     def pool_of(self, size_bytes: int, stream: str) -> Pool:
         """Return the pool that serves a rounded request on a stream."""

@@ -59,7 +59,7 @@ class Event(NamedTuple):
     position: int
     size_bytes: float
     category: str
-    tensors: tuple[float, ...] = ()
+    tensors: Sequence[float] = ()
     """Bytes of each tensor, where there are several."""
     stream: str = ""
     """Stream of the device, where it is not the compute stream: an allocator separates the memory of streams."""

@@ -191,12 +191,11 @@ class Columns:
         return int(sum(load.nnz for load in self.loads)) // 3 + self.latency_s.size // 6  # of the usual 50 bytes
 
 
-def columns_of(wiring: Wiring, into: Adjacency, exchange: Exchange) -> Columns:
-    """Return the loads of links by an exchange, for each byte of its senders; see `paths_of`."""
+def columns_of(wiring: Wiring, paths: Paths, exchange: Exchange) -> Columns:
+    """Return the loads of links by an exchange, for each byte of its senders; `paths`: of its hops."""
     from scipy.sparse import coo_array  # lazy: only large exchanges need it
 
     every, members = exchange.every, len(exchange.ranks)
-    paths = paths_of(wiring, into, every)
     order = np.argsort(exchange.ranks)
     target = order[np.searchsorted(exchange.ranks, every.target, sorter=order)]
     kind = np.repeat(exchange.kinds, members - 1)

@@ -211,6 +211,7 @@ class Network:
             session=np.append(group.session, 0),
             link=np.append(group.link, own),
             load=np.append(group.load, 1.0),
+            own_load=np.append(group.own_load, 1.0),
         )
         self._start(limited, np.full(1, np.inf))
 
@@ -268,10 +269,11 @@ class Network:
         for group in traffic.groups:
             sizes = group.unit_bytes * (stage.size_bytes * stage.stretch_ratio * pace.factor)
             wait_s = self._wait_s(stage, group, sizes, pace)
+            delayed = self._delayed(group, sizes, wait_s, pace, coupled=stage.coupled)
             if len(traffic.groups) == 1:
-                yield from self._delayed(group, sizes, wait_s, pace)
+                yield from delayed
                 return
-            ends.append(self.env.process(self._delayed(group, sizes, wait_s, pace)))
+            ends.append(self.env.process(delayed))
         if ends:
             yield self.env.all_of(ends)
 
@@ -282,7 +284,7 @@ class Network:
         latency_s = group.latency_s + pace.message_s
         transfer_s = ahead_s = 0.0
         if (stage.hidden_ratio or pace.group_bytes) and len(group.link):
-            transfer_s, link = self._longest(group, sizes)
+            transfer_s, link = self._longest(group, sizes, coupled=stage.coupled)
             if pace.group_bytes:
                 ahead_s = head_start_s(float(self.capacity[link]), pace.group_bytes)
                 ahead_s = min(ahead_s, transfer_s / max(1.0, stage.steps))
@@ -295,21 +297,26 @@ class Network:
             head_start_s=ahead_s,
         )
 
-    def _longest(self, group: Sessions, sizes: Floats) -> tuple[float, int]:
-        """Return the time of the longest session on idle links, and the link that limits it."""
-        rates, limit = self._rates([group])
+    def _longest(self, group: Sessions, sizes: Floats, *, coupled: bool) -> tuple[float, int]:
+        """Return the time of the longest session on idle links, and the link that limits it.
+
+        Coupled hops are one session for each group of ranks: those of the other groups are no part of idle links.
+        """
+        rates, limit = self._rates([group.of_one if coupled else group])
         times_s = sizes / rates
         longest = int(times_s.argmax())
         return float(times_s[longest]), int(limit[longest])
 
-    def _delayed(self, group: Sessions, sizes: Floats, wait_s: float, pace: Pace) -> Generator[Any, Any, None]:
+    def _delayed(
+        self, group: Sessions, sizes: Floats, wait_s: float, pace: Pace, *, coupled: bool
+    ) -> Generator[Any, Any, None]:
         if wait_s:
             yield self.env.timeout(wait_s)
         if not sizes.any():
             return
         busy = self.env.timeout(pace.processor_s) if pace.processor_s else None
         if len(group.link) and pace.group_bytes:
-            sizes = self._let_through(group, sizes, pace.group_bytes)
+            sizes = self._let_through(group, sizes, pace.group_bytes, coupled=coupled)
         if len(group.link) and sizes.any():
             yield self._start(group, sizes)
         if pace.group_bytes:
@@ -317,12 +324,12 @@ class Network:
         if busy is not None:
             yield busy
 
-    def _let_through(self, group: Sessions, sizes: Floats, group_bytes: int) -> Floats:
+    def _let_through(self, group: Sessions, sizes: Floats, group_bytes: int, *, coupled: bool) -> Floats:
         """Return the bytes that are left when an idle shaped link has passed a burst at once.
 
         Its tokens accumulate while nothing crosses it, up to a head start.
         """
-        longest_s, link = self._longest(group, sizes)
+        longest_s, link = self._longest(group, sizes, coupled=coupled)
         if any(link in transfer.links for transfer in self.active):
             return sizes
         ahead_s = head_start_s(float(self.capacity[link]), group_bytes)

@@ -30,8 +30,15 @@ class Sessions:
     """Class of link."""
     load: Floats
     """Part of the session's rate on the link."""
+    own_load: Floats
+    """The same of one session of a class that stands for several."""
     unit_bytes: Floats
     """Bytes of each session for each byte of the stage's size."""
+
+    @cached_property
+    def of_one(self) -> "Sessions":
+        """The same without the other sessions of each class."""
+        return self if np.array_equal(self.own_load, self.load) else replace(self, load=self.own_load)
 
     @cached_property
     def places(self) -> tuple[Ints, Ints]:
@@ -229,23 +236,27 @@ def _traffic(pattern: _Pattern, link_class: Ints, representative: NDArray[np.boo
     place = session_class[pattern.session[entries]] * (len(link_class) + 1) + classes
     places, inverse = np.unique(place, return_inverse=True)
     load = summed(inverse, pattern.load[entries], len(places))
+    own_load = load / np.bincount(inverse, minlength=len(places))
     session, link = places // (len(link_class) + 1), places % (len(link_class) + 1)
     unit_bytes, latency_s = pattern.unit_bytes[first], pattern.latency_s[first]
     links, onto = np.unique(link, return_inverse=True)
     carried = summed(onto, load * unit_bytes[session], len(links))
     return Traffic(
-        groups=tuple(_groups(session, link, load, unit_bytes, latency_s)),
+        groups=tuple(_groups(session, link, load, own_load, unit_bytes, latency_s)),
         carried_link=links,
         carried=carried,
     )
 
 
-def _groups(session: Ints, link: Ints, load: Floats, unit_bytes: Floats, latency_s: Floats) -> list[Sessions]:
+def _groups(
+    session: Ints, link: Ints, load: Floats, own_load: Floats, unit_bytes: Floats, latency_s: Floats
+) -> list[Sessions]:
     """Return the sessions grouped by latency, which is when they start."""
     groups = []
     for late in distinct(latency_s):
         members = np.flatnonzero(latency_s == late)
         inside = np.isin(session, members)
         local = np.searchsorted(members, session[inside])
-        groups.append(Sessions(float(late), local, link[inside], load[inside], unit_bytes[members]))
+        here = (link[inside], load[inside], own_load[inside])
+        groups.append(Sessions(float(late), local, *here, unit_bytes[members]))
     return groups

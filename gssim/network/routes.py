@@ -23,6 +23,7 @@ from gssim.network.bundles import (
     Adjacency,
     Bundle,
     Columns,
+    Paths,
     adjacency,
     carried,
     columns_of,
@@ -100,7 +101,9 @@ class Router:
     def _columns(self, exchange: Exchange) -> Columns:
         key = ("columns", self.ways, Same(exchange.every), exchange.kinds.tobytes())
         return self.kept.once(
-            key, lambda: columns_of(self.wiring, self._into, exchange), weight=lambda found: found.elements
+            key,
+            lambda: columns_of(self.wiring, self._paths(exchange.every), exchange),
+            weight=lambda found: found.elements,
         )
 
     def latency_beyond_s(self, hops: Hops, floor_s: float) -> float:
@@ -125,13 +128,15 @@ class Router:
             return Bundle(np.zeros(len(used), np.int64), used, load[used], np.zeros(0))
         if not is_worthwhile(self.wiring, hops):
             return self._summed(hops)
-        ends = (Same(hops.source), Same(hops.target), Same(hops.group))  # shared by exchanges of other proportions
-        key = ("paths", self.ways, *ends)
+        return carried(self.wiring, self._paths(hops), hops.weight)
+
+    def _paths(self, hops: Hops) -> Paths:
+        """Return the best paths of hops; exchanges of other proportions share their ends."""
+        key = ("paths", self.ways, Same(hops.source), Same(hops.target), Same(hops.group))
         most = MOST_LARGE // 2  # so that the hops themselves stay cached, however many steps there are
-        paths = self.kept.once(
+        return self.kept.once(
             key, lambda: paths_of(self.wiring, self._into, hops), weight=lambda found: min(found.steps, most)
         )
-        return carried(self.wiring, paths, hops.weight)
 
     def _summed(self, hops: Hops) -> Bundle:
         """Return the bundle as the sum over every hop's own path."""

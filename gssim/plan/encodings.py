@@ -9,7 +9,10 @@ A message holds `entries` of the `elements` of an owner's range, v bytes each (g
 
 import math
 
+import numpy as np
+
 from gssim.errors import UserError
+from gssim.units import Floats, Ints
 
 INDEX_BYTES = 4
 """Size of the int32 index of a COO entry, relative to the owner's range."""
@@ -65,6 +68,29 @@ def chosen(encoding: str, *, entries: float, elements: float, value_bytes: int) 
         return encoding
     usable = ENCODINGS if elements <= MOST_INDEXED else ("dense", "bitmap")
     return min(usable, key=lambda e: message_bytes(e, entries=entries, elements=elements, value_bytes=value_bytes))
+
+
+def sizes_of(encoding: str, *, entries: Floats, elements: Floats, value_bytes: int) -> tuple[Ints, Floats]:
+    """Return the encodings (as indices in `ENCODINGS`) and the bytes of many messages, as `chosen` and `message_bytes`.
+
+    >>> kinds, sizes = sizes_of("auto", entries=np.array([10., 100., 980.]), elements=np.full(3, 1000.), value_bytes=4)
+    >>> [ENCODINGS[kind] for kind in kinds], sizes.tolist()
+    (['coo', 'bitmap', 'dense'], [80.0, 525.0, 4000.0])
+    """
+    too_long = elements > MOST_INDEXED
+    if encoding == "coo" and too_long.any():
+        raise UserError(coo_range_error(float(elements.max())))
+    sizes = {
+        "coo": lambda: entries * (value_bytes + INDEX_BYTES),
+        "bitmap": lambda: entries * value_bytes + np.ceil(elements / 8),
+        "dense": lambda: elements * float(value_bytes),
+    }
+    if encoding != "auto":
+        return np.full(entries.shape, ENCODINGS.index(encoding)), sizes[encoding]()
+    several = np.stack([sizes[each]() for each in ENCODINGS])
+    several[ENCODINGS.index("coo")][too_long] = np.inf
+    kinds = several.argmin(axis=0)
+    return kinds, np.take_along_axis(several, kinds[None], axis=0)[0]
 
 
 def coo_range_error(elements: float) -> str:

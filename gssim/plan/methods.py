@@ -68,8 +68,8 @@ _FULLY_SHARDED: dict[str, Any] = {
     "gradients": "reduce-scatter",
     "optimizer_state": "sharded",
     "gradient_sync": "micro-batch",
-    "in_pipelines": True,
     "programs": EVERYWHERE,
+    "in_pipelines": True,
 }
 _PUSHED: dict[str, Any] = {"parameters": "replicated", "gradients": "push", "optimizer_state": "sharded"}
 
@@ -187,6 +187,7 @@ METHODS: dict[str, Method] = {
             "gs",
             "Gradient Sharding: gradients are pushed to the owners of their shards, thresholded if asked.",
             "gsreal.gradient_sharding",
+            in_pipelines=True,
             programs=("torchrun",),
             **_PUSHED,
         ),
@@ -235,11 +236,16 @@ else:
 
 PREDICTED_ONLY: dict[tuple[str, object], str] = {
     ("workload.precision", "fp16"): "can be predicted, but not run without loss scaling: set workload.loss_scale",
+    ("workload.map_precision", "fp8"): "can be predicted, but not run; leave it out",
+    ("workload.autocast", "fp16"): "can be predicted, but not run without loss scaling: set workload.loss_scale",
     ("workload.gradient_precision", "fp32"): "can be predicted, but not run; leave it out",
     ("run.extrapolate_micro_batches", True): "a real run has all micro-batches; allowed: false",
     ("plan.zero1_implementation", "deepspeed"): "can be predicted, but not run; allowed: 'torch'",
     ("plan.zero1_implementation", "megatron"): "can be predicted, but not run; allowed: 'torch'",
 }
 """Values of a scenario's keys that a real run refuses, and why."""
-RUNS_WITH: dict[tuple[str, object], str] = {("workload.precision", "fp16"): "workload.loss_scale"}
+RUNS_WITH: dict[tuple[str, object], str] = {
+    ("workload.precision", "fp16"): "workload.loss_scale",
+    ("workload.autocast", "fp16"): "workload.loss_scale",
+}
 """Of these values, the key with which a real run takes them."""

@@ -114,6 +114,24 @@ class Outer:
     """Factor on the mean change of the parameters and its momentum; 1 without momentum is `local_sgd`."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Momentum of the mean changes."""
+    precision: Literal["fp32", "int8"] = "fp32"
+    """Of what ranks send. `int8`: in blocks of 1024 elements, a bucket's last one padded with zeros, each rank sends
+    its weighted changes divided by a fp32 scale (the block's largest magnitude / 127) and rounded to the nearest
+    integer, and the scales; all ranks gather all messages, and add them up in fp32. `fp32`: an all-reduce in the
+    optimizer's precision."""
+
+
+INT8_BLOCK_ELEMENTS, INT8_SCALE_BYTES = 1024, 4
+"""Elements that share a scale in `Outer.precision = "int8"`, and its size."""
+
+
+def int8_blocks(elements: int) -> int:
+    """Return the number of blocks of a bucket whose changes are sent as 8-bit integers.
+
+    >>> int8_blocks(1024), int8_blocks(1025)
+    (1, 2)
+    """
+    return -(-elements // INT8_BLOCK_ELEMENTS)
 
 
 FirstCompressed = Annotated[int, Field(ge=2)]
@@ -228,12 +246,19 @@ class Plan:
     attention, queries, keys, values and outputs are exchanged by all-to-alls, so that each rank attends to whole
     sequences with its part of the heads (DeepSpeed Ulysses). Gradients are reduced, and state is sharded, over these
     ranks too."""
+    context_exchange: Literal["all-to-all", "ring"] = "all-to-all"
+    """How context-parallel ranks attend to each other's positions. `all-to-all`: each to whole sequences, with its part
+    of the heads, which their number must allow. `ring`: keys and values of a rank's positions go around, and each rank
+    attends to a block at a time, with all heads (ring attention)."""
+    context_split: Literal["zigzag", "plain"] = "zigzag"
+    """Positions of context-parallel ranks in a ring. `zigzag`: of 2n parts of a sequence, the i-th rank has the i-th
+    and the i-th from the end, so that all have as much to do under a causal mask. `plain`: the i-th of n parts."""
     pp: PositiveInt = 1
     """Ranks in a pipeline of stages; for `pipeline`, 1 means the ranks that the other axes leave."""
     ep: PositiveInt = 1
     """Ranks that divide the routed experts of each mixture-of-experts layer: so many data ranks in a row. Tokens are
-    sent to the ranks of their experts and back by all-to-alls; gradients of experts are reduced among the ranks that
-    hold the same ones."""
+    sent to the ranks of their experts and back by all-to-alls; gradients of experts are reduced, and where parameters
+    are sharded experts are sharded, among the ranks that hold the same ones."""
     partition: Partition | None = None
     """Split by samples, or of the weight gradients of the same samples. Absent: the method's."""
     parameters: ParameterPolicy | None = None

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from math import prod
 from typing import Any
@@ -65,6 +66,10 @@ class Policies:
     """Whether the ranks of the axis tp divide sequences among them between the cut parts of blocks."""
     cp: int = 1
     """Ranks that divide sequences among them."""
+    ring: bool = False
+    """Whether their attention is a ring, not an exchange of heads."""
+    zigzag: bool = False
+    """Whether they have the positions of the ring's balanced division."""
 
     @property
     def cuts_natively(self) -> bool:
@@ -80,7 +85,7 @@ class Policies:
         """Whether exchanges are made of point-to-point messages, not by the backend's collectives."""
         return self.exchange == "point-to-point"
 
-    @property
+    @cached_property
     def mesh(self) -> Mesh:
         """The mesh of the parallel axes."""
         return Mesh(
@@ -135,8 +140,8 @@ def resolve(plan: Plan, *, devices: int, hosts: Sequence[str] = (), backend: str
         name: getattr(plan, name) or getattr(method, name)
         for name in ("partition", "parameters", "gradients", "gradient_sync", "optimizer_state")
     }
-    if plan.pp > 1 and policies["gradients"] == "reduce-scatter":  # stages reduce gradients once
-        policies["gradient_sync"] = plan.gradient_sync or "step"
+    if plan.pp > 1 and plan.gradient_sync is None:  # torch's stages send gradients after the last micro-batch
+        policies["gradient_sync"] = "step"
     policies["exchange"] = plan.exchange or usual_exchange(policies["gradients"], backend=backend)
     publishes = policies["gradients"] == "push" and policies["parameters"] == "replicated"
     return Policies(
@@ -150,6 +155,8 @@ def resolve(plan: Plan, *, devices: int, hosts: Sequence[str] = (), backend: str
         publish_overlaps=publishes and plan.overlap and bool(plan.publish.overlap),
         sequence_parallel=plan.sequence_parallel,
         ep=plan.ep,
+        ring=plan.cp > 1 and plan.context_exchange == "ring",
+        zigzag=plan.cp > 1 and plan.context_exchange == "ring" and plan.context_split == "zigzag",
     )
 
 
@@ -291,12 +298,16 @@ def _refuse_combination(plan: Plan, policies: Policies, file: str) -> None:
 def _refuse_divided_experts(plan: Plan, policies: Policies, file: str) -> None:
     """Refuse expert parallelism that does not divide the data ranks, or beside policies that it cannot run with yet."""
     where = f"{file}: plan.ep = {policies.ep}"
-    if (policies.parameters, policies.gradients, policies.optimizer_state) != (
-        "replicated",
-        "all-reduce",
-        "replicated",
-    ):
-        raise UserError(f"{where}: cannot run yet with method '{plan.method}'; allowed today: method 'ddp'")
+    replicated = (policies.gradients, policies.optimizer_state) == ("all-reduce", "replicated")
+    if not replicated and policies.gradients != "reduce-scatter":
+        raise UserError(
+            f"{where}: cannot run yet with method '{plan.method}'; allowed today: methods that all-reduce or "
+            "reduce-scatter gradients and replicate or shard all state with them (ddp, zero2, zero3, fsdp)"
+        )
+    if not replicated and policies.dp_replicate > 1:
+        raise UserError(
+            f"{where}: cannot run yet with plan.dp_replicate = {policies.dp_replicate} beside shards; allowed today: 1"
+        )
     if policies.data_ranks % policies.ep:
         raise UserError(
             f"{where}: experts are divided among data ranks in a row, of which there are {policies.data_ranks}; "
@@ -309,7 +320,7 @@ def _refuse_divided_experts(plan: Plan, policies: Policies, file: str) -> None:
         raise UserError(
             f"{where}: gradients of experts cannot be compressed yet (plan.compress, or method 'half'); leave it out"
         )
-    if plan.gradient_sync == "micro-batch":
+    if replicated and plan.gradient_sync == "micro-batch":
         raise UserError(f"{where}: cannot run yet with plan.gradient_sync = 'micro-batch'; allowed today: 'step'")
     if plan.shares.replan:
         raise UserError(f"{where}: plan.shares.replan = True: ranks that divide experts need as many samples each")

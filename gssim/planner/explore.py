@@ -61,7 +61,7 @@ def judged(loaded: Loaded, limits: Limits, shared: Shared) -> Result | Bound:
                 bound = closer(bound)
             if limits.rule_out(bound) or (bounds.tasks > COSTLY_TASKS and bound.objective > limits.next_objective):
                 return bound
-        result = simulate(loaded, shared=shared, spread=False).result
+        result = simulate(loaded, shared=shared, spread=False, banded=False).result
         if loaded.statistics_needed:
             types = loaded.scenario.cluster.device_types
             full = full_ratio(result, {name: device.memory_bytes for name, device in types.items()})

@@ -202,7 +202,7 @@ def _cached_timeline(
     model.
     """
     positions = low.scenario.sequence_positions
-    slices = (low.scenario.slice_shares, low.tensor_part, positions) if low.divides_layers else ()
+    slices = (low.scenario.slice_shares, low.tensor_part, positions, low.policies.ring) if low.divides_layers else ()
     settings = tuple(sorted(lives.keywords.items())) if isinstance(lives, partial) else ()
     key = (Same(low.scenario.workload.model), slices, size, settings)
     return low.shared.once("timeline", key, make)

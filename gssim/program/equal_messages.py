@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from gssim.program.lowering import Lowering
-from gssim.program.messages import push_matrix
-from gssim.program.publish import messages_of
+from gssim.program.messages import is_thresholded, owned_pieces, push_sizes
+from gssim.program.publish import published
 from gssim.units import Floats, Ints
 
 
@@ -26,7 +26,7 @@ def message_classes(low: Lowering) -> Ints:
     classes = np.zeros(len(low.group), np.int64)
     first = 0
     for place in range(low.places):
-        columns = np.array(list(_columns(low, place)))
+        columns = np.concatenate(list(_columns(low, place)))
         changes = (columns[:, 1:] != columns[:, :-1]).any(axis=0)
         classes[place :: low.places] = first + np.cumsum(np.r_[0, changes])
         first = int(classes[place :: low.places][-1]) + 1
@@ -35,14 +35,13 @@ def message_classes(low: Lowering) -> Ints:
 
 def _columns(low: Lowering, place: int) -> Iterator[Floats]:
     """Yield columns that distinguish the nodes' ranks at a place: elements owned, kind of sender, entries received per
-    kind.
+    kind, by bucket.
     """
-    for bucket in low.buckets:
-        yield np.array(low.division(bucket).owned[place], dtype=float)
-        for micro_batch in low.micro_batches:
-            if micro_batch.sends_gradients:
-                entries = push_matrix(low, bucket, micro_batch, place)[1]
-                yield np.array(entries.kinds, dtype=float)
-                yield from np.array(entries.rows, dtype=float)
-        if low.thresholds_publish:
-            yield np.array([message.entries for message in messages_of(low, bucket, place)])
+    yield owned_pieces(low, place).elements_owned
+    for micro_batch in low.micro_batches:
+        if micro_batch.sends_gradients and is_thresholded(low):
+            sizes = push_sizes(low, micro_batch, place)
+            yield sizes.classes[None].astype(np.float64)
+            yield sizes.messages.entries.reshape(-1, low.nodes)
+    if low.thresholds_publish:
+        yield published(low, place).entries

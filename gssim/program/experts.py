@@ -74,7 +74,7 @@ def expert_gradient_tasks(low: Lowering, rank: int) -> list[tuple[tuple[int, int
     stream = "communication" if low.scenario.plan.overlap else "compute"
     for bucket in low.expert_buckets:
         size = float(bucket.elements * low.value_bytes)
-        divide_s = cost.copy_time_s(low.device(rank), size) if low.scenario.plan.overlap else 0.0
+        divide_s = cost.copy_time_s(low.device(rank), size)
         task = None
         if len(group) > 1:
             exchange = Communication("all-reduce", group, size, beside=tuple(beside))

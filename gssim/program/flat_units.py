@@ -96,12 +96,12 @@ def _end_of_backward(low: Lowering, rank: int, unit: FlatUnit, *, leaves: bool) 
 # Parameters ----------------------------------------------------------------------------------------------------------
 
 
-def gather_flat_parameters(low: Lowering, rank: int, tasks: list[Task], micro_batch: MicroBatch) -> list[Task]:
+def gather_flat_parameters(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
     """Pass of GS with sharded parameters: gather each unit before its first forward and keep it."""
     return _with_gathers(low, rank, tasks, twice=False)
 
 
-def gather_flat_parameters_twice(low: Lowering, rank: int, tasks: list[Task], micro_batch: MicroBatch) -> list[Task]:
+def gather_flat_parameters_twice(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
     """Pass of GS with sharded parameters: free each block after its forward, and gather it again for its backward."""
     return _with_gathers(low, rank, tasks, twice=True)
 

@@ -47,6 +47,8 @@ class ComputeKind(NamedTuple):
     sends_gradients: bool
     expert_position: int
     """Of ranks that divide experts, the first with as many rows."""
+    ring_position: int
+    """Of ranks in a ring, whose blocks differ, the rank's position."""
 
 
 @dataclass(frozen=True)
@@ -181,9 +183,15 @@ class Lowering:
         of a tied parameter's gradients; None where it runs layers of the whole model.
         """
         if not (self.assigns_layers or self.stages or self.divides_layers or self.policies.ep > 1):
-            return None
+            return self._layers_without_adapters[instance.index].layer if self._layers_without_adapters else None
         index = self._stage_layers[instance.index].index if self.stages else instance.index
         return self.whole_layers[index].layer
+
+    @cached_property
+    def _layers_without_adapters(self) -> tuple[LayerInstance, ...]:
+        """Unrolled layers of the model without adapters, if it has any."""
+        model = self.scenario.workload.model
+        return unrolled(replace(model, layers=model.whole_layers))
 
     @cached_property
     def whole_layers(self) -> tuple[LayerInstance, ...]:
@@ -210,7 +218,7 @@ class Lowering:
             ranks=ranks,
             stages=stages,
             micro_batches=plan.micro_batches,
-            sharded=self.policies.gradients == "reduce-scatter",
+            sharded=self.reduces_after_schedule,
         )
 
     def position(self, rank: int) -> int:
@@ -325,10 +333,18 @@ class Lowering:
             self.policies.gradients not in ("local", "periodic") and self.policies.gradient_sync == "micro-batch"
         )
         count = self.scenario.plan.micro_batches
+        last = None if self.reduces_after_schedule else count - 1
         return tuple(
-            MicroBatch(i, count, sends_gradients=sends_every or i == count - 1, sent_before=sends_every)
+            MicroBatch(i, count, sends_gradients=sends_every or i == last, sent_before=sends_every)
             for i in range(count)
         )
+
+    @property
+    def reduces_after_schedule(self) -> bool:
+        """Whether stages reduce-scatter their gradients after the pipeline's schedule; see [Note: stages] in
+        `sharded`.
+        """
+        return bool(self.stages) and self.policies.gradients == "reduce-scatter"
 
     def samples(self, rank: int, micro_batch: MicroBatch) -> int:
         """Return the number of samples of a rank in a micro-batch."""
@@ -344,7 +360,12 @@ class Lowering:
             micro_batch.accumulates,
             micro_batch.sends_gradients,
             self.expert_position(rank),
+            self.ring_position(rank),
         )
+
+    def ring_position(self, rank: int) -> int:
+        """Return the position of a rank in the ring of its attention; 0 without one."""
+        return self.policies.mesh.place(rank).cp if self.policies.ring else 0
 
     @cached_property
     def batch_sizes(self) -> tuple[int, ...]:
@@ -501,8 +522,9 @@ class Lowering:
         if self.slowed:
             ratios = [self.slowed.get(rank, 1.0) for rank in self.group]
             columns.append(np.array([sorted(set(ratios)).index(ratio) for ratio in ratios]))
-        if policies.ep > 1:
-            columns.append(np.array([self.expert_position(rank) for rank in self.group]))
+        columns += [
+            np.array([place(rank) for rank in self.group]) for place in (self.expert_position, self.ring_position)
+        ]
         if policies.gradients == "push":
             columns += [column for bucket in self.buckets for column in self._ownership_columns(bucket)]
         if self.assigns_tensors:
@@ -512,7 +534,11 @@ class Lowering:
         if self.assigns_layers:
             columns.append(np.array([first for first, _ in self.owned_ranges]))
         if policies.gradients == "reduce-scatter":
-            columns += [self._own_rows(rows, positions % self.shards) for rows in self._distinct_rows]
+            columns += [self._own_rows(rows, positions % self.shards, self.shards) for rows in self._distinct_rows]
+            experts = {parameter.shape[0] for bucket in self.expert_buckets for _, parameter in bucket.members}
+            columns += [
+                self._own_rows(n, positions // policies.ep, self.shards // policies.ep) for n in sorted(experts)
+            ]
         code = np.zeros(len(positions), np.int64)
         for column in columns:
             code = np.unique(code * (int(column.max()) + 1) + column, return_inverse=True)[1]
@@ -544,9 +570,9 @@ class Lowering:
         layers = {id(instance.layer): instance.layer for instance in self.layers}
         return sorted({p.shape[0] if p.shape else 1 for layer in layers.values() for p in layer.parameters})
 
-    def _own_rows(self, rows: int, positions: Ints) -> Ints:
+    def _own_rows(self, rows: int, positions: Ints, shards: int) -> Ints:
         """Return the number of `rows` that each rank holds."""
-        chunk = math.ceil(rows / self.shards)
+        chunk = math.ceil(rows / shards)
         return np.clip(rows - positions * chunk, 0, chunk)
 
     def device(self, rank: int) -> DeviceType:

@@ -2,8 +2,9 @@
 rank.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -24,27 +25,140 @@ def is_thresholded(low: Lowering) -> bool:
     return push.threshold is not None and low.step >= push.warmup_steps
 
 
-def encoding_of(low: Lowering, elements: float, entries: float) -> str:
-    """Return the encoding of a thresholded message."""
-    kind = low.push.encoding
-    return encodings.chosen(kind, entries=entries, elements=elements, value_bytes=low.value_bytes)
-
-
-def push_matrix(low: Lowering, bucket: Bucket, micro_batch: MicroBatch, place: int) -> tuple[Pairs, Pairs]:
-    """Return the matrices of bytes and of entries from each node's rank at a place to each owner, for a bucket."""
+def push_matrix(low: Lowering, bucket: Bucket, micro_batch: MicroBatch, place: int) -> Pairs:
+    """Return the matrix of bytes from each node's rank at a place to each owner, for a bucket."""
     if is_thresholded(low):
-        return low.once_a_step(_thresholded_matrices, bucket.index, micro_batch, place)
-    return low.once_a_step(_dense_matrices, low.division(bucket).owned[place])
+        return push_sizes(low, micro_batch, place).matrix(bucket.index)
+    return low.once_a_step(_dense_matrix, low.division(bucket).owned[place])
 
 
-def _dense_matrices(low: Lowering, owned: tuple[int, ...]) -> tuple[Pairs, Pairs]:
-    return to_all(owned, low.value_bytes), to_all(owned, 1)
+def _dense_matrix(low: Lowering, owned: tuple[int, ...]) -> Pairs:
+    return to_all(owned, low.value_bytes)
 
 
-def _thresholded_matrices(low: Lowering, bucket: int, micro_batch: MicroBatch, place: int) -> tuple[Pairs, Pairs]:
-    kinds, numbers = low.once_a_run(_sender_classes, micro_batch)
-    rows = [_message_row(low, low.buckets[bucket], place, *kind) for kind in kinds]
-    return Pairs([sizes for sizes, _ in rows], numbers), Pairs([entries for _, entries in rows], numbers)
+@dataclass(frozen=True, eq=False)
+class Messages:
+    """Thresholded messages: their encoding, as an index in `encodings.ENCODINGS`, elements, entries and bytes."""
+
+    encoding: Ints
+    elements: Floats
+    entries: Floats
+    size_bytes: Floats
+
+    def priced(self, price: Callable[..., Floats]) -> Floats:
+        """Return a time of each message, given its price by `encoding`, `elements` and `entries`."""
+        times_s = np.zeros(self.entries.shape)
+        for number, name in enumerate(encodings.ENCODINGS):
+            some = self.encoding == number
+            if some.any():
+                times_s[some] = price(encoding=name, elements=self.elements[some], entries=self.entries[some])
+        return times_s
+
+
+def messages_of(low: Lowering, encoding: str, elements: Floats, entries: Floats) -> Messages:
+    """Return messages of so many entries out of owners' elements, in the encoding of the plan."""
+    elements = np.broadcast_to(elements, entries.shape)
+    kinds, size_bytes = encodings.sizes_of(encoding, entries=entries, elements=elements, value_bytes=low.value_bytes)
+    return Messages(kinds, elements, entries, size_bytes)
+
+
+def sums_without_own(values: Floats) -> Floats:
+    """Return, for each value of the last axis, the sum of all others: for equal values the same, to the last digit.
+
+    >>> sums_without_own(np.array([1.0, 2.0, 4.0])).tolist()
+    [6.0, 5.0, 3.0]
+    """
+    totals = values.sum(axis=-1, keepdims=True)
+    others: Floats = totals - values
+    *row, own = np.nonzero(values > totals / 2)  # of no row more than one value
+    rows = values[tuple(row)]
+    rows[np.arange(len(own)), own] = 0.0
+    others[(*row, own)] = rows.sum(axis=-1)
+    return others
+
+
+@dataclass(frozen=True, eq=False)
+class PushSizes:
+    """Thresholded pushes of all buckets from the ranks at a place, one on each node."""
+
+    classes: Ints
+    """Class of senders of each node's rank; see `_sender_classes`."""
+    messages: Messages
+    """By bucket, class of senders, and owner."""
+
+    def matrix(self, bucket: int) -> Pairs:
+        """Return the bytes from each node's rank to each owner for a bucket."""
+        if bucket not in self._matrices:
+            self._matrices[bucket] = Pairs(self.messages.size_bytes[bucket], self._numbers)
+        return self._matrices[bucket]
+
+    @cached_property
+    def _matrices(self) -> dict[int, Pairs]:
+        return {}
+
+    @cached_property
+    def _numbers(self) -> tuple[int, ...]:
+        return tuple(self.classes.tolist())
+
+    @cached_property
+    def sent_bytes(self) -> Floats:
+        """Bytes that each node's rank sends, by bucket."""
+        return self.to_others(self.messages.size_bytes)
+
+    @cached_property
+    def received_bytes(self) -> Floats:
+        """Bytes that each node's rank receives, by bucket."""
+        return self.from_others(self.messages.size_bytes)
+
+    def to_others(self, values: Floats) -> Floats:
+        """Return the sum over a sender's messages to all others, by bucket and node, of values by message."""
+        return sums_without_own(values)[:, self.classes, np.arange(len(self.classes))]
+
+    def from_others(self, values: Floats) -> Floats:
+        """Return the sum over the messages from all others to an owner, by bucket and node, of values by message."""
+        counts = np.bincount(self.classes, minlength=values.shape[1])[:, None]
+        others = counts - (self.classes == np.arange(len(counts))[:, None])
+        return np.asarray((others * values).sum(axis=1))
+
+    def payloads(self, values: Floats) -> Floats:
+        """Return the sum over all messages between different nodes, by bucket."""
+        return np.asarray(self.from_others(values).sum(axis=-1))
+
+
+@dataclass(frozen=True, eq=False)
+class OthersOf(Sequence[float]):
+    """Bytes of the messages from one member to all others, looked up when they are asked for."""
+
+    matrix: Pairs
+    own: int
+
+    def __len__(self) -> int:
+        """Return the number of messages."""
+        return len(self.matrix) - 1
+
+    def __getitem__(self, place: Any) -> Any:
+        """Return a message's bytes, or those of some."""
+        return self._sizes[place]
+
+    @cached_property
+    def _sizes(self) -> tuple[float, ...]:
+        row = self.matrix.arrays[0][self.matrix.kinds[self.own]].tolist()
+        return (*row[: self.own], *row[self.own + 1 :])
+
+
+def push_sizes(low: Lowering, micro_batch: MicroBatch, place: int) -> PushSizes:
+    """Return the messages of a step's thresholded pushes from the ranks at a place, after a micro-batch."""
+    return low.once_a_step(_push_sizes, micro_batch, place)
+
+
+def _push_sizes(low: Lowering, micro_batch: MicroBatch, place: int) -> PushSizes:
+    pieces, (kinds, numbers) = owned_pieces(low, place), low.once_a_run(_sender_classes, micro_batch)
+    entries = np.zeros((len(low.buckets), len(kinds), low.nodes))
+    for number, (samples, part) in enumerate(kinds):
+        if samples:
+            every = not low.push.selects
+            entries[:, number] = pieces.elements_owned if every else pieces.entries(_push_ratios(low, samples, part))
+    return PushSizes(np.array(numbers), messages_of(low, low.push.encoding, pieces.elements_owned[:, None], entries))
 
 
 def _sender_classes(low: Lowering, micro_batch: MicroBatch) -> tuple[Sequence[tuple[int, float]], Sequence[int]]:
@@ -56,76 +170,45 @@ def _sender_classes(low: Lowering, micro_batch: MicroBatch) -> tuple[Sequence[tu
     return tuple(kinds), [kinds[kind] for kind in by_node]
 
 
-def _message_row(
-    low: Lowering, bucket: Bucket, place: int, samples: int, part: float
-) -> tuple[Sequence[float], Sequence[float]]:
-    """Return bytes and entries to each owner from senders whose gradient is such a mean; see `_sender_samples`."""
-    entries = _entries_by_owner(low, bucket, place, samples, part)
-
-    def message_bytes(owned: float, sent: float) -> float:
-        encoding = encoding_of(low, owned, sent)
-        return encodings.message_bytes(encoding, entries=sent, elements=owned, value_bytes=low.value_bytes)
-
-    sizes = of_messages(low.division(bucket).owned[place], entries, message_bytes)
-    return tuple(sizes.tolist()), tuple(entries.tolist())
-
-
-def of_messages(
-    elements: Sequence[float], entries: Sequence[float] | Floats, value: Callable[[float, float], Any]
-) -> Floats:
-    """Return the value of each message by its elements and entries; computed once for neighbours, often equal."""
-    owned, sent = np.array(elements, dtype=float), np.asarray(entries)
-    changes = np.ones(len(owned), dtype=bool)
-    changes[1:] = (owned[1:] != owned[:-1]) | (sent[1:] != sent[:-1])
-    runs = list(zip(owned[changes].tolist(), sent[changes].tolist(), strict=True))
-    known = {message: value(*message) for message in dict.fromkeys(runs)}
-    values: Floats = np.array([known[message] for message in runs])[np.cumsum(changes) - 1]
-    return values
-
-
 def to_all(owned: Sequence[float], factor: int) -> Pairs:
     """Return the matrix of an exchange in which all send all: every owner's part, and nothing to itself."""
     return Pairs([tuple(float(factor * elements) for elements in owned)], (0,) * len(owned))
 
 
-def _entries_by_owner(low: Lowering, bucket: Bucket, place: int, samples: int, part: float) -> Floats:
-    """Return the number of elements of each owner's range of a bucket that are sent to it; 0 without samples."""
-    owned = np.array(low.division(bucket).owned[place], dtype=float)
-    if not samples:
-        return np.zeros(len(owned))
-    return owned_pieces(low, bucket, place).entries(_push_ratios(low, samples, part)) if low.push.selects else owned
-
-
 @dataclass(frozen=True, eq=False)
 class OwnedPieces:
-    """The pieces of tensors in the ranges of a bucket's owners, in order."""
+    """The pieces of tensors in the ranges of the owners at a place, bucket by bucket, in order."""
 
-    owners: int
+    elements_owned: Floats
+    """Elements of each owner's range, by bucket and owner."""
     owner: Ints
-    """Owner of each piece."""
+    """Range of each piece, counted over buckets and owners."""
     elements: Ints
     """Elements of each piece."""
     tensors: tuple[str, ...]
-    """Names of the bucket's tensors."""
+    """Names of the tensors of all buckets."""
     ranges: sparsity.Ranges
 
     def entries(self, ratios: Mapping[str, sparsity.Ratios]) -> Floats:
-        """Return the number of elements of every owner's range that are sent, given the fraction of each tensor."""
+        """Return the number of elements of every range that are sent, given the fraction of each tensor."""
         densities = self.ranges.densities([ratios[name] for name in self.tensors])
-        return summed(self.owner, self.elements * densities, self.owners)
+        whole = self.elements_owned
+        return summed(self.owner, self.elements * densities, whole.size).reshape(whole.shape)
 
 
-def owned_pieces(low: Lowering, bucket: Bucket, place: int) -> OwnedPieces:
-    """Return the pieces of tensors in each owner's range of a bucket."""
-    return low.once_a_run(_pieces, bucket.index, place)
+def owned_pieces(low: Lowering, place: int) -> OwnedPieces:
+    """Return the pieces of tensors in each owner's range of every bucket."""
+    return low.once_a_run(_pieces, place)
 
 
-def _pieces(low: Lowering, number: int, place: int) -> OwnedPieces:
-    bucket = low.buckets[number]
-    names = tuple(p.name.replace("{}", instance.module) for instance, p in bucket.members)
-    tensor_sizes = np.array([p.elements for _, p in bucket.members], dtype=np.int64)
-    starts = np.array(bucket.starts, dtype=np.int64)
-    ranges = np.array(low.division(bucket).ranges(place), dtype=np.int64)
+def _pieces(low: Lowering, place: int) -> OwnedPieces:
+    members = [(instance, p) for bucket in low.buckets for instance, p in bucket.members]
+    names = tuple(p.name.replace("{}", instance.module) for instance, p in members)
+    tensor_sizes = np.array([p.elements for _, p in members], dtype=np.int64)
+    starts = np.cumsum(tensor_sizes) - tensor_sizes  # as if all buckets were one
+    begins = np.cumsum([0, *(bucket.elements for bucket in low.buckets)])[:-1]
+    by_bucket = [low.once_a_run(_ranges, bucket.elements, place) for bucket in low.buckets]
+    ranges = np.concatenate([each + begin for each, begin in zip(by_bucket, begins, strict=True)])
     first, last = ranges[:, 0], ranges[:, 1]
     # a range is cut where tensors begin
     lowest = np.searchsorted(starts, first, side="right") - 1
@@ -137,7 +220,14 @@ def _pieces(low: Lowering, number: int, place: int) -> OwnedPieces:
     some = begin < end
     owner, tensor, begin, end = owner[some], tensor[some], begin[some], end[some]
     parts = sparsity.Ranges(tensor, begin / tensor_sizes[tensor], end / tensor_sizes[tensor])
-    return OwnedPieces(len(ranges), owner, end - begin, names, parts)
+    owned = (last - first).astype(np.float64).reshape(len(low.buckets), -1)
+    return OwnedPieces(owned, owner, end - begin, names, parts)
+
+
+def _ranges(low: Lowering, elements: int, place: int) -> Ints:
+    """Return the first and the last element of each owner's range in a bucket of so many elements."""
+    bucket = next(each for each in low.buckets if each.elements == elements)
+    return np.array(low.division(bucket).ranges(place), dtype=np.int64)
 
 
 def _push_ratios(low: Lowering, samples: int, part: float) -> Mapping[str, sparsity.Ratios]:
@@ -146,17 +236,45 @@ def _push_ratios(low: Lowering, samples: int, part: float) -> Mapping[str, spars
     assert statistics is not None  # loading demands them
 
     def ratios() -> Mapping[str, sparsity.Ratios]:
-        names = {p.name.replace("{}", instance.module) for instance, p in low.parameters}
         return {
             name: sparsity.push_ratios(
-                statistics, low.push, samples=samples, tensor=name, step=low.step, part=part, lag_steps=lag_steps
+                statistics, low.push, samples=samples, tensor=name, step=step, part=part, lag_steps=lag_steps
             )
-            for name in names
+            for name in parameter_names(low)
         }
 
-    lag_steps = low.once_a_step(_lag_steps)
-    key = (Same(statistics), Same(low.scenario.workload.model), low.push, samples, part, low.step, lag_steps)
+    step, lag_steps = low.once_a_step(_density_step)
+    key = (Same(statistics), Same(low.scenario.workload.model), low.push, samples, part, step, lag_steps)
     return low.shared.once("densities of pushes", key, ratios, most=MAX_CACHED_DENSITIES)
+
+
+def parameter_names(low: Lowering) -> list[str]:
+    """Return the names of all parameters: densities are shared by the stages of a pipeline."""
+    return [name for instance in low.whole_layers for name in instance.parameter_names]
+
+
+def sent_ratios(low: Lowering, micro_batch: MicroBatch) -> tuple[Hashable, ...]:
+    """Return the sent fractions of all tensors in this step, for each class of senders with samples."""
+    kinds, _ = low.once_a_run(_sender_classes, micro_batch)
+    ratios = [_push_ratios(low, *kind) for kind in kinds if kind[0]]
+    return tuple(in_order(low, each) for each in ratios)
+
+
+def in_order(low: Lowering, ratios: Mapping[str, sparsity.Ratios]) -> Hashable:
+    """Return the fractions of tensors as a key: equal for equal fractions."""
+    return low.shared.once("order of densities", Same(ratios), lambda: tuple(sorted(ratios.items())))
+
+
+def _density_step(low: Lowering) -> tuple[int, float]:
+    """Return the step, and by how many steps its parameters lag, for the densities of a step.
+
+    After the last sampled step, densities are constant.
+    """
+    assert low.statistics is not None
+    lag_steps, last = low.once_a_step(_lag_steps), low.statistics.sampled_steps[-1]
+    if low.step > low.push.warmup_steps and low.step - lag_steps >= last:
+        return max(last, low.push.warmup_steps + 1), 0.0
+    return low.step, lag_steps
 
 
 def _lag_steps(low: Lowering) -> float:
@@ -198,10 +316,12 @@ def mean_push_density(low: Lowering) -> float:
     """Return the sent fraction of elements owned on other nodes, over all ranks, in this step."""
     sent = offered = 0.0
     for micro_batch in (each for each in low.micro_batches if each.sends_gradients):
-        for bucket in low.buckets:
-            entries = [push_matrix(low, bucket, micro_batch, place)[1] for place in range(low.places)]
-            sent += sum(each.total for each in entries)
-            offered += (low.nodes - 1) * bucket.elements
+        for place in range(low.places) if is_thresholded(low) else ():
+            sizes = push_sizes(low, micro_batch, place)
+            sent += float(sizes.payloads(sizes.messages.entries).sum())
+        elements = sum(bucket.elements for bucket in low.buckets)
+        offered += (low.nodes - 1) * elements
+        sent += 0.0 if is_thresholded(low) else (low.nodes - 1) * elements
     return sent / offered if offered else 0.0
 
 

@@ -85,10 +85,16 @@ def _parameters(low: Lowering, owned: Sequence[int]) -> Sequence[float]:
             return [elements * low.master_bytes for elements in owned]
         return [elements * low.master_bytes for unit in units(low) for elements in unit.shard_elements]
     if pushes:
-        return [bucket.elements * low.value_bytes for bucket in low.buckets]
+        return [*(bucket.elements * low.value_bytes for bucket in low.buckets), *_frozen(low)]
     if low.flat_part:
-        return [low.flat_part * len(low.group) * low.value_bytes]
-    return [parameter.elements * low.value_bytes for _, parameter in low.parameters]
+        return [low.flat_part * len(low.group) * low.value_bytes, *_frozen(low)]
+    return [*(parameter.elements * low.value_bytes for _, parameter in low.parameters), *_frozen(low)]
+
+
+def _frozen(low: Lowering) -> list[int]:
+    """Return the bytes of each parameter that is not trained."""
+    frozen = (parameter for instance in low.layers for parameter in instance.layer.frozen_parameters)
+    return [parameter.elements * low.value_bytes for parameter in frozen]
 
 
 def _fill(size: float, parts: Sequence[float]) -> tuple[float, ...]:
@@ -146,6 +152,9 @@ def optimize(low: Lowering, rank: int, tasks: list[Task], *, replicas: Sequence[
     if divides_master_gradients(low):
         moved = (low.master_bytes, low.master_bytes)
         duration_s += cost.moving_time_s(device, value_bytes=moved, elements=elements, tensors=len(owned))
+    if low.policies.ep > 1 and low.policies.gradients == "reduce-scatter":  # see [Note: experts] in `sharded`
+        of_experts = sum(unit.shard_bytes for unit in units(low) if unit.experts)
+        duration_s += cost.copy_time_s(device, of_experts)
     update = Task(TaskId("optimizer"), "optimizer", duration_s=duration_s, need=footprint(events))
     if low.policies.gradients == "push":
         return publish(low, rank, [*tasks, *clipped], update)
@@ -266,7 +275,7 @@ def _gradients_at_end(low: Lowering, rank: int) -> tuple[float, ...]:
     if gradients == "all-reduce":
         return tuple(float(bucket.elements * low.value_bytes) for bucket in low.expert_buckets)
     if gradients == "reduce-scatter":
-        return tuple(float(unit.shard_bytes) for unit in units(low))
+        return tuple(float(unit.shard_gradient_bytes) for unit in units(low) if unit.tensors.trained)
     value_bytes = low.master_bytes if gradients == "push" else low.value_bytes
     return tuple(float(elements * value_bytes) for elements in owned_tensors(low, rank))
 
@@ -285,7 +294,7 @@ def persistent_bytes(low: Lowering, rank: int) -> dict[str, float]:
     total = sum(parameter.elements for _, parameter in low.parameters)
     if low.flat_part:
         total = low.flat_part * len(low.group)
-    parameters = float(total * low.value_bytes)
+    parameters = float(total * low.value_bytes + sum(_frozen(low)))
     if holds_shards(low):  # these are the master copy
         pushes = policies.gradients == "push"
         parameters = sum(owned) * low.master_bytes if pushes else sum(unit.shard_bytes for unit in units(low))

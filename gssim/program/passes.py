@@ -26,17 +26,19 @@ from gssim.program.compute import compute
 from gssim.program.equal_messages import message_classes
 from gssim.program.flat_units import gather_flat_parameters, gather_flat_parameters_twice, push_units
 from gssim.program.lowering import Lowering
-from gssim.program.messages import is_thresholded, mean_push_density, push_matrix
+from gssim.program.messages import in_order, is_thresholded, mean_push_density, push_sizes, sent_ratios
 from gssim.program.optimizer import Tensors, optimize, persistent_bytes, persistent_tensors
 from gssim.program.pipeline import pipeline, replicas_of, stage_buffers
-from gssim.program.publish import mean_publish_density, published_bytes
-from gssim.program.push import push_gradients
+from gssim.program.publish import mean_publish_density, publish_ratios, published_bytes
+from gssim.program.push import estimates_thresholds, push_gradients
 from gssim.program.replicated import all_reduce_gradients, keep_gradients
 from gssim.program.sharded import (
+    Gathered,
     gather_parameters,
     gather_parameters_twice,
     keep_parameters,
     reduce_scatter_gradients,
+    run_stage,
 )
 from gssim.program.stage_boundary import stages_of
 from gssim.program.task import (
@@ -54,6 +56,7 @@ from gssim.program.task import (
 from gssim.program.tensor_slices import layer_groups
 from gssim.result import COMPUTE_PHASES, UPDATE_PHASES
 from gssim.scenario import Scenario, held_layers, held_slice, units_of_ranks
+from gssim.units import Floats
 from gssim.workload import LayerInstance, unrolled
 from gssim.workload.gradient_statistics import GradientStatistics
 
@@ -103,7 +106,7 @@ REDUCE_GRADIENTS: dict[tuple[str, bool], Pass] = {
     ("push", True): push_units,
 }
 """Pass that reduces gradients, by gradient policy and whether parameters are sharded."""
-HOLD_PARAMETERS: dict[tuple[str, bool], Pass] = {
+HOLD_PARAMETERS: dict[tuple[str, bool], Callable[[Lowering, int, list[Task]], list[Task]]] = {
     ("replicated", False): keep_parameters,
     ("replicated", True): keep_parameters,
     ("gathered", False): gather_parameters,
@@ -153,6 +156,13 @@ class Steps:
         ]
         self._programs: dict[int, Program] = {}
         self._traffic: dict[int, StepTraffic] = {}
+        self._first_equal: dict[tuple[Hashable, ...], int] = {}
+        """First of the steps asked for, by what its programs depend on."""
+        self._equal: dict[int, int] = {}
+        """The same by step."""
+        self._latest: tuple[int, Sequence[Lowering]] | None = None
+        """Lowerings of the step asked for last, with what they have computed."""
+        self._sent_bytes: dict[int, float] = {}
         self._uneven: dict[bool, tuple[Mapping[TaskId, float], AbstractSet[TaskId]]] = {}
         """Payloads of the uneven collectives of a step that is thresholded or not, and which depend on the data."""
 
@@ -161,21 +171,44 @@ class Steps:
 
         Steps differ only where push or publish are thresholded, or where parameters are synchronized periodically.
         """
-        if step not in self._programs:
-            self._programs[step] = self._program([low.at_step(step) for low in self._lowerings])
-        return self._programs[step]
+        first = self.first_equal(step)
+        if first not in self._programs:
+            self._programs[first] = self._program(self._at(first))
+        return self._programs[first]
+
+    def first_equal(self, step: int) -> int:
+        """Return the first of the steps asked for so far whose program equals that of this step."""
+        if step not in self._equal:
+            key = tuple(part for low in self._at(step) for part in step_key(low))
+            self._equal[step] = self._first_equal.setdefault(key, step)
+        return self._equal[step]
+
+    def _at(self, step: int) -> Sequence[Lowering]:
+        """Return the lowerings of a step."""
+        if self._latest is None or self._latest[0] != step:
+            self._latest = step, [low.at_step(step) for low in self._lowerings]
+        return self._latest[1]
+
+    def sent_bytes(self, step: int) -> float:
+        """Return the sum over all collectives of a step whose payload differs from step to step."""
+        step = self.first_equal(step)
+        if step not in self._sent_bytes:
+            several = len(self._lowerings) > 1
+            self._sent_bytes[step] = self.traffic(step).whole_bytes if several else _sent_bytes(self._at(step)[0])
+        return self._sent_bytes[step]
 
     def traffic(self, step: int) -> StepTraffic:
         """Return the traffic of a step without lowering its whole program.
 
         The first rank of each place in a node takes part in every collective.
         """
+        step = self.first_equal(step)
         if step not in self._traffic:
-            lowerings = [low.at_step(step) for low in self._lowerings]
+            lowerings = self._at(step)
             communications: Mapping[TaskId, Communication] | None = None
             if step in self._programs:
                 communications = self._programs[step].uneven
-            elif len(lowerings) > 1 or is_thresholded(lowerings[0]) not in self._uneven:
+            elif len(lowerings) > 1 or not self._knows_uneven(is_thresholded(lowerings[0])):
                 by_rank = [tasks for low in lowerings for tasks in self._tasks(low, low.group[: low.places])]
                 communications = Collectives(by_rank)
             if communications is not None:
@@ -192,10 +225,17 @@ class Steps:
             self._traffic[step] = StepTraffic(
                 payloads,
                 sum(payloads[name] for name in payloads if name in dependent),
-                _push_density(lowerings[0]),
-                _publish_density(lowerings[0]),
+                _push_density(lowerings),
+                _publish_density(lowerings),
             )
         return self._traffic[step]
+
+    def _knows_uneven(self, thresholded: bool) -> bool:
+        """Return whether the uneven collectives of a step that is thresholded or not are known."""
+        for step in () if thresholded in self._uneven else tuple(self._programs):
+            if is_thresholded(self._lowerings[0].at_step(step)) == thresholded:
+                self.traffic(step)
+        return thresholded in self._uneven
 
     def first_rank(self, step: int = 0) -> tuple[Sequence[Task], Mapping[TaskId, Communication]]:
         """Return the tasks of the first rank alone, and their collectives."""
@@ -221,24 +261,40 @@ class Steps:
             tasks=tuple(tasks),
             communications=Collectives(tasks),
             persistent=tuple(persistent),
-            push_density=_push_density(lowerings[0]),
-            publish_density=_publish_density(lowerings[0]),
+            push_density=_push_density(lowerings),
+            publish_density=_publish_density(lowerings),
             roles=tuple(roles.tolist()),
             tensors=tuple(tensors),
         )
 
     def _tasks(self, low: Lowering, ranks: Sequence[int]) -> list[Sequence[Task]]:
-        """Return the tasks of some ranks; of pipelines as outlines, unless ranks of one tensor group have other
-        ones.
+        """Return the tasks of some ranks; of pipelines as outlines, unless ranks of one tensor group have other ones,
+        or ranks push gradients.
         """
         alike, parts_of_model = _Alike(), low.policies.tp
         chunked = not self.unfolded and (parts_of_model == 1 or self._copies == parts_of_model)
+        chunked = chunked and low.policies.gradients != "push"
         by_rank = [_tasks(low, rank, alike, chunked=chunked) for rank in ranks]
         if len(self._lowerings) > 1:
             by_rank = [_mapped(parts, _with_group) for parts in by_rank]
         if self._copies > 1:
             by_rank = [_mapped(parts, _Copying(parts_of_model, self._copies).task) for parts in by_rank]
         return [Outline(parts) if low.stages and chunked else tuple(cast(list[Task], parts)) for parts in by_rank]
+
+
+def step_key(low: Lowering) -> tuple[Hashable, ...]:
+    """Return what a step's program depends on besides the run: the densities, and what is done in some steps only."""
+    thresholded, ratios = is_thresholded(low), None
+    if thresholded and low.push.selects and low.sends_by_data:
+        sending = (each for each in low.micro_batches if each.sends_gradients)
+        ratios = tuple(sent_ratios(low, each) for each in sending)
+    return (
+        thresholded,
+        ratios,
+        in_order(low, publish_ratios(low)) if low.scenario.plan.publish.selects and low.sends_by_data else None,
+        estimates_thresholds(low),
+        low.synchronizes,
+    )
 
 
 SENT_BY_DATA = ("push", "publish")
@@ -251,15 +307,40 @@ def _data_payload(low: Lowering, name: TaskId) -> float:
     if name.op == "publish":
         return published_bytes(low, bucket, place)
     (micro_batch,) = (each for each in low.micro_batches if each.number == name.micro_batch)
-    return push_matrix(low, bucket, micro_batch, place)[0].total
+    return float(low.once_a_step(_payloads, micro_batch, place)[bucket.index])
 
 
-def _push_density(low: Lowering) -> float | None:
-    return mean_push_density(low) if low.scenario.plan.push.threshold is not None else None
+def _sent_bytes(low: Lowering) -> float:
+    """Return the sum of the payloads of a step's thresholded pushes and publications."""
+    places, sending = range(low.places), [each for each in low.micro_batches if each.sends_gradients]
+    pushes = (low.once_a_step(_payloads, each, place) for each in sending for place in places)
+    whole = sum(float(payloads.sum()) for payloads in pushes) if is_thresholded(low) and low.sends_by_data else 0.0
+    if low.thresholds_publish:
+        whole += sum(published_bytes(low, bucket, place) for bucket in low.buckets for place in places)
+    return whole
 
 
-def _publish_density(low: Lowering) -> float | None:
-    return mean_publish_density(low) if low.thresholds_publish else None
+def _payloads(low: Lowering, micro_batch: MicroBatch, place: int) -> Floats:
+    """Return the payloads of the pushes among the ranks at a place, by bucket."""
+    sizes = push_sizes(low, micro_batch, place)
+    return sizes.payloads(sizes.messages.size_bytes)
+
+
+def _push_density(lowerings: Sequence[Lowering]) -> float | None:
+    is_asked = lowerings[0].scenario.plan.push.threshold is not None
+    return _mean_over_stages(lowerings, mean_push_density) if is_asked else None
+
+
+def _publish_density(lowerings: Sequence[Lowering]) -> float | None:
+    return _mean_over_stages(lowerings, mean_publish_density) if lowerings[0].thresholds_publish else None
+
+
+def _mean_over_stages(lowerings: Sequence[Lowering], density: Callable[[Lowering], float]) -> float:
+    """Return the mean density of all elements: stages of a pipeline weigh as much as they have."""
+    if not lowerings[0].stages:
+        return density(lowerings[0])
+    elements = [sum(bucket.elements for bucket in low.buckets) for low in lowerings]
+    return sum(density(low) * n for low, n in zip(lowerings, elements, strict=True)) / sum(elements)
 
 
 def lower(
@@ -355,6 +436,8 @@ class _RankKind(NamedTuple):
     stages: tuple[int, ...]
     expert_position: int
     """Of ranks that divide experts, the first with as many rows."""
+    ring_position: int
+    """Of ranks in a ring, whose blocks differ, the rank's position."""
 
 
 def _rank_kind(low: Lowering, rank: int) -> _RankKind:
@@ -365,6 +448,7 @@ def _rank_kind(low: Lowering, rank: int) -> _RankKind:
         rank if low.policies.gradients == "push" else None,
         tuple(stage.number for stage in low.stages),
         low.expert_position(rank),
+        low.ring_position(rank),
     )
 
 
@@ -375,10 +459,10 @@ class _MicroBatchKind(NamedTuple):
     samples: int
     first: bool
     sends_gradients: bool
-    gathers: tuple[bool, bool]
-    """Whether parameters outside blocks, and those of blocks, are gathered, where they are sharded."""
     own_messages: int
     """Its index where each micro-batch sends other entries; else 0."""
+    gathered: Gathered | None
+    """Of sharded parameters of a pipeline's stage, those that are gathered already."""
 
 
 @dataclass(frozen=True)
@@ -403,12 +487,21 @@ def _micro_batch(low: Lowering, micro_batch: MicroBatch, *, rank: int, alike: _A
     return alike.micro_batches[kind, micro_batch]
 
 
-def _stage_tasks(low: Lowering, micro_batch: MicroBatch, *, rank: int, alike: _Alike) -> list[Task]:
+def _stage_tasks(
+    low: Lowering, micro_batch: MicroBatch, gathered: Gathered | None, *, rank: int, alike: _Alike
+) -> list[Task]:
     """Return the tasks of one micro-batch of a rank's stage without its number, equal ones as the same list."""
-    return _unnumbered(low, rank, _rank_kind(low, rank), micro_batch, alike)
+    return _unnumbered(low, rank, _rank_kind(low, rank), micro_batch, alike, gathered)
 
 
-def _unnumbered(low: Lowering, rank: int, rank_kind: _RankKind, micro_batch: MicroBatch, alike: _Alike) -> list[Task]:
+def _unnumbered(
+    low: Lowering,
+    rank: int,
+    rank_kind: _RankKind,
+    micro_batch: MicroBatch,
+    alike: _Alike,
+    gathered: Gathered | None = None,
+) -> list[Task]:
     policies = low.scenario.policies
     pushes, sharded = policies.gradients == "push", policies.parameters != "replicated"
     kind = _MicroBatchKind(
@@ -416,13 +509,16 @@ def _unnumbered(low: Lowering, rank: int, rank_kind: _RankKind, micro_batch: Mic
         low.samples(rank, micro_batch),
         micro_batch.first,
         micro_batch.sends_gradients,
-        (micro_batch.gathers_root, micro_batch.gathers_blocks),
         micro_batch.index if pushes and low.push.selects else 0,
+        gathered,
     )
     if kind not in alike.unnumbered:
         tasks = _forward_and_backward(low, rank, micro_batch)
+        if gathered is not None:
+            alike.unnumbered[kind] = run_stage(low, rank, tasks, micro_batch, gathered)
+            return alike.unnumbered[kind]
         tasks = REDUCE_GRADIENTS[policies.gradients, sharded](low, rank, tasks, micro_batch)
-        alike.unnumbered[kind] = HOLD_PARAMETERS[policies.parameters, pushes](low, rank, tasks, micro_batch)
+        alike.unnumbered[kind] = HOLD_PARAMETERS[policies.parameters, pushes](low, rank, tasks)
     return alike.unnumbered[kind]
 
 

@@ -8,6 +8,9 @@ optimizer's precision (the master copies, where there are any):
     diloco:     g = sum over ranks of w * (outer - parameters);  m = mu * m + g;  outer -= lr * (g + mu * m);
                 parameters = outer
 
+With `outer.precision = "int8"` each rank quantizes w * (outer - parameters) and sends it to all others (an all-gather
+of integers and scales); g is the sum of what all have sent, its own included. Errors of rounding are not fed back.
+
 w is a rank's part of the batch, so that with one step in a period, and without momentum, SGD trains as under `ddp`. The
 state of the inner optimizer stays on its rank; gradients are clipped by the norm of a rank's own. Module buffers are
 those of the first rank afterwards. Sources: Stich 2018, arXiv:1805.09767; Douillard et al. 2023,
@@ -19,7 +22,7 @@ from dataclasses import replace
 from gssim import cost
 from gssim.collectives import Communication
 from gssim.memory import Event, footprint
-from gssim.plan import assign_buckets
+from gssim.plan import INT8_BLOCK_ELEMENTS, INT8_SCALE_BYTES, assign_buckets, int8_blocks
 from gssim.program.lowering import Lowering
 from gssim.program.task import Program, Task, TaskId, collective_task, with_ids
 from gssim.units import Floats
@@ -42,6 +45,9 @@ def synchronize_parameters(low: Lowering, rank: int) -> list[Task]:
         size = float(elements * low.master_bytes)
         pass_s = size / device.memory_bandwidth_bytes_per_s
         own = TaskId("outer", bucket=number)
+        if low.scenario.plan.outer.precision == "int8" and outer:
+            tasks += _quantized(low, rank, number, tensors)
+            continue
         exchange = Communication("all-reduce", low.group, size)
         back_s = 2 * pass_s + len(tensors) * device.operation_overhead_s
         if outer:
@@ -68,6 +74,54 @@ def synchronize_parameters(low: Lowering, rank: int) -> list[Task]:
         broadcast = Communication("broadcast", low.group, buffer_bytes)
         tasks.append(collective_task(TaskId("broadcast-buffers", part=number), broadcast))
     return tasks
+
+
+def _quantized(low: Lowering, rank: int, number: int, tensors: tuple[int, ...]) -> list[Task]:
+    """Return the tasks of a bucket whose changes are sent as 8-bit integers; see [Note: periods]."""
+    device, elements, ranks = low.device(rank), sum(tensors), len(low.group)
+    blocks = int8_blocks(elements)
+    size, padded = float(elements * low.master_bytes), float(blocks * INT8_BLOCK_ELEMENTS * low.master_bytes)
+    scales, message = (
+        float(blocks * low.master_bytes),
+        float(blocks * (INT8_BLOCK_ELEMENTS + INT8_SCALE_BYTES)),
+    )
+    byte_s, call_s = 1 / device.memory_bandwidth_bytes_per_s, device.operation_overhead_s
+    own = TaskId("outer", bucket=number)
+    master_s = cost.master_copy_time_s(device, low.scenario.workload, elements=elements, tensors=len(tensors), casts=1)
+    return [
+        Task(
+            own.serving("copy-in"),
+            "optimizer",
+            duration_s=(OUTER_PASSES * size + 9 * padded + message) * byte_s + 10 * call_s,
+            need=footprint(
+                [
+                    Event(0, size, "communication"),
+                    Event(1, padded, "temporaries"),
+                    Event(2, message, "communication"),
+                    Event(2, 2 * scales, "temporaries"),
+                    Event(3, -2 * scales - padded, "temporaries"),
+                    Event(3, -size, "communication"),
+                    Event(4, ranks * message, "communication"),
+                ]
+            ),
+        ),
+        collective_task(own, Communication("all-gather", low.group, ranks * message)),
+        Task(
+            own.serving("copy-out"),
+            "optimizer",
+            duration_s=((1 + 6 * ranks) * padded + ranks * message + (2 + UPDATE_PASSES) * size) * byte_s
+            + (5 + 3 * ranks + len(tensors)) * call_s
+            + master_s,
+            need=footprint(
+                [
+                    Event(0, -message, "communication"),
+                    Event(1, 2 * padded, "temporaries"),
+                    Event(2, -2 * padded, "temporaries"),
+                    Event(3, -ranks * message, "communication"),
+                ]
+            ),
+        ),
+    ]
 
 
 def _buckets(low: Lowering) -> tuple[tuple[int, ...], ...]:

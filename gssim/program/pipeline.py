@@ -2,10 +2,8 @@
 stages.
 """
 
-import math
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
@@ -18,16 +16,16 @@ from gssim.plan import Action, Message
 from gssim.program.compressed import HALF_BYTES
 from gssim.program.lowering import Lowering
 from gssim.program.replicated import is_reduction
-from gssim.program.sharded import reduce_stage_gradients, reshard_stage, unshard_stage
+from gssim.program.sharded import Gathered, reduce_stage_gradients, reshard_stage, unshard_stage
 from gssim.program.stage_boundary import Stage
 from gssim.program.task import BACKWARD, Chunk, MicroBatch, Task, TaskId, Template, collective_task, with_ids
 from gssim.scenario import tied_parameters
 from gssim.units import PRECISION_BYTES
 
 COMPUTES = ("forward", "backward")
-StageTasks = Callable[[Lowering, MicroBatch], Sequence[Task]]
+StageTasks = Callable[[Lowering, MicroBatch, Gathered | None], Sequence[Task]]
 """Function that returns forward and backward of one stage for one micro-batch, with the policies' collectives, without
-the micro-batch's number: the same sequence where they are equal."""
+the micro-batch's number: the same sequence where they are equal. It is told which sharded parameters are gathered."""
 
 
 def pipeline(low: Lowering, rank: int, stage_tasks: StageTasks, *, chunked: bool) -> list[Task | Chunk]:
@@ -36,8 +34,8 @@ def pipeline(low: Lowering, rank: int, stage_tasks: StageTasks, *, chunked: bool
     Messages run in the background, those to and from a peer in the order in which they are posted; the rank waits where
     torch's schedule does. The backend starts a message when both ends have posted it (gloo's sender waits for the
     receiver's notice, NCCL's kernel for its peer). Gradients are reduced in the last backward, as in DDP; without
-    overlap, after the schedule (Megatron-LM, finalize_model_grads): a stage's last message does not wait for them. For
-    sharded stages see [Note: stages] in `gssim.program.sharded`.
+    overlap, after the schedule (Megatron-LM, finalize_model_grads): a stage's last message does not wait for them.
+    Sharded gradients are always reduced after the schedule; see [Note: stages] in `sharded`.
     """
     mesh = low.scenario.policies.mesh
     stages = {stage.number: _stage_lowering(low, stage) for stage in low.stages}
@@ -56,33 +54,20 @@ def pipeline(low: Lowering, rank: int, stage_tasks: StageTasks, *, chunked: bool
 def _sum_tied_gradients(low: Lowering, rank: int, replicas: Sequence[Sequence[int]]) -> list[Task]:
     """Return the all-reduces of the gradients of tied parameters over the ranks that hold a copy, one after another.
 
-    They follow the reductions over replicas; see [Note: tied] in `gssim.scenario.stages`. Where parameters are sharded,
-    these are of shards, in their precision, among ranks at the same position on the axis dp_shard.
+    They follow the reductions over replicas; see [Note: tied] in `gssim.scenario.stages`.
     """
     tasks, count = [], len(replicas[0])
-    scenario, mesh = low.scenario, low.policies.mesh
-    precision, value_bytes = scenario.workload.precision, low.value_bytes
-    sharded, position = low.policies.parameters != "replicated", mesh.place(rank).dp_shard
-    if sharded:
-        value_bytes = low.master_bytes
-    summed = precision if PRECISION_BYTES[precision] == HALF_BYTES and not sharded else ""
+    scenario = low.scenario
     for tied in low.shared.once(
         "tied", Same(scenario), lambda: tied_parameters(low.whole_layers, scenario.stage_ranges)
     ):
         places = sorted({stage % count for stage in tied.stages})
-        if mesh.place(rank).pp not in places or len(places) == 1:
+        if low.scenario.policies.mesh.place(rank).pp not in places or len(places) == 1:
             continue
-        elements, own = tied.elements, replicas
-        if sharded:
-            rows = low.whole_layers[tied.layer].layer.parameters[tied.place].shape[0]
-            chunk = math.ceil(rows / low.shards)
-            held = [max(0, min(chunk, rows - i * chunk)) * (elements // rows) for i in range(low.shards)]
-            elements = held[position]
-            own = [ranks for ranks in replicas if held[mesh.place(ranks[0]).dp_shard] == elements]
-        if not elements:
-            continue
-        first, *others = (tuple(ranks[place] for place in places) for ranks in own)
-        size = elements * value_bytes
+        first, *others = (tuple(ranks[place] for place in places) for ranks in replicas)
+        precision = low.scenario.workload.precision
+        summed = precision if PRECISION_BYTES[precision] == HALF_BYTES else ""
+        size = tied.elements * low.value_bytes
         exchange = Communication("all-reduce", first, size, beside=tuple(others), half_precision=summed)
         tasks.append(collective_task(TaskId("all-reduce", layer=tied.name), exchange))
     return tasks
@@ -91,18 +76,6 @@ def _sum_tied_gradients(low: Lowering, rank: int, replicas: Sequence[Sequence[in
 def _stage_lowering(low: Lowering, stage: Stage) -> Lowering:
     """Return the lowering of one of a rank's stages, shared by all replicas."""
     return low if len(low.stages) == 1 else low.once_a_step(Lowering.of_stage, stage)
-
-
-@dataclass
-class _Gathered:
-    """What of a stage's sharded parameters is gathered."""
-
-    root: bool = False
-    blocks: bool = False
-    copies: list[Task] = field(default_factory=list)
-    """Copies out of buffers into which it was gathered ahead."""
-    freed: int = 0
-    """Times that it was freed between two uses."""
 
 
 @dataclass
@@ -123,10 +96,14 @@ class _ScheduleWriter:
     """Tasks that run after the schedule."""
     templates: dict[tuple[int, str], Template | None] = field(default_factory=dict)
     """By identity of a stage's tasks, and direction; None where they cannot be a template."""
-    gathered: dict[int, _Gathered] = field(default_factory=lambda: defaultdict(_Gathered))
-    """By stage, where parameters are sharded."""
     messages: dict[tuple[int, int], Communication] = field(default_factory=dict)
     """By source and target stage."""
+    gathered: dict[int, Gathered] = field(default_factory=dict)
+    """Units of each stage that are gathered now, by stage number."""
+    copies: dict[int, list[Task]] = field(default_factory=dict)
+    """Copies of stages' units out of buffers into which they were gathered ahead."""
+    resharded: int = 0
+    """Number of times that a stage was freed between two uses."""
     latest: TaskId = TaskId("step-begin")  # noqa: RUF009 -- immutable
     """The latest task of the compute stream, after which messages are posted."""
 
@@ -137,7 +114,7 @@ class _ScheduleWriter:
 
     def add_action(self, action: Action, stage_tasks: StageTasks, *, chunked: bool) -> None:
         """Append the tasks of an action."""
-        if action.kind in COMPUTES:
+        if action.kind in ("forward", "backward"):
             self.add_compute(action, stage_tasks, chunked=chunked)
         elif action.kind == "wait":
             own = TaskId("messages", "await", messages=tuple(map(self.message_id, action.messages)))
@@ -146,11 +123,14 @@ class _ScheduleWriter:
             for message in action.messages:
                 self.free(message)
         elif action.kind == "reshard":
-            self.reshard(action.stage)
+            own = self.stages[action.stage]
+            freed = reshard_stage(own, self.gathered.pop(action.stage, Gathered()), self.resharded)
+            self.add(*with_ids(freed, partial(TaskId.at, stage=self.stage_in_ids(action.stage))))
+            self.resharded += 1
         elif action.kind == "reduce":
             reduced = reduce_stage_gradients(self.stages[action.stage], self.rank)
             self.add(*with_ids(reduced, partial(TaskId.at, stage=self.stage_in_ids(action.stage))))
-            self.gathered[action.stage] = _Gathered()
+            self.gathered.pop(action.stage, None)
         else:
             for message in action.messages:
                 self.post(message, sends=action.kind == "send")
@@ -158,11 +138,12 @@ class _ScheduleWriter:
     def add_compute(self, action: Action, stage_tasks: StageTasks, *, chunked: bool) -> None:
         """Append the forward or the backward of a stage."""
         low, micro_batch = self.stages[action.stage], self.low.micro_batches[action.micro_batch]
-        stage = self.stage_in_ids(action.stage)
-        if low.policies.parameters != "replicated":
-            micro_batch = self.with_gathers(action)
-        several = stage_tasks(low, micro_batch)
+        stage = None if low is self.low else action.stage
+        self.add(*self.copies.pop(action.stage, ()))
+        gathered = self.gathered_for(action) if low.reduces_after_schedule else None
+        several = stage_tasks(low, micro_batch, gathered)
         key = (id(several), action.kind)
+        chunked = chunked and gathered is None
         if chunked and key not in self.templates:
             part = _direction(several, action)
             plain = all(task.stream == "compute" and not task.after and not is_reduction(task) for task in part)
@@ -184,34 +165,23 @@ class _ScheduleWriter:
         """Return the stage in identities of tasks: None for a rank that has one."""
         return None if self.stages[number] is self.low else number
 
-    def with_gathers(self, action: Action) -> MicroBatch:
-        """Return the micro-batch of a forward or backward with what it gathers, after copies that are due before."""
-        now = self.gathered[action.stage]
-        self.add(*now.copies)
-        gathers_blocks, frees = not now.blocks, self.low.policies.parameters == "sharded" and action.kind == "forward"
-        micro_batch = replace(
-            self.low.micro_batches[action.micro_batch], gathers_root=not now.root, gathers_blocks=gathers_blocks
-        )
-        self.gathered[action.stage] = _Gathered(root=True, blocks=not frees, freed=now.freed)
-        return micro_batch
-
     def unshard(self, use: Action) -> None:
         """Append the gathers of a stage ahead of a forward or backward."""
-        now, own = self.gathered[use.stage], self.low.micro_batches[use.micro_batch]
-        micro_batch = replace(own, gathers_root=not now.root, gathers_blocks=not now.blocks)
-        several = unshard_stage(self.stages[use.stage], self.rank, micro_batch, use.kind)
-        at = partial(TaskId.at, micro_batch=own.number, stage=self.stage_in_ids(use.stage))
-        gathers, copies = (with_ids(tasks, at) for tasks in several)
-        self.add(*gathers)
-        self.gathered[use.stage] = _Gathered(root=True, blocks=True, copies=copies, freed=now.freed)
+        number = self.low.micro_batches[use.micro_batch].number
+        now = self.gathered.get(use.stage, Gathered())
+        at = partial(TaskId.at, micro_batch=number, stage=self.stage_in_ids(use.stage))
+        gathers, copies = unshard_stage(self.stages[use.stage], self.rank, use.kind, now)
+        self.add(*with_ids(gathers, at))
+        self.copies[use.stage] = with_ids([*gathers, *copies], at)[len(gathers) :]
+        self.gathered[use.stage] = Gathered(root=True, before_forward=True, before_backward=True)
 
-    def reshard(self, number: int) -> None:
-        """Append the release of what is gathered of a stage."""
-        now = self.gathered[number]
-        micro_batch = MicroBatch(gathers_root=not now.root, gathers_blocks=not now.blocks)
-        freed = reshard_stage(self.stages[number], micro_batch, now.freed)
-        self.add(*with_ids(freed, partial(TaskId.at, stage=self.stage_in_ids(number))))
-        self.gathered[number] = _Gathered(freed=now.freed + 1)
+    def gathered_for(self, action: Action) -> Gathered:
+        """Return the units of a stage that are gathered before an action; note those that are after it."""
+        now = self.gathered.get(action.stage, Gathered())
+        blocks = now.before_forward
+        stay = action.kind == "backward" or self.low.policies.parameters == "gathered"
+        self.gathered[action.stage] = Gathered(root=True, before_forward=stay, before_backward=stay)
+        return Gathered(now.root, blocks, blocks)
 
     def message_id(self, message: Message) -> TaskId:
         """Return the identity of a message, the same on both sides."""
@@ -253,8 +223,9 @@ class _ScheduleWriter:
 
 def _direction(tasks: Sequence[Task], action: Action) -> Sequence[Task]:
     """Return the forward, or the backward, of a stage's tasks."""
-    in_backward = (task.id.op in BACKWARD or task.id.during == "backward" for task in tasks)
-    forward_count = next(place for place, is_backward in enumerate(in_backward) if is_backward)
+    forward_count = next(
+        place for place, task in enumerate(tasks) if task.id.op in BACKWARD or task.id.during == "backward"
+    )
     return tasks[:forward_count] if action.kind == "forward" else tasks[forward_count:]
 
 

@@ -19,7 +19,7 @@ within a node everything is dense, as links there are fast.
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,13 +27,20 @@ import numpy as np
 
 from gssim import collectives, cost, sparsity
 from gssim.cache import Same
-from gssim.cluster import DeviceType
-from gssim.collectives import Communication, summed_without
+from gssim.collectives import Communication
 from gssim.memory import Event, footprint
 from gssim.plan import absolute_threshold, encodings
 from gssim.program.compute import forward_id
 from gssim.program.lowering import Lowering
-from gssim.program.messages import MAX_CACHED_DENSITIES, of_messages, owned_pieces, to_all
+from gssim.program.messages import (
+    MAX_CACHED_DENSITIES,
+    Messages,
+    messages_of,
+    owned_pieces,
+    parameter_names,
+    sums_without_own,
+    to_all,
+)
 from gssim.program.push import COUNT_BYTES, push_group_collective
 from gssim.program.sharded import insert_beside
 from gssim.program.task import Bucket, Task, TaskId, collective_task
@@ -41,37 +48,18 @@ from gssim.units import Floats
 
 INDEX_BYTES = 8
 """torch indexes with int64."""
+DENSE = encodings.ENCODINGS.index("dense")
 
 
-@dataclass(frozen=True)
-class Message:
-    """The published message of one owner for one bucket."""
-
-    elements: int
-    """Number of elements that it owns."""
-    entries: float
-    """Number of elements that it sends."""
-    size_bytes: float
-    encoding: str
-
-    @property
-    def buffer_bytes(self) -> float:
-        """Bytes of its buffer: 0 for a dense message, which is sent from the replica and received in it."""
-        return 0.0 if self.encoding == "dense" else self.size_bytes
+def published(low: Lowering, place: int) -> Messages:
+    """Return the messages of the owners at a place, by bucket and node."""
+    return low.once_a_step(_published, place)
 
 
-def messages_of(low: Lowering, bucket: Bucket, place: int) -> tuple[Message, ...]:
-    """Return the message of the owner on every node, at a place."""
-    return low.once_a_step(_messages, bucket.index, place)
-
-
-def _messages(low: Lowering, number: int, place: int) -> tuple[Message, ...]:
-    bucket = low.buckets[number]
-    owned = low.division(bucket).owned[place]
-    selects = low.scenario.plan.publish.selects
-    entries = owned_pieces(low, bucket, place).entries(_publish_ratios(low)) if selects else owned
-    messages: list[Message] = of_messages(owned, entries, partial(_message, low)).tolist()
-    return tuple(messages)
+def _published(low: Lowering, place: int) -> Messages:
+    pieces, rules = owned_pieces(low, place), low.scenario.plan.publish
+    entries = pieces.entries(publish_ratios(low)) if rules.selects else pieces.elements_owned
+    return messages_of(low, rules.encoding, pieces.elements_owned, entries)
 
 
 def message_bytes(low: Lowering, bucket: Bucket, place: int) -> tuple[float, ...]:
@@ -80,7 +68,7 @@ def message_bytes(low: Lowering, bucket: Bucket, place: int) -> tuple[float, ...
 
 
 def _message_bytes(low: Lowering, bucket: int, place: int) -> tuple[float, ...]:
-    return tuple(message.size_bytes for message in low.once_a_step(_messages, bucket, place))
+    return tuple(published(low, place).size_bytes[bucket].tolist())
 
 
 def published_bytes(low: Lowering, bucket: Bucket, place: int) -> float:
@@ -89,15 +77,16 @@ def published_bytes(low: Lowering, bucket: Bucket, place: int) -> float:
     return to_all(parts, 1).total if _posts_messages(low) else (low.nodes - 1) * sum(parts)
 
 
-def _message(low: Lowering, elements: float, entries: float) -> Message:
-    """Return the message of an owner of so many elements."""
-    sizes = {"entries": entries, "elements": elements}
-    kind = encodings.chosen(low.scenario.plan.publish.encoding, **sizes, value_bytes=low.value_bytes)
-    size = encodings.message_bytes(kind, **sizes, value_bytes=low.value_bytes)
-    return Message(int(elements), entries, size, kind)
+def _buffers(low: Lowering, place: int) -> Floats:
+    """Return the bytes of every message's buffer, by bucket and node.
+
+    0 for a dense message, which is sent from the replica and received in it.
+    """
+    messages = published(low, place)
+    return np.where(messages.encoding == DENSE, 0.0, messages.size_bytes)
 
 
-def _publish_ratios(low: Lowering) -> Mapping[str, sparsity.Ratios]:
+def publish_ratios(low: Lowering) -> Mapping[str, sparsity.Ratios]:
     """Return the published fraction of each tensor in this step."""
     statistics, workload = low.statistics, low.scenario.workload
     assert statistics is not None  # loading demands them
@@ -105,10 +94,12 @@ def _publish_ratios(low: Lowering) -> Mapping[str, sparsity.Ratios]:
     rules = replace(low.scenario.plan.publish, kind="absolute", threshold=threshold)
 
     def ratios() -> Mapping[str, sparsity.Ratios]:
-        names = {p.name.replace("{}", instance.module) for instance, p in low.parameters}
-        return {name: sparsity.publish_ratios(statistics, rules, tensor=name, step=low.step) for name in names}
+        return {
+            name: sparsity.publish_ratios(statistics, rules, tensor=name, step=step) for name in parameter_names(low)
+        }
 
-    key = (Same(statistics), Same(workload.model), rules, low.step)
+    step = min(low.step, statistics.sampled_steps[-1])  # after the last, densities are constant
+    key = (Same(statistics), Same(workload.model), rules, step)
     return low.shared.once("densities of publications", key, ratios, most=MAX_CACHED_DENSITIES)
 
 
@@ -127,19 +118,13 @@ def _threshold_bucket(low: Lowering, rank: int, bucket: Bucket) -> Task:
 
     Differences are computed in scratch; published values are read from the master copy, and written to the replica.
     """
-    device, message = low.device(rank), messages_of(low, bucket, low.place(rank))[low.node(rank)]
-    duration_s = cost.copy_time_s(device, message.elements * (low.value_bytes + low.master_bytes))
-    duration_s += cost.select_time_s(device, elements=message.elements, parts=1, value=low.value_bytes)
-    if message.encoding != "dense":
-        duration_s += cost.pack_time_s(
-            device,
-            encoding=message.encoding,
-            elements=message.elements,
-            entries=message.entries,
-            value=low.value_bytes,
-            clears=False,
-        )
-    need = footprint([Event(0, message.buffer_bytes, "communication")])
+    device = low.device(rank)
+    _, buffer_bytes, _, packing_s = low.once_a_step(_of_rank, rank)
+    elements = low.pushed_elements(bucket, rank)
+    duration_s = cost.copy_time_s(device, elements * (low.value_bytes + low.master_bytes))
+    duration_s += cost.select_time_s(device, elements=float(elements), parts=1, value=low.value_bytes)
+    duration_s += packing_s[bucket.index]
+    need = footprint([Event(0, buffer_bytes[bucket.index], "communication")])
     threshold = _publish_id(bucket).serving("threshold")
     return Task(threshold, "compression", duration_s=duration_s, need=need)
 
@@ -150,12 +135,44 @@ def _publish_id(bucket: Bucket) -> TaskId:
 
 def received_bytes(low: Lowering, bucket: Bucket, rank: int) -> float:
     """Return the size of the receive buffers for the other owners' messages."""
-    return summed_without(low.once_a_step(_buffer_bytes, bucket.index, low.place(rank)), low.node(rank))
+    return low.once_a_step(_of_rank, rank)[0][bucket.index]
 
 
-def _buffer_bytes(low: Lowering, bucket: int, place: int) -> Floats:
-    """Return the bytes of the buffer of every owner's message."""
-    return np.array([message.buffer_bytes for message in low.once_a_step(_messages, bucket, place)])
+def _of_rank(low: Lowering, rank: int) -> tuple[list[float], ...]:
+    """Return by bucket, for a rank: bytes of the buffers of the others' messages and of its own, the time to write
+    theirs to the replica, and to pack its own.
+    """
+    place, node, device_type = low.place(rank), low.node(rank), low.scenario.cluster.devices[rank].type
+    buffers, messages = low.once_a_step(_buffers, place), published(low, place)
+    device, own = low.scenario.cluster.device_types[device_type], slice(node, node + 1)
+    mine = Messages(
+        messages.encoding[:, own], messages.elements[:, own], messages.entries[:, own], messages.size_bytes[:, own]
+    )
+    packing_s = mine.priced(partial(cost.pack_time_s, device, value=low.value_bytes, clears=False))
+    packing_s = np.where((mine.encoding != DENSE) & (mine.elements > 0), packing_s, 0.0)
+    others_s = low.once_a_step(_unpacking_s, place, device_type)
+    columns = (
+        low.once_a_step(_buffers_of_others, place)[:, node],
+        buffers[:, node],
+        others_s[:, node],
+        packing_s[:, 0],
+    )
+    return tuple(column.tolist() for column in columns)
+
+
+def _buffers_of_others(low: Lowering, place: int) -> Floats:
+    """Return the bytes of the buffers of all other owners' messages, by bucket and node."""
+    return sums_without_own(low.once_a_step(_buffers, place))
+
+
+def _unpacking_s(low: Lowering, place: int, device_type: str) -> Floats:
+    """Return the time of a device to write all other owners' messages to the replica, by bucket and node.
+
+    A dense one is received there.
+    """
+    device, messages = low.scenario.cluster.device_types[device_type], published(low, place)
+    times_s = messages.priced(partial(cost.unpack_time_s, device, value=low.value_bytes))
+    return sums_without_own(np.where((messages.encoding != DENSE) & (messages.elements > 0), times_s, 0.0))
 
 
 def unpack(low: Lowering, rank: int, bucket: Bucket) -> Task:
@@ -163,48 +180,24 @@ def unpack(low: Lowering, rank: int, bucket: Bucket) -> Task:
 
     torch writes at int64 indices: those of COO are cast, on a CPU in chunks.
     """
-    device, own = low.device(rank), low.node(rank)
-    messages = messages_of(low, bucket, low.place(rank))
+    device, own, messages = low.device(rank), low.node(rank), published(low, low.place(rank))
     most = encodings.CHUNK_ELEMENTS if device.kind == "cpu" else math.inf
-    others = (*messages[:own], *messages[own + 1 :])
-    different = {id(each): each for each in others}.values()  # equal messages of neighbours are one object
-    places = max((min(each.entries, most) for each in different if each.encoding == "coo"), default=0.0)
-    given_back = received_bytes(low, bucket, rank) + messages[own].buffer_bytes
+    indexed = messages.encoding[bucket.index] == encodings.ENCODINGS.index("coo")
+    indexed[own] = False
+    places = min(float(messages.entries[bucket.index].max(where=indexed, initial=0.0)), most)
+    others_bytes, own_bytes, unpack_s, _ = low.once_a_step(_of_rank, rank)
+    given_back = others_bytes[bucket.index] + own_bytes[bucket.index]
     cast = [Event(0, INDEX_BYTES * places, "temporaries"), Event(1, -INDEX_BYTES * places, "temporaries")]
     need = footprint([*cast, Event(2, -given_back, "communication")])
-    device_type = low.scenario.cluster.devices[rank].type
-    unpack_s = summed_without(low.once_a_step(_unpacking_times, bucket.index, low.place(rank), device_type), own)
-    return Task(_publish_id(bucket).serving("put"), "compression", duration_s=unpack_s, need=need)
-
-
-def _unpacking_times(low: Lowering, bucket: int, place: int, device_type: str) -> Floats:
-    """Return the time of a device to write every owner's message to the replica."""
-    device = low.scenario.cluster.device_types[device_type]
-    messages = low.once_a_step(_messages, bucket, place)
-    unpack_s = {id(message): _unpack_s(low, device, message) for message in {id(m): m for m in messages}.values()}
-    return np.array([unpack_s[id(message)] for message in messages])
-
-
-def _unpack_s(low: Lowering, device: DeviceType, message: Message) -> float:
-    """Return the time to write one message to the replica; a dense one is received there."""
-    if message.encoding == "dense":
-        return 0.0
-    return cost.unpack_time_s(
-        device,
-        encoding=message.encoding,
-        elements=message.elements,
-        entries=message.entries,
-        value=low.value_bytes,
-    )
+    put = _publish_id(bucket).serving("put")
+    return Task(put, "compression", duration_s=unpack_s[bucket.index], need=need)
 
 
 def mean_publish_density(low: Lowering) -> float:
     """Return the fraction of their elements that all owners publish in this step."""
-    messages = [
-        message for bucket in low.buckets for place in range(low.places) for message in messages_of(low, bucket, place)
-    ]
-    elements = sum(message.elements for message in messages)
-    return sum(message.entries for message in messages) / elements if elements else 0.0
+    messages = [published(low, place) for place in range(low.places)]
+    elements = sum(float(each.elements.sum()) for each in messages)
+    return sum(float(each.entries.sum()) for each in messages) / elements if elements else 0.0
 
 
 def publish(low: Lowering, rank: int, tasks: Sequence[Task], update: Task) -> list[Task]:

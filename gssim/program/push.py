@@ -3,24 +3,24 @@ them.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from gssim import collectives, cost
-from gssim.cluster import DeviceType
-from gssim.collectives import Communication, Pairs, summed_without
+from gssim.collectives import Communication, Pairs
 from gssim.memory import Event, Footprint, footprint
 from gssim.plan import encodings
 from gssim.program.compute import BackwardParts
 from gssim.program.lowering import Lowering
 from gssim.program.messages import (
+    OthersOf,
     accumulates_in_residual,
-    encoding_of,
     is_thresholded,
-    of_messages,
     push_matrix,
+    push_sizes,
     residual_elements,
     residual_value_bytes,
     to_all,
@@ -94,7 +94,7 @@ def _push_bucket(
 ) -> tuple[list[Task], list[Task]]:
     """Return the tasks that send a bucket, and those that add what is received; `after`: tasks that they wait for."""
     thresholded = is_thresholded(low)
-    matrix, entries = push_matrix(low, bucket, micro_batch, low.place(rank))
+    matrix = push_matrix(low, bucket, micro_batch, low.place(rank))
     own = low.node(rank)
     tasks = [_threshold_bucket(low, rank, bucket, micro_batch, after)]
     offered = low.division(bucket).places[low.place(rank)] * low.value_bytes
@@ -115,9 +115,12 @@ def _push_bucket(
         data_dependent=thresholded,
         carried_as=carried_as,
     )
-    sent_bytes, received_bytes = matrix.sent[own], matrix.received[own]
     if thresholded:
-        tasks.append(_count_exchange(low, bucket))
+        amounts = low.once_a_step(_amounts, rank, micro_batch)
+        sent_bytes, received_bytes = amounts.sent_bytes[bucket.index], amounts.received_bytes[bucket.index]
+        tasks.append(low.once_a_run(_count_exchange, bucket.index))
+    else:
+        sent_bytes, received_bytes = matrix.sent[own], matrix.received[own]
     packed = Event(0, -sent_bytes, "communication") if thresholded else Event(0, -float(offered), "buckets")
     adding = _accumulation_memory(low, bucket, rank, micro_batch)
     posted, released = _exchange_memory(low, packed, adding, sent_bytes, received_bytes)
@@ -130,30 +133,68 @@ def _push_bucket(
         tasks.append(collective_task(push, exchange, "communication", communication=communication, after=begun))
     else:
         tasks.append(collective_task(push, exchange, communication=communication, after=(post.id,)))
-    add_s = _add_s(low, bucket, rank, entries, received_bytes)
+    add_s = _add_s(low, bucket, rank, micro_batch, received_bytes)
     add = TaskId("add", bucket=bucket.index)
     return tasks, [Task(add, "compression", duration_s=add_s, after=(push,), need=footprint(released))]
 
 
-def _add_s(low: Lowering, bucket: Bucket, rank: int, entries: Pairs, received_bytes: float) -> float:
+@dataclass(frozen=True, eq=False)
+class _Amounts:
+    """What a rank's thresholded pushes take, by bucket."""
+
+    sent_bytes: Sequence[float]
+    received_bytes: Sequence[float]
+    select_s: Sequence[float]
+    """To select and pack the entries for every other owner."""
+    add_s: Sequence[float]
+    """To add the messages of all others, and their weights."""
+
+
+def _amounts(low: Lowering, rank: int, micro_batch: MicroBatch) -> _Amounts:
+    place, node, device_type = low.place(rank), low.node(rank), low.scenario.cluster.devices[rank].type
+    sizes = push_sizes(low, micro_batch, place)
+    select_s = low.once_a_step(_selecting_s, micro_batch, place, device_type)
+    add_s = low.once_a_step(_adding_s, micro_batch, place, device_type)
+    columns = (sizes.sent_bytes, sizes.received_bytes, select_s, add_s)
+    return _Amounts(*(column[:, node].tolist() for column in columns))
+
+
+def _selecting_s(low: Lowering, micro_batch: MicroBatch, place: int, device_type: str) -> Floats:
+    """Return the time of each node's rank to select and to pack the entries for all other owners, by bucket.
+
+    Entries that are sent are cleared in the residual, if there is one.
+    """
+    sizes, device = push_sizes(low, micro_batch, place), low.scenario.cluster.device_types[device_type]
+    messages, value = sizes.messages, low.value_bytes
+    parts = [len(bucket.members) if low.push.kind != "absolute" else 1 for bucket in low.buckets]
+    times_s = cost.select_time_s(
+        device, elements=messages.elements, parts=np.array(parts, dtype=float)[:, None, None], value=value
+    )
+    times_s = times_s + messages.priced(
+        partial(cost.pack_time_s, device, value=value, clears=bool(low.push.error_feedback))
+    )
+    return sizes.to_others(np.where(messages.elements > 0, times_s, 0.0))
+
+
+def _adding_s(low: Lowering, micro_batch: MicroBatch, place: int, device_type: str) -> Floats:
+    """Return the time of each node's rank to add the messages of all others, and their weights, by bucket."""
+    sizes, device = push_sizes(low, micro_batch, place), low.scenario.cluster.device_types[device_type]
+    messages = sizes.messages
+    times_s = messages.priced(partial(cost.unpack_time_s, device, value=low.value_bytes))
+    times_s = np.where(messages.elements > 0, times_s, 0.0)
+    if _normalises_by_weight(low):
+        times_s = times_s + messages.priced(partial(cost.weight_time_s, device))
+    return sizes.from_others(times_s)
+
+
+def _add_s(low: Lowering, bucket: Bucket, rank: int, micro_batch: MicroBatch, received_bytes: float) -> float:
     """Return the time to add the messages from all nodes, and to normalise the sum where the plan says so."""
     device, own = low.device(rank), low.pushed_elements(bucket, rank)
     add_s = 0.0 if low.policies.point_to_point else cost.copy_time_s(device, received_bytes)
     if not is_thresholded(low):
         return add_s + cost.copy_time_s(device, 1.5 * received_bytes)  # read both, write one
-    node = low.node(rank)
-    by_kind = np.array([_unpack_and_weight_s(low, device, own, row[node]) for row in entries.rows])
-    add_s = summed_without(by_kind[np.array(entries.kinds)].ravel(), node, width=2, first=add_s)
+    add_s += low.once_a_step(_amounts, rank, micro_batch).add_s[bucket.index]
     return add_s + cost.division_time_s(device, size_bytes=own * low.master_bytes) * _normalises_by_weight(low)
-
-
-def _unpack_and_weight_s(low: Lowering, device: DeviceType, own: int, entries: float) -> tuple[float, float]:
-    """Return the times to add a message to an owner's gradient, and to accumulate its weight."""
-    encoding = encoding_of(low, own, entries)
-    added_s = cost.unpack_time_s(device, encoding=encoding, elements=own, entries=entries, value=low.value_bytes)
-    return added_s, cost.weight_time_s(
-        device, encoding=encoding, elements=own, entries=entries
-    ) * _normalises_by_weight(low)
 
 
 def _normalises_by_weight(low: Lowering) -> bool:
@@ -231,22 +272,18 @@ def _threshold_bucket(
 ) -> Task:
     """Return the task that copies the own gradient and thresholds and packs the others'."""
     duration_s = cost.copy_time_s(low.device(rank), low.pushed_elements(bucket, rank) * low.master_bytes)
-    message_bytes: Sequence[float] = ()
     if is_thresholded(low):
-        matrix, entries = push_matrix(low, bucket, micro_batch, low.place(rank))
-        message_bytes = matrix[low.node(rank)]
-        duration_s += _threshold_s(low, rank, bucket, micro_batch, sender=entries.kinds[low.node(rank)])
-    need = _threshold_memory(low, rank, bucket, micro_batch, message_bytes)
+        duration_s += _threshold_s(low, rank, bucket, micro_batch)
+    need = _threshold_memory(low, rank, bucket, micro_batch)
     threshold = TaskId("threshold", bucket=bucket.index)
     return Task(threshold, "compression", duration_s=duration_s, after=after, need=need)
 
 
-def _threshold_s(low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBatch, *, sender: int) -> float:
+def _threshold_s(low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBatch) -> float:
     """Return the time to add residuals, to estimate thresholds, and to select and pack entries for every other
-    owner; `sender`: the rank's class of senders.
+    owner.
     """
     device, push = low.device(rank), low.push
-    sizes, own = low.division(bucket).owned[low.place(rank)], low.node(rank)
     residuals = residual_elements(low, bucket, rank)
     total_s = (
         cost.residual_time_s(device, elements=residuals, value=low.value_bytes, kept=residual_value_bytes(low))
@@ -254,50 +291,31 @@ def _threshold_s(low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBat
         else 0.0
     )
     if push.kind == "relative":
-        total_s += cost.mean_time_s(device, elements=sum(sizes), tensors=len(bucket.members), value=low.value_bytes)
+        elements = low.division(bucket).places[low.place(rank)]
+        total_s += cost.mean_time_s(device, elements=elements, tensors=len(bucket.members), value=low.value_bytes)
     elif push.kind == "target-density":
         samples = [min(parameter.elements, encodings.SAMPLE_ELEMENTS) for _, parameter in bucket.members]
-        if (low.step - push.warmup_steps) % push.reestimate_steps and push.threshold:
+        if not estimates_thresholds(low) and push.threshold:
             samples = [encodings.followed_elements(push.threshold, bucket.elements)]
         total_s += cost.estimate_time_s(device, samples=sum(samples), tensors=len(bucket.members))
-    device_type, clears = low.scenario.cluster.devices[rank].type, bool(residuals)
-    packing = (bucket.index, micro_batch, low.place(rank), sender, device_type, clears)
-    return summed_without(low.once_a_step(_packing_times, *packing), own, width=2, first=total_s)
+    return total_s + low.once_a_step(_amounts, rank, micro_batch).select_s[bucket.index]
 
 
-def _packing_times(
-    low: Lowering, number: int, micro_batch: MicroBatch, place: int, sender: int, device_type: str, clears: bool
-) -> Floats:
-    """Return the times of a class of senders to select and to pack the entries of a bucket for every owner, in turn."""
-    bucket, device = low.buckets[number], low.scenario.cluster.device_types[device_type]
-    entries = push_matrix(low, bucket, micro_batch, place)[1]
-    price = partial(_select_and_pack_s, low, device, bucket, clears=clears)
-    return of_messages(low.division(bucket).owned[place], entries.rows[sender], price).ravel()
+def estimates_thresholds(low: Lowering) -> bool:
+    """Return whether thresholds for a target density are estimated in this step, and not only scaled."""
+    push = low.push
+    return push.kind == "target-density" and not (low.step - push.warmup_steps) % push.reestimate_steps
 
 
-def _select_and_pack_s(
-    low: Lowering, device: DeviceType, bucket: Bucket, elements: float, sent: float, *, clears: bool
-) -> tuple[float, float]:
-    """Return the times to select the entries for an owner of so many elements, and to pack them."""
-    value, encoding = low.value_bytes, encoding_of(low, elements, sent)
-    parts = len(bucket.members) if low.push.kind != "absolute" else 1
-    select_s = cost.select_time_s(device, elements=elements, parts=parts, value=value)
-    return select_s, cost.pack_time_s(
-        device, encoding=encoding, elements=elements, entries=sent, value=value, clears=clears
-    )
-
-
-def _threshold_memory(
-    low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBatch, message_bytes: Sequence[float]
-) -> Footprint:
-    """Return the memory of copying the own gradient and of thresholding and packing `message_bytes`, owner by owner.
+def _threshold_memory(low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBatch) -> Footprint:
+    """Return the memory of copying the own gradient and of thresholding and packing messages, owner by owner.
 
     Entries are selected in persistent scratch; only the messages are new. The bucket is freed when all are packed, or
     earlier, if the gradients of other owners were added to residuals. Where the bucket was reduced beside the compute,
     the whole one is freed now.
     """
-    sizes, own = low.division(bucket).owned[low.place(rank)], low.node(rank)
-    whole, mine = float(bucket.elements * low.value_bytes), float(sizes[own] * low.master_bytes)
+    whole = float(bucket.elements * low.value_bytes)
+    mine = float(low.pushed_elements(bucket, rank) * low.master_bytes)
     # later pushes of a step add to the gradient that the first one left
     events = [Event(0, mine, "gradients")]
     if not _is_first_push(micro_batch):
@@ -309,11 +327,12 @@ def _threshold_memory(
         events.insert(0, Event(-1, -whole, "buckets"))
     if not is_thresholded(low):
         return footprint(events)
-    own = low.node(rank)
-    messages = (*message_bytes[:own], *message_bytes[own + 1 :])
-    events.append(Event(2, sum(messages), "communication", messages))
+    place = low.place(rank)
+    messages = OthersOf(push_matrix(low, bucket, micro_batch, place), low.node(rank))
+    sent_bytes = low.once_a_step(_amounts, rank, micro_batch).sent_bytes[bucket.index]
+    events.append(Event(2, sent_bytes, "communication", messages))
     released = 1 if accumulates_in_residual(low) and low.batch_sizes[rank] > 0 else 3
-    events.append(Event(released, -float(sum(sizes) * low.value_bytes), "buckets"))
+    events.append(Event(released, -float(low.division(bucket).places[place] * low.value_bytes), "buckets"))
     return footprint(events)
 
 
@@ -321,13 +340,13 @@ def _is_first_push(micro_batch: MicroBatch) -> bool:
     return micro_batch.first or not micro_batch.sent_before
 
 
-def _count_exchange(low: Lowering, bucket: Bucket) -> Task:
+def _count_exchange(low: Lowering, bucket: int) -> Task:
     """Return the task that sends the number of entries to every owner: posted, and waited for."""
     size = low.nodes * (low.nodes - 1) * COUNT_BYTES
     axis, carried_as, matrix = low.policies.push_axis, _carried_as(low), low.once_a_run(_count_matrix)
     settings: dict[str, Any] = {"pair_bytes": matrix, "carried_as": carried_as, "at_once": low.places}
     exchange = low.communication("all-to-all-v", axis, size, **settings)
-    return collective_task(TaskId("counts", bucket=bucket.index), exchange)
+    return collective_task(TaskId("counts", bucket=bucket), exchange)
 
 
 def _count_matrix(low: Lowering) -> Pairs:

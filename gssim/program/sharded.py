@@ -13,14 +13,20 @@ end of the backward (FSDPParamGroup._all_reduce_state, finalize_backward): the f
 anyway, those of later ones are added to that and stay beside it, and so does one that is then cast to another
 precision. On nccl the all-reduces have a communicator and a stream of their own; only that callback waits for them.
 
-[Note: stages] torch.distributed.pipelining (torch 2.13, stage.py: backward_maybe_with_nosync, perform_reduce_grad) lets
-no backward of a stage free parameters or reduce gradients. A forward gathers what is not gathered yet, and, where
-parameters are freed after it, frees the blocks again; a backward gathers blocks likewise, and leaves them. So with
-reshard_after_forward=False a stage is gathered once a step, else its root once, and its blocks for each forward or
-backward that follows a forward of the stage. Whole gradients of all micro-batches are summed meanwhile. At the end of
-the schedule (interleaved: after a stage's last backward), all units are freed and reduce-scattered, the root first, and
-then blocks in the order of the model. The interleaved schedule also gathers all units of the next three stages ahead
-(_add_unshard_reshard), into flat buffers that are all held until the stage is used.
+[Note: stages] In the stages of a pipeline torch runs every backward without reducing gradients and without freeing
+parameters (PipelineStage.backward_maybe_with_nosync). After the schedule it frees and reduces unit by unit, the root
+first, then the blocks in the model's order (perform_reduce_grad). So the root is gathered once a step, and so are
+blocks that stay gathered after a forward; others are gathered in a forward that finds them freed, freed after it, and
+gathered again in a backward that finds them freed: what an earlier backward has gathered, a later one uses, and the
+next forward frees it. A stage whose output is no logits has the root's hook on that output.
+
+[Note: experts] Where ranks divide the experts of a block, the block is two units: the dense one is shared by all ranks,
+that of the own experts by the ranks that hold the same ones (a mesh of its own for some parameters, as torch 2.13's
+shard_placement_fn and torchtitan have it). Both are gathered at the block's begin, one after the other; in the backward
+the second copy-out is followed by the gathers of both units of the block before (FSDPParamGroup._backward_prefetch),
+while the root's hook gathers one unit alone. The experts' gradients are reduced first; only they wait for earlier
+reduce-scatters and free their buffers, so that two may live. FSDP2 takes the mean over the ranks that hold the same
+experts: their gradients are divided by the number of ranks that divide them before the update.
 
 [Note: streams] On nccl, collectives run beside the compute, in the order in which the host issues them: gathers and
 reduce-scatters share one communicator, which runs one at a time. Events order them as in wait_for_unshard and
@@ -33,8 +39,10 @@ is the order in which torch.cuda.max_memory_allocated counts. FSDP2 on a CPU blo
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import groupby
+from typing import NamedTuple
 
 from gssim import collectives, cost
 from gssim.collectives import Communication
@@ -50,13 +58,20 @@ from gssim.workload import LayerInstance, Parameter
 class Tensors:
     """Parameters of a unit, and how they are cut among the ranks; repeated blocks share one object."""
 
-    parameters: tuple[Parameter, ...]
+    trained: tuple[Parameter, ...]
     ranks: int
     value_bytes: int
     master_bytes: int
     """Bytes of an element of a shard: FSDP2 keeps it, and its gradient, in the optimizer's precision."""
     reduce_bytes: int
     """Bytes of an element of a gradient while it is reduced."""
+    frozen: tuple[Parameter, ...] = ()
+    """Those that are gathered too, but have no gradients."""
+
+    @cached_property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """All of them, those that are trained first."""
+        return (*self.trained, *self.frozen)
 
     @cached_property
     def rows(self) -> tuple[tuple[int, int], ...]:
@@ -82,28 +97,33 @@ class Tensors:
     @cached_property
     def gradient_tensors(self) -> tuple[float, ...]:
         """Bytes of each unsharded gradient."""
-        return tuple(float(rows * row_elements * self.value_bytes) for rows, row_elements in self.rows)
+        return tuple(float(parameter.elements * self.value_bytes) for parameter in self.trained)
 
     @cached_property
     def uneven_bytes(self) -> int:
-        """Bytes of the gathered parameters that have padding."""
-        pairs = zip(self.rows, self.shard_elements, strict=True)
+        """Bytes of the gradients that have padding, with it."""
+        pairs = zip(self.rows[: len(self.trained)], self.shard_elements, strict=False)
         return self.ranks * sum(elements for (rows, _), elements in pairs if rows % self.ranks) * self.value_bytes
 
     @cached_property
     def shard_bytes(self) -> int:
-        """Bytes of the parameters, or of their gradients, in one shard, padding included."""
+        """Bytes of the parameters in one shard, padding included."""
         return sum(self.shard_elements) * self.master_bytes
+
+    @cached_property
+    def trained_elements(self) -> int:
+        """Elements of the gradients in one shard, padding included."""
+        return sum(self.shard_elements[: len(self.trained)])
 
     @cached_property
     def gradient_bytes(self) -> int:
         """Bytes of the unsharded gradients."""
-        return sum(rows * row_elements for rows, row_elements in self.rows) * self.value_bytes
+        return sum(parameter.elements for parameter in self.trained) * self.value_bytes
 
     def own_elements(self, position: int) -> tuple[int, ...]:
-        """Return the elements of each parameter on the group's rank at `position`, without padding."""
+        """Return the elements of each trained parameter on the group's rank at `position`, without padding."""
         elements = []
-        for rows, row_elements in self.rows:
+        for rows, row_elements in self.rows[: len(self.trained)]:
             chunk = math.ceil(rows / self.ranks)
             elements.append(max(0, min(chunk, rows - position * chunk)) * row_elements)
         return tuple(elements)
@@ -116,6 +136,8 @@ class Unit:
     name: str
     layers: tuple[LayerInstance, ...]
     tensors: Tensors
+    experts: bool = False
+    """Whether it has the divided experts of a block alone; see [Note: experts]."""
 
     @property
     def ranks(self) -> int:
@@ -143,7 +165,7 @@ class Unit:
 
     @property
     def uneven_bytes(self) -> int:
-        """Bytes of the gathered parameters that have padding."""
+        """Bytes of the gradients that have padding, with it."""
         return self.tensors.uneven_bytes
 
     @property
@@ -155,8 +177,13 @@ class Unit:
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes of the parameters, or of their gradients, in one shard."""
+        """Bytes of the parameters in one shard."""
         return self.tensors.shard_bytes
+
+    @property
+    def shard_gradient_bytes(self) -> int:
+        """Bytes of the gradients in one shard."""
+        return self.tensors.trained_elements * self.tensors.master_bytes
 
     @property
     def chunk_bytes(self) -> int:
@@ -166,7 +193,7 @@ class Unit:
     @property
     def scattered_bytes(self) -> int:
         """Bytes of the gradients that are reduce-scattered, padding included."""
-        return self.padded_bytes // self.tensors.value_bytes * self.tensors.reduce_bytes
+        return self.ranks * self.tensors.trained_elements * self.tensors.reduce_bytes
 
     @property
     def reduced_bytes(self) -> int:
@@ -189,7 +216,7 @@ class Unit:
         return self.tensors.gradient_bytes
 
     def own_elements(self, position: int) -> tuple[int, ...]:
-        """Return the elements of each parameter on the group's rank at `position`, without padding."""
+        """Return the elements of each trained parameter on the group's rank at `position`, without padding."""
         return self.tensors.own_elements(position)
 
     @property
@@ -202,27 +229,35 @@ def units(low: Lowering) -> tuple[Unit, ...]:
     """Return FSDP2's units in the order in which they are gathered: the root first, then each block."""
     ranks, sizes = low.shards, (low.value_bytes, low.master_bytes, PRECISION_BYTES[low.reduce_precision])
     root = tuple(instance for instance in low.layers if not instance.layer.block)
-    whole = tuple(parameter for instance in root for parameter in instance.layer.parameters)
-    result = [Unit("root", root, Tensors(whole, ranks, *sizes))] if whole else []
+    trained = tuple(parameter for instance in root for parameter in instance.layer.parameters)
+    frozen = tuple(parameter for instance in root for parameter in instance.layer.frozen_parameters)
+    result = [Unit("root", root, Tensors(trained, ranks, *sizes, frozen))] if trained or frozen else []
     repeated: dict[int, Tensors] = {}
     for instance in low.layers:
         layer = instance.layer
-        if layer.block and layer.parameters:
+        if layer.block and (layer.parameters or layer.frozen_parameters):
             if id(layer) not in repeated:
-                repeated[id(layer)] = Tensors(layer.parameters, ranks, *sizes)
+                dense = tuple(each for each in layer.parameters if not (low.policies.ep > 1 and each.sliced))
+                repeated[id(layer)] = Tensors(dense, ranks, *sizes, layer.frozen_parameters)
             result.append(Unit(instance.module, (instance,), repeated[id(layer)]))
+            own = tuple(each for each in layer.parameters if low.policies.ep > 1 and each.sliced)
+            if own:
+                tensors = Tensors(own, ranks // low.policies.ep, *sizes)
+                result.append(Unit(f"{instance.module}.experts", (instance,), tensors, experts=True))
     return tuple(result)
 
 
 def owned_rows(low: Lowering, rank: int) -> list[int]:
     """Return the elements of each parameter in `rank`'s shard, in the model's order, which is the optimizer's."""
-    return low.once_a_run(_rows_at, low.shard_position(rank))
+    position = low.shard_position(rank)
+    return low.once_a_run(_rows_at, position, position // low.policies.ep)
 
 
-def _rows_at(low: Lowering, position: int) -> list[int]:
+def _rows_at(low: Lowering, position: int, of_experts: int) -> list[int]:
     own: dict[int, int] = {}
     for unit in units(low):
-        own |= zip(map(id, unit.parameters), unit.own_elements(position), strict=True)
+        elements = unit.own_elements(of_experts if unit.experts else position)
+        own |= zip(map(id, unit.tensors.trained), elements, strict=True)
     return [own[id(parameter)] for _, parameter in low.parameters]
 
 
@@ -252,9 +287,12 @@ def _need(*events: Event) -> Footprint:
     return footprint(events)
 
 
-def _exchange(low: Lowering, kind: str, size_bytes: float) -> Communication:
+def _exchange(low: Lowering, unit: Unit, kind: str, size_bytes: float) -> Communication:
     """Return a collective of the ranks that share a unit, by the backend or by a ring of point-to-point messages."""
     carried_as = f"{kind}-v" if low.policies.point_to_point else ""
+    if unit.experts:
+        group, *beside = low.expert_replicas
+        return Communication(kind, group, size_bytes, beside=tuple(beside), carried_as=carried_as)
     return low.communication(kind, "dp_shard", size_bytes, carried_as=carried_as)
 
 
@@ -275,46 +313,61 @@ def reduce_scatter_gradients(low: Lowering, rank: int, tasks: list[Task], micro_
     The buffer of one unit is held until the next unit's backward is done (comm_ctx.reduce_scatter_states). Where
     gradients are not sent yet, the parameters are freed all the same (FSDPParamGroup.post_backward). With replicas, the
     reduced shards are then all-reduced; see [Note: replicas]. Gradients that are reduced in another precision are kept
-    in that between micro-batches, and added in it (FSDPParam.to_accumulated_grad_if_needed). A pipeline's stages free
-    and send nothing here; see [Note: stages].
+    in that between micro-batches, and added in it (FSDPParam.to_accumulated_grad_if_needed).
     """
     behind: dict[TaskId, list[Task]] = defaultdict(list)
-    before: Unit | None = None
+    held: tuple[Unit, ...] = ()
     end: list[Task] = []
     ends = pass_ends(tasks, "backward")
-    for unit in sorted(units(low), key=lambda unit: (unit.is_root, -unit.layers[0].index)):
-        if micro_batch.sends_gradients and not low.stages:
-            new = _reduce_scatter(low, rank, unit, before, micro_batch)
+    last = _without_input_gradient(low)
+    every = sorted(units(low), key=lambda unit: (unit.is_root, -unit.layers[0].index, not unit.experts))
+    if last is not None:  # the callback serves the root first
+        every = [*(unit for unit in every if unit.layers[0] is not last), *(u for u in every if u.layers[0] is last)]
+    for unit in every:
+        freed_units = () if held and held[-1].experts else held
+        if micro_batch.sends_gradients and not unit.tensors.trained:
+            dropped = Event(1, -sum(each.scattered_bytes for each in held), "communication")
+            freed = TaskId("free", layer=unit.name, during="backward")
+            after = tuple(_reduce_id(each) for each in held if low.overlaps and each.ranks > 1)
+            end.append(Task(freed, "backward", after=after, need=_need(unit.gathered(0, sign=-1), dropped)))
+            held = ()
+            continue
+        if micro_batch.sends_gradients:
+            new = _reduce_scatter(low, rank, unit, freed_units, micro_batch)
         else:
             freed = TaskId("free", layer=unit.name, during="backward")
-            new = [] if low.stages else [Task(freed, "backward", need=_need(unit.gathered(0, sign=-1)))]
+            new = [Task(freed, "backward", need=_need(unit.gathered(0, sign=-1)))]
             if low.casts_units:
                 add = _accumulate(low, rank, unit, micro_batch)
                 new = [*new, *add] if micro_batch.first else [*add, *new]
-        if unit.is_root:
-            end = new
+        if unit.is_root or unit.layers[0] is last:
+            end += new
         else:
-            behind[ends[unit.layers[0].module]] = new
-        before = unit
-    last = None if low.stages else before
-    return [*insert_beside(tasks, before={}, behind=behind), *end, _callback(low, last, micro_batch)]
+            behind[ends[unit.layers[0].module]] += new
+        held = (*(each for each in held if each not in freed_units), unit)
+    return [*insert_beside(tasks, before={}, behind=behind), *end, _callback(low, held, micro_batch)]
 
 
-def reduce_stage_gradients(low: Lowering, rank: int) -> list[Task]:
-    """Return the reductions of a stage's gradients after its last backward, which free its parameters too."""
-    tasks: list[Task] = []
-    before: Unit | None = None
-    for unit in units(low):
-        tasks += _reduce_scatter(low, rank, unit, before, low.micro_batches[-1])
-        before = unit
-    return [*tasks, _callback(low, before, low.micro_batches[-1])]
+def _without_input_gradient(low: Lowering) -> LayerInstance | None:
+    """Return the block whose input has no gradient, as all before it is frozen; None: there is no such block.
+
+    FSDP2's hook is on the gradient of a unit's input: the callback at the end of the backward serves this block, after
+    the root (FSDPState._root_post_backward_final_callback).
+    """
+    first = next((instance for instance in low.layers if instance.layer.parameters), None)
+    if first is None or not first.layer.block or not any(each.layer.frozen_parameters for each in low.layers):
+        return None
+    return first
 
 
-def _callback(low: Lowering, last: Unit | None, micro_batch: MicroBatch) -> Task:
-    """Return the callback at the end of the backward: waits for the last unit's collectives, and frees all buffers."""
-    if last is None or not micro_batch.sends_gradients:
+def _callback(low: Lowering, held: Sequence[Unit], micro_batch: MicroBatch) -> Task:
+    """Return the callback at the end of the backward: waits for the last collectives, and frees all buffers.
+
+    `held`: units whose gradients' buffers are still allocated.
+    """
+    if not held or not micro_batch.sends_gradients:
         return Task(TaskId("backward-callback"), "backward")
-    events = [Event(0, -last.scattered_bytes, "communication")]
+    last, events = held[-1], [Event(0, -each.scattered_bytes, "communication") for each in held]
     for unit in units(low) if low.replicates else ():  # without a cast, the reduced tensor may be the gradient itself
         reduced_bytes = unit.reduced_bytes if unit.casts_gradients else _added_bytes(unit, micro_batch)
         events.append(Event(0, -reduced_bytes, "communication" if unit.casts_gradients else "gradients"))
@@ -326,7 +379,7 @@ def _callback(low: Lowering, last: Unit | None, micro_batch: MicroBatch) -> Task
 
 def _added_bytes(unit: Unit, micro_batch: MicroBatch) -> float:
     """Return the bytes of a unit's gradients that are added to those of earlier micro-batches."""
-    return unit.shard_bytes if micro_batch.sent_before and not micro_batch.first else 0
+    return unit.shard_gradient_bytes if micro_batch.sent_before and not micro_batch.first else 0
 
 
 def _accumulate(low: Lowering, rank: int, unit: Unit, micro_batch: MicroBatch) -> list[Task]:
@@ -345,7 +398,7 @@ def _accumulate(low: Lowering, rank: int, unit: Unit, micro_batch: MicroBatch) -
         changes += [*summed, (-size, "gradients")]
     events = [Event(place, size, category) for place, (size, category) in enumerate(changes)]
     moved = (value, reduced) if micro_batch.first else (value, reduced, reduced)
-    elements, count = unit.gradient_bytes // value, len(unit.parameters)
+    elements, count = unit.gradient_bytes // value, len(tensors.trained)
     duration_s = cost.moving_time_s(device, value_bytes=moved, elements=elements, tensors=count)
     return [Task(_reduce_id(unit).serving("accumulate"), "backward", duration_s=duration_s, need=_need(*events))]
 
@@ -358,32 +411,41 @@ def _reduce_id(unit: Unit) -> TaskId:
     return TaskId("reduce-scatter", layer=unit.name)
 
 
-def _reduce_scatter(low: Lowering, rank: int, unit: Unit, before: Unit | None, micro_batch: MicroBatch) -> list[Task]:
-    """Return the tasks that follow a unit's complete backward; `before` is the unit reduced before it.
+def _reduce_scatter(
+    low: Lowering,
+    rank: int,
+    unit: Unit,
+    freed: Sequence[Unit],
+    micro_batch: MicroBatch,
+    *,
+    accumulated: bool = False,
+) -> list[Task]:
+    """Return the tasks that follow a unit's complete backward; `freed`: units reduced before it whose buffers it frees.
 
-    The sum of the shard's gradients is kept; in later micro-batches it is added to the existing gradient, and freed: at
-    once, or, where it is the all-reduced tensor, by the callback at the end of the backward.
+    `accumulated`: the micro-batch's gradients are added to earlier ones already. The sum of the shard's gradients is
+    kept; in later micro-batches it is added to the existing gradient, and freed: at once, or, where it is the
+    all-reduced tensor, by the callback at the end of the backward.
     """
     reduce, overlaps = _reduce_id(unit), low.overlaps
     stays = low.replicates and not unit.casts_gradients
-    sums_cast = low.casts_units and micro_batch.accumulates and not low.stages
-    keeps_cast = low.casts_units and bool(sums_cast or low.stages)
+    sums_cast = low.casts_units and (accumulated or micro_batch.accumulates)  # then they are those that were kept cast
     tensors, gradients = unit.tensors.gradient_tensors, float(unit.gradient_bytes)
-    if keeps_cast:
+    if sums_cast:
         tensors = tuple(size // unit.tensors.value_bytes * unit.tensors.reduce_bytes for size in tensors)
         gradients = sum(tensors)
-    copied_bytes = (unit.padded_bytes + unit.scattered_bytes) / 2
+    own_bytes = unit.ranks * unit.tensors.trained_elements * unit.tensors.value_bytes
+    copied_bytes = (own_bytes + unit.scattered_bytes) / 2
     added = Event(7, 0 if stays else -_added_bytes(unit, micro_batch), "gradients")
     copy = Task(
         reduce.serving("copy-in"),
         "backward",
         duration_s=cost.sharded_unit_time_s(
-            low.device(rank), phase="b", tensors=len(unit.parameters), copied_bytes=copied_bytes
+            low.device(rank), phase="b", tensors=len(unit.tensors.trained), copied_bytes=copied_bytes
         ),
-        after=(_reduce_id(before),) if before and overlaps and unit.ranks > 1 else (),
+        after=tuple(_reduce_id(each) for each in freed if overlaps and each.ranks > 1),
         need=_need(
             unit.gathered(0, sign=-1),
-            Event(1, -before.scattered_bytes if before else 0, "communication"),
+            *(Event(1, -each.scattered_bytes, "communication") for each in freed),
             Event(2, unit.scattered_bytes, "communication"),
             *_padding(low, rank, unit, position=3),
             Event(5, -gradients, "gradients", tensors),
@@ -391,9 +453,9 @@ def _reduce_scatter(low: Lowering, rank: int, unit: Unit, before: Unit | None, m
             *([added] if (overlaps or unit.ranks == 1) and not unit.casts_gradients else []),
         ),
     )
-    tasks = [*(_accumulate(low, rank, unit, micro_batch) if sums_cast else []), copy]
+    tasks = [*(_accumulate(low, rank, unit, micro_batch) if sums_cast and not accumulated else []), copy]
     if unit.ranks > 1:
-        exchange = _exchange(low, "reduce-scatter", unit.scattered_bytes)
+        exchange = _exchange(low, unit, "reduce-scatter", unit.scattered_bytes)
         last = [] if unit.casts_gradients else [added]
         need = NOTHING if overlaps else _need(*_staging(low, rank, exchange, 0), *last)
         tasks.append(
@@ -432,9 +494,9 @@ def _cast(low: Lowering, rank: int, unit: Unit, added: Event) -> list[Task]:
     if not unit.casts_gradients:
         return []
     freed = [] if low.replicates else [Event(1, -unit.reduced_bytes, "communication")]
-    need = _need(Event(0, unit.shard_bytes, "gradients", stream=REDUCE), *freed, added)
+    need = _need(Event(0, unit.shard_gradient_bytes, "gradients", stream=REDUCE), *freed, added)
     sizes = (unit.tensors.reduce_bytes, unit.tensors.master_bytes)
-    elements = sum(unit.shard_elements)
+    elements = unit.tensors.trained_elements
     duration_s = cost.moving_time_s(low.device(rank), value_bytes=sizes, elements=elements, tensors=1)
     cast, issue = _reduce_id(unit).serving("cast"), _reduce_id(unit).serving("issue-cast")
     if not low.overlaps:
@@ -443,82 +505,116 @@ def _cast(low: Lowering, rank: int, unit: Unit, added: Event) -> list[Task]:
     return [Task(issue, "backward", need=need), Task(cast, "backward", stream, duration_s=duration_s)]
 
 
+# Stages --------------------------------------------------------------------------------------------------------------
+
+
+class Gathered(NamedTuple):
+    """Units of a stage that are gathered already when a micro-batch runs; see [Note: stages]."""
+
+    root: bool = False
+    before_forward: bool = False
+    """Blocks, when the forward begins."""
+    before_backward: bool = False
+    """Blocks, when the backward begins."""
+
+    def includes(self, unit: Unit) -> bool:
+        """Return whether a unit is gathered when the forward begins."""
+        return self.root if unit.is_root else self.before_forward
+
+
+NOTHING_GATHERED = Gathered()
+
+
+def run_stage(low: Lowering, rank: int, tasks: list[Task], micro_batch: MicroBatch, gathered: Gathered) -> list[Task]:
+    """Return forward and backward of a stage with the gathers that its units need; gradients stay whole."""
+    behind: dict[TaskId, list[Task]] = defaultdict(list)
+    ends = pass_ends(tasks, "backward")
+    end: list[Task] = []
+    for unit in units(low) if low.casts_units else ():
+        added = _accumulate(low, rank, unit, micro_batch)
+        if unit.is_root:
+            end = added
+        else:
+            behind[ends[unit.layers[0].module]] = added
+    tasks = [*insert_beside(tasks, before={}, behind=behind), *end]
+    before, after = _gather_forward(low, rank, gathered)
+    if not gathered.before_backward:
+        before = {**before, **_gather_backward(low, rank)}
+    after = _free_after_forward(low, tasks, after) if low.policies.parameters == "sharded" else after
+    return insert_beside(_with_forward_begin(low, tasks), before=before, behind=after)
+
+
+def unshard_stage(low: Lowering, rank: int, phase: str, gathered: Gathered) -> tuple[list[Task], list[Task]]:
+    """Return the gathers of a stage's units ahead of its use, and the copies out of their buffers before that.
+
+    Interleaved schedules gather all units of the next stages so (torch's _add_unshard_reshard); their flat buffers are
+    all held until they are copied.
+    """
+    missing = [u for u in units(low) if not (gathered.root if u.is_root else gathered.before_forward)]
+    gathers = [task for unit in missing for task in _gather(low, rank, unit, phase, ())]
+    return gathers, [_copy_out(low, rank, unit, phase, unit.flat_bytes) for unit in missing]
+
+
+def reshard_stage(low: Lowering, gathered: Gathered, number: int) -> list[Task]:
+    """Return the releases of a stage's gathered units between two uses; `number`: of earlier ones in the step."""
+    held = [u for u in units(low) if (gathered.root if u.is_root else gathered.before_forward)]
+    return [
+        Task(TaskId("free", layer=unit.name, part=number), "forward", need=_need(unit.gathered(0, sign=-1)))
+        for unit in held
+    ]
+
+
+def reduce_stage_gradients(low: Lowering, rank: int) -> list[Task]:
+    """Return the release of a stage's parameters, and the reduction of its gradients, after the schedule."""
+    last = replace(low.micro_batches[-1], sends_gradients=True)
+    tasks: list[Task] = []
+    held: tuple[Unit, ...] = ()
+    for unit in units(low):
+        tasks += _reduce_scatter(low, rank, unit, held, last, accumulated=True)
+        held = (unit,)
+    return [*tasks, _callback(low, held, last)]
+
+
 # Parameters ----------------------------------------------------------------------------------------------------------
 
 
-def keep_parameters(low: Lowering, rank: int, tasks: list[Task], micro_batch: MicroBatch) -> list[Task]:
+def keep_parameters(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
     """Return the tasks unchanged: every rank holds all parameters."""
     return tasks
 
 
-def gather_parameters(low: Lowering, rank: int, tasks: list[Task], micro_batch: MicroBatch) -> list[Task]:
+def gather_parameters(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
     """FSDP2 with reshard_after_forward=False: each unit is gathered before its first forward and kept."""
-    before, end = _gather_forward(low, rank, micro_batch)
-    behind: dict[TaskId, list[Task]] = defaultdict(list)
-    _end_forward(low, tasks, end, before, behind)
+    before, behind = _gather_forward(low, rank)
     return insert_beside(_with_forward_begin(low, tasks), before=before, behind=behind)
 
 
-def gather_parameters_twice(low: Lowering, rank: int, tasks: list[Task], micro_batch: MicroBatch) -> list[Task]:
+def gather_parameters_twice(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
     """FSDP2 with its default reshard_after_forward: each block is freed after its forward, and gathered again."""
-    before, end = _gather_forward(low, rank, micro_batch)
+    before, behind = _gather_forward(low, rank)
+    before = {**before, **_gather_backward(low, rank)}
+    behind = _free_after_forward(low, tasks, behind)
+    return insert_beside(_with_forward_begin(low, tasks), before=before, behind=behind)
+
+
+def _free_after_forward(
+    low: Lowering, tasks: Sequence[Task], behind: dict[TaskId, list[Task]]
+) -> dict[TaskId, list[Task]]:
+    """Return what follows a forward, and before it the release of each block's parameters."""
     ends = pass_ends(tasks, "forward")
-    behind: dict[TaskId, list[Task]] = defaultdict(list)
+    freed: dict[TaskId, list[Task]] = defaultdict(list)
     for unit in units(low):
         if not unit.is_root:
-            freed = Task(TaskId("free", layer=unit.name), "forward", need=_need(unit.gathered(0, sign=-1)))
-            behind[ends[unit.layers[0].module]].append(freed)
-    _end_forward(low, tasks, end, before, behind)
-    if micro_batch.gathers_blocks:
-        for place, new in _gather_backward(low, rank).items():
-            before[place] += new
-    return insert_beside(_with_forward_begin(low, tasks), before=before, behind=behind)
-
-
-def _end_forward(
-    low: Lowering,
-    tasks: Sequence[Task],
-    end: Task,
-    before: dict[TaskId, list[Task]],
-    behind: dict[TaskId, list[Task]],
-) -> None:
-    """Insert the end of the root's forward: before the loss, or behind the last layer of a stage that has none."""
-    if low.stages and low.stages[0].after is not None:
-        behind[pass_ends(tasks, "forward")[low.layers[-1].module]].append(end)
-    else:
-        before[forward_id(low.layers[-1])].append(end)
-
-
-def unshard_stage(low: Lowering, rank: int, micro_batch: MicroBatch, phase: str) -> tuple[list[Task], list[Task]]:
-    """Return the gathers of a stage's units ahead of its use, and the copies out of their buffers before that.
-
-    The flat buffers of all units are held until they are copied; see [Note: stages].
-    """
-    all_units = _missing(low, micro_batch)
-    gathers = [task for unit in all_units for task in _gather(low, rank, unit, phase, ())]
-    return gathers, [_copy_out(low, rank, unit, phase, unit.flat_bytes) for unit in all_units]
-
-
-def reshard_stage(low: Lowering, micro_batch: MicroBatch, number: int) -> list[Task]:
-    """Return the releases of a stage's gathered units; `micro_batch` says which are not; `number`: of earlier ones."""
-    missing = {unit.name for unit in _missing(low, micro_batch)}
-    return [
-        Task(TaskId("free", layer=unit.name, part=number), "forward", need=_need(unit.gathered(0, sign=-1)))
-        for unit in units(low)
-        if unit.name not in missing
-    ]
-
-
-def _missing(low: Lowering, micro_batch: MicroBatch) -> list[Unit]:
-    """Return the units that a micro-batch's forward gathers."""
-    return [u for u in units(low) if (micro_batch.gathers_root if u.is_root else micro_batch.gathers_blocks)]
+            own = Task(TaskId("free", layer=unit.name), "forward", need=_need(unit.gathered(0, sign=-1)))
+            freed[ends[unit.layers[0].module]].append(own)
+    return {**behind, **{end: [*tasks, *behind.get(end, ())] for end, tasks in freed.items()}}
 
 
 FORWARD_BEGIN = TaskId("forward-begin")
 
 
 def _with_forward_begin(low: Lowering, tasks: Sequence[Task]) -> list[Task]:
-    """Return tasks with a marker of the forward's beginning, where other streams must wait for it."""
+    """Return tasks with a marker of the step's beginning, where other streams must wait for it."""
     return [Task(FORWARD_BEGIN, "forward"), *tasks] if low.overlaps else list(tasks)
 
 
@@ -528,14 +624,13 @@ def gather_id(unit: str, phase: str) -> TaskId:
 
 
 def _gather(low: Lowering, rank: int, unit: Unit, phase: str, after: tuple[TaskId, ...]) -> list[Task]:
-    """Return the gather of a unit into a flat buffer that it leaves allocated; `after`: dependencies on nccl, if not
-    its own issue.
+    """Return the gather of a unit into a flat buffer that it leaves allocated; `after`: dependencies on nccl.
 
     A shard of another precision is first cast, to a copy that is held until the gather is done (on nccl: issued).
     """
     if unit.ranks == 1:
         return []
-    own, exchange = gather_id(unit.name, phase), _exchange(low, "all-gather", unit.padded_bytes)
+    own, exchange = gather_id(unit.name, phase), _exchange(low, unit, "all-gather", unit.padded_bytes)
     copy_bytes = unit.chunk_bytes if unit.casts else 0
     flat = [Event(i, size, "communication", stream=GATHER) for i, size in enumerate((copy_bytes, unit.flat_bytes))]
     cast_s = cost.master_copy_time_s(
@@ -573,14 +668,18 @@ def _copy_out(low: Lowering, rank: int, unit: Unit, phase: str, freed_bytes: int
     )
 
 
-def _gather_forward(low: Lowering, rank: int, micro_batch: MicroBatch) -> tuple[dict[TaskId, list[Task]], Task]:
-    """Return each unit's gather, by the forward that it precedes, and the end of the root's forward.
+def _gather_forward(
+    low: Lowering, rank: int, gathered: Gathered = NOTHING_GATHERED
+) -> tuple[dict[TaskId, list[Task]], dict[TaskId, list[Task]]]:
+    """Return each unit's gather, by the forward that it precedes, and what follows a forward.
 
     A flat buffer is held until the next unit's copy-out is done (comm_ctx.all_gather_state; wait_for_unshard drops it
     before that copy, but its own variable prev_all_gather_state lives on), or the forward is.
     """
     before: dict[TaskId, list[Task]] = defaultdict(list)
-    all_units = _missing(low, micro_batch)
+    all_units = [unit for unit in units(low) if not gathered.includes(unit)]
+    if not all_units:
+        return before, {}
     flat_bytes = 0
     for number, unit in enumerate(all_units):
         after = (gather_id(all_units[number - 2].name, "forward").serving("copy-out"),) if number > 1 else ()
@@ -589,7 +688,11 @@ def _gather_forward(low: Lowering, rank: int, micro_batch: MicroBatch) -> tuple[
         start = () if number else (FORWARD_BEGIN,)
         before[forward_id(first)] += [*_gather(low, rank, unit, "forward", after or start), copy]
         flat_bytes = unit.flat_bytes
-    return before, Task(TaskId("forward-end"), "forward", need=_need(Event(0, -flat_bytes, "communication")))
+    end = Task(TaskId("forward-end"), "forward", need=_need(Event(0, -flat_bytes, "communication")))
+    if low.stages and low.stages[0].after is not None:  # its last layer is no loss
+        return before, {forward_id(low.layers[-1]): [end]}
+    before[forward_id(low.layers[-1])].append(end)
+    return before, {}
 
 
 def _gather_backward(low: Lowering, rank: int) -> dict[TaskId, list[Task]]:
@@ -599,17 +702,26 @@ def _gather_backward(low: Lowering, rank: int) -> dict[TaskId, list[Task]]:
     """
     before: dict[TaskId, list[Task]] = defaultdict(list)
     all_units = units(low)
-    blocks = [unit for unit in reversed(all_units) if not unit.is_root]
+    blocks = [tuple(each) for _, each in groupby((u for u in all_units if not u.is_root), lambda u: u.layers[0].index)]
     if not blocks:
         return before
-    last_copy = () if low.stages else (gather_id(blocks[0].name, "forward").serving("copy-out"),)
+    blocks.reverse()
+    last_copy = (gather_id(blocks[0][-1].name, "forward").serving("copy-out"),)
+    if low.stages:  # the last forward may be that of another micro-batch
+        last_copy = (gather_id(blocks[0][-1].name, "backward").serving("issue"),)
     has_loss = not low.stages or low.stages[0].after is None
-    issuer = low.layers[-2 if has_loss else -1] if all_units[0].is_root else blocks[0].layers[0]
-    before[backward_begin(low, issuer)] += _gather(low, rank, blocks[0], "backward", last_copy)
-    for number, unit in enumerate(blocks):
-        copy = _copy_out(low, rank, unit, "backward", unit.flat_bytes)
-        new = [copy]
-        if number + 1 < len(blocks):
-            new += _gather(low, rank, blocks[number + 1], "backward", (copy.id,))
-        before[backward_begin(low, unit.layers[0])] += new
+    issuer = low.layers[-2] if all_units[0].is_root and has_loss else blocks[0][0].layers[0]
+    before[backward_begin(low, issuer)] += _gather(low, rank, blocks[0][-1], "backward", last_copy)
+    issued = {blocks[0][-1].name}
+    for number, block in enumerate(blocks):
+        new = before[backward_begin(low, block[0].layers[0])]
+        for unit in block:
+            if unit.name not in issued:
+                new += _gather(low, rank, unit, "backward", last_copy)
+            copy = _copy_out(low, rank, unit, "backward", unit.flat_bytes)
+            new.append(copy)
+        following = blocks[number + 1] if number + 1 < len(blocks) else ()
+        for unit in reversed(following if len(block) > 1 else following[-1:]):
+            new += _gather(low, rank, unit, "backward", (copy.id,))
+            issued.add(unit.name)
     return before

@@ -55,6 +55,8 @@ Operation = Literal[
     "dispatch",
     "combine",
     "exchange-heads",
+    "rotate",
+    "attend",
     "sum-gradients",
     "step-begin",
     "forward-begin",
@@ -68,8 +70,9 @@ Operation = Literal[
 
 `activation`, `gradient`: the message of a pipeline that carries one. `...-begin`, `...-end` and `backward-callback`:
 moments of a step. `gather-sequence`, `scatter-sequence`: of tensors whose sequences tensor ranks divide among them;
-`exchange-heads`: of parts of sequences for parts of heads; `sum-gradients`: of gradients of what they run on these
-parts. `count-rows`, `dispatch`, `combine`: of rows that ranks send to the experts of others, and back. `parameters`:
+`exchange-heads`: of parts of sequences for parts of heads; `rotate`, `attend`: of keys and values in a ring, and the
+block of attention to those that have come; `sum-gradients`: of gradients of what they run on these parts.
+`count-rows`, `dispatch`, `combine`: of rows that ranks send to the experts of others, and back. `parameters`:
 updated tensors that ZeRO-1 broadcasts, all together. `outer`: the synchronization of parameters that ends an outer
 step; `inner-steps`: `part` steps before it, which a rank does alone. `other`: in a program written by hand, whose
 labels are `layer`."""
@@ -93,6 +96,7 @@ Action = Literal[
     "send",
     "receive",
     "release",
+    "return",
 ]
 """What a task does for the operation that it serves; empty: it is the operation itself."""
 Pass = Literal["", "forward", "recompute", "backward"]
@@ -138,6 +142,19 @@ _ACTION_TEXTS: Mapping[Action, str] = {
 }
 
 
+_DURING_FIRST: frozenset[Operation] = frozenset(
+    {
+        "all-reduce",
+        "gather-sequence",
+        "scatter-sequence",
+        "exchange-heads",
+        "rotate",
+        "attend",
+        "dispatch",
+        "combine",
+    }
+)
+"""Operations whose labels name the pass before the layer."""
 _NUMBERED: frozenset[Operation] = frozenset({"broadcast-buffers", "all-gather-parameters", "inner-steps"})
 """Operations that are numbered, not divided into parts."""
 
@@ -220,8 +237,7 @@ class TaskId(NamedTuple):
         """Yield what it does, to what."""
         yield _ACTION_TEXTS.get(self.action, self.action)
         yield _OPERATION_TEXTS.get(self.op, self.op)
-        shared = ("all-reduce", "gather-sequence", "scatter-sequence", "exchange-heads", "dispatch", "combine")
-        before = self.op in shared
+        before = self.op in _DURING_FIRST
         if before:
             yield self.during
         yield self.layer
@@ -661,10 +677,6 @@ class MicroBatch:
     """Whether gradients are communicated after this micro-batch, if the plan communicates them at all."""
     sent_before: bool = False
     """Whether the gradients of earlier micro-batches were communicated in theirs."""
-    gathers_root: bool = True
-    """Whether a forward gathers parameters outside blocks, where these are sharded; a stage may hold them already."""
-    gathers_blocks: bool = True
-    """Whether a forward, or a backward, gathers the parameters of blocks, where these are sharded."""
 
     @property
     def first(self) -> bool:

@@ -12,6 +12,7 @@ host's overhead over a plain call of the collective counts before each sum, and 
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from gssim import collectives, cost
 from gssim.collectives import Communication
@@ -19,6 +20,7 @@ from gssim.memory import Event, footprint, last_saved
 from gssim.program.experts import OPERATIONS as EXPERT_OPERATIONS
 from gssim.program.experts import expert_exchange
 from gssim.program.lowering import Lowering
+from gssim.program.ring import RING_OPERATIONS, attention_ratio, ring_attention
 from gssim.program.task import PASSES, Operation, Task, TaskId, collective_task
 from gssim.scenario import Scenario
 from gssim.workload import EXPERT_EXCHANGES, Layer, LayerInstance, Reduction
@@ -54,6 +56,7 @@ def with_all_reduces(
     device = low.device(rank)
     several = len(beside) + 1 < len(low.group) // low.policies.cp
     samples_of_group = low.batch_sizes[rank] if several else None
+    parts, in_ring_s = _without_ring(low, instance, phase, parts, samples)
     tasks: list[Task] = []
     for part, end in zip(parts, ends, strict=True):
         tasks.append(part)
@@ -61,6 +64,11 @@ def with_all_reduces(
             number, reduction = pending.pop(0)
             if reduction.kind in EXPERT_EXCHANGES:
                 tasks.append(expert_exchange(low, rank, instance, reduction, phase, samples))
+                continue
+            if reduction.kind == "ring":
+                tasks += ring_attention(
+                    low, rank, instance, phase, samples, reduction=reduction, alone_s=in_ring_s, before=tasks[-1].id
+                )
                 continue
             # not the part's own number: ranks that hold other slices may cut elsewhere too, where buckets are complete
             own = TaskId(
@@ -80,6 +88,18 @@ def with_all_reduces(
     return tasks
 
 
+def _without_ring(
+    low: Lowering, instance: LayerInstance, phase: str, parts: Sequence[Task], samples: int
+) -> tuple[Sequence[Task], float]:
+    """Return the parts of a layer's pass without the time of an attention in a ring, and that time."""
+    ring = next((each for each in _reductions(instance.layer, phase) if each.kind == "ring"), None)
+    if ring is None:
+        return parts, 0.0
+    ratio = attention_ratio(low, instance, phase, ring, samples)
+    whole_s = sum(part.duration_s for part in parts)
+    return [replace(part, duration_s=(1 - ratio) * part.duration_s) for part in parts], ratio * whole_s
+
+
 OPERATIONS: Mapping[str, Operation] = {
     "all-reduce": "all-reduce",
     "all-gather": "gather-sequence",
@@ -87,7 +107,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "all-to-all": "exchange-heads",
 }
 """By kind of collective."""
-SLICE_COLLECTIVES = frozenset([*OPERATIONS.values(), *EXPERT_OPERATIONS.values()])
+SLICE_COLLECTIVES = frozenset([*OPERATIONS.values(), *EXPERT_OPERATIONS.values(), *RING_OPERATIONS])
 
 
 def sum_partial_gradients(low: Lowering, rank: int) -> list[Task]:

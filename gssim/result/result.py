@@ -236,6 +236,37 @@ class Density:
     publish: Finite | None = None
     push_by_step: tuple[Finite, ...] = ()
     """Density of every timed step (measured)."""
+    push_low: Finite | None = None
+    """Lower end of the band of `push`, where the gradient statistics were transferred; see `Band`."""
+    push_high: Finite | None = None
+    """Upper end."""
+    publish_low: Finite | None = None
+    publish_high: Finite | None = None
+
+
+@spec
+class Band:
+    """Range of a prediction whose gradient statistics were not measured on the model but transferred from a family.
+
+    Both ends are simulated, with all |g| smaller and greater by the factor that covers nine in ten of the family's
+    held-back trainings; see `gssim.workload.gradient_family`.
+    """
+
+    family: str
+    """Family from which the statistics are transferred."""
+    scale_error_ratio: Finite
+    """Factor on the scale of |g|."""
+    density_error_ratio: Finite
+    """Largest factor between the density and an end of its band."""
+    step_time_low_s: Finite
+    step_time_high_s: Finite
+    bytes_sent_low: Finite
+    """Sent by all ranks in a step."""
+    bytes_sent_high: Finite
+    peak_allocated_low_bytes: Finite
+    """Of the rank that needs most."""
+    peak_allocated_high_bytes: Finite
+    fits_at_both_ends: bool
 
 
 @spec
@@ -319,6 +350,8 @@ class Result:
     """Samples of all ranks per second."""
     density: Density
     """Fractions of gradients that are pushed, and of parameters that are published; None where all are."""
+    band: Band | None = None
+    """Range of the prediction, where gradient statistics were transferred from other models."""
     periods: Periods | None = None
     """Times and bytes of inner and outer steps, where parameters are synchronized periodically. All else in a Result is
     then the mean over a period's steps, but for memory and collectives, which are an outer step's."""
@@ -351,10 +384,15 @@ class Result:
         return json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the Result as plain data, keys in schema order; `periods` only where there are any."""
+        """Return the Result as plain data, keys in schema order; `periods` and `band` only where there are any."""
         data = asdict(self)
         if self.periods is None:
             del data["periods"]
+        if self.band is None:
+            del data["band"]
+        for end in ("push_low", "push_high", "publish_low", "publish_high"):
+            if data["density"][end] is None:
+                del data["density"][end]
         return data
 
     def to_frame(self) -> "polars.DataFrame":

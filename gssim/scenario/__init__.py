@@ -7,6 +7,7 @@ from gssim.scenario.device_rates import (
     layer_profile,
     master_bytes,
     pause_excess,
+    product_precision,
     reduce_precision,
     sample_costs,
     takes_tokens,
@@ -27,7 +28,7 @@ from gssim.scenario.loading import (
     toml,
 )
 from gssim.scenario.ownership import USABLE_RATIO, activation_bytes, held_bytes, owned_bytes, rank_rates
-from gssim.scenario.scenario import Loaded, Run, Scenario, Source, single_device
+from gssim.scenario.scenario import Loaded, Run, Scenario, Source, sequence_positions, single_device
 from gssim.scenario.search_space import SEARCHED_METHODS, Objective, SearchSpace
 from gssim.scenario.stages import (
     TiedParameter,
@@ -77,6 +78,7 @@ __all__ = [
     "owned_bytes",
     "parsed_override",
     "pause_excess",
+    "product_precision",
     "rank_rates",
     "read_toml",
     "reduce_precision",
@@ -84,6 +86,7 @@ __all__ = [
     "rows_by_rank",
     "sample_costs",
     "schedule_of",
+    "sequence_positions",
     "single_device",
     "stage_cut_error",
     "supported",

@@ -2,10 +2,21 @@
 
 from gssim.cluster import applied, ends_of
 from gssim.errors import UserError
-from gssim.plan import METHODS, MOST_INDEXED, Plan, Policies, Push, coo_range_error, refuse, refuse_what_cannot_run
+from gssim.plan import (
+    DATA_AXES,
+    METHODS,
+    MOST_INDEXED,
+    Plan,
+    Policies,
+    Push,
+    coo_range_error,
+    refuse,
+    refuse_what_cannot_run,
+)
+from gssim.scenario.device_rates import layer_profile
 from gssim.scenario.expert_load import expert_rows
 from gssim.scenario.scenario import Scenario
-from gssim.scenario.stages import schedule_of, stage_cut_error
+from gssim.scenario.stages import schedule_of, stage_cut_error, tied_parameters
 from gssim.scenario.tensor_slices import units_of_ranks
 from gssim.units import excess
 from gssim.workload import TokenInput, unrolled
@@ -20,6 +31,7 @@ def check(scenario: Scenario, *, file: str) -> None:
         raise UserError(f"{file}: {error}") from None
     if not scenario.workload.model.layers:
         raise UserError(f"{file}: workload.model: has no layers; `gsreal trace` writes them")
+    _check_traced_variants(scenario, policies, file)
     _check_sizes(scenario, file)
     _check_push(scenario, policies, file)
     refuse_what_cannot_run(plan, policies, file=file)
@@ -38,6 +50,7 @@ def check(scenario: Scenario, *, file: str) -> None:
         _check_slices(scenario, policies, file)
     _check_sequence_parts(scenario, policies, file)
     _check_experts(scenario, policies, file)
+    _refuse_unused_exchange(plan, policies, file)
     _check_context(scenario, policies, file)
     _check_recompute(scenario, policies, file)
     kept_whole = policies.partition == "data" and policies.parameters == "replicated" and policies.gradients != "push"
@@ -46,6 +59,7 @@ def check(scenario: Scenario, *, file: str) -> None:
             f"{file}: workload.gradient_precision = '{scenario.workload.gradient_precision}': method '{plan.method}' "
             "keeps no whole gradients until the update; leave it out"
         )
+    _check_maps(scenario, file)
     _check_reduction(scenario, policies, file)
     _check_loss_scale(scenario, policies, file)
     _check_clipping(scenario, policies, file)
@@ -86,6 +100,40 @@ def _check_compressor(scenario: Scenario, policies: Policies, file: str) -> None
             raise UserError(f"{file}: workload.{key} = {value!r}: cannot run yet with {method}; leave it out")
 
 
+def _check_traced_variants(scenario: Scenario, policies: Policies, file: str) -> None:
+    """Refuse adapters and autocast where plans divide the model's layers, and what adapters are not trained with."""
+    workload, plan = scenario.workload, scenario.plan
+    name = "adapters" if workload.adapters is not None else "autocast"
+    if workload.adapters is None and workload.autocast is None:
+        return
+    where = f"{file}: workload.{name}"
+    for key, value in (("pp", policies.pp), ("tp", policies.tp), ("cp", policies.cp), ("ep", policies.ep)):
+        if value > 1:
+            raise UserError(
+                f"{where}: cannot run yet beside plan.{key} = {value}: parts of the model are traced without {name}; "
+                "leave one of them out"
+            )
+    runs = policies.partition == "data" and policies.gradients != "periodic" and policies.push_axis != "dp_replicate"
+    pushes_units = policies.gradients == "push" and policies.parameters != "replicated"
+    two_axes = policies.gradients == "reduce-scatter" and policies.dp_replicate > 1
+    pushes_casts = workload.autocast is not None and policies.gradients == "push"
+    if not runs or pushes_units or pushes_casts or two_axes or policies.compressor:
+        raise UserError(
+            f"{where}: cannot run yet with method '{plan.method}'; allowed: methods single, ddp, zero1, zero2, zero3 "
+            f"(fsdp){'' if workload.adapters is None else ' and gs'}"
+        )
+    if workload.autocast is not None and plan.recompute != "none":
+        raise UserError(
+            f"{where}: plan.recompute = '{plan.recompute}': cannot run yet: the casts that a recomputation repeats are "
+            "not traced; allowed: 'none'"
+        )
+    if workload.adapters is not None and policies.gradients == "push" and scenario.push.threshold is not None:
+        raise UserError(
+            f"{where}: plan.push.threshold = {scenario.push.threshold:g}: adapters have no gradient statistics; "
+            "leave it out"
+        )
+
+
 def _check_reduction(scenario: Scenario, policies: Policies, file: str) -> None:
     """Refuse a precision of reductions where nothing is reduced over replicas or shards, or the plan compresses it."""
     workload, plan = scenario.workload, scenario.plan
@@ -112,7 +160,7 @@ def _check_loss_scale(scenario: Scenario, policies: Policies, file: str) -> None
     if workload.loss_scale is None:
         return
     where = f"{file}: workload.loss_scale = {workload.loss_scale!r}"
-    if workload.precision != "fp16":
+    if "fp16" not in (workload.precision, workload.autocast):
         raise UserError(
             f"{where}: gradients in workload.precision = '{workload.precision}' need no scaled loss; leave it out"
         )
@@ -246,6 +294,8 @@ def _check_pipeline(scenario: Scenario, policies: Policies, file: str) -> None:
         return
     _check_pipeline_policies(plan, policies, file)
     _check_stages(scenario, policies.pp, file)
+    if policies.gradients in ("reduce-scatter", "push"):
+        _check_sharded_stages(scenario, file)
     for samples in scenario.data_batch_sizes:
         if samples % plan.micro_batches:
             raise UserError(
@@ -256,26 +306,60 @@ def _check_pipeline(scenario: Scenario, policies: Policies, file: str) -> None:
 
 def _check_pipeline_policies(plan: Plan, policies: Policies, file: str) -> None:
     where, replicas = f"{file}: plan.pp = {policies.pp}", policies.data_ranks
-    usual = [("replicated", "local"), ("replicated", "all-reduce")]
-    usual += [("gathered", "reduce-scatter"), ("sharded", "reduce-scatter")]
-    names = [each.name for each in METHODS.values() if each.in_pipelines]
-    if policies.partition != "data" or (policies.parameters, policies.gradients) not in usual:
+    methods = [name for name, method in METHODS.items() if method.in_pipelines and method.gradients != "local"]
+    runs = policies.partition == "data" and policies.gradients in ("local", "all-reduce", "reduce-scatter", "push")
+    runs = runs and policies.push_axis == "dp_shard"
+    if not runs or (policies.parameters != "replicated") != (policies.gradients == "reduce-scatter"):
         raise UserError(
-            f"{where}: method '{plan.method}' cannot run in a pipeline yet; allowed today: {', '.join(names)}"
-        )
-    if policies.cp > 1:
-        raise UserError(
-            f"{where}: plan.cp = {policies.cp}: stages whose sequences are divided cannot be simulated yet; allowed: 1"
+            f"{where}: method '{plan.method}' cannot run in a pipeline yet; "
+            f"allowed today: pipeline, or {', '.join(methods)} for replicas of one"
         )
     if (policies.gradients != "local") != (replicas > 1):
-        of_replicas = [name for name in names if METHODS[name].gradients != "local"]
-        wanted = ", ".join(of_replicas) if replicas > 1 else "pipeline, or a data axis of at least 2"
+        wanted = ", ".join(methods) if replicas > 1 else f"pipeline, or {_data_axis(plan)} of at least 2"
         raise UserError(f"{where}: method '{plan.method}' for {replicas} replica(s) of a pipeline; allowed: {wanted}")
     if policies.gradient_sync != "step":
         raise UserError(
-            f"{where}: plan.gradient_sync = '{policies.gradient_sync}': torch's stages let gradients leave in or after "
-            "the last backward alone; allowed: 'step'"
+            f"{where}: plan.gradient_sync = '{policies.gradient_sync}': torch's stages let gradients leave in the last "
+            "backward alone; allowed: 'step'"
         )
+
+
+def _check_sharded_stages(scenario: Scenario, file: str) -> None:
+    """Refuse what sharded stages of a pipeline cannot do yet."""
+    plan = scenario.plan
+    where = f"{file}: plan.pp = {plan.pp}: method '{plan.method}'"
+    if schedule_of(plan, plan.pp) == "interleaved" and scenario.policies.parameters != "gathered":
+        raise UserError(
+            f"{where} cannot run yet with plan.schedule = 'interleaved': peaks of blocks that are freed and gathered "
+            "ahead are not predicted well enough, and pushes are of one stage; allowed: gpipe, 1f1b, or method zero2"
+        )
+    if scenario.policies.gradients == "push":
+        for key, value in (("clip_norm", scenario.workload.clip_norm), ("loss_scale", scenario.workload.loss_scale)):
+            if value is not None:
+                raise UserError(f"{where} cannot run yet with workload.{key} = {value}: leave it out, or use ddp")
+        if scenario.policies.tp > 1:
+            raise UserError(f"{where} cannot run yet beside plan.tp = {plan.tp}; allowed today: 1")
+        if isinstance(plan.shares.shards, str) and plan.shares.shards != "even":
+            raise UserError(
+                f"{where} cannot run yet with plan.shares.shards = {plan.shares.shards!r}: sizes are not derived for "
+                "each stage; allowed: 'even', or shares of a stage's ranks"
+            )
+        if scenario.policies.publish_overlaps:
+            raise UserError(
+                f"{where} cannot run yet with plan.publish.overlap: stages begin when peers do; leave it out"
+            )
+    for tied in tied_parameters(unrolled(scenario.workload.model), scenario.stage_ranges):
+        if len({stage % plan.pp for stage in tied.stages}) > 1:
+            raise UserError(
+                f"{where}: gradients of {tied.name}, which stages on several ranks use, cannot be summed yet where "
+                "they are sharded; allowed: ddp, zero1"
+            )
+
+
+def _data_axis(plan: Plan) -> str:
+    """Return the key of the data axis along which a method has several ranks of each stage."""
+    axis = METHODS[plan.method].axis
+    return f"plan.{axis if axis in DATA_AXES else 'dp_replicate'}"
 
 
 def _check_stages(scenario: Scenario, ranks: int, file: str) -> None:
@@ -458,6 +542,27 @@ def _check_owners(scenario: Scenario, policies: Policies, file: str) -> None:
         raise UserError(f"{file}: {error}") from None
 
 
+def _check_maps(scenario: Scenario, file: str) -> None:
+    """Refuse linear maps in 8 bits beside fp32, of models that are not of tokens, and on devices without a rate."""
+    workload = scenario.workload
+    if workload.map_precision is None:
+        return
+    where = f"{file}: workload.map_precision = '{workload.map_precision}'"
+    if workload.precision == "fp32":
+        raise UserError(f"{where}: goes with 16 bits elsewhere; allowed: workload.precision = 'bf16' or 'fp16'")
+    if not isinstance(workload.model.input, TokenInput):
+        raise UserError(f"{where}: is for models of tokens, whose blocks have linear maps; leave it out")
+    for name in dict.fromkeys(device.type for device in scenario.cluster.devices):
+        device = scenario.cluster.device_types[name]
+        if device.float8_ratio is None:
+            raise UserError(
+                f"{where}: the device type '{name}' has no rate in 8 bits; set "
+                f"cluster.device_types.{name}.float8_ratio, or leave it out"
+            )
+        if any(layer_profile(device, workload, layer) is not None for layer in workload.model.layers):
+            raise UserError(f"{where}: layers of '{name}' are measured, in {workload.precision}; leave it out")
+
+
 def _check_experts(scenario: Scenario, policies: Policies, file: str) -> None:
     """Refuse expert parallelism of models and workloads for which it cannot run."""
     workload, ranks = scenario.workload, policies.ep
@@ -595,16 +700,47 @@ def _check_context(scenario: Scenario, policies: Policies, file: str) -> None:
             f"{where}: workload.model: '{model.name}' is not traced on parts of sequences; trace it again with `gsreal "
             "trace` (gsreal.methods.context_parallel tells which models can run so)"
         )
+    _check_ring(plan, policies, length, file)
     if length % policies.cp or length < 2 * policies.cp:
         raise UserError(
             f"{where}: workload.sequence_length = {length}: cannot be divided evenly among these ranks; allowed: a "
             "multiple, of at least 2 positions for each"
         )
-    for layer in model.context_layers:
+    for layer in () if policies.ring else model.context_layers:
         if layer.units and layer.units % policies.cp:
             raise UserError(
                 f"{where}: {layer.name} has {layer.units} heads with keys of their own, which the ranks divide among "
-                f"them for the attention; allowed: a divisor of {layer.units}"
+                f"them for the attention; allowed: a divisor of {layer.units}, or plan.context_exchange = 'ring'"
+            )
+
+
+def _check_ring(plan: Plan, policies: Policies, length: int, file: str) -> None:
+    """Refuse a ring's division of sequences without a ring, of other lengths, and what cannot run with a ring yet."""
+    if not policies.ring:
+        if plan.context_split == Plan(method=plan.method).context_split:
+            return
+        raise UserError(
+            f"{file}: plan.context_split = '{plan.context_split}': all-to-alls exchange sequences in their order; "
+            "allowed with plan.context_exchange = 'ring'"
+        )
+    where = f"{file}: plan.cp = {policies.cp}"
+    if plan.recompute == "selective":
+        raise UserError(f"{where}: plan.recompute = 'selective' cannot run yet with a ring; allowed: none, full")
+    if policies.zigzag and length % (2 * policies.cp):
+        raise UserError(
+            f"{where}: workload.sequence_length = {length}: cannot be divided into {2 * policies.cp} equal parts, two "
+            "for each rank (plan.context_split = 'zigzag'); allowed: a multiple, or 'plain'"
+        )
+
+
+def _refuse_unused_exchange(plan: Plan, policies: Policies, file: str) -> None:
+    """Refuse options of context parallelism where there is none."""
+    default = Plan(method=plan.method)
+    for key in ("context_exchange", "context_split") if policies.cp == 1 else ():
+        if getattr(plan, key) != getattr(default, key):
+            raise UserError(
+                f"{file}: plan.{key} = '{getattr(plan, key)}': there are no context-parallel ranks; set plan.cp, or "
+                "leave it out"
             )
 
 

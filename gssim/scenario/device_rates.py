@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from gssim.cluster import Cluster, Curve, DeviceType, LayerProfile, Profile
 from gssim.errors import UserError
-from gssim.units import PRECISION_BYTES, Precision
+from gssim.units import PRECISION_BYTES, Precision, Rate
 from gssim.workload import Layer, LayerInstance, Model, TokenInput, Workload
 
 
@@ -27,7 +27,7 @@ def sample_costs(device: DeviceType, workload: Workload) -> tuple[float, float]:
             if time_s > 0:  # a profile may be of memory alone
                 return 0.0, time_s / largest
     flop = sum(_training_flop(layer, workload.sequence_length or 1) for layer in workload.model.layers)
-    return 0.0, flop / achieved_flop_per_s(device, workload.precision)
+    return 0.0, flop / achieved_flop_per_s(device, product_precision(device, workload))
 
 
 def layer_costs_s(device: DeviceType, workload: Workload, layers: Sequence[LayerInstance], samples: int) -> list[float]:
@@ -47,7 +47,7 @@ def _layer_cost_s(device: DeviceType, workload: Workload, layer: Layer, samples:
     if profile is not None:
         return profile.forward_s.at(samples) + profile.backward_s.at(samples)
     flop = _training_flop(layer, workload.sequence_length or 1) / layer.repeats
-    return samples * flop / achieved_flop_per_s(device, workload.precision)
+    return samples * flop / achieved_flop_per_s(device, product_precision(device, workload))
 
 
 def layer_profile(device: DeviceType, workload: Workload, layer: Layer) -> LayerProfile | None:
@@ -80,19 +80,38 @@ def _as_it_runs(device: DeviceType, workload: Workload) -> DeviceType:
 
 def _is_of(profile: Profile, workload: Workload) -> bool:
     """Return whether a profile matches the workload's model, precision and sequence length."""
+    if workload.autocast is not None or workload.tf32:  # profiles are of one precision
+        return False
     same = profile.model == workload.model.name and profile.precision == workload.precision
     return same and profile.sequence_length in (None, workload.sequence_length)
 
 
-def achieved_flop_per_s(device: DeviceType, precision: Precision) -> float:
+def product_precision(device: DeviceType, workload: Workload) -> Rate:
+    """Return the precision in which a device multiplies matrices: under autocast that; TF32 where it has it."""
+    if workload.autocast is not None:
+        return workload.autocast
+    return "tf32" if workload.tf32 and _tf32_flop_per_s(device) is not None else workload.precision
+
+
+def _tf32_flop_per_s(device: DeviceType) -> float | None:
+    """Return a device's peak in TF32, if it has it; where it is not stated, half of that in bf16.
+
+    Source: NVIDIA's data sheets of A100 (156 of 312 TFLOP/s), H100 (494 of 989), L40S (183 of 362); GPUs before Ampere
+    have neither.
+    """
+    stated, half = device.peak_flop_per_s.get("tf32"), device.peak_flop_per_s.get("bf16")
+    return half / 2 if stated is None and half is not None and device.kind == "cuda" else stated
+
+
+def achieved_flop_per_s(device: DeviceType, precision: Rate) -> float:
     """Return the rate of matrix products; raise UserError as `peak_flop_per_s` does."""
     own_ratio = device.fp32_efficiency_ratio if precision == "fp32" else None
     return peak_flop_per_s(device, precision) * (device.efficiency_ratio if own_ratio is None else own_ratio)
 
 
-def peak_flop_per_s(device: DeviceType, precision: Precision) -> float:
+def peak_flop_per_s(device: DeviceType, precision: Rate) -> float:
     """Return the device's peak; raise UserError where it is needed (no profile covers a layer) but not stated."""
-    peak = device.peak_flop_per_s.get(precision)
+    peak = _tf32_flop_per_s(device) if precision == "tf32" else device.peak_flop_per_s.get(precision)
     if peak is None:
         stated = ", ".join(device.peak_flop_per_s) or "none"
         raise UserError(

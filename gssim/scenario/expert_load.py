@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 from gssim.errors import UserError
 from gssim.plan import splitting
-from gssim.scenario.tensor_slices import sliced_layer
-from gssim.workload import Layer, LayerInstance, Workload, unrolled
+from gssim.workload import Layer, LayerInstance, Workload, sliced_layer, unrolled
 
 if TYPE_CHECKING:
     from gssim.scenario.scenario import Scenario

@@ -49,6 +49,9 @@ UNASKED_OF_MODEL = {
     "sequence_layers",
     "context_layers",
     "expert_layers",
+    "adapted",
+    "autocast",
+    "whole_layers",
     "uncut_reason",
     "layers",
 }
@@ -121,7 +124,11 @@ def calibration_id(cluster: Cluster, gradients: GradientStatistics | None, share
                 "version": VERSION,
                 "cluster": shared.once("identity of cluster", Same(cluster), lambda: _digest(_fields(cluster))),
                 "gradients": gradients
-                and shared.once("identity of statistics", Same(gradients), lambda: _digest(_fields(gradients))),
+                and shared.once(
+                    "identity of statistics",
+                    Same(gradients),
+                    lambda: _digest(_fields(gradients.transfer or gradients)),
+                ),
             }
         )
 
@@ -168,7 +175,9 @@ def resolved(scenario: "Scenario", shared: Shared) -> dict[str, Any]:
     cluster, model, plan, run = scenario.cluster, scenario.workload.model, scenario.plan, scenario.run
     parts: dict[str, Any] = _dumped(scenario, exclude={"cluster": True, "search": True, "workload": {"model"}})
     policies = scenario.policies
-    unused = {"uncut_reason"}
+    unused = {"uncut_reason", "adapted", "autocast"}
+    unused |= set() if model.traced_autocast else {"traced_autocast"}
+    unused |= set() if model.whole_layers else {"whole_layers"}
     unused |= set() if policies.sequence_parallel else {"sequence_layers"}
     unused |= set() if policies.ep > 1 else {"expert_layers"}
     unused |= set() if policies.cp > 1 else {"context_layers"}
@@ -181,10 +190,14 @@ def resolved(scenario: "Scenario", shared: Shared) -> dict[str, Any]:
         (data["run"], "evaluate_every_steps", run.evaluate_every_steps is None),
         (data["run"], "extrapolate_micro_batches", not run.extrapolate_micro_batches),
         (data["run"], "slowdowns", not run.slowdowns),
+        (data["workload"], "map_precision", scenario.workload.map_precision is None),
         (data["workload"], "gradient_precision", scenario.workload.gradient_precision is None),
         (data["workload"], "reduce_precision", scenario.workload.reduce_precision is None),
         (data["workload"], "loss_scale", scenario.workload.loss_scale is None),
         (data["workload"], "clip_norm", scenario.workload.clip_norm is None),
+        (data["workload"], "adapters", scenario.workload.adapters is None),
+        (data["workload"], "autocast", scenario.workload.autocast is None),
+        (data["workload"], "tf32", not scenario.workload.tf32),
         (data["plan"]["shares"], "replanning", not plan.shares.replan),
         (data["plan"], "ranks", plan.ranks is None),
         (data["plan"], "zero1_implementation", plan.zero1_implementation == "torch"),
@@ -192,6 +205,7 @@ def resolved(scenario: "Scenario", shared: Shared) -> dict[str, Any]:
         (data["plan"], "powersgd", scenario.policies.compressor != "powersgd"),
         (data["plan"], "topk", scenario.policies.compressor != "topk"),
         (data["plan"], "sync_every_steps", plan.sync_every_steps is None),
+        (data["plan"]["outer"], "precision", plan.outer.precision == "fp32"),
         (data["plan"], "outer", not scenario.policies.outer_optimizer),
         (data["plan"], "sequence_parallel", not plan.sequence_parallel),
         (data["plan"], "ep", plan.ep == 1),

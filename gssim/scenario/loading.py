@@ -19,7 +19,10 @@ from gssim.scenario.checks import check
 from gssim.scenario.scenario import Loaded, Scenario, Source
 from gssim.units import validated
 from gssim.workload import PATHS, Model, shipped_models, unrolled
+from gssim.workload.gradient_family import read_family, shipped_families
+from gssim.workload.gradient_rungs import family_of
 from gssim.workload.gradient_statistics import GradientStatistics, read_gradients
+from gssim.workload.gradient_transfer import transferred_statistics
 
 
 def as_overrides(table: dict[str, Any], prefix: str = "") -> list[str]:
@@ -364,16 +367,29 @@ def _statistics(scenario: Scenario, file: str, folders: dict[str, Path], shared:
     name = scenario.workload.gradients
     if name is None and not scenario.plan.sends_by_data:
         return None  # the search reports it
-    if name is None:
-        table = "push" if scenario.plan.push.selects else "publish"
-        raise UserError(
-            f"{file}: workload.gradients: missing; plan.{table}.threshold needs the model's gradient statistics "
-            "(write them with `gsreal gradients`)"
-        )
+    if name is None or name == TRANSFERRED:
+        return _transferred(scenario, shared)
     path = _find(name, "workload.gradients", file, folders)
     statistics = shared.once("gradients", _version(path), lambda: read_gradients(path), most=8)
     _check_statistics(scenario, statistics, file, name)
     return statistics
+
+
+def _transferred(scenario: Scenario, shared: Shared) -> GradientStatistics:
+    """Return the statistics that a family of small models, shipped with the package, has for a scenario's model."""
+    workload, steps = scenario.workload, scenario.run.warmup_steps + scenario.run.steps
+
+    def transferred() -> GradientStatistics:
+        family = read_family(shipped_families()[family_of(workload.model)])
+        return transferred_statistics(family, workload, steps=steps)
+
+    asked = (workload.global_batch_size, workload.sequence_length, workload.learning_rate, workload.optimizer)
+    key = (Same(workload.model), *asked, workload.precision, steps)
+    return shared.once("transferred gradients", key, transferred, most=8)
+
+
+TRANSFERRED = "transferred"
+"""Value of `workload.gradients` that asks for a family's statistics, like the absent key."""
 
 
 def _check_statistics(scenario: Scenario, statistics: GradientStatistics, file: str, name: str) -> None:
@@ -386,7 +402,10 @@ def _check_statistics(scenario: Scenario, statistics: GradientStatistics, file: 
         ("sequence_length", workload.sequence_length, statistics.sequence_length),
     ):
         if ours != theirs:
-            raise UserError(f"{file}: workload.gradients = '{name}': was taken with {key} = {theirs!r}, not {ours!r}")
+            raise UserError(
+                f"{file}: workload.gradients = '{name}': was taken with {key} = {theirs!r}, not {ours!r}; take it "
+                f"again with `gsreal gradients`, or set '{TRANSFERRED}' for an estimate"
+            )
     if statistics.steps < run.warmup_steps + run.steps:
         raise UserError(
             f"{file}: workload.gradients = '{name}': covers {statistics.steps} steps, "

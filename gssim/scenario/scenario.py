@@ -103,6 +103,14 @@ class Source:
     """Keys and values as a file has them, where there is no file; `path` then only says where names are looked up."""
 
 
+def sequence_positions(policies: Policies, workload: Workload) -> int | None:
+    """Return the positions of each sequence that a rank has; None: sequences are not divided among ranks."""
+    length = workload.sequence_length or 0
+    if policies.cp > 1:
+        return length // policies.cp
+    return length // policies.tp if policies.sequence_parallel else None
+
+
 @spec_with_memory
 class Scenario:
     """A workload, parallelized by a plan, on a cluster, for a run of some steps."""
@@ -313,10 +321,7 @@ class Scenario:
     @cached_property
     def sequence_positions(self) -> int | None:
         """Positions of each sequence that a rank has; None: sequences are not divided among ranks."""
-        policies = self.policies
-        if policies.cp > 1:
-            return (self.workload.sequence_length or 0) // policies.cp
-        return (self.workload.sequence_length or 0) // policies.tp if policies.sequence_parallel else None
+        return sequence_positions(self.policies, self.workload)
 
     def _sample_costs(self) -> list[tuple[float, float]]:
         """Return (fixed_s, sample_s) of each rank."""

@@ -30,6 +30,8 @@ FEATURES: dict[str, Mapping[str, Any]] = {
     "publish threshold": {"plan.publish.threshold": 1e-6},
     "bf16": {"workload.precision": "bf16"},
     "fp16": {"workload.precision": "fp16"},
+    "autocast in bf16": {"workload.autocast": "bf16"},
+    "low-rank adapters": {"workload.adapters.rank": 8},
     "DeepSpeed's ZeRO-1": {"plan.zero1_implementation": "deepspeed"},
     "Megatron-LM's distributed optimizer": {"plan.zero1_implementation": "megatron"},
 }

@@ -3,13 +3,14 @@
 The real backend cuts modules so, and predictions take their layers from here. See [Note: units] in `gssim.workload`.
 """
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from gssim.plan import splitting
-from gssim.workload import Layer, Model, Parameter, Polynomial
+from gssim.workload import Layer, Model, Parameter, Reduction, sliced_layer
 
 if TYPE_CHECKING:
     from gssim.scenario.scenario import Scenario
@@ -22,22 +23,6 @@ def units_of_ranks(units: int, parts: Sequence[float]) -> tuple[int, ...]:
     (6, 1, 1)
     """
     return splitting.split(units, parts)
-
-
-@lru_cache(maxsize=256)
-def sliced_layer(layer: Layer, units: int, positions: int, rows: int = 0) -> Layer:
-    """Return the slice of a layer that has so many units, positions of each sequence, and rows for each sample."""
-    size = (units, positions, rows)
-    changes: dict[str, Any] = {
-        "parameters": tuple(parameter.held(units) for parameter in layer.parameters),
-        "buffers": tuple(replace(buffer, size_bytes=buffer.size_bytes.held(*size)) for buffer in layer.buffers),
-        "reductions": tuple(replace(each, size_bytes=each.size_bytes.held(*size)) for each in layer.reductions),
-    }
-    for field in fields(layer):
-        value = getattr(layer, field.name)
-        if isinstance(value, Polynomial):
-            changes[field.name] = value.held(*size)
-    return replace(layer, **changes)
 
 
 def native_tensors(model: Model) -> int:
@@ -77,10 +62,56 @@ def model_slice(model: Model, parts: Sequence[float], position: int, *, position
     )
 
 
-def context_part(model: Model, positions: int) -> Model:
+def context_part(model: Model, positions: int, *, ring: bool = False) -> Model:
     """Return the model on a rank with so many positions of each sequence, under context parallelism."""
     layers = tuple(sliced_layer(layer, 0, positions) for layer in model.context_layers)
+    if ring:
+        layers = tuple(ring_layer(layer) for layer in layers)
     return replace(model, layers=layers, **_WHOLE_ONLY)
+
+
+@lru_cache(maxsize=256)
+def ring_layer(layer: Layer) -> Layer:
+    """Return a layer whose attention is a ring, of one traced with all-to-alls; layers without stay as they are.
+
+    What heads are exchanged for is left out: copies to send, and what is received. The attention's own tensors are as
+    many: copies of queries, keys and values, the output, its logarithms, and a copy as the linear map takes it;
+    gradients need no further copies. One `ring` takes the place of the all-to-alls of each pass, right after the
+    attention; its bytes are those of a rank's keys and values.
+    """
+    forward = [each for each in layer.reductions if each.moment.phase == "f" and each.kind == "all-to-all"]
+    backward = [each for each in layer.reductions if each.moment.phase == "b" and each.kind == "all-to-all"]
+    if not forward:
+        return layer
+    (_, key, value, output), (of_output, *of_inputs) = forward, backward
+    positions = {each.moment.phase + str(each.moment.position + by) for each in (*forward, *backward) for by in (-1, 0)}
+    attention = {
+        phase: _busiest(layer, phase, *between)
+        for phase, between in (
+            ("f", (value.moment.position, output.moment.position)),
+            ("b", (of_output.moment.position, of_inputs[0].moment.position)),
+        )
+    }
+    copies = {each.moment.position + 3 for each in of_inputs}
+    buffers = []
+    for buffer in layer.buffers:
+        born = buffer.born
+        if str(born) in positions or str(born) == f"b{attention['b']}":
+            continue
+        if born.phase == "b" and born.position in copies:
+            buffer = replace(buffer, born=replace(born, position=attention["b"]))
+        buffers.append(buffer)
+    both = key.size_bytes.plus(value.size_bytes)
+    moments = [replace(each[0].moment, position=attention[each[0].moment.phase]) for each in (forward, backward)]
+    others = [each for each in layer.reductions if each.kind != "all-to-all"]
+    reductions = (*others, *(Reduction(moment, both, "ring") for moment in moments))
+    return replace(layer, buffers=tuple(buffers), reductions=reductions)
+
+
+def _busiest(layer: Layer, phase: str, first: int, last: int) -> int:
+    """Return the position between two others at which most buffers are allocated: that of the attention itself."""
+    born = Counter(each.born.position for each in layer.buffers if each.born.phase == phase)
+    return max((int(position) for position in born if first < position < last), key=lambda position: born[position])
 
 
 def held_slice(scenario: "Scenario", position: int) -> Model:
@@ -89,5 +120,5 @@ def held_slice(scenario: "Scenario", position: int) -> Model:
     """
     model, positions = scenario.workload.model, scenario.sequence_positions
     if scenario.policies.cp > 1:
-        return context_part(model, positions or 0)
+        return context_part(model, positions or 0, ring=scenario.policies.ring)
     return model_slice(model, scenario.slice_shares, position, positions=positions)

@@ -27,13 +27,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain, repeat
+from itertools import chain, groupby, repeat
 
 from gssim.cluster import DeviceType
 from gssim.engine import MemoryTracker
 from gssim.memory import Block, CachingAllocator, Event, Footprint, NoMemoryLeftError, Request, rounded_bytes
 from gssim.program import Chunk, Program, Task, parts_of, unnumbered
-from gssim.result import Fit, Margin
+from gssim.result import CATEGORIES, Fit, Margin
 from gssim.scenario import Scenario
 from gssim.units import PRECISION_BYTES
 
@@ -171,7 +171,7 @@ class _LiveTensors:
     def carry_out(self, requests: Iterator[Request]) -> None:
         """Serve allocations and frees."""
         while (unknown := self.allocator.serve(requests)) is not None:
-            alike, _, _, size, _ = unknown
+            alike, _, _, size, *_ = unknown
             self._give_back(self._categories[id(alike)], size)
 
     def kept(self, category: str, sizes: Sequence[float]) -> list[Request]:
@@ -190,12 +190,16 @@ class _LiveTensors:
         for event in events:
             frees = event.size_bytes < 0
             sizes = event.tensors or (abs(event.size_bytes),)
-            for size in sizes if event.size_bytes else ():
+            for size, several in groupby(sizes) if event.size_bytes else ():
                 if size >= 1:
                     key = ((event.category, event.number, size), event.stream)
                     if key not in self._made:
                         self._made[key] = self._requests_for(*key)
-                    requests.append(self._made[key][frees])
+                    request, count = self._made[key][frees], len(list(several))
+                    if count > 1 and not frees:
+                        requests.append((*request[:-1], count))
+                    else:
+                        requests.extend(repeat(request, count))
         return requests
 
     def _requests_for(self, key: Key, stream: str) -> tuple[Request, Request]:
@@ -203,7 +207,7 @@ class _LiveTensors:
         rounded = rounded_bytes(size)
         pool, alike = self.allocator.pool_of(rounded, stream), self._blocks_of(key)
         place = -1 if category in LATEST_FIRST else 0
-        return (alike, pool, rounded, int(size), place), (alike, pool, 0, int(size), place)
+        return (alike, pool, rounded, int(size), place, 1), (alike, pool, 0, int(size), place, 1)
 
     def _blocks_of(self, key: Key) -> list[Block]:
         """Return the list of live blocks of tensors with that key."""
@@ -220,7 +224,7 @@ class _LiveTensors:
             if alike and left > 0:
                 _, _, requested, pool = alike[-1]  # as of all of them
                 count = min(len(alike), -(-left // requested))
-                self.allocator.serve(repeat((alike, pool, 0, requested, -1), count))
+                self.allocator.serve(iter([(alike, pool, 0, requested, -1, count)]))
                 left -= count * requested
                 if left < 0:
                     kept = self.allocator.allocate(-left)
@@ -228,6 +232,8 @@ class _LiveTensors:
                     self._blocks_of((category, key[1], float(-left))).append(kept)
 
 
+SIZE_DIGITS = 3
+"""Digits of bytes: expected sizes are fractions, whose sums differ by rounding between ranks that do the same."""
 EQUAL_PEAKS_RATIO = 0.02
 """Relative difference up to which peaks count as nearly equal."""
 
@@ -250,6 +256,12 @@ class MemoryFootprint:
     def allocated_bytes(self) -> float:
         """Peak of allocated bytes."""
         return sum(self.peak.values())
+
+    @cached_property
+    def reported_peak(self) -> dict[str, float]:
+        """The peak as Results have it: categories in their order, rounded."""
+        rounded = {category: round(self.peak.get(category, 0.0), SIZE_DIGITS) for category in CATEGORIES}
+        return {category: size for category, size in rounded.items() if size}
 
     @cached_property
     def outside_bytes(self) -> float:

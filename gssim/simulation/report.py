@@ -14,10 +14,10 @@ import numpy as np
 from gssim.collectives import Communication
 from gssim.engine import Machine, RankClass
 from gssim.program import Program, StepTraffic
-from gssim.result import CATEGORIES, Collective, LinkUse, merge_collectives
+from gssim.result import Collective, LinkUse, merge_collectives
 from gssim.result import RankClass as RankOutcome
 from gssim.scenario import Scenario
-from gssim.simulation.footprint import MemoryFootprint
+from gssim.simulation.footprint import SIZE_DIGITS, MemoryFootprint
 from gssim.units import Floats, Ints
 
 WAITING_PHASES = ("exposed_communication", "idle")
@@ -112,19 +112,16 @@ def links_of(machine: Machine, step_time_s: float, *, mean_ratio: float = 1.0) -
     else:
         used, first, count = np.unique(of_link, return_index=True, return_counts=True)
         shown = [(int(i), int(c), int(n)) for c, i, n in zip(used, first, count, strict=True) if c >= 0]
-    return tuple(
-        LinkUse(
-            name=f"{wiring.names[wiring.source[link]]} -> {wiring.names[wiring.target[link]]}",
-            count=count,
-            bytes=(carried := float(network.carried[kind]) / machine.steps if kind >= 0 else 0.0) * mean_ratio,
-            utilisation_ratio=carried / float(wiring.bandwidth_bytes_per_s[link]) / step_time_s,
-        )
-        for link, kind, count in shown
-    )
+    names, source, target = wiring.names, wiring.source.tolist(), wiring.target.tolist()
+    carried_bytes, rates = network.carried.tolist(), wiring.bandwidth_bytes_per_s.tolist()
+    uses = []
+    for link, kind, equal in shown:
+        size_bytes = carried_bytes[kind] / machine.steps if kind >= 0 else 0.0
+        name, busy_ratio = f"{names[source[link]]} -> {names[target[link]]}", size_bytes / rates[link] / step_time_s
+        uses.append(LinkUse(name=name, count=equal, bytes=size_bytes * mean_ratio, utilisation_ratio=busy_ratio))
+    return tuple(uses)
 
 
-SIZE_DIGITS = 3
-"""Digits of bytes: expected sizes are fractions, whose sums differ by rounding between ranks that do the same."""
 SHARE_DIGITS = 9
 
 
@@ -166,8 +163,7 @@ def rank_classes(
     sent, received = machine.carried_by_rank()
     for each, same in _equal_members(machine, sent, received, np.array(shard_shares)):
         footprint, rank = footprints[each.index], int(same[0])
-        in_order = ((category, round(footprint.peak.get(category, 0.0), SIZE_DIGITS)) for category in CATEGORIES)
-        peak = {category: size for category, size in in_order if size}
+        peak = footprint.reported_peak
         allocated = sum(peak.values())
         reserved = None if footprint.excess_bytes else max(allocated, round(footprint.reserved_bytes, SIZE_DIGITS))
         outcome = {

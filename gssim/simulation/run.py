@@ -14,17 +14,18 @@ from statistics import fmean, median
 
 import numpy as np
 
-from gssim.cache import Shared
+from gssim.cache import Same, Shared
 from gssim.engine import Machine, RecordingTracker, TaskSpan, is_jittery
 from gssim.errors import UserError
 from gssim.execution import NUMERICS, SHOWN, code_digest, installed_version
 from gssim.program import Program, Steps, StepTraffic, after_inner_steps, lowering_key, unmeasured_host_time
-from gssim.result import COMPUTE_PHASES, PHASES, UPDATE_PHASES, Density, Result, Span, Step, typical_phases
+from gssim.result import COMPUTE_PHASES, PHASES, UPDATE_PHASES, Band, Density, Result, Span, Step, typical_phases
 from gssim.scenario import Loaded, Scenario, with_profile_slowdowns
 from gssim.simulation.extrapolation import extrapolated, simulated_counts, with_micro_batches
 from gssim.simulation.footprint import MemoryFootprint, footprints_of, tightest_margin, worst_misfit
 from gssim.simulation.periodic_run import InnerStep, Period, Slowed, alone_s, periodic_result
 from gssim.simulation.report import (
+    WAITING_PHASES,
     collectives_of,
     cost_usd,
     energy_j,
@@ -36,6 +37,7 @@ from gssim.simulation.report import (
 from gssim.simulation.timeline import step_of
 from gssim.simulation.varying_run import Segment, StepReport, simulate_steps
 from gssim.units import Floats
+from gssim.workload.gradient_statistics import at_end
 
 STEADY_STEPS = 2
 """The first step starts with all ranks together; the second shows the steady state."""
@@ -110,11 +112,19 @@ class _SteadyRun:
         return max(ends[self.number] for ends in self.ends_s)
 
 
-def simulate(loaded: Loaded, *, unfolded: bool = False, shared: Shared | None = None, spread: bool = True) -> Simulated:
+def simulate(
+    loaded: Loaded,
+    *,
+    unfolded: bool = False,
+    shared: Shared | None = None,
+    spread: bool = True,
+    banded: bool = True,
+) -> Simulated:
     """Return the prediction for a scenario; `unfolded`: no ranks, links or flows are merged by symmetry.
 
     `shared`: cache shared with other scenarios. `spread`: whether `step_time_p10_s` is wanted; where the messages of
-    steps differ, it takes a simulation of its own, and is else the median step's.
+    steps differ, it takes a simulation of its own, and is else the median step's. `banded`: whether the prediction's
+    range is wanted where gradient statistics were transferred from other models: two more simulations.
 
     Where push or publish are thresholded, messages differ from step to step: the step with the median payload of the
     run stands for all thresholded ones; density, payloads and bytes sent are means over exactly the run's steps.
@@ -122,9 +132,65 @@ def simulate(loaded: Loaded, *, unfolded: bool = False, shared: Shared | None = 
     """
     try:
         with no_collection():
-            return _simulated(loaded, unfolded, shared or Shared(), spread=spread)
+            shared = shared or Shared()
+            simulated = _simulated(loaded, unfolded, shared, spread=spread)
+            return _with_band(loaded, simulated, unfolded, shared) if banded else simulated
     except UserError as error:  # raised only when the network is built
         raise UserError(f"{loaded.file}: {str(error).removeprefix(f'{loaded.file}: ')}") from None
+
+
+def _with_band(loaded: Loaded, simulated: Simulated, unfolded: bool, shared: Shared) -> Simulated:
+    """Return a prediction with its range, where its gradient statistics were transferred from other models."""
+    statistics, result = loaded.gradients, simulated.result
+    if statistics is None or statistics.transfer is None or not loaded.statistics_needed:
+        return simulated
+    ends = [
+        _simulated(replace(loaded, gradients=at_end(statistics, high=high)), unfolded, shared, spread=False).result
+        for high in (False, True)
+    ]
+    every = [result, *ends]
+
+    def between(values: Sequence[float | None]) -> tuple[float | None, float | None]:
+        known = [value for value in values if value is not None]
+        return (min(known), max(known)) if known else (None, None)
+
+    push, publish = (between([getattr(each.density, name) for each in every]) for name in ("push", "publish"))
+    times_s = [each.step_time_s for each in every]
+    sent = [sum(each.count * (each.bytes_sent or 0.0) for each in one.ranks) for one in every]
+    peaks = [max(each.peak_allocated_bytes for each in one.ranks) for one in every]
+    band = Band(
+        family=statistics.transfer.family,
+        scale_error_ratio=statistics.transfer.scale_error_ratio,
+        density_error_ratio=max(
+            _factor(middle, end)
+            for middle, ends in ((result.density.push, push), (result.density.publish, publish))
+            for end in ends
+        ),
+        step_time_low_s=min(times_s),
+        step_time_high_s=max(times_s),
+        bytes_sent_low=min(sent),
+        bytes_sent_high=max(sent),
+        peak_allocated_low_bytes=min(peaks),
+        peak_allocated_high_bytes=max(peaks),
+        fits_at_both_ends=all(each.fits for each in every),
+    )
+    density = replace(
+        result.density, push_low=push[0], push_high=push[1], publish_low=publish[0], publish_high=publish[1]
+    )
+    provenance = {**result.provenance, "gradient_statistics": statistics.source}
+    return replace(simulated, result=replace(result, density=density, band=band, provenance=provenance))
+
+
+LEAST_DENSITY = 1e-6
+"""Densities below count as this one, where they are compared."""
+
+
+def _factor(middle: float | None, end: float | None) -> float:
+    """Return the factor between two densities, at least 1."""
+    if middle is None or end is None:
+        return 1.0
+    low, high = sorted(max(LEAST_DENSITY, value) for value in (middle, end))
+    return high / low
 
 
 def traced(simulated: Simulated, *, unfolded: bool = False) -> Step:
@@ -188,14 +254,15 @@ def _steady(
     numbers = _distinct_steps(loaded)
     if len(numbers) == 1:
         steps.program(numbers[0])  # which also has its traffic
-    traffic = [steps.traffic(number) for number in numbers]
+    sent_bytes = [steps.sent_bytes(number) for number in numbers]
     # the run's steps that are pushed densely before the threshold holds
     first_thresholded = max(0, scenario.push.warmup_steps - scenario.run.warmup_steps) if scenario.push.selects else 0
-    ordered = sorted(range(first_thresholded, len(numbers)), key=lambda place: traffic[place].whole_bytes)
+    ordered = sorted(range(first_thresholded, len(numbers)), key=lambda place: sent_bytes[place])
     places = [ordered[(len(ordered) - 1) // part] for part in (2, 10)]
     middle, light = (numbers[place] for place in places)
     typical = _run(scenario, steps.program(middle), unfolded, shared)
-    simulates_lightest = spread and light != middle
+    traffic = [steps.traffic(number) for number in numbers]
+    simulates_lightest = spread and steps.first_equal(light) != steps.first_equal(middle)
     lightest = _run(scenario, steps.program(light), unfolded, shared) if simulates_lightest else typical
     first = _run(scenario, steps.program(numbers[0]), unfolded, shared) if first_thresholded else typical
     excess = mean_excess_bytes(typical.machine.program, traffic, traffic[places[0]])
@@ -344,12 +411,14 @@ def _result(
 ) -> Result:
     scenario, machine = loaded.scenario, typical.machine
     phases = _phases(typical)
+    if len(typical.times_s) < STEADY_STEPS and not scenario.policies.sync_every_steps:
+        phases = [_settled(each, typical.time_s) for each in phases]
     counts = [len(step.members) for step in machine.classes]
     phases_s = {name: fmean([phase[name] for phase in phases], counts) for name in phases[0]}
     total_s = sum(phases_s.values())  # ranks have their median steps at different times
     phases_s = {name: value * typical.time_s / total_s for name, value in phases_s.items()} if total_s else phases_s
-    footprints = _footprints(scenario, typical, sized=sized)
-    first_footprints = footprints if first is typical else _footprints(scenario, first, sized=sized)
+    footprints = _footprints(scenario, typical, shared, sized=sized)
+    first_footprints = footprints if first is typical else _footprints(scenario, first, shared, sized=sized)
     fit = worst_misfit(footprints) or worst_misfit(first_footprints)
     mean_ratio = mean_over_typical(machine, excess)
     ranks = rank_classes(scenario, machine, phases, footprints, mean_ratio=mean_ratio)
@@ -403,6 +472,25 @@ def _phases(step: _SteadyRun) -> list[dict[str, float]]:
     return [typical_phases(spans[each.representative], ends_s[each.index]) for each in step.machine.classes]
 
 
+UNSETTLED = 1e-9
+"""Relative difference from which on a rank's second step is of another length than all others' in the steady state."""
+
+
+def _settled(phases: dict[str, float], step_time_s: float) -> dict[str, float]:
+    """Return a rank's phases with as much waiting as in the steady state, where all ranks' steps are equally long.
+
+    Ranks that wait for each other only through others, in groups of several axes, may be late by different times after
+    the first step, in which they began together: then the second step of some is shorter.
+    """
+    missing_s = step_time_s - sum(phases.values())
+    waiting_s = sum(phases[name] for name in WAITING_PHASES)
+    if abs(missing_s) <= UNSETTLED * step_time_s or waiting_s + missing_s < 0:
+        return phases
+    if not waiting_s:
+        return phases | {"idle": missing_s}
+    return phases | {name: phases[name] * (1 + missing_s / waiting_s) for name in WAITING_PHASES}
+
+
 def _times_in(step: _SteadyRun, phases: Collection[str], ranks: int) -> Floats:
     """Return the time of each rank in some phases, by steady step."""
     spans: dict[int, list[TaskSpan]] = defaultdict(list)
@@ -420,9 +508,18 @@ def _times_in(step: _SteadyRun, phases: Collection[str], ranks: int) -> Floats:
     return times_s
 
 
-def _footprints(scenario: Scenario, step: _SteadyRun, *, sized: bool) -> list[MemoryFootprint]:
-    """Return the memory footprint of each class of ranks; `sized`: with the allocator's overhead."""
+def _footprints(scenario: Scenario, step: _SteadyRun, shared: Shared, *, sized: bool) -> list[MemoryFootprint]:
+    """Return the memory footprint of each class of ranks; `sized`: with the allocator's overhead.
+
+    They are those of the program and of the peaks, whatever the network.
+    """
     machine = step.machine
     ranks = [each.representative for each in machine.classes]
     peaks = [(rank, memory.peak) for rank, memory in zip(ranks, machine.memory, strict=True)]
-    return footprints_of(scenario, machine.program, peaks, reserved=sized)
+    key = (Same(machine.program), sized, tuple(ranks), tuple(Same(peak) for _, peak in peaks))
+    return shared.once(
+        "footprints",
+        key,
+        lambda: footprints_of(scenario, machine.program, peaks, reserved=sized),
+        most=MAX_CACHED_RUNS,
+    )

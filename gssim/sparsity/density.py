@@ -121,8 +121,9 @@ class Moment:
 def moment_of(sampled_steps: Sequence[int], step: float, first_step: int = 0) -> Moment:
     """Return the position of a step among the sampled ones; after the last, its values are constant."""
     after = bisect_left(sampled_steps, step)
-    if after == len(sampled_steps):
-        return Moment(after - 1, after - 1, 0.0, (after - 1,), (math.log1p(sampled_steps[-1]),))
+    if after == len(sampled_steps) or sampled_steps[after] == step:
+        exact = min(after, len(sampled_steps) - 1)
+        return Moment(exact, exact, 0.0, (exact,), (math.log1p(sampled_steps[exact]),))
     before = after - 1
     around = tuple(range(max(before - 1, min(before, 0)), min(after + 2, len(sampled_steps))))
     times = tuple(math.log1p(sampled_steps[index] if index >= 0 else first_step) for index in around)
@@ -257,7 +258,8 @@ def publish_ratios(statistics: GradientStatistics, publish: Publish, *, tensor: 
         return SILENCE
     moment, grid = moment_of(statistics.sampled_steps, step), statistics.publish_thresholds
     rows = [moment.all_of(block) for block in statistics.changes[tensor].blocks]
-    return Ratios(tuple(moment.curved([_on_grid(grid, row, publish.threshold) for row in block]) for block in rows))
+    threshold = publish.threshold / (statistics.transfer.scale_ratio if statistics.transfer else 1.0)
+    return Ratios(tuple(moment.curved([_on_grid(grid, row, threshold) for row in block]) for block in rows))
 
 
 def union_density(
@@ -386,6 +388,10 @@ class _View:
         correlations = self.tensors[0].correlations
         common = _clipped(fmean(correlations)) if correlations else 1.0
         self.scale = math.sqrt(common + (1 - common) * (traces[0].samples / samples))
+        self.density_ratio = 1.0
+        if statistics.transfer is not None:
+            self.scale *= statistics.transfer.scale_ratio
+            self.density_ratio = statistics.transfer.density_ratio
 
     def moment(self, step: int) -> Moment:
         """Return the position of a step among the sampled ones."""
@@ -412,7 +418,7 @@ class _View:
             rows = [
                 row.feedback_ratios if self.error_feedback else row.sent_ratios for row in moment.all_of(block.relative)
             ]
-            ratios.append(moment.curved([_on_grid(grid, row, multiple) for row in rows]))
+            ratios.append(min(1.0, self.density_ratio * moment.curved([_on_grid(grid, row, multiple) for row in rows])))
         return Ratios(tuple(ratios))
 
     def _under(

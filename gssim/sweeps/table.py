@@ -59,6 +59,13 @@ RESULT_COLUMNS: dict[str, Kind] = {
     "slowest_link_utilisation_ratio": float,
     "cost_usd_per_step": float,
     "energy_j_per_step": float,
+    # ends of the bands of predictions whose gradient statistics were transferred from other models; else null
+    "push_density_low_ratio": float,
+    "push_density_high_ratio": float,
+    "step_time_low_s": float,
+    "step_time_high_s": float,
+    "bytes_sent_low_per_step": float,
+    "bytes_sent_high_per_step": float,
 }
 """Outcome of a point. If it is invalid or failed, all columns after `reason` are null."""
 
@@ -98,6 +105,12 @@ def outcome(result: Result) -> Row:
         "slowest_link_utilisation_ratio": busiest and busiest.utilisation_ratio,
         "cost_usd_per_step": result.cost_usd_per_step,
         "energy_j_per_step": result.energy_j_per_step,
+        "push_density_low_ratio": result.density.push_low,
+        "push_density_high_ratio": result.density.push_high,
+        "step_time_low_s": result.band and result.band.step_time_low_s,
+        "step_time_high_s": result.band and result.band.step_time_high_s,
+        "bytes_sent_low_per_step": result.band and result.band.bytes_sent_low,
+        "bytes_sent_high_per_step": result.band and result.band.bytes_sent_high,
     }
 
 

@@ -11,8 +11,12 @@ from gssim.workload.layer import (
     Reduction,
     layer_input_gradient,
     layer_output,
+    sliced_layer,
 )
 from gssim.workload.model import (
+    AdaptedLayers,
+    Adapters,
+    AutocastLayers,
     HuggingFace,
     ImageInput,
     LayerInstance,
@@ -21,6 +25,7 @@ from gssim.workload.model import (
     TokenInput,
     gradient_order,
     unrolled,
+    with_adapters,
 )
 from gssim.workload.optimizers import (
     COUNTS_STEPS,
@@ -39,6 +44,9 @@ __all__ = [
     "EXPERT_EXCHANGES",
     "PATHS",
     "VALUES_KEPT",
+    "AdaptedLayers",
+    "Adapters",
+    "AutocastLayers",
     "Buffer",
     "Glue",
     "HuggingFace",
@@ -65,5 +73,7 @@ __all__ = [
     "optimizer_state_bytes",
     "optimizer_temporary_bytes",
     "shipped_models",
+    "sliced_layer",
     "unrolled",
+    "with_adapters",
 ]

@@ -3,7 +3,7 @@
 This module holds the data only; `gssim.sparsity` derives densities from them.
 """
 
-from dataclasses import field
+from dataclasses import field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
@@ -112,6 +112,24 @@ class ChangeTrace:
 
 
 @spec
+class Transfer:
+    """Origin and error of statistics that were not measured on the model; see `gradient_family`."""
+
+    family: str
+    """Name of the family of models from which they are transferred."""
+    digest: str
+    """Identity of the family's file and of the question."""
+    scale_error_ratio: Annotated[float, Field(ge=1)]
+    """Factor on the scale of |g| that covers nine in ten of the family's held-back trainings."""
+    density_error_ratio: Annotated[float, Field(ge=1)]
+    """The same for densities of relative thresholds, which do not depend on the scale."""
+    scale_ratio: PositiveFloat = 1.0
+    """Factor on all magnitudes: at an end of the band, not 1."""
+    density_ratio: PositiveFloat = 1.0
+    """Factor on densities of relative thresholds."""
+
+
+@spec
 class GradientStatistics:
     """Statistics of the gradients of a training run."""
 
@@ -138,9 +156,13 @@ class GradientStatistics:
     changes: dict[str, ChangeTrace] = field(default_factory=dict)
     """By parameter; empty where publishing was not measured."""
     source: str
+    transfer: Transfer | None = None
+    """Where the statistics were not measured on the model: origin and error."""
 
     def __post_init__(self) -> None:
         """Refuse incomplete statistics."""
+        if self.transfer is not None:  # made by a function, of as many tensors as a large model has
+            return
         steps = self.sampled_steps
         if not steps or any(b <= a for a, b in pairwise(steps)) or steps[-1] >= self.steps:
             raise ValueError("sampled_steps: at least one is needed, they must increase, and be less than steps")
@@ -180,6 +202,16 @@ class GradientStatistics:
         count = len(self.sampled_steps)
         if (rows or needed) and points and rows != [(points, points)] * count:
             raise ValueError(f"{what}: {count} rows (sampled_steps) of {points} are needed")
+
+
+def at_end(statistics: GradientStatistics, *, high: bool) -> GradientStatistics:
+    """Return transferred statistics at an end of their band: all magnitudes greater or smaller by the error."""
+    transfer = statistics.transfer
+    assert transfer is not None
+    scale, density = transfer.scale_error_ratio, transfer.density_error_ratio
+    if not high:
+        scale, density = 1 / scale, 1 / density
+    return replace(statistics, transfer=replace(transfer, scale_ratio=scale, density_ratio=density))
 
 
 def read_gradients(path: Path) -> GradientStatistics:

@@ -13,7 +13,8 @@ too; how many rows there are follows from the load of the experts.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, PlainSerializer, SerializerFunctionWrapHandler, WithJsonSchema, model_serializer
@@ -87,6 +88,10 @@ class Polynomial:
         for c, i, j in self.row_terms:
             sums[i + 1, j] = sums.get((i + 1, j), 0) + rows * c
         return Polynomial(tuple((c, i, j) for (i, j), c in sums.items() if c) or ((0, 0, 0),))
+
+    def plus(self, other: "Polynomial") -> "Polynomial":
+        """Return the sum of two polynomials in b and s alone."""
+        return Polynomial((*self.terms, *other.terms))
 
     def __str__(self) -> str:
         """Return the text form, which `parse` reads."""
@@ -268,7 +273,7 @@ class Parameter:
 
 EXPERT_EXCHANGES = ("counts", "dispatch", "combine")
 """Collectives of divided experts: the numbers of rows, rows to the ranks of their experts, and results back."""
-REDUCTIONS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", *EXPERT_EXCHANGES)
+REDUCTIONS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ring", *EXPERT_EXCHANGES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,6 +382,8 @@ class Layer:
     """Number of operations that the host launches in the forward."""
     backward_operations: Count
     """Number of operations that the host launches in the backward."""
+    frozen_parameters: tuple[text_of(Parameter), ...] = ()  # type: ignore[valid-type]
+    """Parameters that are not trained; they have no gradient, and `end` stands for its moments."""
     recompute_flop: Quantity | None = None
     """FLOP of the forward that checkpointing recomputes: up to the last tensor that autograd saves; absent: all."""
     recompute_bytes: Quantity | None = None
@@ -437,6 +444,8 @@ class Layer:
             data.pop("module_buffer_bytes", None)
         if data.get("experts_per_token") is None:
             data.pop("experts_per_token", None)
+        if not data.get("frozen_parameters"):
+            data.pop("frozen_parameters", None)
         return data
 
     @property
@@ -446,5 +455,26 @@ class Layer:
 
     @property
     def elements(self) -> int:
-        """Parameters of one repetition."""
+        """Trained parameters of one repetition."""
         return sum(parameter.elements for parameter in self.parameters)
+
+    @property
+    def frozen_elements(self) -> int:
+        """Parameters of one repetition that are not trained."""
+        return sum(parameter.elements for parameter in self.frozen_parameters)
+
+
+@lru_cache(maxsize=256)
+def sliced_layer(layer: Layer, units: int, positions: int, rows: int = 0) -> Layer:
+    """Return the slice of a layer that has so many units, positions of each sequence, and rows for each sample."""
+    size = (units, positions, rows)
+    changes: dict[str, Any] = {
+        "parameters": tuple(parameter.held(units) for parameter in layer.parameters),
+        "buffers": tuple(replace(buffer, size_bytes=buffer.size_bytes.held(*size)) for buffer in layer.buffers),
+        "reductions": tuple(replace(each, size_bytes=each.size_bytes.held(*size)) for each in layer.reductions),
+    }
+    for field in fields(layer):
+        value = getattr(layer, field.name)
+        if isinstance(value, Polynomial):
+            changes[field.name] = value.held(*size)
+    return replace(layer, **changes)

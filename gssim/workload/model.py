@@ -17,18 +17,30 @@ on p positions of each. Only attention needs the others: by all-to-alls (Jacobs 
 a part of the heads are as much as a part of the sequences times all heads, quantities depend on p, and on p*s, whatever
 the number of ranks. The layers of `Model.context_layers` are traced so; `units` of a block is the number of heads that
 have keys and values of their own.
+
+[Note: adapters] Low-rank adapters (Hu et al. 2021, LoRA, arXiv 2106.09685) are the only trained parameters: all others
+are frozen, get no gradient, and nothing is saved for one. All that adapters do is linear in their rank: the layers of
+`AdaptedLayers` are traced with two ranks, u being the rank. The backward ends at the first block, and embeddings have
+none.
+
+[Note: autocast] Under torch.autocast (automatic mixed precision) parameters, their gradients and the residual stream
+stay in fp32; operands of matrix products and attention are cast to 16 bits. The cast of a weight is saved for the
+backward like an activation; those that the backward does not need (of biases) live to the end of the forward, and are
+counted to the end of their layer's. Traced with the lists of operations that torch has for a CPU: on CUDA losses and
+norms run in fp32, so that logits are there once more.
 """
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
-from gssim.units import Count, PositiveInt, Precision, excess, spec
-from gssim.workload.layer import Layer
+from gssim.cache import Same
+from gssim.units import Count, PositiveFloat, PositiveInt, Precision, excess, spec
+from gssim.workload.layer import Layer, sliced_layer
 
 
 @spec
@@ -43,6 +55,22 @@ class HuggingFace:
     """Differences from the architecture's default config. `use_cache` is off; a hub's code and weights are refused."""
 
 
+Targets = Literal["query-value", "all-linear"] | tuple[str, ...]
+
+
+@spec
+class Adapters:
+    """Low-rank adapters (LoRA) beside linear maps of the blocks: they alone are trained, all else is frozen."""
+
+    rank: PositiveInt
+    """Rank r of the two matrices of each adapter: r x inputs and outputs x r."""
+    alpha: PositiveFloat = 16.0
+    """What an adapter adds is scaled by alpha / rank."""
+    targets: Targets = "query-value"
+    """Maps that get an adapter: those of queries and of values in the attention (or the one that has both), all linear
+    maps of the blocks, or the last parts of their paths, such as `["q_proj", "v_proj"]`."""
+
+
 @spec
 class Module:
     """Source of the real module: a factory by its dotted path, or a Hugging Face config."""
@@ -54,11 +82,21 @@ class Module:
     """Keyword arguments of the factory."""
     hugging_face: HuggingFace | None = None
     """Used instead of a factory."""
+    adapters: Adapters | None = None
+    """Adapters that are added to it; `workload.adapters` sets them."""
 
     def __post_init__(self) -> None:
         """Refuse neither and both."""
         if (self.factory is None) == (self.hugging_face is None):
             raise ValueError("exactly one of factory and hugging_face is needed")
+
+    @model_serializer(mode="wrap")
+    def _without_absent(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Return plain data without absent adapters."""
+        data: dict[str, Any] = inner(self)
+        if data.get("adapters") is None:
+            data.pop("adapters", None)
+        return data
 
 
 @spec
@@ -103,6 +141,28 @@ class ImageInput:
 
 
 @spec
+class AdaptedLayers:
+    """All layers of a model with adapters beside some of its linear maps, see [Note: adapters]."""
+
+    role: Literal["query-value", "all-linear"] | None = None
+    """The value of `workload.adapters.targets` that means these maps; absent: only their names do."""
+    maps: tuple[str, ...]
+    """Names of the maps: the last parts of their paths."""
+    layers: tuple[Layer, ...]
+    """Layers in the order of the forward, as functions of the adapters' rank u too."""
+
+
+@spec
+class AutocastLayers:
+    """All layers of a model with fp32 parameters whose forward runs under torch.autocast, see [Note: autocast]."""
+
+    precision: Literal["bf16", "fp16"]
+    """Precision of matrix products and attention."""
+    layers: tuple[Layer, ...]
+    """Layers in the order of the forward."""
+
+
+@spec
 class Model:
     """A model as traced from its real module; see `gsreal trace`."""
 
@@ -137,6 +197,14 @@ class Model:
     """The layers with their routed experts divided among ranks, see [Note: routed rows]; empty: they cannot be."""
     context_layers: tuple[Layer, ...] = ()
     """The layers with whole blocks on parts of the sequences, see [Note: context]; empty: they cannot run so."""
+    adapted: tuple[AdaptedLayers, ...] = ()
+    """The layers with trained adapters and all else frozen, for each choice of maps that was traced so."""
+    autocast: tuple[AutocastLayers, ...] = ()
+    """The layers under torch.autocast, for each precision in which they were traced so."""
+    traced_autocast: Literal["bf16", "fp16"] | None = None
+    """Precision of torch.autocast under which `layers` were traced; absent: they were traced without."""
+    whole_layers: tuple[Layer, ...] = ()
+    """Of a model with adapters: its layers without, of which measured profiles are; else empty."""
 
     def __post_init__(self) -> None:
         """Refuse a model that is too large, and layers that share a name."""
@@ -158,8 +226,13 @@ class Model:
 
     @property
     def elements(self) -> int:
-        """Parameters of the whole model."""
+        """Trained parameters of the whole model."""
         return sum(layer.repeats * layer.elements for layer in self.layers)
+
+    @property
+    def frozen_elements(self) -> int:
+        """Parameters that are not trained, which `elements` does not count."""
+        return sum(layer.repeats * layer.frozen_elements for layer in self.layers)
 
 
 @dataclass(frozen=True)
@@ -195,3 +268,72 @@ def gradient_order(layers: Sequence[LayerInstance]) -> tuple[tuple[int, int], ..
             where = instance.index + parameter.ready.layer_offset
             ready.append((-where, parameter.ready.position, instance.index, number))
     return tuple((layer, number) for _, _, layer, number in sorted(ready))
+
+
+@lru_cache(maxsize=64)
+def _with_adapters(model: Same, rank: int, alpha: float, targets: Targets) -> Model:
+    whole = model.value
+    assert isinstance(whole, Model)
+    found = next((each for each in whole.adapted if targets in (each.role, each.maps)), None)
+    if found is None:
+        known = ", ".join(f"{each.role!r} ({', '.join(each.maps)})" for each in whole.adapted) or "none"
+        raise ValueError(
+            f"adapters.targets = {targets!r}: '{whole.name}' is not traced with adapters there; traced: {known}; "
+            "`gsreal trace --adapters` adds others"
+        )
+    once: dict[int, Layer] = {}
+    for layer in found.layers:
+        held = sliced_layer(layer, rank, 0)
+        parameters = tuple(replace(parameter, sliced=False) for parameter in held.parameters)
+        once[id(layer)] = replace(held, parameters=parameters)
+    return replace(
+        whole,
+        module=replace(whole.module, adapters=Adapters(rank=rank, alpha=alpha, targets=targets)),
+        layers=tuple(once[id(layer)] for layer in found.layers),
+        whole_layers=whole.layers,
+        adapted=(),
+        sliced_layers=(),
+        sequence_layers=(),
+        expert_layers=(),
+        context_layers=(),
+    )
+
+
+def with_adapters(model: Model, adapters: Adapters) -> Model:
+    """Return the model with adapters; itself if it has them. Raises ValueError if it is not traced with such."""
+    if model.module.adapters == adapters:
+        return model
+    targets = adapters.targets if isinstance(adapters.targets, str) else tuple(sorted(adapters.targets))
+    return _with_adapters(Same(model), adapters.rank, adapters.alpha, targets)
+
+
+@lru_cache(maxsize=64)
+def _under_autocast(model: Same, precision: Literal["bf16", "fp16"]) -> Model:
+    whole = model.value
+    assert isinstance(whole, Model)
+    found = next((each for each in whole.autocast if each.precision == precision), None)
+    if found is None:
+        raise ValueError(
+            f"autocast = '{precision}': '{whole.name}' is not traced under it; `gsreal trace --autocast {precision}` "
+            "does so"
+        )
+    return replace(
+        whole,
+        layers=found.layers,
+        traced_precision="fp32",
+        traced_autocast=precision,
+        autocast=(),
+        adapted=(),
+        sliced_layers=(),
+        sequence_layers=(),
+        expert_layers=(),
+        context_layers=(),
+    )
+
+
+def under_autocast(model: Model, precision: Literal["bf16", "fp16"]) -> Model:
+    """Return the model with the layers of a forward under torch.autocast; itself if it has them.
+
+    Raises ValueError if it is not traced so.
+    """
+    return model if model.traced_autocast == precision else _under_autocast(Same(model), precision)

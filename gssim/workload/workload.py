@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from gssim.units import NonNegativeFloat, PositiveFloat, PositiveInt, Precision, limited, spec
-from gssim.workload.model import ImageInput, Model, TokenInput
+from gssim.workload.model import Adapters, ImageInput, Model, TokenInput, under_autocast, with_adapters
 
 GlueTask = Literal["CoLA", "SST-2", "MRPC", "QQP", "STS-B", "MNLI", "QNLI", "RTE", "WNLI"]
 Mean = Annotated[float, Field(allow_inf_nan=False)]
@@ -123,7 +123,8 @@ class Workload:
     model: Model
     """A model file (`gsreal trace`), the name of a shipped one (`gssim models`), or its table."""
     gradients: str | None = None
-    """Gradient statistics file: needed where a threshold is set."""
+    """Gradient statistics file, where a threshold is set: by `gsreal gradients`, of this model and workload. Absent, or
+    `transferred`: statistics of small models of the family, scaled to this one, with an error band."""
     global_batch_size: Annotated[PositiveInt, limited("samples")]
     """Samples of one step, of all ranks together."""
     sequence_length: Annotated[PositiveInt, limited("sequence_length")] | None = None
@@ -131,6 +132,10 @@ class Workload:
     precision: Precision = "fp32"
     """`bf16`, `fp16`: for parameters, activations and gradients, with an fp32 master copy that the optimizer updates.
     A real run in `fp16` has to scale its loss: set `loss_scale`."""
+    map_precision: Literal["fp8"] | None = None
+    """`fp8`: the products of the blocks' linear maps, forward and backward, run in 8 bits at the device's
+    `float8_ratio` times the rate of `precision`, and their inputs and outputs are cast; everything else, and memory, is
+    as without it (predicted only). Absent: they run in `precision`."""
     gradient_precision: Literal["fp32"] | None = None
     """Precision in which replicas keep gradients until the update; absent: `precision`. `fp32` beside 16-bit parameters
     is Megatron-LM's main_grad: messages keep `precision` unless `reduce_precision` says otherwise, memory is that of
@@ -138,10 +143,17 @@ class Workload:
     reduce_precision: Precision | None = None
     """Precision in which gradients are reduced over replicas or shards; absent: `precision`. FSDP2's `reduce_dtype`;
     DistributedDataParallel casts each bucket to a copy in it, sums that, and casts it back into the bucket."""
+    autocast: Literal["bf16", "fp16"] | None = None
+    """Automatic mixed precision (torch.autocast): matrix products and attention of the forward, and so of the backward,
+    run in it; parameters, gradients and messages stay in `precision`, which must be fp32. With `fp16` set `loss_scale`
+    (torch's GradScaler). Absent: all runs in `precision`."""
+    tf32: bool = False
+    """Matrix products of fp32 in TF32 on GPUs that have it (torch.backends.cuda.matmul.allow_tf32): only their rate is
+    another."""
     loss_scale: Literal["dynamic"] | PositiveFloat | None = None
-    """Factor on the loss of a training in fp16, whose gradients are checked for infinities and divided by it before the
-    update. `dynamic`: torch's GradScaler (65536, halved where one is infinite, whose step is skipped, and doubled
-    after 2000 others); predictions have no skipped steps. Absent: the loss is not scaled."""
+    """Factor on the loss of a training in fp16, or under autocast in it, whose gradients are checked for infinities and
+    divided by it before the update. `dynamic`: torch's GradScaler (65536, halved where one is infinite, whose step is
+    skipped, and doubled after 2000 others); predictions have no skipped steps. Absent: the loss is not scaled."""
     optimizer: Literal["sgd", "sgd-momentum", "adam", "adamw"] = "adamw"
     """Optimizer, as in torch."""
     optimizer_implementation: Literal["default", "for-loop", "foreach", "fused"] = "default"
@@ -155,6 +167,8 @@ class Workload:
     """Weight decay as the optimizer defines it: decoupled in adamw."""
     clip_norm: PositiveFloat | None = None
     """Largest norm of all gradients together, to which they are scaled down before the update; absent: they are not."""
+    adapters: Adapters | None = None
+    """Low-rank adapters (LoRA), which alone are trained; absent: all parameters are."""
     expert_load: Load = "balanced"
     """Load of routed experts where `plan.ep` divides them: `balanced`, a table, or the name of a TOML or JSON
     file of that table. The fullest rank sets the time of a layer."""
@@ -166,6 +180,7 @@ class Workload:
 
     def __post_init__(self) -> None:
         """Refuse shapes and data that do not fit the model."""
+        self._choose_layers()
         source = self.model.input
         if not isinstance(self.data, str) and (task := _task_of(self.data, source)) != source.task:
             raise ValueError(f"data.kind = '{self.data.kind}': is for {task}, the model's task is {source.task}")
@@ -184,6 +199,23 @@ class Workload:
                 f"sequence_length = {self.sequence_length}: the model was traced only at "
                 f"{', '.join(map(str, self.model.traced_sequence_lengths))}"
             )
+
+    def _choose_layers(self) -> None:
+        """Take the model's layers with adapters, or under autocast; refuse what does not fit the precision."""
+        if self.autocast is not None:
+            if self.precision != "fp32":
+                raise ValueError(f"autocast = '{self.autocast}': needs precision = 'fp32', not '{self.precision}'")
+            if self.adapters is not None:
+                raise ValueError(f"autocast = '{self.autocast}': cannot run yet beside adapters; leave one out")
+            object.__setattr__(self, "model", under_autocast(self.model, self.autocast))
+        elif self.model.traced_autocast is not None:
+            raise ValueError(f"autocast: missing; the model is traced under autocast in {self.model.traced_autocast}")
+        if self.tf32 and self.precision != "fp32":
+            raise ValueError(f"tf32 = true: for matrix products in fp32, precision = '{self.precision}'; leave it out")
+        if self.adapters is not None:
+            object.__setattr__(self, "model", with_adapters(self.model, self.adapters))
+        elif self.model.module.adapters is not None:
+            raise ValueError("adapters: missing; the model has adapters")
 
 
 def _task_of(data: ImageFolder | Glue | TextFolder, source: TokenInput | ImageInput) -> str:

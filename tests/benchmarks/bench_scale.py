@@ -76,6 +76,21 @@ def test_thresholds_on_1024_unequal_devices(benchmark, changes):
     benchmark.pedantic(lambda: simulate(loaded), rounds=3)
 
 
+@pytest.mark.parametrize("model", ["gpt3-1.3b", "gpt3-175b"])
+@pytest.mark.parametrize(
+    "changes",
+    [("gs",), ("gs", "publish.threshold=1e-4"), ("gs_z3",), ("gs_hier",)],
+    ids=["gs", "gs-publish", "gs_z3", "gs_hier"],
+)
+def test_thresholds_of_large_models_on_1024_unequal_devices(benchmark, model, changes):
+    """With statistics transferred from small models; error feedback is on, as it is by default."""
+    method, *more = changes
+    plan = [f"plan.method={method}", "plan.push.threshold=1e-4", *(f"plan.{each}" for each in more)]
+    run = ["run.steps=8", "run.warmup_steps=4"]
+    loaded = scenario("gpt3-1024-unequal", f"workload.model={SCENARIOS / 'models' / model}.toml", *plan, *run)
+    benchmark.pedantic(lambda: simulate(loaded), rounds=1)
+
+
 @pytest.mark.parametrize("servers", [32, 128])
 def test_fully_sharded_training_of_6_7_billion_parameters(benchmark, servers):
     ranks = 8 * servers

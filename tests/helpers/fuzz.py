@@ -52,6 +52,14 @@ class Template:
 
 
 SCENARIO = ("scenario.toml", "pair.toml", "tiny.toml", "tiny.json")
+IMPORTS = {
+    "deepspeed.json": "gpt2-124m",
+    "accelerate.yaml": "llama3-8b --set workload.global_batch_size=8",
+    "megatron.sh": "gpt3-1.3b",
+    **dict.fromkeys(("torchtitan.toml", "automodel.yaml", "axolotl.yaml"), "llama3-8b"),
+}
+"""Other programs' files, and what they need beside."""
+FABRICS = ("dgx-h100.xml", "smi.txt", "topology.conf", "topology.yaml", "nodes.json")
 PARTED = (*SCENARIO, "devices.toml", "backend.toml", "parted.toml")
 
 
@@ -81,6 +89,23 @@ def _templates() -> tuple[Template, ...]:
         of("gssim", "search scenario.toml --jobs 1 --json --set search.methods=[\"ddp\",\"gs\"]", *SCENARIO),
         of("gssim", "search scenario.toml --jobs 1 --study convergence.csv --most-loss-change 0.1 --set search.methods=[\"gs\"]",
            "convergence.csv", needed=SCENARIO),
+        *(
+            of("gssim", f"import {name} --model {model} --cluster eight.toml{more}", name, needed=("eight.toml",))
+            for name, model in IMPORTS.items()
+            for more in ("", " --out made.toml")
+        ),
+        *(of("gssim", f"cluster {name} --gpu h100 --out made.toml", name) for name in FABRICS),
+        of("gssim", "cluster dgx-h100.xml topology.conf", "dgx-h100.xml", "topology.conf"),
+        of("gssim", "cluster smi.txt topology.yaml --gpu h100 --oversubscription 2", "smi.txt", "topology.yaml"),
+        of("gssim", "cluster --gpu a100 --hosts 2 --nccl-tests nccl.log", "nccl.log"),
+        of("gssim", "fits gpt2-124m --gpu h100 --count 2", *(), needed=()),
+        of("gssim", "fits tiny.toml --gpu a100 --set workload.global_batch_size=8 --json", "tiny.toml"),
+        of("gssim", "export scenario.toml --to deepspeed", *SCENARIO),
+        of("gssim", "export scenario.toml --to torchrun --out train.py", *SCENARIO),
+        of("gssim", "program scenario.toml --rank 0", *SCENARIO),
+        of("gssim", "support scenario.toml", *SCENARIO),
+        of("gssim", "models --json"),
+        of("analysis", "ingest rank0.json rank1.json --scenario scenario.toml --set cluster.backend=nccl --out measured.json --trace step.json", "rank0.json", "rank1.json", needed=SCENARIO),
         of("analysis", "compare results --out out", "results/"),
         of("analysis", "report results --out page.html", "results/"),
         of("analysis", "report table --out page.html", "table/"),
@@ -97,6 +122,8 @@ def _templates() -> tuple[Template, ...]:
         of("gsreal", f"run scenario.toml --checkpoint kept {real}", "kept/", needed=(*SCENARIO, "gpt.toml")),
         of("gsreal", f"gradients scenario.toml --out g.json {real}", *SCENARIO, "gpt.toml"),
         of("gsreal", f"lab scenario.toml --set cluster=ring.toml {real}", "ring.toml", needed=(*SCENARIO, "gpt.toml")),
+        *(of("gsreal", f"script scenario.toml --for {name} {real}", *SCENARIO, "gpt.toml") for name in ("slurm", "torchrun", "kubernetes", "skypilot")),
+        of("gsreal", "validate sweep.toml --out kept --ranks 2 --seconds 1", "sweep.toml", needed=(*SCENARIO, "gpt.toml")),
         of("gsreal", "lab --sweep sweep.toml --out results", "sweep.toml", "results/", needed=SCENARIO),
         of("gsreal", "calibrate gpt.toml --out c.toml --sequence-length 16 --ranks 1", "gpt.toml"),
         of("gsreal", "trace gsreal.models.gpt --argument width=8 --argument heads=2 --argument layers=1 --vocabulary 16"
@@ -188,6 +215,7 @@ def _no_ranks() -> None:
     import gsreal.lab.lab
     import gsreal.run.launch
     import gsreal.statistics.collect
+    import gsreal.validate
 
     def stop(*_: object, **__: object) -> Any:
         raise _WouldRun(0)
@@ -198,6 +226,7 @@ def _no_ranks() -> None:
         (gsreal.lab.lab, "run_lab"),
         (gsreal.statistics.collect, "take_statistics"),
         (gsreal.calibrate.cluster_file, "measure"),
+        (gsreal.validate, "validate"),
     ):
         if hasattr(module, name):
             setattr(module, name, stop)
@@ -207,7 +236,11 @@ def _no_ranks() -> None:
 # Judgement -----------------------------------------------------------------------------------------------------------
 
 NO_NUMBER = re.compile(r"(?<![\w./\"'-])[+-]?(?:nan|inf)(?![\w./\"'-])", re.IGNORECASE)
-PROGRESS = re.compile(r"^(?:predicting|searching|analysis: (?:takes|trains)|gsreal: \S+: \d|\w+: run: \w+ing )\b.*$")
+NOTE = re.compile(r"^gssim: (?:import|export|cluster): ")
+"""What was assumed, left out or refused key by key, ahead of the line that says what is wrong."""
+PROGRESS = re.compile(
+    r"^(?:gssim: (?:import|export|cluster): |predicting|searching|analysis: (?:takes|trains)|gsreal: \S+: \d|\w+: run: \w+ing )\b.*$"
+)
 
 
 def judged(code: int, folder: Path) -> tuple[str, str]:
@@ -224,6 +257,8 @@ def judged(code: int, folder: Path) -> tuple[str, str]:
         ours = [line for line in said if line.startswith(f"{program}: ")]
         if "Usage:" in out + err:
             return REFUSED, ""
+        while len(said) > 1 and NOTE.match(said[0]):
+            del said[0]
         if len(said) != 1 or not ours:
             return FAILED, f"{len(said)} lines"
         if len(said[0]) > LONGEST_LINE:

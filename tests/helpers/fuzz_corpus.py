@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import commands
+import kineto_traces
 import strategies
 
 LINK = '{ bandwidth_bytes_per_s = "10 MB/s", latency_s = "20 us", source = "assumed" }'
@@ -88,6 +89,40 @@ homogeneous,4,2,2,2,"[0, 14, 29]",2.5
 homogeneous,16,1,1,1,"[0, 29]",3.5
 homogeneous,2,4,2,1,"[0, 14, 29]",inf
 """
+SHIPPED = Path(__file__).resolve().parents[2] / "scenarios" / "imports"
+IMPORTS = {
+    name: name for name in ("deepspeed.json", "megatron.sh", "torchtitan.toml", "automodel.yaml", "axolotl.yaml")
+}
+IMPORTS |= {name: name for name in ("dgx-h100.xml", "topology.conf")} | {"accelerate.yaml": "accelerate-fsdp2.yaml"}
+TREE = """- topology: default
+  cluster_default: true
+  tree:
+    switches:
+      - {switch: leaf0, nodes: "a[0-1]"}
+      - {switch: leaf1, nodes: "a[2-3]"}
+      - {switch: spine0, children: "leaf[0-1]"}
+"""
+NODES = [
+    {
+        "metadata": {
+            "name": f"n{i}",
+            "labels": {"fabric.topograph.run/tier-0": f"s{i // 2}", "fabric.topograph.run/tier-1": "t"},
+        }
+    }
+    for i in range(4)
+]
+SMI = "\n".join(
+    [
+        "\t" + "\t".join(f"GPU{i}" for i in range(4)),
+        *(f"GPU{i}\t" + "\t".join("X" if i == j else "NV18" for j in range(4)) for i in range(4)),
+    ]
+)
+NCCL = """# nThread 1 nGpus 16 minBytes 8 maxBytes 1073741824 step: 2(factor) warmup iters: 5 iters: 20
+#       size         count      type   redop    root     time   algbw   busbw #wrong     time   algbw   busbw #wrong
+""" + "".join(
+    f"{8 << i:>12} {2 << i:>12} float sum -1 {30 + (8 << i) / 2e5:.2f} 1.0 1.9 0 {30 + (8 << i) / 2e5:.2f} 1.0 1.9 0\n"
+    for i in range(0, 26, 2)
+)
 GPT = ("gsreal.models.gpt", "--argument", "width=8", "--argument", "heads=2", "--argument", "layers=1")
 
 
@@ -102,6 +137,10 @@ def build(folder: Path, programs: tuple[str, ...]) -> None:
         "sweep.toml": SWEEP,
         "study.toml": STUDY,
         "convergence.csv": CONVERGENCE,
+        "topology.yaml": TREE,
+        "nodes.json": json.dumps({"items": NODES}),
+        "smi.txt": SMI,
+        "nccl.log": NCCL,
         "published.csv": PUBLISHED,
         "study/convergence.csv": CONVERGENCE,
         "study/findings.txt": "A threshold of 1e-3 costs 0.05 nats.\n",
@@ -111,6 +150,11 @@ def build(folder: Path, programs: tuple[str, ...]) -> None:
     for name, text in texts.items():
         (making / name).parent.mkdir(exist_ok=True)
         (making / name).write_text(text)
+    for name, source in IMPORTS.items():
+        shutil.copyfile(SHIPPED / source, making / name)
+    shutil.copyfile(SHIPPED.parent / "clusters/dgx-h100.toml", making / "eight.toml")
+    for rank in range(2):
+        (making / f"rank{rank}.json").write_text(json.dumps(kineto_traces.training(rank).data()))
     _run(making, "gssim", "sweep", "sweep.toml", "--out", "table.parquet", "--jobs", "1")
     (making / "table").mkdir()
     for name in ("table.parquet", "table.csv"):

@@ -4,8 +4,11 @@
 import json
 import random
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from gssim.scenario import toml
 
@@ -151,11 +154,17 @@ def mutate_text(draw: random.Random, text: str) -> str:
 def mutate_file(draw: random.Random, file: Path) -> None:
     """Damage a file: its data if it can be read, its text, or its bytes."""
     content, how = file.read_bytes(), draw.random()
-    if how < 0.7 and file.suffix in (".toml", ".json"):
-        data = tomllib.loads(content.decode()) if file.suffix == ".toml" else json.loads(content)
-        data = mutate_data(draw, data)
+    if how < 0.7 and file.suffix in (".toml", ".json", ".yaml"):
+        readers: dict[str, Callable[[str], Any]] = {
+            ".toml": tomllib.loads,
+            ".json": json.loads,
+            ".yaml": yaml.safe_load,
+        }
+        data = mutate_data(draw, readers[file.suffix](content.decode()))
         if file.suffix == ".json":
             text = json.dumps(data)
+        elif file.suffix == ".yaml":
+            text = yaml.safe_dump(data, allow_unicode=True)
         else:
             text = (
                 "\n".join(f"{json.dumps(k, ensure_ascii=False)} = {toml(v)}" for k, v in data.items())
@@ -201,7 +210,18 @@ def mutate_words(draw: random.Random, words: list[str]) -> list[str]:
     words = list(words)
     for _ in range(draw.choice((1, 1, 2, 3))):
         how, at = draw.random(), draw.randrange(1, len(words) + 1)
-        if how < 0.55 and words[0] not in ("keys", "timeline", "draw", "report", "literature", "compare", "trace"):
+        if how < 0.55 and words[0] not in (
+            "keys",
+            "timeline",
+            "draw",
+            "report",
+            "literature",
+            "compare",
+            "trace",
+            "cluster",
+            "models",
+            "validate",
+        ):
             value = value_of(draw, draw.choice((1, 1.0, "x")))
             written = (
                 json.dumps(value, ensure_ascii=False) if isinstance(value, str) and draw.random() < 0.5 else toml(value)

@@ -4,6 +4,7 @@ Arguments: a JSON file of cases {name: {"scenario": FILE, "overrides": [...]}} a
 """
 
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -60,8 +61,10 @@ def written_out(scenario: Scenario) -> list[dict[str, Tensor]]:
         with torch.no_grad():
             columns = zip(*(replica.module.parameters() for replica in replicas), strict=True)
             means = [sum(share * p for share, p in zip(shares, each, strict=True)) for each in columns]
-            for whole, mean in zip(outer, means, strict=True):
-                whole.grad = whole.detach() - mean
+            changes = [whole.detach() - mean for whole, mean in zip(outer, means, strict=True)]
+            changes = rounded_changes(replicas, outer, shares) if settings.precision == "int8" else changes
+            for whole, change in zip(outer, changes, strict=True):
+                whole.grad = change
             if policies.outer_optimizer:
                 nesterov.step()
                 means = [whole.detach() for whole in outer]
@@ -69,6 +72,20 @@ def written_out(scenario: Scenario) -> list[dict[str, Tensor]]:
                 for parameter, mean in zip(replica.module.parameters(), means, strict=True):
                     parameter.copy_(mean)
     return [full_parameters(replica.module) for replica in replicas]
+
+
+def rounded_changes(replicas: list[Any], outer: list[Any], shares: list[float]) -> list[Any]:
+    """Return the sum of all ranks' weighted changes, each rounded to 255 levels in blocks of 1024 (one bucket)."""
+    total = torch.zeros(sum(whole.numel() for whole in outer), dtype=outer[0].dtype)
+    for share, replica in zip(shares, replicas, strict=True):
+        pairs = zip(outer, replica.module.parameters(), strict=True)
+        change = torch.cat([(share * (whole.detach() - own.detach())).view(-1) for whole, own in pairs])
+        for block, out in zip(change.split(1024), total.split(1024), strict=True):
+            scale = float((block.abs().max() / 127).float())
+            if scale:
+                out += (block / scale).round() * scale
+    parts = total.split([whole.numel() for whole in outer])
+    return [part.view_as(whole) for part, whole in zip(parts, outer, strict=True)]
 
 
 if __name__ == "__main__":

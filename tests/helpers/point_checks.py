@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from gssim.cluster import Cluster
-from gssim.plan import DATA_AXES, INDEX_BYTES
+from gssim.plan import INDEX_BYTES
 from gssim.result import PHASES, Result
 from gssim.scenario import Loaded, Scenario
 from gssim.simulation import Simulated, simulate
@@ -20,6 +20,8 @@ from gssim.units import PRECISION_BYTES
 from gssim.workload import VALUES_KEPT, Layer, unrolled
 
 RELATIVE = 1e-9
+NORM_BYTES = 8
+"""Of what ranks exchange to clip gradients."""
 
 
 def faults_of(loaded: Loaded, simulated: Simulated) -> Iterator[str]:
@@ -135,35 +137,89 @@ def carried(result: Result, kind: str) -> dict[tuple[int, ...], int]:
 
 def _gradient_bytes(scenario: Scenario, result: Result) -> Iterator[str]:
     """Compare what collectives carry of gradients with the parameters' own bytes, where blocks are not cut."""
-    policies, plan = scenario.policies, scenario.plan
+    policies, plan, workload = scenario.policies, scenario.plan, scenario.workload
     if policies.tp > 1 or policies.ranks == 1:
         return
-    model, mesh = scenario.workload.model, policies.mesh
-    value = PRECISION_BYTES[scenario.workload.precision]
+    model, mesh = workload.model, policies.mesh
+    # a pipeline sums the gradients of parameters that stages share in the precision in which they are
+    value = PRECISION_BYTES[policies.compress or workload.reduce_precision or workload.precision]
     times = plan.micro_batches if policies.gradient_sync == "micro-batch" else 1
-    groups = {axis: sorted({tuple(mesh.group(rank, axis)) for rank in range(mesh.ranks)}) for axis in DATA_AXES}
-    shapes = [parameter.shape or (1,) for each in unrolled(model) for parameter in each.layer.parameters]
+    of_axes = {"dp_replicate": ("dp_replicate", "cp"), "dp_shard": ("dp_shard", "cp")}
+    if policies.gradients == "reduce-scatter":  # ranks that divide sequences divide the shards too
+        of_axes["dp_replicate"] = ("dp_replicate",)
+    groups = {
+        axis: sorted({tuple(mesh.group(rank, *both)) for rank in range(mesh.ranks)}) for axis, both in of_axes.items()
+    }
     exact = model.elements * value * times
-    if policies.compress:
-        exact = model.elements * PRECISION_BYTES[policies.compress] * times
-    if policies.gradients == "all-reduce" and policies.dp_replicate > 1:
+    if policies.gradients == "all-reduce" and policies.ep > 1:
+        yield from _divided_bytes(scenario, result, value * times)
+    elif policies.gradients == "all-reduce" and len(groups["dp_replicate"][0]) > 1:
         found = sum(carried(result, "all-reduce")[group] for group in groups["dp_replicate"])
         tied = policies.pp > 1  # stages that share a parameter have a copy each
-        reduced = model.elements * PRECISION_BYTES[policies.compress] * times if policies.compress else exact
-        if found != reduced and not (tied and found > reduced):
-            yield f"all-reduces carry {found} bytes, gradients have {reduced}"
-    if policies.gradients == "reduce-scatter" and policies.dp_shard > 1:
-        n = policies.dp_shard
-        padded = sum(math.prod(shape[1:]) * math.ceil(shape[0] / n) * n for shape in shapes) * value * times
-        scattered = [carried(result, "reduce-scatter")[group] for group in groups["dp_shard"]]
-        if set(scattered) != {padded}:
-            yield f"reduce-scatters carry {scattered} bytes, padded gradients have {padded}"
-        if policies.dp_replicate > 1:
-            reduced = sum(carried(result, "all-reduce")[group] for group in groups["dp_replicate"])
-            if reduced not in (padded, padded // times):
-                yield f"all-reduces of shards carry {reduced} bytes, padded gradients have {padded}"
+        norms = NORM_BYTES if workload.clip_norm is not None else 0
+        if not exact <= found <= exact + norms and not (tied and found > exact):
+            yield f"all-reduces carry {found} bytes, gradients have {exact}"
+    if policies.gradients == "reduce-scatter":
+        yield from _scattered_bytes(scenario, result, value * times, groups)
     if policies.gradients == "push":
         yield from _pushed_bytes(scenario, result, exact, groups[policies.push_axis])
+
+
+def _scattered_bytes(
+    scenario: Scenario, result: Result, value: int, groups: dict[str, list[tuple[int, ...]]]
+) -> Iterator[str]:
+    """Compare what is reduce-scattered, and all-reduced of shards, with the padded gradients."""
+    policies, n = scenario.policies, len(groups["dp_shard"][0])
+    if n == 1:
+        return
+    divided = {p.name for each in scenario.workload.model.expert_layers for p in each.parameters if p.cut is not None}
+    own = divided if policies.ep > 1 else set()
+    parameters = [p for each in unrolled(scenario.workload.model) for p in each.layer.parameters]
+    padded = _padded_elements([p.shape or (1,) for p in parameters if p.name not in own], n) * value
+    if policies.ep > 1 and policies.ep < n:
+        held = [(p.shape[0] // policies.ep, *p.shape[1:]) for p in parameters if p.name in own]
+        wanted = _padded_elements(held, n // policies.ep) * value
+        among = {tuple(policies.mesh.expert_replicas(rank)) for rank in range(policies.ranks)}
+        found = [carried(result, "reduce-scatter")[group] for group in among]
+        if set(found) != {wanted}:
+            yield f"reduce-scatters of experts carry {found} bytes, padded gradients have {wanted}"
+    scattered = [carried(result, "reduce-scatter")[group] for group in groups["dp_shard"]]
+    if policies.pp > 1:  # each group holds the gradients of its own stages
+        scattered = [sum(scattered) // policies.dp_replicate]
+    if set(scattered) != {padded}:
+        yield f"reduce-scatters carry {scattered} bytes, padded gradients have {padded}"
+    if policies.dp_replicate > 1:
+        reduced = sum(carried(result, "all-reduce")[group] for group in groups["dp_replicate"])
+        times = scenario.plan.micro_batches if policies.gradient_sync == "micro-batch" else 1
+        if reduced not in (padded, padded // times):
+            yield f"all-reduces of shards carry {reduced} bytes, padded gradients have {padded}"
+
+
+def _padded_elements(shapes: list[tuple[int, ...]], shards: int) -> int:
+    """Return the elements of tensors that are padded in their first dimension to a multiple of the shards."""
+    return sum(math.prod(shape[1:]) * math.ceil(shape[0] / shards) * shards for shape in shapes)
+
+
+def expert_elements(scenario: Scenario) -> int:
+    """Return the elements of all routed experts that ranks divide."""
+    return sum(
+        layer.repeats * (layer.units or 0) * parameter.elements
+        for layer in scenario.workload.model.expert_layers
+        for parameter in (layer.parameters if layer.experts_per_token else ())
+        if parameter.cut is not None
+    )
+
+
+def _divided_bytes(scenario: Scenario, result: Result, value: int) -> Iterator[str]:
+    """Compare what is all-reduced with the experts' gradients, among the ranks that hold the same, and all others'."""
+    mesh, model, reduced = scenario.policies.mesh, scenario.workload.model, carried(result, "all-reduce")
+    experts = expert_elements(scenario)
+    whole = reduced[tuple(range(mesh.ranks))]
+    parts = sum(reduced[group] for group in {tuple(mesh.expert_replicas(rank)) for rank in range(mesh.ranks)})
+    if mesh.data_ranks == mesh.ep:
+        parts = experts * value  # nobody else holds the same
+    if (whole, parts) != ((model.elements - experts) * value, experts * value):
+        yield f"all-reduces carry {whole} and {parts} bytes, of {model.elements} elements {experts} are of experts"
 
 
 def _compressed_bytes(scenario: Scenario, result: Result) -> Iterator[str]:
@@ -178,6 +234,7 @@ def _compressed_bytes(scenario: Scenario, result: Result) -> Iterator[str]:
         elements = sum(map(math.prod, shapes))
         found = carried(result, "all-gather")[group] / (value + INDEX_BYTES) / len(group)
         buckets = sum(entry.count for entry in result.collectives if entry.kind == "all-gather") / 2
+        buckets += 2 * scenario.plan.shares.replan  # of 8 bytes: ranks' speeds are gathered too
         if abs(found - scenario.plan.topk.density_ratio * elements) > buckets:
             yield f"all-gathers carry {found} of {elements} elements"
         return
@@ -187,8 +244,8 @@ def _compressed_bytes(scenario: Scenario, result: Result) -> Iterator[str]:
         rank = min(rows, columns, options.rank)
         factors = rank * (rows + columns)
         sent += factors if factors * options.min_compression_ratio < rows * columns else rows * columns
-    reduced = carried(result, "all-reduce")[group]
-    if reduced != sent * value:
+    reduced, norms = carried(result, "all-reduce")[group], NORM_BYTES * (scenario.workload.clip_norm is not None)
+    if not sent * value <= reduced <= sent * value + norms:
         yield f"all-reduces carry {reduced} bytes, factors and other tensors have {sent * value}"
 
 
@@ -265,9 +322,10 @@ def _compute_bound(scenario: Scenario, simulated: Simulated) -> Iterator[str]:
             yield f"a step takes {step_s} s, its FLOP {least_s} s on all devices together"
     if result.step_times_s:
         return  # ranks are told of at a walk's end, the step is its median
-    if policies.tp == policies.pp == 1:
+    unequal = policies.ring and not policies.zigzag  # ranks of a plain ring do more attention, or less
+    if policies.tp == policies.pp == policies.ep == 1 and not unequal:  # ranks with few rows of experts do less too
         for rank, samples in enumerate(scenario.batch_sizes):
-            own_s = model_flop(scenario, samples) / rates[rank]
+            own_s = model_flop(scenario, samples) / policies.cp / rates[rank]
             if result.step_time_s < own_s * (1 - RELATIVE):
                 yield f"a step takes {result.step_time_s} s, rank {rank}'s FLOP of {samples} samples {own_s} s"
     for role, tasks in enumerate(simulated.typical.machine.program.tasks):
@@ -286,6 +344,8 @@ def _memory(scenario: Scenario, result: Result) -> Iterator[str]:
     value, master = PRECISION_BYTES[workload.precision], max(4, PRECISION_BYTES[workload.precision])
     kept = VALUES_KEPT[workload.optimizer] * master
     elements, data = workload.model.elements, policies.mesh.data_ranks
+    if policies.ep > 1:
+        elements -= expert_elements(scenario) * (policies.ep - 1) // policies.ep
     held_whole, updated_whole = policies.parameters == "replicated", policies.optimizer_state == "replicated"
     # blocks of whole tensors are owned once in all (ZeRO-1), shards once by those among whom they are sharded
     owners = {"all-reduce": 1, "push": 1}.get(policies.gradients, policies.dp_replicate)

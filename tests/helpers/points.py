@@ -4,7 +4,7 @@ What a point asks for mostly goes together, for else little but refusals would b
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -22,14 +22,17 @@ class Trained:
     """A model file, and what it can be trained on."""
 
     name: str
+    """Of a model that ships, or a file."""
     batch: int
     """Samples of a step, about."""
     lengths: tuple[int, ...] = ()
     """Tokens of a sample; empty: images."""
     heads: int = 4
-    """Or groups of norms: among how many ranks at most blocks are cut."""
+    """Or groups of norms: among how many ranks at most blocks are cut, and divide sequences."""
     statistics: tuple[Table, ...] = ()
     """Gradient statistics of it, each with the workload that they were taken with."""
+    experts: int = 0
+    """Routed ones of each layer, among whose divisors ranks divide them."""
 
 
 GPT_STATISTICS = {"optimizer": "adamw", "learning_rate": 3e-4, "global_batch_size": 16, "sequence_length": 128}
@@ -45,6 +48,13 @@ RESNET = Trained(
         for name, batch in (("resnet-digits", 64), ("resnet-digits-32", 32))
     ),
 )
+TIED = Trained(str(SCENARIOS.parent / "tests/helpers/models/gpt-tied.toml"), 24, (24,))
+"""Its first and last layers share their embedding."""
+MIXTURE = Trained("mixture-byte-1m", 24, (32, 128), 1, experts=12)
+SEQUENCES = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp")
+"""Divide sequences beside the batch."""
+DIVIDING_EXPERTS = ("ddp", "zero2", "zero3", "fsdp")
+"""Divide experts beside the batch."""
 LARGER = (
     Trained("gpt2-124m", 32, (512, 1024)),
     Trained("bert-base", 32, (128, 512)),
@@ -70,7 +80,13 @@ def random_point(seed: int, *, most_devices: int = 32) -> Table:
     method = random.choice(METHODS + PUSHING * 2 + DEALING)
     if devices > 6 and method in ONE_AXIS and random.random() < 0.8:
         method = random.choice(PUSHING)
-    smaller = [GPT] * 6 + [BERT] * 4 + [RESNET] * 4
+    smaller = (
+        [GPT] * 6
+        + [BERT] * 4
+        + [RESNET] * 4
+        + [TIED] * (6 if method in ("pipeline", "ddp", "zero1") else 2)
+        + [MIXTURE] * (18 if method == "ddp" else 8 if method in DIVIDING_EXPERTS else 1)
+    )
     varies = any(kind.get("step_jitter_ratio") for kind in cluster["device_types"].values())
     model = random.choice(smaller if varies else [*smaller, random.choice(LARGER)])
     plan, parts = _plan(random, method, devices, model)
@@ -97,13 +113,27 @@ def random_real_point(seed: int) -> Table:
     topology["devices_per_host"] = devices if devices % 2 else devices // 2
     cluster = {"name": "random", "backend": "gloo", "source": "random", "device_types": types, "topology": topology}
     method = random.choice(METHODS[1:] + PUSHING * 2 + DEALING)
-    model = random.choice([Trained("gpt-byte-1m", 12, (8, 16)), Trained("bert-byte-1m", 12, (8, 16)), RESNET])
+    models = [Trained("gpt-byte-1m", 12, (8, 16)), Trained("bert-byte-1m", 12, (8, 16)), RESNET, TIED]
+    models += [Trained(MIXTURE.name, 12, (8, 16), 1, experts=12)] * (6 if method in DIVIDING_EXPERTS else 0)
+    model = random.choice(models)
     plan, parts = _plan(random, method, devices, model)
-    model = Trained(model.name, 12, model.lengths)
-    workload = _workload(random, model, plan, parts, _precisions(cluster), thresholds=False)
+    model = replace(model, batch=12, statistics=())
+    precisions = _precisions(cluster)
+    if (
+        model.experts
+    ):  # torch has no grouped product in fp64: products of experts are other operations than those traced
+        precisions.remove("fp64")
+    workload = _workload(random, model, plan, parts, precisions, thresholds=False)
+    if plan.get("ep"):  # else the router's load is another
+        workload["expert_routing"] = "load"
+    if workload["precision"] == "fp16" and REGISTRY[method].gradients != "push":  # else a real run refuses it
+        workload.setdefault("loss_scale", 1024.0)
+        if REGISTRY[method].gradients != "reduce-scatter":
+            workload.pop("clip_norm", None)
     if plan.get("push") is not None and method in PUSHING and random.random() < 0.5:
         plan["push"] |= random.choice(KNOWN_DENSITIES)
-    if REGISTRY[method].compress:  # how long compressed copies live beside the compute depends on the real rates
+    cast = workload.get("reduce_precision") and REGISTRY[method].gradients == "all-reduce"
+    if REGISTRY[method].compress or cast:  # how long these copies live beside the compute depends on the real rates
         plan["overlap"] = False
     found = _scenario(random, seed, cluster, workload, plan, parts, devices)
     for key in ("replan", "replanning"):  # real paces are not those of a made-up device
@@ -202,14 +232,8 @@ def _axes(random: Random, plan: Table, devices: int, model: Trained) -> int:
         if random.random() < 0.3:
             plan["pp" if method == "pipeline" else "tp"] = devices
         return 1
-    inner = [n for n in (2, 4, 8) if devices % n == 0 and n < devices and n <= model.heads]
-    left = devices
-    whole = REGISTRY[method].sync_every_steps or REGISTRY[method].compressor
-    apart = whole and random.random() < 0.9
-    if inner and not apart and random.random() < 0.3:
-        plan["tp"] = random.choice(inner)
-        left //= plan["tp"]
-    deep = [n for n in (2, 3, 4) if left % n == 0 and n < left]
+    left = _inner_axes(random, plan, devices, model)
+    deep = [n for n in (2, 3, 4) if left % n == 0 and n < left and ("cp" not in plan or random.random() < 0.05)]
     if deep and random.random() < (0.4 if REGISTRY[method].in_pipelines else 0.02):
         plan["pp"] = random.choice(deep)
         left //= plan["pp"]
@@ -221,6 +245,9 @@ def _axes(random: Random, plan: Table, devices: int, model: Trained) -> int:
         plan[REGISTRY[method].axis] = left
     elif random.random() < 0.15:
         plan[random.choice(["dp_replicate", "dp_shard"])] = random.choice([1, 2, left])
+    divisors = [n for n in range(2, model.experts + 1) if left % n == 0 and model.experts % n == 0]
+    if divisors and random.random() < (0.8 if method in DIVIDING_EXPERTS else 0.1):
+        plan["ep"] = random.choice(divisors)
     return left
 
 
@@ -249,6 +276,29 @@ def _divide(random: Random, workload: Table, plan: Table, parts: int, devices: i
         plan["shares"] = shares
 
 
+def _inner_axes(random: Random, plan: Table, devices: int, model: Trained) -> int:
+    """Set the axes of ranks that divide sequences or blocks, at times; return how many times these ranks there are."""
+    method, left = plan["method"], devices
+    whole = REGISTRY[method].sync_every_steps or REGISTRY[method].compressor
+    apart = whole and random.random() < 0.9
+    among = [n for n in (2, 4) if left % n == 0 and n <= model.heads and model.lengths]
+    if among and random.random() < (0.4 if method in SEQUENCES else 0.02):
+        plan["cp"] = random.choice(among)
+        left //= plan["cp"]
+        if random.random() < 0.5:
+            plan["context_exchange"] = "ring"
+            if random.random() < 0.4:
+                plan["context_split"] = "plain"
+        apart = apart or random.random() < 0.95
+    inner = [n for n in (2, 4, 8) if left % n == 0 and n < left and n <= model.heads]
+    if inner and not apart and random.random() < 0.3:
+        plan["tp"] = random.choice(inner)
+        left //= plan["tp"]
+        if model.lengths and random.random() < (0.6 if method not in PUSHING else 0.05):
+            plan["sequence_parallel"] = True
+    return left
+
+
 def composition(random: Random, total: int, parts: int, *, least: int = 0) -> list[int]:
     """Return whole numbers, each at least `least`, that sum to `total`."""
     free = total - parts * least
@@ -263,7 +313,8 @@ def _workload(
     random: Random, model: Trained, plan: Table, parts: int, precisions: list[str], *, thresholds: bool
 ) -> Table:
     """Return what is trained; with thresholds, also what is sent and published, at times."""
-    found: Table = {"model": str(SCENARIOS / f"models/{model.name}.toml")}
+    file = SCENARIOS / "models" / f"{model.name}.toml"
+    found: Table = {"model": str(file if file.exists() else model.name)}
     least = plan.get("micro_batches", 1) * parts
     found["global_batch_size"] = least * max(1, round(model.batch / least)) + (random.random() < 0.03)
     if model.lengths:
@@ -274,6 +325,9 @@ def _workload(
         found["optimizer_implementation"] = random.choice(["for-loop", "foreach", "fused"])
     if random.random() < 0.2:
         found["weight_decay"] = 0.01
+    found |= _numbers(random, plan, found["precision"])
+    if plan.get("ep") and random.random() < 0.7:
+        found["expert_load"] = {"skew": random.choice([0.3, 1.0])}
     usable = [each for each in model.statistics if each["global_batch_size"] % least == 0]
     if thresholds and usable and random.random() < 0.6:
         statistics = random.choice(usable)
@@ -288,13 +342,30 @@ def _workload(
     return found
 
 
+def _numbers(random: Random, plan: Table, precision: str) -> Table:
+    """Return how gradients are summed, scaled and clipped, at times."""
+    method, divides = REGISTRY[plan["method"]], plan.get("ep") and random.random() < 0.9
+    found: Table = {}
+    sums = method.gradients in ("all-reduce", "reduce-scatter") and not (
+        method.compress or method.compressor or divides
+    )
+    if random.random() < (0.25 if sums else 0.02):
+        found["reduce_precision"] = random.choice(["fp32", "fp32", "bf16", "fp16"])
+    whole = method.gradients != "push" and method.partition == "data"
+    if precision == "fp16" and whole and random.random() < 0.8 and not method.compressor:
+        found["loss_scale"] = random.choice(["dynamic", 1024.0])
+    if random.random() < (0.2 if not divides and (whole or plan.get("tp", 1) == 1) else 0.02):
+        found["clip_norm"] = random.choice([0.05, 1.0, 100.0])
+    return found
+
+
 def _precisions(cluster: Table) -> list[str]:
     """Return the precisions in which all devices have a stated rate; the usual one twice."""
     rates = [
         {**presets("devices").get(kind.get("preset", ""), {}), **kind}["peak_flop_per_s"]
         for kind in cluster["device_types"].values()
     ]
-    return ["fp32", *(name for name in ("fp32", "bf16", "fp64") if all(name in each for each in rates))]
+    return ["fp32", *(name for name in ("fp32", "bf16", "fp16", "fp64") if all(name in each for each in rates))]
 
 
 def _push(random: Random) -> Table:
@@ -371,7 +442,11 @@ def _cpu(random: Random) -> Table:
     found: Table = {
         "kind": "cpu",
         "memory_bytes": random.choice(["1 GiB", "16 GiB", "80 GiB"]),
-        "peak_flop_per_s": {"fp32": rate, "fp64": rate / 2, "bf16": rate * random.choice([1, 2])},
+        "peak_flop_per_s": {
+            "fp32": rate,
+            "fp64": rate / 2,
+            **dict.fromkeys(("bf16", "fp16"), rate * random.choice([1, 2])),
+        },
         "efficiency_ratio": random.choice([1.0, 0.6]),
         "memory_bandwidth_bytes_per_s": 10 ** random.uniform(9, 12),
         "operation_overhead_s": random.choice([0.0, 1e-6, 1e-5]),

@@ -33,6 +33,20 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {
             "max_position_embeddings=24",
         ),
     ),
+    "mixtral": (
+        "hf:mixtral",
+        (
+            "vocab_size=256",
+            "hidden_size=48",
+            "intermediate_size=96",
+            "num_hidden_layers=3",
+            "num_attention_heads=4",
+            "num_key_value_heads=2",
+            "max_position_embeddings=24",
+            "num_local_experts=4",
+            "num_experts_per_tok=2",
+        ),
+    ),
     "bert": (
         "hf:bert",
         (

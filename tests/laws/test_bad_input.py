@@ -80,6 +80,8 @@ SCENARIO_FAULTS = [
     (("[plan]", "sharding = 1\n[plan]"), "workload.sharding: unknown key; allowed: model, gradients, global_batch_size"),
     (("cluster =", "clustr = 1\ncluster ="), "clustr: unknown key; did you mean cluster? allowed: name, question, cluster"),
     (('method = "ddp"', 'method = "ddp"\npush.treshold = 1'), "plan.push.treshold: unknown key; did you mean threshold? allowed: threshold, kind"),
+    (("cluster =", '"[bold]x" = 1\ncluster ='), "[bold]x: unknown key; allowed: name, question, cluster"),
+    (('method = "ddp"', 'method = "ddp"\n"a[0]" = 1'), "plan.a[0]: unknown key; allowed: method, ranks, dp_replicate"),
     (('method = "ddp"', 'methd = "ddp"'), "plan.methd: unknown key; did you mean method? allowed: method, ranks, dp_replicate"),
     (('method = "ddp"', ""), "plan.method: missing"),
     (('method = "ddp"', 'method = "zero9"'), "plan.method = 'zero9': input should be 'single', 'ddp',"),
@@ -202,7 +204,7 @@ PLAN_FAULTS = [
     (("plan.stages=[1, 2]",), "plan.stages = (1, 2): there is no pipeline; leave it out"),
     (("plan.pp=2",), "plan.pp = 2: method 'ddp' for 1 replica(s) of a pipeline; allowed: pipeline, or plan.dp_replicate"),
     ((*PIPELINE, "plan.pp=1", "plan.dp_replicate=2"), "plan.method = 'pipeline': its gradients"),
-    (("plan.method=gs", "plan.pp=2"), "plan.pp = 2: method 'gs' cannot run in a pipeline yet; allowed today: pipeline, or ddp or zero1"),
+    (("plan.method=gs_z3", "plan.pp=2"), "plan.pp = 2: method 'gs_z3' cannot run in a pipeline yet; allowed today: pipeline, or ddp, zero1, zero2"),
     ((*PIPELINE, "plan.stages=[2, 3]"), "plan.stages = [2, 3]: sums to 5, but the model has 4 layers"),
     ((*PIPELINE, "plan.stages=[2, 1, 1]"), "plan.stages = [2, 1, 1]: 3 stages cannot be divided evenly among 2 ranks (plan.pp)"),
     ((*PIPELINE, "plan.stages=[1, 1, 1, 1]"), "plan.schedule: '1f1b' takes one stage on each of 2 ranks, not 4 stages"),
@@ -273,11 +275,13 @@ def test_a_bad_override(refusal, tmp_path, override, message):
 # Gradient statistics -------------------------------------------------------------------------------------------------
 
 
-def test_a_threshold_without_statistics(refusal, tmp_path):
-    path = write_files(tmp_path, scenario=SCENARIO_TOML.replace('gradients = "tiny.json"', ""))
-    assert refusal(path, *GS).startswith(
-        f"{path}: workload.gradients: missing; plan.push.threshold needs the model's gradient statistics"
-    )
+@pytest.mark.parametrize("gradients", ["", 'gradients = "transferred"'])
+def test_a_threshold_without_statistics_takes_those_of_the_models_family(tmp_path, gradients):
+    path = write_files(tmp_path, scenario=SCENARIO_TOML.replace('gradients = "tiny.json"', gradients))
+    loaded = load_scenario(path, GS)
+    assert loaded.gradients is not None
+    assert loaded.gradients.transfer is not None
+    assert loaded.gradients.transfer.family == "gpt"
 
 
 def test_statistics_that_cover_too_few_steps(refusal, tmp_path):

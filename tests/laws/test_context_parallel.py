@@ -146,12 +146,73 @@ def test_without_the_axis_nothing_changes():
         ({"method": "ddp", "cp": 8}, 8, {}, "4 heads with keys of their own"),
         ({"method": "ddp", "cp": 4}, 4, {"sequence_length": 4}, "at least 2 positions for each"),
         ({"method": "ddp", "cp": 3}, 2, {}, "needs 3 ranks"),
+        ({"method": "ddp", "context_exchange": "ring"}, 2, {"sequence_length": 62}, "into 4 equal parts"),
+        ({"method": "ddp", "context_split": "plain"}, 2, {}, "all-to-alls exchange sequences in their order"),
+        ({"method": "ddp", "cp": 1, "context_exchange": "ring"}, 2, {}, "no context-parallel ranks"),
+        ({"method": "ddp", "context_exchange": "ring", "recompute": "selective"}, 2, {}, "with a ring"),
     ],
     ids=str,
 )
 def test_what_cannot_run_is_refused(plan, ranks, workload, message):
     with pytest.raises(UserError, match=message):
         scenario({"cp": 2} | plan, ranks, **workload)
+
+
+RING = {"method": "ddp", "context_exchange": "ring"}
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_ring_moves_keys_and_values_once_forward_and_their_gradients_too_backward(ranks):
+    """Liu et al. 2023: n - 1 shifts of keys and values in each pass, and n of their gradients; each of 2*b*s*h/n."""
+    found = simulate(loaded_of(scenario(RING | {"cp": ranks}, ranks, sequence_length=48))).result.collectives
+    (entry,) = [each for each in found if each.kind == "all-to-all-v"]
+    own_bytes = 2 * SAMPLES * 48 // ranks * WIDTH * VALUE_BYTES
+    assert (entry.bytes, entry.count) == (ranks * own_bytes, ((ranks - 1) + (2 * ranks - 1)) * LAYERS)
+    assert {each.kind for each in found} == {"all-to-all-v", "all-reduce"}
+
+
+def test_fewer_heads_of_keys_go_around_as_such():
+    """Llama 3 8B: 8 heads of keys and values, each of 128; in bf16."""
+    part = block(context_part(LLAMA, 64, ring=True).layers)
+    sizes = [each.size_bytes.at(b=1, s=256) for each in part.reductions]
+    all_to_all = [each.size_bytes.held(0, 64).at(b=1, s=256) for each in block(LLAMA.context_layers).reductions]
+    assert sizes == [all_to_all[1] + all_to_all[2]] * 2
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_plain_ring_keeps_its_last_rank_busy_while_others_wait(ranks):
+    """Of n blocks the i-th rank has half a one and i whole ones under a causal mask; balanced, all have n halves."""
+
+    def attention_s(split: str) -> list[float]:
+        asked = scenario(RING | {"cp": ranks, "context_split": split}, ranks, sequence_length=64)
+        program = lower(asked, unfolded=True)
+        return [sum(t.duration_s for t in tasks if t.id.op == "attend") for tasks in program.tasks]
+
+    zigzag, plain = attention_s("zigzag"), attention_s("plain")
+    assert zigzag == pytest.approx([zigzag[0]] * ranks)
+    assert sum(plain) == pytest.approx(sum(zigzag))
+    assert plain == pytest.approx([(2 * rank + 1) * plain[0] for rank in range(ranks)])
+    assert max(plain) / zigzag[0] == pytest.approx((2 * ranks - 1) / ranks)
+
+
+def test_a_ring_overlaps_its_shifts_with_its_blocks():
+    """On a fast network nothing of the forward's shifts is exposed; on a slow one the last blocks wait."""
+
+    def step_s(latency_s: float) -> float:
+        cluster = star(4, latency_s=latency_s)
+        asked = scenario_of(cluster, RING | {"cp": 4}, model=GPT, sequence_length=64, global_batch_size=SAMPLES)
+        return simulate(loaded_of(asked)).result.step_time_s
+
+    assert step_s(1e-6) < step_s(1e-2)
+
+
+@pytest.mark.parametrize("split", ["zigzag", "plain"])
+def test_equal_ranks_of_rings_are_simulated_once_with_the_same_result(split):
+    plan = RING | {"method": "zero3", "cp": 2, "context_split": split, "recompute": "full"}
+    loaded = loaded_of(scenario(plan, 4))
+    folded, unfolded = (simulate(loaded, unfolded=whole).result for whole in (False, True))
+    assert folded.step_time_s == pytest.approx(unfolded.step_time_s, rel=1e-9)
+    assert set(folded.collectives) == set(unfolded.collectives)
 
 
 def test_images_have_no_sequences():

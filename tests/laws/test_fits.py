@@ -1,5 +1,6 @@
 """`gssim fits` and `gssim models`: one line, an exit code, and no need of the repository."""
 
+import json
 import tomllib
 from pathlib import Path
 
@@ -19,8 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
     ("arguments", "code", "said"),
     [
         (("llama3-8b", "--gpu", "h100", "--count", "8", "--set", "plan.recompute=full"), 0, "fits, 41."),
-        (("llama3-8b", "--gpu", "h100"), 1, "does not fit, 106.65 GiB too much (largest: optimizer); with "),
-        (("llama3-8b", "--gpu", "a100", "--count", "8", "--plan", "ddp"), 1, "with plan.method="),
+        (("llama3-8b", "--gpu", "h100"), 3, "does not fit, 106.65 GiB too much (largest: optimizer); with "),
+        (("llama3-8b", "--gpu", "a100", "--count", "8", "--plan", "ddp"), 3, "with plan.method="),
         (("gpt2-124m", "--gpu", "t4", "--plan", "single"), 0, "under single (fp16, adamw, 1 samples of 1024 tokens)"),
         (("resnet-50", "--gpu", "v100", "--count", "2", "--plan", "ddp"), 0, "fits"),
     ],
@@ -30,6 +31,14 @@ def test_fits(tmp_path, arguments, code, said):
     assert (ended.returncode, ended.stderr) == (code, "")
     assert len(ended.stdout.splitlines()) == 1
     assert said in ended.stdout
+
+
+def test_results_and_models_are_printed_as_json(tmp_path):
+    ended = commands.run("gssim", "fits", "llama3-8b", "--gpu", "h100", "--json", folder=tmp_path)
+    found = json.loads(ended.stdout)
+    assert (ended.returncode, found["fits"], found["schema"]) == (3, False, "gssim.result/1")
+    models = json.loads(commands.run("gssim", "models", "--json", folder=tmp_path).stdout)
+    assert {each["name"]: each["parameters"] for each in models}["gpt2-124m"] == 124_439_808
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,14 @@ DEEPSPEED = {
 }
 
 
+@pytest.mark.parametrize("value", ["a - b", 0, -1, 2.5, True, [2], 10**400, "x" * 5000])
+@pytest.mark.parametrize("key", ["plan.ranks", "plan.tp", "plan.pp", "plan.cp", "plan.micro_batches"])
+def test_counts_that_are_none_are_refused_in_a_line(tmp_path, key, value):
+    with pytest.raises(UserError, match="a whole number") as caught:
+        imported(tmp_path, DEEPSPEED, name="ds.json", overrides=[f"{key}={json.dumps(value)}"])
+    assert len(str(caught.value)) <= 300
+
+
 def test_deepspeed(tmp_path):
     tables, found = imported(tmp_path, DEEPSPEED, name="ds.json")
     assert tables["workload"] == {
@@ -174,9 +182,9 @@ def test_accelerate_parallelism_config(tmp_path):
     tables, _ = imported(tmp_path, FSDP.format(reshard="true", more=sizes), name="a.yaml")
     assert (tables["plan"]["method"], tables["plan"]["dp_shard"]) == ("hsdp", 4)
     divided = sizes.replace("tp_size: 1", "cp_size: 2").replace("dp_shard_size: 4", "dp_shard_size: 2")
-    tables, found = imported(tmp_path, FSDP.format(reshard="true", more=divided), name="a.yaml")
+    tables, _ = imported(tmp_path, FSDP.format(reshard="true", more=divided), name="a.yaml")
     assert {"method": "hsdp", "dp_replicate": 2, "dp_shard": 2, "cp": 2}.items() <= tables["plan"].items()
-    assert any("all-to-alls, not passed in a ring" in line for line in found.listed)
+    assert tables["plan"]["context_exchange"] == "ring"
 
 
 @pytest.mark.parametrize(
@@ -210,7 +218,10 @@ def test_accelerate_ranks_and_autocast(tmp_path):
     tables, _ = imported(tmp_path, text.format(4, "'no'"), name="a.yaml")
     assert tables["plan"] == {"method": "ddp", "ranks": 4, "micro_batches": 1, "recompute": "none"}
     assert "the cluster 'DGX H100' has 8 devices" in refused(tmp_path, text.format(16, "no"), name="a.yaml")
-    assert "autocast" in refused(tmp_path, text.format(4, "bf16"), name="a.yaml")
+    tables, _ = imported(tmp_path, text.format(4, "bf16"), name="a.yaml")
+    assert (tables["workload"]["precision"], tables["workload"]["autocast"]) == ("fp32", "bf16")
+    tables, _ = imported(tmp_path, text.format(4, "fp16"), name="a.yaml", model="gpt2-124m")
+    assert (tables["workload"]["autocast"], tables["workload"]["loss_scale"]) == ("fp16", "dynamic")
 
 
 MEGATRON = """#!/bin/bash
@@ -271,7 +282,9 @@ def test_megatron_pipelines_have_equal_stages(tmp_path):
         ("--num-layers 32", "is given twice"),
         ("--context-parallel-size 2 --tensor-model-parallel-size 2", "plan.cp = 2: cannot run yet beside plan.tp = 2"),
         ("--context-parallel-size 3", "context ranks are"),
-        ("--num-experts 8", "experts"),
+        ("--num-experts 8", "has no routed experts"),
+        ("--moe-expert-capacity-factor 1.5", "a capacity, which drop tokens"),
+        ("--context-parallel-size 2 --cp-comm-type allgather", "allowed: p2p, a2a"),
         ("--tensor-model-parallel-size $TENSOR", "does not say what this variable is"),
         ("--tensor-model-parallel-size 3", "does not divide 8 ranks"),
         ("--recompute-activations --recompute-modules core_attn", "selective"),
@@ -283,6 +296,14 @@ def test_megatron_refusals(tmp_path, argument, said):
     text = MEGATRON.replace("--recompute-granularity full", "") if "activations" in argument else MEGATRON
     with pytest.raises(UserError, match=said):
         imported(tmp_path, f"{text.rstrip()} {argument}", name="train.sh", model="gpt3-1.3b")
+
+
+@pytest.mark.parametrize(("kind", "exchange"), [("p2p", "ring"), ("a2a", None), (None, "ring")])
+def test_megatron_says_how_sequences_are_exchanged(tmp_path, kind, exchange):
+    said = "--context-parallel-size 2" + (f" --cp-comm-type {kind}" if kind else "")
+    tables, _ = imported(tmp_path, f"{MEGATRON.rstrip()} {said}", name="train.sh", model="gpt3-1.3b")
+    assert tables["plan"]["cp"] == 2
+    assert tables["plan"].get("context_exchange") == exchange
 
 
 def test_sizes_of_another_model_are_refused(tmp_path):
@@ -390,7 +411,7 @@ def test_automodel(tmp_path):
     assert tables["workload"]["sequence_length"] == 4096
     assert tables["workload"]["optimizer_implementation"] == "foreach"
     assert any("in 16 bits alone" in line for line in found.listed)
-    with pytest.raises(UserError, match=r"plan\.ep = 8: cannot run yet .* from distributed\.ep_size = 8"):
+    with pytest.raises(UserError, match=r"plan\.ep = 8: .* from distributed\.ep_size = 8"):
         imported(tmp_path, AUTOMODEL.replace("cp_size: 1", "ep_size: 8"), name="r.yaml")
     tables, _ = imported(tmp_path, AUTOMODEL.replace("cp_size: 1", "cp_size: 4"), name="r.yaml")
     assert (tables["plan"]["method"], tables["plan"]["cp"]) == ("zero3", 4)
@@ -418,7 +439,14 @@ def test_axolotl(tmp_path):
     tables, _ = imported(tmp_path, AXOLOTL, name="x.yml")
     assert tables["plan"] == {"method": "zero3", "micro_batches": 2, "recompute": "full", "gradient_sync": "step"}
     assert tables["workload"]["global_batch_size"] == 16
-    assert "adapter" in refused(tmp_path, AXOLOTL + "adapter: lora\n", name="x.yml")
+    assert "adapter" in refused(tmp_path, AXOLOTL + "adapter: qlora\n", name="x.yml")
+    assert "needs lora_r" in refused(tmp_path, AXOLOTL + "adapter: lora\n", name="x.yml")
+    lora = "adapter: lora\nlora_r: 32\nlora_alpha: 16\nlora_dropout: 0.05\n"
+    tables, found = imported(tmp_path, AXOLOTL + lora + "lora_target_linear: true\n", name="x.yml")
+    assert tables["workload"]["adapters"] == {"rank": 32, "alpha": 16, "targets": "all-linear"}
+    assert any("masks of dropout" in line for line in found.listed)
+    tables, _ = imported(tmp_path, AXOLOTL + lora + "lora_target_modules: [q_proj, v_proj]\n", name="x.yml")
+    assert tables["workload"]["adapters"]["targets"] == ["q_proj", "v_proj"]
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 1}}))
     without = AXOLOTL[: AXOLOTL.index("fsdp_version")]
     tables, _ = imported(tmp_path, without + "deepspeed: ds.json\n", name="x.yml")

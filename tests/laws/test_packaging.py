@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("gssim", "gsreal", "analysis")
-DATA = {".cpp", ".css", ".html", ".js", ".py", ".toml", ".typed"}
+DATA = {".cpp", ".css", ".html", ".js", ".json", ".py", ".toml", ".typed"}
 """Endings of the packages' files that a run needs; embedded libraries are packed with their licences."""
 DEEPSPEED = {
     "train_batch_size": 8,
@@ -103,13 +103,16 @@ def clean(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return programs
 
 
+LINKED = (ROOT / "gssim/workload/models", ROOT / "gssim/workload/families")
+
+
 def test_the_wheel_holds_every_file_of_the_packages_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
     ours = {
         path.relative_to(ROOT).as_posix()
         for package in PACKAGES
-        for folder in (ROOT / package, ROOT / "gssim/workload/models")  # a link, which `rglob` does not follow
+        for folder in (ROOT / package, *LINKED)  # links, which `rglob` does not follow
         for path in folder.rglob("*")
         if (path.suffix in DATA or (path.parent.name == "vendor" and path.is_file()))
         and "__pycache__" not in path.parts

@@ -56,6 +56,19 @@ def test_an_outer_step_is_an_inner_one_and_a_ring_over_the_links(method, ranks):
         assert sum(each.phases_s.values()) == pytest.approx(result.step_time_s)
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_8_bit_changes_are_gathered_from_all_ranks(ranks):
+    """Each rank sends its integers, in whole blocks of 1024, and a scale of 4 bytes a block, to all others."""
+    blocks = -(-tiny_model().elements // 1024)
+    result = result_of("diloco", cluster=star(ranks, bandwidth=BANDWIDTH), outer={"precision": "int8"})
+    assert result.periods.outer_bytes == ranks * blocks * (1024 + 4)
+    assert result.periods.outer_bytes_sent == pytest.approx((ranks - 1) * blocks * (1024 + 4))
+    plain = result_of("diloco", cluster=star(ranks, bandwidth=BANDWIDTH))
+    assert result.scenario_id != plain.scenario_id
+    kept = plain.ranks[0].peak_by_category_bytes
+    assert result.ranks[0].peak_by_category_bytes["outer_momentum"] == kept["outer_momentum"]
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_an_inner_step_is_one_device_on_its_samples(method):
     alone = simulate(loaded_of(scenario_of(star(1), {"method": "single"}, global_batch_size=4))).result

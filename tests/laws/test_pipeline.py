@@ -1,5 +1,6 @@
 """Pipelines as predicted: the bubble's closed form, what is held, who gets which layers, and what is sent."""
 
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import clusters, device_type, loaded_of, machine_of, scenario_of, star
 
+from gssim.errors import UserError
 from gssim.program import lower
 from gssim.result import CATEGORIES, Result
 from gssim.scenario import Scenario, load_model
@@ -255,6 +257,86 @@ def test_replicas_of_a_pipeline_may_deal_out_their_stages_tensors(schedule):
     sent = [entry for entry in predicted(dealt).collectives if entry.kind == "broadcast"]
     assert sum(entry.bytes * entry.count for entry in sent) == 4 * GPT.elements
     assert {entry.group for entry in sent} == {(0, 1), (2, 3)}
+
+
+def unit_elements(layers, ranks: int) -> tuple[int, list[int]]:
+    """Return the elements of FSDP2's root and of its blocks, padded so that rows are divided evenly."""
+    padded = [
+        (
+            each.layer.block,
+            sum(-(-p.shape[0] // ranks) * ranks * (p.elements // p.shape[0]) for p in each.layer.parameters),
+        )
+        for each in layers
+    ]
+    return sum(size for block, size in padded if not block), [size for block, size in padded if block]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("method", ["zero2", "zero3"])
+@pytest.mark.parametrize("micro_batches", [2, 5])
+def test_sharded_stages_gather_what_they_have_freed_and_reduce_once(method, schedule, micro_batches):
+    """Root once; blocks once if kept, else in forwards that find them freed and in backwards after these."""
+    scenario = scenario_of(
+        star(4),
+        {"method": method, "pp": 2, "dp_shard": 2, "micro_batches": micro_batches, "schedule": schedule},
+        model=GPT,
+        global_batch_size=2 * micro_batches,
+        sequence_length=8,
+    )
+    result = predicted(scenario)
+    for place, stage in enumerate(scenario.stages):
+        root, blocks = unit_elements(stage, 2)
+        group = (0, 1) if place == 0 else (2, 3)
+        sent = {
+            kind: sum(
+                each.bytes * each.count for each in result.collectives if (each.kind, each.group) == (kind, group)
+            )
+            for kind in ("all-gather", "reduce-scatter")
+        }
+        ahead = micro_batches if schedule == "gpipe" else min(micro_batches, 2 - place)
+        backwards = 1 if schedule == "gpipe" else micro_batches - ahead + 1  # those that follow a forward
+        gathers = 1 if method == "zero2" else ahead + backwards
+        assert sent["all-gather"] == 4 * (root + gathers * sum(blocks))
+        assert sent["reduce-scatter"] == 4 * (root + sum(blocks))
+
+
+@pytest.mark.parametrize(
+    ("plan", "settings", "message"),
+    [
+        ({"schedule": "interleaved"}, {}, "plan.schedule = 'interleaved': torch frees"),
+        ({"gradient_sync": "micro-batch"}, {}, "plan.gradient_sync = 'micro-batch'"),
+        ({"method": "gs", "schedule": "interleaved"}, {}, "pushes are of one stage"),
+        ({"method": "gs", "publish": {"overlap": True}}, {}, "plan.publish.overlap"),
+        ({}, {"model": "gpt2-124m"}, "gradients of transformer.wte.weight, which stages on several ranks use"),
+    ],
+)
+def test_what_sharded_stages_cannot_do_yet_is_refused(plan, settings, message):
+    model = load_model(MODELS / f"{settings.get('model', 'gpt-byte-1m')}.toml")
+    plan = {"method": "zero3", "pp": 2, "dp_shard": 2, "micro_batches": 4} | plan
+    with pytest.raises(UserError, match=re.escape(message)):
+        scenario_of(star(4), plan, model=model, global_batch_size=8, sequence_length=8)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(
+    "plan", [{"method": "zero2"}, {"method": "zero3"}, {"method": "hsdp", "dp_replicate": 2}, {"method": "gs"}]
+)
+def test_sharded_stages_are_folded_and_change_nothing(plan, schedule):
+    scenario = scenario_of(
+        star(8, bandwidth=1e7),
+        {"pp": 2, "micro_batches": 3, "schedule": schedule, "recompute": "full"} | plan,
+        model=GPT,
+        global_batch_size=24,
+        sequence_length=8,
+    )
+    folded, full = simulate(loaded_of(scenario)).result, simulate(loaded_of(scenario), unfolded=True).result
+    assert folded.step_time_s == pytest.approx(full.step_time_s, rel=1e-9)
+    assert folded.collectives == full.collectives
+    peaks = [
+        {rank: each.peak_allocated_bytes for each in result.ranks for rank in each.ranks} for result in (folded, full)
+    ]
+    assert peaks[0] == peaks[1]
+    assert len(machine_of(scenario, steps=1)[0].classes) < 8
 
 
 @pytest.mark.parametrize("slow", [None, 0, 5])

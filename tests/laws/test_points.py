@@ -1,8 +1,10 @@
+# ruff: noqa: E501  a server of a cluster is one line
 """Random scenario points, simulated: an answer is whole and within bounds, a refusal is one line.
 
 A point that fails is printed as a scenario file, with its seed; `gssim run FILE` shows it.
 """
 
+import math
 import re
 import tomllib
 from collections import Counter
@@ -11,13 +13,15 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import tomli_w
 from point_checks import assert_same_as_unfolded, faster_devices, faster_links, faults_of, slower_by
-from points import random_point
+from points import SCENARIOS, random_point
 
 from gssim.cache import Shared
+from gssim.engine import machine
 from gssim.errors import UserError
 from gssim.planner import with_suggested_changes
 from gssim.scenario import load_scenario
@@ -96,6 +100,13 @@ def faults_at(path: Path, seed: int, shared: Shared) -> Iterator[str]:
             yield f"shown is nan: {shown.getvalue()}"
     if seed % 15 == 7:
         assert_same_as_unfolded(simulated.result, simulate(loaded, unfolded=True).result)
+    if seed % 15 == 11:  # the fast walks, wherever they can, and SimPy alone
+        with mock.patch.object(machine, "MIN_CLASSES_VECTORISED", 1):
+            vectorised = simulate(loaded).result
+        with mock.patch.multiple(machine, MIN_CLASSES_VECTORISED=math.inf, can_walk_outlines=lambda _machine: False):
+            reference = simulate(loaded).result
+        assert_same_as_unfolded(simulated.result, reference)
+        assert_same_as_unfolded(vectorised, reference)
 
 
 def assert_all_hold(seen: Seen, points: int) -> None:
@@ -124,6 +135,43 @@ def test_a_failure_shows_the_seed_and_the_scenario_as_a_file(tmp_path, monkeypat
     assert first.startswith("seed 2,")
     assert wrong.strip() == "all is wrong"
     assert tomllib.loads(text) == random_point(2, most_devices=2)
+
+
+UNSETTLED = """
+plan = { method = "ddp", tp = 4, dp_replicate = 2, micro_batches = 2, shares = { batch = "throughput" } }
+run = { steps = 3, warmup_steps = 1 }
+
+[workload]
+model = "MODEL"
+global_batch_size = 32
+sequence_length = 32
+precision = "fp32"
+optimizer = "sgd"
+
+[cluster]
+name = "unequal"
+source = "made"
+backend = "nccl"
+nccl = "ampere"
+
+[cluster.device_types]
+h100-sxm = { preset = "h100-sxm" }
+h200-sxm = { preset = "h200-sxm" }
+
+[cluster.topology]
+kind = "servers"
+fabric = { kind = "switch" }
+servers = [
+    { count = 7, device = "h100-sxm", devices = 1, nics = 1, inside = "none", nic_link = "ib-hdr-200", pcie_link = "pcie4x16" },
+    { count = 1, device = "h200-sxm", devices = 1, nics = 1, inside = "none", nic_link = "roce-100", pcie_link = "pcie4x16" },
+]
+"""
+
+
+def test_phases_of_ranks_that_wait_for_each_other_through_others_alone_sum_to_the_step(tmp_path):
+    path = tmp_path / "unsettled.toml"
+    path.write_text(UNSETTLED.replace("MODEL", str(SCENARIOS / "models/bert-byte-1m.toml")))
+    assert list(faults_at(path, 0, Shared())) == []
 
 
 def test_exceptions_to_more_being_faster_are_small_and_have_reasons():

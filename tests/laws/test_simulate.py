@@ -6,8 +6,10 @@ from unittest.mock import patch
 import pytest
 from strategies import device_type, exponential_statistics, exponential_tensor, loaded_of, scenario_of, star
 
+from gssim.engine import Machine
 from gssim.network import Network
 from gssim.plan import Push
+from gssim.program import Steps, lower
 from gssim.scenario import load_scenario
 from gssim.simulation import simulate
 from gssim.simulation.footprint import _LiveTensors
@@ -47,6 +49,17 @@ def test_the_step_time_is_that_of_the_median_step_and_p10_that_of_a_light_one():
     light, middle, heavy = (step_times(rms)[0] for rms in (1e-4, 1e-3, 1e-2))
     assert light < middle < heavy
     assert step_times(1e-2, 1e-4, 1e-3) == (middle, light)
+
+
+def test_steps_of_equal_densities_are_lowered_and_simulated_once():
+    statistics = drifting((1e-3, 2e-3, 2e-3, 1e-3))
+    scenario = scenario_of(star(2), PUSHED, run={"steps": 4, "warmup_steps": 0})
+    steps = Steps(scenario, statistics)
+    assert steps.program(0) is steps.program(3) is not steps.program(1) is steps.program(2)
+    assert lower(scenario, statistics, step=3) == steps.program(3)
+    with patch.object(Machine, "run", autospec=True, side_effect=Machine.run) as runs:
+        simulate(loaded_of(scenario, replace(statistics, steps=5, sampled_steps=(0, 1, 2, 3))))
+    assert runs.call_count == 1  # the median step and the one at the 10th percentile are light ones
 
 
 def test_the_timeline_is_one_steady_step_from_zero():

@@ -7,6 +7,7 @@ from math import inf
 from pathlib import Path
 
 import numpy as np
+import polars as pl
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,6 +23,7 @@ from analysis.charts.sweeps import sweep_charts
 from analysis.charts.sweeps.memory import LOOKS, layout_by_memory, parts_of
 from analysis.charts.sweeps.scaling import lines_of
 from analysis.charts.sweeps.winners import who_wins
+from analysis.html_report.report import report
 from analysis.sweep_tables import (
     THRESHOLD,
     SweepTable,
@@ -74,6 +76,15 @@ def test_a_time_that_is_none_is_refused_with_its_point(tmp_path: Path) -> None:
     file = write([make_row("ddp", step_time_s=-1.0)], tmp_path / "t.parquet")
     with pytest.raises(UserError, match=r"1e\+09--ddp: step_time_s = -1.0"):
         read_table(file)
+
+
+def test_columns_that_are_absent_have_no_values_and_the_report_is_written(tmp_path: Path) -> None:
+    file = write(grid(), tmp_path / "t.parquet")
+    few = pl.read_parquet(file).drop("energy_j_per_step", "cost_usd_per_step", "exposed_communication_s")
+    few.write_parquet(file)
+    table = read_table(file)
+    assert {row["energy_j_per_step"] for row in table.rows} == {None}
+    assert "Explore the sweep" in report(tmp_path)
 
 
 def test_settings_are_told_apart_by_what_varies_and_plans_by_their_policies(tmp_path: Path) -> None:

@@ -286,6 +286,35 @@ def test_it_reserves_what_an_allocator_does_that_looks_through_everything(trace,
 # torch itself --------------------------------------------------------------------------------------------------------
 
 
+SEVERAL_SIZES = st.sampled_from([1, 512, 700, 4096, MIB // 3, MIB, MIB + 1, 3 * MIB, 11 * MIB])
+EQUAL = st.tuples(SEVERAL_SIZES, st.integers(1, 30), st.integers(0, 40), st.sampled_from([0, -1]))
+"""Bytes, how many such blocks are allocated, and how many of them are then freed, the oldest or the latest first."""
+
+
+@settings(max_examples=examples(120), deadline=None)
+@given(st.lists(EQUAL, min_size=1, max_size=25), st.sampled_from([None, 150 * MIB]), st.booleans())
+def test_equal_requests_together_leave_what_they_leave_one_by_one(several, limit, expandable):
+    def served(*, together: bool) -> object:
+        allocator, kept = CachingAllocator(limit_bytes=limit, expandable_segments=expandable), {}
+        try:
+            for size, taken, freed, place in several:
+                rounded, alike = rounded_bytes(size), kept.setdefault(size, [])
+                pool = allocator.pool_of(rounded, "")
+                for bytes_of, count in ((rounded, taken), (0, min(freed, len(alike) + taken))):
+                    request = (alike, pool, bytes_of, size, place)
+                    requests = [(*request, count)] if together else [(*request, 1)] * count
+                    assert allocator.serve(iter(requests if count else [])) is None
+        except NoMemoryLeftError as error:
+            return error.missing_bytes, allocator.peak_reserved_bytes
+        peaks = (allocator.peak_requested_bytes, allocator.peak_allocated_bytes, allocator.peak_reserved_bytes)
+        now = (allocator.requested_bytes, allocator.allocated_bytes, allocator.reserved_bytes)
+        free = [sorted(pool.size_at.items()) for pool in allocator.pools.values()]
+        held = {size: sorted(block[:3] for block in blocks) for size, blocks in kept.items()}
+        return peaks, now, free, held
+
+    assert served(together=True) == served(together=False)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(4))
 def test_torch_reserves_as_much_on_random_traces(seed):

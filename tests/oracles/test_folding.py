@@ -60,6 +60,12 @@ def test_one_collective_folded_takes_as_long_and_loads_every_link_as_unfolded(da
     assert by_link(folded.network) == pytest.approx(by_link(unfolded.network), rel=RELATIVE, abs=1e-6)
 
 
+def test_latencies_hidden_by_messages_in_flight_do_not_depend_on_groups_that_share_links():
+    plan = {"method": "hsdp", "dp_replicate": 3, "dp_shard": 2, "exchange": "backend"}
+    scenario = scenario_of(built(topology("ring", count=6, latency_s=1e-3)), plan, global_batch_size=6)
+    assert_folding_changes_nothing(scenario)
+
+
 def classes_of(scenario: Scenario) -> tuple[int, int, int]:
     """Return how many classes of ranks, links, and sessions a simulation keeps."""
     machine, _ = machine_of(scenario)

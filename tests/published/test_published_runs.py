@@ -485,10 +485,10 @@ def test_dense_rows_on_b200_by_measured_kernels():
     (found,) = scores("simumax_b200.csv", "llama3")
     assert found.step is not None
     assert found.step.n == len(found.rows) == 14
-    assert found.step.mean <= 0.11
+    assert found.step.mean <= 0.056  # SimuMax's own, over more rows
     assert found.step.mean < found.step.baseline_mean
     memory = found.memory["allocated"]
-    assert memory.mean <= 0.01
+    assert memory.mean <= 0.005
     assert memory.mean < memory.baseline_mean / 4
 
 

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from analysis.literature import scenarios as outcomes_module
 from analysis.literature.kernels import read_kernels
-from analysis.literature.runs import Run, SkippedError
+from analysis.literature.runs import Run, SkippedError, UnscoredError
 from analysis.literature.scenarios import (
     INTERRUPTED,
     NoPrediction,
     Prediction,
+    emit,
     predict,
     predict_or_explain,
     predict_runs,
@@ -24,6 +25,7 @@ from analysis.literature.scenarios import (
 from analysis.literature.score import baseline_step_s, score
 from analysis.literature.tables.reading import KINDS, read_table
 from gssim.errors import UserError
+from gssim.workload import Polynomial
 
 ROWS: dict[str, dict[str, str]] = {
     "many": {
@@ -483,6 +485,47 @@ def test_kernels_have_the_rates_of_a_measured_table(tmp_path):
     assert kernels.product_flop_per_s("NT", 16, 64, 32) == 25e12  # added to one in float
     assert kernels.product_flop_per_s("NN", 1, 1, 1) is None
     assert kernels.attention_flop_per_s("f", 8, 2, 128) == 10e12
+    assert kernels.streaming == {}
+    (tmp_path / "b200_ops.csv").write_text("\n".join(lines))
+    rates = ["name,efficient_factor,gbps,latency_us,value", "default,0.5,8000,30,", "network:intra,,,,false"]
+    (tmp_path / "b200_bandwidth.csv").write_text("\n".join(rates))
+    assert read_kernels(tmp_path / "b200_ops.csv").streaming == {"default": (4e12, 30 * 1e-6)}
+
+
+def test_the_generator_of_a_gan_has_wide_blocks_and_then_narrow_ones_in_windows(tmp_path):
+    """Attention within 256 windows of 324 places: scores of 4 heads, 2 bytes each, read or written 26 times."""
+    plan = {"experiment": "het_model", "partition": "[0, 12, 44, 49, 56]", "dp": "4", "pp": "4", "micro_batch": "1"}
+    ((_, _, run),) = read_table(table(tmp_path / "t.csv", ROWS["amp"] | plan))
+    assert isinstance(run, Run)
+    assert (run.blocks_of_stages, run.micro_batches, run.recompute) == ((9, 6, 5, 4), 16, "none")
+    _, wide, narrow, _ = tables_of(run)["workload"]["model"]["layers"]
+    assert (len(wide["modules"]), len(narrow["modules"])) == (12, 12)
+    streamed = [Polynomial.parse(narrow[f"{phase}_streamed_bytes"]) for phase in ("forward", "backward")]
+    of_scores = 26 * 256 * 4 * 324**2 * 2
+    assert of_scores < sum(each.at(b=1, s=81) for each in streamed) < 1.3 * of_scores
+    assert run.shape.parameters == pytest.approx(12 * 12 * (1024**2 + 16**2) + 512 * 81 * 1024 * 2, rel=0.01)
+
+
+def test_rows_without_a_figure_are_written_but_not_scored(tmp_path):
+    """So are rows that leave out what can be assumed; a row whose model is not known is neither."""
+    rows = [
+        ROWS["many"] | {"id": "a", "iter_time_s": "", "mem_gib": ""},
+        ROWS["many"] | {"id": "b", "tp": "", "pp": "", "extras": "model-parallel 2", "dp": "1"},
+        ROWS["many"] | {"id": "c", "model": "ResNet"},
+    ]
+    records = [row for _, _, row in read_table(table(tmp_path / "t.csv", *rows))]
+    assert [type(row) for row in records] == [UnscoredError, UnscoredError, SkippedError]
+    reasons = [
+        "the row has neither a time nor a memory",
+        "the row does not say tp",
+        "neither a GPT, a Llama nor a BERT",
+    ]
+    assert [str(row) for row in records] == reasons
+    assert isinstance(records[1], UnscoredError)
+    assert (records[1].run.tp, records[1].run.pp) == (2, 1)
+    paths, skipped = emit(records, tmp_path / "out")
+    assert [path.stem for path in paths] == ["a", "b"]
+    assert skipped == {"neither a GPT, a Llama nor a BERT": 1}
 
 
 # Many runs -----------------------------------------------------------------------------------------------------------

@@ -12,11 +12,12 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[
 
 import torch
 
-from gsreal.calibrate.cluster_file import averaged
-from gsreal.calibrate.communication import _line, _mean
+from gsreal.calibrate.cluster_file import averaged, write_all_reduces
+from gsreal.calibrate.communication import _mean, line_through
 from gsreal.calibrate.profile import _jitter, _spread, _Step, _unobserved_ratio
 from gssim.cluster import CutBlockCost
 from gssim.errors import UserError
+from gssim.interop.nccl_tests import nccl_table
 from gssim.units import validated
 
 
@@ -87,7 +88,7 @@ def test_another_choice_of_batch_sizes_is_refused():
 
 def test_a_line_is_found_again():
     sizes = [2**k for k in (12, 16, 20, 22)]
-    line = _line(sizes, [1e-3 + 2e-9 * size for size in sizes])
+    line = line_through(sizes, [1e-3 + 2e-9 * size for size in sizes])
     assert (line.fixed_s, line.byte_s) == pytest.approx((1e-3, 2e-9))
 
 
@@ -126,3 +127,17 @@ def test_dtensor_takes_many_operations_time_for_a_pair_of_maps(tmp_path: Path):
         assert 1e-5 < cost.at(kind, 0.0) < 0.1
     operation_s = timeit(partial(torch.ones(8).add_, 1.0), number=1000) / 1000
     assert cost.at("forward_pair_s", 0.0) + cost.at("backward_pair_s", 0.0) > 30 * operation_s
+
+
+def test_measured_all_reduces_are_written_as_gssim_reads_them(tmp_path: Path, capsys):
+    measured = {
+        "memory_counter": "cuda",
+        "provenance": dict.fromkeys(("date", "gpu", "processor", "system", "torch", "python"), "any"),
+        "nccl_all_reduces": [[2**k, 3e-5 + 2**k * 5e-12] for k in range(10, 29)],
+    }
+    write_all_reduces(tmp_path / "here.toml", measured)
+    found = nccl_table(tmp_path / "here.all-reduce.csv")
+    assert [list(row) for row in found.rows] == [pytest.approx(row, rel=1e-4) for row in measured["nccl_all_reduces"]]
+    assert "--nccl-tests" in capsys.readouterr().err
+    write_all_reduces(tmp_path / "cores.toml", {})
+    assert not (tmp_path / "cores.all-reduce.csv").exists()

@@ -428,6 +428,12 @@ def test_studies_that_ship_have_the_controls_and_five_seeds(file):
     study = load_study(file).study
     assert len(study.seeds) >= 5
     changes = [override for variant in study.variants for override in as_overrides(variant.set)]
+    if study.together:
+        methods = [change.split('"')[1] for change in changes if change.startswith("plan.method=")]
+        assert {"ddp", "half", "powersgd", "topk", "local_sgd", "diloco"} <= set(methods)
+        assert any(change.startswith("plan.publish.threshold=") for change in changes)
+        assert len(study.elsewhere) >= 3
+        return
     for control in ("plan.push.error_feedback=true", "plan.push.aggregate=", "workload.global_batch_size="):
         assert any(change.startswith(control) for change in changes)
     assert any(variant.density_of for variant in study.variants)

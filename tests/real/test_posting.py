@@ -281,6 +281,9 @@ def test_a_calibration_of_messages_says_all_that_a_cluster_file_needs(tmp_path):
         patch.setenv("PYTHONPATH", os.pathsep.join(p for p in (str(HELPERS), os.environ.get("PYTHONPATH")) if p))
         launch("posting_ranks", [str(out)], ranks=2)
     found = json.loads(out.read_text(encoding="utf-8"))
+    (small_bytes, small_s), (large_bytes, large_s) = found.pop("all_reduces")
+    assert (small_bytes, large_bytes) == (2**10, 2**20)
+    assert 0 < small_s < large_s
     rate, latency_s = found.pop("bandwidth_bytes_per_s"), found.pop("latency_s")
     cost = BackendCost(**found, source="test")
     assert set(cost.processor_byte_s) == {*shapes(2), "default"}

@@ -29,6 +29,11 @@ def cases_for(ranks: int) -> dict[str, dict[str, object]]:
         "demo.toml",
         [*GPT, *ADAMW64, *few, "plan.method=ddp", "plan.micro_batches=2", uneven],
     )
+    for method in ("ddp", "zero1"):  # their buckets are then reduced by a hook of ours
+        found[f"{method}-each-without-overlap-adamw"] = (
+            "demo.toml",
+            [*GPT, *ADAMW64, f"plan.method={method}", "plan.micro_batches=3", *EACH, "plan.overlap=false"],
+        )
     gs = ["plan.method=gs", "plan.micro_batches=3", f"plan.shares.shards={UNEVEN[ranks]}", uneven]
     found["gs-coo-uneven-adamw"] = (
         "demo.toml",
@@ -63,6 +68,7 @@ FEW = [
     "zero1-each-sgd",
     "zero3-each-sgd",
     "ddp-buckets-uneven-adamw",
+    "ddp-each-without-overlap-adamw",
     "gs-coo-uneven-adamw",
     "zero3-recompute-sgd",
 ]

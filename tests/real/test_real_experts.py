@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from real_runs import predicted, predicted_peaks, run_cases, scenario_file, slow_where, star, tolerance_of
+from real_runs import HELPERS, predicted, predicted_peaks, run_cases, scenario_file, slow_where, star, tolerance_of
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
@@ -13,11 +13,19 @@ USUAL = ["workload.sequence_length=24", "workload.global_batch_size=12", "worklo
 SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
 ADAMW64 = ["workload.optimizer=adamw", "workload.precision=fp64", "workload.learning_rate=1e-3"]
 SKEWED = ["workload.expert_load.skew=0.7"]
+MIXTRAL = [f"workload.model={HELPERS}/models/mixtral.toml"]
 CASES = {
     "all-balanced-sgd": (0, SGD),
     "all-skewed-adamw": (0, [*ADAMW64, *SKEWED]),
     "all-accumulated-recomputed-sgd": (0, [*SGD, *SKEWED, "plan.micro_batches=2", "plan.recompute=full"]),
     "all-without-overlap-sgd": (0, [*SGD, "plan.overlap=false"]),
+    "all-sharded-skewed-sgd": (0, [*SGD, *SKEWED, "plan.method=zero3"]),
+    "all-sharded-skewed-adamw": (0, [*ADAMW64, *SKEWED, "plan.method=zero3", "plan.recompute=full"]),
+    "all-kept-accumulated-sgd": (0, [*SGD, "plan.method=zero2", "plan.micro_batches=2"]),
+    "all-mixtral-sharded-sgd": (0, [*SGD, *SKEWED, *MIXTRAL, "plan.method=zero3"]),
+    "two-sharded-skewed-sgd": (2, [*SGD, *SKEWED, "plan.method=zero3", "plan.micro_batches=2"]),
+    "two-kept-recomputed-sgd": (2, [*SGD, *SKEWED, "plan.method=zero2", "plan.recompute=full"]),
+    "two-sharded-adamw": (2, [*ADAMW64, *SKEWED, "plan.method=zero3"]),
     "two-skewed-adamw": (2, [*ADAMW64, *SKEWED]),
     "two-without-overlap-accumulated-sgd": (2, [*SGD, "plan.overlap=false", "plan.micro_batches=3"]),
 }
@@ -34,7 +42,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             "overrides": [star(ranks), *USUAL, *overrides, f"plan.ep={divided or ranks}"],
         }
         for name, (divided, overrides) in CASES.items()
-        if divided in (0, ranks // 2)
+        if divided in (0, ranks // 2) and (overrides[-2:-1] != MIXTRAL or ranks != 3)  # of four experts
     }
     return cases, run_cases(tmp_path_factory.mktemp(f"ranks{ranks}"), cases, ranks=ranks)
 
@@ -66,4 +74,6 @@ def test_the_predicted_peak_of_every_rank_is_the_counted_one(world: tuple[dict, 
     compared = {name: case for name, case in world[0].items() if not name.endswith("adamw")}
     assert len(compared) >= 3
     for name, case in compared.items():
-        assert predicted_peaks(case) == pytest.approx(world[1][name]["peaks"], rel=0.001), name
+        # where parameters are gathered twice, a rank may hold less than others in the middle of a block's backward
+        most = 0.02 if "plan.method=zero3" in case["overrides"] else 0.001
+        assert predicted_peaks(case) == pytest.approx(world[1][name]["peaks"], rel=most), name

@@ -28,6 +28,7 @@ CASES = {
         "plan.outer.momentum=0.8",
     ],
     "without momentum": [*DILOCO, "plan.outer.momentum=0"],
+    "int8": [*DILOCO, "plan.outer.precision=int8"],
     "accumulated": [*DILOCO, "plan.micro_batches=2"],
     "recomputed": [*DILOCO, "plan.recompute=full"],
     "clipped": [*LOCAL, "workload.clip_norm=0.1"],
@@ -35,15 +36,18 @@ CASES = {
     "unequal batches": [*DILOCO, "plan.shares.batch=[0.75,0.25]"],
     "bf16": [*DILOCO, "workload.precision=bf16"],
     "residual network": DILOCO,
+    "int8, residual network": [*DILOCO, "plan.outer.precision=int8"],
 }
 """By what it is: changes to the demo, with AdamW."""
 OF_TWO = ("unequal batches",)
-OTHER_NUMBERS = ("bf16", "residual network")
+RESIDUAL = ("residual network", "int8, residual network")
+OTHER_NUMBERS = ("bf16", *RESIDUAL)
 """Cases that are compared in memory alone: in fp64, the first is another's, and a convolution's sums are rounded."""
 WRITTEN_OUT = quick(
-    [name for name in CASES if name not in OTHER_NUMBERS], ["local", "in small buckets", "clipped", "unequal batches"]
+    [name for name in CASES if name not in OTHER_NUMBERS],
+    ["local", "in small buckets", "int8", "clipped", "unequal batches"],
 )
-QUICK = ("local", "diloco", "recomputed", "unequal batches", "bf16", "residual network")
+QUICK = ("local", "diloco", "int8", "recomputed", "unequal batches", "bf16", "residual network")
 SHOWN = [
     slow_where(ranks, name, slow=(3, 4), few=QUICK)
     for ranks in (2, 3, 4)
@@ -56,8 +60,8 @@ MEDIAN_PEAK, LARGEST_PEAK = 0.01, 0.04
 def cases_for(ranks):
     return {
         name: {
-            "scenario": scenario_file("resnet-digits.toml" if name == "residual network" else "demo.toml"),
-            "overrides": [star(ranks), *(RESNET if name == "residual network" else SMALL), *changes],
+            "scenario": scenario_file("resnet-digits.toml" if name in RESIDUAL else "demo.toml"),
+            "overrides": [star(ranks), *(RESNET if name in RESIDUAL else SMALL), *changes],
         }
         for name, changes in CASES.items()
         if ranks == 2 or name not in OF_TWO
@@ -96,4 +100,4 @@ def test_an_outer_steps_collectives_and_peaks_are_the_predicted_ones(world, name
     assert seen["replicas_equal"]
     assert "outer step bucket 0" in seen["labels"]
     errors = [abs(p / m - 1) for p, m in zip(predicted_peaks(cases[name]), seen["peaks"], strict=True)]
-    assert max(errors) < (LARGEST_PEAK if name == "residual network" else MEDIAN_PEAK)
+    assert max(errors) < (LARGEST_PEAK if name in RESIDUAL else MEDIAN_PEAK)

@@ -4,7 +4,18 @@ import json
 from typing import Any
 
 import pytest
-from real_runs import HELPERS, predicted, predicted_peaks, run_once, scenario_file, slow_where, star, tolerance_of
+from real_runs import (
+    HELPERS,
+    planted,
+    predicted,
+    predicted_peaks,
+    run_cases,
+    run_once,
+    scenario_file,
+    slow_where,
+    star,
+    tolerance_of,
+)
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
@@ -23,7 +34,8 @@ BASE = {"resnet": "resnet-digits.toml", "bert": "bert-byte.toml"}
 
 REPLICATED = ["plan.method=ddp", "plan.pp=2", "plan.dp_replicate=2"]
 ZERO1 = ["plan.method=zero1", *REPLICATED[1:]]
-ZERO2, ZERO3 = ([f"plan.method={name}", "plan.pp=2", "plan.dp_shard=2"] for name in ("zero2", "zero3"))
+GS = ["plan.method=gs", "plan.pp=2", "plan.dp_shard=2"]
+SHARDED = {name: [f"plan.method={name}", "plan.pp=2", "plan.dp_shard=2"] for name in ("zero2", "zero3")}
 DIGITS = ["workload.global_batch_size=12", "workload.precision=fp64"]
 
 
@@ -85,48 +97,52 @@ CASES: dict[int, dict[str, list[str]]] = {
             "plan.schedule=interleaved",
             small("gpt2"),
         ],
-        "1f1b-ddp-sgd": [*GPT, *SGD, *REPLICATED, "plan.micro_batches=3", "plan.bucket_bytes=300000"],
-        "gpipe-zero1-adamw": [*GPT, *ADAMW64, *ZERO1, "plan.micro_batches=3", "plan.schedule=gpipe"],
-        "1f1b-zero2-adamw": [*GPT, *ADAMW64, *ZERO2, "plan.micro_batches=3"],
-        "gpipe-zero2-llama-sgd": [*GPT, *SGD, *ZERO2, "plan.micro_batches=3", "plan.schedule=gpipe", small("llama")],
+        "1f1b-zero2-sgd": [*GPT, *SGD, *SHARDED["zero2"], "plan.micro_batches=3"],
+        "1f1b-zero3-adamw": [*GPT, *ADAMW64, *SHARDED["zero3"], "plan.micro_batches=3"],
+        "gpipe-zero3-llama-sgd": [
+            *GPT,
+            *SGD,
+            *SHARDED["zero3"],
+            "plan.micro_batches=3",
+            "plan.schedule=gpipe",
+            small("llama"),
+        ],
+        "interleaved-zero2-adamw": [
+            *GPT,
+            *ADAMW64,
+            *SHARDED["zero2"],
+            "plan.micro_batches=2",
+            "plan.schedule=interleaved",
+        ],
         "interleaved-zero2-bert-adamw": [
             *GPT,
             *ADAMW64,
-            *ZERO2,
+            *SHARDED["zero2"],
             "plan.micro_batches=2",
             "plan.schedule=interleaved",
         ],
-        "1f1b-zero3-bert-recompute-adamw": [
-            *GPT,
-            *ADAMW64,
-            *ZERO3,
-            "plan.micro_batches=3",
-            "plan.recompute=full",
-        ],
-        "gpipe-zero3-sgd": [
+        "gpipe-zero2-bert-adamw": [*GPT, *ADAMW64, *SHARDED["zero2"], "plan.micro_batches=2", "plan.schedule=gpipe"],
+        "1f1b-zero3-recompute-sgd": [*GPT, *SGD, *SHARDED["zero3"], "plan.micro_batches=3", "plan.recompute=full"],
+        "1f1b-gs-adamw": [*GPT, *ADAMW64, *GS, "plan.micro_batches=3"],
+        "gpipe-gs-uneven-sgd": [
             *GPT,
             *SGD,
-            *ZERO3,
+            *GS,
             "plan.micro_batches=3",
             "plan.schedule=gpipe",
-            "workload.clip_norm=0.5",
+            "plan.shares.shards=[0.7,0.3]",
+            "plan.shares.batch=[0.75,0.25]",
         ],
-        "interleaved-zero3-llama-adamw": [
-            *GPT,
-            *ADAMW64,
-            *ZERO3,
-            "plan.micro_batches=2",
-            "plan.schedule=interleaved",
-            small("llama"),
-        ],
-        "1f1b-zero3-tied-sgd": [
+        "gpipe-zero3-clipped-sgd": [
             *GPT,
             *SGD,
-            *ZERO3,
+            *SHARDED["zero3"],
             "plan.micro_batches=3",
-            small("gpt-tied"),
-            "workload.clip_norm=0.5",
+            "plan.schedule=gpipe",
+            "workload.clip_norm=0.05",
         ],
+        "1f1b-ddp-sgd": [*GPT, *SGD, *REPLICATED, "plan.micro_batches=3", "plan.bucket_bytes=300000"],
+        "gpipe-zero1-adamw": [*GPT, *ADAMW64, *ZERO1, "plan.micro_batches=3", "plan.schedule=gpipe"],
         "interleaved-ddp-bert-adamw": [
             *GPT,
             *ADAMW64,
@@ -169,6 +185,10 @@ FEW = [
     "gpipe-batch-norm-resnet-sgd",
     "1f1b-ddp-tied-sgd",
     "gpipe-zero1-adamw",
+    "1f1b-zero3-adamw",
+    "1f1b-gs-adamw",
+    "gpipe-zero2-bert-adamw",
+    "interleaved-zero2-bert-adamw",
 ]
 """Every schedule, kind of model, optimizer, way to recompute, and method with replicas once."""
 NAMES = [(ranks, name) for ranks, cases in CASES.items() for name in cases]
@@ -202,3 +222,31 @@ def test_the_predicted_messages_are_the_ones_that_the_process_group_saw(world, n
 def test_the_predicted_peak_of_every_rank_is_the_counted_one(world, name):
     cases, found = world
     assert predicted_peaks(cases[name]) == pytest.approx(found[name]["peaks"], rel=0.01)
+
+
+PUSHED = {
+    "all": (["1e-12"], 1.0),
+    "none": (["1e6", "error_feedback=true"], 0.0),
+    "some": (["0.1", 'kind="target-density"'], 0.1),
+}
+"""Thresholds, and the fraction of gradients that reaches them."""
+
+
+@pytest.mark.slow
+def test_stages_push_gradients_over_a_threshold_as_predicted(tmp_path):
+    cases = {}
+    for name, ((threshold, *more), density) in PUSHED.items():
+        push = [f"plan.push.threshold={threshold}", *(f"plan.push.{each}" for each in more)]
+        overrides = [star(4), *GPT, *GS, "plan.micro_batches=3", *push]
+        statistics = planted(tmp_path, scenario_file("demo.toml"), overrides, density, name=name)
+        cases[name] = {
+            "scenario": scenario_file("demo.toml"),
+            "overrides": [*overrides, f"workload.gradients={statistics}"],
+        }
+    found = run_cases(tmp_path, cases, ranks=4)
+    for name, (_, density) in PUSHED.items():
+        result = predicted(cases[name])
+        entries = sorted([list(entry.key) for entry in result.collectives], key=str)
+        assert json.loads(json.dumps(entries)) == sorted(found[name]["collectives"], key=str), name
+        assert predicted_peaks(cases[name]) == pytest.approx(found[name]["peaks"], rel=0.01), name
+        assert result.density.push == pytest.approx(density)

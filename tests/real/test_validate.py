@@ -1,5 +1,6 @@
 """Real: `gsreal validate` calibrates, runs, predicts and compares the points of a sweep, and goes on where it ended."""
 
+import copy
 import os
 import re
 import signal
@@ -16,11 +17,12 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[
 import torch
 
 from gsreal import validate
+from gsreal.calibrate.cluster_file import COMMUNICATING, DRIFTING, LINK_KEYS, cluster_data, rounded
 from gsreal.machine import ENVIRONMENT, device_name
 from gsreal.run.forked import Forked, check_environment, module_run
 from gssim.errors import RunFailedError
 from gssim.result import read_result
-from gssim.scenario import load_scenario
+from gssim.scenario import load_scenario, read_toml
 
 pytestmark = pytest.mark.real
 
@@ -189,6 +191,54 @@ def test_ranks_are_not_forked_from_a_process_that_would_make_them_otherwise(monk
     monkeypatch.delenv("OMP_NUM_THREADS")
     with pytest.raises(RunFailedError, match="started without OMP_NUM_THREADS"):
         check_environment()
+
+
+def test_a_plan_of_one_device_runs_before_communication_is_measured(tmp_path, monkeypatch):
+    """And the two parts of a calibration give the file that the whole gives."""
+    whole = recorded_calibration()
+    communicating = ("communication", "sharded_tensor_s", *COMMUNICATING)
+    parts = {"devices": {key: value for key, value in whole.items() if key not in communicating}}
+    parts["links"] = {key: whole[key] for key in (*communicating, "name", "ranks", "memory_counter", "provenance")}
+    happened = []
+
+    def measure(settings, **_how):
+        happened.append(settings.only)
+        return copy.deepcopy(parts[settings.only])
+
+    monkeypatch.setattr(validate, "measure", measure)
+    monkeypatch.setattr(validate.Session, "measure", lambda _self, row: happened.append(row.name))
+    monkeypatch.setattr(validate.Session, "calibrate_again", lambda _self: None)
+    (tmp_path / "s.toml").write_text(
+        SWEEP.replace("variants.ddp", 'variants.one = { plan.method = "single" }\nvariants.ddp')
+    )
+    request = validate.Request(tmp_path / "s.toml", tmp_path / "out", "cpu", 2, only=("one", "ddp"))
+    session = validate.Session(request, time.monotonic())
+    session.run_all()
+    assert happened == ["devices", "one", "links", "ddp"]
+    written = read_toml(tmp_path / "out" / "cluster.toml")[1]
+    assert written == rounded(cluster_data(whole, session.settings))
+    assert "not measured" not in str(written)
+
+
+def recorded_calibration():
+    """Return what `gsreal calibrate` measured for the shipped cluster file, as this machine's."""
+    tables = read_toml(SCENARIOS / "clusters" / "two-cores.toml")[1]
+    (costs,) = tables["device_types"].values()
+    link = {key: tables["links"][0][key] for key in LINK_KEYS}
+    backend = {key: value for key, value in tables["backend_cost"].items() if key != "source"}
+    sharded = {name: cost.pop("sharded_tensor_s") for name, cost in costs["optimizers"].items()}
+    device = {key: costs[key] for key in ("memory_bytes", "memory_bandwidth_bytes_per_s", "operation_overhead_s")}
+    device |= {"peak_flop_per_s": costs["peak_flop_per_s"]["fp32"], "workspace_bytes": costs["workspace_bytes"]}
+    found = {key: costs[key] for key in (*COMMUNICATING, *DRIFTING, "optimizers", "compression", "profiles")}
+    return found | {
+        "name": device_name(torch.device("cpu")),
+        "ranks": 2,
+        "memory_counter": "allocator",
+        "provenance": dict.fromkeys(("date", "processor", "system", "torch", "python"), "any"),
+        "device": device,
+        "communication": link | backend,
+        "sharded_tensor_s": sharded,
+    }
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """Chart of step time and density against the threshold, setting by setting, with dense plans for comparison."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any
 
@@ -44,6 +44,9 @@ TITLE = "At which threshold is a step faster than dense training, and on which n
 SIZE = Size(wide=3.1, high=2.2, left=0.85, right=0.45, above=0.5, below=1.75)
 DENSITY_IN, BETWEEN_IN = 0.85, 0.14
 MOST_PANELS, MOST_PAGES = 12, 4
+TRANSFERRED = (
+    " Shaded: error band of gradient statistics, which were not measured on the model but transferred from small ones."
+)
 MOST_SAID = 12
 """Most settings that are described in the text alternative."""
 ENDS_RATIO = 5.0
@@ -80,6 +83,7 @@ def _chart(name: str, settings: dict[Place, list[Row]], layout: Layout, looks: d
         "off-shard "
         "gradients that a threshold lets through. Change of loss: not measured; a prediction has none. "
         + ("Asterisk: the control, of which nothing is pushed." if controlled else "No control (threshold = inf) here.")
+        + (TRANSFERRED if any(row.get("step_time_low_s") is not None for row in rows) else "")
         + where
     )
     with mpl.rc_context(STYLE):
@@ -103,7 +107,8 @@ def _ends(values: Sequence[float]) -> tuple[float, float]:
 
 def _times(axes: Axes, rows: list[Row], layout: Layout, looks: dict[Place, Look], ends: tuple[float, float]) -> None:
     unit, factor = unit_for(max(row["step_time_s"] for row in rows), TIME_UNITS)
-    value_axis(axes, [row["step_time_s"] / factor for row in rows])
+    shown = ("step_time_s", "step_time_low_s", "step_time_high_s")
+    value_axis(axes, [row[key] / factor for row in rows for key in shown if row.get(key) is not None])
     for place, members in by_plan(rows, layout).items():
         dense = [row for row in members if is_dense(row)]
         if dense:
@@ -112,6 +117,7 @@ def _times(axes: Axes, rows: list[Row], layout: Layout, looks: dict[Place, Look]
             axes.plot(
                 1.0, y, transform=axes.get_yaxis_transform(), clip_on=False, zorder=4, **points_only(looks[place])
             )
+        draw_band(axes, members, looks[place], ends, "step_time", lambda value: value / factor)
         _line(axes, members, looks[place], ends, lambda row: row["step_time_s"] / factor)
     axes.set_ylabel(f"step time ({unit})")
     _threshold_axis(axes, rows, ends, labelled=False)
@@ -126,6 +132,7 @@ def _densities(
     least = min((row["push_density_ratio"] for row in sparse if row["push_density_ratio"] > 0), default=0.01)
     floor = max(least / 2.5, 1e-6)
     for place, members in by_plan(sparse, layout).items():
+        draw_band(axes, members, looks[place], ends, "push_density", lambda value: 100 * max(value, floor))
         _line(axes, members, looks[place], ends, lambda row: max(100 * row["push_density_ratio"], 100 * floor))
     axes.set_yscale("log")
     axes.set_ylim(100 * floor / 1.5, 200)
@@ -139,6 +146,24 @@ def _densities(
     axes.set_xlabel("threshold on |gradient|")
     axes.grid(color="0.9", linewidth=0.6)
     axes.set_axisbelow(True)
+
+
+ENDS_OF_BANDS = {
+    "step_time": ("step_time_low_s", "step_time_high_s"),
+    "push_density": ("push_density_low_ratio", "push_density_high_ratio"),
+}
+
+
+def draw_band(
+    axes: Axes, members: Sequence[Row], look: Look, ends: tuple[float, float], kind: str, y_of: Callable[[float], float]
+) -> None:
+    """Shade a plan's range, where its gradient statistics were transferred from other models."""
+    low, high = ENDS_OF_BANDS[kind]
+    banded = sorted((row for row in members if row.get(low) is not None), key=lambda row: row[THRESHOLD])
+    banded = [row for row in banded if not is_control(row)]
+    x = [_place(row[THRESHOLD], ends) for row in banded]
+    edges = [[y_of(row[end]) for row in banded] for end in (low, high)]
+    axes.fill_between(x, edges[0], edges[1], color=look["color"], alpha=0.18, linewidth=0, zorder=1)
 
 
 def _line(axes: Axes, members: Sequence[Row], look: Look, ends: tuple[float, float], y_of: Any) -> None:

@@ -8,11 +8,13 @@ Megatron-LM: step times and memory of the last rank, from the tests' golden valu
 models are small: step times are bound by the host, which issues the kernels.
 """
 
+import math
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Literal
 
 from analysis.literature.platforms import first_attention_ratio_of, float8_ratio_of
-from analysis.literature.runs import Run, Shape, SkippedError, Software, gpt
+from analysis.literature.runs import Run, Shape, SkippedError, Software, UnscoredError, gpt
 from analysis.literature.tables.fields import (
     count,
     divided,
@@ -23,6 +25,7 @@ from analysis.literature.tables.fields import (
     padded,
     positive,
 )
+from gssim.plan import MethodName
 
 FOUNDRY_GPUS = {"a100_40gb": "A100-SXM-40GB", "a100_80gb": "A100-SXM-80GB", "h100_80gb": "H100-SXM-80GB"}
 MPT_MODELS = {
@@ -56,8 +59,6 @@ def llm_foundry(record: Mapping[str, str], identity: str) -> Run:
     if record["Activation CPUOffload"] == "True":
         raise SkippedError("activations go to the host")
     shape, rate = _mpt_shape(record), positive(record, "Throughput (T/s)")
-    if rate is None:
-        raise SkippedError("the row has neither a time nor a memory")
     return Run(
         identity="foundry " + " ".join(record[key] for key in ID_KEYS),
         source=f"LLM Foundry, {FOUNDRY_GPUS[record['GPU']]}",
@@ -71,7 +72,7 @@ def llm_foundry(record: Mapping[str, str], identity: str) -> Run:
         micro_batches=micro_batches_of(batch, ranks, micro),
         recompute="full" if record["Activation Checkpointing"] == "True" else "none",
         overlap=True,
-        step_s=batch * shape.sequence_length / rate,
+        step_s=batch * shape.sequence_length / rate if rate else None,
     )
 
 
@@ -97,15 +98,13 @@ def _mpt_software(record: Mapping[str, str]) -> Software:
     if precision not in PRECISIONS:
         raise SkippedError(f"precision '{precision}' is not modelled")
     float8 = precision == "amp_fp8"
-    ratio = float8_ratio_of(FOUNDRY_GPUS[record["GPU"]]) if float8 else 1.0
-    if ratio is None:
+    if float8 and float8_ratio_of(FOUNDRY_GPUS[record["GPU"]]) is None:
         raise SkippedError("a GPU whose rate in float8 platforms.toml does not know")
     return Software(
         flash_attention=True,
         attention_ratio=first_attention_ratio_of(FOUNDRY_GPUS[record["GPU"]]),
         dropout=False,
-        map_speedup=ratio,
-        float8_casts=float8,
+        float8_maps=float8,
     )
 
 
@@ -117,9 +116,6 @@ VOCABULARIES = {"gpt": 50257, "bert": 30522}
 """Vocabularies of the tests' tokenisers, GPT-2's and BERT's, where a row states no other."""
 NOT_PLAIN = {
     "num-experts": "a mixture of experts",
-    "fp8-format": "float8 by Transformer Engine",
-    "use-megatron-fsdp": "Megatron's own FSDP",
-    "use-custom-fsdp": "Megatron's own FSDP",
     "optimizer-cpu-offload": "an optimizer on the host",
     "fine-grained-activation-offloading": "activations go to the host",
     "external-cuda-graph": "CUDA graphs",
@@ -138,8 +134,35 @@ OVERHEAD_TESTS = tuple(
 
 
 def megatron_tests(record: Mapping[str, str], identity: str) -> Run:
-    """Return the run of a row; raise SkippedError for missing fields, or an unsupported kind of model."""
+    """Return the run of a row; raise SkippedError for missing fields, or an unsupported kind of model.
+
+    Where a row does not say on what it ran, it can still be written, for eight or as many A100 as its plan needs.
+    """
     _refuse(record)
+    unscored = []
+    if record["n_gpus_source"].startswith("unknown") or not count(record, "nodes"):
+        unscored.append("the row does not say on how many GPUs")
+    if not any(part in record["platform"] for part in GPUS):
+        unscored.append("the row does not say on which GPU")
+    run = _megatron_run(_assumed(record) if unscored else record, identity)
+    if unscored:
+        raise UnscoredError(unscored[0], run)
+    return run
+
+
+def _assumed(record: Mapping[str, str]) -> Mapping[str, str]:
+    filled = defaultdict(str, record)
+    if not any(part in record["platform"] for part in GPUS):
+        filled["platform"] += " a100"
+    if record["n_gpus_source"].startswith("unknown") or not count(record, "nodes"):
+        axes = ("tensor-model", "pipeline-model", "context")
+        ranks = math.lcm(8, math.prod(count(record, f"{each}-parallel-size") or 1 for each in axes))
+        filled["global-batch-size"] = filled["global-batch-size"] or str(ranks * needed(filled, "micro-batch-size"))
+        filled |= {"nodes": str(ranks // 8), "gpus_per_node": "8"}
+    return filled
+
+
+def _megatron_run(record: Mapping[str, str], identity: str) -> Run:
     axes = ("tensor-model", "pipeline-model", "context")
     tp, pp, context = (count(record, f"{each}-parallel-size") or 1 for each in axes)
     ranks = needed(record, "nodes") * needed(record, "gpus_per_node")
@@ -153,7 +176,7 @@ def megatron_tests(record: Mapping[str, str], identity: str) -> Run:
         per_node=count(record, "gpus_per_node"),
         shape=shape,
         software=_software(record, tp, context),
-        method=method_of(dp * context, tp, pp, "zero1" if record["use-distributed-optimizer"] == "True" else "ddp"),
+        method=method_of(dp * context, tp, pp, _replicas(record, pp)),
         dp=dp,
         tp=tp,
         pp=pp,
@@ -176,15 +199,21 @@ def _refuse(record: Mapping[str, str]) -> None:
         raise SkippedError(f"neither a plain GPT nor a BERT ({record['family'] or 'no family'})")
     if "grpo" in record["test_case"]:
         raise SkippedError("not plain training (GRPO)")
-    if record["n_gpus_source"].startswith("unknown"):
-        raise SkippedError("the row does not say on how many GPUs")
     for key, reason in NOT_PLAIN.items():
         if record[key] not in ("", "False"):
             raise SkippedError(reason)
     if record["optimizer"] not in ("", "adam"):
         raise SkippedError(f"the optimizer {record['optimizer']}")
-    if positive(record, "iter_time_median_s") is None and positive(record, "mem_max_allocated_bytes") is None:
-        raise SkippedError("the row has neither a time nor a memory")
+
+
+def _replicas(record: Mapping[str, str], pp: int) -> MethodName:
+    """Return the method of the data-parallel ranks; Megatron's own FSDP shards parameters, gradients and states."""
+    own = any(record[key] == "True" for key in ("use-megatron-fsdp", "use-custom-fsdp", "use-torch-fsdp2"))
+    if own and record["data-parallel-sharding-strategy"] in ("", "optim_grads_params"):
+        if pp > 1:
+            raise SkippedError("FSDP over the stages of a pipeline")
+        return "zero3"
+    return "zero1" if record["use-distributed-optimizer"] == "True" or own else "ddp"
 
 
 def _gpu(platform: str) -> str:
@@ -212,13 +241,17 @@ def _shape(record: Mapping[str, str], tp: int) -> Shape:
 
 
 def _software(record: Mapping[str, str], tp: int, context: int) -> Software:
+    if record["fp8-format"] and float8_ratio_of(_gpu(record["platform"])) is None:
+        raise SkippedError("a GPU whose rate in float8 platforms.toml does not know")
     fused = record["attention-backend"] not in ("unfused", "local") and record["transformer-impl"] != "local"
     return Software(
         flash_attention=fused,
         early_stop=False,
+        float8_maps=bool(record["fp8-format"]),
         sequence_parallel=tp > 1 and record["sequence-parallel"] == "True",
         context_ranks=context,
-        float_gradients=record["bf16"] == "True",
+        # FSDP keeps no whole gradients
+        float_gradients=record["bf16"] == "True" and _replicas(record, 1) != "zero3",
         in_place_loss=True,
         recomputes_attention=True,
         fused_projections=True,
@@ -263,8 +296,6 @@ def simumax(record: Mapping[str, str], identity: str) -> Run:
     if tp * pp * dp * context != needed(record, "n_gpus"):
         raise SkippedError("dp x tp x pp x cp are not the GPUs")
     milliseconds, memory = positive(record, "iter_time_ms"), positive(record, "peak_allocated_gib_max")
-    if milliseconds is None and memory is None:
-        raise SkippedError("the row has neither a time nor a memory")
     hidden, heads, kv_heads, ffn = LLAMAS[record["model"]]
     return Run(
         identity=record["case"] or identity,
@@ -293,6 +324,9 @@ def simumax(record: Mapping[str, str], identity: str) -> Run:
             fused_projections=True,
             gathers_alone=tp > 1,
             dummy_gradients=True,
+            loss_gradient_in_place="_cef" in record["case"],
+            separate_adds=True,
+            copies_keys=context > 1,
             context_ranks=context,
             kernels="b200",
         ),

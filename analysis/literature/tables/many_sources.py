@@ -2,12 +2,13 @@
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
 from analysis.literature.platforms import float8_ratio_of, platform_of, sixteen_bits_of
-from analysis.literature.runs import Metric, Run, Shape, SkippedError, Software
+from analysis.literature.runs import Metric, Run, Shape, SkippedError, Software, UnscoredError
 from analysis.literature.tables.fields import count, divided, method_of, needed, positive
 from gssim.plan import MethodName
 
@@ -22,7 +23,7 @@ METRICS: dict[str, Metric] = {
 }
 """Metric by the beginning of the memory figure's description."""
 SIXTEEN_BITS = ("fp16", "bf16", "bf16/fp16", "fp16 amp", "amp fp16", "amp", "mixed")
-FLOAT8 = ("bf16+float8", "float8", "fp8-cs", "fp8-mx")
+FLOAT8 = ("bf16+float8", "float8", "fp8-cs", "fp8-mx", "mxfp8")
 """Beginnings of the precision, in lower case: linear layers in float8, everything else in 16 bits."""
 MODELS = ("gpt", "llama", "mt-nlg", "bert")
 MASKED_TOKENS = {128: 20, 512: 80}
@@ -74,6 +75,54 @@ def _sharding(text: str) -> str:
 
 def many_sources(record: Mapping[str, str], identity: str) -> Run:
     """Return the run of a row; raise SkippedError for missing fields, or a kind of run that is not scored."""
+    remarks = " ".join(record.get(key, "") for key in ("source", "system", "gpu", "note"))
+    unscored = [
+        *(["the table says that details are missing"] if any(remark in remarks for remark in UNTRUSTED) else []),
+        *(["a GPU whose power is limited, by how much is not said"] if "power limited" in remarks else []),
+    ]
+    if record["model"].lower().startswith("bert") and count(record, "seq") not in (None, 128):
+        unscored.append("a BERT on long sequences, of which padding was removed")
+    try:
+        run = _run(record, identity)
+    except SkippedError as reason:
+        unscored.append(str(reason))
+        try:
+            run = _run(_assumed(record), identity)
+        except SkippedError:
+            raise SkippedError(unscored[0]) from None
+    if unscored:
+        raise UnscoredError(unscored[0], run)
+    return run
+
+
+def _assumed(record: Mapping[str, str]) -> Mapping[str, str]:
+    """Return a row with what it does not say assumed, so that it can be written, though not scored.
+
+    Ranks of model parallelism are tensor ranks as far as a server has them (Narayanan et al. 2021, section 3.2); a
+    batch is one sample a replica, of 1024 tokens (of BERT, 512), in 16 bits; nothing is recomputed.
+    """
+    filled = defaultdict(str, record)
+    stated = re.search(r"model-parallel (\d+)", record["extras"])
+    if stated and not record["tp"] and not record["pp"]:
+        ranks = int(stated.group(1))
+        filled["tp"] = str(math.gcd(ranks, 8))
+        filled["pp"] = str(ranks // int(filled["tp"]))
+    bert = record["model"].lower().startswith("bert")
+    replicas = count(filled, "dp") or count(filled, "n_gpus") or 1
+    assumed = {"micro_batch": "1", "recompute": "none", "tp": "1", "pp": "1", "seq": "512" if bert else "1024"}
+    for key, value in assumed.items():
+        if count(filled, key) is None and (key != "recompute" or filled[key] in ("", "?", "? (not stated)")):
+            filled[key] = value
+    if filled["precision"] in ("", "?", "mixed?"):
+        filled["precision"] = "bf16"
+    filled["kv_heads"] = filled["kv_heads"] or filled["heads"]
+    filled["vpp"] = "" if count(filled, "vpp") is None else filled["vpp"]
+    filled["vocab"] = filled["vocab"] or ("30528" if bert else "50304")
+    filled["global_batch"] = filled["global_batch"] or str(replicas * int(filled["micro_batch"]))
+    return filled
+
+
+def _run(record: Mapping[str, str], identity: str) -> Run:
     _refuse(record)
     dp, tp, pp, context = _axes(record)
     software = _software(record, tp, pp, context)
@@ -133,21 +182,12 @@ def _is_early_megatron(record: Mapping[str, str]) -> bool:
 
 
 def _refuse(record: Mapping[str, str]) -> None:
-    """Raise SkippedError for rows with missing details, or with an unsupported kind of model."""
-    remarks = " ".join(record.get(key, "") for key in ("source", "system", "gpu", "note"))
-    if any(remark in remarks for remark in UNTRUSTED):
-        raise SkippedError("the table says that details are missing")
-    if positive(record, "iter_time_s") is None and positive(record, "mem_gib") is None:
-        raise SkippedError("the row has neither a time nor a memory")
-    if "power limited" in remarks:
-        raise SkippedError("a GPU whose power is limited, by how much is not said")
+    """Raise SkippedError for rows with an unsupported kind of model."""
     if "MoE" in record["note"] or (count(record, "ep") or 1) > 1:
         raise SkippedError("a mixture of experts")
     model = record["model"].lower()
     if not model.startswith(MODELS) or model.startswith("gpt-oss"):
         raise SkippedError("neither a GPT, a Llama nor a BERT")
-    if model.startswith("bert") and count(record, "seq") not in (None, 128):
-        raise SkippedError("a BERT on long sequences, of which padding was removed")
     if platform_of(record["gpu"]) is None:
         raise SkippedError("a GPU that platforms.toml does not know")
 
@@ -201,8 +241,7 @@ def _software(record: Mapping[str, str], tp: int, pp: int, context: int) -> Soft
         parallel_loss=_is_torchtitan(record) and tp > 1,
         fused_loss=record["compile"] == "yes" and "_2024" not in record["source"],  # before 2025, it was not compiled
         context_ranks=context,
-        map_speedup=(ratio or 1.0) if float8 else 1.0,
-        float8_casts=float8,
+        float8_maps=float8,
         float_gradients=_is_torchtitan(record) and pp > 1,  # reduced and accumulated in float
     )
 

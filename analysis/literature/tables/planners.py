@@ -3,9 +3,13 @@
 AMP: GPT-2 medium on 16 GPUs, four to a machine: all T4, or in the experiment `het_cluster` three machines of V100 and a
 last one of T4. A row gives the plan and the stages; the rest is from the paper (Li et al. 2022, "AMP: Automatically
 Finding Model Parallel Strategies with Heterogeneity Awareness", section 5) and its code (src/het_cluster.py), and from
-DeepSpeed's pipelined GPT-2. `het_model` trains the generator of a TransGAN, which is no decoder, and is skipped.
+DeepSpeed's pipelined GPT-2. `het_model` trains the generator of a TransGAN on four machines of V100 (src/het_model.py,
+examples/ds_pretrain_transgan_pipe.sh, megatron/model/trans_gan_gen.py): twelve wide blocks on the 81 places of a first
+image, then twelve narrow ones within the 256 windows of the last one, nothing recomputed. That its machines are
+P3.8xlarge follows from the rates that its script gives them.
 
-Sailor: plans that name the GPUs of every stage and replica.
+Sailor: plans that name the GPUs of every stage and replica. Each tensor rank sends whole activations to the next stage:
+so takes the row whose stages are joined by 1 Gbit/s.
 
 vTrain: GPT plans on A100 of 80 GB by Megatron-DeepSpeed, fp16, full recomputation.
 """
@@ -16,21 +20,36 @@ from dataclasses import replace
 from itertools import groupby, pairwise
 
 from analysis.literature.platforms import Server, sixteen_bits_of
-from analysis.literature.runs import Run, Shape, SkippedError, Software, gpt
+from analysis.literature.runs import Run, Shape, SkippedError, Software, UnscoredError, Windows, gpt
 from analysis.literature.tables.fields import method_of, micro_batches_of, needed, padded, positive
 
 AMP_RANKS, AMP_MACHINE = 16, 4
 AMP_SERVERS: dict[str, tuple[Server, ...]] = {
     "homogeneous": (("T4", AMP_MACHINE),) * 4,
+    "het_model": (("V100-16-AWS", AMP_MACHINE),) * 4,
     "het_cluster": (*((("V100-16-AWS", AMP_MACHINE),) * 3), ("T4", AMP_MACHINE)),
 }
 """Servers by experiment, in rank order (src/het_cluster.py: three P3.8xlarge and a G4dn.12xlarge, the last one)."""
 AMP_LAYERS, AMP_HIDDEN, AMP_HEADS, AMP_SEQUENCE = 24, 1024, 16, 1024
-AMP_GLOBAL_BATCH = 32
+AMP_GLOBAL_BATCH = {"homogeneous": 32, "het_cluster": 32, "het_model": 64}
 AMP_VOCABULARY = 50257
 AMP_BEFORE, AMP_AFTER = 2, 4
 """Layers of DeepSpeed's pipeline before the blocks (embedding, transposition) and after them (transposition, norm,
 logits, loss)."""
+TRANSGAN_LAYERS = 56
+TRANSGAN_BLOCKS = (range(3, 15), range(41, 53))
+"""Places of the wide and of the narrow blocks among the layers of DeepSpeed's pipeline."""
+TRANSGAN = Shape(
+    kind="gpt", layers=24, hidden=1024, heads=4, kv_heads=4, ffn=4096, sequence_length=81, tied=False,
+    # the map of 512 latent variables to the first image has as many parameters as an embedding of
+    vocabulary=512 * 81,
+    windows=Windows(
+        shape=Shape(
+            kind="gpt", layers=12, hidden=16, heads=4, kv_heads=4, ffn=64, vocabulary=1, sequence_length=18**2
+        ),
+        count=(9 * 32 // 18) ** 2,
+    ),
+)  # fmt: skip
 
 
 def amp(record: Mapping[str, str], identity: str) -> Run:
@@ -43,17 +62,18 @@ def amp(record: Mapping[str, str], identity: str) -> Run:
     if dp * tp * pp != AMP_RANKS:
         raise SkippedError("dp x tp x pp are not the 16 GPUs")
     step_s = positive(record, "measured_iter_s")
-    if step_s is None:
-        raise SkippedError("the row has no time (inf: it did not fit)")
-    blocks = _blocks_of_partition(record["partition"], pp)
+    generator = record["experiment"] == "het_model"
+    blocks = _blocks_of_partition(record["partition"], pp, generator=generator)
     gpus = " and ".join(dict.fromkeys(f"{_ranks_of(servers, gpu)} {gpu}" for gpu, _ in servers))
-    return Run(
+    run = Run(
         identity=identity,
-        source=f"AMP, GPT-2 medium on {gpus}",
+        source=f"AMP, {'TransGAN' if generator else 'GPT-2 medium'} on {gpus}",
         gpu=servers[0][0],
         per_node=AMP_MACHINE,
         servers=servers if len(set(servers)) > 1 else (),
-        shape=gpt(
+        shape=TRANSGAN
+        if generator
+        else gpt(
             layers=AMP_LAYERS,
             hidden=AMP_HIDDEN,
             heads=AMP_HEADS,
@@ -63,7 +83,9 @@ def amp(record: Mapping[str, str], identity: str) -> Run:
         software=Software(
             precision=sixteen_bits_of(servers[0][0]),
             early_stop=False,
-            partitioned=tp > 1 and pp > 1,
+            dropout=not generator,
+            fused_softmax=not generator,
+            partitioned=tp > 1 and pp > 1 and not generator,
             in_place_loss=True,
         ),
         method=method_of(dp, tp, pp),
@@ -72,11 +94,14 @@ def amp(record: Mapping[str, str], identity: str) -> Run:
         pp=pp,
         blocks_of_stages=blocks if pp > 1 else None,
         micro_batch=micro,
-        micro_batches=micro_batches_of(AMP_GLOBAL_BATCH, dp, micro),
-        recompute="full",
+        micro_batches=micro_batches_of(AMP_GLOBAL_BATCH[record["experiment"]], dp, micro),
+        recompute="none" if generator else "full",
         overlap=False,
         step_s=step_s,
     )
+    if step_s is None:
+        raise UnscoredError("the row has no time (inf: it did not fit)", run)
+    return run
 
 
 def _ranks_of(servers: tuple[Server, ...], gpu: str) -> int:
@@ -84,19 +109,23 @@ def _ranks_of(servers: tuple[Server, ...], gpu: str) -> int:
     return sum(devices for each, devices in servers if each == gpu)
 
 
-def _blocks_of_partition(partition: str, pp: int) -> tuple[int, ...]:
+def _blocks_of_partition(partition: str, pp: int, *, generator: bool = False) -> tuple[int, ...]:
     """Return the number of blocks of each stage; the partition's bounds also count DeepSpeed's other layers.
 
     >>> _blocks_of_partition("[0, 15, 30]", 2)
     (13, 11)
+    >>> _blocks_of_partition("[0, 12, 44, 49, 56]", 4, generator=True)
+    (9, 6, 5, 4)
     """
+    layers = TRANSGAN_LAYERS if generator else AMP_LAYERS + AMP_BEFORE + AMP_AFTER
+    places = TRANSGAN_BLOCKS if generator else (range(AMP_BEFORE, AMP_BEFORE + AMP_LAYERS),)
     try:
         bounds = [int(each) for each in partition.strip("[] ").split(",")]
     except ValueError:
         raise SkippedError("a partition that cannot be read") from None
-    if len(bounds) != pp + 1 or (bounds[0], bounds[-1]) != (0, AMP_LAYERS + AMP_BEFORE + AMP_AFTER):
+    if len(bounds) != pp + 1 or (bounds[0], bounds[-1]) != (0, layers):
         raise SkippedError("a partition of another model, or into other stages than pp")
-    inside = [min(max(bound - AMP_BEFORE, 0), AMP_LAYERS) for bound in bounds]
+    inside = [sum(min(max(bound - each.start, 0), len(each)) for each in places) for bound in bounds]
     blocks = tuple(end - start for start, end in pairwise(inside))
     if min(blocks) < 0:
         raise SkippedError("a partition that cannot be read")
@@ -145,7 +174,6 @@ def sailor(record: Mapping[str, str], identity: str) -> Run:
             fused_softmax=False,
             early_stop=False,
             in_place_loss=True,
-            partitioned=tp > 1 and pp > 1,
         ),
         method=method_of(dp, tp, pp),
         dp=dp,
@@ -222,8 +250,6 @@ def vtrain(record: Mapping[str, str], identity: str) -> Run:
     tp, ranks = needed(record, "tensor parallelism"), needed(record, "# GPUs")
     if dp * tp * pp != ranks:
         raise SkippedError("dp x tp x pp are not the GPUs")
-    if milliseconds is None:
-        raise SkippedError("the row has neither a time nor a memory")
     shape = gpt(
         layers=needed(record, "# layers"),
         hidden=hidden,
@@ -246,5 +272,5 @@ def vtrain(record: Mapping[str, str], identity: str) -> Run:
         micro_batches=micro_batches_of(needed(record, "global batch"), dp, micro),
         recompute="full",
         overlap=False,
-        step_s=milliseconds / 1e3,
+        step_s=milliseconds / 1e3 if milliseconds else None,
     )

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from analysis.literature.runs import Run, SkippedError
+from analysis.literature.runs import Run, SkippedError, UnscoredError
 from analysis.literature.tables.frameworks import llm_foundry, megatron_tests, simumax
 from analysis.literature.tables.many_sources import many_sources
 from analysis.literature.tables.periodic import periodic
@@ -79,6 +79,8 @@ def _read(rows: list[dict[str, str]], kind: Kind, name: str) -> Iterator[Record]
         identity = filled.get("id") or f"{name} row {number}"
         try:
             run = kind.run_of(filled, identity, table)
+            if run.step_s is None and run.memory_bytes is None:
+                raise UnscoredError("the row has neither a time nor a memory", run)
             yield run.identity, run.source, run
         except SkippedError as reason:
             yield identity, (filled.get("source") if kind is KINDS[0] else kind.name) or name, reason

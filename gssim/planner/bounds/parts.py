@@ -13,6 +13,7 @@ from gssim.scenario import (
     master_bytes,
     model_slice,
     reduce_precision,
+    sequence_positions,
     stage_cut_error,
     value_bytes,
 )
@@ -82,13 +83,13 @@ class ModelParts:
             wholes = tuple(None if t is i.layer else t for t, i in zip(traced, layers, strict=True))
             return self.once(held, lambda: Part(held, layers, wholes, 1 / policies.tp))
         if policies.cp > 1:
-            own = self.with_plan(plan).sequence_positions or 0
+            own = sequence_positions(policies, self.workload) or 0
             return self.once(("context", own), lambda: self._new_context(own))
         if policies.tp == 1:
             return self.whole
         parts = self._slice_shares(plan, policies)
         position = rank % policies.tp if policies.slices == "shares" else 0
-        positions = self.with_plan(plan).sequence_positions
+        positions = sequence_positions(policies, self.workload)
         key = ("slice", parts, position, positions)
         return self.once(key, lambda: self._new_slice(key, parts, position, positions))
 

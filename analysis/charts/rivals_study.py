@@ -1,0 +1,126 @@
+"""Charts of methods trained beside one another: loss against bytes sent, and against predicted time on each network."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+from analysis.charts.convergence import CAVEAT, GREY, HOLLOW, LOOKS
+from analysis.charts.drawing import STYLE, Chart, new_figure, plain, wrapped
+from analysis.study.findings import percentage
+from analysis.study.rivals import BYTES, BYTES_RATIO, SAMPLES, Course, readings_of
+from analysis.study.rows import spread
+
+PANEL_IN, HIGH_IN, LEFT_IN, GAP_IN, BOTTOM_IN = 3.6, 3.4, 0.8, 0.65, 0.65
+MARKS = (*((shape, colour, colour) for shape, colour in LOOKS), *((shape, "white", "black") for shape in HOLLOW))
+"""Shape, fill and edge of each variant that is no control."""
+CONTROLS = (("s", "black", "black"), ("X", GREY, "black"))
+
+
+def rivals_charts(courses: Sequence[Course], dense: str, said: Sequence[str]) -> list[Chart]:
+    """Return both charts of a study of rivals; `said`: its findings."""
+    networks = list(courses[0].step_time_s)
+    readings = {each.name: each for each in readings_of(courses, dense)}
+    words = "; ".join(said)
+    title = "What loss does each method reach for the bytes that it sends?"
+    found = [f"at {name} '{readings[name].best}'" for name in (BYTES, SAMPLES)]
+    sizes = _figure(
+        courses,
+        title,
+        f"Least mean loss: {'; '.join(found)}.",
+        [("sent by a rank (MB)", "", lambda each: each.step_bytes / 1e6)],
+        note=f"Equal bytes: {percentage(BYTES_RATIO)} of what dense sends.",
+    )
+    question = "What loss does each method reach in the same time?"
+    found = [f"{network}: '{readings[f'equal time, {network}'].best}'" for network in networks]
+    panels: list[tuple[str, str, Callable[[Course], float]]] = [
+        ("predicted time (s)", network, lambda each, network=network: each.step_time_s[network])  # type: ignore[misc]
+        for network in networks
+    ]
+    times = _figure(
+        courses, question, f"Least mean loss in equal time: {'; '.join(found)}.", panels, note="Times are predicted."
+    )
+    return [
+        Chart("loss_against_bytes", title, sizes, f"Line charts of held-out loss against bytes sent. {words}."),
+        Chart("loss_against_time", question, times, f"Line charts of held-out loss against predicted time. {words}."),
+    ]
+
+
+def _figure(
+    courses: Sequence[Course],
+    title: str,
+    finding: str,
+    panels: Sequence[tuple[str, str, Callable[[Course], float]]],
+    *,
+    note: str,
+) -> Figure:
+    """Return a figure with a panel for each (axis label, title, cost of a step)."""
+    labels = [_label(each) for each in courses]
+    legend_in = 0.5 + 0.074 * max(map(len, labels))
+    width_in = LEFT_IN + len(panels) * (PANEL_IN + GAP_IN) - GAP_IN + 0.3 + legend_in
+    seeds, steps = len(courses[0].losses), courses[0].last
+    caption = f"Mean of {seeds} seeds over {steps} steps; bars at the end: standard deviation over seeds."
+    top = wrapped(finding, width_in - 0.4, 10.5)
+    notes = wrapped(f"{caption} {note} {CAVEAT}", width_in - 0.4)
+    top_in = 0.25 + 0.26 + 0.21 * len(top) + 0.19 * len(notes) + 0.4
+    height_in = top_in + max(HIGH_IN + BOTTOM_IN, 0.225 * len(courses) + 0.5)
+    with mpl.rc_context(STYLE):
+        figure = new_figure(width_in, height_in)
+        y = height_in - 0.25
+        figure.text(0.15 / width_in, y / height_in, title, fontsize=14, fontweight="bold", va="center")
+        y -= 0.26
+        for lines, style, gap in ((top, {"fontsize": 10.5}, 0.21), (notes, {"color": "0.3"}, 0.19)):
+            for line in lines:
+                figure.text(0.15 / width_in, y / height_in, plain(line), va="center", **style)
+                y -= gap
+        for number, (label, name, cost) in enumerate(panels):
+            left_in, bottom_in = LEFT_IN + number * (PANEL_IN + GAP_IN), height_in - top_in - HIGH_IN
+            box = (left_in / width_in, bottom_in / height_in, PANEL_IN / width_in, HIGH_IN / height_in)
+            axes = figure.add_axes(box)
+            handles = _draw(axes, courses, cost)
+            axes.set_xlabel(label)
+            axes.set_ylabel("held-out loss (nats)" if not number else "")
+            axes.set_title(plain(name), loc="left", fontsize=10)
+        figure.legend(
+            handles=handles,
+            labels=[plain(label) for label in labels],
+            loc="upper right",
+            bbox_to_anchor=(1 - 0.1 / width_in, 1 - (top_in - 0.2) / height_in),
+            frameon=False,
+            borderaxespad=0,
+            title="method: density pushed",
+            alignment="left",
+        )
+    return figure
+
+
+def _draw(axes: Axes, courses: Sequence[Course], cost: Callable[[Course], float]) -> list[Line2D]:
+    """Draw every course's loss against steps times their cost; return the handles of a legend."""
+    rivals, controls = iter(MARKS), iter(CONTROLS)
+    handles = []
+    for each in courses:
+        shape, fill, edge = next(controls) if each.variant.control else next(rivals)
+        spreads = [spread(values) for values in zip(*each.losses, strict=True)][1:]
+        places = [step * cost(each) for step in each.steps[1:]]
+        line_style = "--" if each.variant.control else "-"
+        style: dict[str, Any] = {"marker": shape, "markerfacecolor": fill, "markeredgecolor": edge, "markersize": 5}
+        color = edge if edge != "black" or each.variant.control else "0.4"
+        (line,) = axes.plot(places, [s.mean for s in spreads], line_style, color=color, linewidth=1.1, **style)
+        axes.errorbar(places[-1:], [spreads[-1].mean], [spreads[-1].sd], color=color, capsize=3, linewidth=1.1)
+        handles.append(line)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _place: f"{value:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.grid(color="0.9", linewidth=0.6)
+    axes.set_axisbelow(True)
+    return handles
+
+
+def _label(course: Course) -> str:
+    control = " (control)" if course.variant.control else ""
+    return f"{course.variant.name}{control}" + ("" if course.density is None else f": {percentage(course.density)}")

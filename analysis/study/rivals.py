@@ -1,0 +1,276 @@
+"""Studies that train all ranks in one process: methods beside one another at equal samples, bytes and time.
+
+Each method's held-out loss is read from its course, linear between evaluations, where it has trained as many samples,
+sent as many bytes, or taken as much time as the others. Bytes of data-dependent messages are those counted in training;
+all others, and all times, are a simulation's for the networks of `elsewhere`.
+"""
+
+import csv
+import io
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from analysis.study.findings import interval, percentage
+from analysis.study.rows import Effect, Spread, paired_difference, spread
+from analysis.study.study import LoadedStudy, Variant, on_network, run_module, say, slug, statistics_of
+from gssim.execution.files import write_text
+from gssim.result import Result
+from gssim.simulation import simulate
+from gssim.units import human_bytes, human_seconds
+
+BYTES_RATIO = 0.25
+"""Losses are compared at this fraction of the bytes that dense sends in all its steps."""
+SAMPLES, BYTES = "equal samples", "equal bytes"
+
+
+@dataclass(frozen=True)
+class Course:
+    """A variant trained from every seed."""
+
+    variant: Variant
+    steps: tuple[int, ...]
+    """Steps after which it was evaluated; 0 is before the first."""
+    losses: tuple[tuple[float, ...], ...]
+    """Held-out loss by seed, at these steps."""
+    accuracies: tuple[float, ...]
+    """At the end, by seed; empty where samples are not classified."""
+    density: float | None
+    """Mean fraction of other owners' elements that was pushed."""
+    step_bytes: float
+    """Sent by a rank in the mean step."""
+    step_time_s: Mapping[str, float]
+    """Predicted, by network."""
+    predicted_density: float | None
+    """Density for which these were predicted, from statistics of ranks with alike data."""
+
+    def at(self, step: float) -> list[float]:
+        """Return the loss of every seed after so many steps, or after the last."""
+        return [float(np.interp(step, self.steps, each)) for each in self.losses]
+
+    @property
+    def last(self) -> int:
+        """Return the number of steps."""
+        return self.steps[-1]
+
+
+def train_together(loaded: LoadedStudy, out: Path, *, again: bool = False) -> list[Course]:
+    """Return the courses of all variants; trainings that `out` has are reused, unless `again`."""
+    study = loaded.study
+    jobs: dict[tuple[str, int], dict[str, Any]] = {}
+    for seed in study.seeds:
+        for variant in study.variants:
+            jobs[variant.name, seed] = {
+                "file": str(loaded.scenario_file),
+                "overrides": loaded.overrides_of(variant, seed=seed),
+                "unequal_ratio": study.unequal_ratio,
+                "out": str((out / "together" / f"{slug(variant.name)}.{seed}.json").resolve()),
+            }
+    missing = [job for job in jobs.values() if again or not _is_done(job)]
+    if missing:
+        say(f"{len(missing)} trainings of {len(jobs)}, all ranks of each in one process")
+        write_text(out / "jobs.json", json.dumps(missing))
+        run_module("gsreal.statistics.together", [str(out / "jobs.json")])
+    silent = next(variant for variant in study.variants if variant.name == study.silent)
+    inputs = (f"workload.gradients={json.dumps(str(statistics_of(loaded, silent, [], out).resolve()))}",)
+    courses: dict[str, Course] = {}
+    dense_first = sorted(study.variants, key=lambda variant: variant.name != study.dense)
+    for variant in dense_first:
+        seen = [json.loads(Path(jobs[variant.name, seed]["out"]).read_text(encoding="utf-8")) for seed in study.seeds]
+        here = loaded.load(variant, seed=study.seeds[0], extra=inputs, predicts=True)
+        predicted = {each.name: simulate(on_network(here, each)).result for each in study.elsewhere}
+        course = _course(variant, seen, predicted)
+        compressor, plan = here.scenario.policies.compressor, here.scenario.plan
+        if compressor:  # its first steps are dense's
+            course = _after(
+                plan.powersgd.start_step if compressor == "powersgd" else plan.topk.start_step,
+                course,
+                courses[study.dense],
+            )
+        courses[variant.name] = course
+    return [courses[variant.name] for variant in study.variants]
+
+
+def _after(whole_steps: int, course: Course, dense: Course) -> Course:
+    """Return a course with the bytes and times of a mean step, of which the first `whole_steps` are as dense's."""
+
+    def mean(own: float, whole: float) -> float:
+        return own + (whole - own) * whole_steps / course.last
+
+    times_s = {name: mean(own_s, dense.step_time_s[name]) for name, own_s in course.step_time_s.items()}
+    return replace(course, step_bytes=mean(course.step_bytes, dense.step_bytes), step_time_s=times_s)
+
+
+def _is_done(job: dict[str, Any]) -> bool:
+    """Return whether a job's file is there, and of the same job wherever it was done."""
+    path = Path(job["out"])
+    if not path.is_file():
+        return False
+    kept = json.loads(path.read_text(encoding="utf-8"))["job"]
+    return all(kept[key] == job[key] for key in ("overrides", "unequal_ratio"))
+
+
+def _course(variant: Variant, seen: Sequence[dict[str, Any]], predicted: Mapping[str, Result]) -> Course:
+    first = next(iter(predicted.values()))
+    ranks = sum(entry.count for entry in first.ranks)
+    sent = sum((entry.bytes_sent or 0.0) * entry.count for entry in first.ranks) / ranks
+    counted = [fmean(each["sent_bytes"]) for each in seen if each["sent_bytes"]]
+    densities = [fmean(each["densities"]) for each in seen if each["densities"]]
+    ends = [each["evaluations"][-1]["accuracy_ratio"] for each in seen]
+    return Course(
+        variant=variant,
+        steps=tuple(each["step"] for each in seen[0]["evaluations"]),
+        losses=tuple(tuple(each["loss"] for each in one["evaluations"]) for one in seen),
+        accuracies=tuple(each for each in ends if each is not None),
+        density=fmean(densities) if densities else None,
+        step_bytes=fmean(counted) if counted else sent,
+        step_time_s={name: result.step_time_s for name, result in predicted.items()},
+        predicted_density=first.density.push,
+    )
+
+
+# Read-outs -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The losses of all variants at one budget."""
+
+    name: str
+    budget: str
+    """In words."""
+    losses: Mapping[str, list[float]]
+    """By variant and seed."""
+    best: str
+    """Variant of the least mean loss; controls count."""
+    level: tuple[str, ...]
+    """Others whose loss is not told from the best's: their paired 95 % interval holds zero."""
+
+
+def readings_of(courses: Sequence[Course], dense: str) -> list[Reading]:
+    """Return the losses at equal samples, at equal bytes, and at equal time on each network.
+
+    Bytes: `BYTES_RATIO` of dense's. Time: that in which the quickest variant has trained all its steps.
+    """
+    of_dense = next(each for each in courses if each.variant.name == dense)
+    bytes_ = BYTES_RATIO * of_dense.last * of_dense.step_bytes
+    found = [_reading(SAMPLES, f"{of_dense.last} steps", {c.variant.name: c.at(c.last) for c in courses})]
+    at = {c.variant.name: c.at(bytes_ / c.step_bytes) for c in courses}
+    found.append(_reading(BYTES, f"{human_bytes(bytes_)} sent by a rank", at))
+    for network in of_dense.step_time_s:
+        budget_s = min(c.last * c.step_time_s[network] for c in courses)
+        at = {c.variant.name: c.at(budget_s / c.step_time_s[network]) for c in courses}
+        found.append(_reading(f"equal time, {network}", human_seconds(budget_s), at))
+    return found
+
+
+def _reading(name: str, budget: str, losses: Mapping[str, list[float]]) -> Reading:
+    best = min(losses, key=lambda each: fmean(losses[each]))
+    others = [each for each in losses if each != best]
+    level = [each for each in others if not paired_difference(losses[each], losses[best]).low > 0]
+    return Reading(name, budget, losses, best, tuple(level))
+
+
+def change_of(reading: Reading, variant: str, dense: str) -> Effect | None:
+    """Return a variant's change of loss from dense's at the same budget; None for dense."""
+    if variant == dense:
+        return None
+    return paired_difference(reading.losses[variant], reading.losses[dense])
+
+
+def loss_of(reading: Reading, variant: str) -> Spread:
+    """Return the mean and the spread over seeds of a variant's losses."""
+    return spread(reading.losses[variant])
+
+
+def findings(courses: Sequence[Course], dense: str, silent: str) -> list[str]:
+    """Return the findings in sentences, also where Gradient Sharding loses."""
+    readings = readings_of(courses, dense)
+    said = []
+    for reading in readings:
+        best, level = reading.best, reading.level
+        more = f"; not told from it: {', '.join(level)}" if level else "; all others are worse"
+        said.append(f"At {reading.name} ({reading.budget}) '{best}' has the least loss, {_loss(reading, best)}{more}")
+    end = readings[0]
+    control = change_of(end, silent, dense)
+    assert control is not None  # it is another variant
+    verdict = "pushes are of use" if control.low > 0 else "this study cannot show any push to be of use"
+    said.append(f"Pushing nothing changes the loss at the end by {interval(control)}: {verdict}")
+    pushed = [c for c in courses if c.density is not None and c.variant.name != silent]
+    for each in pushed:
+        name = each.variant.name
+        over = paired_difference(end.losses[name], end.losses[silent])
+        change = change_of(end, name, dense)
+        assert change is not None  # dense has no density
+        use = "" if over.high < 0 else "; not told from pushing nothing"
+        predicted = each.predicted_density
+        known = "" if predicted is None else f", times predicted for {percentage(predicted)}"
+        said.append(
+            f"'{name}' pushed {percentage(each.density or 0.0)} of the gradients{known}, sent "
+            f"{human_bytes(each.step_bytes)} a step: loss at the end {interval(change)} from dense{use}"
+        )
+    ours = {each.variant.name for each in pushed}
+    first = [r.name for r in readings if r.best in ours]
+    near = [r.name for r in readings if r.best not in ours and ours & set(r.level)]
+    lost = [r.name for r in readings if r.best not in ours and not ours & set(r.level)]
+    said.append(
+        f"Thresholded Gradient Sharding: best at {', '.join(first) or 'none'}; not told from the best at "
+        f"{', '.join(near) or 'none'}; worse than the best at {', '.join(lost) or 'none'}"
+    )
+    return said
+
+
+def _loss(reading: Reading, variant: str) -> str:
+    value = loss_of(reading, variant)
+    return f"{value.mean:.3f} ± {value.sd:.3f} nats"
+
+
+def write_table(courses: Sequence[Course], dense: str) -> str:
+    """Return a line for each variant as CSV: bytes, times, and the loss at every budget with its change from dense."""
+    readings = readings_of(courses, dense)
+    stream = io.StringIO()
+    lines = []
+    for each in courses:
+        name = each.variant.name
+        line: dict[str, Any] = {
+            "variant": name,
+            "control": each.variant.control,
+            "seeds": len(each.losses),
+            "steps": each.last,
+            "push_density": each.density,
+            "push_density_predicted": each.predicted_density,
+            "sent_bytes": each.step_bytes,
+            "accuracy_mean_ratio": fmean(each.accuracies) if each.accuracies else None,
+        }
+        line |= {f"step_time_predicted_s ({network})": time_s for network, time_s in each.step_time_s.items()}
+        for reading in readings:
+            value, change = loss_of(reading, name), change_of(reading, name, dense)
+            line |= {f"loss ({reading.name})": value.mean, f"loss_sd ({reading.name})": value.sd}
+            for key in ("mean", "low", "high"):
+                line[f"loss_change_{key} ({reading.name})"] = None if change is None else getattr(change, key)
+        lines.append(line)
+    writer = csv.DictWriter(stream, fieldnames=list(lines[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return stream.getvalue()
+
+
+def winners_table(courses: Sequence[Course], dense: str) -> str:
+    """Return, in Markdown, which variant has the least loss at which budget: a row for each variant."""
+    readings = readings_of(courses, dense)
+    head = ["variant", "sent a step", *(f"{reading.name}: {reading.budget}" for reading in readings)]
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    for each in courses:
+        name = each.variant.name
+        cells = [name, human_bytes(each.step_bytes)]
+        for reading in readings:
+            value = f"{loss_of(reading, name).mean:.3f}"
+            cells.append(f"**{value}**" if name == reading.best else f"{value} ≈" if name in reading.level else value)
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", "Mean held-out loss in nats. Bold: the least; ≈: not told from it by the paired 95 % interval.", ""]
+    return "\n".join(lines)

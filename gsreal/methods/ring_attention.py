@@ -1,0 +1,160 @@
+"""Ring attention: keys and values rotate among context-parallel ranks, and each attends to a block at a time.
+
+In a forward, a rank sends the keys and values that it has to the next rank while it attends to them, and merges the
+block's output into its own by the logarithms of the sums of exponentials (Liu et al. 2023, Ring Attention,
+arXiv:2310.01889). In the backward they rotate again; their gradients follow one block behind, to which each rank adds
+its own, and a last shift brings them home. A block's gradients are exact given the whole row's output and logarithm
+(Dao 2023, FlashAttention-2, arXiv:2307.08691, algorithm 2). Which positions a rank has, and which blocks it computes:
+`gssim.plan.context_blocks`.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gsreal.gradient_sharding.point_to_point import all_to_all_v
+from gsreal.measure import Timeline
+from gssim.errors import UserError
+from gssim.plan import Block, ring_blocks
+
+_forward: Callable[..., tuple[Tensor, Tensor]] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward: Callable[..., tuple[Tensor, ...]] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+KEYS, GRADIENTS = 1, 2
+"""Tags of messages."""
+
+
+class Arrival(Protocol):
+    """A tensor on its way."""
+
+    def wait(self) -> None:
+        """Block until it has arrived, and the own one was sent."""
+        ...
+
+
+class Ring(NamedTuple):
+    """The ranks that divide sequences, as a ring; `shift` sends a tensor to the next and receives one like it."""
+
+    ranks: int
+    rank: int
+    zigzag: bool
+    shift: Callable[[Tensor, Tensor, int], Arrival]
+
+    def blocks(self, *, causal: bool) -> tuple[Block | None, ...]:
+        """Return the blocks of this rank, in their order."""
+        return ring_blocks(self.rank, ranks=self.ranks, causal=causal, zigzag=self.zigzag)
+
+
+def _parts(block: Block, queries: int, keys: int) -> tuple[slice, slice]:
+    """Return the queries and keys of a block."""
+    return slice(block.first_half * queries // 2, queries), slice(0, block.key_halves * keys // 2)
+
+
+class RingAttention(torch.autograd.Function):
+    """Attention of a rank's queries (batch, heads, positions, width) to the keys and values of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring, causal: bool, scale: float | None) -> Tensor:
+        """Return the output, shaped as `q`; keys and values may have fewer heads."""
+        query, own = q.clone(memory_format=torch.contiguous_format), torch.stack((k, v))
+        ctx.ring, ctx.causal, ctx.scale = ring, causal, scale
+        held = own
+        for step, block in enumerate(ring.blocks(causal=causal)):
+            received = torch.empty_like(own) if step + 1 < ring.ranks else held
+            arrival = ring.shift(held, received, KEYS) if step + 1 < ring.ranks else None
+            if step == 0:
+                assert block is not None  # a rank's own positions see each other
+                out, sums = _forward(query, *held, 0.0, block.causal, scale=scale)
+            elif block is not None:
+                rows, seen = _parts(block, q.shape[2], k.shape[2])
+                _merge(
+                    out[:, :, rows], sums[:, :, rows], *_forward(query[:, :, rows], *held[..., seen, :], scale=scale)
+                )
+            if arrival is not None:
+                arrival.wait()
+            held = received
+        ctx.save_for_backward(query, own, out, sums)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of queries, keys and values."""
+        query, own, out, sums = ctx.saved_tensors
+        ring, (of_out,) = ctx.ring, gradients
+        held, arriving, returning = own, own, None
+        of_query: Tensor | None = None
+        for step, block in enumerate(ring.blocks(causal=ctx.causal)):
+            received = torch.empty_like(own) if step + 1 < ring.ranks else held
+            arrival = ring.shift(held, received, KEYS) if step + 1 < ring.ranks else None
+            found: tuple[Tensor, ...] = ()
+            whole: tuple[Tensor, ...] = ()
+            if block is not None:
+                rows, seen = _parts(block, query.shape[2], own.shape[3])
+                whole = of_out[:, :, rows], query[:, :, rows], *held[..., seen, :], out[:, :, rows], sums[:, :, rows]
+                found = _backward(*whole, 0.0, block.causal, scale=ctx.scale)
+                of_query = found[0] if of_query is None else of_query
+                if step:
+                    of_query[:, :, rows].add_(found[0])
+            if returning is None:
+                travelling = torch.stack(found[1:])
+            else:
+                returning.wait()
+                travelling = arriving
+                for number, gradient in enumerate(found[1:]):
+                    travelling[number, :, :, seen].add_(gradient)
+            found = whole = ()
+            arriving = torch.empty_like(own)
+            returning = ring.shift(travelling, arriving, GRADIENTS)
+            if arrival is not None:
+                arrival.wait()
+            held = received
+        assert returning is not None
+        returning.wait()
+        return of_query, arriving[0], arriving[1], None, None, None
+
+
+def _merge(out: Tensor, sums: Tensor, block_out: Tensor, block_sums: Tensor) -> None:
+    """Merge the output of a block, and its logarithms of sums of exponentials, into those of the blocks before."""
+    both = torch.logaddexp(sums, block_sums)
+    out.mul_((sums - both).exp_().to(out.dtype).unsqueeze(-1))
+    out.add_(block_out.mul_((block_sums - both).exp_().to(out.dtype).unsqueeze(-1)))
+    sums.copy_(both)
+
+
+def observed_ring(group: dist.ProcessGroup, timeline: Timeline, *, zigzag: bool) -> Ring:
+    """Return the ranks of a group as a ring, whose waits are recorded as spans."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+
+    class Waiting:
+        def __init__(self, arrival: Arrival) -> None:
+            self.arrival = arrival
+
+        def wait(self) -> None:
+            with timeline.span("rotate", "exposed_communication", group):
+                self.arrival.wait()
+
+    def shift(sent: Tensor, received: Tensor, tag: int) -> Arrival:
+        sends: list[Tensor | None] = [None] * ranks
+        receives: list[Tensor | None] = [None] * ranks
+        sends[(rank + 1) % ranks], receives[(rank - 1) % ranks] = sent, received
+        return Waiting(all_to_all_v(sends, receives, group=group, declared_bytes=sent.nbytes, tag=tag))
+
+    return Ring(ranks, rank, zigzag, shift)
+
+
+def attend_in_ring(ring: Ring, query: Tensor, key: Tensor, value: Tensor, *others: Any, **settings: Any) -> Tensor:
+    """Return the attention of torch's scaled_dot_product_attention, to the keys and values of all ranks."""
+    names = ("attn_mask", "dropout_p", "is_causal")
+    settings = dict(zip(names, others, strict=False)) | settings
+    if settings.get("attn_mask") is not None or query.shape[2] != key.shape[2]:
+        raise UserError("plan.cp: an attention with a mask, or with other keys than its queries', cannot run in parts")
+    if settings.get("dropout_p"):
+        raise UserError("plan.context_exchange = 'ring': an attention with dropout cannot run in a ring yet")
+    if query.device.type != "cpu":
+        raise UserError("plan.context_exchange = 'ring': runs on CPUs only yet; allowed on GPUs: 'all-to-all'")
+    output: Tensor = RingAttention.apply(
+        query, key, value, ring, bool(settings.get("is_causal")), settings.get("scale")
+    )
+    return output

@@ -1,0 +1,99 @@
+"""Measured all-reduces of nccl-tests, to which NCCL's constants of a cluster are fitted."""
+
+import csv
+import re
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gssim.cluster import GENERATIONS, Cluster
+from gssim.collectives.nccl import fit, times
+from gssim.engine.selection import Scheduler
+from gssim.errors import UserError
+from gssim.interop.reading import read_bounded
+from gssim.network import Router
+from gssim.units import one_line
+
+SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
+FITTED = ("latency_s", "simple_hop_ratio", "pipeline_latency_s")
+"""Fitted constants beside the ratio of achieved and wire rate, which is the network's if there are several nodes."""
+
+
+@dataclass(frozen=True)
+class NcclTable:
+    """Out-of-place times of all-reduces over all ranks, by size."""
+
+    file: str
+    rows: tuple[tuple[float, float], ...]
+    """(bytes, seconds)."""
+    ranks: int | None
+    """Number of ranks that the file lists; None: it lists none."""
+
+
+def nccl_table(path: Path) -> NcclTable:
+    """Return the table of a log of nccl-tests' `all_reduce_perf`, or of a CSV file.
+
+    A CSV file has columns whose names begin with `size` (bytes) and `time`, the latter with its unit: `time_us`,
+    `time(ns)`. Raises UserError for other files, and for fewer than four sizes.
+    """
+    text = read_bounded(path)
+    is_log = re.search(r"^#\s+size\s+count\s+type", text, re.MULTILINE) is not None
+    rows = _rows_of_log(text) if is_log else _rows_of_csv(text, str(path))
+    if len({size for size, _ in rows}) < 4:
+        raise UserError(f"{path}: {len(rows)} sizes with a time: four constants need at least four")
+    listed = set(re.findall(r"^#\s+Rank\s+(\d+)\s", text, re.MULTILINE))
+    return NcclTable(path.name, tuple(rows), len(listed) or None)
+
+
+def _rows_of_log(text: str) -> list[tuple[float, float]]:
+    """Return (bytes, seconds) of lines such as `1048576 262144 float sum -1 92.8 11.3 19.8 0 ...`, in microseconds."""
+    line = re.compile(r"^\s*(\d+)\s+\d+\s+\S+\s+\S+\s+-?\d+\s+([0-9.]+)\s", re.MULTILINE)
+    return [(float(size), float(time) * 1e-6) for size, time in line.findall(text) if float(size) and float(time)]
+
+
+def _rows_of_csv(text: str, file: str) -> list[tuple[float, float]]:
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    header = next(csv.reader(lines[:1]), [])
+    size = next((i for i, name in enumerate(header) if name.strip().lower().startswith("size")), None)
+    units = [re.fullmatch(r"time\W*_?\(?(ns|us|ms|s)\)?", name.strip().lower()) for name in header]
+    time = next((i for i, match in enumerate(units) if match), None)
+    if size is None or time is None:
+        columns = one_line(", ".join(header), 60)
+        raise UserError(
+            f"{file}: columns {columns!r}: no log of nccl-tests' all_reduce_perf, and no CSV file with columns `size` "
+            "(bytes) and `time_us`, `time_ns`, `time_ms` or `time_s`"
+        )
+    unit = units[time]
+    assert unit is not None
+    rows = []
+    for number, row in enumerate(csv.reader(lines[1:]), start=2):
+        try:
+            rows.append((float(row[size]), float(row[time]) * SECONDS[unit[1]]))
+        except (ValueError, IndexError):
+            raise UserError(
+                f"{file}: line {number}: {one_line(','.join(row), 60)!r}: size and time are numbers"
+            ) from None
+    return [row for row in rows if 0 < row[0] < 2**60 and 0 < row[1] < 1e6]
+
+
+def fitted_constants(cluster: Cluster, table: NcclTable, generation: str) -> tuple[dict[str, Any], str]:
+    """Return the cluster file's `nccl` table with constants fitted to measurements, and a note of how well they fit.
+
+    `generation`: NCCL's constants that are not fitted. Raises UserError if the cluster has fewer devices than the
+    table has ranks, or one.
+    """
+    ranks = table.ranks or len(cluster.devices)
+    if not 2 <= ranks <= len(cluster.devices):
+        raise UserError(
+            f"{table.file}: {ranks} ranks: the cluster has {len(cluster.devices)} devices; allowed: 2 to that"
+        )
+    group = Scheduler(cluster, Router(cluster.wiring), ranks).nccl_group(tuple(range(ranks)))
+    tuning = fit(table.rows, group, start=GENERATIONS[generation])
+    ratio = "network_bandwidth_ratio" if group.nodes > 1 else "bandwidth_ratio"
+    constants = {name: float(f"{getattr(tuning, name):.4g}") for name in (*FITTED, ratio)}
+    errors = [abs(times(tuning, "all-reduce", size, group).time_s / seconds - 1) for size, seconds in table.rows]
+    middle, worst = statistics.median(errors), max(errors)
+    measured = f"{len(table.rows)} all-reduces of {ranks} ranks in {table.file}"
+    note = f"nccl: to {measured}: error {middle:.1%} in the median, {worst:.1%} at most"
+    return {"generation": generation, **constants}, note

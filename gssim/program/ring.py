@@ -1,0 +1,145 @@
+"""Ring attention: keys and values rotate among context-parallel ranks beside the blocks of attention.
+
+Of n ranks each attends to n blocks, its own first. While it attends to one, it sends these keys and values to the next
+rank and receives those of the block after: n - 1 rotations in a forward. In the backward they rotate again, and their
+gradients follow: each rank adds its own to those that have come, and sends them on while it works at the next block; a
+last shift brings them home: n of these. A rank thus sends
+
+    (n - 1) * 2 * b * p * width_of_keys * bytes        in a forward, and
+    (2 n - 1) * 2 * b * p * width_of_keys * bytes      in a backward,
+
+p being its positions (Liu et al. 2023, arXiv:2310.01889). A block takes the n-th part of the attention's time on whole
+sequences and a rank's part of heads where the division is balanced, and else by its work: see
+`gssim.plan.context_blocks`. Of a layer's time the attention has the part of its FLOP, which alone grow with the square
+of the sequence. `gsreal.methods.ring_attention` does so; memory is that of its tensors, in order.
+"""
+
+from collections.abc import Iterator
+
+from gssim.collectives import Communication, Pairs
+from gssim.memory import Event, footprint
+from gssim.plan import Block, ring_blocks
+from gssim.program.lowering import Lowering
+from gssim.program.task import PASSES, Task, TaskId, collective_task
+from gssim.workload import LayerInstance, Reduction, TokenInput
+
+RING_OPERATIONS = ("rotate", "attend")
+PRODUCTS = {"f": 2, "r": 2, "b": 5}
+"""Matrix products of an attention, each of 2 * b * p * s * width FLOP, by pass."""
+
+
+def attention_ratio(low: Lowering, instance: LayerInstance, phase: str, reduction: Reduction, samples: int) -> float:
+    """Return the part of a layer's FLOP in a pass that is its attention's."""
+    layer, length = instance.layer, low.scenario.workload.sequence_length or 1
+    elements = max(_born(low, instance, reduction, samples)) / low.value_bytes  # of outputs, or of queries' gradients
+    flop = layer.backward_flop if phase == "b" else layer.forward_flop
+    whole = flop.at(b=samples, s=length)
+    return min(1.0, PRODUCTS[phase] * 2 * elements * length / whole) if whole else 0.0
+
+
+def ring_attention(
+    low: Lowering,
+    rank: int,
+    instance: LayerInstance,
+    phase: str,
+    samples: int,
+    *,
+    reduction: Reduction,
+    alone_s: float,
+    before: TaskId,
+) -> list[Task]:
+    """Return the blocks and shifts of a ring, which follow the part of a layer's pass that ends in the attention.
+
+    `alone_s`: time of the attention where a rank has whole sequences and a part of the heads. `before`: that part.
+    """
+    policies, source = low.policies, low.scenario.workload.model.input
+    causal = isinstance(source, TokenInput) and source.task == "next-token"
+    blocks = ring_blocks(low.ring_position(rank), ranks=policies.cp, causal=causal, zigzag=policies.zigzag)
+    # all ranks together do the work of whole sequences, whatever their division
+    mean_work = policies.cp * (0.5 if causal else 1.0)
+    size = low.traced_scale * reduction.size_bytes.at(b=samples, s=1)
+    out, *others = sorted(_born(low, instance, reduction, samples), reverse=True)
+    tasks: list[Task] = []
+    last = len(blocks) - 1
+    own = TaskId("attend", layer=instance.module, during=PASSES[phase])
+    for step, block in enumerate(blocks):
+        attend, shift = own._replace(part=step or None), own._replace(op="rotate", part=step or None)
+        if step < last:
+            tasks.append(_shift(low, shift, size, after=before))
+        after = own._replace(op="rotate", part=step - 1 or None)
+        changes = (
+            _backward_changes(step, last, block, size, out)
+            if phase == "b"
+            else _forward_changes(step, last, block, size, out, others[-1])
+        )
+        events = [Event(place, change, "communication") for place, change in enumerate(changes)]
+        duration_s = alone_s * (block.work if block else 0.0) / mean_work
+        name = "forward" if phase == "f" else "backward"
+        waits = (after,) if step else ()
+        tasks.append(Task(attend, name, duration_s=duration_s, after=waits, need=footprint(events)))
+        before = attend
+        if phase != "b":
+            continue
+        back = shift.serving("return")
+        if step:  # its own gradients are added to those that have come
+            before = back.serving("await")
+            tasks.append(Task(before, "exposed_communication", after=(back._replace(part=step - 1 or None),)))
+        tasks.append(_shift(low, back, size, after=before))
+    if phase == "b":
+        home = own._replace(op="rotate", part=last or None).serving("return")
+        freed = footprint([Event(0, -size, "communication")])
+        tasks.append(Task(home.serving("release"), "exposed_communication", after=(home,), need=freed))
+    return tasks
+
+
+def _born(low: Lowering, instance: LayerInstance, reduction: Reduction, samples: int) -> list[float]:
+    """Return the bytes of each tensor that an attention makes: output and logarithms, or gradients of its inputs."""
+    length = low.scenario.workload.sequence_length or 1
+    buffers = [buffer for buffer in instance.layer.buffers if buffer.born == reduction.moment]
+    return [low.traced_scale * buffer.size_bytes.at(b=samples, s=length) for buffer in buffers]
+
+
+def _shift(low: Lowering, own: TaskId, size: float, *, after: TaskId) -> Task:
+    """Return the exchange in which each rank of a ring sends so many bytes to the next one."""
+    ranks = low.policies.cp
+    group, *beside = low.groups_along("cp")
+    rows = [tuple(size if to == (rank + 1) % ranks else 0.0 for to in range(ranks)) for rank in range(ranks)]
+    exchange = Communication(
+        "all-to-all-v", group, ranks * size, pair_bytes=Pairs(rows, tuple(range(ranks))), beside=tuple(beside)
+    )
+    return collective_task(own, exchange, "ring", after=(after,))
+
+
+def _forward_changes(
+    step: int, last: int, block: Block | None, size: float, out: float, sums: float
+) -> Iterator[float]:
+    """Yield the bytes that a step of a forward allocates and frees, in order.
+
+    Keys and values that come; the block's output and logarithms, and two tensors like these that weigh both outputs;
+    keys and values that have been used. The first step's output is the layer's.
+    """
+    if step < last:
+        yield size
+    if not step:
+        return
+    if block is not None:
+        of_rows = (2 - block.first_half) / 2
+        yield from (of_rows * (out + 3 * sums), -of_rows * (out + 3 * sums))
+    yield -size
+
+
+def _backward_changes(step: int, last: int, block: Block | None, size: float, out: float) -> Iterator[float]:
+    """Yield the bytes that a step of a backward allocates and frees, in order.
+
+    Keys and values that come; the block's gradients; the gradients of keys and values that were sent on; the tensor
+    for the next ones that come; keys and values that have been used. The first gradients are the layer's.
+    """
+    if step < last:
+        yield size
+    if not step:
+        yield from (size, -size, size)
+        return
+    found = 0.0
+    if block is not None:
+        found = (2 - block.first_half) / 2 * out + block.key_halves / 2 * size
+    yield from (found, -size, -found, size, -size)

@@ -1,0 +1,39 @@
+"""Runs on every rank of a test: real trainings, beside the same with all ranks in one process.
+
+Arguments: a JSON file of cases {name: {"scenario": FILE, "overrides": [...]}} and the file to write.
+"""
+
+import sys
+
+import torch.distributed as dist
+from rank_training import scenarios_in, trained, write_found
+
+from gsreal.methods.apply import full_parameters
+from gsreal.run.rank import run_on_rank
+from gsreal.statistics.together import Apart, trainer_of
+
+STEPS = 7
+
+
+def main(cases_file: str, out: str) -> None:
+    found = {}
+    for name, scenario in scenarios_in(cases_file):
+        rank = dist.get_rank()
+        real = trained(scenario, rank, steps=STEPS)
+        trainer = trainer_of(scenario)
+        start = full_parameters(trainer.modules[rank] if isinstance(trainer, Apart) else trainer.module)
+        start = {key: value.detach().clone() for key, value in start.items()}
+        for step in range(STEPS):
+            trainer.train(step)
+        module = trainer.modules[rank] if isinstance(trainer, Apart) else trainer.module
+        together = full_parameters(module)
+        difference = max(float((value - real[key]).abs().max()) for key, value in together.items())
+        moved = max(float((value - start[key]).abs().max()) for key, value in together.items())
+        every: list[tuple[float, float]] = [(0.0, 0.0)] * scenario.ranks
+        dist.all_gather_object(every, (difference, moved))
+        found[name] = {"differences": [each for each, _ in every], "moved": min(each for _, each in every)}
+    write_found(found, out)
+
+
+if __name__ == "__main__":
+    run_on_rank(main, sys.argv[1:])

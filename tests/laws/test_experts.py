@@ -1,0 +1,101 @@
+"""Laws and closed forms: routed experts divided among ranks, beside replicated and sharded parameters."""
+
+from math import ceil
+from pathlib import Path
+
+import pytest
+from strategies import loaded_of, scenario_of, star
+
+from gssim.errors import UserError
+from gssim.scenario import load_model
+from gssim.simulation import simulate
+from gssim.workload import unrolled
+
+FOLDER = Path(__file__).resolve().parents[2]
+MIXTURE = load_model(FOLDER / "scenarios" / "models" / "mixture-byte-1m.toml")
+VALUE_BYTES = 4
+
+
+def scenario(plan: dict, ranks: int = 4, **workload):
+    asked = {"model": MIXTURE, "sequence_length": 32, "global_batch_size": 24} | workload
+    return scenario_of(star(ranks), plan, **asked)
+
+
+def shapes(*, experts: bool) -> list[tuple[int, ...]]:
+    return [
+        parameter.shape
+        for layer in unrolled(MIXTURE)
+        for parameter, name in zip(layer.layer.parameters, layer.parameter_names, strict=True)
+        if (".experts." in name) == experts
+    ]
+
+
+def padded_bytes(shape: tuple[int, ...], shards: int) -> int:
+    size = 1
+    for each in shape[1:]:
+        size *= each
+    return ceil(shape[0] / shards) * shards * size * VALUE_BYTES
+
+
+def carried(plan: dict, kind: str, ranks: int = 4) -> dict[tuple[int, ...], int]:
+    found: dict[tuple[int, ...], int] = {}
+    for entry in simulate(loaded_of(scenario(plan, ranks))).result.collectives:
+        if entry.kind == kind:
+            found[entry.group] = found.get(entry.group, 0) + entry.bytes * entry.count
+    return found
+
+
+@pytest.mark.parametrize("method", ["zero2", "zero3"])
+@pytest.mark.parametrize(("ranks", "ep"), [(4, 2), (4, 4), (8, 2)])
+def test_gradients_are_reduced_over_those_that_hold_them(method, ranks, ep):
+    """Dense ones over all ranks; those of a rank's experts, a part of the whole, over the ranks that hold the same."""
+    found = carried({"method": method, "ep": ep}, "reduce-scatter", ranks)
+    dense = sum(padded_bytes(shape, ranks) for shape in shapes(experts=False))
+    own = [(shape[0] // ep, *shape[1:]) for shape in shapes(experts=True)]
+    replicas = ranks // ep
+    groups = {tuple(range(first, ranks, ep)) for first in range(ep)} if replicas > 1 else set()
+    assert found.pop(tuple(range(ranks))) == dense
+    assert set(found) == groups
+    assert set(found.values()) <= {sum(padded_bytes(shape, replicas) for shape in own)}
+
+
+def test_state_of_experts_is_divided_and_of_the_rest_sharded():
+    def held(plan: dict) -> float:
+        return max(rank.peak_by_category_bytes["optimizer"] for rank in found(plan).ranks)
+
+    def found(plan: dict):
+        return simulate(loaded_of(scenario(plan))).result
+
+    assert held({"method": "zero3", "ep": 2}) == pytest.approx(held({"method": "zero3"}), rel=0.01)
+    assert held({"method": "ddp", "ep": 2}) > 1.5 * held({"method": "zero3", "ep": 2})
+
+
+@pytest.mark.parametrize("plan", [{"method": "zero2", "micro_batches": 3}, {"method": "zero3", "recompute": "full"}])
+@pytest.mark.parametrize("ep", [2, 4])
+def test_equal_ranks_are_simulated_once_with_the_same_result(plan, ep):
+    loaded = loaded_of(scenario(plan | {"ep": ep}, expert_load={"skew": 0.7}))
+    folded, unfolded = (simulate(loaded, unfolded=whole).result for whole in (False, True))
+    assert folded.step_time_s == pytest.approx(unfolded.step_time_s, rel=1e-9)
+    assert set(folded.collectives) == set(unfolded.collectives)
+    peaks = [
+        {rank: entry.peak_allocated_bytes for entry in result.ranks for rank in entry.ranks}
+        for result in (folded, unfolded)
+    ]
+    assert peaks[0] == peaks[1]
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"method": "gs"}, "cannot run yet with method 'gs'"),
+        ({"method": "zero1"}, "cannot run yet with method 'zero1'"),
+        ({"method": "zero3", "dp_replicate": 2, "dp_shard": 2}, r"plan\.dp_replicate = 2 beside shards"),
+        ({"method": "zero3", "tp": 2}, r"plan\.tp = 2"),
+        ({"method": "zero3", "cp": 2}, r"plan\.cp = 2"),
+        ({"method": "zero3", "ep": 3}, "a divisor of these"),
+    ],
+    ids=str,
+)
+def test_what_cannot_run_is_refused(plan, message):
+    with pytest.raises(UserError, match=message):
+        scenario({"ep": 2} | plan)

@@ -1,0 +1,128 @@
+"""Adapters of low rank: FLOP, saved bytes, memory of states and traffic against torch, closed forms and refusals."""
+
+from pathlib import Path
+
+import pytest
+from test_trace import UNCOUNTED
+
+import gssim
+from gssim.errors import UserError
+from gssim.scenario import load_model, load_scenario
+from gssim.workload import Adapters, Model, unrolled, with_adapters
+
+torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
+
+from torch.autograd.graph import saved_tensors_hooks  # noqa: E402
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+
+from gsreal.model_files.build import build_module, loss_of  # noqa: E402
+
+SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
+SMALL = SCENARIOS.parent / "tests/helpers/models/of_tests"
+RANK, BATCH, LENGTH = 5, 3, 24
+
+
+@pytest.fixture(scope="module", params=["gpt-query-value", "llama-query-value", "llama-all-linear"])
+def adapted(request: pytest.FixtureRequest) -> Model:
+    family, targets = request.param.split("-", 1)
+    return with_adapters(load_model(SMALL / f"adapters-{family}.toml"), Adapters(rank=RANK, targets=targets))
+
+
+def test_flop_of_forward_and_backward_are_torchs(adapted: Model) -> None:
+    module = build_module(adapted.module, where="test")
+    tokens = torch.zeros((BATCH, LENGTH), dtype=torch.int64)
+    counted = []
+    with FlopCounterMode(display=False, custom_mapping=UNCOUNTED) as counter:
+        loss = loss_of(module(tokens), tokens)
+        counted.append(counter.get_total_flops())
+        loss.backward()
+    counted.append(counter.get_total_flops() - counted[0])
+    layers = [each.layer for each in unrolled(adapted)]
+    ours = [sum(getattr(x, f"{way}_flop").at(b=BATCH, s=LENGTH) for x in layers) for way in ("forward", "backward")]
+    assert ours == counted
+
+
+def test_saved_bytes_are_torchs_and_less_than_of_a_training_of_all_parameters(adapted: Model) -> None:
+    module = build_module(adapted.module, where="test")
+    tokens = torch.zeros((BATCH, LENGTH), dtype=torch.int64)
+    known = {t.untyped_storage()._cdata for t in [*module.parameters(), *module.buffers(), tokens]}
+    saved: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in known:
+            saved[storage._cdata] = storage
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = loss_of(module(tokens), tokens)
+    ours = sum(each.layer.saved_bytes.at(b=BATCH, s=LENGTH) for each in unrolled(adapted))
+    assert ours == sum(storage.nbytes() for storage in saved.values())
+    assert loss.requires_grad
+    whole = sum(layer.repeats * layer.saved_bytes.at(b=BATCH, s=LENGTH) for layer in adapted.whole_layers)
+    assert ours < whole
+
+
+def test_only_adapters_are_trained_and_all_else_is_there(adapted: Model) -> None:
+    module = build_module(adapted.module, where="test")
+    trained = {name: tuple(p.shape) for name, p in module.named_parameters() if p.requires_grad}
+    ours = {
+        name: parameter.shape
+        for each in unrolled(adapted)
+        for name, parameter in zip(each.parameter_names, each.layer.parameters, strict=True)
+    }
+    assert ours == trained
+    assert adapted.elements + adapted.frozen_elements == sum(p.numel() for p in module.parameters())
+
+
+def loaded(*changes: str):  # type: ignore[no-untyped-def]
+    return load_scenario(SCENARIOS / "llama3-8b-fsdp.toml", ["plan.recompute=none", *changes]).scenario
+
+
+def test_states_and_collectives_of_an_adapted_llama_are_the_closed_form() -> None:
+    scenario = loaded("workload.adapters={rank=16}", "plan.method=ddp")
+    model = scenario.workload.model
+    # queries 4096 -> 4096, values 4096 -> 1024: rank x (inputs + outputs) each, in 32 blocks
+    elements = 32 * 16 * ((4096 + 4096) + (4096 + 1024))
+    assert model.elements == elements
+    assert model.frozen_elements == sum(layer.repeats * layer.elements for layer in model.whole_layers)
+    result = gssim.simulate(scenario)
+    size = scenario.workload.precision
+    assert size == "bf16"
+    reduced = sum(each.bytes * each.count for each in result.collectives if each.kind == "all-reduce")
+    assert reduced == pytest.approx(2 * elements)
+    peak = result.ranks[0].peak_by_category_bytes
+    assert peak["optimizer"] == pytest.approx(2 * 4 * elements, rel=1e-3)
+    assert peak["parameters"] == 2 * (elements + model.frozen_elements)
+
+
+def test_a_base_model_costs_a_backward_of_half_its_weight_gradients_less() -> None:
+    model = loaded("workload.adapters={rank=1}").workload.model
+    whole = sum(layer.repeats * layer.backward_flop.at(b=1, s=512) for layer in model.whole_layers)
+    ours = sum(layer.repeats * layer.backward_flop.at(b=1, s=512) for layer in model.layers)
+    assert 0.45 < ours / whole < 0.55  # gradients of inputs remain, those of weights do not
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["workload.adapters={rank=4, targets=['k_proj']}"], r"adapters.targets = \('k_proj',\): .* is not traced"),
+        (
+            ["workload.adapters={rank=4}", "plan.method=ddp", "plan.tp=2"],
+            r"workload\.adapters: cannot run yet beside plan\.tp",
+        ),
+        (["workload.adapters={rank=4}", "plan.method=gs_z3"], r"cannot run yet with method 'gs_z3'; allowed: methods"),
+    ],
+)
+def test_what_adapters_cannot_do_is_refused_in_one_line(changes: list[str], message: str) -> None:
+    base = ["plan.method=ddp", "plan.dp_replicate=8"] if "method" not in "".join(changes) else []
+    with pytest.raises(UserError, match=message) as refused:
+        loaded(*base, *changes)
+    assert "\n" not in str(refused.value)
+
+
+def test_the_same_names_mean_the_role_and_rank_changes_the_identity() -> None:
+    role = loaded("workload.adapters={rank=4}")
+    names = loaded("workload.adapters={rank=4, targets=['v_proj', 'q_proj']}")
+    assert role.workload.model.layers == names.workload.model.layers
+    assert role.scenario_id != loaded("workload.adapters={rank=8}").scenario_id

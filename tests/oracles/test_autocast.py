@@ -1,0 +1,88 @@
+"""Automatic mixed precision and TF32: saved bytes against torch's autocast, rates by device, refusals."""
+
+from pathlib import Path
+
+import pytest
+
+import gssim
+from gssim.errors import UserError
+from gssim.scenario import load_model
+from gssim.workload import unrolled
+from gssim.workload.model import under_autocast
+
+SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
+SMALL = SCENARIOS.parent / "tests/helpers/models/of_tests"
+BATCH, LENGTH = 3, 24
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+def test_saved_bytes_are_those_of_torchs_autocast(family: str, precision: str) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
+    from gsreal.model_files.build import DTYPES, build_module, loss_of
+
+    model = under_autocast(load_model(SMALL / f"autocast-{family}.toml"), precision)  # type: ignore[arg-type]
+    module = build_module(model.module, where="test")
+    tokens = torch.zeros((BATCH, LENGTH), dtype=torch.int64)
+    known = {t.untyped_storage()._cdata for t in [*module.parameters(), *module.buffers(), tokens]}
+    saved = {}
+
+    def pack(tensor):  # type: ignore[no-untyped-def]
+        if tensor.untyped_storage()._cdata not in known:
+            saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with hooks, torch.autocast("cpu", DTYPES[precision]):
+        loss = loss_of(module(tokens), tokens)
+    ours = sum(each.layer.saved_bytes.at(b=BATCH, s=LENGTH) for each in unrolled(model))
+    assert ours == sum(storage.nbytes() for storage in saved.values())
+    assert loss.requires_grad
+
+
+def predicted(device: str, *changes: str) -> gssim.Result:
+    devices = f'device_types={{gpu="{device}"}}, devices=[{{name="d", type="gpu", host="h"}}], links=[]'
+    cluster = f'cluster={{name="one", backend="nccl", source="test", {devices}}}'
+    usual = [cluster, "plan.method=single", "workload.sequence_length=128", "workload.global_batch_size=64"]
+    return gssim.simulate(gssim.load(SCENARIOS / "demo.toml", [*usual, *changes]))
+
+
+def test_autocast_keeps_fp32_states_and_messages_and_halves_most_activations() -> None:
+    usual, amp = (predicted("a100-sxm-80", *changes) for changes in ([], ["workload.autocast=bf16"]))
+    before, after = (each.ranks[0].peak_by_category_bytes for each in (usual, amp))
+    assert after["parameters"] == before["parameters"]
+    assert after["optimizer"] == before["optimizer"]
+    assert 0.5 < after["activations"] / before["activations"] < 0.8
+
+
+def test_tf32_changes_the_time_of_products_where_a_device_has_it_and_nothing_else() -> None:
+    wide = ["workload.model=gpt2-124m", "workload.sequence_length=1024", "workload.global_batch_size=16"]
+    for device, faster in (("a100-sxm-80", True), ("v100-pcie-16", False), ("t4", False)):
+        fp32, tf32 = (predicted(device, *wide, *changes) for changes in ([], ["workload.tf32=true"]))
+        assert tf32.ranks[0].peak_allocated_bytes == fp32.ranks[0].peak_allocated_bytes
+        assert (tf32.step_time_s < 0.8 * fp32.step_time_s) if faster else tf32.step_time_s == fp32.step_time_s
+
+
+@pytest.mark.parametrize("device", ["v100-sxm2-32", "v100-pcie-16", "t4"])
+def test_gpus_of_volta_and_turing_train_in_fp16_and_have_no_bf16(device: str) -> None:
+    assert predicted(device, "workload.precision=fp16", "workload.loss_scale=dynamic").step_time_s > 0
+    assert predicted(device, "workload.autocast=fp16", "workload.loss_scale=dynamic").step_time_s > 0
+    with pytest.raises(UserError, match=r"no peak_flop_per_s\.bf16"):
+        predicted(device, "workload.precision=bf16")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["workload.autocast=bf16", "workload.precision=bf16"], r"autocast = 'bf16': needs precision = 'fp32'"),
+        (["workload.tf32=true", "workload.precision=bf16"], r"tf32 = true: for matrix products in fp32"),
+        (["workload.autocast=bf16", "plan.method=gs"], r"workload\.autocast: cannot run yet with method 'gs'"),
+        (["workload.autocast=bf16", "plan.recompute=full"], r"the casts that a recomputation repeats"),
+        (["workload.autocast=bf16", "workload.model=gpt2-355m"], r"not traced under it; `gsreal trace --autocast"),
+        (["workload.autocast=bf16", "workload.loss_scale=2"], r"workload\.loss_scale = 2"),
+    ],
+)
+def test_what_autocast_cannot_do_is_refused_in_one_line(changes: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message) as refused:
+        gssim.load(SCENARIOS / "demo.toml", ["plan.method=ddp", *changes])
+    assert "\n" not in str(refused.value)

@@ -1,0 +1,261 @@
+"""Real: ranks that srun or torchrun starts on two nodes (namespaces of this machine) train like those of one launch."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
+
+from gsreal.calibrate.bench import Settings
+from gsreal.calibrate.cluster_file import write_cluster
+from gsreal.calibrate.communication import Line
+from gsreal.calibrate.nodes import nodes_data
+from gsreal.lab.building import built, missing
+from gsreal.lab.network import ADDRESS_DEVICE, network_of
+from gsreal.run import nodes
+from gssim.collectives import Hops
+from gssim.errors import UserError
+from gssim.network import Router
+from gssim.result import read_result
+from gssim.scenario import load_cluster, read_toml
+
+pytestmark = pytest.mark.real
+
+SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
+SMALL = ["workload.global_batch_size=4", "workload.sequence_length=32", "run.steps=3", "run.warmup_steps=1"]
+RUN = [sys.executable, "-c", "from gsreal.cli import main; main()", "run", str(SCENARIOS / "lab-2-hosts.toml")]
+RUN += [word for change in SMALL for word in ("--set", change)]
+STEP = {"SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "10.77.0.[1-2]", "SLURM_JOB_ID": "4711"}
+LIMIT_S = 120
+
+
+def task(number, **more):
+    return STEP | {"SLURM_PROCID": str(number), "SLURM_LOCALID": "0", "SLURM_NODEID": str(number)} | more
+
+
+def ended(commands, environments, limit_s=LIMIT_S):
+    """Run commands at the same time; return (exit code, stderr) of each."""
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    processes = [
+        subprocess.Popen(
+            command,
+            env=plain | more,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=SCENARIOS.parent,
+        )
+        for command, more in zip(commands, environments, strict=True)
+    ]
+    try:
+        return [
+            (process.returncode, text) for process in processes for text in [process.communicate(timeout=limit_s)[1]]
+        ]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def two_nodes():
+    """Yield (namespace's path, address) of two nodes."""
+    if missing() is not None:
+        pytest.skip(f"the lab {missing()}")
+    network = network_of(load_cluster(SCENARIOS / "clusters" / "lab-2-hosts.toml"), "7e57")
+    with built(network, shaped=False):
+        yield [(f"--net=/run/netns/{node.namespace}", node.address) for node in network.nodes[:2]]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """Return the Result of the launch that starts both ranks itself."""
+    return result_of([RUN], [{}], tmp_path_factory.mktemp("alone"))
+
+
+def result_of(commands, environments, folder):
+    outcomes = ended([[*command, "--out", str(folder)] for command in commands], environments)
+    assert [code for code, _ in outcomes] == [0] * len(commands), outcomes
+    (file,) = folder.glob("*.json")
+    return read_result(file)
+
+
+@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+def test_two_nodes_train_like_one_launch(two_nodes, alone, tmp_path, launcher):
+    commands, environments = [], []
+    for number, (namespace, _) in enumerate(two_nodes):
+        run = [*RUN, "--interface", ADDRESS_DEVICE, "--timeout", "60"]
+        if launcher == "torchrun":
+            settings = ["--nnodes", "2", "--node-rank", str(number), "--nproc-per-node", "1", "--no-python"]
+            head = ["--master-addr", two_nodes[0][1], "--master-port", "29517"]
+            run = [sys.executable, "-m", "torch.distributed.run", *settings, *head, *run]
+        commands.append(["nsenter", namespace, *run])
+        environments.append(task(number) if launcher == "srun" else {})
+    there = result_of(commands, environments, tmp_path)
+    assert (there.scenario_id, there.collectives) == (alone.scenario_id, alone.collectives)
+    assert there.loss == pytest.approx(alone.loss, rel=1e-6)
+    peaks = [[each.peak_allocated_bytes for each in result.ranks] for result in (there, alone)]
+    assert peaks[0] == pytest.approx(peaks[1], rel=1e-3)
+
+
+def test_nodes_that_are_not_the_files_are_named_by_every_rank(two_nodes):
+    # the file has one host with both devices
+    together = ["--set", f"cluster={SCENARIOS / 'clusters' / 'two-cores.toml'}"]
+    run = [*RUN, *together, "--interface", ADDRESS_DEVICE, "--timeout", "60"]
+    outcomes = ended([["nsenter", namespace, *run] for namespace, _ in two_nodes], [task(0), task(1)])
+    for code, text in outcomes:
+        assert code == 2
+        assert "cluster.devices: host: ranks 0 and 1 are both of" in text.splitlines()[-1]
+        assert "(node 1)" in text.splitlines()[-1]
+
+
+def test_a_step_of_another_size_is_refused():
+    ((code, text),) = ended([RUN], [task(0, SLURM_NTASKS="4", SLURM_STEP_TASKS_PER_NODE="2(x2)")])
+    assert code == 2
+    assert text.splitlines()[-1].endswith("plan: it has 2 ranks, but the launcher started 4 (WORLD_SIZE)")
+
+
+@pytest.mark.parametrize("node", ["0", "1"])
+def test_a_first_node_at_the_loopback_is_refused_by_every_node(monkeypatch, node):
+    for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": node}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    with pytest.raises(UserError, match="MASTER_ADDR = 'localhost': an address of the loopback here"):
+        nodes.check_launcher(2, where="pair.toml")
+
+
+@pytest.mark.parametrize("addresses", [[], ["127.0.1.1"], ["203.0.113.7"]], ids=["unknown", "loopback", "of another"])
+def test_a_host_name_that_others_cannot_reach_needs_an_interface(monkeypatch, addresses):
+    """gloo would listen on the loopback instead, and the others wait for it."""
+    found = {socket.gethostname(): addresses, "10.77.0.1": ["10.77.0.1"]}
+    monkeypatch.setattr(nodes, "_addresses", found.__getitem__)
+    for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "10.77.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="--interface: missing: this host's name"):
+        nodes.check_launcher(2, where="pair.toml")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    nodes.check_launcher(2, where="pair.toml")
+
+
+def test_ranks_that_do_not_meet_end_within_the_timeout():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]  # free, and closed in a moment
+    numbers = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ((code, text),) = ended([[*RUN, "--timeout", "2"]], [numbers | place])
+    assert code == 1
+    assert f"2 ranks have not met at 127.0.0.1:{port} within 2.0 s" in text.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, {}),
+        (task(1) | {"RANK": "0"}, {}),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, {}),  # a batch script: no step
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_NODELIST": "n1"}, {}),
+        (task(1), {"RANK": "1", "LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.77.0.1"}),
+        (
+            {"SLURM_PROCID": "4", "SLURM_NTASKS": "5", "SLURM_LOCALID": "0", "SLURM_NODEID": "2"}
+            | {"SLURM_STEP_NODELIST": "gpu[07-09]", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1"},
+            {"RANK": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "gpu07", "GROUP_RANK": "2"},
+        ),
+        (task(0, MASTER_ADDR="head", MASTER_PORT="1234"), {"MASTER_ADDR": "head", "MASTER_PORT": "1234"}),
+    ],
+)
+def test_numbers_of_a_step_of_slurm(variables, expected):
+    found = nodes.srun_environment(variables)
+    assert {name: found.get(name) for name in expected} == expected
+    assert bool(found) == bool(expected)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"SLURM_NTASKS": "3"}, "3 tasks on 2 nodes"),
+        ({"SLURM_NTASKS": "two"}, "SLURM_NTASKS = 'two': must be a whole number"),
+        ({"SLURM_STEP_NODELIST": "n[1-"}, "is no host list"),
+    ],
+)
+def test_a_step_that_cannot_be_read_is_refused(more, message):
+    with pytest.raises(UserError, match=message.replace("[", "\\[")):
+        nodes.srun_environment(task(0, **more))
+
+
+# Calibration ---------------------------------------------------------------------------------------------------------
+
+
+def measured_node(host, ranks=2, name="core"):
+    """Return measurements of a node as `gsreal calibrate` takes them, with the costs of a committed calibration."""
+    tables = read_toml(SCENARIOS / "clusters" / "two-cores.toml")[1]
+    costs = next(iter(tables["device_types"].values()))
+    posting = {key: tables["backend_cost"][key] for key in ("overhead_s", "processor_byte_s")}
+    return {
+        "host": host,
+        "name": name,
+        "ranks": ranks,
+        "memory_counter": "allocator",
+        "provenance": {"date": "2026-11-25", "processor": "P", "system": "Linux", "torch": "2", "python": "3"},
+        "device": {
+            "memory_bytes": 8e9,
+            "peak_flop_per_s": 5e10,
+            "memory_bandwidth_bytes_per_s": 1e10,
+            "operation_overhead_s": 1e-6,
+            "workspace_bytes": 0,
+        },
+        "optimizers": {},
+        "compression": costs["compression"],
+        "profiles": [],
+        "communication": {"latency_s": 2e-5, "bandwidth_bytes_per_s": 4e9, **posting} if ranks > 1 else None,
+    }
+
+
+SETTINGS = Settings((), (2,), 128, "fp32", "cpu")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_messages_between_nodes_take_in_the_file_what_they_took(tmp_path, ranks):
+    links = {(0, 1): Line(3e-3, 1 / 50e6), (0, 2): Line(4e-3, 1 / 100e6), (1, 2): Line(5e-3, 1 / 50e6)}
+    hosts = [measured_node(f"n{i}", ranks) for i in range(3)]
+    write_cluster(tmp_path / "made.toml", nodes_data(hosts, links, SETTINGS))
+    cluster = load_cluster(tmp_path / "made.toml")
+    assert [device.host for device in cluster.devices] == [f"n{i}" for i in range(3) for _ in range(ranks)]
+    router = Router(cluster.wiring)
+    overhead_s = hosts[0]["communication"]["overhead_s"]["send"] if ranks > 1 else 0.0
+    for (a, b), line in links.items():
+        hop = Hops.of([(a * ranks, (b + 1) * ranks - 1, 1.0)])
+        assert router.rate_bytes_per_s(hop, np.ones(1)) == pytest.approx(1 / line.byte_s, rel=1e-4)
+        latency_s = float(router.of(hop).latency_s[0])
+        assert overhead_s + 2 * latency_s == pytest.approx(line.fixed_s, rel=1e-3)
+
+
+def test_devices_of_two_names_have_types_of_their_own(tmp_path):
+    links = {(0, 1): Line(3e-3, 1e-8)}
+    write_cluster(
+        tmp_path / "made.toml", nodes_data([measured_node("same"), measured_node("same", 1, "gpu")], links, SETTINGS)
+    )
+    cluster = load_cluster(tmp_path / "made.toml")
+    assert [(device.host, device.type) for device in cluster.devices] == [
+        ("node0", "core"),
+        ("node0", "core"),
+        ("node1", "gpu"),
+    ]
+
+
+@pytest.mark.slow
+def test_two_nodes_are_calibrated_with_their_link(two_nodes, tmp_path):
+    command = [sys.executable, "-c", "from gsreal.cli import main; main()", "calibrate", "--ranks", "1"]
+    command += ["--interface", ADDRESS_DEVICE, "--out", str(tmp_path / "made.toml")]
+    outcomes = ended([["nsenter", namespace, *command] for namespace, _ in two_nodes], [task(0), task(1)], 600)
+    assert [code for code, _ in outcomes] == [0, 0], outcomes
+    cluster = load_cluster(tmp_path / "made.toml")
+    assert len(cluster.devices) == 2
+    run = ["--set", f"cluster={tmp_path / 'made.toml'}", "--interface", ADDRESS_DEVICE]
+    there = result_of(
+        [["nsenter", namespace, *RUN, *run] for namespace, _ in two_nodes], [task(0), task(1)], tmp_path / "results"
+    )
+    assert [each.device for each in there.ranks] == [cluster.devices[0].type] * len(there.ranks)

@@ -1,0 +1,50 @@
+"""Real: trainings with all ranks in one process are those of real ranks, method by method."""
+
+import json
+from pathlib import Path
+
+import pytest
+from real_runs import run_module, scenario_file, star
+
+pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
+
+pytestmark = pytest.mark.real
+
+SMALL = [
+    "workload.model=models/gpt-byte-150k.toml",
+    "workload.sequence_length=16",
+    "workload.global_batch_size=6",
+    "workload.precision=fp64",
+    "workload.learning_rate=1e-3",
+    "plan.bucket_bytes=400000",
+]
+CASES = {
+    "dense": ["plan.method=ddp"],
+    "half": ["plan.method=half"],
+    "powersgd": ["plan.method=powersgd"],
+    "topk": ["plan.method=topk"],
+    "local_sgd": ["plan.method=local_sgd", "plan.sync_every_steps=3"],
+    "diloco": ["plan.method=diloco", "plan.sync_every_steps=3"],
+    "diloco, int8": ["plan.method=diloco", "plan.sync_every_steps=3", "plan.outer.precision=int8"],
+    "pushed": ["plan.push.threshold=1e-3"],
+    "with error feedback": ["plan.push.threshold=1e-3", "plan.push.error_feedback=true"],
+    "thresholded publish": ["plan.push.threshold=1e-3", "plan.publish.threshold=5e-4"],
+    "nothing pushed": ["plan.push.threshold=inf"],
+}
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    folder: Path = tmp_path_factory.mktemp("together")
+    cases = {
+        name: {"scenario": scenario_file("demo.toml"), "overrides": [star(2), *SMALL, *changes]}
+        for name, changes in CASES.items()
+    }
+    (folder / "cases.json").write_text(json.dumps(cases))
+    return run_module("together_ranks", [str(folder / "cases.json")], folder, ranks=2)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_in_one_process_train_as_real_ones(compared, name):
+    assert compared[name]["moved"] > 1e-4
+    assert max(compared[name]["differences"]) < 1e-9
