@@ -123,8 +123,8 @@ class _ScheduleWriter:
             for message in action.messages:
                 self.free(message)
         elif action.kind == "reshard":
-            own = self.stages[action.stage]
-            freed = reshard_stage(own, self.gathered.pop(action.stage, Gathered()), self.resharded)
+            stage = self.stages[action.stage]
+            freed = reshard_stage(stage, self.gathered.pop(action.stage, Gathered()), self.resharded)
             self.add(*with_ids(freed, partial(TaskId.at, stage=self.stage_in_ids(action.stage))))
             self.resharded += 1
         elif action.kind == "reduce":
