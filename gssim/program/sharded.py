@@ -551,7 +551,8 @@ def unshard_stage(low: Lowering, rank: int, phase: str, gathered: Gathered) -> t
     all held until they are copied.
     """
     missing = [u for u in units(low) if not (gathered.root if u.is_root else gathered.before_forward)]
-    gathers = [task for unit in missing for task in _gather(low, rank, unit, phase, ())]
+    issued = {unit.name: (gather_id(unit.name, phase).serving("issue"),) for unit in missing}
+    gathers = [task for unit in missing for task in _gather(low, rank, unit, phase, issued[unit.name])]
     return gathers, [_copy_out(low, rank, unit, phase, unit.flat_bytes) for unit in missing]
 
 
@@ -638,7 +639,6 @@ def _gather(low: Lowering, rank: int, unit: Unit, phase: str, after: tuple[TaskI
     )
     if low.overlaps:
         issued = _need(*flat, Event(2, -copy_bytes, "communication"))
-        after = after or (own.serving("issue"),)
         cast = Task(own.serving("cast"), phase, "communication", duration_s=cast_s, after=after)
         gather = collective_task(own, exchange, "communication", after=after)
         return [Task(own.serving("issue"), phase, need=issued), *([cast] if unit.casts else []), gather]
