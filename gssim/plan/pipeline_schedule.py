@@ -33,7 +33,8 @@ class Action(NamedTuple):
 
     `forward`, `backward`: compute. `send`, `receive`: post messages to the backend, those of one action in one batch,
     without waiting. `wait`: block until the messages are complete. `release`: the last reference of the schedule to a
-    tensor is dropped, and its memory freed.
+    tensor is dropped, and its memory freed. Where parameters are sharded (FSDP2), `unshard` starts to gather all of a
+    stage, `reshard` frees what is gathered, and `reduce` reduces the stage's gradients.
     """
 
     kind: str
@@ -43,19 +44,23 @@ class Action(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def schedule(name: str, *, ranks: int, stages: int, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
-    """Return the actions of each rank in a step.
+def schedule(
+    name: str, *, ranks: int, stages: int, micro_batches: int, sharded: bool = False
+) -> tuple[tuple[Action, ...], ...]:
+    """Return the actions of each rank in a step; `sharded`: those on sharded parameters and gradients too.
 
-    Raises ValueError, with the reason, where the schedule does not exist for these numbers.
+    GPipe and 1F1B leave gathering to the stages' own forwards and backwards. Raises ValueError, with the reason, where
+    the schedule does not exist for these numbers.
 
     >>> [action.kind for action in schedule("1f1b", ranks=2, stages=2, micro_batches=2)[1]][:4]
     ['receive', 'wait', 'forward', 'backward']
     """
     refuse(name, ranks=ranks, stages=stages, micro_batches=micro_batches)
     if name == "interleaved":
-        return _interleaved(ranks, stages // ranks, micro_batches)
+        return _interleaved(ranks, stages // ranks, micro_batches, sharded=sharded)
     single = {"gpipe": _gpipe, "1f1b": _one_forward_one_backward}[name]
-    return tuple(tuple(single(stage, stages, micro_batches)) for stage in range(stages))
+    reduced = [(Action("reduce", stage),) if sharded else () for stage in range(stages)]
+    return tuple((*single(stage, stages, micro_batches), *reduced[stage]) for stage in range(stages))
 
 
 def refuse(name: str, *, ranks: int, stages: int, micro_batches: int) -> None:
@@ -209,14 +214,15 @@ def _exchange(do: _Recorder, sends: tuple[Message, ...], receives: tuple[Message
 # Interleaved ---------------------------------------------------------------------------------------------------------
 
 
-def _interleaved(ranks: int, local: int, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
+def _interleaved(ranks: int, local: int, micro_batches: int, *, sharded: bool) -> tuple[tuple[Action, ...], ...]:
     """Interleaved 1F1B (Narayanan et al. 2021, section 2.2): a rank has `local` stages, and runs the earliest first.
 
     Messages are in flight while the rank computes; all sent tensors stay referenced, and are waited for, to the end.
     """
     stages = ranks * local
-    orders = [_with_idle_slots(_compute_order(rank, ranks, local, micro_batches)) for rank in range(ranks)]
-    return tuple(tuple(_with_waits(order, stages)) for order in _with_messages(orders, stages))
+    orders = [_with_shard_actions(_compute_order(rank, ranks, local, micro_batches)) for rank in range(ranks)]
+    every = [tuple(_with_waits(order, stages)) for order in _with_messages(orders, stages)]
+    return tuple(tuple(each for each in order if sharded or each.kind not in SHARD_ACTIONS) for order in every)
 
 
 def _compute_order(rank: int, ranks: int, local: int, micro_batches: int) -> list[Action]:
@@ -241,31 +247,32 @@ def _compute_order(rank: int, ranks: int, local: int, micro_batches: int) -> lis
 
 
 ACTIVE_STAGES = 3
-"""Stages whose parameters torch would prefetch, were they sharded (_add_unshard_reshard)."""
+"""Stages whose parameters torch gathers ahead, where they are sharded (_add_unshard_reshard)."""
+SHARD_ACTIONS = ("unshard", "reshard", "reduce")
+"""Actions on sharded parameters and gradients; elsewhere they do nothing, but shift the points at which messages are
+posted."""
 
 
-def _with_idle_slots(order: list[Action]) -> list[Action | None]:
-    """Return the order with a None for every action that torch schedules for sharded stages and their gradients.
-
-    These slots are idle, but they shift the points at which messages are posted.
-    """
+def _with_shard_actions(order: list[Action]) -> list[Action]:
+    """Return the order with the actions that torch schedules for sharded stages and their gradients."""
     active: set[int] = set()
     backwards_left: dict[int, int] = defaultdict(int)
     for action in order:
         backwards_left[action.stage] += action.kind == "backward"
-    slots: list[Action | None] = []
+    slots: list[Action] = []
     for i, action in enumerate(order):
         upcoming = list(dict.fromkeys(later.stage for later in order[i:]))[:ACTIVE_STAGES]
-        slots += [None] * (len(active - set(upcoming)) + len(set(upcoming) - active))
+        slots += [Action("reshard", stage) for stage in sorted(active.difference(upcoming))]
+        slots += [Action("unshard", stage) for stage in upcoming if stage not in active]
         active = set(upcoming)
         slots.append(action)
         backwards_left[action.stage] -= action.kind == "backward"
         if action.kind == "backward" and not backwards_left[action.stage]:
-            slots.append(None)  # torch: REDUCE_GRAD
-    return [*slots, *[None] * len(active)]
+            slots.append(Action("reduce", action.stage))
+    return [*slots, *(Action("reshard", stage) for stage in sorted(active))]
 
 
-def _with_messages(orders: list[list[Action | None]], stages: int) -> list[list[Action]]:
+def _with_messages(orders: list[list[Action]], stages: int) -> list[list[Action]]:
     """Return the orders with sends and receives (torch: _add_send_recv).
 
     Rank after rank takes its next action once the messages that it needs have been posted; a sender also inserts the
@@ -280,17 +287,16 @@ def _with_messages(orders: list[list[Action | None]], stages: int) -> list[list[
             if positions[rank] == len(order):
                 continue
             action = order[positions[rank]]
-            if action is not None:
-                if not available[rank].issuperset(_inputs(action, stages)):
-                    continue
-                actions[rank].append(action)
-                for message in _outputs(action, stages):
-                    peer = message.target % ranks
-                    available[rank].add(message)
-                    available[peer].add(message)
-                    if peer != rank:
-                        actions[rank].append(Action("send", messages=(message,)))
-                        actions[peer].append(Action("receive", messages=(message,)))
+            if not available[rank].issuperset(_inputs(action, stages)):
+                continue
+            actions[rank].append(action)
+            for message in _outputs(action, stages):
+                peer = message.target % ranks
+                available[rank].add(message)
+                available[peer].add(message)
+                if peer != rank:
+                    actions[rank].append(Action("send", messages=(message,)))
+                    actions[peer].append(Action("receive", messages=(message,)))
             positions[rank] += 1
     return actions
 
@@ -299,14 +305,15 @@ def _inputs(action: Action, stages: int) -> tuple[Message, ...]:
     if action.kind == "forward":
         return (Message("activation", action.stage - 1, action.micro_batch),) if action.stage else ()
     last = action.stage == stages - 1
-    return () if last else (Message("gradient", action.stage + 1, action.micro_batch),)
+    return () if last or action.kind != "backward" else (Message("gradient", action.stage + 1, action.micro_batch),)
 
 
 def _outputs(action: Action, stages: int) -> tuple[Message, ...]:
     if action.kind == "forward":
         last = action.stage == stages - 1
         return () if last else (Message("activation", action.stage, action.micro_batch),)
-    return (Message("gradient", action.stage, action.micro_batch),) if action.stage else ()
+    is_sent = action.stage > 0 and action.kind == "backward"
+    return (Message("gradient", action.stage, action.micro_batch),) if is_sent else ()
 
 
 def _with_waits(order: list[Action], stages: int) -> Iterator[Action]:

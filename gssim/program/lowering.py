@@ -213,7 +213,13 @@ class Lowering:
         """Schedule of each rank of a pipeline, by its coordinate on the axis pp."""
         plan, ranks = self.scenario.plan, self.scenario.policies.pp
         stages = len(self.all_stages)
-        return schedule(schedule_of(plan, ranks), ranks=ranks, stages=stages, micro_batches=plan.micro_batches)
+        return schedule(
+            schedule_of(plan, ranks),
+            ranks=ranks,
+            stages=stages,
+            micro_batches=plan.micro_batches,
+            sharded=self.reduces_after_schedule,
+        )
 
     def position(self, rank: int) -> int:
         """Return the position of a rank in the group."""

@@ -16,12 +16,13 @@ from gssim.plan import Action, Message
 from gssim.program.compressed import HALF_BYTES
 from gssim.program.lowering import Lowering
 from gssim.program.replicated import is_reduction
-from gssim.program.sharded import Gathered, reduce_stage_gradients
+from gssim.program.sharded import Gathered, reduce_stage_gradients, reshard_stage, unshard_stage
 from gssim.program.stage_boundary import Stage
 from gssim.program.task import BACKWARD, Chunk, MicroBatch, Task, TaskId, Template, collective_task, with_ids
 from gssim.scenario import tied_parameters
 from gssim.units import PRECISION_BYTES
 
+COMPUTES = ("forward", "backward")
 StageTasks = Callable[[Lowering, MicroBatch, Gathered | None], Sequence[Task]]
 """Function that returns forward and backward of one stage for one micro-batch, with the policies' collectives, without
 the micro-batch's number: the same sequence where they are equal. It is told which sharded parameters are gathered."""
@@ -38,15 +39,16 @@ def pipeline(low: Lowering, rank: int, stage_tasks: StageTasks, *, chunked: bool
     """
     mesh = low.scenario.policies.mesh
     stages = {stage.number: _stage_lowering(low, stage) for stage in low.stages}
-    writer = _ScheduleWriter(low, replicas_of(low, rank), stages, _output_bytes(low, rank), low.device(rank))
+    writer = _ScheduleWriter(low, rank, replicas_of(low, rank), stages, _output_bytes(low, rank), low.device(rank))
     writer.add(Task(TaskId("step-begin"), "idle"))
-    for action in low.schedule[mesh.place(rank).pp]:
-        writer.add_action(action, stage_tasks, chunked=chunked)
-    reduced: list[Task] = []
-    for number, own in stages.items() if low.reduces_after_schedule else ():
-        stage = None if own is low else number
-        reduced += with_ids(reduce_stage_gradients(own, rank), partial(TaskId.at, stage=stage))
-    return [*writer.tasks, *writer.deferred, *reduced, *_sum_tied_gradients(low, rank, writer.replicas)]
+    actions = low.schedule[mesh.place(rank).pp]
+    for place, action in enumerate(actions):
+        if action.kind == "unshard":
+            uses = (each for each in actions[place:] if each.kind in COMPUTES and each.stage == action.stage)
+            writer.unshard(next(uses))
+        else:
+            writer.add_action(action, stage_tasks, chunked=chunked)
+    return [*writer.tasks, *writer.deferred, *_sum_tied_gradients(low, rank, writer.replicas)]
 
 
 def _sum_tied_gradients(low: Lowering, rank: int, replicas: Sequence[Sequence[int]]) -> list[Task]:
@@ -81,6 +83,7 @@ class _ScheduleWriter:
     """Translates actions of the schedule into tasks."""
 
     low: Lowering
+    rank: int
     replicas: Sequence[Sequence[int]]
     """Ranks of every replica of the pipeline with as many samples, by position on the axis pp."""
     stages: dict[int, Lowering]
@@ -97,6 +100,10 @@ class _ScheduleWriter:
     """By source and target stage."""
     gathered: dict[int, Gathered] = field(default_factory=dict)
     """Units of each stage that are gathered now, by stage number."""
+    copies: dict[int, list[Task]] = field(default_factory=dict)
+    """Copies of stages' units out of buffers into which they were gathered ahead."""
+    resharded: int = 0
+    """Number of times that a stage was freed between two uses."""
     latest: TaskId = TaskId("step-begin")  # noqa: RUF009 -- immutable
     """The latest task of the compute stream, after which messages are posted."""
 
@@ -115,6 +122,15 @@ class _ScheduleWriter:
         elif action.kind == "release":
             for message in action.messages:
                 self.free(message)
+        elif action.kind == "reshard":
+            stage = self.stages[action.stage]
+            freed = reshard_stage(stage, self.gathered.pop(action.stage, Gathered()), self.resharded)
+            self.add(*with_ids(freed, partial(TaskId.at, stage=self.stage_in_ids(action.stage))))
+            self.resharded += 1
+        elif action.kind == "reduce":
+            reduced = reduce_stage_gradients(self.stages[action.stage], self.rank)
+            self.add(*with_ids(reduced, partial(TaskId.at, stage=self.stage_in_ids(action.stage))))
+            self.gathered.pop(action.stage, None)
         else:
             for message in action.messages:
                 self.post(message, sends=action.kind == "send")
@@ -123,6 +139,7 @@ class _ScheduleWriter:
         """Append the forward or the backward of a stage."""
         low, micro_batch = self.stages[action.stage], self.low.micro_batches[action.micro_batch]
         stage = None if low is self.low else action.stage
+        self.add(*self.copies.pop(action.stage, ()))
         gathered = self.gathered_for(action) if low.reduces_after_schedule else None
         several = stage_tasks(low, micro_batch, gathered)
         key = (id(several), action.kind)
@@ -143,6 +160,20 @@ class _ScheduleWriter:
             self.deferred += [task for task in part if is_reduction(task)]
             part = [task for task in part if not is_reduction(task)]
         self.add(*part)
+
+    def stage_in_ids(self, number: int) -> int | None:
+        """Return the stage in identities of tasks: None for a rank that has one."""
+        return None if self.stages[number] is self.low else number
+
+    def unshard(self, use: Action) -> None:
+        """Append the gathers of a stage ahead of a forward or backward."""
+        number = self.low.micro_batches[use.micro_batch].number
+        now = self.gathered.get(use.stage, Gathered())
+        at = partial(TaskId.at, micro_batch=number, stage=self.stage_in_ids(use.stage))
+        gathers, copies = unshard_stage(self.stages[use.stage], self.rank, use.kind, now)
+        self.add(*with_ids(gathers, at))
+        self.copies[use.stage] = with_ids([*gathers, *copies], at)[len(gathers) :]
+        self.gathered[use.stage] = Gathered(root=True, before_forward=True, before_backward=True)
 
     def gathered_for(self, action: Action) -> Gathered:
         """Return the units of a stage that are gathered before an action; note those that are after it."""

@@ -544,6 +544,27 @@ def run_stage(low: Lowering, rank: int, tasks: list[Task], micro_batch: MicroBat
     return insert_beside(_with_forward_begin(low, tasks), before=before, behind=after)
 
 
+def unshard_stage(low: Lowering, rank: int, phase: str, gathered: Gathered) -> tuple[list[Task], list[Task]]:
+    """Return the gathers of a stage's units ahead of its use, and the copies out of their buffers before that.
+
+    Interleaved schedules gather all units of the next stages so (torch's _add_unshard_reshard); their flat buffers are
+    all held until they are copied.
+    """
+    missing = [u for u in units(low) if not (gathered.root if u.is_root else gathered.before_forward)]
+    issued = {unit.name: (gather_id(unit.name, phase).serving("issue"),) for unit in missing}
+    gathers = [task for unit in missing for task in _gather(low, rank, unit, phase, issued[unit.name])]
+    return gathers, [_copy_out(low, rank, unit, phase, unit.flat_bytes) for unit in missing]
+
+
+def reshard_stage(low: Lowering, gathered: Gathered, number: int) -> list[Task]:
+    """Return the releases of a stage's gathered units between two uses; `number`: of earlier ones in the step."""
+    held = [u for u in units(low) if (gathered.root if u.is_root else gathered.before_forward)]
+    return [
+        Task(TaskId("free", layer=unit.name, part=number), "forward", need=_need(unit.gathered(0, sign=-1)))
+        for unit in held
+    ]
+
+
 def reduce_stage_gradients(low: Lowering, rank: int) -> list[Task]:
     """Return the release of a stage's parameters, and the reduction of its gradients, after the schedule."""
     last = replace(low.micro_batches[-1], sends_gradients=True)

@@ -107,6 +107,20 @@ CASES: dict[int, dict[str, list[str]]] = {
             "plan.schedule=gpipe",
             small("llama"),
         ],
+        "interleaved-zero2-adamw": [
+            *GPT,
+            *ADAMW64,
+            *SHARDED["zero2"],
+            "plan.micro_batches=2",
+            "plan.schedule=interleaved",
+        ],
+        "interleaved-zero2-bert-adamw": [
+            *GPT,
+            *ADAMW64,
+            *SHARDED["zero2"],
+            "plan.micro_batches=2",
+            "plan.schedule=interleaved",
+        ],
         "gpipe-zero2-bert-adamw": [*GPT, *ADAMW64, *SHARDED["zero2"], "plan.micro_batches=2", "plan.schedule=gpipe"],
         "1f1b-zero3-recompute-sgd": [*GPT, *SGD, *SHARDED["zero3"], "plan.micro_batches=3", "plan.recompute=full"],
         "1f1b-gs-adamw": [*GPT, *ADAMW64, *GS, "plan.micro_batches=3"],
@@ -174,6 +188,7 @@ FEW = [
     "1f1b-zero3-adamw",
     "1f1b-gs-adamw",
     "gpipe-zero2-bert-adamw",
+    "interleaved-zero2-bert-adamw",
 ]
 """Every schedule, kind of model, optimizer, way to recompute, and method with replicas once."""
 NAMES = [(ranks, name) for ranks, cases in CASES.items() for name in cases]
