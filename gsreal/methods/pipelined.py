@@ -217,8 +217,11 @@ class PipelineTraining(Training):
             self.run(*arguments, target=targets if targets.numel() else None, return_outputs=False)
         for copy in self.copies:
             assert copy.parameter.grad is not None
-            with self.timeline.span(f"all-reduce {copy.name}", "exposed_communication", copy.group):
-                dist.all_reduce(copy.parameter.grad, group=copy.group)
+            gradient = copy.parameter.grad
+            own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            if own.numel():  # equal shards of every copy
+                with self.timeline.span(f"all-reduce {copy.name}", "exposed_communication", copy.group):
+                    dist.all_reduce(own, group=copy.group)
         self._update()
         self.timeline.end_step()
         means = self.losses.means

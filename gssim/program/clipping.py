@@ -23,6 +23,7 @@ from gssim.collectives import Communication
 from gssim.program.lowering import Lowering
 from gssim.program.task import Task, TaskId, collective_task
 from gssim.program.tensor_slices import sum_over_slices
+from gssim.scenario import tied_parameters
 
 SQUARES_BYTES = 8
 """Bytes of a sum of squares in fp64."""
@@ -92,7 +93,7 @@ def _sums(low: Lowering, rank: int, replicas: Sequence[Sequence[int]]) -> Iterat
     if policies.tp > 1:
         yield sum_over_slices(low, rank, _sum_id("of slices"), SQUARES_BYTES)
     if policies.gradients == "reduce-scatter" and policies.shards > 1:
-        size = SQUARES_BYTES if policies.tp > 1 else low.master_bytes * len(low.parameters)
+        size = SQUARES_BYTES if policies.tp > 1 else low.master_bytes * _counted_tensors(low, rank)
         yield collective_task(_sum_id(), low.communication("all-reduce", "dp_shard", size))
     elif policies.gradients == "push" and len(low.group) > 1:
         for axis in (policies.push_axis, *(["dp_shard"] if low.places > 1 else [])):
@@ -105,6 +106,17 @@ def _sums(low: Lowering, rank: int, replicas: Sequence[Sequence[int]]) -> Iterat
         first, *others = replicas
         exchange = Communication("all-reduce", tuple(first), SQUARES_BYTES, beside=tuple(map(tuple, others)))
         yield collective_task(_sum_id("of the stages"), exchange)
+
+
+def _counted_tensors(low: Lowering, rank: int) -> int:
+    """Return the number of a rank's parameters, without copies of tied ones that an earlier stage holds."""
+    count = len(low.parameters)
+    if low.stages:
+        pp, place = low.policies.pp, low.policies.mesh.place(rank).pp
+        for tied in tied_parameters(low.whole_layers, low.scenario.stage_ranges):
+            places = {stage % pp for stage in tied.stages}
+            count -= place in places and place != tied.stages[0] % pp
+    return count
 
 
 def _sum_id(of: str = "") -> TaskId:

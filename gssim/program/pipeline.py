@@ -2,6 +2,7 @@
 stages.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -54,20 +55,30 @@ def pipeline(low: Lowering, rank: int, stage_tasks: StageTasks, *, chunked: bool
 def _sum_tied_gradients(low: Lowering, rank: int, replicas: Sequence[Sequence[int]]) -> list[Task]:
     """Return the all-reduces of the gradients of tied parameters over the ranks that hold a copy, one after another.
 
-    They follow the reductions over replicas; see [Note: tied] in `gssim.scenario.stages`.
+    They follow the reductions over replicas; see [Note: tied] in `gssim.scenario.stages`. Where parameters are sharded,
+    the gradients are those of equal shards, in the shards' precision.
     """
     tasks, count = [], len(replicas[0])
-    scenario = low.scenario
+    scenario, mesh = low.scenario, low.policies.mesh
+    sharded, precision = low.reduces_after_schedule, scenario.workload.precision
+    summed = precision if PRECISION_BYTES[precision] == HALF_BYTES and not sharded else ""
     for tied in low.shared.once(
         "tied", Same(scenario), lambda: tied_parameters(low.whole_layers, scenario.stage_ranges)
     ):
         places = sorted({stage % count for stage in tied.stages})
-        if low.scenario.policies.mesh.place(rank).pp not in places or len(places) == 1:
+        if mesh.place(rank).pp not in places or len(places) == 1:
             continue
-        first, *others = (tuple(ranks[place] for place in places) for ranks in replicas)
-        precision = low.scenario.workload.precision
-        summed = precision if PRECISION_BYTES[precision] == HALF_BYTES else ""
-        size = tied.elements * low.value_bytes
+        elements, alike = tied.elements, replicas
+        if sharded:
+            rows = low.whole_layers[tied.layer].layer.parameters[tied.place].shape[0]
+            chunk = math.ceil(rows / low.shards)
+            held = [max(0, min(chunk, rows - i * chunk)) * (elements // rows) for i in range(low.shards)]
+            elements = held[mesh.place(rank).dp_shard]
+            alike = [ranks for ranks in replicas if held[mesh.place(ranks[0]).dp_shard] == elements]
+        if not elements:
+            continue
+        first, *others = (tuple(ranks[place] for place in places) for ranks in alike)
+        size = elements * (low.master_bytes if sharded else low.value_bytes)
         exchange = Communication("all-reduce", first, size, beside=tuple(others), half_precision=summed)
         tasks.append(collective_task(TaskId("all-reduce", layer=tied.name), exchange))
     return tasks

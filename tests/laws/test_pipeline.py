@@ -307,7 +307,11 @@ def test_sharded_stages_gather_what_they_have_freed_and_reduce_once(method, sche
         ({"gradient_sync": "micro-batch"}, {}, "plan.gradient_sync = 'micro-batch'"),
         ({"method": "gs", "schedule": "interleaved"}, {}, "pushes are of one stage"),
         ({"method": "gs", "publish": {"overlap": True}}, {}, "plan.publish.overlap"),
-        ({}, {"model": "gpt2-124m"}, "gradients of transformer.wte.weight, which stages on several ranks use"),
+        (
+            {"method": "gs"},
+            {"model": "gpt2-124m"},
+            "gradients of transformer.wte.weight, which stages on several ranks use",
+        ),
     ],
 )
 def test_what_sharded_stages_cannot_do_yet_is_refused(plan, settings, message):

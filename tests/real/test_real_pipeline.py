@@ -123,6 +123,14 @@ CASES: dict[int, dict[str, list[str]]] = {
         ],
         "gpipe-zero2-bert-adamw": [*GPT, *ADAMW64, *SHARDED["zero2"], "plan.micro_batches=2", "plan.schedule=gpipe"],
         "1f1b-zero3-recompute-sgd": [*GPT, *SGD, *SHARDED["zero3"], "plan.micro_batches=3", "plan.recompute=full"],
+        "1f1b-zero3-tied-sgd": [
+            *GPT,
+            *SGD,
+            *SHARDED["zero3"],
+            "plan.micro_batches=3",
+            "workload.clip_norm=0.05",
+            small("gpt-tied"),
+        ],
         "1f1b-gs-adamw": [*GPT, *ADAMW64, *GS, "plan.micro_batches=3"],
         "gpipe-gs-uneven-sgd": [
             *GPT,
