@@ -114,6 +114,8 @@ class Software:
     """A tensor of the size of each linear layer's weight is kept, one for each shape: Transformer Engine hands it to
     autograd where products add to gradients themselves (module/base.py, get_dummy_wgrad). The output layer, which is
     Megatron-LM's, allocates one of its own in each backward (core/tensor_parallel/layers.py, grad_weight)."""
+    receives_in_flight: bool = False
+    """Stages of a pipeline have receive buffers for what is in flight alone (`plan.receive_buffers`)."""
     context_ranks: int = 1
     """Ranks that share each sequence, with ring attention: sizes are those of a rank's part of the sequence."""
     float8_maps: bool = False

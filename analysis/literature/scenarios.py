@@ -251,6 +251,8 @@ def plan_of(run: Run) -> dict[str, Any]:
         plan["zero1_implementation"] = "megatron"
     if run.pp > 1:
         plan["pp"] = run.pp
+        if run.software.receives_in_flight:
+            plan["receive_buffers"] = "in-flight"
         plan["stages"] = list(stages_of(run))
         filled = "1f1b" if run.micro_batches >= run.pp else "gpipe"
         plan["schedule"] = "interleaved" if run.chunks > 1 else filled

@@ -288,6 +288,10 @@ class Plan:
     copy of it whatever the precision; parts are all-gathered in buckets of 5e8 elements (predicted only). `megatron`:
     Megatron-LM's distributed optimizer: the same parts, but gradients exist in one buffer alone, to which the products
     that compute them add, and which is reduce-scattered, not all-reduced (predicted only)."""
+    receive_buffers: Literal["micro-batch", "in-flight"] = "micro-batch"
+    """For pipelines. `micro-batch`: a stage keeps a buffer for every micro-batch's input, and for every gradient of its
+    output, all step (torch's PipelineStage). `in-flight`: it has buffers for inputs whose backward is still to come,
+    and for one gradient (Megatron-LM, DeepSpeed; predicted only)."""
     push: Push = field(default_factory=Push)
     """Push of gradients to owners."""
     publish: Publish = field(default_factory=Publish)

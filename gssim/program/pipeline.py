@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import Literal
 
 from gssim import collectives
@@ -264,13 +265,18 @@ def stage_buffers(low: Lowering, rank: int) -> dict[str, float]:
     """Return the persistent buffers of a pipeline rank at the ends of its stages, by category.
 
     Inputs are on the first stage, targets on the last. PipelineStage allocates a receive buffer for each micro-batch's
-    input, and for each gradient of its output, in the first step, and keeps it.
+    input, and for each gradient of its output, in the first step, and keeps it; see `plan.receive_buffers`.
     """
     last = len(low.all_stages) - 1
     numbers = {stage.number for stage in low.stages}
-    received = [number - 1 for number in numbers if number > 0] + [number for number in numbers if number < last]
-    sizes = _output_bytes(low, rank)
-    received_bytes = sum(sizes[number] for number in received)
+    sizes, in_flight = _output_bytes(low, rank), low.scenario.plan.receive_buffers == "in-flight"
+    actions, every = low.schedule[low.policies.mesh.place(rank).pp], len(low.micro_batches)
+    received_bytes = sum(
+        sizes[number - 1] * (_most_in_flight(actions, number) if in_flight else every)
+        for number in numbers
+        if number > 0
+    )
+    received_bytes += sum(sizes[number] * (1 if in_flight else every) for number in numbers if number < last)
     workload = low.scenario.workload
     return {
         "input": input_bytes(
@@ -281,5 +287,17 @@ def stage_buffers(low: Lowering, rank: int) -> dict[str, float]:
             inputs=0 in numbers,
             targets=last in numbers,
         ),
-        "communication": received_bytes * len(low.micro_batches),
+        "communication": received_bytes,
     }
+
+
+def _most_in_flight(actions: Sequence[Action], stage: int) -> int:
+    """Return the most micro-batches of a stage whose forward has begun and whose backward has not ended.
+
+    >>> from gssim.plan import schedule
+    >>> [_most_in_flight(schedule("1f1b", ranks=3, stages=3, micro_batches=8)[stage], stage) for stage in range(3)]
+    [3, 2, 1]
+    """
+    change = {"forward": 1, "backward": -1}
+    now = [change.get(each.kind, 0) for each in actions if each.stage == stage]
+    return max(accumulate(now), default=0)

@@ -291,6 +291,10 @@ def _check_pipeline(scenario: Scenario, policies: Policies, file: str) -> None:
         for key in ("schedule", "stages"):
             if getattr(plan, key) is not None:
                 raise UserError(f"{file}: plan.{key} = {getattr(plan, key)!r}: there is no pipeline; leave it out")
+        if plan.receive_buffers != Plan(method=plan.method).receive_buffers:
+            raise UserError(
+                f"{file}: plan.receive_buffers = {plan.receive_buffers!r}: there is no pipeline; leave it out"
+            )
         return
     _check_pipeline_policies(plan, policies, file)
     _check_stages(scenario, policies.pp, file)

@@ -174,6 +174,7 @@ def sailor(record: Mapping[str, str], identity: str) -> Run:
             fused_softmax=False,
             early_stop=False,
             in_place_loss=True,
+            receives_in_flight=True,
         ),
         method=method_of(dp, tp, pp),
         dp=dp,
