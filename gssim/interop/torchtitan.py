@@ -26,7 +26,10 @@ TORCHTITAN: dict[str, Rule] = {
     **refused("schedules from a file cannot be simulated", "parallelism.pipeline_parallel_schedule_csv"),
     **refused("expert parallelism cannot be simulated", "parallelism.expert_tensor_parallel_degree", neutral=(1,)),
     **listed("of experts, which are off or refused", "parallelism.*expert*"),
-    **listed("of context parallelism, which is off or simulated by all-to-alls", "parallelism.context_parallel_*"),
+    **listed(
+        "of context parallelism, which is off, or approximated: keys and values pass in a ring of shifts",
+        "parallelism.context_parallel_*",
+    ),
     **refused("stages by names of modules: say plan.stages", "parallelism.module_fqns*", or_set=("plan.stages",)),
     **refused(
         "the first stages by weights: say plan.stages",
