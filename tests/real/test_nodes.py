@@ -84,7 +84,7 @@ def result_of(commands, environments, folder):
     return read_result(file)
 
 
-@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+@pytest.mark.parametrize("launcher", ["srun", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_two_nodes_train_like_one_launch(two_nodes, alone, tmp_path, launcher):
     commands, environments = [], []
     for number, (namespace, _) in enumerate(two_nodes):
@@ -141,6 +141,7 @@ def test_a_host_name_that_others_cannot_reach_needs_an_interface(monkeypatch, ad
     nodes.check_launcher(2, where="pair.toml")
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_meet_end_within_the_timeout():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]  # free, and closed in a moment
