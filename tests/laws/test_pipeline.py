@@ -375,3 +375,24 @@ def test_replicas_that_are_alike_are_simulated_once_and_change_nothing(slow, sch
     machine, _ = machine_of(scenario, steps=1)
     if slow is None:
         assert len(machine.classes) == (2 if batch == "even" else 4)
+
+
+# Receive buffers -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("schedule", "inputs_in_flight"), [("gpipe", (5, 5)), ("1f1b", (2, 1))])
+def test_stages_keep_buffers_for_every_micro_batch_or_for_what_is_in_flight(schedule, inputs_in_flight):
+    """Of three stages the later two receive inputs, the earlier two gradients: of the same size in this chain."""
+    sizes = {}
+    for rule in ("micro-batch", "in-flight"):
+        scenario = pipelined(3, 5, model=chain(6), schedule=schedule, receive_buffers=rule)
+        sizes[rule] = [held["communication"] for held in lower(scenario, unfolded=True).persistent]
+    size = sizes["micro-batch"][0] / 5  # a gradient of the first stage's output for each micro-batch
+    assert sizes["micro-batch"] == [5 * size, 10 * size, 5 * size]
+    middle, last = inputs_in_flight
+    assert sizes["in-flight"] == [size, (middle + 1) * size, last * size]
+
+
+def test_receive_buffers_are_of_pipelines():
+    with pytest.raises(UserError, match=r"plan\.receive_buffers = 'in-flight': there is no pipeline"):
+        scenario_of(star(2), {"method": "ddp", "receive_buffers": "in-flight"}, model=GPT, global_batch_size=2)
