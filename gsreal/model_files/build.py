@@ -224,6 +224,8 @@ def build_module(module: Module, *, where: str) -> nn.Module:
     built = _without_adapters(module, where)
     if module.adapters is not None:
         adapt(built, module.adapters, where=where)
+    for name in module.frozen or ():
+        built.get_parameter(name).requires_grad_(False)
     return built
 
 

@@ -2,7 +2,7 @@
 
 Three kinds of steps are traced: no layer is trained (autograd saves nothing), the first layer alone (all others pass
 gradients on), and each layer alone (it gets its weight gradients, but its input no gradient). They are combined for any
-range of layers that a rank owns in `gssim.program.owned`.
+range of layers that a rank owns in `gssim.workload.owned`.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -2,7 +2,6 @@
 
 from gssim.program.lowering import Lowering
 from gssim.program.optimizer import workspaces
-from gssim.program.owned import owned_layers
 from gssim.program.passes import Steps, StepTraffic, lower, lowering_key
 from gssim.program.periodic import after_inner_steps
 from gssim.program.sharded import Tensors, units
@@ -39,7 +38,6 @@ __all__ = [
     "each_once",
     "lower",
     "lowering_key",
-    "owned_layers",
     "parts_of",
     "program_table",
     "program_text",

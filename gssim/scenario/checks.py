@@ -101,19 +101,31 @@ def _check_compressor(scenario: Scenario, policies: Policies, file: str) -> None
 
 
 def _check_traced_variants(scenario: Scenario, policies: Policies, file: str) -> None:
-    """Refuse adapters and autocast where plans divide the model's layers, and what adapters are not trained with."""
+    """Refuse adapters, autocast and frozen layers where plans divide the model's layers, or they do not run so."""
     workload, plan = scenario.workload, scenario.plan
-    name = "adapters" if workload.adapters is not None else "autocast"
-    if workload.adapters is None and workload.autocast is None:
+    name = next((key for key in ("adapters", "autocast", "frozen") if getattr(workload, key) is not None), None)
+    if name is None:
         return
-    where = f"{file}: workload.{name}"
+    where, variant = f"{file}: workload.{name}", "frozen layers" if name == "frozen" else name
     for key, value in (("pp", policies.pp), ("tp", policies.tp), ("cp", policies.cp), ("ep", policies.ep)):
         if value > 1:
             raise UserError(
-                f"{where}: cannot run yet beside plan.{key} = {value}: parts of the model are traced without {name}; "
+                f"{where}: cannot run yet beside plan.{key} = {value}: parts of the model are traced without {variant}; "
                 "leave one of them out"
             )
     runs = policies.partition == "data" and policies.gradients != "periodic" and policies.push_axis != "dp_replicate"
+    if name == "frozen":
+        if not runs or policies.compressor or policies.gradients not in ("local", "all-reduce"):
+            raise UserError(
+                f"{where}: cannot run yet with method '{plan.method}': how it gathers, pushes or compresses beside "
+                "frozen layers is not modelled; allowed: methods single, ddp, zero1"
+            )
+        if plan.recompute != "none":
+            raise UserError(
+                f"{where}: plan.recompute = '{plan.recompute}': cannot run yet: what a recomputation keeps of frozen "
+                "layers is not traced; allowed: 'none'"
+            )
+        return
     pushes_units = policies.gradients == "push" and policies.parameters != "replicated"
     two_axes = policies.gradients == "reduce-scatter" and policies.dp_replicate > 1
     pushes_casts = workload.autocast is not None and policies.gradients == "push"

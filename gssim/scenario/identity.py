@@ -196,6 +196,7 @@ def resolved(scenario: "Scenario", shared: Shared) -> dict[str, Any]:
         (data["workload"], "loss_scale", scenario.workload.loss_scale is None),
         (data["workload"], "clip_norm", scenario.workload.clip_norm is None),
         (data["workload"], "adapters", scenario.workload.adapters is None),
+        (data["workload"], "frozen", scenario.workload.frozen is None),
         (data["workload"], "autocast", scenario.workload.autocast is None),
         (data["workload"], "tf32", not scenario.workload.tf32),
         (data["plan"]["shares"], "replanning", not plan.shares.replan),

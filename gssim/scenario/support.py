@@ -31,6 +31,7 @@ FEATURES: dict[str, Mapping[str, Any]] = {
     "bf16": {"workload.precision": "bf16"},
     "fp16": {"workload.precision": "fp16"},
     "autocast in bf16": {"workload.autocast": "bf16"},
+    "frozen layers": {"workload.frozen": ("*.0",)},
     "low-rank adapters": {"workload.adapters.rank": 8},
     "DeepSpeed's ZeRO-1": {"plan.zero1_implementation": "deepspeed"},
     "Megatron-LM's distributed optimizer": {"plan.zero1_implementation": "megatron"},

@@ -36,6 +36,7 @@ from gssim.workload.optimizers import (
     optimizer_state_bytes,
     optimizer_temporary_bytes,
 )
+from gssim.workload.owned import OwnedLayers, owned_layers
 from gssim.workload.shipped import shipped_models
 from gssim.workload.workload import PATHS, Glue, ImageFolder, TextFolder, Workload
 
@@ -57,6 +58,7 @@ __all__ = [
     "Model",
     "Module",
     "Moment",
+    "OwnedLayers",
     "Parameter",
     "PartialBackward",
     "Polynomial",
@@ -72,6 +74,7 @@ __all__ = [
     "optimizer_operations",
     "optimizer_state_bytes",
     "optimizer_temporary_bytes",
+    "owned_layers",
     "shipped_models",
     "sliced_layer",
     "unrolled",

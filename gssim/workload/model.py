@@ -84,6 +84,8 @@ class Module:
     """Used instead of a factory."""
     adapters: Adapters | None = None
     """Adapters that are added to it; `workload.adapters` sets them."""
+    frozen: tuple[str, ...] | None = None
+    """Names of parameters that are not trained; `workload.frozen` sets them."""
 
     def __post_init__(self) -> None:
         """Refuse neither and both."""
@@ -92,10 +94,11 @@ class Module:
 
     @model_serializer(mode="wrap")
     def _without_absent(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Return plain data without absent adapters."""
+        """Return plain data without absent adapters or frozen modules."""
         data: dict[str, Any] = inner(self)
-        if data.get("adapters") is None:
-            data.pop("adapters", None)
+        for key in ("adapters", "frozen"):
+            if data.get(key) is None:
+                data.pop(key, None)
         return data
 
 
@@ -204,7 +207,7 @@ class Model:
     traced_autocast: Literal["bf16", "fp16"] | None = None
     """Precision of torch.autocast under which `layers` were traced; absent: they were traced without."""
     whole_layers: tuple[Layer, ...] = ()
-    """Of a model with adapters: its layers without, of which measured profiles are; else empty."""
+    """Of a model with adapters or frozen layers: its layers without, of which measured profiles are; else empty."""
 
     def __post_init__(self) -> None:
         """Refuse a model that is too large, and layers that share a name."""

@@ -6,6 +6,7 @@ from pydantic import Discriminator, Field, Tag
 
 from gssim.units import NonNegativeFloat, PositiveFloat, PositiveInt, Precision, limited, spec
 from gssim.workload.model import Adapters, ImageInput, Model, TokenInput, under_autocast, with_adapters
+from gssim.workload.owned import with_frozen_layers
 
 GlueTask = Literal["CoLA", "SST-2", "MRPC", "QQP", "STS-B", "MNLI", "QNLI", "RTE", "WNLI"]
 Mean = Annotated[float, Field(allow_inf_nan=False)]
@@ -169,6 +170,11 @@ class Workload:
     """Largest norm of all gradients together, to which they are scaled down before the update; absent: they are not."""
     adapters: Adapters | None = None
     """Low-rank adapters (LoRA), which alone are trained; absent: all parameters are."""
+    frozen: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
+    """Layers of the model file that are not trained, by patterns of their modules' paths, such as
+    `["transformer.wte", "transformer.h.[0-5]"]`: all of a layer's parameters (those of positions are the embedding's)
+    get no gradient and no optimizer state, and below the first trained layer there is no backward. Absent: all are
+    trained."""
     expert_load: Load = "balanced"
     """Load of routed experts where `plan.ep` divides them: `balanced`, a table, or the name of a TOML or JSON
     file of that table. The fullest rank sets the time of a layer."""
@@ -181,6 +187,7 @@ class Workload:
     def __post_init__(self) -> None:
         """Refuse shapes and data that do not fit the model."""
         self._choose_layers()
+        self._freeze_layers()
         source = self.model.input
         if not isinstance(self.data, str) and (task := _task_of(self.data, source)) != source.task:
             raise ValueError(f"data.kind = '{self.data.kind}': is for {task}, the model's task is {source.task}")
@@ -216,6 +223,18 @@ class Workload:
             object.__setattr__(self, "model", with_adapters(self.model, self.adapters))
         elif self.model.module.adapters is not None:
             raise ValueError("adapters: missing; the model has adapters")
+
+    def _freeze_layers(self) -> None:
+        """Take the model with the frozen layers; refuse adapters and autocast beside them."""
+        if self.frozen is None:
+            if self.model.module.frozen is not None:
+                raise ValueError("frozen: missing; layers of the model are frozen")
+            return
+        if self.adapters is not None:
+            raise ValueError("frozen: adapters freeze all else already; leave one out")
+        if self.autocast is not None:
+            raise ValueError(f"autocast = '{self.autocast}': cannot run yet beside frozen layers; leave one out")
+        object.__setattr__(self, "model", with_frozen_layers(self.model, self.frozen))
 
 
 def _task_of(data: ImageFolder | Glue | TextFolder, source: TokenInput | ImageInput) -> str:

@@ -19,12 +19,12 @@ from gssim import cost
 from gssim.cluster import Cluster
 from gssim.errors import UserError
 from gssim.plan import splitting
-from gssim.program import Lowering, lower, owned_layers
+from gssim.program import Lowering, lower
 from gssim.result import RankClass, Result
 from gssim.scenario import Scenario
 from gssim.simulation import simulate
 from gssim.units import validated
-from gssim.workload import Model, unrolled
+from gssim.workload import Model, owned_layers, unrolled
 
 FLOP = 1000
 """Of a layer's forward, of the gradient of its input, and of its weight gradient, for each sample and token."""
@@ -321,3 +321,63 @@ def test_a_model_file_that_says_nothing_of_frozen_layers_is_refused():
 def test_a_batch_need_not_be_divided():
     scenario = scenario_of(star(3), {"method": "gs_wgrad"}, model=stack(6), global_batch_size=1)
     assert scenario.batch_sizes == (1, 1, 1)
+
+
+# Frozen layers -------------------------------------------------------------------------------------------------------
+
+
+def with_frozen(frozen: list[str], *, ranks: int = 1, **changes: Any) -> Scenario:
+    """Return a training of four equal layers and a loss, of which those that match are frozen."""
+    plan = {"method": "single" if ranks == 1 else "ddp"} | changes.pop("plan", {})
+    sizes = {"global_batch_size": SAMPLES, "sequence_length": TOKENS}
+    return scenario_of(star(ranks), plan, model=stack(4), frozen=tuple(frozen), **sizes, **changes)
+
+
+@pytest.mark.parametrize(
+    ("frozen", "backward"),
+    [
+        (["h.0"], 0 + 1 + 2 + 2),  # the deepest trained layer computes no gradient of its input
+        (["h.[01]"], 0 + 0 + 1 + 2),
+        (["h.1"], 2 + 1 + 2 + 2),  # a frozen layer between computes that alone
+        (["h.1", "h.3"], 2 + 1 + 2 + 1),
+    ],
+)
+def test_frozen_layers_compute_what_lower_layers_need(frozen, backward):
+    (one,) = result_of(with_frozen(frozen)).ranks
+    assert one.phases_s["forward"] == pytest.approx(4 * ONE_S)
+    assert one.phases_s["backward"] == pytest.approx(backward * ONE_S)
+
+
+def test_frozen_layers_have_parameters_and_neither_gradients_nor_optimizer_state():
+    adam = {"optimizer": "adamw", "ranks": 2}
+    whole, some = (result_of(with_frozen(names, **adam)) for names in (["h.0"], ["h.0", "h.2"]))
+    held = [each.ranks[0].peak_by_category_bytes for each in (whole, some)]
+    parameters, states, buckets = ([each[key] for each in held] for key in ("parameters", "optimizer", "buckets"))
+    assert parameters[0] == parameters[1] == 4 * 16 * 4
+    # two states of each of 16 elements, and a counter of 4 bytes
+    assert states[0] - states[1] == 2 * 16 * 4 + 4
+    assert buckets[0] - buckets[1] == 16 * 4
+    sent = [sum(entry.bytes * entry.count for entry in each.collectives) for each in (whole, some)]
+    assert sent == [3 * 16 * 4, 2 * 16 * 4]
+
+
+def test_frozen_layers_are_part_of_the_question():
+    ids = [with_frozen(names).scenario_id for names in (["h.0"], ["h.1"], ["h.[0]"])]
+    assert len(set(ids)) == 3
+
+
+@pytest.mark.parametrize(
+    ("frozen", "plan", "said"),
+    [
+        (["h.9"], {}, r"frozen: 'h.9' matches no layer with parameters; they are h.0, h.1, h.2, h.3"),
+        (["*"], {}, "frozen: all layers are; at least one must be trained"),
+        (["h.0"], {"recompute": "full"}, "plan.recompute = 'full': cannot run yet"),
+        (["h.0"], {"method": "zero3"}, "cannot run yet with method 'zero3': .* allowed: methods single, ddp, zero1"),
+        (["h.0"], {"method": "gs"}, "cannot run yet with method 'gs'"),
+        (["h.0"], {"method": "gs_wgrad"}, "cannot run yet with method 'gs_wgrad'"),
+        (["h.0"], {"pp": 2, "micro_batches": 2}, "cannot run yet beside plan.pp = 2"),
+    ],
+)
+def test_frozen_layers_are_refused_where_they_are_not_modelled(frozen, plan, said):
+    with pytest.raises((UserError, ValueError), match=said):
+        with_frozen(frozen, ranks=2, plan=plan)

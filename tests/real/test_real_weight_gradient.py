@@ -19,9 +19,8 @@ from gsreal.model_files.partial_backward import record_trained
 from gsreal.model_files.recorder import Record
 from gsreal.model_files.step import fake_module
 from gssim.memory import activation_timeline
-from gssim.program import owned_layers
 from gssim.scenario import load_model
-from gssim.workload import LayerInstance, Model, unrolled
+from gssim.workload import LayerInstance, Model, owned_layers, unrolled
 
 pytestmark = pytest.mark.real
 

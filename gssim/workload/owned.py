@@ -1,4 +1,4 @@
-"""The layers of a model as run by a rank that computes the weight gradients of its own layers only.
+"""The layers of a model of which only some are trained: those that a rank owns, or all that are not frozen.
 
 [Note: roles] From the loss down, a layer's backward only propagates gradients (`frozen`), or computes weight gradients
 as well (`whole`); that of the `deepest` owned layer computes weight gradients, but none for its input; below that there
@@ -12,17 +12,21 @@ forward is over: the module's own variables and arguments refer to it.
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import lru_cache
 
-from gssim.workload import (
+from gssim.cache import Same
+from gssim.workload.layer import (
     Buffer,
     Layer,
-    LayerInstance,
     Moment,
+    Parameter,
     PartialBackward,
     Polynomial,
     layer_input_gradient,
     layer_output,
 )
+from gssim.workload.model import LayerInstance, Model, unrolled
 
 NO_COST = Polynomial(((0, 0, 0),))
 LAST = 2**31
@@ -56,6 +60,74 @@ def owned_layers(layers: Sequence[LayerInstance], owned: AbstractSet[int]) -> Ow
             once[key] = _adapted_to_neighbours(layer_and_neighbours, roles_around)
         adapted.append(replace(instance, layer=_ended_at(once[key], index - deepest)))
     return OwnedLayers(tuple(adapted), deepest, tuple(roles))
+
+
+def with_frozen_layers(model: Model, patterns: tuple[str, ...]) -> Model:
+    """Return the model with the layers frozen whose modules match a pattern; itself if they are.
+
+    Raises ValueError where a pattern matches nothing, nothing is left to train, or the model is not traced so.
+    """
+    if model.module.frozen is None:
+        return _with_frozen_layers(Same(model), patterns)
+    whole = unrolled(replace(model, layers=model.whole_layers))
+    if _frozen_names(whole, _frozen_layers(whole, patterns)) != model.module.frozen:
+        raise ValueError(f"frozen = {list(patterns)}: other layers of the model are frozen already")
+    return model
+
+
+def _frozen_layers(layers: Sequence[LayerInstance], patterns: Sequence[str]) -> frozenset[int]:
+    """Return the indices of the layers with parameters whose modules match a pattern."""
+    trained = [instance for instance in layers if instance.layer.parameters]
+    return frozenset(each.index for each in trained if any(fnmatchcase(each.module, name) for name in patterns))
+
+
+def _frozen_names(layers: Sequence[LayerInstance], frozen: AbstractSet[int]) -> tuple[str, ...]:
+    return tuple(name for index in sorted(frozen) for name in layers[index].parameter_names)
+
+
+@lru_cache(maxsize=64)
+def _with_frozen_layers(same: Same, patterns: tuple[str, ...]) -> Model:
+    model = same.value
+    assert isinstance(model, Model)
+    layers = unrolled(model)
+    with_parameters = [instance for instance in layers if instance.layer.parameters]
+    modules = [instance.module for instance in with_parameters]
+    for pattern in patterns:
+        if not any(fnmatchcase(module, pattern) for module in modules):
+            raise ValueError(f"frozen: '{pattern}' matches no layer with parameters; they are {', '.join(modules)}")
+    frozen = _frozen_layers(layers, patterns)
+    if len(frozen) == len(with_parameters):
+        raise ValueError("frozen: all layers are; at least one must be trained")
+    if any(layer.untrained_buffers is None for layer in model.layers):
+        raise ValueError(
+            f"frozen: '{model.name}' lacks the costs of its layers with frozen parameters; trace it again with "
+            "`gsreal trace` (a layer may use only the output of the one before it, and no parameter of another's)"
+        )
+    trained = owned_layers(layers, {instance.index for instance in layers} - frozen).layers
+    entries: list[Layer] = []
+    for before, (whole, instance) in zip([None, *trained], zip(layers, trained, strict=True), strict=False):
+        if before and before.layer is instance.layer and entries[-1].modules:
+            entries[-1] = replace(entries[-1], modules=(*entries[-1].modules, instance.module))
+            continue
+        layer = instance.layer
+        if instance.index in frozen:
+            at_rest = tuple(Parameter(p.name, p.shape, Moment("end"), Moment("end")) for p in whole.layer.parameters)
+            layer = replace(layer, frozen_parameters=at_rest)
+        again = any(entry.name == layer.name for entry in entries)
+        name = f"{layer.name} of {instance.module}" if again else layer.name
+        entries.append(replace(layer, name=name, modules=(instance.module,) if layer.modules else ()))
+    return replace(
+        model,
+        module=replace(model.module, frozen=_frozen_names(layers, frozen)),
+        layers=tuple(entries),
+        whole_layers=model.layers,
+        adapted=(),
+        autocast=(),
+        sliced_layers=(),
+        sequence_layers=(),
+        expert_layers=(),
+        context_layers=(),
+    )
 
 
 def _roles(layers: Sequence[LayerInstance], owned: AbstractSet[int]) -> list[str]:

@@ -1,0 +1,58 @@
+"""Real: models with frozen layers train as on one device, with the predicted collectives and peaks."""
+
+import json
+from pathlib import Path
+
+import pytest
+from real_runs import predicted, predicted_peaks, run_cases, scenario_file, star, tolerance_of
+
+pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
+
+pytestmark = pytest.mark.real
+
+MODEL = Path(__file__).resolve().parents[2] / "scenarios" / "models" / "gpt-byte-150k.toml"
+FROZEN = {
+    "lowest": '["tokens", "blocks.0"]',  # no backward below the second block
+    "between": '["blocks.0"]',  # gradients pass through it
+    "embedding": '["tokens"]',
+    "highest": '["blocks.1", "norm"]',
+}
+SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
+USUAL = ["workload.sequence_length=24", "workload.global_batch_size=12", *SGD]
+
+
+def case(method: str, ranks: int, frozen: str, *changes: str) -> dict[str, object]:
+    named = [f"plan.method={method}", f"workload.frozen={FROZEN[frozen]}"]
+    overrides = [star(ranks), f"workload.model={MODEL}", *USUAL, *named, *changes]
+    return {"scenario": scenario_file("demo.toml"), "overrides": overrides}
+
+
+def cases_of(ranks: int) -> dict[str, dict[str, object]]:
+    cases = {f"{m}-{name}-sgd": case(m, ranks, name) for m in ("ddp", "zero1") for name in FROZEN}
+    cases["ddp-micro-batches-sgd"] = case("ddp", ranks, "lowest", "plan.micro_batches=2")
+    cases["zero1-clipped-sgd"] = case("zero1", ranks, "between", "workload.clip_norm=0.01")
+    return cases
+
+
+@pytest.fixture(scope="module", params=[2, *(pytest.param(n, marks=[pytest.mark.slow]) for n in (3, 4))])
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict]:
+    """Run the cases in one launch; return (cases, what they showed)."""
+    cases = cases_of(request.param)
+    return cases, run_cases(tmp_path_factory.mktemp("frozen"), cases, ranks=request.param)
+
+
+def test_parameters_after_five_steps_equal_those_of_one_device(world: tuple[dict, dict]) -> None:
+    for name, seen in world[1].items():
+        assert seen["difference"] <= tolerance_of(name, "sgd") * seen["largest_parameter"], name
+        assert seen["replicas_equal"], name
+
+
+def test_the_predicted_collectives_are_the_ones_that_the_process_group_saw(world: tuple[dict, dict]) -> None:
+    for name, each in world[0].items():
+        entries = sorted([list(entry.key) for entry in predicted(each).collectives], key=str)
+        assert json.loads(json.dumps(entries)) == sorted(world[1][name]["collectives"], key=str), name
+
+
+def test_the_predicted_peak_of_every_rank_is_the_counted_one(world: tuple[dict, dict]) -> None:
+    for name, each in world[0].items():
+        assert predicted_peaks(each) == pytest.approx(world[1][name]["peaks"], rel=0.001), name
