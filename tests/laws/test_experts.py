@@ -1,6 +1,6 @@
 """Laws and closed forms: routed experts divided among ranks, beside replicated and sharded parameters."""
 
-from math import ceil
+from math import ceil, prod
 from pathlib import Path
 
 import pytest
@@ -70,7 +70,24 @@ def test_state_of_experts_is_divided_and_of_the_rest_sharded():
     assert held({"method": "ddp", "ep": 2}) > 1.5 * held({"method": "zero3", "ep": 2})
 
 
-@pytest.mark.parametrize("plan", [{"method": "zero2", "micro_batches": 3}, {"method": "zero3", "recompute": "full"}])
+@pytest.mark.parametrize(("ranks", "ep"), [(4, 2), (4, 4), (8, 2)])
+def test_updated_parameters_come_from_those_that_hold_them(ranks, ep):
+    """ZeRO-1: dense tensors are broadcast among all ranks, those of experts among the ranks that hold the same ones."""
+    found = carried({"method": "zero1", "ep": ep}, "broadcast", ranks)
+    assert found.pop(tuple(range(ranks))) == sum(prod(shape) * VALUE_BYTES for shape in shapes(experts=False))
+    of_experts = sum(prod(shape) * VALUE_BYTES for shape in shapes(experts=True)) // ep
+    groups = [tuple(range(first, ranks, ep)) for first in range(ep)] if ranks > ep else []
+    assert found == dict.fromkeys(groups, of_experts)
+
+
+PLANS = [
+    {"method": "zero1", "micro_batches": 2},
+    {"method": "zero2", "micro_batches": 3},
+    {"method": "zero3", "recompute": "full"},
+]
+
+
+@pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("ep", [2, 4])
 def test_equal_ranks_are_simulated_once_with_the_same_result(plan, ep):
     loaded = loaded_of(scenario(plan | {"ep": ep}, expert_load={"skew": 0.7}))
@@ -88,7 +105,7 @@ def test_equal_ranks_are_simulated_once_with_the_same_result(plan, ep):
     ("plan", "message"),
     [
         ({"method": "gs"}, "cannot run yet with method 'gs'"),
-        ({"method": "zero1"}, "cannot run yet with method 'zero1'"),
+        ({"method": "zero1", "zero1_implementation": "megatron"}, r"plan\.zero1_implementation = 'megatron'"),
         ({"method": "zero3", "dp_replicate": 2, "dp_shard": 2}, r"plan\.dp_replicate = 2 beside shards"),
         ({"method": "zero3", "tp": 2}, r"plan\.tp = 2"),
         ({"method": "zero3", "cp": 2}, r"plan\.cp = 2"),
