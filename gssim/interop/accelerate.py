@@ -163,6 +163,8 @@ def _batch_of_deepspeed(keys: Keys, training: Training) -> None:
 def _stage_of_deepspeed(keys: Keys, training: Training) -> None:
     stage = keys.integer("zero_optimization.stage", sets="plan.method", least=0)
     training.zero1_implementation = "deepspeed"
+    # runtime/pipe/engine.py keeps as many buffers as micro-batches are in flight, and one for a gradient
+    training.receive_buffers = Value("in-flight", "DeepSpeed's pipelines have buffers for what is in flight")
     training.sharding = Value("none", "zero_optimization.stage is not given: 0")
     if stage is not None and stage.value > 3:
         keys.refuse("zero_optimization.stage", "must be from 0 to 3", replaced_by=METHODS)

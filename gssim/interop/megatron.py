@@ -466,6 +466,8 @@ def _pipeline(keys: Keys, training: Training) -> None:
         training.schedule, training.blocks_per_stage = Value("interleaved", per_stage.origin), per_stage
     training.first_stage_blocks, training.last_stage_blocks = first, last
     training.even_stages = True
+    # each receive allocates a tensor, which is freed with the backward that uses it: p2p_communication.py, schedules.py
+    training.receive_buffers = Value("in-flight", "Megatron-LM frees what a stage received after its backward")
 
 
 def _recompute(keys: Keys, training: Training) -> None:

@@ -138,6 +138,8 @@ class Training:
     last_stage_blocks: Value | None = None
     stages_per_rank: Value | None = None
     blocks_per_stage: Value | None = None
+    receive_buffers: Value | None = None
+    """Of a pipeline's stages, where there is one."""
     gradient_sync: Value | None = None
     bucket_bytes: Value | None = None
     overlap: Value | None = None
@@ -277,6 +279,10 @@ def _plan(training: Training, keys: Keys, model: Model, cluster: Cluster, overri
     if pp.value > 1:
         entries.append(Entry("plan.pp", pp.value, pp.origin))
         entries += _pipeline(training, keys, model, pp.value)
+        if training.receive_buffers is not None:
+            entries.append(
+                Entry("plan.receive_buffers", training.receive_buffers.value, training.receive_buffers.origin)
+            )
     sequences = training.sequence_parallel
     if sequences is not None and sequences.value and tp.value > 1 and training.zero1_implementation == "deepspeed":
         training.zero1_implementation = "torch"

@@ -261,6 +261,15 @@ def test_megatron_yaml_is_the_script(tmp_path):
     assert by_yaml == by_script
 
 
+def test_pipelines_of_deepspeed_keep_buffers_for_what_is_in_flight(tmp_path):
+    text = json.dumps({"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4})
+    plans = []
+    for ranks in (1, 2):
+        options = {"model": "gpt3-1.3b", "overrides": [f"plan.pp={ranks}", "workload.sequence_length=128"]}
+        plans.append(imported(tmp_path, text, name="ds.json", **options)[0]["plan"])
+    assert [plan.get("receive_buffers") for plan in plans] == [None, "in-flight"]
+
+
 def test_megatron_pipelines_have_equal_stages(tmp_path):
     sizes = "--num-layers 6 --seq-length 128 --micro-batch-size 1 --global-batch-size 16 --clip-grad 0"
     text = f"{sizes} --nproc-per-node 4 --pipeline-model-parallel-size 2"
@@ -268,6 +277,7 @@ def test_megatron_pipelines_have_equal_stages(tmp_path):
     # the embedding before six blocks, a norm and a head behind
     assert tables["plan"]["stages"] == [4, 5]
     assert (tables["plan"]["method"], tables["plan"]["schedule"]) == ("ddp", "1f1b")
+    assert tables["plan"]["receive_buffers"] == "in-flight"
     more = f"{text} --num-layers-per-virtual-pipeline-stage 1"
     tables, _ = imported(tmp_path, more, name="args.txt", model="gpt-byte-10m")
     assert (tables["plan"]["stages"], tables["plan"]["schedule"]) == ([2, 1, 1, 1, 1, 3], "interleaved")
