@@ -58,6 +58,7 @@ def all_reduce_gradients(scenario: Scenario, module: nn.Module, timeline: Timeli
     cap = scenario.plan.bucket_bytes
     options: dict[str, Any] = {} if cap == DDP_BUCKET_BYTES else {"bucket_cap_mb": cap / MIB}
     options["process_group"] = data_group(scenario.policies, device, "dp_replicate")
+    apart: list[str] = []
     if scenario.policies.ep > 1:  # those of experts are reduced over fewer ranks, see `ExpertGradients`
         apart = [f"{path}.{name}" for path, _ in experts_of(module) for name in PARAMETERS]
         nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, apart)
@@ -70,7 +71,7 @@ def all_reduce_gradients(scenario: Scenario, module: nn.Module, timeline: Timeli
     elif not cast_all_reduce(scenario, wrapped, replicas, timeline) and not scenario.plan.overlap:
         wrapped.register_comm_hook(None, _blocking_all_reduce(replicas, timeline))
     if scenario.policies.optimizer_state == "sharded":
-        optimizer = shard_optimizer_state(scenario.workload, wrapped, timeline, device, group=wrapped.process_group)
+        optimizer = _sharded_optimizer(scenario, wrapped, apart, timeline, device)
     else:
         optimizer = make_optimizer(scenario.workload, wrapped.parameters(), device)
 
@@ -152,9 +153,45 @@ def _blocking_all_reduce(group: dist.ProcessGroup, timeline: Timeline) -> Hook:
     return averaged
 
 
+class ChainedOptimizer(torch.optim.Optimizer):
+    """Steps optimizers of different parameters one after another."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.optimizers = optimizers
+        super().__init__([p for each in optimizers for group in each.param_groups for p in group["params"]], {})
+
+    def step(self, closure: Any = None) -> Any:
+        """Take a step of each."""
+        assert closure is None
+        for each in self.optimizers:
+            each.step()
+            self.state.update(getattr(each, "optim", each).state)  # ZeRO's own part is in an optimizer inside
+
+
+def _sharded_optimizer(
+    scenario: Scenario,
+    wrapped: nn.parallel.DistributedDataParallel,
+    experts: Sequence[str],
+    timeline: Timeline,
+    device: torch.device,
+) -> torch.optim.Optimizer:
+    """Return the optimizer whose state replicas shard; that of divided `experts` those that hold the same ones."""
+    workload, policies = scenario.workload, scenario.policies
+    apart = [wrapped.module.get_parameter(name) for name in experts]
+    own = {id(parameter) for parameter in apart}
+    shared = [parameter for parameter in trained(wrapped) if id(parameter) not in own]
+    dense = shard_optimizer_state(workload, shared, timeline, device, group=wrapped.process_group)
+    if not apart:
+        return dense
+    group = expert_mesh(policies, device)[REPLICAS].get_group()
+    if group.size() == 1:
+        return ChainedOptimizer([dense, make_optimizer(workload, apart, device)])
+    return ChainedOptimizer([dense, shard_optimizer_state(workload, apart, timeline, device, group=group)])
+
+
 def shard_optimizer_state(
     workload: Workload,
-    module: nn.Module,
+    parameters: Sequence[nn.Parameter],
     timeline: Timeline,
     device: torch.device,
     *,
@@ -172,7 +209,7 @@ def shard_optimizer_state(
                 super()._sync_params()  # type: ignore[misc]
 
     kind, settings = replica_optimizer_of(workload, device)
-    return ObservedZeroRedundancyOptimizer(trained(module), kind, process_group=group, **settings)
+    return ObservedZeroRedundancyOptimizer(parameters, kind, process_group=group, **settings)
 
 
 def fully_shard_parameters(scenario: Scenario, module: nn.Module, timeline: Timeline, device: torch.device) -> Training:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from gsreal.gradient_sharding import GradientSharding
 from gsreal.machine import group_threads
 from gsreal.measure import Timeline
-from gsreal.methods.data_parallel import cast_all_reduce, fully_shard_module, shard_optimizer_state
+from gsreal.methods.data_parallel import cast_all_reduce, fully_shard_module, shard_optimizer_state, trained
 from gsreal.methods.gradient_sharding import pushing_optimizer
 from gsreal.methods.stage_modules import stage_module, tied_names
 from gsreal.methods.training import Training, Weights, checkpoint_block, make_optimizer, weighted
@@ -293,7 +293,7 @@ def _optimizer(
         (module,) = stages.stages
         return pushing_optimizer(scenario, module, layers, timeline, device)
     if policies.gradients == "all-reduce" and policies.optimizer_state == "sharded":
-        return shard_optimizer_state(scenario.workload, stages, timeline, device, group=replicas)
+        return shard_optimizer_state(scenario.workload, trained(stages), timeline, device, group=replicas)
     return make_optimizer(scenario.workload, stages.parameters(), device)
 
 

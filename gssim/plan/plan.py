@@ -257,8 +257,8 @@ class Plan:
     """Ranks in a pipeline of stages; for `pipeline`, 1 means the ranks that the other axes leave."""
     ep: PositiveInt = 1
     """Ranks that divide the routed experts of each mixture-of-experts layer: so many data ranks in a row. Tokens are
-    sent to the ranks of their experts and back by all-to-alls; gradients of experts are reduced, and where parameters
-    are sharded experts are sharded, among the ranks that hold the same ones."""
+    sent to the ranks of their experts and back by all-to-alls; gradients of experts are reduced, and their
+    parameters and optimizer states sharded where the method shards these, among the ranks that hold the same ones."""
     partition: Partition | None = None
     """Split by samples, or of the weight gradients of the same samples. Absent: the method's."""
     parameters: ParameterPolicy | None = None

@@ -298,11 +298,16 @@ def _refuse_combination(plan: Plan, policies: Policies, file: str) -> None:
 def _refuse_divided_experts(plan: Plan, policies: Policies, file: str) -> None:
     """Refuse expert parallelism that does not divide the data ranks, or beside policies that it cannot run with yet."""
     where = f"{file}: plan.ep = {policies.ep}"
-    replicated = (policies.gradients, policies.optimizer_state) == ("all-reduce", "replicated")
+    replicated = policies.gradients == "all-reduce"
     if not replicated and policies.gradients != "reduce-scatter":
         raise UserError(
             f"{where}: cannot run yet with method '{plan.method}'; allowed today: methods that all-reduce or "
-            "reduce-scatter gradients and replicate or shard all state with them (ddp, zero2, zero3, fsdp)"
+            "reduce-scatter gradients (ddp, zero1, zero2, zero3, fsdp)"
+        )
+    if plan.zero1_implementation != "torch":
+        raise UserError(
+            f"{where}: cannot run yet with plan.zero1_implementation = '{plan.zero1_implementation}': a flat buffer "
+            "would hold gradients of experts, which are reduced over fewer ranks; allowed: 'torch'"
         )
     if not replicated and policies.dp_replicate > 1:
         raise UserError(

@@ -447,8 +447,27 @@ class Lowering:
 
     @cached_property
     def owned_parameters(self) -> tuple[tuple[int, ...], ...]:
-        """Positions in `parameters` of the tensors that each rank updates (ZeRO-1, whole tensors assigned to ranks)."""
-        return splitting.greedy([parameter.elements for _, parameter in self.parameters], len(self.group))
+        """Positions in `parameters` of the tensors that each rank updates (ZeRO-1, whole tensors assigned to ranks).
+
+        Where ranks divide experts, those of all other parameters; see `owned_experts`.
+        """
+        return self._assigned([i for i, (_, each) in enumerate(self.parameters) if not self._is_of_experts(each)], 1)
+
+    @cached_property
+    def owned_experts(self) -> tuple[tuple[int, ...], ...]:
+        """The same of divided experts, for each of the ranks that hold the same ones: they have an optimizer of their
+        own.
+        """
+        places = [i for i, (_, each) in enumerate(self.parameters) if self._is_of_experts(each)]
+        return self._assigned(places, self.policies.ep)
+
+    def _is_of_experts(self, parameter: Parameter) -> bool:
+        return self.policies.ep > 1 and parameter.sliced
+
+    def _assigned(self, places: Sequence[int], divided: int) -> tuple[tuple[int, ...], ...]:
+        sizes = [self.parameters[place][1].elements for place in places]
+        owned = splitting.greedy(sizes, len(self.group) // divided)
+        return tuple(tuple(places[each] for each in own) for own in owned)
 
     @cached_property
     def assigns_layers(self) -> bool:
@@ -510,6 +529,11 @@ class Lowering:
         owned = self.owned_parameters[self.position(rank)]
         return tuple(self.parameters[position][1].elements for position in owned)
 
+    def owned_expert_elements(self, rank: int) -> tuple[int, ...]:
+        """The same of divided experts."""
+        owned = self.owned_experts[self.position(rank) // self.policies.ep]
+        return tuple(self.parameters[position][1].elements for position in owned)
+
     def roles(self, *, unfolded: bool = False, by_data: Ints | None = None) -> tuple[Ints, list[int]]:
         """Return the role of each rank of the group, and the first rank of each role; equal roles lower to equal tasks.
 
@@ -535,7 +559,7 @@ class Lowering:
         if policies.gradients == "push":
             columns += [column for bucket in self.buckets for column in self._ownership_columns(bucket)]
         if self.assigns_tensors:
-            owned = [self.owned_elements(rank) for rank in self.group]
+            owned = [(self.owned_elements(rank), self.owned_expert_elements(rank)) for rank in self.group]
             kinds = {sizes: i for i, sizes in enumerate(dict.fromkeys(owned))}
             columns.append(np.array([kinds[sizes] for sizes in owned]))
         if self.assigns_layers:

@@ -118,10 +118,25 @@ def optimize(low: Lowering, rank: int, tasks: list[Task], *, replicas: Sequence[
 
     `replicas`: see `clip_gradients`.
     """
-    workload, device = low.scenario.workload, low.device(rank)
     owned = owned_tensors(low, rank)
     unscaled = unscale_gradients(low, rank, owned, replicas)
     clipped = clip_gradients(low, rank, owned, replicas)
+    if low.assigns_tensors and low.policies.ep > 1:  # experts have an optimizer of their own, which comes second
+        dense, experts = low.owned_elements(rank), low.owned_expert_elements(rank)
+        updates = [_update(low, rank, dense, None, ends=False), _update(low, rank, experts, 1, ends=True)]
+        published = [low.once_a_step(_broadcast_tensors), low.once_a_step(_broadcast_experts)]
+        return [*tasks, updates[0], *published[0], updates[1], *published[1]]
+    update = _update(low, rank, owned, None, ends=True)
+    if low.policies.gradients == "push":
+        return publish(low, rank, [*tasks, *clipped], update)
+    summed = sum_partial_gradients(low, rank)
+    tasks = [*tasks, *summed, *unscaled, *clipped, update, *low.once_a_step(_publish_replicas)]
+    return [*tasks, *synchronize_parameters(low, rank)]
+
+
+def _update(low: Lowering, rank: int, owned: Sequence[int], part: int | None, *, ends: bool) -> Task:
+    """Return an optimizer's update of tensors of so many elements; `ends`: the gradients are freed with it."""
+    workload, device = low.scenario.workload, low.device(rank)
     elements = sum(owned)
     temporary = optimizer_temporary_bytes(
         workload.optimizer,
@@ -135,7 +150,7 @@ def optimize(low: Lowering, rank: int, tasks: list[Task], *, replicas: Sequence[
     each = whole if temporary == sum(whole) else ()  # for all tensors at once, else one after another
     events = [Event(0, cast, "temporaries", whole), Event(1, temporary, "temporaries", each)]
     events += [Event(2, -temporary, "temporaries", each), Event(3, -cast, "temporaries", whole)]
-    gradients = _gradients_at_end(low, rank)
+    gradients = _gradients_at_end(low, rank) if ends else ()
     events.append(Event(4, -sum(gradients), "gradients", gradients))
     distributed = native_tensors(workload.model) if low.policies.cuts_natively else 0  # DTensors
     if low.policies.gradients == "reduce-scatter":
@@ -155,12 +170,7 @@ def optimize(low: Lowering, rank: int, tasks: list[Task], *, replicas: Sequence[
     if low.policies.ep > 1 and low.policies.gradients == "reduce-scatter":  # see [Note: experts] in `sharded`
         of_experts = sum(unit.shard_bytes for unit in units(low) if unit.experts)
         duration_s += cost.copy_time_s(device, of_experts)
-    update = Task(TaskId("optimizer"), "optimizer", duration_s=duration_s, need=footprint(events))
-    if low.policies.gradients == "push":
-        return publish(low, rank, [*tasks, *clipped], update)
-    summed = sum_partial_gradients(low, rank)
-    tasks = [*tasks, *summed, *unscaled, *clipped, update, *low.once_a_step(_publish_replicas)]
-    return [*tasks, *synchronize_parameters(low, rank)]
+    return Task(TaskId("optimizer", part=part), "optimizer", duration_s=duration_s, need=footprint(events))
 
 
 def _bucket_value_bytes(low: Lowering) -> int:
@@ -199,18 +209,33 @@ def _broadcast_tensors(low: Lowering) -> list[Task]:
     ZeroRedundancyOptimizer posts all of them and then waits; the backend starts them in that order, as many
     concurrently as it has threads.
     """
-    handed = Task(TaskId("parameters", "hand-over"), "idle")
+    return _broadcast_owned(low, [low.group], low.owned_parameters, None)
+
+
+def _broadcast_experts(low: Lowering) -> list[Task]:
+    """The same of divided experts, among the ranks that hold the same ones; nothing where no other rank does."""
+    groups = low.expert_replicas
+    return _broadcast_owned(low, groups, low.owned_experts, 1) if len(groups[0]) > 1 else []
+
+
+def _broadcast_owned(
+    low: Lowering, groups: Sequence[Sequence[int]], by_root: Sequence[Sequence[int]], part: int | None
+) -> list[Task]:
+    """Return the broadcasts of every group, whose ranks own the tensors `by_root`; `part`: number of the optimizer."""
+    group, *beside = groups
+    handed = Task(TaskId("parameters", "hand-over", part=part), "idle")
     at_once = collectives.at_once(low.scenario.cluster.backend)
     tasks: list[Task] = []
-    for root, owned in enumerate(low.owned_parameters):
+    for root, owned in enumerate(by_root):
         for position in owned:
             instance, parameter = low.parameters[position]
             own = TaskId("broadcast-parameters", layer=parameter.name.replace("{}", instance.module))
-            exchange = Communication("broadcast", low.group, parameter.elements * low.value_bytes, root=root)
+            size = parameter.elements * low.value_bytes
+            exchange = Communication("broadcast", group, size, root=root, beside=tuple(beside))
             stream = f"communication {len(tasks) % at_once}" if at_once > 1 else "communication"
             tasks.append(collective_task(own, exchange, stream, after=(handed.id,)))
-    end = Task(TaskId("parameters", "wait"), "exposed_communication", after=tuple(task.id for task in tasks))
-    return [handed, *tasks, end]
+    waited = tuple(task.id for task in tasks)
+    return [handed, *tasks, Task(TaskId("parameters", "wait", part=part), "exposed_communication", after=waited)]
 
 
 ALL_GATHER_BUCKET_ELEMENTS = 500_000_000
@@ -259,7 +284,7 @@ def owned_tensors(low: Lowering, rank: int) -> Sequence[int]:
     if low.flat_part:
         return [low.flat_part]
     if low.assigns_tensors:
-        return low.owned_elements(rank)
+        return (*low.owned_elements(rank), *low.owned_expert_elements(rank))
     if low.assigns_layers:
         return _elements(low, *low.owned_ranges[rank])
     return [parameter.elements for _, parameter in low.parameters]

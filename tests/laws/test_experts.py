@@ -1,12 +1,13 @@
 """Laws and closed forms: routed experts divided among ranks, beside replicated and sharded parameters."""
 
-from math import ceil
+from math import ceil, prod
 from pathlib import Path
 
 import pytest
 from strategies import loaded_of, scenario_of, star
 
 from gssim.errors import UserError
+from gssim.planner.bounds import Bounds
 from gssim.scenario import load_model
 from gssim.simulation import simulate
 from gssim.workload import unrolled
@@ -70,7 +71,24 @@ def test_state_of_experts_is_divided_and_of_the_rest_sharded():
     assert held({"method": "ddp", "ep": 2}) > 1.5 * held({"method": "zero3", "ep": 2})
 
 
-@pytest.mark.parametrize("plan", [{"method": "zero2", "micro_batches": 3}, {"method": "zero3", "recompute": "full"}])
+@pytest.mark.parametrize(("ranks", "ep"), [(4, 2), (4, 4), (8, 2)])
+def test_updated_parameters_come_from_those_that_hold_them(ranks, ep):
+    """ZeRO-1: dense tensors are broadcast among all ranks, those of experts among the ranks that hold the same ones."""
+    found = carried({"method": "zero1", "ep": ep}, "broadcast", ranks)
+    assert found.pop(tuple(range(ranks))) == sum(prod(shape) * VALUE_BYTES for shape in shapes(experts=False))
+    of_experts = sum(prod(shape) * VALUE_BYTES for shape in shapes(experts=True)) // ep
+    groups = [tuple(range(first, ranks, ep)) for first in range(ep)] if ranks > ep else []
+    assert found == dict.fromkeys(groups, of_experts)
+
+
+PLANS = [
+    {"method": "zero1", "micro_batches": 2},
+    {"method": "zero2", "micro_batches": 3},
+    {"method": "zero3", "recompute": "full"},
+]
+
+
+@pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("ep", [2, 4])
 def test_equal_ranks_are_simulated_once_with_the_same_result(plan, ep):
     loaded = loaded_of(scenario(plan | {"ep": ep}, expert_load={"skew": 0.7}))
@@ -84,11 +102,46 @@ def test_equal_ranks_are_simulated_once_with_the_same_result(plan, ep):
     assert peaks[0] == peaks[1]
 
 
+@pytest.mark.parametrize("method", ["ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("ep", [2, 4])
+@pytest.mark.parametrize("load", ["balanced", {"skew": 1.0}], ids=str)
+def test_bounds_of_the_search_are_below_what_is_predicted(method, ep, load):
+    asked = scenario({"method": method, "ep": ep}, expert_load=load)
+    result, bounds = simulate(loaded_of(asked)).result, Bounds(asked)
+    bound = bounds.closer(asked.plan, bounds.of(asked.plan))
+    held = [rank.peak_allocated_bytes + sum(rank.outside_bytes.values()) for rank in result.ranks]
+    assert 0 < bound.time_s <= result.step_time_s
+    assert 0 < bound.full_ratio <= max(held) / asked.cluster.type_of(0).memory_bytes
+
+
+def test_experts_that_nobody_divides_cost_as_without_the_key():
+    alone, plain = (simulate(loaded_of(scenario({"method": "ddp"} | each))).result for each in ({"ep": 1}, {}))
+    assert (alone.scenario_id, alone.step_time_s, alone.ranks) == (plain.scenario_id, plain.step_time_s, plain.ranks)
+    assert not [each for each in alone.collectives if each.kind.startswith("all-to-all")]
+
+
+def test_uneven_loads_carry_as_many_bytes_and_wait_for_the_fullest_rank():
+    """A dispatch or combine carries tokens * experts of a token * width * bytes over all ranks, whatever the load.
+
+    There are two of each in a step and block. With all rows on the experts of one of two ranks, that one receives
+    twice as many as under a balanced load, and the step takes longer.
+    """
+    tokens, chosen, width = 32 * 24, 2, 96
+    blocks = sum(each.layer.block for each in unrolled(MIXTURE))
+    step_s = {}
+    for name, load in {"balanced": "balanced", "one rank": {"shares": [1.0] * 6 + [0.0] * 6}}.items():
+        result = simulate(loaded_of(scenario({"method": "ddp", "ep": 2}, 2, expert_load=load))).result
+        rows = [each for each in result.collectives if each.kind == "all-to-all-v"]
+        assert sum(each.bytes * each.count for each in rows) == 4 * blocks * tokens * chosen * width * VALUE_BYTES
+        step_s[name] = result.step_time_s
+    assert step_s["one rank"] > step_s["balanced"]
+
+
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
         ({"method": "gs"}, "cannot run yet with method 'gs'"),
-        ({"method": "zero1"}, "cannot run yet with method 'zero1'"),
+        ({"method": "zero1", "zero1_implementation": "megatron"}, r"plan\.zero1_implementation = 'megatron'"),
         ({"method": "zero3", "dp_replicate": 2, "dp_shard": 2}, r"plan\.dp_replicate = 2 beside shards"),
         ({"method": "zero3", "tp": 2}, r"plan\.tp = 2"),
         ({"method": "zero3", "cp": 2}, r"plan\.cp = 2"),

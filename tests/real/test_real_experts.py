@@ -26,6 +26,9 @@ CASES = {
     "two-sharded-skewed-sgd": (2, [*SGD, *SKEWED, "plan.method=zero3", "plan.micro_batches=2"]),
     "two-kept-recomputed-sgd": (2, [*SGD, *SKEWED, "plan.method=zero2", "plan.recompute=full"]),
     "two-sharded-adamw": (2, [*ADAMW64, *SKEWED, "plan.method=zero3"]),
+    "all-sharded-state-skewed-sgd": (0, [*SGD, *SKEWED, "plan.method=zero1"]),
+    "two-sharded-state-skewed-sgd": (2, [*SGD, *SKEWED, "plan.method=zero1", "plan.micro_batches=2"]),
+    "two-sharded-state-adamw": (2, [*ADAMW64, *SKEWED, "plan.method=zero1"]),
     "two-skewed-adamw": (2, [*ADAMW64, *SKEWED]),
     "two-without-overlap-accumulated-sgd": (2, [*SGD, "plan.overlap=false", "plan.micro_batches=3"]),
 }

@@ -25,7 +25,7 @@ class MemoryBounds:
     def full_ratio(self, plan: Plan, policies: Policies, sizes: Sequence[int]) -> float:
         """Return the least fraction of memory used on the fullest device."""
         kinds = {(self.parts.names[rank], n, self._owned(plan, policies, rank)): rank for rank, n in enumerate(sizes)}
-        if policies.pp > 1 or policies.slices == "shares":
+        if policies.pp > 1 or policies.slices == "shares" or policies.ep > 1:
             kinds = {(self.parts.names[rank], n, float(rank)): rank for rank, n in enumerate(sizes)}
         return max(
             self.least_bytes(plan, policies, rank, samples=n) / self.parts.types[rank].memory_bytes
@@ -71,8 +71,8 @@ class MemoryBounds:
         workload, value, master = self.parts.workload, self.parts.value, self.parts.master
         elements, replicated = part.elements, policies.parameters == "replicated"
         kept = elements * value if replicated else owned * value
-        if policies.gradients == "all-reduce":
-            kept += elements * value
+        if policies.gradients == "all-reduce":  # gradients of divided experts are in no bucket
+            kept += (elements - part.expert_elements * (policies.ep > 1)) * value
         if replicated and master > value:
             kept += owned * master
         kept += optimizer_state_bytes(workload.optimizer, elements=int(owned), tensors=0, value_bytes=master)
@@ -135,8 +135,8 @@ class MemoryBounds:
         part = self.parts.part(plan, policies, rank)
         if policies.optimizer_state == "replicated":
             return part.elements
-        if policies.pp > 1 or policies.partition == "weight-gradient":
-            return 0.0
+        if policies.pp > 1 or policies.partition == "weight-gradient" or policies.ep > 1:
+            return 0.0  # experts are owned by others than the rest
         place = rank // policies.tp % policies.replica_ranks
         if policies.gradients == "all-reduce":
             ranks = policies.replica_ranks

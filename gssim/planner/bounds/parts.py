@@ -10,6 +10,7 @@ from gssim.plan import Plan, Policies, resolve, splitting
 from gssim.scenario import (
     Scenario,
     context_part,
+    layers_with_experts,
     master_bytes,
     model_slice,
     reduce_precision,
@@ -38,6 +39,11 @@ class Part:
     def elements(self) -> float:
         """Number of parameter elements."""
         return self.ratio * sum(instance.layer.elements for instance in self.layers)
+
+    @cached_property
+    def expert_elements(self) -> float:
+        """Number of those that are of the rank's experts, where ranks divide these."""
+        return sum(p.elements for instance in self.layers for p in instance.layer.parameters if p.sliced)
 
 
 class ModelParts:
@@ -85,6 +91,9 @@ class ModelParts:
         if policies.cp > 1:
             own = sequence_positions(policies, self.workload) or 0
             return self.once(("context", own), lambda: self._new_context(own))
+        if policies.ep > 1:
+            place = policies.mesh.expert_position(rank)
+            return self.once(("experts", policies.ep, place), lambda: self._new_experts(plan, policies.ep, place))
         if policies.tp == 1:
             return self.whole
         parts = self._slice_shares(plan, policies)
@@ -98,6 +107,12 @@ class ModelParts:
             raise UserError("the model is not traced on parts of sequences")
         layers = unrolled(context_part(self.model, positions))
         return Part(("context", positions), layers, tuple(instance.layer for instance in self.layers))
+
+    def _new_experts(self, plan: Plan, ranks: int, position: int) -> Part:
+        if not self.model.expert_layers:
+            raise UserError("the model has no layers with divided experts")
+        layers = layers_with_experts(self.with_plan(plan), position)
+        return Part(("experts", ranks, position), layers, tuple(instance.layer for instance in self.layers))
 
     def _slice_shares(self, plan: Plan, policies: Policies) -> tuple[float, ...]:
         if policies.slices != "shares":
