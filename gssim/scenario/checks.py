@@ -110,15 +110,15 @@ def _check_traced_variants(scenario: Scenario, policies: Policies, file: str) ->
     for key, value in (("pp", policies.pp), ("tp", policies.tp), ("cp", policies.cp), ("ep", policies.ep)):
         if value > 1:
             raise UserError(
-                f"{where}: cannot run yet beside plan.{key} = {value}: parts of the model are traced without {variant}; "
-                "leave one of them out"
+                f"{where}: cannot run yet beside plan.{key} = {value}: parts of the model are traced without "
+                f"{variant}; leave one of them out"
             )
     runs = policies.partition == "data" and policies.gradients != "periodic" and policies.push_axis != "dp_replicate"
     if name == "frozen":
         if not runs or policies.compressor or policies.gradients not in ("local", "all-reduce"):
             raise UserError(
                 f"{where}: cannot run yet with method '{plan.method}': how it gathers, pushes or compresses beside "
-                "frozen layers is not modelled; allowed: methods single, ddp, zero1"
+                "frozen layers is not modelled; allowed: methods single, ddp, half, zero1"
             )
         if plan.recompute != "none":
             raise UserError(
