@@ -6,7 +6,6 @@ also has a method `keep_layers`.
 """
 
 from collections.abc import Callable, Collection
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -119,8 +118,8 @@ class MixtureBlock(nn.Module):
 class Transformer(nn.Module):
     """A stack of transformer blocks over learned token and position embeddings, with a head over the vocabulary.
 
-    `tied`: the head uses the token embedding's weight, as in GPT-2 and GPT-3. `block`: returns a new block, where they
-    are of another kind.
+    `tied`: the head uses the token embedding's weight, as in GPT-2 and GPT-3. `block`: returns a new block
+    for its number, where they are of another kind.
     """
 
     def __init__(
@@ -133,13 +132,13 @@ class Transformer(nn.Module):
         layers: int,
         causal: bool,
         tied: bool = False,
-        block: Callable[[], nn.Module] | None = None,
+        block: Callable[[int], nn.Module] | None = None,
     ) -> None:
         super().__init__()
         self.tokens: nn.Embedding | None = nn.Embedding(vocabulary, width)
         self.positions: nn.Embedding | None = nn.Embedding(maximum_length, width)
-        new_block = block or partial(TransformerBlock, width, heads, causal=causal)
-        self.blocks = nn.ModuleList(new_block() for _ in range(layers))
+        new_block = block or (lambda _number: TransformerBlock(width, heads, causal=causal))
+        self.blocks = nn.ModuleList(map(new_block, range(layers)))
         self.norm: nn.Module = nn.LayerNorm(width)
         self.head: nn.Module = nn.Linear(width, vocabulary, bias=False)
         if tied:
@@ -304,11 +303,19 @@ def mixture(
     experts_per_token: int,
     expert_width: int,
     shared_experts: int = 0,
+    dense_blocks: int = 0,
 ) -> nn.Module:
     """Return a decoder whose perceptrons are mixtures of experts, in the form of DeepSeekMoE; no token is dropped.
 
     `expert_width`: hidden width of each expert. `shared_experts`: number of experts that all tokens take besides.
+    `dense_blocks`: number of blocks, the first ones, that have a plain perceptron instead.
     """
+
+    def new_block(number: int) -> nn.Module:
+        if number < dense_blocks:
+            return TransformerBlock(width, heads, causal=True)
+        return MixtureBlock(width, heads, expert_width, **sizes)
+
     sizes = {"experts": experts, "chosen": experts_per_token, "shared": shared_experts}
     return Transformer(
         vocabulary=vocabulary,
@@ -317,7 +324,7 @@ def mixture(
         heads=heads,
         layers=layers,
         causal=True,
-        block=partial(MixtureBlock, width, heads, expert_width, **sizes),
+        block=new_block,
     )
 
 

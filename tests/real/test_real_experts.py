@@ -3,7 +3,17 @@
 import json
 
 import pytest
-from real_runs import HELPERS, predicted, predicted_peaks, run_cases, scenario_file, slow_where, star, tolerance_of
+from real_runs import (
+    HELPERS,
+    SCENARIOS,
+    predicted,
+    predicted_peaks,
+    run_cases,
+    scenario_file,
+    slow_where,
+    star,
+    tolerance_of,
+)
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
@@ -14,6 +24,8 @@ SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "worklo
 ADAMW64 = ["workload.optimizer=adamw", "workload.precision=fp64", "workload.learning_rate=1e-3"]
 SKEWED = ["workload.expert_load.skew=0.7"]
 MIXTRAL = [f"workload.model={HELPERS}/models/mixtral.toml"]
+DENSE = [f"workload.model={SCENARIOS}/models/deepseek-moe-byte-240k.toml"]
+"""A small DeepSeekMoE: a shared expert beside routed ones, and a first block without."""
 CASES = {
     "all-balanced-sgd": (0, SGD),
     "all-skewed-adamw": (0, [*ADAMW64, *SKEWED]),
@@ -23,6 +35,8 @@ CASES = {
     "all-sharded-skewed-adamw": (0, [*ADAMW64, *SKEWED, "plan.method=zero3", "plan.recompute=full"]),
     "all-kept-accumulated-sgd": (0, [*SGD, "plan.method=zero2", "plan.micro_batches=2"]),
     "all-mixtral-sharded-sgd": (0, [*SGD, *SKEWED, *MIXTRAL, "plan.method=zero3"]),
+    "two-dense-first-sgd": (2, [*SGD, *SKEWED, *DENSE]),
+    "all-dense-first-sharded-state-sgd": (0, [*SGD, *SKEWED, *DENSE, "plan.method=zero1"]),
     "two-sharded-skewed-sgd": (2, [*SGD, *SKEWED, "plan.method=zero3", "plan.micro_batches=2"]),
     "two-kept-recomputed-sgd": (2, [*SGD, *SKEWED, "plan.method=zero2", "plan.recompute=full"]),
     "two-sharded-adamw": (2, [*ADAMW64, *SKEWED, "plan.method=zero3"]),
@@ -45,7 +59,8 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             "overrides": [star(ranks), *USUAL, *overrides, f"plan.ep={divided or ranks}"],
         }
         for name, (divided, overrides) in CASES.items()
-        if divided in (0, ranks // 2) and (overrides[-2:-1] != MIXTRAL or ranks != 3)  # of four experts
+        if divided in (0, ranks // 2)
+        and not (ranks == 3 and {*MIXTRAL, *DENSE} & {*overrides})  # of four and of eight experts
     }
     return cases, run_cases(tmp_path_factory.mktemp(f"ranks{ranks}"), cases, ranks=ranks)
 

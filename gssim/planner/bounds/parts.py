@@ -43,7 +43,7 @@ class Part:
     @cached_property
     def expert_elements(self) -> float:
         """Number of those that are of the rank's experts, where ranks divide these."""
-        return sum(p.elements for instance in self.layers for p in instance.layer.parameters if p.sliced)
+        return float(sum(p.elements for instance in self.layers for p in instance.layer.parameters if p.sliced))
 
 
 class ModelParts:
