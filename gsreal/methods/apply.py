@@ -13,15 +13,13 @@ from gsreal.gradient_sharding.sharded_parameters import gathered
 from gsreal.measure import Timeline
 from gsreal.methods.context_parallel import divide_context, observed_parts
 from gsreal.methods.data_parallel import all_reduce_gradients, fully_shard_parameters, train_single_device
-from gsreal.methods.expert_parallel import ExpertGradients, ShardedExpertGradients, divide_experts, load_experts
+from gsreal.methods.expert_parallel import divided_experts, load_experts
 from gsreal.methods.gradient_sharding import push_gradients, train_owned_layers
 from gsreal.methods.periodic import synchronize_periodically
 from gsreal.methods.pipelined import StageModules, pipeline_stages
 from gsreal.methods.ring_attention import observed_ring
 from gsreal.methods.tensor_slices import slice_blocks, whole_parameter
 from gsreal.methods.training import (
-    DIVIDED,
-    REPLICAS,
     LossScaler,
     Training,
     blocks_of,
@@ -29,7 +27,6 @@ from gsreal.methods.training import (
     context_group,
     data_group,
     device_mesh,
-    expert_mesh,
     shard_group,
 )
 from gsreal.run.rank_speed import Rebalancer, SlowDevice
@@ -67,7 +64,7 @@ def prepare(scenario: Scenario, module: nn.Module, timeline: Timeline, device: t
     if policies.tp > 1:
         divided = slice_blocks(scenario, module, timeline, device_mesh(policies.mesh, device)["tp"])
     load_experts(scenario, module)
-    experts = _divided_experts(scenario, module, timeline, device) if policies.ep > 1 else None
+    experts = divided_experts(scenario, module, timeline, device) if policies.ep > 1 else None
     apply = APPLY[policies.parameters, policies.gradients]
     if policies.partition == "weight-gradient":
         apply = train_owned_layers
@@ -85,18 +82,6 @@ def prepare(scenario: Scenario, module: nn.Module, timeline: Timeline, device: t
     if scenario.run.slowdowns:
         training.slow = SlowDevice(timeline, device)
     return training
-
-
-def _divided_experts(
-    scenario: Scenario, module: nn.Module, timeline: Timeline, device: torch.device
-) -> ExpertGradients | ShardedExpertGradients:
-    """Divide a module's experts among ranks; return what becomes of their gradients."""
-    policies, mesh = scenario.policies, expert_mesh(scenario.policies, device)
-    divide_experts(scenario, module, timeline, mesh[DIVIDED].get_group())
-    if policies.gradients == "reduce-scatter":
-        return ShardedExpertGradients(module, policies.ep)
-    replicas, overlap = mesh[REPLICAS].get_group(), scenario.plan.overlap
-    return ExpertGradients(module, replicas, timeline, data_ranks=policies.data_ranks, overlap=overlap)
 
 
 def loss_scaler(scenario: Scenario, training: Training, device: torch.device) -> LossScaler | None:

@@ -58,10 +58,7 @@ def all_reduce_gradients(scenario: Scenario, module: nn.Module, timeline: Timeli
     cap = scenario.plan.bucket_bytes
     options: dict[str, Any] = {} if cap == DDP_BUCKET_BYTES else {"bucket_cap_mb": cap / MIB}
     options["process_group"] = data_group(scenario.policies, device, "dp_replicate")
-    apart: list[str] = []
-    if scenario.policies.ep > 1:  # those of experts are reduced over fewer ranks, see `ExpertGradients`
-        apart = [f"{path}.{name}" for path, _ in experts_of(module) for name in PARAMETERS]
-        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, apart)
+    leave_experts(scenario, module)
     wrapped = nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True, **options)
     replicas = options["process_group"] or dist.group.WORLD
     assert replicas is not None
@@ -71,7 +68,7 @@ def all_reduce_gradients(scenario: Scenario, module: nn.Module, timeline: Timeli
     elif not cast_all_reduce(scenario, wrapped, replicas, timeline) and not scenario.plan.overlap:
         wrapped.register_comm_hook(None, _blocking_all_reduce(replicas, timeline))
     if scenario.policies.optimizer_state == "sharded":
-        optimizer = _sharded_optimizer(scenario, wrapped, apart, timeline, device)
+        optimizer = sharded_optimizer(scenario, wrapped.module, timeline, device, wrapped.process_group)
     else:
         optimizer = make_optimizer(scenario.workload, wrapped.parameters(), device)
 
@@ -89,6 +86,16 @@ def all_reduce_gradients(scenario: Scenario, module: nn.Module, timeline: Timeli
         sync_each=scenario.policies.gradient_sync == "micro-batch",
         syncing=syncing,
     )
+
+
+def leave_experts(scenario: Scenario, module: nn.Module) -> None:
+    """Let DistributedDataParallel leave gradients of divided experts alone: they are reduced over fewer ranks.
+
+    See `gsreal.methods.expert_parallel.ExpertGradients`.
+    """
+    if scenario.policies.ep > 1:
+        apart = [f"{path}.{name}" for path, _ in experts_of(module) for name in PARAMETERS]
+        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, apart)
 
 
 def trained(module: nn.Module) -> list[nn.Parameter]:
@@ -168,19 +175,20 @@ class ChainedOptimizer(torch.optim.Optimizer):
             self.state.update(getattr(each, "optim", each).state)  # ZeRO's own part is in an optimizer inside
 
 
-def _sharded_optimizer(
+def sharded_optimizer(
     scenario: Scenario,
-    wrapped: nn.parallel.DistributedDataParallel,
-    experts: Sequence[str],
+    module: nn.Module,
     timeline: Timeline,
     device: torch.device,
+    replicas: dist.ProcessGroup | None,
 ) -> torch.optim.Optimizer:
-    """Return the optimizer whose state replicas shard; that of divided `experts` those that hold the same ones."""
+    """Return the optimizer whose state replicas shard; that of divided experts those that hold the same ones."""
     workload, policies = scenario.workload, scenario.policies
-    apart = [wrapped.module.get_parameter(name) for name in experts]
+    inner = experts_of(module) if policies.ep > 1 else ()
+    apart = [getattr(experts, name) for _, experts in inner for name in PARAMETERS]
     own = {id(parameter) for parameter in apart}
-    shared = [parameter for parameter in trained(wrapped) if id(parameter) not in own]
-    dense = shard_optimizer_state(workload, shared, timeline, device, group=wrapped.process_group)
+    shared = [parameter for parameter in trained(module) if id(parameter) not in own]
+    dense = shard_optimizer_state(workload, shared, timeline, device, group=replicas)
     if not apart:
         return dense
     group = expert_mesh(policies, device)[REPLICAS].get_group()

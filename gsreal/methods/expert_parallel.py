@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from gsreal.measure import Timeline
 from gsreal.methods.experts import PARAMETERS, GroupExchange, experts_of, replace_experts
 from gsreal.methods.tensor_slices import Slice, mark
+from gsreal.methods.training import DIVIDED, REPLICAS, expert_mesh
 from gssim.plan import position_ranges
 from gssim.scenario import Scenario, expert_rows, routed_experts
 from gssim.workload import Workload, unrolled
@@ -85,6 +86,18 @@ class _Routing:
             own = [chosen[position] for first, last in self.ranges for position in range(first, last)]
             self._of_sample = torch.tensor(own, dtype=index.dtype, device=index.device)
         return x, self._of_sample.repeat(len(index) // len(self._of_sample), 1), weights
+
+
+def divided_experts(
+    scenario: Scenario, module: nn.Module, timeline: Timeline, device: torch.device
+) -> "ExpertGradients | ShardedExpertGradients":
+    """Divide a module's experts among ranks; return what becomes of their gradients."""
+    policies, mesh = scenario.policies, expert_mesh(scenario.policies, device)
+    divide_experts(scenario, module, timeline, mesh[DIVIDED].get_group())
+    if policies.gradients == "reduce-scatter":
+        return ShardedExpertGradients(module, policies.ep)
+    replicas, overlap = mesh[REPLICAS].get_group(), scenario.plan.overlap
+    return ExpertGradients(module, replicas, timeline, data_ranks=policies.data_ranks, overlap=overlap)
 
 
 class ExpertGradients:

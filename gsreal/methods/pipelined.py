@@ -20,9 +20,11 @@ from torch.distributed.tensor import DTensor
 from gsreal.gradient_sharding import GradientSharding
 from gsreal.machine import group_threads
 from gsreal.measure import Timeline
-from gsreal.methods.data_parallel import cast_all_reduce, fully_shard_module, shard_optimizer_state, trained
+from gsreal.methods.data_parallel import cast_all_reduce, fully_shard_module, leave_experts, sharded_optimizer
+from gsreal.methods.expert_parallel import ExpertGradients, ShardedExpertGradients, divided_experts, load_experts
 from gsreal.methods.gradient_sharding import pushing_optimizer
 from gsreal.methods.stage_modules import stage_module, tied_names
+from gsreal.methods.tensor_slices import whole_parameter
 from gsreal.methods.training import Training, Weights, checkpoint_block, make_optimizer, weighted
 from gsreal.model_files.build import loss_of
 from gsreal.run.rank import gather_json, wire_device
@@ -44,9 +46,9 @@ class StageModules(nn.Module):
     def gather_parameters(self) -> dict[str, Tensor]:
         """Return every parameter of the model by its name in the model (a collective over the pipeline's ranks)."""
         own = {
-            name.removeprefix("module."): whole(parameter.detach()).contiguous()
+            name.removeprefix("module."): whole_parameter(stage, name).contiguous()
             for stage in self.stages
-            for name, parameter in stage.named_parameters()
+            for name, _ in stage.named_parameters()
         }
         own = {name: parameter for name, parameter in own.items() if name in self.names}
         described = [[name, list(each.shape), str(each.dtype).removeprefix("torch.")] for name, each in own.items()]
@@ -94,13 +96,15 @@ class ObservedStage(PipelineStage):
         last_gradient: list[Any],
         replicas: dist.ProcessGroup | None,
         sharding: GradientSharding | None,
+        experts: ExpertGradients | ShardedExpertGradients | None,
     ) -> None:
         """Start recording; `last_gradient`: DDP's mark of the last gradient hook in a backward.
 
-        `sharding`: pushes gradients in the backward of the last micro-batch.
+        `sharding`: pushes gradients in the backward of the last micro-batch. `experts`: reduces those of divided
+        experts in it.
         """
         self.timeline, self.last_gradient, self.replicas = timeline, last_gradient, replicas
-        self.sharding = sharding
+        self.sharding, self.experts = sharding, experts
         self.peers = self.group or dist.group.WORLD
 
     def _compute_outputs(self, *args: Any, module: nn.Module, **settings: Any) -> Any:
@@ -117,12 +121,16 @@ class ObservedStage(PipelineStage):
         """Run the backward of a micro-batch; in that of the last, DDP all-reduces, or Gradient Sharding pushes."""
         self.last_gradient.clear()
         keeps = self.sharding is not None and not settings.get("last_backward", False)
+        if self.experts is not None:
+            self.experts.leaves = settings.get("last_backward", False)
         label = f"backward stage {self.stage_index} micro-batch {bwd_chunk_id}"
         with (
             self.timeline.span(label, "backward", self.peers),
             self.sharding.no_sync() if self.sharding is not None and keeps else nullcontext(),
         ):
             super().backward_one_chunk(bwd_chunk_id, *args, **settings)
+            if self.experts is not None:
+                self.experts.wait()
         if self.last_gradient:
             self.timeline.between(
                 "wait for all-reduce", "exposed_communication", self.last_gradient[0], group=self.replicas
@@ -247,6 +255,10 @@ def pipeline_stages(scenario: Scenario, module: nn.Module, timeline: Timeline, d
                 if instance.layer.block:
                     checkpoint_block(inner[instance.module], selective=scenario.plan.recompute == "selective")
         modules.append(part)
+    experts: list[ExpertGradients | ShardedExpertGradients | None] = []
+    for part in modules:
+        load_experts(scenario, part)
+        experts.append(divided_experts(scenario, part, timeline, device) if scenario.policies.ep > 1 else None)
     is_replicated = scenario.policies.gradients == "all-reduce"
     replicas = process_group(mesh, rank, *DATA_AXES) if is_replicated else None
     if scenario.policies.gradients == "reduce-scatter":
@@ -263,9 +275,10 @@ def pipeline_stages(scenario: Scenario, module: nn.Module, timeline: Timeline, d
     layers = [replace(instance, index=i) for i, instance in enumerate(stages[numbers[-1]])]
     optimizer = _optimizer(scenario, own_stages, layers, timeline, device, replicas)
     sharding = optimizer if isinstance(optimizer, GradientSharding) else None
-    for stage in observed:
-        stage.observe(timeline, last_gradient, replicas, sharding)
+    for stage, of_stage in zip(observed, experts, strict=True):
+        stage.observe(timeline, last_gradient, replicas, sharding, of_stage)
     losses = Losses(observed[-1], timeline)
+    shards_experts = scenario.policies.ep > 1 and scenario.policies.gradients == "reduce-scatter"
     return PipelineTraining(
         own_stages,
         optimizer,
@@ -275,6 +288,7 @@ def pipeline_stages(scenario: Scenario, module: nn.Module, timeline: Timeline, d
         run=_schedule(scenario, observed, losses).step,
         losses=losses,
         copies=tied_copies(scenario, modules, aliases),
+        experts=ShardedExpertGradients(own_stages, scenario.policies.ep) if shards_experts else None,
         losses_at=[mesh.group(each, "pp")[-1] for each in mesh.group(rank, *DATA_AXES)],
     )
 
@@ -293,7 +307,7 @@ def _optimizer(
         (module,) = stages.stages
         return pushing_optimizer(scenario, module, layers, timeline, device)
     if policies.gradients == "all-reduce" and policies.optimizer_state == "sharded":
-        return shard_optimizer_state(scenario.workload, trained(stages), timeline, device, group=replicas)
+        return sharded_optimizer(scenario, stages, timeline, device, replicas)
     return make_optimizer(scenario.workload, stages.parameters(), device)
 
 
@@ -319,6 +333,7 @@ def _replicated(
         parameter.register_post_accumulate_grad_hook(note)
     cap = scenario.plan.bucket_bytes
     options: dict[str, Any] = {} if cap == DDP_BUCKET_BYTES else {"bucket_cap_mb": cap / MIB}
+    leave_experts(scenario, module)
     wrapped = nn.parallel.DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=True, **options)
     cast_all_reduce(scenario, wrapped, group, timeline)
     return wrapped

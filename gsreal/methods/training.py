@@ -172,13 +172,14 @@ REPLICAS, DIVIDED = "expert_replicas", "experts"
 
 def expert_mesh(policies: Policies, device: torch.device) -> DeviceMesh:
     """Return the ranks that hold the same experts, and those that divide them, as two axes of a mesh; cached."""
-    return _expert_mesh(policies.data_ranks // policies.ep, policies.ep, device.type)
+    return _expert_mesh(policies.pp, policies.data_ranks // policies.ep, policies.ep, device.type)
 
 
 @cache
-def _expert_mesh(replicas: int, divided: int, kind: str) -> DeviceMesh:
+def _expert_mesh(stages: int, replicas: int, divided: int, kind: str) -> DeviceMesh:
+    names = ("pp", REPLICAS, DIVIDED)
     with group_threads():
-        return init_device_mesh(kind, (replicas, divided), mesh_dim_names=(REPLICAS, DIVIDED))
+        return init_device_mesh(kind, (stages, replicas, divided), mesh_dim_names=names)[REPLICAS, DIVIDED]
 
 
 def blocks_of(model: Model, module: nn.Module) -> list[nn.Module]:

@@ -318,7 +318,7 @@ def _refuse_divided_experts(plan: Plan, policies: Policies, file: str) -> None:
             f"{where}: experts are divided among data ranks in a row, of which there are {policies.data_ranks}; "
             "allowed: a divisor of these"
         )
-    for axis in ("tp", "pp", "cp"):
+    for axis in ("tp", "cp"):
         if getattr(policies, axis) > 1:
             raise UserError(f"{where}: cannot run yet with plan.{axis} = {getattr(policies, axis)}; allowed today: 1")
     if policies.compress:

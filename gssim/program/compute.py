@@ -192,6 +192,9 @@ def _timeline(low: Lowering, samples: int, layers: Sequence[LayerInstance], live
             else new_timeline()
         )
     (stage,) = low.stages
+    if layers is not low.layers:  # of experts with other loads
+        own = zip(stage.layers, layers, strict=True)
+        stage = replace(stage, layers=tuple(replace(instance, layer=each.layer) for instance, each in own))
     return stage_timeline(stage, batch_size=samples, sequence_length=length, scale=scale, lives=lives)
 
 

@@ -18,6 +18,7 @@ from gssim.program.task import Bucket, MicroBatch, Task
 from gssim.scenario import (
     Scenario,
     has_master_copy,
+    held_layers,
     held_slice,
     layers_with_experts,
     master_bytes,
@@ -164,7 +165,14 @@ class Lowering:
         return self._expert_positions[self.policies.mesh.expert_position(rank)]
 
     def _routed_layers(self, position: int) -> OwnedLayers:
-        return OwnedLayers(self.layers if position == 0 else layers_with_experts(self.scenario, position))
+        if position == 0:
+            return OwnedLayers(self.layers)
+        layers = layers_with_experts(self.scenario, position)
+        if self.stages:
+            every = held_layers(layers, self.scenario.stage_ranges)
+            held = [instance for stage in self.stages for instance in every[stage.number]]
+            layers = tuple(replace(instance, index=i) for i, instance in enumerate(held))
+        return OwnedLayers(layers)
 
     @cached_property
     def expert_buckets(self) -> tuple[Bucket, ...]:

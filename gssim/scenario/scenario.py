@@ -15,6 +15,7 @@ from gssim.plan import METHODS, REPLICA_AXES, Plan, Policies, Push, resolve, res
 from gssim.result import Result
 from gssim.scenario.device_rates import sample_costs
 from gssim.scenario.identity import calibration_id, resolved, scenario_id
+from gssim.scenario.expert_load import layers_with_experts
 from gssim.scenario.ownership import better_shard_shares, owned_shares, sample_room
 from gssim.scenario.search_space import SearchSpace
 from gssim.scenario.stages import cut_layers, held_layers
@@ -303,9 +304,13 @@ class Scenario:
     def stages(self) -> tuple[tuple[LayerInstance, ...], ...]:
         """Layers of each pipeline stage; stage i is on the ranks whose coordinate on the axis pp is i, modulo its size.
 
+        Where ranks divide experts, those of the first of them.
+
         Raises UserError where the plan's stages do not fit the model.
         """
-        return held_layers(unrolled(self.workload.model), self.stage_ranges)
+        divided = self.policies.ep > 1
+        layers = layers_with_experts(self, 0) if divided else unrolled(self.workload.model)
+        return held_layers(layers, self.stage_ranges)
 
     @cached_property
     def slice_shares(self) -> tuple[float, ...]:

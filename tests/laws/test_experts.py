@@ -85,13 +85,15 @@ PLANS = [
     {"method": "zero1", "micro_batches": 2},
     {"method": "zero2", "micro_batches": 3},
     {"method": "zero3", "recompute": "full"},
+    {"method": "ddp", "pp": 2, "micro_batches": 2},
+    {"method": "zero3", "pp": 2, "micro_batches": 3},
 ]
 
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("ep", [2, 4])
 def test_equal_ranks_are_simulated_once_with_the_same_result(plan, ep):
-    loaded = loaded_of(scenario(plan | {"ep": ep}, expert_load={"skew": 0.7}))
+    loaded = loaded_of(scenario(plan | {"ep": ep}, ranks=4 * plan.get("pp", 1), expert_load={"skew": 0.7}))
     folded, unfolded = (simulate(loaded, unfolded=whole).result for whole in (False, True))
     assert folded.step_time_s == pytest.approx(unfolded.step_time_s, rel=1e-9)
     assert set(folded.collectives) == set(unfolded.collectives)
@@ -103,10 +105,10 @@ def test_equal_ranks_are_simulated_once_with_the_same_result(plan, ep):
 
 
 @pytest.mark.parametrize("method", ["ddp", "zero1", "zero2", "zero3"])
-@pytest.mark.parametrize("ep", [2, 4])
+@pytest.mark.parametrize(("ep", "pp"), [(2, 1), (4, 1), (2, 2)])
 @pytest.mark.parametrize("load", ["balanced", {"skew": 1.0}], ids=str)
-def test_bounds_of_the_search_are_below_what_is_predicted(method, ep, load):
-    asked = scenario({"method": method, "ep": ep}, expert_load=load)
+def test_bounds_of_the_search_are_below_what_is_predicted(method, ep, pp, load):
+    asked = scenario({"method": method, "ep": ep, "pp": pp, "micro_batches": pp}, expert_load=load)
     result, bounds = simulate(loaded_of(asked)).result, Bounds(asked)
     bound = bounds.closer(asked.plan, bounds.of(asked.plan))
     held = [rank.peak_allocated_bytes + sum(rank.outside_bytes.values()) for rank in result.ranks]

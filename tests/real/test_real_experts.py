@@ -26,6 +26,8 @@ SKEWED = ["workload.expert_load.skew=0.7"]
 MIXTRAL = [f"workload.model={HELPERS}/models/mixtral.toml"]
 DENSE = [f"workload.model={SCENARIOS}/models/deepseek-moe-byte-240k.toml"]
 """A small DeepSeekMoE: a shared expert beside routed ones, and a first block without."""
+STAGED = ["plan.pp=2", "plan.micro_batches=2"]
+"""A pipeline of two stages, whose replicas divide the experts of a stage."""
 CASES = {
     "all-balanced-sgd": (0, SGD),
     "all-skewed-adamw": (0, [*ADAMW64, *SKEWED]),
@@ -45,6 +47,12 @@ CASES = {
     "two-sharded-state-adamw": (2, [*ADAMW64, *SKEWED, "plan.method=zero1"]),
     "two-skewed-adamw": (2, [*ADAMW64, *SKEWED]),
     "two-without-overlap-accumulated-sgd": (2, [*SGD, "plan.overlap=false", "plan.micro_batches=3"]),
+    "two-staged-skewed-sgd": (2, [*SGD, *SKEWED, *STAGED]),
+    "two-staged-dense-first-adamw": (2, [*ADAMW64, *SKEWED, *DENSE, *STAGED, "plan.recompute=full"]),
+    "two-staged-gpipe-sharded-state-sgd": (2, [*SGD, *SKEWED, *STAGED, "plan.method=zero1", "plan.schedule=gpipe"]),
+    "two-staged-interleaved-sgd": (2, [*SGD, *SKEWED, *STAGED, "plan.schedule=interleaved"]),
+    "two-staged-kept-sgd": (2, [*SGD, *SKEWED, *STAGED, "plan.method=zero2"]),
+    "two-staged-sharded-recomputed-sgd": (2, [*SGD, *STAGED, "plan.method=zero3", "plan.recompute=full"]),
 }
 """By name: the ranks that divide the experts (0: all), and what is changed."""
 
@@ -60,6 +68,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         }
         for name, (divided, overrides) in CASES.items()
         if divided in (0, ranks // 2)
+        and (ranks == 4 or STAGED[0] not in overrides)
         and not (ranks == 3 and {*MIXTRAL, *DENSE} & {*overrides})  # of four and of eight experts
     }
     return cases, run_cases(tmp_path_factory.mktemp(f"ranks{ranks}"), cases, ranks=ranks)
@@ -93,5 +102,5 @@ def test_the_predicted_peak_of_every_rank_is_the_counted_one(world: tuple[dict, 
     assert len(compared) >= 3
     for name, case in compared.items():
         # where parameters are gathered twice, a rank may hold less than others in the middle of a block's backward
-        most = 0.02 if "plan.method=zero3" in case["overrides"] else 0.001
+        most = 0.02 if "plan.method=zero3" in case["overrides"] else 0.003 if "staged" in name else 0.001
         assert predicted_peaks(case) == pytest.approx(world[1][name]["peaks"], rel=most), name

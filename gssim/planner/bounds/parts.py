@@ -82,7 +82,7 @@ class ModelParts:
         if policies.pp > 1:
             place = policies.mesh.place(rank).pp
             stages = self.stages(plan, policies)[place :: policies.pp]
-            held = ("stages", tuple((stage[-1].index, len(stage)) for stage in stages), policies.tp)
+            held = ("stages", tuple((stage[-1].index, len(stage)) for stage in stages), policies.tp, policies.ep)
             layers = tuple(instance for stage in stages for instance in stage)
             # layers with a copy of a tied parameter, or without a backward, are as measured but for that
             traced = [self.layers[instance.index].layer for instance in layers]
