@@ -269,7 +269,7 @@ class Apart:
             self.periods[rank].steps += 1
         for number in self.periods[0].due():
             parts = [each.offered(number) for each in self.periods]
-            total = torch.cat(parts) if self.periods[0].quantized else torch.stack(parts).sum(0)
+            total = torch.cat(parts) if self.periods[0].gathers else torch.stack(parts).sum(0)
             for each in self.periods:
                 each.take(number, total.clone())
 

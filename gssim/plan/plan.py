@@ -134,6 +134,28 @@ def int8_blocks(elements: int) -> int:
     return -(-elements // INT8_BLOCK_ELEMENTS)
 
 
+ChunkElements = Annotated[int, Field(gt=0, le=32768)]
+"""Elements of a chunk, so few that 16-bit integers number them."""
+
+
+@spec
+class SparseOuter:
+    """Outer step of `sparse_loco`: largest changes, with error feedback (Sarfi et al. 2025, arXiv:2508.15706)."""
+
+    learning_rate: PositiveFloat = 1.0
+    """Factor on the sum of what all ranks have sent."""
+    decay: Annotated[float, Field(ge=0, le=1)] = 0.95
+    """Factor on what a rank has not sent yet, before its new changes are added; takes the place of a momentum."""
+    chunk_elements: ChunkElements = 4096
+    """Elements of a bucket among which the largest are chosen; its last chunk is padded with zeros."""
+    chunk_entries: PositiveInt = 64
+    """Of these, how many each rank sends: those of largest magnitude."""
+    precision: Literal["fp32", "int2"] = "int2"
+    """Of the values that ranks send, each with a 16-bit index. `int2`: two bits, for the sign and for one of two
+    magnitudes of a chunk, which are the means of the magnitudes over and not over their mean, in fp32. `fp32`: the
+    optimizer's precision."""
+
+
 FirstCompressed = Annotated[int, Field(ge=2)]
 """A step from which on gradients are compressed: DistributedDataParallel rebuilds its buckets after the first."""
 
@@ -165,6 +187,29 @@ class TopK:
     """Add what a rank did not send to its gradients of the next step."""
     start_step: FirstCompressed = 2
     """Steps at the start of a training in which gradients are all-reduced whole; they belong to the warm-up."""
+
+
+def chunks_of(options: SparseOuter, elements: int) -> int:
+    """Return the number of chunks of a bucket.
+
+    >>> chunks_of(SparseOuter(), 4096), chunks_of(SparseOuter(), 4097)
+    (1, 2)
+    """
+    return -(-elements // options.chunk_elements)
+
+
+def sparse_message_bytes(options: SparseOuter, elements: int, value_bytes: int) -> int:
+    """Return the size of the message that a rank sends of a bucket: indices, values, and magnitudes of the chunks.
+
+    In each chunk of 4096 elements, with 64 entries: 128 bytes of indices, and 16 of signs and 8 of magnitudes, or 256
+    of values. The message is padded to whole groups of 8 bytes, so that its parts are aligned.
+
+    >>> sparse_message_bytes(SparseOuter(), 8192, 4), sparse_message_bytes(SparseOuter(precision="fp32"), 8192, 4)
+    (304, 768)
+    """
+    entries = options.chunk_entries
+    values = -(-entries // 4) + 2 * 4 if options.precision == "int2" else entries * value_bytes
+    return 8 * -(-chunks_of(options, elements) * (2 * entries + values) // 8)
 
 
 def low_rank_of(options: PowerSGD, shape: Sequence[int]) -> tuple[int, int, int] | None:
@@ -267,10 +312,12 @@ class Plan:
     """Synchronization of the gradients; `periodic`: of the parameters instead, every `sync_every_steps`. Absent: the
     method's."""
     sync_every_steps: PositiveInt | None = None
-    """Steps from one synchronization of the parameters to the next, under `local_sgd` and `diloco`: step n of a
-    training, the warm-up's included, ends with one where it divides n. Absent: 8 for these, else none."""
+    """Steps from one synchronization of the parameters to the next, under `local_sgd`, `diloco` and `sparse_loco`: step
+    n of a training, the warm-up's included, ends with one where it divides n. Absent: 8 for these, else none."""
     outer: Outer = field(default_factory=Outer)
     """Outer optimizer of `diloco`."""
+    sparse_outer: SparseOuter = field(default_factory=SparseOuter)
+    """Outer step of `sparse_loco`."""
     compress: Literal["bf16", "fp16"] | None = None
     """Format in which buckets of gradients are all-reduced: they are cast to it, divided by the number of replicas,
     summed, and cast back (torch's bf16_compress_hook and fp16_compress_hook). Absent: bf16 for `half`, else none."""

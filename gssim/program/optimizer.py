@@ -11,7 +11,7 @@ from gssim.program.clipping import clip_gradients, divides_master_gradients, uns
 from gssim.program.compressed import compressor_tensors
 from gssim.program.lowering import Lowering
 from gssim.program.messages import threshold_memory
-from gssim.program.periodic import outer_memory, outer_tensors, synchronize_parameters
+from gssim.program.periodic import outer_memory, outer_tensors, synchronize_parameters, unsent_tensors
 from gssim.program.publish import publish
 from gssim.program.sharded import owned_rows, units
 from gssim.program.task import Task, TaskId, collective_task
@@ -51,7 +51,7 @@ def persistent_tensors(low: Lowering, rank: int, held: Mapping[str, float]) -> T
         "buckets": lambda: [bucket.elements * _bucket_value_bytes(low) for bucket in low.buckets],
         "outer_parameters": lambda: outer_tensors(low),
         "outer_momentum": lambda: outer_tensors(low),
-        "residuals": lambda: low.once_a_run(compressor_tensors).get("residuals", ()),
+        "residuals": lambda: [*low.once_a_run(compressor_tensors).get("residuals", ()), *unsent_tensors(low)],
         "low_rank_factors": lambda: low.once_a_run(compressor_tensors)["low_rank_factors"],
         "buffers": lambda: [] if low.stages else workload.model.buffer_bytes,
         "workspace": lambda: workspaces(held["workspace"]),
