@@ -47,6 +47,7 @@ def check_real(loaded: Loaded) -> None:
     check_overlap(ours, where=where)
     check_fused(ours, where=where)
     check_scaled_clipping(ours, where=where)
+    check_offload(ours, where=where)
 
 
 def check_predicted_only(scenario: Scenario, *, where: str) -> None:
@@ -70,6 +71,19 @@ def check_scaled_clipping(scenario: Scenario, *, where: str) -> None:
             f"{where}: workload.clip_norm = {workload.clip_norm:g}: the norm of whole gradients in fp16 can be "
             "predicted, but not run; allowed: methods whose shards are in fp32 (zero2, zero3, hsdp), or leave it out"
         )
+
+
+def check_offload(scenario: Scenario, *, where: str) -> None:
+    """Raise UserError for sums over ranks of gradients on the hosts, for which NCCL has no collectives."""
+    workload, plan = scenario.workload, scenario.plan
+    if plan.offload is None or scenario.cluster.backend != "nccl":
+        return
+    for key in ("clip_norm", "loss_scale"):
+        if getattr(workload, key) is not None:
+            raise UserError(
+                f"{where}: workload.{key} = {getattr(workload, key)!r}: gradients in the hosts' memory (plan.offload = "
+                f"'{plan.offload}') are summed by no NCCL collective: it can be predicted, but not run; leave it out"
+            )
 
 
 def check_overlap(scenario: Scenario, *, where: str) -> None:
