@@ -1,5 +1,6 @@
 """What all tests share. Hypothesis draws the same examples on every machine; a slow machine is no failure."""
 
+import gc
 import os
 import signal
 import sys
@@ -26,6 +27,17 @@ os.environ["GSREAL_TRUST_CODE"] = "1"
 # a shell that starts tests in the background lets them, and what they start, ignore interrupts; some tests send them
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# a test process holds a million objects (torch, the tests); looking through them all for cycles again and again took a
+# quarter of its time
+gc.set_threshold(50_000, 20, 100)
+
+
+def pytest_collection_finish():
+    """Exempt what lives as long as the process from garbage collection."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

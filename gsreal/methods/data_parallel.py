@@ -224,7 +224,8 @@ def fully_shard_parameters(scenario: Scenario, module: nn.Module, timeline: Time
     from torch.distributed.fsdp import FSDPModule
 
     fully_shard_module(scenario, module, blocks_of(scenario.workload.model, module), timeline, device)
-    optimizer = make_optimizer(scenario.workload, module.parameters(), device)
+    updating = torch.device("cpu") if scenario.plan.offload else device
+    optimizer = make_optimizer(scenario.workload, module.parameters(), updating)
 
     @contextmanager
     def syncing(leaves: bool) -> Iterator[None]:
@@ -241,7 +242,7 @@ def fully_shard_module(
     scenario: Scenario, module: nn.Module, blocks: Sequence[nn.Module], timeline: Timeline, device: torch.device
 ) -> None:
     """Apply FSDP2 to blocks of a module and to the module around them, as the scenario's policies say."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     workload = scenario.workload
     reduced = None if workload.reduce_precision is None else DTYPES[workload.reduce_precision]
@@ -250,6 +251,9 @@ def fully_shard_module(
         precision = MixedPrecisionPolicy(param_dtype=DTYPES[workload.precision], reduce_dtype=reduced)
         _cast_to_master(module)
     mesh, of_experts = _mesh(scenario.policies, device), _expert_placement(scenario.policies, module, device)
+    offload = OffloadPolicy()
+    if scenario.plan.offload == "parameters":  # memory can be pinned for an accelerator only
+        offload = CPUOffloadPolicy(pin_memory=device.type != "cpu")
     reshard_after_forward = False if scenario.policies.parameters == "gathered" else None
     for part in [*blocks, module]:
         fully_shard(
@@ -257,6 +261,7 @@ def fully_shard_module(
             mesh=mesh,
             reshard_after_forward=reshard_after_forward,
             mp_policy=precision,
+            offload_policy=offload,
             shard_placement_fn=of_experts,
         )
     replicas = mesh.get_group(0) if mesh.ndim > 1 else None

@@ -3,8 +3,7 @@
 Ranks find each other by a file in a folder that only this user can read: torchrun's store would listen on every address
 of the machine, and answer anyone. gloo and NCCL listen on the loopback interface, or on the one that is named.
 
-Signals that end a lab are ignored while its network is taken down. Before the ranks start, `check_real` refuses
-scenarios that are valid, but cannot run on this machine.
+Before the ranks start, `check_real` refuses scenarios that are valid, but cannot run on this machine.
 """
 
 import json
@@ -15,8 +14,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -29,11 +28,11 @@ from gsreal.run.feed import check_evaluation
 from gsreal.run.forked import Forked, module_run
 from gsreal.run.progress import DEFAULT_TIMEOUT_S, REPORTS, Watch
 from gsreal.run.rank import LAUNCHER, STORE, TIMEOUT
+from gsreal.run.signals import signals_deferred, signals_ignored
 from gssim.errors import RunFailedError, UserError
 from gssim.execution.files import scratch_folder
 from gssim.plan import PREDICTED_ONLY, RUNS_WITH
 from gssim.scenario import Loaded, Scenario
-from gssim.terminal import ENDING
 
 
 def check_real(loaded: Loaded) -> None:
@@ -48,6 +47,7 @@ def check_real(loaded: Loaded) -> None:
     check_overlap(ours, where=where)
     check_fused(ours, where=where)
     check_scaled_clipping(ours, where=where)
+    check_offload(ours, where=where)
 
 
 def check_predicted_only(scenario: Scenario, *, where: str) -> None:
@@ -71,6 +71,19 @@ def check_scaled_clipping(scenario: Scenario, *, where: str) -> None:
             f"{where}: workload.clip_norm = {workload.clip_norm:g}: the norm of whole gradients in fp16 can be "
             "predicted, but not run; allowed: methods whose shards are in fp32 (zero2, zero3, hsdp), or leave it out"
         )
+
+
+def check_offload(scenario: Scenario, *, where: str) -> None:
+    """Raise UserError for sums over ranks of gradients on the hosts, for which NCCL has no collectives."""
+    workload, plan = scenario.workload, scenario.plan
+    if plan.offload is None or scenario.cluster.backend != "nccl":
+        return
+    for key in ("clip_norm", "loss_scale"):
+        if getattr(workload, key) is not None:
+            raise UserError(
+                f"{where}: workload.{key} = {getattr(workload, key)!r}: gradients in the hosts' memory (plan.offload = "
+                f"'{plan.offload}') are summed by no NCCL collective: it can be predicted, but not run; leave it out"
+            )
 
 
 def check_overlap(scenario: Scenario, *, where: str) -> None:
@@ -97,37 +110,6 @@ def check_fused(scenario: Scenario, *, where: str) -> None:
             f"{where}: workload.optimizer_implementation = 'fused': torch has no fused SGD for FSDP2's shards: it can "
             "be predicted, but not run; allowed: default, for-loop, foreach"
         )
-
-
-@contextmanager
-def signals_ignored() -> Iterator[None]:
-    """Ignore termination signals and the user's interrupt inside."""
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (*ENDING, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def signals_deferred() -> Iterator[None]:
-    """Defer termination signals and the user's interrupt until the end of the context.
-
-    Raised in callbacks that Python runs around a fork, where it can only report that it ignores exceptions, they would
-    be lost.
-    """
-    noted: list[int] = []
-    before = {
-        number: signal.signal(number, lambda each, frame: noted.append(each)) for number in (*ENDING, signal.SIGINT)
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        if noted:
-            signal.raise_signal(noted[0])
 
 
 GRACE_S = 10.0

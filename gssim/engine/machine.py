@@ -168,6 +168,8 @@ class Machine:
 
     def set_communicating(self, instance: CollectiveInstance, change: int) -> None:
         """Notify the hosts of a collective's members that it begins (`change` 1) or ends (-1)."""
+        if instance.communication.kind in collectives.COPIES:  # by the devices' own engines
+            return
         if not self.is_coupled or not any(self.hosts[rank_class.host].coupled for rank_class in instance.classes):
             return
         if instance not in self._loads:

@@ -138,6 +138,8 @@ class Training:
     last_stage_blocks: Value | None = None
     stages_per_rank: Value | None = None
     blocks_per_stage: Value | None = None
+    offload: Value | None = None
+    """optimizer or parameters, as `plan.offload`."""
     receive_buffers: Value | None = None
     """Of a pipeline's stages, where there is one."""
     gradient_sync: Value | None = None
@@ -296,10 +298,22 @@ def _plan(training: Training, keys: Keys, model: Model, cluster: Cluster, overri
     batch = _batch(training, keys, dp, pp.value, overrides)
     accumulates = any(entry.key == "plan.micro_batches" and entry.value > 1 for entry in batch)
     entries += _options(training, keys, method, tp.value, pp.value, accumulates=accumulates)
+    entries += _offload(training, keys, cluster)
     if ranks < len(cluster.devices) and method != "single":
         origin = training.world.origin if training.world else "what the file says"
         entries.append(Entry("plan.ranks", ranks, f"{origin}; the cluster has {len(cluster.devices)} devices"))
     return [*batch, *entries]
+
+
+def _offload(training: Training, keys: Keys, cluster: Cluster) -> list[Entry]:
+    """Return the entry of state in the hosts' memory; refuse it where the cluster says nothing of that."""
+    offload = training.offload
+    if offload is None:
+        return []
+    if cluster.host is None:
+        reason = f"the cluster '{cluster.name}' does not say what its hosts' memory holds: give one that has 'host'"
+        _refuse(keys, offload, reason, "plan.offload", "cluster.host")
+    return [Entry("plan.offload", offload.value, offload.origin)]
 
 
 def _options(training: Training, keys: Keys, method: str, tp: int, pp: int, *, accumulates: bool) -> list[Entry]:

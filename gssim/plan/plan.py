@@ -335,6 +335,12 @@ class Plan:
     copy of it whatever the precision; parts are all-gathered in buckets of 5e8 elements (predicted only). `megatron`:
     Megatron-LM's distributed optimizer: the same parts, but gradients exist in one buffer alone, to which the products
     that compute them add, and which is reduce-scattered, not all-reduced (predicted only)."""
+    offload: Literal["optimizer", "parameters"] | None = None
+    """State that each rank keeps in its host's memory, where the host's cores update it. `parameters`: FSDP2's
+    CPUOffloadPolicy: shards of parameters, their gradients and the optimizer's state; a shard is copied to the device
+    before each gather, its gradients are copied back after each reduction. `optimizer`: the optimizer's state and the
+    master copy, as DeepSpeed's `offload_optimizer`: gradients of what a rank updates are copied to the host, updated
+    parameters back (predicted only). On a CPU, which is its own host, `parameters` changes nothing. Absent: none."""
     receive_buffers: Literal["micro-batch", "in-flight"] = "micro-batch"
     """For pipelines. `micro-batch`: a stage keeps a buffer for every micro-batch's input, and for every gradient of its
     output, all step (torch's PipelineStage). `in-flight`: it has buffers for inputs whose backward is still to come,

@@ -188,6 +188,8 @@ class RankClass:
     peak_by_category_bytes: dict[str, Finite]
     """Bytes by `CATEGORIES` at the peak, which is their sum (simulated)."""
     phases_s: dict[str, Finite]
+    host_bytes: dict[str, Amount] = field(default_factory=dict)
+    """What the rank keeps in its host's memory, by category (`plan.offload`; simulated)."""
     bytes_sent: Amount | None = None
     bytes_received: Amount | None = None
     batch_share: Finite
@@ -196,12 +198,14 @@ class RankClass:
 
 @spec
 class Fit:
-    """The rank that exceeds its device's memory by most."""
+    """The rank that exceeds its device's memory by most; where all devices suffice, the first of the fullest host."""
 
     rank: int
     category: str
     """The largest category at the peak."""
     excess_bytes: Finite
+    memory: Literal["device", "host"] = "device"
+    """Whose memory is exceeded; that of a `host` by all of its ranks together."""
 
 
 @spec
@@ -384,12 +388,17 @@ class Result:
         return json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the Result as plain data, keys in schema order; `periods` and `band` only where there are any."""
+        """Return the Result as plain data, keys in schema order; without some that most have no use for."""
         data = asdict(self)
         if self.periods is None:
             del data["periods"]
         if self.band is None:
             del data["band"]
+        if self.does_not_fit is not None and self.does_not_fit.memory == "device":
+            del data["does_not_fit"]["memory"]
+        for each in data["ranks"]:
+            if not each["host_bytes"]:
+                del each["host_bytes"]
         for end in ("push_low", "push_high", "publish_low", "publish_high"):
             if data["density"][end] is None:
                 del data["density"][end]

@@ -1,6 +1,6 @@
 """Consistency checks of a scenario: combinations of workload, plan and cluster that cannot run are refused."""
 
-from gssim.cluster import applied, ends_of
+from gssim.cluster import applied, ends_of, memory_node
 from gssim.errors import UserError
 from gssim.plan import (
     DATA_AXES,
@@ -75,6 +75,42 @@ def check(scenario: Scenario, *, file: str) -> None:
         _check_slowdown(scenario, policies, number, file)
     _check_replanning(scenario, policies, file)
     _check_compressor(scenario, policies, file)
+    _check_offload(scenario, policies, file)
+
+
+def _check_offload(scenario: Scenario, policies: Policies, file: str) -> None:
+    """Refuse state in hosts' memory where the method has none of its kind, or nothing is known about the hosts."""
+    plan, cluster = scenario.plan, scenario.cluster
+    if plan.offload is None:
+        return
+    where = f"{file}: plan.offload = '{plan.offload}'"
+    runs = ("reduce-scatter",) if plan.offload == "parameters" else ("local", "all-reduce", "reduce-scatter")
+    if policies.gradients not in runs or policies.partition != "data":
+        allowed = "zero2, zero3 (fsdp) and hsdp" + ("" if plan.offload == "parameters" else ", single, ddp and zero1")
+        raise UserError(f"{where}: cannot run with method '{plan.method}'; allowed: {allowed}")
+    for axis in ("pp", "ep"):
+        if getattr(policies, axis) > 1:
+            raise UserError(f"{where}: cannot run yet with plan.{axis} = {getattr(policies, axis)}; allowed today: 1")
+    if plan.shares.replan:
+        raise UserError(f"{where}: cannot run yet with plan.shares.replan = True; allowed: false")
+    devices = cluster.devices[: policies.ranks]
+    kinds = {cluster.device_types[device.type].kind for device in devices}
+    if kinds == {"cpu"} and plan.offload == "parameters":
+        return
+    if kinds != {"cuda"}:
+        raise UserError(
+            f"{where}: a device of kind {sorted(kinds - {'cuda'})[0]!r} has no host with memory of its own that torch "
+            "could copy to; allowed on devices of kind 'cuda' alone"
+        )
+    if cluster.host is None:
+        raise UserError(f"{where}: cluster.host: needed: how much the hosts' memory holds, and how fast it is")
+    nodes = set(cluster.wiring.names)
+    absent = next((device.host for device in devices if memory_node(device.host) not in nodes), None)
+    if absent is not None:
+        raise UserError(
+            f"{where}: the cluster has no node {memory_node(absent)!r} to which state could be copied; set host_memory "
+            "and pcie_link of its servers, or link its devices to a switch of this name"
+        )
 
 
 def _check_compressor(scenario: Scenario, policies: Policies, file: str) -> None:

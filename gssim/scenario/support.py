@@ -33,6 +33,8 @@ FEATURES: dict[str, Mapping[str, Any]] = {
     "autocast in bf16": {"workload.autocast": "bf16"},
     "frozen layers": {"workload.frozen": ("*.0",)},
     "low-rank adapters": {"workload.adapters.rank": 8},
+    "offloaded parameters": {"plan.offload": "parameters"},
+    "offloaded optimizer": {"plan.offload": "optimizer"},
     "DeepSpeed's ZeRO-1": {"plan.zero1_implementation": "deepspeed"},
     "Megatron-LM's distributed optimizer": {"plan.zero1_implementation": "megatron"},
 }

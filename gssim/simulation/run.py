@@ -22,7 +22,7 @@ from gssim.program import Program, Steps, StepTraffic, after_inner_steps, loweri
 from gssim.result import COMPUTE_PHASES, PHASES, UPDATE_PHASES, Band, Density, Result, Span, Step, typical_phases
 from gssim.scenario import Loaded, Scenario, with_profile_slowdowns
 from gssim.simulation.extrapolation import extrapolated, simulated_counts, with_micro_batches
-from gssim.simulation.footprint import MemoryFootprint, footprints_of, tightest_margin, worst_misfit
+from gssim.simulation.footprint import MemoryFootprint, footprints_of, host_misfit, tightest_margin, worst_misfit
 from gssim.simulation.periodic_run import InnerStep, Period, Slowed, alone_s, periodic_result
 from gssim.simulation.report import (
     collectives_of,
@@ -456,7 +456,7 @@ def _result(
     phases_s = {name: value * typical.time_s / total_s for name, value in phases_s.items()} if total_s else phases_s
     footprints = _footprints(scenario, typical, shared, sized=sized)
     first_footprints = footprints if first is typical else _footprints(scenario, first, shared, sized=sized)
-    fit = worst_misfit(footprints) or worst_misfit(first_footprints)
+    fit = worst_misfit(footprints) or worst_misfit(first_footprints) or host_misfit(scenario, machine.program)
     mean_ratio = mean_over_typical(machine, excess)
     ranks = rank_classes(scenario, machine, phases, footprints, mean_ratio=mean_ratio)
     return Result(

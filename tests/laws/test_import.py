@@ -124,6 +124,31 @@ def test_auto_is_named_and_replaced(tmp_path):
     assert (tables["workload"]["global_batch_size"], tables["plan"]["micro_batches"]) == (128, 4)
 
 
+OFFLOADS = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_deepspeeds_offloaded_optimizer(tmp_path, stage):
+    file = DEEPSPEED | {"zero_optimization": {"stage": stage, **OFFLOADS}}
+    tables, found = imported(tmp_path, file, name="ds.json")
+    assert tables["plan"]["offload"] == "optimizer"
+    assert ("updated parameters are copied in 32 bits here" in found.text) == (stage == 3)
+    everything = {**OFFLOADS, "offload_param": {"device": "cpu"}}
+    if stage == 3:
+        file = DEEPSPEED | {"zero_optimization": {"stage": 3, **everything}}
+        assert "copies of parameters in 16 bits" in refused(tmp_path, file, name="ds.json")
+        tables, _ = imported(tmp_path, file | {"bf16": {"enabled": False}}, name="ds.json")
+        assert tables["plan"]["offload"] == "parameters"
+
+
+def test_offloading_needs_a_cluster_whose_hosts_are_known(tmp_path):
+    file = DEEPSPEED | {"zero_optimization": {"stage": 2, **OFFLOADS}}
+    said = refused(tmp_path, file, name="ds.json", cluster="scenarios/clusters/two-dgx-h100.toml")
+    assert "does not say what its hosts' memory holds" in said
+    nvme = DEEPSPEED | {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}
+    assert "other places than the host's memory" in refused(tmp_path, nvme, name="ds.json")
+
+
 @pytest.mark.parametrize(
     ("change", "key"),
     [
@@ -450,6 +475,11 @@ fsdp_config:
   auto_wrap_policy: TRANSFORMER_BASED_WRAP
   reshard_after_forward: true
 """
+
+
+def test_axolotl_offloads_what_fsdp_shards(tmp_path):
+    tables, _ = imported(tmp_path, AXOLOTL.replace("offload_params: false", "offload_params: true"), name="x.yml")
+    assert (tables["plan"]["method"], tables["plan"]["offload"]) == ("zero3", "parameters")
 
 
 def test_axolotl(tmp_path):
