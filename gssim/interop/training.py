@@ -188,7 +188,9 @@ def scenario_of(
 
 
 def _refuse(keys: Keys, value: Value, reason: str, *replaced_by: str) -> None:
-    keys.refuse(value.origin.partition(" = ")[0], reason, replaced_by=replaced_by)
+    """Refuse the key from which a value is; one that an option sets stands in the message as it is."""
+    key = value.origin if value.origin.startswith("--set ") else value.origin.partition(" = ")[0]
+    keys.refuse(key, reason, replaced_by=replaced_by)
 
 
 def _check_architecture(training: Training, keys: Keys, model: Model) -> None:
@@ -351,11 +353,12 @@ def _axes(
             _refuse(keys, world, f"the cluster '{cluster.name}' has {devices} devices", "plan.ranks")
         return None
     one = Value(1, "not in the file: 1")
-    tp, pp = training.tp or one, training.pp or one
-    if overrides.keys() & {"plan.tp", "plan.pp"}:
-        tp = Value(overrides.get("plan.tp", tp.value), tp.origin)
-        pp = Value(overrides.get("plan.pp", pp.value), pp.origin)
-    cp = Value(overrides.get("plan.cp", (training.cp or one).value), (training.cp or one).origin)
+    tp, pp, cp = (
+        Value(overrides[key], f"--set {key} = {overrides[key]}")
+        if (key := f"plan.{axis}") in overrides
+        else given or one
+        for axis, given in (("tp", training.tp), ("pp", training.pp), ("cp", training.cp))
+    )
     cut = tp.value * pp.value * cp.value
     if ranks % cut:
         blamed = next((axis for axis in (pp, tp) if axis.value > 1), cp)

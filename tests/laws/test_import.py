@@ -63,6 +63,13 @@ def test_counts_that_are_none_are_refused_in_a_line(tmp_path, key, value):
     assert len(str(caught.value)) <= 300
 
 
+@pytest.mark.parametrize("axis", ["tp", "pp", "cp"])
+def test_an_axis_that_does_not_fit_is_blamed_on_the_option_that_sets_it(tmp_path, axis):
+    with pytest.raises(UserError, match=f"--set plan.{axis} = 3: .* are 3, which does not divide 8 ranks") as caught:
+        imported(tmp_path, DEEPSPEED, name="ds.json", overrides=[f"plan.{axis}=3"])
+    assert "not in the file" not in str(caught.value)
+
+
 def test_deepspeed(tmp_path):
     tables, found = imported(tmp_path, DEEPSPEED, name="ds.json")
     assert tables["workload"] == {
