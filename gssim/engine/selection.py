@@ -168,16 +168,17 @@ class Scheduler:
         stages = tuple(
             replace(s, stretch_ratio=1.0) for s in ALGORITHMS[name, communication.kind](members, communication)
         )
-        inside_s = choice.node_bytes / (group.bandwidth_bytes_per_s * choice.bandwidth_ratio)
-        across = choice.network_bytes / choice.network_bandwidth_ratio
-        limited = group.network_bytes_per_s is not None and across / group.network_bytes_per_s > inside_s
-        ratio = choice.network_bandwidth_ratio if limited else choice.bandwidth_ratio
+        rates = group.bandwidth_bytes_per_s, group.network_bytes_per_s or math.inf
+        bare_s = [size / rate for size, rate in zip((choice.node_bytes, choice.network_bytes), rates, strict=True)]
+        reached_s = bare_s[0] / choice.bandwidth_ratio, bare_s[1] / choice.network_bandwidth_ratio
+        # one factor for all links, inside nodes and across: with it, the slowest takes as long as the tuner's
+        factor = max(reached_s) / max(bare_s) if max(bare_s) else 1.0
         fixed_s = (
             choice.latency_s
             + self._long_distance_s(stages)
             + collectives.overhead_s(self.cluster, communication.carried_kind)
         )
-        return CollectiveSchedule(name, stages, fixed_s, 1 / ratio, path_latency=False)
+        return CollectiveSchedule(name, stages, fixed_s, factor, path_latency=False)
 
     def nccl_group(self, group: Sequence[int]) -> Group:
         """Return a group of ranks as NCCL's tuner sees it."""

@@ -19,7 +19,6 @@ TORCHTITAN: dict[str, Rule] = {
     **listed("of compilation, which is off or refused", "compile.*", "parallelism.enable_async_tensor_parallel"),
     **refused("fp8 and MX formats cannot be simulated", "model.converters", "model_converters*"),
     **listed("of fp8 or MX formats, which are off or refused", "quantize.*", "float8.*", "mx.*"),
-    **refused("offloading cannot be simulated", "training.enable_cpu_offload"),
     **refused("updates during the backward cannot be simulated", "optimizer.early_step_in_backward"),
     **refused("fault-tolerant replicas cannot be simulated", "fault_tolerance.enable"),
     **listed("of fault tolerance, which is off or refused", "fault_tolerance.*"),
@@ -125,6 +124,9 @@ def _sharding(keys: Keys, training: Training) -> None:
 
 def _batch(keys: Keys, training: Training) -> None:
     """Read samples, of the older generations, or tokens, of the newer ones."""
+    offload = keys.flag("training.enable_cpu_offload")
+    if offload is not None and offload.value:
+        training.offload = Value("parameters", offload.origin)
     if any(keys.has(f"training.{key}") for key in ("num_tokens_per_microbatch_per_dp_rank", "max_context_length")):
         longest = keys.integer("training.max_context_length", sets="workload.sequence_length")
         tokens = keys.integer("training.num_tokens_per_microbatch_per_dp_rank", sets="workload.global_batch_size")

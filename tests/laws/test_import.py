@@ -63,6 +63,13 @@ def test_counts_that_are_none_are_refused_in_a_line(tmp_path, key, value):
     assert len(str(caught.value)) <= 300
 
 
+@pytest.mark.parametrize("axis", ["tp", "pp", "cp"])
+def test_an_axis_that_does_not_fit_is_blamed_on_the_option_that_sets_it(tmp_path, axis):
+    with pytest.raises(UserError, match=f"--set plan.{axis} = 3: .* are 3, which does not divide 8 ranks") as caught:
+        imported(tmp_path, DEEPSPEED, name="ds.json", overrides=[f"plan.{axis}=3"])
+    assert "not in the file" not in str(caught.value)
+
+
 def test_deepspeed(tmp_path):
     tables, found = imported(tmp_path, DEEPSPEED, name="ds.json")
     assert tables["workload"] == {
@@ -115,6 +122,31 @@ def test_auto_is_named_and_replaced(tmp_path):
     assert "--set workload.global_batch_size" in said
     tables, _ = imported(tmp_path, file, name="ds.json", overrides=["workload.global_batch_size=128"])
     assert (tables["workload"]["global_batch_size"], tables["plan"]["micro_batches"]) == (128, 4)
+
+
+OFFLOADS = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_deepspeeds_offloaded_optimizer(tmp_path, stage):
+    file = DEEPSPEED | {"zero_optimization": {"stage": stage, **OFFLOADS}}
+    tables, found = imported(tmp_path, file, name="ds.json")
+    assert tables["plan"]["offload"] == "optimizer"
+    assert ("updated parameters are copied in 32 bits here" in found.text) == (stage == 3)
+    everything = {**OFFLOADS, "offload_param": {"device": "cpu"}}
+    if stage == 3:
+        file = DEEPSPEED | {"zero_optimization": {"stage": 3, **everything}}
+        assert "copies of parameters in 16 bits" in refused(tmp_path, file, name="ds.json")
+        tables, _ = imported(tmp_path, file | {"bf16": {"enabled": False}}, name="ds.json")
+        assert tables["plan"]["offload"] == "parameters"
+
+
+def test_offloading_needs_a_cluster_whose_hosts_are_known(tmp_path):
+    file = DEEPSPEED | {"zero_optimization": {"stage": 2, **OFFLOADS}}
+    said = refused(tmp_path, file, name="ds.json", cluster="scenarios/clusters/two-dgx-h100.toml")
+    assert "does not say what its hosts' memory holds" in said
+    nvme = DEEPSPEED | {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}
+    assert "other places than the host's memory" in refused(tmp_path, nvme, name="ds.json")
 
 
 @pytest.mark.parametrize(
@@ -443,6 +475,11 @@ fsdp_config:
   auto_wrap_policy: TRANSFORMER_BASED_WRAP
   reshard_after_forward: true
 """
+
+
+def test_axolotl_offloads_what_fsdp_shards(tmp_path):
+    tables, _ = imported(tmp_path, AXOLOTL.replace("offload_params: false", "offload_params: true"), name="x.yml")
+    assert (tables["plan"]["method"], tables["plan"]["offload"]) == ("zero3", "parameters")
 
 
 def test_axolotl(tmp_path):

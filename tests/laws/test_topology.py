@@ -82,6 +82,7 @@ ALL = {
     "switch": simple("switch", 5),
     "torus": torus(3, 4),
     "nvswitch": servers({"host_memory": True}),
+    "memory links": servers({"host_memory": True, "devices_per_memory_link": 2}),
     "pcie": servers({"inside": "pcie", "nics": 2, "host_memory": True}),
     "cube-mesh": servers({"inside": "cube-mesh", "nics": 4}),
     "leaf-spine": servers({"count": 5}, {"count": 2, "nics": 4, "inside": "pcie"}, fabric=LEAF_SPINE),
