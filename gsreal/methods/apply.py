@@ -11,12 +11,17 @@ from torch import Tensor, nn
 
 from gsreal.gradient_sharding.sharded_parameters import gathered
 from gsreal.measure import Timeline
+from gsreal.methods.checkpointing import blocks_of, checkpoint_blocks
 from gsreal.methods.context_parallel import divide_context, observed_parts
-from gsreal.methods.data_parallel import all_reduce_gradients, fully_shard_parameters, train_single_device
+from gsreal.methods.data_parallel import (
+    all_reduce_gradients,
+    fully_shard_parameters,
+    synchronize_periodically,
+    train_single_device,
+)
 from gsreal.methods.expert_parallel import ExpertGradients, ShardedExpertGradients, divide_experts, load_experts
 from gsreal.methods.gradient_sharding import push_gradients, train_owned_layers
 from gsreal.methods.loss_parallel import Loss, divide_vocabulary
-from gsreal.methods.periodic import synchronize_periodically
 from gsreal.methods.pipelined import StageModules, pipeline_stages
 from gsreal.methods.ring_attention import observed_ring
 from gsreal.methods.tensor_slices import PartialGradients, slice_blocks, whole_parameter
@@ -25,8 +30,6 @@ from gsreal.methods.training import (
     REPLICAS,
     LossScaler,
     Training,
-    blocks_of,
-    checkpoint_blocks,
     context_group,
     data_group,
     device_mesh,

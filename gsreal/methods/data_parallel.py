@@ -1,4 +1,4 @@
-"""Data parallelism by PyTorch: a single device, DistributedDataParallel with or without ZeRO-1, and FSDP2."""
+"""Data parallelism: a single device, DistributedDataParallel with or without ZeRO-1, FSDP2, periodic means."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,19 +15,12 @@ from torch.distributed.tensor import DTensor
 from gsreal.gradient_sharding.master import master_type
 from gsreal.gradient_sharding.point_to_point import all_gather_into_tensor, reduce_scatter_tensor
 from gsreal.measure import Timeline
+from gsreal.methods.checkpointing import blocks_of
 from gsreal.methods.compressed import compressor_of
 from gsreal.methods.experts import PARAMETERS, experts_of
-from gsreal.methods.training import (
-    REPLICAS,
-    Training,
-    blocks_of,
-    data_group,
-    data_mesh,
-    expert_mesh,
-    make_optimizer,
-    replica_optimizer_of,
-    shard_mesh,
-)
+from gsreal.methods.optimizers import make_optimizer, replica_optimizer_of
+from gsreal.methods.periodic import Synchronization
+from gsreal.methods.training import REPLICAS, Training, data_group, data_mesh, expert_mesh, shard_mesh
 from gsreal.model_files.build import DTYPES
 from gssim.plan import DDP_BUCKET_BYTES, MIB, Policies
 from gssim.scenario import Scenario, has_master_copy, reduce_precision
@@ -38,6 +31,21 @@ def train_single_device(scenario: Scenario, module: nn.Module, timeline: Timelin
     """Train on a single device, without communication."""
     optimizer = make_optimizer(scenario.workload, module.parameters(), device)
     return Training(module, optimizer, timeline, scale=1.0)
+
+
+def synchronize_periodically(
+    scenario: Scenario, module: nn.Module, timeline: Timeline, device: torch.device
+) -> Training:
+    """Train apart with an optimizer on every rank, and synchronize the parameters every few steps."""
+    optimizer = make_optimizer(scenario.workload, module.parameters(), device)
+    # 0: every rank trains on the mean of its own loss
+    return Training(
+        module,
+        optimizer,
+        timeline,
+        scale=0.0,
+        periods=Synchronization(scenario, module, optimizer, timeline, rank=dist.get_rank()),
+    )
 
 
 def all_reduce_gradients(scenario: Scenario, module: nn.Module, timeline: Timeline, device: torch.device) -> Training:

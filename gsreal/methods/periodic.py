@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from gsreal.gradient_sharding.master import MasterCopy, master_type
 from gsreal.measure import Timeline
-from gsreal.methods.training import Training, make_optimizer
 from gssim.plan import (
     INT8_BLOCK_ELEMENTS,
     INT8_SCALE_BYTES,
@@ -26,21 +25,6 @@ from gssim.scenario import Scenario
 
 LARGEST = 127
 """Largest integer of a quantized change; -128 is not used."""
-
-
-def synchronize_periodically(
-    scenario: Scenario, module: nn.Module, timeline: Timeline, device: torch.device
-) -> Training:
-    """Train apart with an optimizer on every rank, and synchronize the parameters every few steps."""
-    optimizer = make_optimizer(scenario.workload, module.parameters(), device)
-    # 0: every rank trains on the mean of its own loss
-    return Training(
-        module,
-        optimizer,
-        timeline,
-        scale=0.0,
-        periods=Synchronization(scenario, module, optimizer, timeline, rank=dist.get_rank()),
-    )
 
 
 class Synchronization:

@@ -38,8 +38,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from gsreal.measure import Timeline
+from gsreal.methods.checkpointing import blocks_of
 from gsreal.methods.mapped import Mapped
-from gsreal.methods.training import blocks_of
 from gssim.errors import UserError
 from gssim.scenario import Scenario, units_of_ranks
 from gssim.workload import unrolled

@@ -20,11 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from gsreal.data.sources import check_data
+from gsreal.data.sources import check_data, check_held_out
 from gsreal.machine import ENVIRONMENT, check_machine, die_with_parent
 from gsreal.methods.stage_modules import check_stages
 from gsreal.model_files.build import check_factory
-from gsreal.run.feed import check_evaluation
 from gsreal.run.forked import Forked, module_run
 from gsreal.run.progress import DEFAULT_TIMEOUT_S, REPORTS, Watch
 from gsreal.run.rank import LAUNCHER, STORE, TIMEOUT
@@ -61,6 +60,23 @@ def check_predicted_only(scenario: Scenario, *, where: str) -> None:
         unless = RUNS_WITH.get((key, value))
         if value_of(key) == value and (unless is None or value_of(unless) is None):
             raise UserError(f"{where}: {key} = {value!r}: {why}")
+
+
+def check_evaluation(scenario: Scenario, *, where: str) -> None:
+    """Raise UserError if a run asks for an evaluation that is impossible; `where` names the file."""
+    if scenario.run.evaluate_every_steps is None:
+        return
+    if scenario.policies.pp > 1:
+        raise UserError(
+            f"{where}: run.evaluate_every_steps = {scenario.run.evaluate_every_steps}: no rank of a pipeline has the "
+            "whole model, and its schedule only trains; leave it out"
+        )
+    if scenario.plan.loss_parallel:
+        raise UserError(
+            f"{where}: run.evaluate_every_steps = {scenario.run.evaluate_every_steps}: no rank has whole logits "
+            "(plan.loss_parallel); leave one of them out"
+        )
+    check_held_out(scenario.workload, where=where)
 
 
 def check_scaled_clipping(scenario: Scenario, *, where: str) -> None:

@@ -21,8 +21,8 @@ from torch.futures import Future
 from gsreal.data.source import Source
 from gsreal.measure import Timeline
 from gsreal.methods.compressed import LargestCompressor, LowRankCompressor, Pending
+from gsreal.methods.optimizers import make_optimizer
 from gsreal.methods.periodic import Synchronization
-from gsreal.methods.training import make_optimizer
 from gsreal.model_files.build import DTYPES, logits_of, loss_of
 from gsreal.run.feed import Feed, HeldOut
 from gsreal.run.worker import build
