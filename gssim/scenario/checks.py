@@ -90,7 +90,8 @@ def _check_offload(scenario: Scenario, policies: Policies, file: str) -> None:
         allowed = "zero2, zero3 (fsdp) and hsdp" + ("" if plan.offload == "parameters" else ", single, ddp and zero1")
         raise UserError(f"{where}: cannot run with method '{plan.method}'; allowed: {allowed}")
     for axis in ("pp", "ep"):
-        if getattr(policies, axis) > 1:
+        in_stages = axis == "pp" and plan.offload == "optimizer" and policies.gradients != "reduce-scatter"
+        if getattr(policies, axis) > 1 and not in_stages:
             raise UserError(f"{where}: cannot run yet with plan.{axis} = {getattr(policies, axis)}; allowed today: 1")
     if plan.shares.replan:
         raise UserError(f"{where}: cannot run yet with plan.shares.replan = True; allowed: false")

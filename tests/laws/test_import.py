@@ -348,6 +348,14 @@ def test_megatron_says_how_sequences_are_exchanged(tmp_path, kind, exchange):
     assert tables["plan"].get("context_exchange") == exchange
 
 
+def test_megatrons_offloaded_optimizer(tmp_path):
+    said = f"{MEGATRON.rstrip()} --optimizer-cpu-offload"
+    tables, _ = imported(tmp_path, f"{said} --optimizer-offload-fraction 1.0", name="train.sh", model="gpt3-1.3b")
+    assert (tables["plan"]["method"], tables["plan"]["offload"]) == ("zero1", "optimizer")
+    half = f"{said} --optimizer-offload-fraction 0.5"
+    assert "a part of the optimizer" in refused(tmp_path, half, name="train.sh", model="gpt3-1.3b")
+
+
 def test_sizes_of_another_model_are_refused(tmp_path):
     assert "the model 'llama3-8b' has width = 4096" in refused(tmp_path, MEGATRON, name="train.sh")
 

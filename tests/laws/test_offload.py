@@ -149,6 +149,19 @@ def test_equal_ranks_are_simulated_once(scenario_of, method, offload):
     assert simulate(scenario).step_time_s == pytest.approx(simulate(scenario, unfold=True).step_time_s, rel=1e-9)
 
 
+@pytest.mark.parametrize("axes", [{"plan.pp": 2, "plan.dp_replicate": 2}, {"plan.pp": 4}])
+def test_stages_offload_their_own_optimizer(scenario_of, axes):
+    changes = {"workload.model": "llama2-7b", "workload.precision": "bf16", "plan.micro_batches": 2, **axes}
+    changes["plan.method"] = "ddp" if "plan.dp_replicate" in axes else "pipeline"
+    whole, offloaded = (scenario_of({**changes, **more}, devices=4) for more in ({}, {"plan.offload": "optimizer"}))
+    before, after = simulate(whole), simulate(offloaded)
+    assert after.collectives == before.collectives
+    held = sum(sum(each.host_bytes.values()) * each.count for each in after.ranks)
+    copies = axes.get("plan.dp_replicate", 1)
+    assert held == pytest.approx(copies * 4 * 4 * elements_of(whole), rel=1e-6)
+    assert simulate(offloaded, unfold=True).step_time_s == pytest.approx(after.step_time_s, rel=1e-9)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("offload", [None, "parameters", "optimizer"])
 def test_bounds_are_no_more_than_a_simulation(scenario_of, offload, precision):
@@ -181,14 +194,14 @@ def test_accumulated_gradients_are_added_by_the_host(scenario_of):
         ({"plan.method": "ddp", "plan.offload": "parameters"}, "cannot run with method 'ddp'; allowed: zero2, zero3"),
         ({"plan.method": "gs", "plan.offload": "optimizer"}, "cannot run with method 'gs'"),
         (
-            {"plan.method": "pipeline", "plan.micro_batches": 2, "plan.offload": "optimizer"},
+            {"plan.pp": 2, "plan.dp_shard": 2, "plan.micro_batches": 2, "plan.offload": "parameters"},
             "cannot run yet with plan.pp = 2",
         ),
     ],
 )
 def test_what_cannot_be_offloaded_is_refused(scenario_of, changes, said):
     with pytest.raises(gssim.UserError, match=said):
-        scenario_of(changes, devices=2)
+        scenario_of(changes, devices=4)
 
 
 def test_a_cluster_says_what_its_hosts_have():
