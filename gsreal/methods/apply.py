@@ -21,9 +21,10 @@ from gsreal.methods.data_parallel import (
 )
 from gsreal.methods.expert_parallel import ExpertGradients, ShardedExpertGradients, divide_experts, load_experts
 from gsreal.methods.gradient_sharding import push_gradients, train_owned_layers
+from gsreal.methods.loss_parallel import Loss, divide_vocabulary
 from gsreal.methods.pipelined import StageModules, pipeline_stages
 from gsreal.methods.ring_attention import observed_ring
-from gsreal.methods.tensor_slices import slice_blocks, whole_parameter
+from gsreal.methods.tensor_slices import PartialGradients, slice_blocks, whole_parameter
 from gsreal.methods.training import (
     DIVIDED,
     REPLICAS,
@@ -35,6 +36,7 @@ from gsreal.methods.training import (
     expert_mesh,
     shard_group,
 )
+from gsreal.model_files.build import loss_of
 from gsreal.run.rank_speed import Rebalancer, SlowDevice
 from gssim.scenario import Scenario
 
@@ -66,16 +68,20 @@ def prepare(scenario: Scenario, module: nn.Module, timeline: Timeline, device: t
         divide_context(module, blocks_of(scenario.workload.model, module), ring or observed_parts(group, timeline))
     if scenario.plan.recompute != "none":
         checkpoint_blocks(scenario.workload.model, module, selective=scenario.plan.recompute == "selective")
-    divided = None
+    divided: PartialGradients | None = None
+    loss: Loss = loss_of
     if policies.tp > 1:
-        divided = slice_blocks(scenario, module, timeline, device_mesh(policies.mesh, device)["tp"])
+        mesh = device_mesh(policies.mesh, device)["tp"]
+        divided = slice_blocks(scenario, module, timeline, mesh)
+        if scenario.plan.loss_parallel:
+            loss = divide_vocabulary(scenario, module, timeline, mesh)
     load_experts(scenario, module)
     experts = _divided_experts(scenario, module, timeline, device) if policies.ep > 1 else None
     apply = APPLY[policies.parameters, policies.gradients]
     if policies.partition == "weight-gradient":
         apply = train_owned_layers
     training = apply(scenario, module, timeline, device)
-    training.partial_gradients = divided
+    training.partial_gradients, training.loss = divided, loss
     training.experts = experts
     training.autocast = scenario.workload.autocast
     training.clip_norm = scenario.workload.clip_norm

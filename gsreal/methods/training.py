@@ -213,6 +213,9 @@ class Training:
     experts: "ExpertGradients | ShardedExpertGradients | None" = None
     """Reduction of the gradients of experts, where ranks divide these."""
 
+    loss: Callable[[Tensor, Tensor], Tensor] = loss_of
+    """Returns the mean loss of logits and targets."""
+
     partial_gradients: "PartialGradients | None" = None
     """Gradients to be summed over tensor-parallel ranks before the update, where these divide sequences."""
 
@@ -259,7 +262,7 @@ class Training:
         self.last_gradient.clear()
         cast = autocast(self.autocast, inputs.device.type)
         with self._phase("forward", len(inputs)), timeline.span("forward", "forward"), cast:
-            loss = loss_of(logits_of(self.module(inputs)), targets)
+            loss = self.loss(logits_of(self.module(inputs)), targets)
         with self._phase("backward", len(inputs)):
             with timeline.span("backward", "backward"):
                 weighted(loss, factor).backward()

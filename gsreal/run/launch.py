@@ -71,6 +71,11 @@ def check_evaluation(scenario: Scenario, *, where: str) -> None:
             f"{where}: run.evaluate_every_steps = {scenario.run.evaluate_every_steps}: no rank of a pipeline has the "
             "whole model, and its schedule only trains; leave it out"
         )
+    if scenario.plan.loss_parallel:
+        raise UserError(
+            f"{where}: run.evaluate_every_steps = {scenario.run.evaluate_every_steps}: no rank has whole logits "
+            "(plan.loss_parallel); leave one of them out"
+        )
     check_held_out(scenario.workload, where=where)
 
 

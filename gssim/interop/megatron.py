@@ -368,6 +368,7 @@ def megatron(keys: Keys) -> Training:
     _optimizer(keys, training)
     training.clip_norm = keys.number("clip-grad") or Value(1.0, "clip-grad = 1.0 (its default)")
     training.seed = keys.integer("seed", least=0)
+    training.loss_parallel = Value(True, "Megatron-LM divides the vocabulary among tensor-parallel ranks")
     training.sequence_parallel = keys.flag("sequence-parallel")
     keys.close(MEGATRON)
     return training

@@ -36,7 +36,6 @@ TORCHTITAN: dict[str, Rule] = {
         or_set=("plan.stages",),
     ),
     **listed("approximated: stages are balanced by time", "parallelism.pipeline_parallel_*_less_layers"),
-    **listed("approximated: the loss of tensor-parallel ranks is computed whole", "parallelism.disable_loss_parallel"),
     **listed("implementation", "parallelism.spmd_backend", "parallelism.enable_fsdp_symm_mem"),
     **listed("approximated: CUDA graphs are not modelled", "training.disable_cuda_graphs"),
     **refused("parts of the model that are not trained cannot be simulated", "lora*", "peft*"),
@@ -124,6 +123,9 @@ def _sharding(keys: Keys, training: Training) -> None:
 
 def _batch(keys: Keys, training: Training) -> None:
     """Read samples, of the older generations, or tokens, of the newer ones."""
+    whole = keys.flag("parallelism.disable_loss_parallel")
+    origin = whole.origin if whole is not None else "parallelism.disable_loss_parallel = false (its default)"
+    training.loss_parallel = Value(whole is None or not whole.value, origin)
     offload = keys.flag("training.enable_cpu_offload")
     if offload is not None and offload.value:
         training.offload = Value("parameters", offload.origin)

@@ -12,6 +12,7 @@ from gssim.cluster import Cluster
 from gssim.errors import UserError
 from gssim.interop.reading import Keys, Value
 from gssim.plan import METHODS, Plan
+from gssim.scenario import undivided_reason
 from gssim.workload import HuggingFace, ImageInput, Model, Workload, unrolled
 
 OPTIMIZERS: dict[str, tuple[str, str]] = {
@@ -109,6 +110,8 @@ class Training:
     zero1_implementation: str = "torch"
     sequence_parallel: Value | None = None
     clip_norm: Value | None = None
+    loss_parallel: Value | None = None
+    """Whether tensor-parallel ranks divide the vocabulary, where their head can be divided here."""
     micro_batch: Value | None = None
     """Samples of a rank's forward."""
     accumulation: Value | None = None
@@ -298,7 +301,7 @@ def _plan(training: Training, keys: Keys, model: Model, cluster: Cluster, overri
     batch = _batch(training, keys, dp, pp.value, overrides)
     accumulates = any(entry.key == "plan.micro_batches" and entry.value > 1 for entry in batch)
     entries += _options(training, keys, method, tp.value, pp.value, accumulates=accumulates)
-    entries += _offload(training, keys, cluster)
+    entries += [*_offload(training, keys, cluster), *_loss(training, keys, model, tp.value, pp.value)]
     if ranks < len(cluster.devices) and method != "single":
         origin = training.world.origin if training.world else "what the file says"
         entries.append(Entry("plan.ranks", ranks, f"{origin}; the cluster has {len(cluster.devices)} devices"))
@@ -314,6 +317,17 @@ def _offload(training: Training, keys: Keys, cluster: Cluster) -> list[Entry]:
         reason = f"the cluster '{cluster.name}' does not say what its hosts' memory holds: give one that has 'host'"
         _refuse(keys, offload, reason, "plan.offload", "cluster.host")
     return [Entry("plan.offload", offload.value, offload.origin)]
+
+
+def _loss(training: Training, keys: Keys, model: Model, tp: int, pp: int) -> list[Entry]:
+    """Return the entry of a vocabulary that tensor-parallel ranks divide, where this model's can be divided here."""
+    divides = training.loss_parallel
+    if divides is None or not divides.value or tp == 1:
+        return []
+    if pp == 1 and undivided_reason(model) is None:
+        return [Entry("plan.loss_parallel", True, divides.origin)]
+    keys.listed.append((divides.origin, "approximated: the loss of tensor-parallel ranks is computed whole"))
+    return []
 
 
 def _options(training: Training, keys: Keys, method: str, tp: int, pp: int, *, accumulates: bool) -> list[Entry]:

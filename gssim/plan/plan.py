@@ -355,6 +355,10 @@ class Plan:
     """Divide sequences among the ranks of the axis tp between the cut parts of blocks: norms, dropouts and residuals
     then run on parts of the sequence, and all-gathers and reduce-scatters take the place of all-reduces. As torch does
     (and Megatron-LM does not), the gathered inputs of linear maps are kept for the backward."""
+    loss_parallel: bool = False
+    """Divide the vocabulary among the ranks of the axis tp: each has its rows of the head, and its logits alone; the
+    loss takes two small all-reduces, and the gradient of the head's input one. Needs a head of its own, that is a
+    linear map without bias, whose weight no embedding shares."""
     recompute: Literal["none", "selective", "full"] = "none"
     """`full`: each block keeps only its input, and its backward runs its forward again (gradient checkpointing).
     `selective`: it keeps the outputs of compute-heavy operations too (matrix products, convolutions, attention), and

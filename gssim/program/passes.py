@@ -367,6 +367,9 @@ def _slices_are_equal(scenario: Scenario) -> bool:
     ranks, types = scenario.policies.tp, [device.type for device in scenario.cluster.devices[: scenario.ranks]]
     sliced = scenario.workload.model.sliced_layers if ranks > 1 else ()
     same = all(len(set(units_of_ranks(layer.units, scenario.slice_shares))) == 1 for layer in sliced if layer.units)
+    if ranks > 1 and scenario.plan.loss_parallel:
+        rows = scenario.workload.model.layers[-2].parameters[0].shape[0]
+        same = same and len(set(units_of_ranks(rows, scenario.slice_shares))) == 1
     return ranks > 1 and same and all(len(set(types[i : i + ranks])) == 1 for i in range(0, len(types), ranks))
 
 

@@ -17,7 +17,7 @@ from gssim.scenario.device_rates import layer_profile
 from gssim.scenario.expert_load import expert_rows
 from gssim.scenario.scenario import Scenario
 from gssim.scenario.stages import schedule_of, stage_cut_error, tied_parameters
-from gssim.scenario.tensor_slices import units_of_ranks
+from gssim.scenario.tensor_slices import undivided_reason, units_of_ranks
 from gssim.units import excess
 from gssim.workload import TokenInput, unrolled
 
@@ -49,6 +49,7 @@ def check(scenario: Scenario, *, file: str) -> None:
     if policies.tp > 1:
         _check_slices(scenario, policies, file)
     _check_sequence_parts(scenario, policies, file)
+    _check_divided_loss(scenario, policies, file)
     _check_experts(scenario, policies, file)
     _refuse_unused_exchange(plan, policies, file)
     _check_context(scenario, policies, file)
@@ -696,6 +697,19 @@ def _check_slices(scenario: Scenario, policies: Policies, file: str) -> None:
                 f"{file}: plan.shares.shards = {shares}: leaves a rank none of the {layer.units} units of {layer.name} "
                 "(heads or norm groups); each rank needs one"
             )
+
+
+def _check_divided_loss(scenario: Scenario, policies: Policies, file: str) -> None:
+    """Refuse to divide the vocabulary where there is nobody to divide it among, or the head cannot be divided."""
+    if not scenario.plan.loss_parallel:
+        return
+    where, model = f"{file}: plan.loss_parallel = true", scenario.workload.model
+    if policies.tp == 1:
+        raise UserError(f"{where}: there are no tensor-parallel ranks to divide the vocabulary among; set plan.tp")
+    if policies.pp > 1:
+        raise UserError(f"{where}: cannot run yet with plan.pp = {policies.pp}; allowed today: 1")
+    if (reason := undivided_reason(model)) is not None:
+        raise UserError(f"{where}: the vocabulary of '{model.name}' cannot be divided: {reason}; leave it out")
 
 
 def _check_sequence_parts(scenario: Scenario, policies: Policies, file: str) -> None:

@@ -395,6 +395,22 @@ def test_torchtitan(tmp_path, replicate, shard, reshard, method):
 
 
 @pytest.mark.parametrize(
+    ("model", "said", "divided"),
+    [
+        ("llama3-8b", "", True),
+        ("llama3-8b", "disable_loss_parallel = true", None),
+        ("gpt3-1.3b", "", None),  # its head has the embedding's weight
+    ],
+)
+def test_torchtitans_parallel_loss(tmp_path, model, said, divided):
+    text = TITAN.format(batch=16, replicate=1, shard=-1, reshard="default", mode="full").replace("8192", "2048")
+    text = text.replace("[parallelism]", f"[parallelism]\ntensor_parallel_degree = 2\n{said}")
+    tables, found = imported(tmp_path, text, name="t.toml", model=model, ignored=["model.*"])
+    assert tables["plan"].get("loss_parallel") is divided
+    assert any("computed whole" in line for line in found.listed) == (model == "gpt3-1.3b")
+
+
+@pytest.mark.parametrize(
     ("said", "scale"), [({}, "dynamic"), ({"loss_scale": 0}, "dynamic"), ({"loss_scale": 128}, 128)]
 )
 def test_deepspeed_in_fp16_scales_its_loss(tmp_path, said, scale):
