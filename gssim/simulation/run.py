@@ -25,6 +25,7 @@ from gssim.simulation.extrapolation import extrapolated, simulated_counts, with_
 from gssim.simulation.footprint import MemoryFootprint, footprints_of, host_misfit, tightest_margin, worst_misfit
 from gssim.simulation.periodic_run import InnerStep, Period, Slowed, alone_s, periodic_result
 from gssim.simulation.report import (
+    WAITING_PHASES,
     collectives_of,
     cost_usd,
     energy_j,
@@ -41,8 +42,8 @@ from gssim.workload.gradient_statistics import at_end
 STEADY_STEPS = 2
 """The first step starts with all ranks together; the second shows the steady state, as a rule: see `_run`."""
 MOST_STEPS = 16
-"""Steps after which ranks that still meet at other distances in every step are taken as they are: the median of the
-last half counts."""
+"""Steps after which ranks that still meet at other distances in every step are taken as they are: the mean of the last
+half counts."""
 SETTLED = 1e-9
 """Part of a step by which ranks' distances at its end may differ from those at its beginning in the steady state."""
 JITTERY_STEPS = 1 + 40
@@ -100,11 +101,12 @@ class _SteadyRun:
     """End times of that step and of the counted ones, by class of ranks."""
     times_s: tuple[float, ...]
     """Durations of the counted steps."""
+    jittery: bool
 
     @cached_property
     def time_s(self) -> float:
-        """Duration of the median step."""
-        return median(self.times_s)
+        """Duration of the median step where devices vary by chance, else of the mean one."""
+        return median(self.times_s) if self.jittery else fmean(self.times_s)
 
     @property
     def number(self) -> int:
@@ -419,22 +421,22 @@ def _run(
             ]
         machine.run(steps + (scenario.policies.publish_overlaps or (machine.is_coupled and not jittery)))
         if jittery:  # the median of many steps hardly depends on the last
-            return _counted(scenario, machine, 0, steps)
+            return _counted(scenario, machine, 0, steps, jittery=True)
         ends_s = np.array([ends[steps - 2 : steps] for ends in machine.ends_s])
         latest_s = ends_s.max(axis=0)
         moved_s = np.abs(np.diff(ends_s - latest_s)).max()
         if not meets or moved_s <= SETTLED * (latest_s[1] - latest_s[0]):
             return _counted(scenario, machine, steps - 2, steps)
         if steps >= MOST_STEPS:
-            return _counted(scenario, machine, steps // 2, steps)
+            return _counted(scenario, machine, steps // 2 - 1, steps)
         steps *= 2
 
 
-def _counted(scenario: Scenario, machine: Machine, first: int, last: int) -> _SteadyRun:
+def _counted(scenario: Scenario, machine: Machine, first: int, last: int, *, jittery: bool = False) -> _SteadyRun:
     """Return a run of which the steps from the end of step `first` to before step `last` count."""
     ends_s = tuple(tuple(ends[first:last]) for ends in machine.ends_s)
     latest = [max(ends) for ends in zip(*ends_s, strict=True)]
-    return _SteadyRun(scenario, machine, first, ends_s, tuple(end - start for start, end in pairwise(latest)))
+    return _SteadyRun(scenario, machine, first, ends_s, tuple(end - start for start, end in pairwise(latest)), jittery)
 
 
 def _result(
@@ -450,6 +452,8 @@ def _result(
 ) -> Result:
     scenario, machine = loaded.scenario, typical.machine
     phases = _phases(typical)
+    if not typical.jittery and not scenario.policies.sync_every_steps:
+        phases = [_settled(each, typical.time_s) for each in phases]
     counts = [len(step.members) for step in machine.classes]
     phases_s = {name: fmean([phase[name] for phase in phases], counts) for name in phases[0]}
     total_s = sum(phases_s.values())  # ranks have their median steps at different times
@@ -507,6 +511,24 @@ def _phases(step: _SteadyRun) -> list[dict[str, float]]:
     for span in step.machine.task_spans:
         spans[span.rank].append(span)
     return [typical_phases(spans[each.representative], ends_s[each.index]) for each in step.machine.classes]
+
+
+UNSETTLED = 1e-9
+"""Relative difference from which on a rank's second step is of another length than all others' in the steady state."""
+
+
+def _settled(phases: dict[str, float], step_time_s: float) -> dict[str, float]:
+    """Return a rank's phases with as much waiting as in the steady state, where all ranks' steps are equally long.
+
+    Where distances between ranks never settle, the median step of some is shorter or longer than the mean step of all.
+    """
+    missing_s = step_time_s - sum(phases.values())
+    waiting_s = sum(phases[name] for name in WAITING_PHASES)
+    if abs(missing_s) <= UNSETTLED * step_time_s or waiting_s + missing_s < 0:
+        return phases
+    if not waiting_s:
+        return phases | {"idle": missing_s}
+    return phases | {name: phases[name] * (1 + missing_s / waiting_s) for name in WAITING_PHASES}
 
 
 def _times_in(step: _SteadyRun, phases: Collection[str], ranks: int) -> Floats:
