@@ -301,7 +301,7 @@ def _plan(training: Training, keys: Keys, model: Model, cluster: Cluster, overri
     batch = _batch(training, keys, dp, pp.value, overrides)
     accumulates = any(entry.key == "plan.micro_batches" and entry.value > 1 for entry in batch)
     entries += _options(training, keys, method, tp.value, pp.value, accumulates=accumulates)
-    entries += [*_offload(training, keys, cluster), *_loss(training, keys, model, tp.value, pp.value)]
+    entries += [*_offload(training, keys, cluster), *_loss(training, keys, model, tp.value)]
     if ranks < len(cluster.devices) and method != "single":
         origin = training.world.origin if training.world else "what the file says"
         entries.append(Entry("plan.ranks", ranks, f"{origin}; the cluster has {len(cluster.devices)} devices"))
@@ -319,12 +319,12 @@ def _offload(training: Training, keys: Keys, cluster: Cluster) -> list[Entry]:
     return [Entry("plan.offload", offload.value, offload.origin)]
 
 
-def _loss(training: Training, keys: Keys, model: Model, tp: int, pp: int) -> list[Entry]:
+def _loss(training: Training, keys: Keys, model: Model, tp: int) -> list[Entry]:
     """Return the entry of a vocabulary that tensor-parallel ranks divide, where this model's can be divided here."""
     divides = training.loss_parallel
     if divides is None or not divides.value or tp == 1:
         return []
-    if pp == 1 and undivided_reason(model) is None:
+    if undivided_reason(model) is None:
         return [Entry("plan.loss_parallel", True, divides.origin)]
     keys.listed.append((divides.origin, "approximated: the loss of tensor-parallel ranks is computed whole"))
     return []

@@ -167,7 +167,7 @@ def candidates(
         whole = kept | _push_table(scenario.plan, table) | table
         if table["method"] == "zero1" and scenario.plan.zero1_implementation != "torch":
             whole["zero1_implementation"] = scenario.plan.zero1_implementation
-        if table.get("tp", 1) > 1 and table.get("pp", 1) == 1 and scenario.plan.loss_parallel:
+        if table.get("tp", 1) > 1 and scenario.plan.loss_parallel:
             whole["loss_parallel"] = True
         plan = PLAN.validate_python(whole)
         if (sized := _with_axis_sizes(plan, batches)) not in seen:

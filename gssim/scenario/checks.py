@@ -707,8 +707,6 @@ def _check_divided_loss(scenario: Scenario, policies: Policies, file: str) -> No
     where, model = f"{file}: plan.loss_parallel = true", scenario.workload.model
     if policies.tp == 1:
         raise UserError(f"{where}: there are no tensor-parallel ranks to divide the vocabulary among; set plan.tp")
-    if policies.pp > 1:
-        raise UserError(f"{where}: cannot run yet with plan.pp = {policies.pp}; allowed today: 1")
     if (reason := undivided_reason(model)) is not None:
         raise UserError(f"{where}: the vocabulary of '{model.name}' cannot be divided: {reason}; leave it out")
 
