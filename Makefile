@@ -36,7 +36,7 @@ lab: $(VENV)/.demo ## predict and measure the lab's matrix, or SWEEP=FILE; as ro
 
 # With bytecode kept, whatever the environment says: hundreds of processes would each compile the packages anew
 test: $(VENV)/.test ## all tests but the slow ones, two files at a time
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu"
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu"
 
 test-slow: $(VENV)/.test ## the slow real runs, and properties on more examples
 	GSSIM_THOROUGH=1 $(BIN)/python -m pytest -m "slow or hypothesis"

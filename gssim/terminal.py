@@ -63,8 +63,9 @@ def print_result(result: Result) -> None:
         console.print(line, highlight=False)
     if result.does_not_fit is not None:
         fit = result.does_not_fit
+        whose = "host's memory" if fit.memory == "host" else "memory"
         console.print(
-            f"does not fit: rank {fit.rank} exceeds its memory by {human_bytes(fit.excess_bytes)}; "
+            f"does not fit: rank {fit.rank} exceeds its {whose} by {human_bytes(fit.excess_bytes)}; "
             f"largest at the peak: {fit.category}",
             style="bold",
         )

@@ -11,7 +11,6 @@ from math import inf
 from typing import Any
 
 import polars as pl
-from scipy.stats import spearmanr
 
 from analysis.compare.table import sweep_group
 from gssim.result import Result
@@ -188,7 +187,8 @@ def spearman(times_s: Sequence[tuple[float, float]]) -> float | None:
     predicted, measured = ([pair[i] for pair in times_s] for i in (0, 1))
     if len(times_s) < FEWEST_RANKED or len(set(predicted)) == 1 or len(set(measured)) == 1:
         return None
-    return round(float(spearmanr(predicted, measured).statistic), 12)
+    correlation = pl.select(pl.corr(pl.Series(predicted), pl.Series(measured), method="spearman")).item()
+    return round(float(correlation), 12)
 
 
 WORST_SHOWN = 10

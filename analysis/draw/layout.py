@@ -227,6 +227,13 @@ def _server(group: ServerGroup, name: str, *, big: bool) -> Layout:
         text = f"GPU{i}" if big else ""
         layout.nodes[f"{name}/gpu{i}"] = Node(x, y, 0.8 * pitch, 0.8 * pitch, "device", text, points)
     gap = 1.25 * pitch if big else 0.36
+    if group.host_memory and group.inside != "pcie":  # ports, and switches of several, between devices and memory
+        shared = group.devices_per_memory_link
+        for part, count in (("port", group.devices), ("uplink", group.devices // shared if shared > 1 else 0)):
+            high += 0.5 * gap if count else 0.0
+            for k in range(count):
+                x = (k + 0.5) * (width + pitch) / count - pitch / 2
+                layout.nodes[f"{name}/{part}{k}"] = Node(x, high, 0.4 * pitch, 0.12 * pitch, "pcie", "", points)
     for kind, text, x, y in _bars(group, width / 2, low - gap, high + gap):
         long, points_in = (width + 0.8 * pitch, 0.36 if big else 0.16), points + 1 if big else points
         layout.nodes[f"{name}/{kind}"] = Node(x, y, *long, kind, text, points_in)

@@ -71,8 +71,6 @@ def _check_consistency(run: Run) -> None:
         raise SkippedError("sequences do not divide evenly")
     if run.pp * run.chunks > shape.layers:
         raise SkippedError("more stages than layers")
-    if run.chunks > 1 and run.micro_batches % run.pp:
-        raise SkippedError("interleaved stages need a multiple of pp micro-batches")
 
 
 def tables_of(run: Run) -> dict[str, Any]:

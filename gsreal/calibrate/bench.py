@@ -16,7 +16,7 @@ from gsreal.gradient_sharding.messages import Encoding, Scratch, mark, mean_magn
 from gsreal.lab.throttle import device_time_s
 from gsreal.machine import settle
 from gsreal.methods.compressed import orthogonalize, take_largest
-from gsreal.methods.training import make_optimizer
+from gsreal.methods.optimizers import make_optimizer
 from gsreal.model_files.build import DTYPES, build_module, logits_of, loss_of, random_batch
 from gsreal.run.progress import note_progress
 from gsreal.run.rank import join

@@ -24,7 +24,7 @@ from gsreal.lab.network import (
     prepare_process,
     shape,
 )
-from gsreal.run.launch import signals_deferred, signals_ignored
+from gsreal.run.signals import signals_deferred, signals_ignored
 from gssim.cluster import group_bytes
 from gssim.errors import RunFailedError, UserError
 from gssim.execution.files import held_lock, release_lock

@@ -19,7 +19,7 @@ from statistics import median
 
 from gsreal.lab.network import ADDRESS_DEVICE, End, Network, in_namespace, prepare_process
 from gsreal.lab.throttle import own_place
-from gsreal.run.launch import signals_deferred
+from gsreal.run.signals import signals_deferred
 from gssim.errors import RunFailedError
 
 INSIDE = ("lo", ADDRESS_DEVICE)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gsreal.model_files.layers import layer_modules
 from gssim.errors import UserError
 from gssim.workload import Adapters
 
@@ -58,8 +59,6 @@ def adapt(module: nn.Module, adapters: Adapters, *, where: str) -> None:
 
 def linear_maps(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the linear maps inside the module's blocks, with their paths; Hugging Face's Conv1D is one."""
-    from gsreal.model_files.step import layer_modules
-
     blocks = tuple(f"{path}." for path, is_block in layer_modules(module).items() if is_block)
     for path, inner in module.named_modules():
         if path.startswith(blocks) and (isinstance(inner, nn.Linear) or type(inner).__name__ == "Conv1D"):

@@ -11,24 +11,29 @@ from torch import Tensor, nn
 
 from gsreal.gradient_sharding.sharded_parameters import gathered
 from gsreal.measure import Timeline
+from gsreal.methods.checkpointing import blocks_of, checkpoint_blocks
 from gsreal.methods.context_parallel import divide_context, observed_parts
-from gsreal.methods.data_parallel import all_reduce_gradients, fully_shard_parameters, train_single_device
+from gsreal.methods.data_parallel import (
+    all_reduce_gradients,
+    fully_shard_parameters,
+    synchronize_periodically,
+    train_single_device,
+)
 from gsreal.methods.expert_parallel import divided_experts, load_experts
 from gsreal.methods.gradient_sharding import push_gradients, train_owned_layers
-from gsreal.methods.periodic import synchronize_periodically
+from gsreal.methods.loss_parallel import Loss, divide_vocabulary
 from gsreal.methods.pipelined import StageModules, pipeline_stages
 from gsreal.methods.ring_attention import observed_ring
-from gsreal.methods.tensor_slices import slice_blocks, whole_parameter
+from gsreal.methods.tensor_slices import PartialGradients, slice_blocks, whole_parameter
 from gsreal.methods.training import (
     LossScaler,
     Training,
-    blocks_of,
-    checkpoint_blocks,
     context_group,
     data_group,
     device_mesh,
     shard_group,
 )
+from gsreal.model_files.build import loss_of
 from gsreal.run.rank_speed import Rebalancer, SlowDevice
 from gssim.scenario import Scenario
 
@@ -60,16 +65,20 @@ def prepare(scenario: Scenario, module: nn.Module, timeline: Timeline, device: t
         divide_context(module, blocks_of(scenario.workload.model, module), ring or observed_parts(group, timeline))
     if scenario.plan.recompute != "none":
         checkpoint_blocks(scenario.workload.model, module, selective=scenario.plan.recompute == "selective")
-    divided = None
+    divided: PartialGradients | None = None
+    loss: Loss = loss_of
     if policies.tp > 1:
-        divided = slice_blocks(scenario, module, timeline, device_mesh(policies.mesh, device)["tp"])
+        mesh = device_mesh(policies.mesh, device)["tp"]
+        divided = slice_blocks(scenario, module, timeline, mesh)
+        if scenario.plan.loss_parallel:
+            loss = divide_vocabulary(scenario, module, timeline, mesh)
     load_experts(scenario, module)
     experts = divided_experts(scenario, module, timeline, device) if policies.ep > 1 else None
     apply = APPLY[policies.parameters, policies.gradients]
     if policies.partition == "weight-gradient":
         apply = train_owned_layers
     training = apply(scenario, module, timeline, device)
-    training.partial_gradients = divided
+    training.partial_gradients, training.loss = divided, loss
     training.experts = experts
     training.autocast = scenario.workload.autocast
     training.clip_norm = scenario.workload.clip_norm

@@ -1,4 +1,4 @@
-"""Data parallelism by PyTorch: a single device, DistributedDataParallel with or without ZeRO-1, and FSDP2."""
+"""Data parallelism: a single device, DistributedDataParallel with or without ZeRO-1, FSDP2, periodic means."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,19 +15,12 @@ from torch.distributed.tensor import DTensor
 from gsreal.gradient_sharding.master import master_type
 from gsreal.gradient_sharding.point_to_point import all_gather_into_tensor, reduce_scatter_tensor
 from gsreal.measure import Timeline
+from gsreal.methods.checkpointing import blocks_of
 from gsreal.methods.compressed import compressor_of
 from gsreal.methods.experts import PARAMETERS, experts_of
-from gsreal.methods.training import (
-    REPLICAS,
-    Training,
-    blocks_of,
-    data_group,
-    data_mesh,
-    expert_mesh,
-    make_optimizer,
-    replica_optimizer_of,
-    shard_mesh,
-)
+from gsreal.methods.optimizers import make_optimizer, replica_optimizer_of
+from gsreal.methods.periodic import Synchronization
+from gsreal.methods.training import REPLICAS, Training, data_group, data_mesh, expert_mesh, shard_mesh
 from gsreal.model_files.build import DTYPES
 from gssim.plan import DDP_BUCKET_BYTES, MIB, Policies
 from gssim.scenario import Scenario, has_master_copy, reduce_precision
@@ -38,6 +31,21 @@ def train_single_device(scenario: Scenario, module: nn.Module, timeline: Timelin
     """Train on a single device, without communication."""
     optimizer = make_optimizer(scenario.workload, module.parameters(), device)
     return Training(module, optimizer, timeline, scale=1.0)
+
+
+def synchronize_periodically(
+    scenario: Scenario, module: nn.Module, timeline: Timeline, device: torch.device
+) -> Training:
+    """Train apart with an optimizer on every rank, and synchronize the parameters every few steps."""
+    optimizer = make_optimizer(scenario.workload, module.parameters(), device)
+    # 0: every rank trains on the mean of its own loss
+    return Training(
+        module,
+        optimizer,
+        timeline,
+        scale=0.0,
+        periods=Synchronization(scenario, module, optimizer, timeline, rank=dist.get_rank()),
+    )
 
 
 def all_reduce_gradients(scenario: Scenario, module: nn.Module, timeline: Timeline, device: torch.device) -> Training:
@@ -232,7 +240,8 @@ def fully_shard_parameters(scenario: Scenario, module: nn.Module, timeline: Time
     from torch.distributed.fsdp import FSDPModule
 
     fully_shard_module(scenario, module, blocks_of(scenario.workload.model, module), timeline, device)
-    optimizer = make_optimizer(scenario.workload, module.parameters(), device)
+    updating = torch.device("cpu") if scenario.plan.offload else device
+    optimizer = make_optimizer(scenario.workload, module.parameters(), updating)
 
     @contextmanager
     def syncing(leaves: bool) -> Iterator[None]:
@@ -249,7 +258,7 @@ def fully_shard_module(
     scenario: Scenario, module: nn.Module, blocks: Sequence[nn.Module], timeline: Timeline, device: torch.device
 ) -> None:
     """Apply FSDP2 to blocks of a module and to the module around them, as the scenario's policies say."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     workload = scenario.workload
     reduced = None if workload.reduce_precision is None else DTYPES[workload.reduce_precision]
@@ -258,6 +267,9 @@ def fully_shard_module(
         precision = MixedPrecisionPolicy(param_dtype=DTYPES[workload.precision], reduce_dtype=reduced)
         _cast_to_master(module)
     mesh, of_experts = _mesh(scenario.policies, device), _expert_placement(scenario.policies, module, device)
+    offload = OffloadPolicy()
+    if scenario.plan.offload == "parameters":  # memory can be pinned for an accelerator only
+        offload = CPUOffloadPolicy(pin_memory=device.type != "cpu")
     reshard_after_forward = False if scenario.policies.parameters == "gathered" else None
     for part in [*blocks, module]:
         fully_shard(
@@ -265,6 +277,7 @@ def fully_shard_module(
             mesh=mesh,
             reshard_after_forward=reshard_after_forward,
             mp_policy=precision,
+            offload_policy=offload,
             shard_placement_fn=of_experts,
         )
     replicas = mesh.get_group(0) if mesh.ndim > 1 else None

@@ -1,4 +1,4 @@
-"""Periodic synchronization of replicated parameters: local SGD, and DiLoCo's outer Nesterov step.
+"""Periodic synchronization of replicated parameters: local SGD, and the outer steps of DiLoCo and SparseLoCo.
 
 What happens in an outer step, and in which order, is in [Note: periods] of `gssim.program.periodic`.
 """
@@ -12,27 +12,19 @@ from torch import Tensor, nn
 
 from gsreal.gradient_sharding.master import MasterCopy, master_type
 from gsreal.measure import Timeline
-from gsreal.methods.training import Training, make_optimizer
-from gssim.plan import INT8_BLOCK_ELEMENTS, INT8_SCALE_BYTES, assign_buckets, int8_blocks
+from gssim.plan import (
+    INT8_BLOCK_ELEMENTS,
+    INT8_SCALE_BYTES,
+    SparseOuter,
+    assign_buckets,
+    chunks_of,
+    int8_blocks,
+    sparse_message_bytes,
+)
 from gssim.scenario import Scenario
 
 LARGEST = 127
 """Largest integer of a quantized change; -128 is not used."""
-
-
-def synchronize_periodically(
-    scenario: Scenario, module: nn.Module, timeline: Timeline, device: torch.device
-) -> Training:
-    """Train apart with an optimizer on every rank, and synchronize the parameters every few steps."""
-    optimizer = make_optimizer(scenario.workload, module.parameters(), device)
-    # 0: every rank trains on the mean of its own loss
-    return Training(
-        module,
-        optimizer,
-        timeline,
-        scale=0.0,
-        periods=Synchronization(scenario, module, optimizer, timeline, rank=dist.get_rank()),
-    )
 
 
 class Synchronization:
@@ -52,22 +44,26 @@ class Synchronization:
         self.module, self.optimizer, self.timeline = module, optimizer, timeline
         self.weight = scenario.batch_sizes[rank] / sum(scenario.batch_sizes) if scenario.ranks > 1 else 1.0
         self.alone = scenario.ranks == 1
-        self.outer = scenario.plan.outer if scenario.policies.outer_optimizer and not self.alone else None
-        self.quantized = self.outer is not None and self.outer.precision == "int8"
+        kind = None if self.alone else scenario.policies.outer_optimizer
+        self.outer = scenario.plan.outer if kind == "nesterov" else None
+        self.sparse = scenario.plan.sparse_outer if kind == "sparse" else None
+        self.gathers = self.sparse is not None or (self.outer is not None and self.outer.precision == "int8")
         """Whether ranks gather each other's messages, of bytes, instead of adding up tensors."""
         tensors = list(module.parameters())
         sizes = [each.numel() * master_type(each.dtype).itemsize for each in tensors]
         cap = scenario.plan.bucket_bytes
         self.buckets = assign_buckets(sizes, first_bytes=cap, cap_bytes=cap)
-        buckets = self._values() if self.outer else []
+        buckets = self._values() if kind else []
         self.outer_parameters = [torch.cat([each.reshape(-1) for each in bucket]) for bucket in buckets]
         """Parameters after the last synchronization, by bucket; empty without an outer optimizer."""
-        self.momentum = [torch.zeros_like(each) for each in self.outer_parameters]
+        self.momentum = [torch.zeros_like(each) for each in self.outer_parameters] if self.outer else []
+        self.unsent = [_chunks(self.sparse, each) for each in self.outer_parameters] if self.sparse else []
+        """Changes that this rank has not sent yet, by bucket, in whole chunks."""
 
     @property
     def state(self) -> list[Tensor]:
         """Tensors that are kept between steps."""
-        return [*self.outer_parameters, *self.momentum]
+        return [*self.outer_parameters, *self.momentum, *self.unsent]
 
     def _values(self) -> list[list[Tensor]]:
         """Return what is synchronized of every bucket: parameters, or their master copies."""
@@ -94,7 +90,7 @@ class Synchronization:
         for number in numbers:
             flat = self.offered(number)
             with self.timeline.span(f"outer step bucket {number}", "exposed_communication", dist.group.WORLD):
-                if self.quantized:
+                if self.gathers:
                     own, flat = flat, flat.new_empty(dist.get_world_size() * flat.numel())
                     dist.all_gather_into_tensor(flat, own)
                     del own
@@ -114,25 +110,36 @@ class Synchronization:
     def offered(self, number: int) -> Tensor:
         """Return what a rank adds to the sum of a bucket: its weighted parameters, or their weighted change.
 
-        Quantized: the message that it sends.
+        Where messages are gathered: the one that it sends.
         """
         bucket = self._values()[number]
         with self.timeline.span(f"copy in outer step bucket {number}", "optimizer"):
             flat = torch.cat([each.reshape(-1) for each in bucket])
-            if self.outer:
+            if self.outer_parameters:
                 torch.sub(self.outer_parameters[number], flat, out=flat)
             flat.mul_(self.weight)
-            return quantize(flat) if self.quantized else flat
+            if self.sparse:
+                unsent, elements = self.unsent[number], flat.numel()
+                unsent.view(-1)[:elements].mul_(self.sparse.decay).add_(flat)
+                del flat
+                message = send_largest(self.sparse, unsent)
+                unsent.view(-1)[elements:].zero_()  # or what was rounded of the padding would grow
+                return message
+            return quantize(flat) if self.gathers else flat
 
     @torch.no_grad()
     def take(self, number: int, flat: Tensor) -> None:
         """Replace a bucket's tensors by the sum, or by the outer parameters after the outer optimizer's step.
 
-        Quantized: `flat` holds the messages of all ranks.
+        Where messages are gathered, `flat` holds those of all ranks.
         """
         bucket = self._values()[number]
         with self.timeline.span(f"copy out outer step bucket {number}", "optimizer"):
-            if self.quantized:
+            if self.sparse:
+                parameters = self.outer_parameters[number]
+                flat = sum_of_largest(self.sparse, flat, like=parameters)
+                flat = parameters.add_(flat, alpha=-self.sparse.learning_rate)
+            elif self.gathers:
                 flat = sum_of_quantized(flat, like=self.outer_parameters[number])
             if self.outer:
                 momentum, parameters = self.momentum[number], self.outer_parameters[number]
@@ -177,6 +184,75 @@ def sum_of_quantized(messages: Tensor, *, like: Tensor) -> Tensor:
         integers, scales = _parts(message)
         total.addcmul_(integers.to(total.dtype), scales.to(total.dtype)[:, None])
     return total.view(-1)[: like.numel()]
+
+
+def _chunks(options: SparseOuter, like: Tensor) -> Tensor:
+    """Return zeros for the elements of a tensor like `like`, in whole chunks: (chunks, elements of a chunk)."""
+    return like.new_zeros(chunks_of(options, like.numel()), options.chunk_elements)
+
+
+def send_largest(options: SparseOuter, unsent: Tensor) -> Tensor:
+    """Return a message with the largest changes of every chunk; what it says is subtracted from `unsent`.
+
+    See `SparseOuter` for its contents, and `_read` for their order.
+    """
+    found = unsent.abs().topk(options.chunk_entries, sorted=False).indices
+    values = unsent.gather(1, found)
+    message = torch.empty(
+        sparse_message_bytes(options, unsent.numel(), unsent.itemsize), dtype=torch.uint8, device=unsent.device
+    )
+    indices, kept, magnitudes = _sections(options, message, unsent)
+    indices.copy_(found)
+    if magnitudes is None:
+        kept.copy_(values)
+    else:
+        sizes = values.abs()
+        large = sizes > sizes.mean(1, keepdim=True)
+        for column, chosen in enumerate((~large, large)):
+            magnitudes[:, column] = (sizes * chosen).sum(1) / chosen.sum(1).clamp_min(1)
+        codes = nn.functional.pad((values < 0) + 2 * large.to(torch.uint8), (0, -options.chunk_entries % 4))
+        kept.copy_((codes.view(len(codes), -1, 4) << _places(codes)).sum(-1))
+    found, values = _read(options, message, unsent)
+    unsent.scatter_add_(1, found, values.neg_())
+    return message
+
+
+def sum_of_largest(options: SparseOuter, messages: Tensor, *, like: Tensor) -> Tensor:
+    """Return the sum of all ranks' messages, one rank after another, as a tensor like `like`."""
+    total = _chunks(options, like)
+    for message in messages.split(sparse_message_bytes(options, like.numel(), like.itemsize)):
+        total.scatter_add_(1, *_read(options, message, like))
+    return total.view(-1)[: like.numel()]
+
+
+def _read(options: SparseOuter, message: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the indices and values in a message: (chunks, entries of a chunk)."""
+    indices, kept, magnitudes = _sections(options, message, like)
+    if magnitudes is None:
+        return indices.long(), kept.clone()
+    codes = (kept[..., None] >> _places(kept)).view(len(kept), -1)[:, : options.chunk_entries] & 3
+    values = magnitudes.to(like.dtype).gather(1, (codes >> 1).long())
+    return indices.long(), values.mul_(1 - 2 * (codes & 1).to(like.dtype))
+
+
+def _places(codes: Tensor) -> Tensor:
+    """Return the bits at which the four codes of a byte begin."""
+    return torch.arange(0, 8, 2, dtype=torch.uint8, device=codes.device)
+
+
+def _sections(options: SparseOuter, message: Tensor, like: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return views of a message, by chunk: indices; values, or codes and their two magnitudes.
+
+    The widest numbers lie first, so that all are aligned.
+    """
+    chunks, entries = chunks_of(options, like.numel()), options.chunk_entries
+    coded = options.precision == "int2"
+    widths = (8, 2 * entries, -(-entries // 4)) if coded else (entries * like.itemsize, 2 * entries, 0)
+    sizes = [width * chunks for width in widths]
+    wide, indices, codes = (part.view(chunks, -1) for part in message[: sum(sizes)].split(sizes))
+    if coded:
+        return indices.view(torch.int16), codes, wide.view(torch.float32)
+    return indices.view(torch.int16), wide.view(like.dtype), None
 
 
 def _parts(message: Tensor) -> tuple[Tensor, Tensor]:

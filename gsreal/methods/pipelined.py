@@ -20,12 +20,14 @@ from torch.distributed.tensor import DTensor
 from gsreal.gradient_sharding import GradientSharding
 from gsreal.machine import group_threads
 from gsreal.measure import Timeline
+from gsreal.methods.checkpointing import checkpoint_block
 from gsreal.methods.data_parallel import cast_all_reduce, fully_shard_module, leave_experts, sharded_optimizer
 from gsreal.methods.expert_parallel import ExpertGradients, ShardedExpertGradients, divided_experts, load_experts
 from gsreal.methods.gradient_sharding import pushing_optimizer
+from gsreal.methods.optimizers import make_optimizer
 from gsreal.methods.stage_modules import stage_module, tied_names
 from gsreal.methods.tensor_slices import whole_parameter
-from gsreal.methods.training import Training, Weights, checkpoint_block, make_optimizer, weighted
+from gsreal.methods.training import Training, Weights, weighted
 from gsreal.model_files.build import loss_of
 from gsreal.run.rank import gather_json, wire_device
 from gssim.plan import DATA_AXES, DDP_BUCKET_BYTES, MIB, Mesh

@@ -38,8 +38,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from gsreal.measure import Timeline
+from gsreal.methods.checkpointing import blocks_of
 from gsreal.methods.mapped import Mapped
-from gsreal.methods.training import blocks_of
 from gssim.errors import UserError
 from gssim.scenario import Scenario, units_of_ranks
 from gssim.workload import unrolled
@@ -490,7 +490,7 @@ def slice_blocks(
     block cannot be sliced, or if dropout would differ between the ranks.
     """
     _check(scenario, module)
-    all_reduce = _observed_all_reduce(mesh, timeline)
+    all_reduce = observed_all_reduce(mesh, timeline)
     parts = _observed_parts(mesh, timeline) if scenario.policies.sequence_parallel else None
     shards = scenario.policies.dp_shard if scenario.policies.gradients == "reduce-scatter" else 1
     for block in blocks_of(scenario.workload.model, module):
@@ -530,7 +530,7 @@ def _check(scenario: Scenario, module: nn.Module) -> None:
         )
 
 
-def _observed_all_reduce(mesh: DeviceMesh, timeline: Timeline) -> AllReduce:
+def observed_all_reduce(mesh: DeviceMesh, timeline: Timeline) -> AllReduce:
     """Return torch's functional all-reduce over the ranks of a mesh, awaited immediately and recorded as a span."""
     from torch.distributed import _functional_collectives as functional
 

@@ -1,9 +1,9 @@
-"""One training step of a module prepared for a plan; its optimizer, meshes of its axes, and checkpointing of blocks."""
+"""One training step of a module prepared for a plan, and meshes of the plan's axes."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,102 +11,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from gsreal.gradient_sharding import GradientSharding
-from gsreal.gradient_sharding.master import MasterCopy, master_type
+from gsreal.gradient_sharding.master import MasterCopy
 from gsreal.machine import group_threads
 from gsreal.measure import Timeline
 from gsreal.model_files.build import autocast, logits_of, loss_of
 from gsreal.run.rank_speed import Rebalancer, SlowDevice
 from gssim.plan import AXES, Mesh, Policies, splitting
-from gssim.scenario import has_master_copy
-from gssim.workload import Model, Workload, unrolled
 
 if TYPE_CHECKING:
     from gsreal.methods.compressed import Compressor
     from gsreal.methods.expert_parallel import ExpertGradients, ShardedExpertGradients
     from gsreal.methods.periodic import Synchronization
     from gsreal.methods.tensor_slices import PartialGradients
-
-aten = torch.ops.aten
-COMPUTE_HEAVY: frozenset[Any] = frozenset(
-    packet.default
-    for packet in (
-        aten.mm,
-        aten.addmm,
-        aten.bmm,
-        aten.baddbmm,
-        aten._grouped_mm,
-        aten.convolution,
-        aten._scaled_dot_product_flash_attention,
-        aten._scaled_dot_product_flash_attention_for_cpu,
-        aten._scaled_dot_product_efficient_attention,
-        aten._scaled_dot_product_cudnn_attention,
-        aten._scaled_dot_product_fused_attention_overrideable,
-    )
-)
-"""Matrix products (of experts too), convolutions, fused attention (composed operations are seen as their parts).
-
-Source: torchtitan's list for selective checkpointing per operation, which saves only every second matrix product.
-"""
-
-
-def _policy(_context: Any, operation: Any, *_args: Any, **_settings: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in COMPUTE_HEAVY else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-selective_contexts = partial(create_selective_checkpoint_contexts, _policy)
-"""For `checkpoint(..., context_fn=selective_contexts)`: compute-heavy operations run once, all others twice."""
-
-
-KINDS: dict[str, type[torch.optim.Optimizer]] = {
-    "sgd": torch.optim.SGD,
-    "sgd-momentum": torch.optim.SGD,
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-}
-
-
-def optimizer_of(workload: Workload, device: torch.device) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """Return the class of the workload's optimizer and its settings.
-
-    torch's default implementation for the device: one tensor at a time on a CPU, all together on a GPU.
-    """
-    wanted = workload.optimizer_implementation
-    foreach = device.type == "cuda" if wanted == "default" else wanted == "foreach"
-    settings = {
-        "lr": workload.learning_rate,
-        "weight_decay": workload.weight_decay,
-        "foreach": foreach,
-        "fused": wanted == "fused",
-    }
-    if workload.optimizer == "sgd-momentum":
-        settings["momentum"] = workload.momentum
-    return KINDS[workload.optimizer], settings
-
-
-def replica_optimizer_of(workload: Workload, device: torch.device) -> tuple[Any, dict[str, Any]]:
-    """Return the same for parameters in the workload's precision: with master copies if it has them."""
-    kind, settings = optimizer_of(workload, device)
-    return (partial(MasterCopy, kind=kind) if has_master_copy(workload) else kind), settings
-
-
-def make_optimizer(
-    workload: Workload, parameters: Iterable[nn.Parameter], device: torch.device
-) -> torch.optim.Optimizer:
-    """Return the workload's optimizer over the trained parameters, with master copies if their precision requires it.
-
-    DTensors of each mesh and others are separate groups: torch's optimizers that process all tensors together refuse a
-    mixture.
-    """
-    parameter_list = [parameter for parameter in parameters if parameter.requires_grad]
-    meshes = dict.fromkeys(p.device_mesh if isinstance(p, DTensor) else None for p in parameter_list)
-    low = any(parameter.dtype != master_type(parameter.dtype) for parameter in parameter_list)
-    kind, settings = replica_optimizer_of(workload, device) if low else optimizer_of(workload, device)
-    groups = [[p for p in parameter_list if getattr(p, "device_mesh", None) == mesh] for mesh in meshes]
-    optimizer: torch.optim.Optimizer = kind([{"params": each} for each in groups], **settings)
-    return optimizer
 
 
 def device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
@@ -180,29 +98,6 @@ def _expert_mesh(stages: int, replicas: int, divided: int, kind: str) -> DeviceM
     names = ("pp", REPLICAS, DIVIDED)
     with group_threads():
         return init_device_mesh(kind, (stages, replicas, divided), mesh_dim_names=names)[REPLICAS, DIVIDED]
-
-
-def blocks_of(model: Model, module: nn.Module) -> list[nn.Module]:
-    """Return the modules of the model's blocks: the elements of its repeated stack."""
-    inner = dict(module.named_modules())
-    return [inner[layer.module] for layer in unrolled(model) if layer.layer.block]
-
-
-def checkpoint_blocks(model: Model, module: nn.Module, *, selective: bool = False) -> None:
-    """Run every block of the module under torch's checkpoint, with its default settings (it restores random states).
-
-    `selective`: the outputs of compute-heavy operations are saved too, and only the others are recomputed.
-
-    The blocks' own forward is replaced: wrappers then enclose it, as intended, and parameters keep their names.
-    """
-    for block in blocks_of(model, module):
-        checkpoint_block(block, selective=selective)
-
-
-def checkpoint_block(block: nn.Module, *, selective: bool = False) -> None:
-    """Run one block under torch's checkpoint."""
-    context: dict[str, Any] = {"context_fn": selective_contexts} if selective else {}
-    block.forward = partial(checkpoint, block.forward, use_reentrant=False, **context)
 
 
 def weighted(loss: Tensor, factor: float) -> Tensor:
@@ -319,6 +214,9 @@ class Training:
     experts: "ExpertGradients | ShardedExpertGradients | None" = None
     """Reduction of the gradients of experts, where ranks divide these."""
 
+    loss: Callable[[Tensor, Tensor], Tensor] = loss_of
+    """Returns the mean loss of logits and targets."""
+
     partial_gradients: "PartialGradients | None" = None
     """Gradients to be summed over tensor-parallel ranks before the update, where these divide sequences."""
 
@@ -365,7 +263,7 @@ class Training:
         self.last_gradient.clear()
         cast = autocast(self.autocast, inputs.device.type)
         with self._phase("forward", len(inputs)), timeline.span("forward", "forward"), cast:
-            loss = loss_of(logits_of(self.module(inputs)), targets)
+            loss = self.loss(logits_of(self.module(inputs)), targets)
         with self._phase("backward", len(inputs)):
             with timeline.span("backward", "backward"):
                 weighted(loss, factor).backward()

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from gsreal.methods.training import COMPUTE_HEAVY
+from gsreal.methods.checkpointing import COMPUTE_HEAVY
 
 aten = torch.ops.aten
 

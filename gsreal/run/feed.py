@@ -10,7 +10,6 @@ from gsreal.data import sources as data
 from gsreal.methods.training import Weights
 from gsreal.model_files.build import DTYPES, logits_of, loss_of
 from gsreal.run.progress import note_progress
-from gssim.errors import UserError
 from gssim.plan import position_ranges, splitting
 from gssim.result import Evaluation
 from gssim.scenario import Scenario
@@ -115,18 +114,6 @@ class Feed:
         count = self.scenario.plan.micro_batches
         terms = [data.loss_terms(part) for part in targets.split(splitting.split(len(targets), splitting.even(count)))]
         return tuple(n / sum(terms) for n in terms) if sum(terms) else (1.0 / count,) * count
-
-
-def check_evaluation(scenario: Scenario, *, where: str) -> None:
-    """Raise UserError if a run asks for an evaluation that is impossible; `where` names the file."""
-    if scenario.run.evaluate_every_steps is None:
-        return
-    if scenario.policies.pp > 1:
-        raise UserError(
-            f"{where}: run.evaluate_every_steps = {scenario.run.evaluate_every_steps}: no rank of a pipeline has the "
-            "whole model, and its schedule only trains; leave it out"
-        )
-    data.check_held_out(scenario.workload, where=where)
 
 
 class HeldOut:

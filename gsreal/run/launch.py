@@ -3,8 +3,7 @@
 Ranks find each other by a file in a folder that only this user can read: torchrun's store would listen on every address
 of the machine, and answer anyone. gloo and NCCL listen on the loopback interface, or on the one that is named.
 
-Signals that end a lab are ignored while its network is taken down. Before the ranks start, `check_real` refuses
-scenarios that are valid, but cannot run on this machine.
+Before the ranks start, `check_real` refuses scenarios that are valid, but cannot run on this machine.
 """
 
 import json
@@ -15,25 +14,24 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from gsreal.data.sources import check_data
+from gsreal.data.sources import check_data, check_held_out
 from gsreal.machine import ENVIRONMENT, check_machine, die_with_parent
 from gsreal.methods.stage_modules import check_stages
 from gsreal.model_files.build import check_factory
-from gsreal.run.feed import check_evaluation
 from gsreal.run.forked import Forked, module_run
 from gsreal.run.progress import DEFAULT_TIMEOUT_S, REPORTS, Watch
 from gsreal.run.rank import LAUNCHER, STORE, TIMEOUT
+from gsreal.run.signals import signals_deferred, signals_ignored
 from gssim.errors import RunFailedError, UserError
 from gssim.execution.files import scratch_folder
 from gssim.plan import PREDICTED_ONLY, RUNS_WITH
 from gssim.scenario import Loaded, Scenario
-from gssim.terminal import ENDING
 
 
 def check_real(loaded: Loaded) -> None:
@@ -48,6 +46,7 @@ def check_real(loaded: Loaded) -> None:
     check_overlap(ours, where=where)
     check_fused(ours, where=where)
     check_scaled_clipping(ours, where=where)
+    check_offload(ours, where=where)
 
 
 def check_predicted_only(scenario: Scenario, *, where: str) -> None:
@@ -63,6 +62,23 @@ def check_predicted_only(scenario: Scenario, *, where: str) -> None:
             raise UserError(f"{where}: {key} = {value!r}: {why}")
 
 
+def check_evaluation(scenario: Scenario, *, where: str) -> None:
+    """Raise UserError if a run asks for an evaluation that is impossible; `where` names the file."""
+    if scenario.run.evaluate_every_steps is None:
+        return
+    if scenario.policies.pp > 1:
+        raise UserError(
+            f"{where}: run.evaluate_every_steps = {scenario.run.evaluate_every_steps}: no rank of a pipeline has the "
+            "whole model, and its schedule only trains; leave it out"
+        )
+    if scenario.plan.loss_parallel:
+        raise UserError(
+            f"{where}: run.evaluate_every_steps = {scenario.run.evaluate_every_steps}: no rank has whole logits "
+            "(plan.loss_parallel); leave one of them out"
+        )
+    check_held_out(scenario.workload, where=where)
+
+
 def check_scaled_clipping(scenario: Scenario, *, where: str) -> None:
     """Raise UserError for clipping by the norm of scaled gradients in fp16: it overflows, as torch takes it in fp16."""
     workload, shards = scenario.workload, scenario.policies.gradients == "reduce-scatter"
@@ -71,6 +87,19 @@ def check_scaled_clipping(scenario: Scenario, *, where: str) -> None:
             f"{where}: workload.clip_norm = {workload.clip_norm:g}: the norm of whole gradients in fp16 can be "
             "predicted, but not run; allowed: methods whose shards are in fp32 (zero2, zero3, hsdp), or leave it out"
         )
+
+
+def check_offload(scenario: Scenario, *, where: str) -> None:
+    """Raise UserError for sums over ranks of gradients on the hosts, for which NCCL has no collectives."""
+    workload, plan = scenario.workload, scenario.plan
+    if plan.offload is None or scenario.cluster.backend != "nccl":
+        return
+    for key in ("clip_norm", "loss_scale"):
+        if getattr(workload, key) is not None:
+            raise UserError(
+                f"{where}: workload.{key} = {getattr(workload, key)!r}: gradients in the hosts' memory (plan.offload = "
+                f"'{plan.offload}') are summed by no NCCL collective: it can be predicted, but not run; leave it out"
+            )
 
 
 def check_overlap(scenario: Scenario, *, where: str) -> None:
@@ -97,37 +126,6 @@ def check_fused(scenario: Scenario, *, where: str) -> None:
             f"{where}: workload.optimizer_implementation = 'fused': torch has no fused SGD for FSDP2's shards: it can "
             "be predicted, but not run; allowed: default, for-loop, foreach"
         )
-
-
-@contextmanager
-def signals_ignored() -> Iterator[None]:
-    """Ignore termination signals and the user's interrupt inside."""
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (*ENDING, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def signals_deferred() -> Iterator[None]:
-    """Defer termination signals and the user's interrupt until the end of the context.
-
-    Raised in callbacks that Python runs around a fork, where it can only report that it ignores exceptions, they would
-    be lost.
-    """
-    noted: list[int] = []
-    before = {
-        number: signal.signal(number, lambda each, frame: noted.append(each)) for number in (*ENDING, signal.SIGINT)
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        if noted:
-            signal.raise_signal(noted[0])
 
 
 GRACE_S = 10.0

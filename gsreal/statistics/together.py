@@ -21,8 +21,8 @@ from torch.futures import Future
 from gsreal.data.source import Source
 from gsreal.measure import Timeline
 from gsreal.methods.compressed import LargestCompressor, LowRankCompressor, Pending
+from gsreal.methods.optimizers import make_optimizer
 from gsreal.methods.periodic import Synchronization
-from gsreal.methods.training import make_optimizer
 from gsreal.model_files.build import DTYPES, logits_of, loss_of
 from gsreal.run.feed import Feed, HeldOut
 from gsreal.run.worker import build
@@ -269,7 +269,7 @@ class Apart:
             self.periods[rank].steps += 1
         for number in self.periods[0].due():
             parts = [each.offered(number) for each in self.periods]
-            total = torch.cat(parts) if self.periods[0].quantized else torch.stack(parts).sum(0)
+            total = torch.cat(parts) if self.periods[0].gathers else torch.stack(parts).sum(0)
             for each in self.periods:
                 each.take(number, total.clone())
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from gsreal.gradient_sharding.master import MasterCopy, master_type
 from gsreal.gradient_sharding.messages import Scratch, Thresholds
 from gsreal.measure import Timeline
-from gsreal.methods.training import make_optimizer
+from gsreal.methods.optimizers import make_optimizer
 from gsreal.model_files.build import logits_of, loss_of
 from gsreal.run.feed import Feed
 from gsreal.run.worker import build

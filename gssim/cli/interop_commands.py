@@ -208,6 +208,7 @@ def _fit(result: Result) -> str:
         spare, memory = human_bytes(result.margin.margin_bytes), human_bytes(result.margin.memory_bytes)
         return f"fits, {spare} of {memory} to spare (largest: {result.margin.category})"
     lack = f"does not fit, {human_bytes(result.does_not_fit.excess_bytes)} too much"
+    lack += " for a host's memory" if result.does_not_fit.memory == "host" else ""
     lack += f" (largest: {result.does_not_fit.category})"
     best = next((each for each in result.remedies if each.fits), None) or next(iter(result.remedies), None)
     if best is None:

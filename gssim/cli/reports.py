@@ -115,6 +115,8 @@ def in_words(plan: Plan) -> str:
         words.append(f"{plan.micro_batches} micro-batches")
     if plan.recompute != "none":
         words.append(f"recompute {plan.recompute}")
+    if plan.offload is not None:
+        words.append(f"offload {plan.offload}")
     if plan.push.threshold is not None:
         words.append(f"threshold {plan.push.threshold:g}")
     batch, shards = plan.shares.batch, plan.shares.shards

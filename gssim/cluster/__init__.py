@@ -1,6 +1,6 @@
 """The cluster: devices with measured costs, hosts, directed links, and presets of all of these."""
 
-from gssim.cluster.cluster import BackendCost, Cluster, Device, DeviceType, Emulation, Link
+from gssim.cluster.cluster import BackendCost, Cluster, Device, DeviceType, Emulation, HostMemory, Link, memory_node
 from gssim.cluster.contention import communicating_excess, contention_groups, core_shares, dealt, has_contention
 from gssim.cluster.host_list import hosts_in
 from gssim.cluster.lab_links import (
@@ -42,6 +42,7 @@ __all__ = [
     "Device",
     "DeviceType",
     "Emulation",
+    "HostMemory",
     "Joint",
     "Kind",
     "LayerProfile",
@@ -68,6 +69,7 @@ __all__ = [
     "has_contention",
     "head_start_s",
     "hosts_in",
+    "memory_node",
     "presets",
     "shaped_group_bytes",
 ]

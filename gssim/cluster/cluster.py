@@ -171,6 +171,23 @@ class Link:
     """Source of the numbers."""
 
 
+def memory_node(host: str) -> str:
+    """Return the name of the node of a cluster's wiring that is a host's memory."""
+    return f"{host}/memory"
+
+
+@spec
+class HostMemory:
+    """Memory of each host, to which `plan.offload` moves state, and from which the host updates it."""
+
+    memory_bytes: PositiveBytes
+    """Capacity; a plan whose ranks keep more on a host does not fit."""
+    memory_bandwidth_bytes_per_s: BytesPerSecond
+    """Achieved bandwidth of an optimizer's step on all cores of a host, whose ranks share it evenly."""
+    source: str
+    """Source of the numbers."""
+
+
 @spec
 class BackendCost:
     """Fixed costs of the communication library, measured or published."""
@@ -252,6 +269,9 @@ class Cluster:
     """Empty with a topology; all links are in `wiring`. A table may name a `preset`."""
     topology: Topology | None = None
     """Replaces devices, switches and links."""
+    host: HostMemory | None = None
+    """Memory of each host; needed by `plan.offload` on devices with memory of their own, with a link from every device
+    to the node HOST/memory (a server's `host_memory`, or links to a switch of this name). Absent: not known."""
     backend_cost: BackendCost | None = None
     """Fixed costs of messages and collectives; absent: only the links' times. Or the name of a file of this table."""
     nccl: Annotated[NcclTuning, BeforeValidator(_generation)] | None = None
@@ -315,7 +335,7 @@ class Cluster:
             object.__setattr__(bare, "switches", ())
         data: dict[str, Any] = inner(bare)
         left_out = ("topology",) if self.topology is None else ("devices", "switches", "links")
-        optional = ("nccl", "algorithms")
+        optional = ("host", "nccl", "algorithms")
         return {k: value for k, value in data.items() if k not in left_out and (value or k not in optional)}
 
     @property

@@ -17,16 +17,29 @@ from gssim.collectives.backend import (
     staging_bytes,
 )
 from gssim.collectives.closed_forms import CLOSED_FORMS, hierarchical_time_s, ring_all_reduce_time_s, torus_time_s
-from gssim.collectives.communication import KINDS, Communication, Exchange, Pairs, summed_without
-from gssim.collectives.stage import Hops, Stage, summed
+from gssim.collectives.communication import (
+    COPIES,
+    FROM_HOST,
+    KINDS,
+    TO_HOST,
+    Communication,
+    Exchange,
+    Pairs,
+    summed_without,
+)
+from gssim.collectives.stage import Hops, HostCopies, Stage, summed
 
 __all__ = [
     "BACKEND_ALGORITHMS",
     "CLOSED_FORMS",
+    "COPIES",
+    "FROM_HOST",
     "KINDS",
+    "TO_HOST",
     "Communication",
     "Exchange",
     "Hops",
+    "HostCopies",
     "Pairs",
     "Stage",
     "algorithm_of",

@@ -227,6 +227,12 @@ KINDS = (
 )
 
 
+TO_HOST, FROM_HOST = "copy-to-host", "copy-from-host"
+COPIES = (TO_HOST, FROM_HOST)
+"""Copies between the device of a rank and the memory of its host, which take links as messages do, but are no
+collectives: each rank is a group of its own."""
+
+
 @dataclass(frozen=True, slots=True)
 class Communication:
     """A collective: kind, group, size; and parts or pairs for the uneven forms."""

@@ -75,6 +75,34 @@ class Hops:
         return cls(np.array(source, np.int64), np.array(target, np.int64), np.array(weight, float))
 
 
+@dataclass(frozen=True, eq=False)
+class HostCopies(Hops):
+    """Copies of ranks to the memory of their hosts, or from it; one end of each is no rank."""
+
+    memory: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
+    """Node of the host's memory, of every rank."""
+    to_host: bool = True
+
+    @classmethod
+    def between(cls, ranks: Ints, memory: Ints, *, to_host: bool) -> "HostCopies":
+        """Return the copies of some ranks; `memory`: of every rank.
+
+        >>> copies = HostCopies.between(np.array([0]), np.array([7, 7, 8]), to_host=False)
+        >>> copies.source.tolist(), copies.in_every(np.array([[0], [2]])).source.tolist()
+        ([7], [7, 8])
+        """
+        ends = (ranks, memory[ranks]) if to_host else (memory[ranks], ranks)
+        return cls(*ends, np.ones(len(ranks)), np.arange(len(ranks)), memory, to_host)
+
+    def in_every(self, groups: Ints) -> "HostCopies":
+        """Return the copies of all of several groups, of one rank each."""
+        return HostCopies.between(groups[:, 0], self.memory, to_host=self.to_host)
+
+    def carried_by_rank(self, ranks: int) -> tuple[Floats, Floats]:
+        """Return zeros: nothing goes to other ranks."""
+        return np.zeros(ranks), np.zeros(ranks)
+
+
 @dataclass(frozen=True, slots=True)
 class Stage:
     """Hops in flight at the same time; the next stage waits for all of them."""

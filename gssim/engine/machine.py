@@ -73,7 +73,7 @@ class Machine:
         )
         self.classes, self.network = arranged.classes, arranged.network
         self.hosts = self._hosts()
-        self._is_coupled = any(host.coupled for host in self.hosts.values())
+        self.is_coupled = any(host.coupled for host in self.hosts.values())
         self.roles = [program.role_of[each.representative] for each in self.classes]
         self.devices = [cluster.type_of(each.representative) for each in self.classes]
         self.memory = [MemoryTracker(dict(program.persistent[role])) for role in self.roles]
@@ -168,7 +168,9 @@ class Machine:
 
     def set_communicating(self, instance: CollectiveInstance, change: int) -> None:
         """Notify the hosts of a collective's members that it begins (`change` 1) or ends (-1)."""
-        if not self._is_coupled or not any(self.hosts[rank_class.host].coupled for rank_class in instance.classes):
+        if instance.communication.kind in collectives.COPIES:  # by the devices' own engines
+            return
+        if not self.is_coupled or not any(self.hosts[rank_class.host].coupled for rank_class in instance.classes):
             return
         if instance not in self._loads:
             self._loads[instance] = instance.schedule.load(self.network)

@@ -485,10 +485,13 @@ class OutlineWalk:
                 self.machine.network.count(stage, count)
                 self.machine.count_bytes(stage, count)
 
-    def phases(self, ends_s: Sequence[Sequence[float]]) -> list[dict[str, float]]:
-        """Return each class's phases in the last step, between its two `ends_s`, as `result.typical_phases` does."""
+    def phases(self, ends_s: Sequence[Sequence[float]], step: int) -> list[dict[str, float]]:
+        """Return each class's phases in a step, between its two `ends_s`, as `result.typical_phases` does."""
         return [
-            {phase: value * (length_s / sum(rank.seconds[1].values())) for phase, value in rank.seconds[1].items()}
+            {
+                phase: value * (length_s / sum(rank.seconds[step].values()))
+                for phase, value in rank.seconds[step].items()
+            }
             for rank, length_s in zip(self.ranks, (end_s - start_s for start_s, end_s in ends_s), strict=True)
         ]
 

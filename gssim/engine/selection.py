@@ -12,8 +12,18 @@ import numpy as np
 
 from gssim import collectives
 from gssim.cache import Same, Shared
-from gssim.cluster import GENERATIONS, Cluster, Kind, NcclTuning, shaped_group_bytes
-from gssim.collectives import BACKEND_ALGORITHMS, Communication, Hops, Stage, processor_s, summed
+from gssim.cluster import GENERATIONS, Cluster, Kind, NcclTuning, memory_node, shaped_group_bytes
+from gssim.collectives import (
+    BACKEND_ALGORITHMS,
+    COPIES,
+    TO_HOST,
+    Communication,
+    Hops,
+    HostCopies,
+    Stage,
+    processor_s,
+    summed,
+)
 from gssim.collectives.algorithms import ALGORITHMS, Members, ring_hops
 from gssim.collectives.nccl import Group, ring_packing, times
 from gssim.engine.host import Load
@@ -158,16 +168,17 @@ class Scheduler:
         stages = tuple(
             replace(s, stretch_ratio=1.0) for s in ALGORITHMS[name, communication.kind](members, communication)
         )
-        inside_s = choice.node_bytes / (group.bandwidth_bytes_per_s * choice.bandwidth_ratio)
-        across = choice.network_bytes / choice.network_bandwidth_ratio
-        limited = group.network_bytes_per_s is not None and across / group.network_bytes_per_s > inside_s
-        ratio = choice.network_bandwidth_ratio if limited else choice.bandwidth_ratio
+        rates = group.bandwidth_bytes_per_s, group.network_bytes_per_s or math.inf
+        bare_s = [size / rate for size, rate in zip((choice.node_bytes, choice.network_bytes), rates, strict=True)]
+        reached_s = bare_s[0] / choice.bandwidth_ratio, bare_s[1] / choice.network_bandwidth_ratio
+        # one factor for all links, inside nodes and across: with it, the slowest takes as long as the tuner's
+        factor = max(reached_s) / max(bare_s) if max(bare_s) else 1.0
         fixed_s = (
             choice.latency_s
             + self._long_distance_s(stages)
             + collectives.overhead_s(self.cluster, communication.carried_kind)
         )
-        return CollectiveSchedule(name, stages, fixed_s, 1 / ratio, path_latency=False)
+        return CollectiveSchedule(name, stages, fixed_s, factor, path_latency=False)
 
     def nccl_group(self, group: Sequence[int]) -> Group:
         """Return a group of ranks as NCCL's tuner sees it."""
@@ -224,6 +235,8 @@ class Scheduler:
 
         That depends on the spread of members over hosts and, for NCCL's tuner, on the rates between these.
         """
+        if len(groups[0]) == 1:  # copies to hosts, told apart by the network alone
+            return np.zeros(len(groups), np.int64)
         return self._cache.once("kinds", tuple(groups), lambda: self._kinds(groups))
 
     def _kinds(self, groups: Sequence[Sequence[int]]) -> Ints:
@@ -277,6 +290,8 @@ class Scheduler:
         return self._cache.once("candidates", communication, lambda: self._candidates(communication))
 
     def _candidates(self, communication: Communication) -> tuple[CollectiveSchedule, ...]:
+        if communication.kind in COPIES:
+            return (self._copied(communication),)
         if len(communication.group) == 1:
             return (CollectiveSchedule("none", (), 0.0),)
         members = self.members(communication.group, communication.root)
@@ -294,6 +309,24 @@ class Scheduler:
             return (self._with_backend_costs(named, members, communication),)
         except ValueError as error:
             raise UserError(f"cluster.algorithms.{communication.carried_kind} = {named!r}: {error}") from None
+
+    def _copied(self, communication: Communication) -> CollectiveSchedule:
+        """Return the copy of a rank to its host's memory, or from it, which costs the backend nothing."""
+        (rank,) = communication.group
+        key = (communication.kind, rank)
+        to_host = communication.kind == TO_HOST
+
+        def new_hops() -> HostCopies:
+            return HostCopies.between(np.array([rank]), self._memory, to_host=to_host)
+
+        hops = self._cache.once("copies", key, new_hops)
+        return CollectiveSchedule("copy", (Stage(hops, communication.size_bytes, coupled=False),), 0.0)
+
+    @cached_property
+    def _memory(self) -> Ints:
+        """Node of the memory of each rank's host; -1 where there is none."""
+        node = {name: number for number, name in enumerate(self.cluster.wiring.names)}
+        return np.array([node.get(memory_node(device.host), -1) for device in self.cluster.devices[: len(self.hosts)]])
 
     def _with_backend_costs(self, name: str, members: Members, communication: Communication) -> CollectiveSchedule:
         """Return an algorithm with the backend's costs; raises ValueError where the group's shape does not fit it."""

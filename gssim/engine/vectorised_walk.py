@@ -462,7 +462,7 @@ class VectorisedWalk:
             peaks = held.peaks(each.began_s, each.ended_s, each.columns)
             yield from zip(each.classes.tolist(), peaks, strict=True)
 
-    def phases(self, ends_s: Sequence[Sequence[float]]) -> list[dict[str, float]]:
+    def phases(self, ends_s: Sequence[Sequence[float]], _step: int) -> list[dict[str, float]]:
         """Return each class's phases between its two `ends_s`, as `result.typical_phases` does."""
         by_class: dict[int, dict[str, float]] = {}
         for ranks in self.ranks:

@@ -28,8 +28,15 @@ NUMERICS = "changes numbers, not step time or memory"
 LAUNCHER = "how processes are started, not what they do"
 
 DEEPSPEED: dict[str, Rule] = {
-    **refused("offloading cannot be simulated", "zero_optimization.offload_*.device", "zero_optimization.cpu_offload*"),
-    **listed("offloading is off, or refused above", "zero_optimization.offload_*"),
+    **refused("parameters alone cannot be offloaded here", "zero_optimization.cpu_offload_params"),
+    **refused(
+        "updates of part of the parameters on the host cannot be simulated",
+        "zero_optimization.offload_*.ratio",
+        neutral=(1, 1.0),
+    ),
+    **listed(
+        "how copies to the host are made", "zero_optimization.offload_*", "zero_optimization.cpu_offload_use_pin*"
+    ),
     **refused(
         "quantized or compressed communication of ZeRO++ cannot be simulated", "zero_optimization.zero_quantized*"
     ),
@@ -133,6 +140,7 @@ def deepspeed(keys: Keys) -> Training:
     _batch_of_deepspeed(keys, training)
     _precision_of_deepspeed(keys, training)
     _stage_of_deepspeed(keys, training)
+    _offload_of_deepspeed(keys, training)
     training.tp = keys.integer("tensor_parallel.autotp_size", "tensor_parallel.tp_size", sets="plan.tp", least=0)
     if training.tp is not None and training.tp.value == 0:
         training.tp = None
@@ -182,6 +190,35 @@ def _stage_of_deepspeed(keys: Keys, training: Training) -> None:
     training.overlap = keys.flag("zero_optimization.overlap_comm") or Value(number == 3, usual)
 
 
+OFFLOADED = {"none": False, "cpu": True}
+OTHER_PLACE = "offloading to other places than the host's memory cannot be simulated"
+
+
+def _offload_of_deepspeed(keys: Keys, training: Training) -> None:
+    """Read what is offloaded; DeepSpeed copies parameters in the training's precision, FSDP2 in the optimizer's."""
+    states, parameters = (
+        keys.choice(OFFLOADED, f"zero_optimization.offload_{name}.device", sets="plan.offload", why=OTHER_PLACE)
+        for name in ("optimizer", "param")
+    )
+    states = states or keys.flag("zero_optimization.cpu_offload")
+    offloads, everything = (each is not None and each.value for each in (states, parameters))
+    if everything and parameters is not None:
+        key = parameters.origin.partition(" = ")[0]
+        if not offloads:
+            keys.refuse(key, "parameters alone cannot be offloaded here", replaced_by=["plan.offload"])
+        elif training.precision is not None and training.precision.value != "fp32":
+            keys.refuse(
+                key,
+                "copies of parameters in 16 bits cannot be simulated: FSDP2's are in 32",
+                replaced_by=["plan.offload"],
+            )
+        training.offload = Value("parameters", parameters.origin)
+    elif offloads and states is not None:
+        training.offload = Value("optimizer", states.origin)
+        if training.sharding is not None and training.sharding.value == "zero3":
+            keys.note(states.origin.partition(" = ")[0], "approximated: updated parameters are copied in 32 bits here")
+
+
 def _optimizer_of_deepspeed(keys: Keys, training: Training) -> None:
     kind = keys.raw("optimizer.type")
     if kind is not None:
@@ -211,7 +248,7 @@ ACCELERATE: dict[str, Rule] = {
         "dynamo_backend",
         neutral=("NO", "no"),
     ),
-    **refused("offloading cannot be simulated", "fsdp_config.*offload_params", "deepspeed_config.offload_*_device"),
+    **listed("offloading to a disk, which is off", "deepspeed_config.offload_*_nvme_path"),
     **refused("modules that are left out cannot be simulated", "fsdp_config.fsdp_ignored_modules"),
     **refused("units by size cannot be simulated", "fsdp_config.fsdp_min_num_params"),
     **refused("sequence parallelism cannot be simulated", "parallelism_config.*sp_size", neutral=(1,)),
@@ -302,6 +339,8 @@ def _deepspeed_of_accelerate(keys: Keys) -> Training:
             "zero_optimization.stage": "zero_stage",
             "gradient_accumulation_steps": "gradient_accumulation_steps",
             "gradient_clipping": "gradient_clipping",
+            "zero_optimization.offload_optimizer.device": "offload_optimizer_device",
+            "zero_optimization.offload_param.device": "offload_param_device",
         }
         inner = Keys(keys.file, {}, keys.overridden, keys.ignored)
         renamed = {}
@@ -311,7 +350,7 @@ def _deepspeed_of_accelerate(keys: Keys) -> Training:
                 renamed[theirs], inner.values[theirs] = key, keys.raw(key)
         found = deepspeed(inner)
         found.zero1_implementation = "deepspeed"
-        for name in ("sharding", "accumulation", "clip_norm"):
+        for name in ("sharding", "accumulation", "clip_norm", "offload"):
             value: Value | None = getattr(found, name)
             if value is not None and (theirs := value.origin.partition(" = ")[0]) in renamed:
                 setattr(found, name, Value(value.value, keys.line(renamed[theirs])))
@@ -354,6 +393,9 @@ def read_fsdp(keys: Keys, training: Training, cluster: Cluster, *, prefix: str) 
         if len(set(hosts.values())) > 1:
             keys.refuse(names[1], "the cluster's hosts have unequal numbers of devices", replaced_by=["plan.dp_shard"])
         training.dp_shard = Value(next(iter(hosts.values())), f"{origin}: the devices of a host")
+    offload = keys.flag(f"{prefix}offload_params", "fsdp_config.fsdp_offload_params", "fsdp_config.offload_params")
+    if offload is not None and offload.value:
+        training.offload = Value("parameters", offload.origin)
     checkpointing = keys.flag(f"{prefix}activation_checkpointing")
     if checkpointing is not None:
         training.recompute = Value("full" if checkpointing.value else "none", checkpointing.origin)
@@ -497,6 +539,7 @@ def _axolotl_sharding(keys: Keys, training: Training, cluster: Cluster) -> None:
         if found is not None:
             training.sharding, training.zero1_implementation = found.sharding, found.zero1_implementation
             training.overlap, training.gradient_sync = found.overlap, found.gradient_sync
+            training.offload = found.offload
             training.dp_shard = training.dp_shard or found.dp_shard
     elif shards:
         prefix = (
@@ -504,7 +547,7 @@ def _axolotl_sharding(keys: Keys, training: Training, cluster: Cluster) -> None:
         )
         read_fsdp(keys, training, cluster, prefix=prefix)
         if isinstance(on, list) and "offload" in on:
-            keys.refuse("fsdp", "offloading cannot be simulated")
+            training.offload = Value("parameters", keys.line("fsdp"))
         _close_fsdp(keys)
         # the Trainer leaves gradients whole until the last micro-batch (accelerate's no_sync)
         if training.accumulation is not None and training.accumulation.value > 1:

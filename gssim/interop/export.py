@@ -52,6 +52,8 @@ def export_scenario(scenario: Scenario, to: str) -> Exported:
         _refuse(to, f"plan.{name}", shown, value == getattr(usual, name), "leave it out")
     _refuse(to, "plan.cp", policies.cp, policies.cp == 1 or to in ("torchtitan", "accelerate"), "1")
     _refuse(to, "plan.ep", policies.ep, policies.ep == 1, "1")
+    offloads = {"deepspeed": "optimizer", "torchrun": None}.get(to, "parameters")
+    _refuse(to, "plan.offload", plan.offload, plan.offload in (None, offloads), "leave it out")
     own = scenario.cluster.backend == "gloo" or policies.exchange == "backend"
     _refuse(to, "plan.exchange", policies.exchange, own or method.gradients == "push", "'backend'")
     _refuse(to, "workload.precision", scenario.workload.precision, scenario.workload.precision in DTYPES, "fp32, bf16")
@@ -113,6 +115,8 @@ def _deepspeed(scenario: Scenario, notes: list[str]) -> Exported:
     zero: dict[str, Any] = {"stage": stage, "overlap_comm": plan.overlap}
     if stage == 3 and policies.dp_replicate > 1:
         zero["mics_shard_size"] = policies.dp_shard
+    if plan.offload is not None:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     data: dict[str, Any] = {
         "train_batch_size": workload.global_batch_size,
         "train_micro_batch_size_per_gpu": micro,
@@ -180,6 +184,7 @@ def _accelerate(scenario: Scenario, notes: list[str]) -> Exported:
         lines += [
             "fsdp_config:",
             "  fsdp_version: 2",
+            *(["  fsdp_offload_params: true"] if plan.offload else []),
             f"  fsdp_reshard_after_forward: {str(plan.method != 'zero2').lower()}",
             f"  fsdp_activation_checkpointing: {str(plan.recompute == 'full').lower()}",
             "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
@@ -230,6 +235,7 @@ def _torchtitan(scenario: Scenario, notes: list[str]) -> Exported:
             "dtype": "float32",
             "mixed_precision_param": DTYPES[workload.precision],
             "mixed_precision_reduce": DTYPES[reduce_precision(workload)],
+            **({"enable_cpu_offload": True} if plan.offload else {}),
         },
         "parallelism": {
             "data_parallel_replicate_degree": policies.dp_replicate,

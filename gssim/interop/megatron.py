@@ -57,9 +57,15 @@ MEGATRON: dict[str, Rule] = {
     **listed("of context parallelism, which is off or read by its kind", "cp-comm-type", "hierarchical-context*"),
     **listed("of pipelines, which send while they compute here", "wgrad-deferral-limit", "variable-seq-lengths"),
     **refused("knowledge distillation cannot be simulated", "export-kd*", "logits-*", "teacher-*", "modelopt*"),
-    **refused("offloading cannot be simulated", "optimizer-cpu-offload", "cpu-offloading*", "offload-*"),
+    **refused("offloading of activations cannot be simulated", "cpu-offloading*", "offload-*"),
     **refused("offloading cannot be simulated", "fine-grained-activation-offloading", "use-cpu-initialization-offload"),
-    **listed("of offloading, which is off or refused", "optimizer-offload-fraction", "overlap-cpu-*", "*pin-cpu-*"),
+    **refused(
+        "a part of the optimizer on the host cannot be simulated",
+        "optimizer-offload-fraction",
+        neutral=(1, 1.0, "1", "1.0"),
+    ),
+    **listed("approximated: copies to the host and back do not overlap with its update", "overlap-cpu-*", "*pin-cpu-*"),
+    **listed("which Adam the host runs", "use-torch-optimizer-for-cpu-offload"),
     **refused(
         "16-bit state of the optimizer cannot be simulated",
         "main-grads-dtype",
@@ -368,6 +374,10 @@ def megatron(keys: Keys) -> Training:
     _optimizer(keys, training)
     training.clip_norm = keys.number("clip-grad") or Value(1.0, "clip-grad = 1.0 (its default)")
     training.seed = keys.integer("seed", least=0)
+    offloads = keys.flag("optimizer-cpu-offload")
+    if offloads is not None and offloads.value:
+        training.offload = Value("optimizer", offloads.origin)
+    training.loss_parallel = Value(True, "Megatron-LM divides the vocabulary among tensor-parallel ranks")
     training.sequence_parallel = keys.flag("sequence-parallel")
     keys.close(MEGATRON)
     return training

@@ -123,7 +123,7 @@ def _content(path: Path, text: str, form: str | None) -> tuple[str, dict[str, An
     looks = _looks_like(data, file)
     name = form or looks
     if name is None:
-        raise UserError(f"{file}: is of no known format; say --from; {_allowed()}")
+        raise UserError(f"{file}: is of no known format; say --format; {_allowed()}")
     return name, arguments_of(data, file=file) if name == "megatron" else flattened(data, file=file)
 
 

@@ -19,7 +19,6 @@ TORCHTITAN: dict[str, Rule] = {
     **listed("of compilation, which is off or refused", "compile.*", "parallelism.enable_async_tensor_parallel"),
     **refused("fp8 and MX formats cannot be simulated", "model.converters", "model_converters*"),
     **listed("of fp8 or MX formats, which are off or refused", "quantize.*", "float8.*", "mx.*"),
-    **refused("offloading cannot be simulated", "training.enable_cpu_offload"),
     **refused("updates during the backward cannot be simulated", "optimizer.early_step_in_backward"),
     **refused("fault-tolerant replicas cannot be simulated", "fault_tolerance.enable"),
     **listed("of fault tolerance, which is off or refused", "fault_tolerance.*"),
@@ -37,7 +36,6 @@ TORCHTITAN: dict[str, Rule] = {
         or_set=("plan.stages",),
     ),
     **listed("approximated: stages are balanced by time", "parallelism.pipeline_parallel_*_less_layers"),
-    **listed("approximated: the loss of tensor-parallel ranks is computed whole", "parallelism.disable_loss_parallel"),
     **listed("implementation", "parallelism.spmd_backend", "parallelism.enable_fsdp_symm_mem"),
     **listed("approximated: CUDA graphs are not modelled", "training.disable_cuda_graphs"),
     **refused("parts of the model that are not trained cannot be simulated", "lora*", "peft*"),
@@ -125,6 +123,12 @@ def _sharding(keys: Keys, training: Training) -> None:
 
 def _batch(keys: Keys, training: Training) -> None:
     """Read samples, of the older generations, or tokens, of the newer ones."""
+    whole = keys.flag("parallelism.disable_loss_parallel")
+    origin = whole.origin if whole is not None else "parallelism.disable_loss_parallel = false (its default)"
+    training.loss_parallel = Value(whole is None or not whole.value, origin)
+    offload = keys.flag("training.enable_cpu_offload")
+    if offload is not None and offload.value:
+        training.offload = Value("parameters", offload.origin)
     if any(keys.has(f"training.{key}") for key in ("num_tokens_per_microbatch_per_dp_rank", "max_context_length")):
         longest = keys.integer("training.max_context_length", sets="workload.sequence_length")
         tokens = keys.integer("training.num_tokens_per_microbatch_per_dp_rank", sets="workload.global_batch_size")

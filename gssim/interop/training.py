@@ -12,6 +12,7 @@ from gssim.cluster import Cluster
 from gssim.errors import UserError
 from gssim.interop.reading import Keys, Value
 from gssim.plan import METHODS, Plan
+from gssim.scenario import undivided_reason
 from gssim.workload import HuggingFace, ImageInput, Model, Workload, unrolled
 
 OPTIMIZERS: dict[str, tuple[str, str]] = {
@@ -109,6 +110,8 @@ class Training:
     zero1_implementation: str = "torch"
     sequence_parallel: Value | None = None
     clip_norm: Value | None = None
+    loss_parallel: Value | None = None
+    """Whether tensor-parallel ranks divide the vocabulary, where their head can be divided here."""
     micro_batch: Value | None = None
     """Samples of a rank's forward."""
     accumulation: Value | None = None
@@ -138,6 +141,8 @@ class Training:
     last_stage_blocks: Value | None = None
     stages_per_rank: Value | None = None
     blocks_per_stage: Value | None = None
+    offload: Value | None = None
+    """optimizer or parameters, as `plan.offload`."""
     receive_buffers: Value | None = None
     """Of a pipeline's stages, where there is one."""
     gradient_sync: Value | None = None
@@ -186,7 +191,9 @@ def scenario_of(
 
 
 def _refuse(keys: Keys, value: Value, reason: str, *replaced_by: str) -> None:
-    keys.refuse(value.origin.partition(" = ")[0], reason, replaced_by=replaced_by)
+    """Refuse the key from which a value is; one that an option sets stands in the message as it is."""
+    key = value.origin if value.origin.startswith("--set ") else value.origin.partition(" = ")[0]
+    keys.refuse(key, reason, replaced_by=replaced_by)
 
 
 def _check_architecture(training: Training, keys: Keys, model: Model) -> None:
@@ -294,10 +301,33 @@ def _plan(training: Training, keys: Keys, model: Model, cluster: Cluster, overri
     batch = _batch(training, keys, dp, pp.value, overrides)
     accumulates = any(entry.key == "plan.micro_batches" and entry.value > 1 for entry in batch)
     entries += _options(training, keys, method, tp.value, pp.value, accumulates=accumulates)
+    entries += [*_offload(training, keys, cluster), *_loss(training, keys, model, tp.value)]
     if ranks < len(cluster.devices) and method != "single":
         origin = training.world.origin if training.world else "what the file says"
         entries.append(Entry("plan.ranks", ranks, f"{origin}; the cluster has {len(cluster.devices)} devices"))
     return [*batch, *entries]
+
+
+def _offload(training: Training, keys: Keys, cluster: Cluster) -> list[Entry]:
+    """Return the entry of state in the hosts' memory; refuse it where the cluster says nothing of that."""
+    offload = training.offload
+    if offload is None:
+        return []
+    if cluster.host is None:
+        reason = f"the cluster '{cluster.name}' does not say what its hosts' memory holds: give one that has 'host'"
+        _refuse(keys, offload, reason, "plan.offload", "cluster.host")
+    return [Entry("plan.offload", offload.value, offload.origin)]
+
+
+def _loss(training: Training, keys: Keys, model: Model, tp: int) -> list[Entry]:
+    """Return the entry of a vocabulary that tensor-parallel ranks divide, where this model's can be divided here."""
+    divides = training.loss_parallel
+    if divides is None or not divides.value or tp == 1:
+        return []
+    if undivided_reason(model) is None:
+        return [Entry("plan.loss_parallel", True, divides.origin)]
+    keys.listed.append((divides.origin, "approximated: the loss of tensor-parallel ranks is computed whole"))
+    return []
 
 
 def _options(training: Training, keys: Keys, method: str, tp: int, pp: int, *, accumulates: bool) -> list[Entry]:
@@ -337,11 +367,12 @@ def _axes(
             _refuse(keys, world, f"the cluster '{cluster.name}' has {devices} devices", "plan.ranks")
         return None
     one = Value(1, "not in the file: 1")
-    tp, pp = training.tp or one, training.pp or one
-    if overrides.keys() & {"plan.tp", "plan.pp"}:
-        tp = Value(overrides.get("plan.tp", tp.value), tp.origin)
-        pp = Value(overrides.get("plan.pp", pp.value), pp.origin)
-    cp = Value(overrides.get("plan.cp", (training.cp or one).value), (training.cp or one).origin)
+    tp, pp, cp = (
+        Value(overrides[key], f"--set {key} = {overrides[key]}")
+        if (key := f"plan.{axis}") in overrides
+        else given or one
+        for axis, given in (("tp", training.tp), ("pp", training.pp), ("cp", training.cp))
+    )
     cut = tp.value * pp.value * cp.value
     if ranks % cut:
         blamed = next((axis for axis in (pp, tp) if axis.value > 1), cp)

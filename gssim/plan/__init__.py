@@ -28,12 +28,15 @@ from gssim.plan.plan import (
     Push,
     Replanning,
     ShareRules,
+    SparseOuter,
     TopK,
     absolute_threshold,
+    chunks_of,
     int8_blocks,
     largest_count,
     low_rank_of,
     resolved_push,
+    sparse_message_bytes,
 )
 from gssim.plan.policies import Policies, refuse_what_cannot_run, resolve
 from gssim.plan.rebalancing import Watch, observe, worth_moving
@@ -74,6 +77,7 @@ __all__ = [
     "Push",
     "Replanning",
     "ShareRules",
+    "SparseOuter",
     "TopK",
     "Watch",
     "absolute_threshold",
@@ -82,6 +86,7 @@ __all__ = [
     "balanced_stages",
     "bucket_limits",
     "chosen",
+    "chunks_of",
     "coo_range_error",
     "cost_shares",
     "divide",
@@ -105,6 +110,7 @@ __all__ = [
     "ring_blocks",
     "schedule",
     "scratch_elements",
+    "sparse_message_bytes",
     "split",
     "worth_moving",
 ]

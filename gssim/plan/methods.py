@@ -29,8 +29,9 @@ class Method:
     """`powersgd` or `topk`: how buckets of gradients are compressed beyond their precision; None: not at all."""
     sync_every_steps: int | None = None
     """Steps from one synchronization of the parameters to the next; None: ranks' parameters are always equal."""
-    outer_optimizer: bool = False
-    """Whether a synchronization is an outer optimizer's step on the mean change of the parameters, not their mean."""
+    outer_optimizer: Literal["nesterov", "sparse"] | None = None
+    """What a synchronization does with the ranks' changes of the parameters: an outer Nesterov step follows their mean;
+    or the largest are added, with error feedback. None: parameters are averaged instead."""
     push_axis: str = "dp_shard"
     """Data axis along which gradients are pushed to their owners."""
     slices: str = "even"
@@ -140,7 +141,16 @@ METHODS: dict[str, Method] = {
             "diloco",
             "DiLoCo: ranks train apart; every few steps an outer Nesterov step follows their mean change.",
             "gsreal.methods.periodic",
-            outer_optimizer=True,
+            outer_optimizer="nesterov",
+            axis="dp_replicate",
+            searched=False,
+            **_PERIODIC,
+        ),
+        Method(
+            "sparse_loco",
+            "SparseLoCo: as DiLoCo, but the largest changes alone are gathered, in two bits, with error feedback.",
+            "gsreal.methods.periodic",
+            outer_optimizer="sparse",
             axis="dp_replicate",
             searched=False,
             **_PERIODIC,
@@ -242,6 +252,7 @@ PREDICTED_ONLY: dict[tuple[str, object], str] = {
     ("run.extrapolate_micro_batches", True): "a real run has all micro-batches; allowed: false",
     ("plan.zero1_implementation", "deepspeed"): "can be predicted, but not run; allowed: 'torch'",
     ("plan.zero1_implementation", "megatron"): "can be predicted, but not run; allowed: 'torch'",
+    ("plan.offload", "optimizer"): "can be predicted, but not run: PyTorch has none; allowed: 'parameters'",
     ("plan.receive_buffers", "in-flight"): "can be predicted, but not run; allowed: 'micro-batch'",
 }
 """Values of a scenario's keys that a real run refuses, and why."""

@@ -134,6 +134,28 @@ def int8_blocks(elements: int) -> int:
     return -(-elements // INT8_BLOCK_ELEMENTS)
 
 
+ChunkElements = Annotated[int, Field(gt=0, le=32768)]
+"""Elements of a chunk, so few that 16-bit integers number them."""
+
+
+@spec
+class SparseOuter:
+    """Outer step of `sparse_loco`: largest changes, with error feedback (Sarfi et al. 2025, arXiv:2508.15706)."""
+
+    learning_rate: PositiveFloat = 1.0
+    """Factor on the sum of what all ranks have sent."""
+    decay: Annotated[float, Field(ge=0, le=1)] = 0.95
+    """Factor on what a rank has not sent yet, before its new changes are added; takes the place of a momentum."""
+    chunk_elements: ChunkElements = 4096
+    """Elements of a bucket among which the largest are chosen; its last chunk is padded with zeros."""
+    chunk_entries: PositiveInt = 64
+    """Of these, how many each rank sends: those of largest magnitude."""
+    precision: Literal["fp32", "int2"] = "int2"
+    """Of the values that ranks send, each with a 16-bit index. `int2`: two bits, for the sign and for one of two
+    magnitudes of a chunk, which are the means of the magnitudes over and not over their mean, in fp32. `fp32`: the
+    optimizer's precision."""
+
+
 FirstCompressed = Annotated[int, Field(ge=2)]
 """A step from which on gradients are compressed: DistributedDataParallel rebuilds its buckets after the first."""
 
@@ -165,6 +187,29 @@ class TopK:
     """Add what a rank did not send to its gradients of the next step."""
     start_step: FirstCompressed = 2
     """Steps at the start of a training in which gradients are all-reduced whole; they belong to the warm-up."""
+
+
+def chunks_of(options: SparseOuter, elements: int) -> int:
+    """Return the number of chunks of a bucket.
+
+    >>> chunks_of(SparseOuter(), 4096), chunks_of(SparseOuter(), 4097)
+    (1, 2)
+    """
+    return -(-elements // options.chunk_elements)
+
+
+def sparse_message_bytes(options: SparseOuter, elements: int, value_bytes: int) -> int:
+    """Return the size of the message that a rank sends of a bucket: indices, values, and magnitudes of the chunks.
+
+    In each chunk of 4096 elements, with 64 entries: 128 bytes of indices, and 16 of signs and 8 of magnitudes, or 256
+    of values. The message is padded to whole groups of 8 bytes, so that its parts are aligned.
+
+    >>> sparse_message_bytes(SparseOuter(), 8192, 4), sparse_message_bytes(SparseOuter(precision="fp32"), 8192, 4)
+    (304, 768)
+    """
+    entries = options.chunk_entries
+    values = -(-entries // 4) + 2 * 4 if options.precision == "int2" else entries * value_bytes
+    return 8 * -(-chunks_of(options, elements) * (2 * entries + values) // 8)
 
 
 def low_rank_of(options: PowerSGD, shape: Sequence[int]) -> tuple[int, int, int] | None:
@@ -267,10 +312,12 @@ class Plan:
     """Synchronization of the gradients; `periodic`: of the parameters instead, every `sync_every_steps`. Absent: the
     method's."""
     sync_every_steps: PositiveInt | None = None
-    """Steps from one synchronization of the parameters to the next, under `local_sgd` and `diloco`: step n of a
-    training, the warm-up's included, ends with one where it divides n. Absent: 8 for these, else none."""
+    """Steps from one synchronization of the parameters to the next, under `local_sgd`, `diloco` and `sparse_loco`: step
+    n of a training, the warm-up's included, ends with one where it divides n. Absent: 8 for these, else none."""
     outer: Outer = field(default_factory=Outer)
     """Outer optimizer of `diloco`."""
+    sparse_outer: SparseOuter = field(default_factory=SparseOuter)
+    """Outer step of `sparse_loco`."""
     compress: Literal["bf16", "fp16"] | None = None
     """Format in which buckets of gradients are all-reduced: they are cast to it, divided by the number of replicas,
     summed, and cast back (torch's bf16_compress_hook and fp16_compress_hook). Absent: bf16 for `half`, else none."""
@@ -288,6 +335,12 @@ class Plan:
     copy of it whatever the precision; parts are all-gathered in buckets of 5e8 elements (predicted only). `megatron`:
     Megatron-LM's distributed optimizer: the same parts, but gradients exist in one buffer alone, to which the products
     that compute them add, and which is reduce-scattered, not all-reduced (predicted only)."""
+    offload: Literal["optimizer", "parameters"] | None = None
+    """State that each rank keeps in its host's memory, where the host's cores update it. `parameters`: FSDP2's
+    CPUOffloadPolicy: shards of parameters, their gradients and the optimizer's state; a shard is copied to the device
+    before each gather, its gradients are copied back after each reduction. `optimizer`: the optimizer's state and the
+    master copy, as DeepSpeed's `offload_optimizer`: gradients of what a rank updates are copied to the host, updated
+    parameters back (predicted only). On a CPU, which is its own host, `parameters` changes nothing. Absent: none."""
     receive_buffers: Literal["micro-batch", "in-flight"] = "micro-batch"
     """For pipelines. `micro-batch`: a stage keeps a buffer for every micro-batch's input, and for every gradient of its
     output, all step (torch's PipelineStage). `in-flight`: it has buffers for inputs whose backward is still to come,
@@ -302,6 +355,10 @@ class Plan:
     """Divide sequences among the ranks of the axis tp between the cut parts of blocks: norms, dropouts and residuals
     then run on parts of the sequence, and all-gathers and reduce-scatters take the place of all-reduces. As torch does
     (and Megatron-LM does not), the gathered inputs of linear maps are kept for the backward."""
+    loss_parallel: bool = False
+    """Divide the vocabulary among the ranks of the axis tp: each has its rows of the head, and its logits alone; the
+    loss takes two small all-reduces, and the gradient of the head's input one. Needs a head of its own, that is a
+    linear map without bias, whose weight no embedding shares."""
     recompute: Literal["none", "selective", "full"] = "none"
     """`full`: each block keeps only its input, and its backward runs its forward again (gradient checkpointing).
     `selective`: it keeps the outputs of compute-heavy operations too (matrix products, convolutions, attention), and

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 from gssim.errors import UserError
 from gssim.plan.mesh import AXES, DATA_AXES, Mesh
@@ -56,8 +56,8 @@ class Policies:
     """`powersgd` or `topk`: how buckets of gradients are compressed beyond their precision; None: not at all."""
     sync_every_steps: int | None = None
     """Steps from one synchronization of the parameters to the next; None: ranks' parameters are always equal."""
-    outer_optimizer: bool = False
-    """Whether a synchronization is an outer optimizer's step on the mean change of the parameters, not their mean."""
+    outer_optimizer: Literal["nesterov", "sparse"] | None = None
+    """What a synchronization does with the ranks' changes of the parameters; None: parameters are averaged instead."""
     exchange: str = "backend"
     """`point-to-point` or `backend`."""
     ep: int = 1
@@ -339,10 +339,18 @@ def _refuse_periods(plan: Plan, policies: Policies, file: str) -> None:
             f"{file}: plan.gradients = '{policies.gradients}': cannot run with method '{plan.method}'; allowed: "
             f"'periodic' with {', '.join(periodic)} and only there"
         )
-    if plan.outer != Plan(method=plan.method).outer and not policies.outer_optimizer:
-        outer = [name for name, method in METHODS.items() if method.outer_optimizer]
+    for key, kind in (("outer", "nesterov"), ("sparse_outer", "sparse")):
+        if getattr(plan, key) != getattr(Plan(method=plan.method), key) and policies.outer_optimizer != kind:
+            outer = [name for name, method in METHODS.items() if method.outer_optimizer == kind]
+            raise UserError(
+                f"{file}: plan.{key}: method '{plan.method}' has no such outer optimizer; allowed with "
+                f"{', '.join(outer)}"
+            )
+    chosen = plan.sparse_outer
+    if chosen.chunk_entries > chosen.chunk_elements:
         raise UserError(
-            f"{file}: plan.outer: method '{plan.method}' has no outer optimizer; allowed with {', '.join(outer)}"
+            f"{file}: plan.sparse_outer.chunk_entries = {chosen.chunk_entries}: a chunk has "
+            f"{chosen.chunk_elements} elements (plan.sparse_outer.chunk_elements); allowed: at most so many"
         )
     if policies.gradients != "periodic":
         if plan.sync_every_steps is not None:

@@ -7,10 +7,10 @@ from typing import Any
 
 from gssim.engine import memory_after
 from gssim.errors import UserError
-from gssim.program import lower
+from gssim.program import Program, lower
 from gssim.result import Remedy, Result
 from gssim.scenario import Loaded, Scenario, check
-from gssim.simulation import MemoryFootprint, footprints_of, tightest_margin, worst_misfit
+from gssim.simulation import MemoryFootprint, footprints_of, host_misfit, tightest_margin, worst_misfit
 
 STEPS = 2
 """Number of steps over which memory is added up: the second starts with what the first leaves."""
@@ -45,11 +45,11 @@ def suggested_changes(loaded: Loaded) -> tuple[Remedy, ...]:
     """Return the effect of each of the usual changes, the most helpful first; impossible ones are left out.
 
     Each is applied alone: all blocks recomputed, as many micro-batches as all ranks have samples for (up to
-    `MAX_LAYER_PASSES`), no residuals of thresholded pushes, parameters sharded at rest (by Gradient Sharding or FSDP2),
-    more ranks. Then the helpful changes to the plan are applied together, with the method that is closer to the plan's
-    own.
+    `MAX_LAYER_PASSES`), state in the hosts' memory where that is known, no residuals of thresholded pushes, parameters
+    sharded at rest (by Gradient Sharding or FSDP2), more ranks. Then the helpful changes to the plan are applied
+    together, with the method that is closer to the plan's own.
     """
-    now_bytes = _needed_bytes(_footprints(loaded))
+    now_bytes = _needed_bytes(_footprints(loaded.scenario, _program(loaded)))
     plan = _plan_changes(loaded.scenario)
     methods = _method_changes(loaded.scenario)
     suggestions, helpful = [], []
@@ -69,22 +69,25 @@ def _remedy(loaded: Loaded, changes: Sequence[Change], now_bytes: float) -> Reme
     try:
         scenario = reduce(lambda changed, change: change[1](changed), changes, loaded.scenario)
         check(scenario, file=loaded.file)
-        footprints = _footprints(replace(loaded, scenario=scenario))
+        program = _program(replace(loaded, scenario=scenario))
+        footprints = _footprints(scenario, program)
     except UserError:
         return None
     return Remedy(
         change=", ".join(name for name, _ in changes),
-        fits=worst_misfit(footprints) is None,
+        fits=all(fit is None for fit in (worst_misfit(footprints), host_misfit(scenario, program))),
         margin=tightest_margin(footprints),
         saved_bytes=now_bytes - _needed_bytes(footprints),
     )
 
 
-def _footprints(loaded: Loaded) -> list[MemoryFootprint]:
+def _program(loaded: Loaded) -> Program:
+    run, statistics = loaded.scenario.run, loaded.gradients if loaded.statistics_needed else None
+    return lower(loaded.scenario, statistics, step=run.warmup_steps + run.steps - 1)
+
+
+def _footprints(scenario: Scenario, program: Program) -> list[MemoryFootprint]:
     """Return the footprint of the first rank of each role, all tasks taken in the order of the program."""
-    scenario = loaded.scenario
-    statistics = loaded.gradients if loaded.statistics_needed else None
-    program = lower(scenario, statistics, step=scenario.run.warmup_steps + scenario.run.steps - 1)
     roles = range(len(program.tasks))
     peaks = [(program.role_of.index(role), memory_after(program, role, STEPS).peak) for role in roles]
     return footprints_of(scenario, program, peaks)
@@ -107,6 +110,9 @@ def _plan_changes(scenario: Scenario) -> list[Change]:
     changes: list[Change] = []
     if plan.recompute != "full":
         changes.append(("plan.recompute=full", partial(_with_plan, recompute="full")))
+    if plan.offload is None and scenario.cluster.host is not None:
+        kind = "parameters" if scenario.policies.gradients == "reduce-scatter" else "optimizer"
+        changes.append((f"plan.offload={kind}", partial(_with_plan, offload=kind)))
     if most > plan.micro_batches:
         changes.append((f"plan.micro_batches={most}", partial(_with_plan, micro_batches=most)))
     if scenario.policies.gradients == "push" and scenario.push.error_feedback:

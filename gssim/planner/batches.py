@@ -101,6 +101,6 @@ class Batches:
 
     def _room(self, plan: Plan, policies: Policies, ratio: float) -> list[int]:
         """Return the largest number of samples that fits the given fraction of each rank's memory."""
-        key = ("rooms", policies, plan.shares.shards, plan.micro_batches, plan.recompute, ratio)
+        key = ("rooms", policies, plan.shares.shards, plan.micro_batches, plan.recompute, plan.offload, ratio)
         memory, ranks = self.bounds.memory, range(policies.ranks)
         return self.bounds.parts.once(key, lambda: [memory.room(plan, policies, rank, ratio) for rank in ranks])

@@ -167,6 +167,8 @@ def candidates(
         whole = kept | _push_table(scenario.plan, table) | table
         if table["method"] == "zero1" and scenario.plan.zero1_implementation != "torch":
             whole["zero1_implementation"] = scenario.plan.zero1_implementation
+        if table.get("tp", 1) > 1 and scenario.plan.loss_parallel:
+            whole["loss_parallel"] = True
         plan = PLAN.validate_python(whole)
         if (sized := _with_axis_sizes(plan, batches)) not in seen:
             seen.add(sized)
@@ -291,8 +293,10 @@ def _plans_of_mesh(
         if reason is not None:
             left_out.add(reason, method, len(recomputes) * len(shard_options) * len(rules))
             continue
-        for recompute, (owned, push) in product(recomputes, shard_options):
+        offloads = space.offload or (scenario.plan.offload or "none",)
+        for recompute, offload, (owned, push) in product(recomputes, offloads, shard_options):
             table = base | {"recompute": recompute} | ({"push": push} if push else {})
+            table |= {"offload": offload} if offload != "none" else {}
             splits = list(batches.shares(table, owned, rules))
             if not splits:
                 each = f"give each of {parts} parts samples for {micro_batches} equal micro-batches"

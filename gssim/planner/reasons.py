@@ -73,6 +73,7 @@ def memory_lack(result: Result) -> str:
         return "it fits"
     device = next(each.device for each in result.ranks if fit.rank in each.ranks)
     lacks, category = human_bytes(fit.excess_bytes), fit.category.replace("_", " ")
+    device = f"the host of {device}" if fit.memory == "host" else device
     return f"does not fit: {device} (rank {fit.rank}) lacks {lacks}, mostly for {category}"
 
 

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from gssim import cost
 from gssim.collectives import Communication
 from gssim.program.lowering import Lowering
+from gssim.program.offload import gradient_device
 from gssim.program.task import Task, TaskId, collective_task
 from gssim.program.tensor_slices import sum_over_slices
 from gssim.scenario import tied_parameters
@@ -40,7 +41,7 @@ def clip_gradients(low: Lowering, rank: int, owned: Sequence[int], replicas: Seq
     """
     if low.scenario.workload.clip_norm is None:
         return []
-    device = low.device(rank)
+    device = gradient_device(low, rank)
     whole = low.policies.gradients in ("local", "periodic", "all-reduce") and not low.flat_part
     tensors = [parameter.elements for _, parameter in low.parameters] if whole else list(owned)
     value_bytes = low.value_bytes if whole else low.master_bytes
@@ -59,7 +60,7 @@ def unscale_gradients(
     """
     if low.scenario.workload.loss_scale is None:
         return []
-    device, policies = low.device(rank), low.policies
+    device, policies = gradient_device(low, rank), low.policies
     shards = policies.gradients == "reduce-scatter" or bool(low.flat_part)
     tensors = list(owned) if shards else [parameter.elements for _, parameter in low.parameters]
     value_bytes = low.master_bytes if shards else low.value_bytes

@@ -1,6 +1,7 @@
 """The lowering context of all passes: the unrolled model, gradient buckets, groups of ranks, and ranks' own parts."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -278,6 +279,24 @@ class Lowering:
     def overlaps(self) -> bool:
         """Whether collectives run on streams beside the compute; see [Note: streams] in `sharded`."""
         return self.scenario.plan.overlap and self.scenario.cluster.backend == "nccl" and len(self.group) > 1
+
+    @cached_property
+    def offload(self) -> str | None:
+        """State in the hosts' memory, `plan.offload`, where devices have memory of their own; see `program.offload`."""
+        return None if self.device(self.group[0]).kind == "cpu" else self.scenario.plan.offload
+
+    @cached_property
+    def copies_beside(self) -> bool:
+        """Whether copies between devices and hosts run on streams beside the compute."""
+        return self.scenario.plan.overlap and self.scenario.cluster.backend == "nccl"
+
+    def ranks_on_host(self, rank: int) -> int:
+        """Return the number of ranks on the host of a rank."""
+        devices = self.scenario.cluster.devices
+        return self.once_a_run(Lowering._ranks_by_host)[devices[rank].host]
+
+    def _ranks_by_host(self) -> Mapping[str, int]:
+        return Counter(device.host for device in self.scenario.cluster.devices[: self.scenario.ranks])
 
     @cached_property
     def thresholds_publish(self) -> bool:
@@ -558,6 +577,8 @@ class Lowering:
         columns = [np.array([names[device] for device in devices]), np.array([sizes[rank] for rank in self.group])]
         if by_data is not None:
             columns.append(by_data)
+        if self.offload:
+            columns.append(np.array([self.ranks_on_host(rank) for rank in self.group]))
         if self.slowed:
             ratios = [self.slowed.get(rank, 1.0) for rank in self.group]
             columns.append(np.array([sorted(set(ratios)).index(ratio) for ratio in ratios]))

@@ -3,6 +3,7 @@ memory.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from gssim import collectives, cost
 from gssim.collectives import Communication
@@ -11,7 +12,8 @@ from gssim.program.clipping import clip_gradients, divides_master_gradients, uns
 from gssim.program.compressed import compressor_tensors
 from gssim.program.lowering import Lowering
 from gssim.program.messages import threshold_memory
-from gssim.program.periodic import outer_memory, outer_tensors, synchronize_parameters
+from gssim.program.offload import around_update, host_bytes, updating_device
+from gssim.program.periodic import outer_memory, outer_tensors, synchronize_parameters, unsent_tensors
 from gssim.program.publish import publish
 from gssim.program.sharded import owned_rows, units
 from gssim.program.task import Task, TaskId, collective_task
@@ -51,7 +53,7 @@ def persistent_tensors(low: Lowering, rank: int, held: Mapping[str, float]) -> T
         "buckets": lambda: [bucket.elements * _bucket_value_bytes(low) for bucket in low.buckets],
         "outer_parameters": lambda: outer_tensors(low),
         "outer_momentum": lambda: outer_tensors(low),
-        "residuals": lambda: low.once_a_run(compressor_tensors).get("residuals", ()),
+        "residuals": lambda: [*low.once_a_run(compressor_tensors).get("residuals", ()), *unsent_tensors(low)],
         "low_rank_factors": lambda: low.once_a_run(compressor_tensors)["low_rank_factors"],
         "buffers": lambda: [] if low.stages else workload.model.buffer_bytes,
         "workspace": lambda: workspaces(held["workspace"]),
@@ -83,7 +85,7 @@ def _parameters(low: Lowering, owned: Sequence[int]) -> Sequence[float]:
     if holds_shards(low):
         if pushes:
             return [elements * low.master_bytes for elements in owned]
-        return [elements * low.master_bytes for unit in units(low) for elements in unit.shard_elements]
+        return [elements * unit.tensors.master_bytes for unit in units(low) for elements in unit.shard_elements]
     if pushes:
         return [*(bucket.elements * low.value_bytes for bucket in low.buckets), *_frozen(low)]
     if low.flat_part:
@@ -130,13 +132,14 @@ def optimize(low: Lowering, rank: int, tasks: list[Task], *, replicas: Sequence[
     if low.policies.gradients == "push":
         return publish(low, rank, [*tasks, *clipped], update)
     summed = sum_partial_gradients(low, rank)
-    tasks = [*tasks, *summed, *unscaled, *clipped, update, *low.once_a_step(_publish_replicas)]
+    updated = around_update(low, rank, update, partial(owned_tensors, low))
+    tasks = [*tasks, *summed, *unscaled, *clipped, *updated, *low.once_a_step(_publish_replicas)]
     return [*tasks, *synchronize_parameters(low, rank)]
 
 
 def _update(low: Lowering, rank: int, owned: Sequence[int], part: int | None, *, ends: bool) -> Task:
     """Return an optimizer's update of tensors of so many elements; `ends`: the gradients are freed with it."""
-    workload, device = low.scenario.workload, low.device(rank)
+    workload, device = low.scenario.workload, updating_device(low, rank)
     elements = sum(owned)
     temporary = optimizer_temporary_bytes(
         workload.optimizer,
@@ -151,6 +154,7 @@ def _update(low: Lowering, rank: int, owned: Sequence[int], part: int | None, *,
     events = [Event(0, cast, "temporaries", whole), Event(1, temporary, "temporaries", each)]
     events += [Event(2, -temporary, "temporaries", each), Event(3, -cast, "temporaries", whole)]
     gradients = _gradients_at_end(low, rank) if ends else ()
+    events = [] if low.offload else events  # they are the host's
     events.append(Event(4, -sum(gradients), "gradients", gradients))
     distributed = native_tensors(workload.model) if low.policies.cuts_natively else 0  # DTensors
     if low.policies.gradients == "reduce-scatter":
@@ -158,11 +162,13 @@ def _update(low: Lowering, rank: int, owned: Sequence[int], part: int | None, *,
     duration_s = cost.optimizer_time_s(
         device, workload, elements=elements, tensors=len(owned), sharded_tensors=distributed
     )
-    if not holds_shards(low):  # sharded parameters are cast as they are gathered
+    if not holds_shards(low) and not low.offload:  # sharded parameters are cast as they are gathered
         duration_s += cost.master_copy_time_s(
             device, workload, elements=elements, tensors=len(owned), casts=1 + _casts_gradients(low)
         )
-    if low.flat_part and not low.has_master_copy:  # gradients are copied to the part, and the part to the parameters
+    if (
+        low.flat_part and not low.has_master_copy and not low.offload
+    ):  # gradients are copied to the part, and the part to the parameters
         duration_s += 2 * cost.copy_time_s(device, elements * low.master_bytes)
     if divides_master_gradients(low):
         moved = (low.master_bytes, low.master_bytes)
@@ -299,6 +305,8 @@ def _gradients_at_end(low: Lowering, rank: int) -> tuple[float, ...]:
     gradients = low.scenario.policies.gradients
     if gradients == "all-reduce":
         return tuple(float(bucket.elements * low.value_bytes) for bucket in low.expert_buckets)
+    if gradients == "reduce-scatter" and low.offload:
+        return ()
     if gradients == "reduce-scatter":
         return tuple(float(unit.shard_gradient_bytes) for unit in units(low) if unit.tensors.trained)
     value_bytes = low.master_bytes if gradients == "push" else low.value_bytes
@@ -312,8 +320,8 @@ def _module_buffers(low: Lowering) -> Sequence[int]:
     return [instance.layer.module_buffer_bytes for instance in low.layers]
 
 
-def persistent_bytes(low: Lowering, rank: int) -> dict[str, float]:
-    """Return a rank's persistent memory, by category."""
+def persistent_bytes(low: Lowering, rank: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Return what a rank always keeps on its device, and in its host's memory, by category."""
     workload, policies = low.scenario.workload, low.scenario.policies
     owned = owned_tensors(low, rank)
     total = sum(parameter.elements for _, parameter in low.parameters)
@@ -344,4 +352,4 @@ def persistent_bytes(low: Lowering, rank: int) -> dict[str, float]:
     held |= outer_memory(low)
     held |= {name: sum(sizes) for name, sizes in low.once_a_run(compressor_tensors).items()}
     held |= threshold_memory(low, rank)
-    return held
+    return held, host_bytes(low, rank, held, owned)

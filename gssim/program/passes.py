@@ -84,6 +84,7 @@ def lowering_key(scenario: Scenario, statistics: GradientStatistics | None, shar
         scenario.shard_shares,
         (scenario.run.steps, scenario.run.warmup_steps),
         Same(statistics),
+        (cluster.host, tuple(device.host for device in cluster.devices[:ranks])) if scenario.plan.offload else None,
     )
 
 
@@ -246,6 +247,7 @@ class Steps:
     def _program(self, lowerings: Sequence[Lowering]) -> Program:
         tasks: list[Sequence[Task]] = []
         persistent: list[dict[str, float]] = []
+        on_host: list[dict[str, float]] = []
         tensors: list[Callable[[], Tensors]] = []
         roles = np.zeros(self.scenario.ranks, np.int64)
         for low in lowerings:
@@ -255,7 +257,9 @@ class Steps:
                 roles[np.array(low.group) + copy] = role_of_rank + len(tasks)
             tasks += self._tasks(low, representatives)
             for rank in representatives:
-                persistent.append(persistent_bytes(low, rank) | (stage_buffers(low, rank) if low.stages else {}))
+                on_device, host = persistent_bytes(low, rank)
+                persistent.append(on_device | (stage_buffers(low, rank) if low.stages else {}))
+                on_host.append(host)
                 tensors.append(partial(persistent_tensors, low, rank, persistent[-1]))
         return Program(
             tasks=tuple(tasks),
@@ -263,6 +267,7 @@ class Steps:
             persistent=tuple(persistent),
             push_density=_push_density(lowerings),
             publish_density=_publish_density(lowerings),
+            on_host=tuple(on_host) if any(on_host) else (),
             roles=tuple(roles.tolist()),
             tensors=tuple(tensors),
         )
@@ -362,6 +367,9 @@ def _slices_are_equal(scenario: Scenario) -> bool:
     ranks, types = scenario.policies.tp, [device.type for device in scenario.cluster.devices[: scenario.ranks]]
     sliced = scenario.workload.model.sliced_layers if ranks > 1 else ()
     same = all(len(set(units_of_ranks(layer.units, scenario.slice_shares))) == 1 for layer in sliced if layer.units)
+    if ranks > 1 and scenario.plan.loss_parallel:
+        rows = scenario.workload.model.layers[-2].parameters[0].shape[0]
+        same = same and len(set(units_of_ranks(rows, scenario.slice_shares))) == 1
     return ranks > 1 and same and all(len(set(types[i : i + ranks])) == 1 for i in range(0, len(types), ranks))
 
 

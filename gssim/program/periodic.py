@@ -1,4 +1,4 @@
-"""Periodic synchronization of replicated parameters: local SGD and DiLoCo.
+"""Periodic synchronization of replicated parameters: local SGD, DiLoCo and SparseLoCo.
 
 [Note: periods] Ranks train apart: inner steps communicate nothing, not even module buffers. An outer step is an inner
 one that ends with a synchronization, bucket by bucket and one after another, each bucket of whole tensors in the
@@ -7,14 +7,18 @@ optimizer's precision (the master copies, where there are any):
     local_sgd:  parameters = sum over ranks of w * parameters
     diloco:     g = sum over ranks of w * (outer - parameters);  m = mu * m + g;  outer -= lr * (g + mu * m);
                 parameters = outer
+    sparse_loco: e = decay * e + w * (outer - parameters);  message = largest of each chunk of e;  e -= message;
+                outer -= lr * sum over ranks of message;  parameters = outer
 
 With `outer.precision = "int8"` each rank quantizes w * (outer - parameters) and sends it to all others (an all-gather
 of integers and scales); g is the sum of what all have sent, its own included. Errors of rounding are not fed back.
+Messages of `sparse_loco` are gathered and added in the same way; what is left out or rounded stays in e.
 
 w is a rank's part of the batch, so that with one step in a period, and without momentum, SGD trains as under `ddp`. The
 state of the inner optimizer stays on its rank; gradients are clipped by the norm of a rank's own. Module buffers are
 those of the first rank afterwards. Sources: Stich 2018, arXiv:1805.09767; Douillard et al. 2023,
-arXiv:2311.08105, whose outer optimizer is torch's SGD with `nesterov`.
+arXiv:2311.08105, whose outer optimizer is torch's SGD with `nesterov`; Sarfi et al. 2025, arXiv:2508.15706, where e is
+each rank's own too and takes the place of the momentum, but w, there 1 / ranks, is a factor on the sum.
 """
 
 from dataclasses import replace
@@ -22,7 +26,14 @@ from dataclasses import replace
 from gssim import cost
 from gssim.collectives import Communication
 from gssim.memory import Event, footprint
-from gssim.plan import INT8_BLOCK_ELEMENTS, INT8_SCALE_BYTES, assign_buckets, int8_blocks
+from gssim.plan import (
+    INT8_BLOCK_ELEMENTS,
+    INT8_SCALE_BYTES,
+    assign_buckets,
+    chunks_of,
+    int8_blocks,
+    sparse_message_bytes,
+)
 from gssim.program.lowering import Lowering
 from gssim.program.task import Program, Task, TaskId, collective_task, with_ids
 from gssim.units import Floats
@@ -32,6 +43,15 @@ MEAN_PASSES, OUTER_PASSES = 4, 7
 together, subtracted from the outer parameters, and weighted (`diloco`)."""
 UPDATE_PASSES = 11
 """Reads and writes of the outer optimizer: momentum scaled, added to twice, and the outer parameters updated."""
+UNSENT_PASSES = 5
+"""Reads and writes of changes that are not sent yet: they decay, and new ones are added."""
+
+
+FOUND_BYTES = 8
+"""An index as torch finds and uses it."""
+CODING = {"fp32": (4, 2, 4, 2), "int2": (20, 9, 24, 13)}
+"""By precision of sparse values: reads and writes of the entries that a message is written from, those that it is read
+into, and the numbers of operations of each."""
 
 
 def synchronize_parameters(low: Lowering, rank: int) -> list[Task]:
@@ -45,7 +65,10 @@ def synchronize_parameters(low: Lowering, rank: int) -> list[Task]:
         size = float(elements * low.master_bytes)
         pass_s = size / device.memory_bandwidth_bytes_per_s
         own = TaskId("outer", bucket=number)
-        if low.scenario.plan.outer.precision == "int8" and outer:
+        if outer == "sparse":
+            tasks += _largest(low, rank, number, tensors)
+            continue
+        if outer and low.scenario.plan.outer.precision == "int8":
             tasks += _quantized(low, rank, number, tensors)
             continue
         exchange = Communication("all-reduce", low.group, size)
@@ -124,6 +147,66 @@ def _quantized(low: Lowering, rank: int, number: int, tensors: tuple[int, ...]) 
     ]
 
 
+def _largest(low: Lowering, rank: int, number: int, tensors: tuple[int, ...]) -> list[Task]:
+    """Return the tasks of a bucket whose largest changes alone are sent; see [Note: periods]."""
+    device, options, value = low.device(rank), low.scenario.plan.sparse_outer, low.master_bytes
+    elements, ranks = sum(tensors), len(low.group)
+    padded = chunks_of(options, elements) * options.chunk_elements
+    entries = chunks_of(options, elements) * options.chunk_entries
+    message = float(sparse_message_bytes(options, elements, value))
+    size, padded_bytes, found = float(elements * value), float(padded * value), float(entries * (value + FOUND_BYTES))
+    byte_s, call_s = 1 / device.memory_bandwidth_bytes_per_s, device.operation_overhead_s
+    write_passes, read_passes, write_calls, read_calls = CODING[options.precision]
+    # codes, and the signs that they are made into, are held beside the values
+    read = float(entries * (FOUND_BYTES + (1 + 3 * value if options.precision == "int2" else value)))
+    read_s = read_passes * entries * value * byte_s + read_calls * call_s
+    own = TaskId("outer", bucket=number)
+    return [
+        Task(
+            own.serving("copy-in"),
+            "optimizer",
+            duration_s=(OUTER_PASSES + UNSENT_PASSES) * size * byte_s
+            + 5 * call_s
+            + cost.largest_time_s(device, elements=padded, entries=entries, value=value)
+            + write_passes * entries * value * byte_s
+            + write_calls * call_s
+            + read_s
+            + cost.unpack_time_s(device, encoding="coo", elements=padded, entries=entries, value=value),
+            need=footprint(
+                [
+                    Event(0, size, "communication"),
+                    Event(1, -size, "communication"),
+                    Event(2, padded_bytes, "temporaries"),  # magnitudes
+                    Event(3, found, "temporaries"),
+                    Event(4, -padded_bytes, "temporaries"),
+                    Event(5, message, "communication"),
+                    Event(6, -found, "temporaries"),
+                    Event(7, ranks * message, "communication"),
+                ]
+            ),
+        ),
+        collective_task(own, Communication("all-gather", low.group, ranks * message)),
+        Task(
+            own.serving("copy-out"),
+            "optimizer",
+            duration_s=(padded_bytes + 5 * size) * byte_s
+            + ranks
+            * (read_s + cost.unpack_time_s(device, encoding="coo", elements=padded, entries=entries, value=value))
+            + (2 + len(tensors)) * call_s
+            + cost.master_copy_time_s(device, low.scenario.workload, elements=elements, tensors=len(tensors), casts=1),
+            need=footprint(
+                [
+                    Event(0, -message, "communication"),
+                    Event(1, padded_bytes, "temporaries"),
+                    Event(2, read, "temporaries"),
+                    Event(3, -read - padded_bytes, "temporaries"),
+                    Event(4, -ranks * message, "communication"),
+                ]
+            ),
+        ),
+    ]
+
+
 def _buckets(low: Lowering) -> tuple[tuple[int, ...], ...]:
     """Return the elements of each tensor of every bucket, in the model's order."""
     tensors = [parameter.elements for _, parameter in low.parameters]
@@ -142,7 +225,18 @@ def outer_memory(low: Lowering) -> dict[str, float]:
     if not low.policies.outer_optimizer or len(low.group) == 1:
         return {}
     size = sum(outer_tensors(low))
+    if low.policies.outer_optimizer == "sparse":
+        return {"outer_parameters": size, "residuals": sum(unsent_tensors(low))}
     return {"outer_parameters": size, "outer_momentum": size}
+
+
+def unsent_tensors(low: Lowering) -> list[float]:
+    """Return the bytes of each bucket's changes that a rank has not sent yet, in whole chunks."""
+    if low.policies.outer_optimizer != "sparse" or len(low.group) == 1:
+        return []
+    options = low.scenario.plan.sparse_outer
+    buckets = low.once_a_run(_buckets)
+    return [float(chunks_of(options, sum(each)) * options.chunk_elements * low.master_bytes) for each in buckets]
 
 
 def after_inner_steps(program: Program, alone_s: Floats, *, count: int, shown: Program | None = None) -> Program:

@@ -49,6 +49,7 @@ from gssim.collectives import Communication
 from gssim.memory import NOTHING, Event, Footprint, footprint
 from gssim.program.compute import backward_begin, forward_id, pass_ends
 from gssim.program.lowering import Lowering
+from gssim.program.offload import COPY_TO_DEVICE, COPY_TO_HOST, copy, updating_device
 from gssim.program.task import MicroBatch, Task, TaskId, collective_task
 from gssim.units import PRECISION_BYTES
 from gssim.workload import LayerInstance, Parameter
@@ -62,7 +63,8 @@ class Tensors:
     ranks: int
     value_bytes: int
     master_bytes: int
-    """Bytes of an element of a shard: FSDP2 keeps it, and its gradient, in the optimizer's precision."""
+    """Bytes of an element of a shard: FSDP2 keeps it, and its gradient, in the optimizer's precision; where that alone
+    is on the host, devices keep the workload's."""
     reduce_bytes: int
     """Bytes of an element of a gradient while it is reduced."""
     frozen: tuple[Parameter, ...] = ()
@@ -227,7 +229,8 @@ class Unit:
 
 def units(low: Lowering) -> tuple[Unit, ...]:
     """Return FSDP2's units in the order in which they are gathered: the root first, then each block."""
-    ranks, sizes = low.shards, (low.value_bytes, low.master_bytes, PRECISION_BYTES[low.reduce_precision])
+    kept_bytes = low.value_bytes if low.offload == "optimizer" else low.master_bytes
+    ranks, sizes = low.shards, (low.value_bytes, kept_bytes, PRECISION_BYTES[low.reduce_precision])
     root = tuple(instance for instance in low.layers if not instance.layer.block)
     trained = tuple(parameter for instance in root for parameter in instance.layer.parameters)
     frozen = tuple(parameter for instance in root for parameter in instance.layer.frozen_parameters)
@@ -264,6 +267,8 @@ def _rows_at(low: Lowering, position: int, of_experts: int) -> list[int]:
 GATHER, REDUCE = "all-gather", "reduce-scatter"
 """Streams on which FSDP2 allocates the buffer of an all-gather, and that of reduced gradients.
 (foreach_all_gather, foreach_reduce; everything else is allocated on the compute stream.)"""
+TO_HOST_STREAM, TO_DEVICE_STREAM = "to host", "to device"
+"""Streams of copies that no collective's stream carries."""
 STAGING = 1
 """Number that distinguishes the staging copies of a collective from its tensors, which may have the same size."""
 
@@ -369,16 +374,21 @@ def _callback(low: Lowering, held: Sequence[Unit], micro_batch: MicroBatch) -> T
         return Task(TaskId("backward-callback"), "backward")
     last, events = held[-1], [Event(0, -each.scattered_bytes, "communication") for each in held]
     for unit in units(low) if low.replicates else ():  # without a cast, the reduced tensor may be the gradient itself
-        reduced_bytes = unit.reduced_bytes if unit.casts_gradients else _added_bytes(unit, micro_batch)
+        reduced_bytes = unit.reduced_bytes if unit.casts_gradients else _added_bytes(low, unit, micro_batch)
         events.append(Event(0, -reduced_bytes, "communication" if unit.casts_gradients else "gradients"))
     after = [_reduce_id(last)] if last.ranks > 1 else []
     after += [_all_reduce_id(last)] if low.replicates else []
+    after = after if low.overlaps else []
     own = TaskId("backward-callback")
-    return Task(own, "backward", after=tuple(after) if low.overlaps else (), need=_need(*events))
+    if low.offload and low.copies_beside and last.tensors.trained:
+        after.append(_offload_id(last))
+    return Task(own, "backward", after=tuple(after), need=_need(*events))
 
 
-def _added_bytes(unit: Unit, micro_batch: MicroBatch) -> float:
-    """Return the bytes of a unit's gradients that are added to those of earlier micro-batches."""
+def _added_bytes(low: Lowering, unit: Unit, micro_batch: MicroBatch) -> float:
+    """Return the bytes of a unit's gradients that are added to those of earlier ones, or leave for the host."""
+    if low.offload:
+        return unit.shard_gradient_bytes
     return unit.shard_gradient_bytes if micro_batch.sent_before and not micro_batch.first else 0
 
 
@@ -435,7 +445,7 @@ def _reduce_scatter(
         gradients = sum(tensors)
     own_bytes = unit.ranks * unit.tensors.trained_elements * unit.tensors.value_bytes
     copied_bytes = (own_bytes + unit.scattered_bytes) / 2
-    added = Event(7, 0 if stays else -_added_bytes(unit, micro_batch), "gradients")
+    added = Event(7, 0 if stays else -_added_bytes(low, unit, micro_batch), "gradients")
     copy = Task(
         reduce.serving("copy-in"),
         "backward",
@@ -467,7 +477,33 @@ def _reduce_scatter(
         exchange = low.communication("all-reduce", "dp_replicate", unit.reduced_bytes)
         beside = _overlapped(_all_reduce_id(unit), exchange, tasks[-1].id, "replication", NOTHING)
         tasks.append(beside if overlaps else collective_task(_all_reduce_id(unit), exchange))
-    return [*tasks, *_cast(low, rank, unit, added)]
+    tasks += _cast(low, rank, unit, added)
+    return [*tasks, *_offload_gradients(low, rank, unit, tasks[-1], micro_batch)] if low.offload else tasks
+
+
+def _offload_id(unit: Unit) -> TaskId:
+    return TaskId(COPY_TO_HOST, layer=unit.name)
+
+
+def _offload_gradients(low: Lowering, rank: int, unit: Unit, reduced: Task, micro_batch: MicroBatch) -> list[Task]:
+    """Return the copy of a unit's reduced gradients to the host, after the task that ends their reduction.
+
+    Those that the host adds to earlier ones are waited for; see [Note: offload] in `offload`.
+    """
+    own, elements = _offload_id(unit), unit.tensors.trained_elements
+    cast_bytes = elements * low.master_bytes if unit.tensors.master_bytes != low.master_bytes else 0
+    need = _need(Event(0, cast_bytes, "temporaries"), Event(1, -cast_bytes, "temporaries"))
+    stream = "compute"
+    if low.copies_beside:
+        stream = TO_HOST_STREAM if reduced.stream == "compute" else reduced.stream
+    tasks = [Task(own.serving("issue"), "backward", need=need)] if cast_bytes else []
+    tasks.append(copy(low, own, float(elements * low.master_bytes), stream=stream, after=(reduced.id,)))
+    if micro_batch.sent_before and not micro_batch.first:
+        values, count = (low.master_bytes,) * 3, len(unit.tensors.trained)
+        host = updating_device(low, rank)
+        added_s = cost.moving_time_s(host, value_bytes=values, elements=elements, tensors=count)
+        tasks.append(Task(own.serving("wait"), "backward", duration_s=added_s, after=(own,)))
+    return tasks
 
 
 def _padding(low: Lowering, rank: int, unit: Unit, *, position: int) -> list[Event]:
@@ -627,24 +663,54 @@ def gather_id(unit: str, phase: str) -> TaskId:
 def _gather(low: Lowering, rank: int, unit: Unit, phase: str, after: tuple[TaskId, ...]) -> list[Task]:
     """Return the gather of a unit into a flat buffer that it leaves allocated; `after`: dependencies on nccl.
 
-    A shard of another precision is first cast, to a copy that is held until the gather is done (on nccl: issued).
+    A shard of another precision is first cast, to a copy that is held until the gather is done (on nccl: issued); one
+    in the host's memory is first copied to the device.
     """
+    own = gather_id(unit.name, phase)
+    fetched = _fetch_id(unit, phase)
     if unit.ranks == 1:
-        return []
-    own, exchange = gather_id(unit.name, phase), _exchange(low, unit, "all-gather", unit.padded_bytes)
+        if low.offload != "parameters":
+            return []
+        begin = Task(fetched.serving("issue"), phase, need=_need(Event(0, unit.shard_bytes, "communication")))
+        stream = TO_DEVICE_STREAM if low.copies_beside else "compute"
+        return [begin, copy(low, fetched, float(unit.shard_bytes), stream=stream, after=(begin.id,))]
+    exchange = _exchange(low, unit, "all-gather", unit.padded_bytes)
     copy_bytes = unit.chunk_bytes if unit.casts else 0
-    flat = [Event(i, size, "communication", stream=GATHER) for i, size in enumerate((copy_bytes, unit.flat_bytes))]
+    flat = [Event(0, copy_bytes, "communication", stream=GATHER)]
+    if low.offload == "parameters":
+        flat, copy_bytes = _fetched_tensors(unit), unit.chunk_bytes
+    flat.append(Event(flat[-1].position + 1, unit.flat_bytes, "communication", stream=GATHER))
+    end = flat[-1].position + 1
     cast_s = cost.master_copy_time_s(
         low.device(rank), low.scenario.workload, elements=sum(unit.shard_elements), tensors=1, casts=1
     )
+    fetch: list[Task] = []
+    if low.offload == "parameters":
+        stream = TO_DEVICE_STREAM if low.copies_beside else "compute"
+        fetch = [copy(low, fetched, float(unit.shard_bytes), stream=stream, after=after if low.overlaps else ())]
+        after = (*after, fetched) if low.copies_beside else after
     if low.overlaps:
-        issued = _need(*flat, Event(2, -copy_bytes, "communication"))
+        issued = _need(*flat, Event(end, -copy_bytes, "communication"))
         cast = Task(own.serving("cast"), phase, "communication", duration_s=cast_s, after=after)
         gather = collective_task(own, exchange, "communication", after=after)
-        return [Task(own.serving("issue"), phase, need=issued), *([cast] if unit.casts else []), gather]
-    need = _need(*flat, *_staging(low, rank, exchange, 2), Event(3, -copy_bytes, "communication"))
+        return [Task(own.serving("issue"), phase, need=issued), *fetch, *([cast] if unit.casts else []), gather]
+    need = _need(*flat, *_staging(low, rank, exchange, end), Event(end + 1, -copy_bytes, "communication"))
     tasks = [Task(own.serving("cast"), phase, duration_s=cast_s)] if unit.casts else []
-    return [*tasks, collective_task(own, exchange, need=need)]
+    return [*fetch, *tasks, collective_task(own, exchange, need=need)]
+
+
+def _fetch_id(unit: Unit, phase: str) -> TaskId:
+    return TaskId(COPY_TO_DEVICE, layer=unit.name, during="backward" if phase == "backward" else "")
+
+
+def _fetched_tensors(unit: Unit) -> list[Event]:
+    """Return the allocations of a unit's shards on the device, and of their casts, parameter by parameter."""
+    events = []
+    for elements in unit.shard_elements:
+        whole, cast_bytes = elements * unit.tensors.master_bytes, elements * unit.tensors.value_bytes
+        changes = (whole, cast_bytes, -whole) if unit.casts else (whole,)
+        events += [(size, "communication") for size in changes]
+    return [Event(place, size, category, stream=GATHER) for place, (size, category) in enumerate(events)]
 
 
 def _copy_out(low: Lowering, rank: int, unit: Unit, phase: str, freed_bytes: int) -> Task:
@@ -652,13 +718,16 @@ def _copy_out(low: Lowering, rank: int, unit: Unit, phase: str, freed_bytes: int
     gather = gather_id(unit.name, phase)
     # a rank alone copies parameters of another precision: meanwhile it holds the cast of its last one
     cast_bytes = unit.shard_elements[-1] * unit.tensors.value_bytes if unit.ranks == 1 and unit.casts else 0
+    after = (gather,) if low.overlaps and unit.ranks > 1 else ()
+    if unit.ranks == 1 and low.offload == "parameters":
+        after, freed_bytes = (_fetch_id(unit, phase),), freed_bytes + unit.shard_bytes
     return Task(
         gather.serving("copy-out"),
         phase,
         duration_s=cost.sharded_unit_time_s(
             low.device(rank), phase="f", tensors=len(unit.parameters), copied_bytes=unit.padded_bytes
         ),
-        after=(gather,) if low.overlaps and unit.ranks > 1 else (),
+        after=after,
         need=_need(
             unit.gathered(0, sign=1),
             Event(0, cast_bytes, "communication"),

@@ -28,6 +28,8 @@ Operation = Literal[
     "all-gather",
     "reduce-scatter",
     "all-reduce",
+    "copy-to-host",
+    "copy-to-device",
     "compress",
     "factor",
     "decompress",
@@ -72,7 +74,8 @@ Operation = Literal[
 moments of a step. `gather-sequence`, `scatter-sequence`: of tensors whose sequences tensor ranks divide among them;
 `exchange-heads`: of parts of sequences for parts of heads; `rotate`, `attend`: of keys and values in a ring, and the
 block of attention to those that have come; `sum-gradients`: of gradients of what they run on these parts.
-`count-rows`, `dispatch`, `combine`: of rows that ranks send to the experts of others, and back. `parameters`:
+`count-rows`, `dispatch`, `combine`: of rows that ranks send to the experts of others, and back. `copy-to-host`,
+`copy-to-device`: of state that is kept in the host's memory. `parameters`:
 updated tensors that ZeRO-1 broadcasts, all together. `outer`: the synchronization of parameters that ends an outer
 step; `inner-steps`: `part` steps before it, which a rank does alone. `other`: in a program written by hand, whose
 labels are `layer`."""
@@ -588,6 +591,8 @@ class Program:
     """By role."""
     push_density: float | None = None
     publish_density: float | None = None
+    on_host: tuple[dict[str, float], ...] = ()
+    """What is kept in the host's memory, by role; empty: nothing."""
     roles: tuple[int, ...] = ()
     """Role of each rank; empty: every rank has its own."""
     tensors: tuple[Callable[[], Mapping[str, tuple[float, ...]]], ...] = field(default=(), compare=False)

@@ -23,13 +23,13 @@ CATEGORIES = {
     "gradients": "gradients of parameters, from where autograd makes them until they are copied or the update is done",
     "buckets": "flat buffers that gradients are collected in before they travel",
     "optimizer": "what the optimizer keeps between steps",
-    "outer_parameters": "parameters after the last synchronization, from which their changes are measured (DiLoCo)",
+    "outer_parameters": "parameters after the last synchronization, from which changes are taken (DiLoCo, SparseLoCo)",
     "outer_momentum": "momentum of the outer optimizer (DiLoCo)",
     "activations": "what the forward makes and the backward needs",
     "temporaries": "what is made and freed within a layer's forward or backward, or an update; kernel scratch",
     "communication": "buffers that messages and collectives are sent from and received in",
     "gathered_parameters": "whole parameters, gathered from their shards",
-    "residuals": "gradients that a threshold or compressor left out, kept for the next step (error feedback)",
+    "residuals": "gradients, or changes of parameters, that were not sent and are kept for later (error feedback)",
     "low_rank_factors": "factors of the gradients with which the next step begins (PowerSGD's warm start)",
     "scratch": "flags and magnitudes in which Gradient Sharding finds what reaches a threshold",
     "input": "the batch: inputs and targets",
@@ -188,6 +188,8 @@ class RankClass:
     peak_by_category_bytes: dict[str, Finite]
     """Bytes by `CATEGORIES` at the peak, which is their sum (simulated)."""
     phases_s: dict[str, Finite]
+    host_bytes: dict[str, Amount] = field(default_factory=dict)
+    """What the rank keeps in its host's memory, by category (`plan.offload`; simulated)."""
     bytes_sent: Amount | None = None
     bytes_received: Amount | None = None
     batch_share: Finite
@@ -196,12 +198,14 @@ class RankClass:
 
 @spec
 class Fit:
-    """The rank that exceeds its device's memory by most."""
+    """The rank that exceeds its device's memory by most; where all devices suffice, the first of the fullest host."""
 
     rank: int
     category: str
     """The largest category at the peak."""
     excess_bytes: Finite
+    memory: Literal["device", "host"] = "device"
+    """Whose memory is exceeded; that of a `host` by all of its ranks together."""
 
 
 @spec
@@ -384,12 +388,17 @@ class Result:
         return json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the Result as plain data, keys in schema order; `periods` and `band` only where there are any."""
+        """Return the Result as plain data, keys in schema order; without some that most have no use for."""
         data = asdict(self)
         if self.periods is None:
             del data["periods"]
         if self.band is None:
             del data["band"]
+        if self.does_not_fit is not None and self.does_not_fit.memory == "device":
+            del data["does_not_fit"]["memory"]
+        for each in data["ranks"]:
+            if not each["host_bytes"]:
+                del each["host_bytes"]
         for end in ("push_low", "push_high", "publish_low", "publish_high"):
             if data["density"][end] is None:
                 del data["density"][end]

@@ -39,7 +39,14 @@ from gssim.scenario.stages import (
     tied_parameters,
 )
 from gssim.scenario.support import Support, supported
-from gssim.scenario.tensor_slices import context_part, held_slice, model_slice, native_tensors, units_of_ranks
+from gssim.scenario.tensor_slices import (
+    context_part,
+    held_slice,
+    model_slice,
+    native_tensors,
+    undivided_reason,
+    units_of_ranks,
+)
 
 __all__ = [
     "SEARCHED_METHODS",
@@ -93,6 +100,7 @@ __all__ = [
     "takes_tokens",
     "tied_parameters",
     "toml",
+    "undivided_reason",
     "units_of_ranks",
     "value_bytes",
     "with_profile_slowdowns",

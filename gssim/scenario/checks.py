@@ -1,6 +1,6 @@
 """Consistency checks of a scenario: combinations of workload, plan and cluster that cannot run are refused."""
 
-from gssim.cluster import applied, ends_of
+from gssim.cluster import applied, ends_of, memory_node
 from gssim.errors import UserError
 from gssim.plan import (
     DATA_AXES,
@@ -17,7 +17,7 @@ from gssim.scenario.device_rates import layer_profile
 from gssim.scenario.expert_load import expert_rows
 from gssim.scenario.scenario import Scenario
 from gssim.scenario.stages import schedule_of, stage_cut_error, tied_parameters
-from gssim.scenario.tensor_slices import units_of_ranks
+from gssim.scenario.tensor_slices import undivided_reason, units_of_ranks
 from gssim.units import excess
 from gssim.workload import TokenInput, unrolled
 
@@ -49,6 +49,7 @@ def check(scenario: Scenario, *, file: str) -> None:
     if policies.tp > 1:
         _check_slices(scenario, policies, file)
     _check_sequence_parts(scenario, policies, file)
+    _check_divided_loss(scenario, policies, file)
     _check_experts(scenario, policies, file)
     _refuse_unused_exchange(plan, policies, file)
     _check_context(scenario, policies, file)
@@ -75,6 +76,43 @@ def check(scenario: Scenario, *, file: str) -> None:
         _check_slowdown(scenario, policies, number, file)
     _check_replanning(scenario, policies, file)
     _check_compressor(scenario, policies, file)
+    _check_offload(scenario, policies, file)
+
+
+def _check_offload(scenario: Scenario, policies: Policies, file: str) -> None:
+    """Refuse state in hosts' memory where the method has none of its kind, or nothing is known about the hosts."""
+    plan, cluster = scenario.plan, scenario.cluster
+    if plan.offload is None:
+        return
+    where = f"{file}: plan.offload = '{plan.offload}'"
+    runs = ("reduce-scatter",) if plan.offload == "parameters" else ("local", "all-reduce", "reduce-scatter")
+    if policies.gradients not in runs or policies.partition != "data":
+        allowed = "zero2, zero3 (fsdp) and hsdp" + ("" if plan.offload == "parameters" else ", single, ddp and zero1")
+        raise UserError(f"{where}: cannot run with method '{plan.method}'; allowed: {allowed}")
+    for axis in ("pp", "ep"):
+        in_stages = axis == "pp" and plan.offload == "optimizer" and policies.gradients != "reduce-scatter"
+        if getattr(policies, axis) > 1 and not in_stages:
+            raise UserError(f"{where}: cannot run yet with plan.{axis} = {getattr(policies, axis)}; allowed today: 1")
+    if plan.shares.replan:
+        raise UserError(f"{where}: cannot run yet with plan.shares.replan = True; allowed: false")
+    devices = cluster.devices[: policies.ranks]
+    kinds = {cluster.device_types[device.type].kind for device in devices}
+    if kinds == {"cpu"} and plan.offload == "parameters":
+        return
+    if kinds != {"cuda"}:
+        raise UserError(
+            f"{where}: a device of kind {sorted(kinds - {'cuda'})[0]!r} has no host with memory of its own that torch "
+            "could copy to; allowed on devices of kind 'cuda' alone"
+        )
+    if cluster.host is None:
+        raise UserError(f"{where}: cluster.host: needed: how much the hosts' memory holds, and how fast it is")
+    nodes = set(cluster.wiring.names)
+    absent = next((device.host for device in devices if memory_node(device.host) not in nodes), None)
+    if absent is not None:
+        raise UserError(
+            f"{where}: the cluster has no node {memory_node(absent)!r} to which state could be copied; set host_memory "
+            "and pcie_link of its servers, or link its devices to a switch of this name"
+        )
 
 
 def _check_compressor(scenario: Scenario, policies: Policies, file: str) -> None:
@@ -660,6 +698,17 @@ def _check_slices(scenario: Scenario, policies: Policies, file: str) -> None:
                 f"{file}: plan.shares.shards = {shares}: leaves a rank none of the {layer.units} units of {layer.name} "
                 "(heads or norm groups); each rank needs one"
             )
+
+
+def _check_divided_loss(scenario: Scenario, policies: Policies, file: str) -> None:
+    """Refuse to divide the vocabulary where there is nobody to divide it among, or the head cannot be divided."""
+    if not scenario.plan.loss_parallel:
+        return
+    where, model = f"{file}: plan.loss_parallel = true", scenario.workload.model
+    if policies.tp == 1:
+        raise UserError(f"{where}: there are no tensor-parallel ranks to divide the vocabulary among; set plan.tp")
+    if (reason := undivided_reason(model)) is not None:
+        raise UserError(f"{where}: the vocabulary of '{model.name}' cannot be divided: {reason}; leave it out")
 
 
 def _check_sequence_parts(scenario: Scenario, policies: Policies, file: str) -> None:

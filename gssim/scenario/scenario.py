@@ -14,8 +14,8 @@ from gssim.cluster import Cluster, Conditions, DeviceType
 from gssim.plan import METHODS, REPLICA_AXES, Plan, Policies, Push, resolve, resolved_push, splitting
 from gssim.result import Result
 from gssim.scenario.device_rates import sample_costs
-from gssim.scenario.identity import calibration_id, resolved, scenario_id
 from gssim.scenario.expert_load import layers_with_experts
+from gssim.scenario.identity import calibration_id, resolved, scenario_id
 from gssim.scenario.ownership import better_shard_shares, owned_shares, sample_room
 from gssim.scenario.search_space import SearchSpace
 from gssim.scenario.stages import cut_layers, held_layers

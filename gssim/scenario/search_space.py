@@ -35,6 +35,8 @@ class SearchSpace:
         "full",
     )
     """Activation recomputation policies."""
+    offload: Annotated[tuple[Literal["none", "optimizer", "parameters"], ...], Field(min_length=1)] | None = None
+    """State kept in the hosts' memory (`plan.offload`). Absent: as in the scenario's plan."""
     batch: Annotated[tuple[Literal["even", "throughput", "memory"], ...], Field(min_length=1)] = (
         "even",
         "throughput",

@@ -15,6 +15,7 @@ FEATURES: dict[str, Mapping[str, Any]] = {
     "alone": {},
     "tp 2": {"plan.tp": 2},
     "sequence parallelism": {"plan.tp": 2, "plan.sequence_parallel": True},
+    "parallel loss": {"plan.tp": 2, "plan.loss_parallel": True},
     "cp 2": {"plan.cp": 2},
     "ep 2": {"plan.ep": 2},
     "pp 2": {"plan.pp": 2, "plan.micro_batches": 2},
@@ -33,6 +34,8 @@ FEATURES: dict[str, Mapping[str, Any]] = {
     "autocast in bf16": {"workload.autocast": "bf16"},
     "frozen layers": {"workload.frozen": ("*.0",)},
     "low-rank adapters": {"workload.adapters.rank": 8},
+    "offloaded parameters": {"plan.offload": "parameters"},
+    "offloaded optimizer": {"plan.offload": "optimizer"},
     "DeepSpeed's ZeRO-1": {"plan.zero1_implementation": "deepspeed"},
     "Megatron-LM's distributed optimizer": {"plan.zero1_implementation": "megatron"},
 }

@@ -399,6 +399,24 @@ def worst_misfit(footprints: Sequence[MemoryFootprint]) -> Fit | None:
     return Fit(rank=worst.rank, category=worst.category, excess_bytes=worst.excess_bytes)
 
 
+def host_misfit(scenario: Scenario, program: Program) -> Fit | None:
+    """Return the host whose memory is exceeded most by what its ranks keep there, if any, as its first rank's."""
+    host = scenario.cluster.host
+    if host is None or not program.on_host:
+        return None
+    held: dict[str, Counter[str]] = defaultdict(Counter)
+    first: dict[str, int] = {}
+    for rank, role in enumerate(program.role_of):
+        name = scenario.cluster.devices[rank].host
+        first.setdefault(name, rank)
+        held[name].update(program.on_host[role])
+    name = max(held, key=lambda each: held[each].total())
+    excess_bytes = held[name].total() - host.memory_bytes
+    if excess_bytes <= 0:
+        return None
+    return Fit(rank=first[name], category=held[name].most_common(1)[0][0], excess_bytes=excess_bytes, memory="host")
+
+
 def tightest_margin(footprints: Sequence[MemoryFootprint]) -> Margin:
     """Return the rank whose device has least memory to spare."""
     least = min(footprints, key=lambda footprint: footprint.margin_bytes)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from gssim.collectives import Communication
+from gssim.collectives import COPIES, Communication
 from gssim.engine import Machine, RankClass
 from gssim.program import Program, StepTraffic
 from gssim.result import Collective, LinkUse, merge_collectives
@@ -57,6 +57,8 @@ def collectives_of(program: Program, traffic: Sequence[StepTraffic]) -> tuple[Co
     counts: dict[tuple[str, Any, int], int] = defaultdict(int)
     payloads: dict[tuple[str, Any, int], float] = defaultdict(float)
     for communication, count in program.exchanges:
+        if communication.kind in COPIES:
+            continue
         for key in _keys(communication):
             counts[key] += count
     for name, communication in program.uneven.items():
@@ -174,6 +176,7 @@ def rank_classes(
             "outside_bytes": dict(footprint.outside),
             "peak_by_category_bytes": peak,
             "phases_s": phases[each.index],
+            "host_bytes": dict(machine.program.on_host[machine.roles[each.index]]) if machine.program.on_host else {},
             "bytes_sent": round(mean_ratio * float(sent[rank]) / machine.steps, SIZE_DIGITS),
             "bytes_received": round(mean_ratio * float(received[rank]) / machine.steps, SIZE_DIGITS),
             "batch_share": batch_sizes[rank] / total,

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from statistics import fmean, median
 
@@ -22,7 +22,7 @@ from gssim.program import Program, Steps, StepTraffic, after_inner_steps, loweri
 from gssim.result import COMPUTE_PHASES, PHASES, UPDATE_PHASES, Band, Density, Result, Span, Step, typical_phases
 from gssim.scenario import Loaded, Scenario, with_profile_slowdowns
 from gssim.simulation.extrapolation import extrapolated, simulated_counts, with_micro_batches
-from gssim.simulation.footprint import MemoryFootprint, footprints_of, tightest_margin, worst_misfit
+from gssim.simulation.footprint import MemoryFootprint, footprints_of, host_misfit, tightest_margin, worst_misfit
 from gssim.simulation.periodic_run import InnerStep, Period, Slowed, alone_s, periodic_result
 from gssim.simulation.report import (
     WAITING_PHASES,
@@ -40,7 +40,12 @@ from gssim.units import Floats
 from gssim.workload.gradient_statistics import at_end
 
 STEADY_STEPS = 2
-"""The first step starts with all ranks together; the second shows the steady state."""
+"""The first step starts with all ranks together; the second shows the steady state, as a rule: see `_run`."""
+MOST_STEPS = 16
+"""Steps after which ranks that still meet at other distances in every step are taken as they are: the mean of the last
+half counts."""
+SETTLED = 1e-9
+"""Part of a step by which ranks' distances at its end may differ from those at its beginning in the steady state."""
 JITTERY_STEPS = 1 + 40
 """Steps of runs whose devices vary by chance, of which the median counts; drawn from the run's seed."""
 
@@ -90,26 +95,29 @@ class _SteadyRun:
 
     scenario: Scenario
     machine: Machine
+    first: int
+    """Number of the step, among those that the machine has run, with whose end the counted ones begin."""
     ends_s: tuple[tuple[float, ...], ...]
-    """End times of the counted steps, by class of ranks."""
+    """End times of that step and of the counted ones, by class of ranks."""
     times_s: tuple[float, ...]
-    """Durations of the steady steps."""
+    """Durations of the counted steps."""
+    jittery: bool
 
     @cached_property
     def time_s(self) -> float:
-        """Duration of the median step."""
-        return median(self.times_s)
+        """Duration of the median step where devices vary by chance, else of the mean one."""
+        return median(self.times_s) if self.jittery else fmean(self.times_s)
 
     @property
     def number(self) -> int:
-        """Index of the step of median length among those that the machine has run."""
+        """Number of the step with whose end the one of median length begins, among those that the machine has run."""
         ordered = sorted(range(len(self.times_s)), key=lambda step: (self.times_s[step], step))
-        return ordered[(len(ordered) - 1) // 2]
+        return self.first + ordered[(len(ordered) - 1) // 2]
 
     @property
     def start_s(self) -> float:
         """Time at which the last rank begins the step of median length."""
-        return max(ends[self.number] for ends in self.ends_s)
+        return max(ends[self.number - self.first] for ends in self.ends_s)
 
 
 def simulate(
@@ -203,7 +211,7 @@ def traced(simulated: Simulated, *, unfolded: bool = False) -> Step:
         )
     with no_collection():
         steady = _run(scenario, program, unfolded, Shared(), recorded=True)
-    return step_of(steady.machine, simulated.typical.number)
+    return step_of(steady.machine, steady.number)
 
 
 @contextmanager
@@ -357,7 +365,7 @@ def _periodic(loaded: Loaded, unfolded: bool, shared: Shared) -> Simulated:
         return _steps(loaded, unfolded, shared, dict(slowed))
 
     def inner(slowed: Slowed) -> InnerStep:
-        steady = _run(scenario, programs(slowed).program(0), unfolded, shared)
+        steady = _run(scenario, programs(slowed).program(0), unfolded, shared, meets=False)
         times_s, phases_s = np.zeros(ranks), {name: np.zeros(ranks) for name in PHASES}
         for each, phases in zip(steady.machine.classes, _phases(steady), strict=True):
             times_s[each.members] = median(end - start for start, end in pairwise(steady.ends_s[each.index]))
@@ -384,18 +392,51 @@ def _periodic(loaded: Loaded, unfolded: bool, shared: Shared) -> Simulated:
     return Simulated(result, runs[id(typical)], shown)
 
 
-def _run(scenario: Scenario, program: Program, unfolded: bool, shared: Shared, *, recorded: bool = False) -> _SteadyRun:
-    seed = scenario.run.seed
+def _run(
+    scenario: Scenario,
+    program: Program,
+    unfolded: bool,
+    shared: Shared,
+    *,
+    recorded: bool = False,
+    meets: bool = True,
+) -> _SteadyRun:
+    """Run a program until it is steady: ranks end a step at the same distances from each other as the one before.
+
+    Ranks begin together, but some are done before others; the step after is then another one. As many steps are run as
+    it takes, and one more where the beginning of the next step changes the end of a step: where published parameters
+    are in flight, or ranks that are done earlier slow down others on their host. `meets`: whether ranks meet in a step;
+    else there is no such state, and the second step counts.
+    """
     cluster = with_profile_slowdowns(scenario.cluster, scenario.workload)
-    machine = Machine(cluster, program, conditions=scenario.network, seed=seed, unfolded=unfolded, shared=shared)
-    if recorded:
-        machine.memory = [RecordingTracker(memory.current, lambda: float(machine.env.now)) for memory in machine.memory]
-    steps = JITTERY_STEPS if any(is_jittery(device) for device in machine.devices) else STEADY_STEPS
-    # published parameters overlap with the next step, which the very last step does not have
-    machine.run(steps + scenario.policies.publish_overlaps)
-    ends_s = tuple(tuple(ends[:steps]) for ends in machine.ends_s)
+    jittery = any(is_jittery(cluster.type_of(rank)) for rank in range(scenario.ranks))
+    steps = JITTERY_STEPS if jittery else STEADY_STEPS
+    while True:
+        machine = Machine(
+            cluster, program, conditions=scenario.network, seed=scenario.run.seed, unfolded=unfolded, shared=shared
+        )
+        if recorded:
+            machine.memory = [
+                RecordingTracker(memory.current, partial(getattr, machine.env, "now")) for memory in machine.memory
+            ]
+        machine.run(steps + (scenario.policies.publish_overlaps or (machine.is_coupled and not jittery)))
+        if jittery:  # the median of many steps hardly depends on the last
+            return _counted(scenario, machine, 0, steps, jittery=True)
+        ends_s = np.array([ends[steps - 2 : steps] for ends in machine.ends_s])
+        latest_s = ends_s.max(axis=0)
+        moved_s = np.abs(np.diff(ends_s - latest_s)).max()
+        if not meets or moved_s <= SETTLED * (latest_s[1] - latest_s[0]):
+            return _counted(scenario, machine, steps - 2, steps)
+        if steps >= MOST_STEPS:
+            return _counted(scenario, machine, steps // 2 - 1, steps)
+        steps *= 2
+
+
+def _counted(scenario: Scenario, machine: Machine, first: int, last: int, *, jittery: bool = False) -> _SteadyRun:
+    """Return a run of which the steps from the end of step `first` to before step `last` count."""
+    ends_s = tuple(tuple(ends[first:last]) for ends in machine.ends_s)
     latest = [max(ends) for ends in zip(*ends_s, strict=True)]
-    return _SteadyRun(scenario, machine, ends_s, tuple(end - start for start, end in pairwise(latest)))
+    return _SteadyRun(scenario, machine, first, ends_s, tuple(end - start for start, end in pairwise(latest)), jittery)
 
 
 def _result(
@@ -411,7 +452,7 @@ def _result(
 ) -> Result:
     scenario, machine = loaded.scenario, typical.machine
     phases = _phases(typical)
-    if len(typical.times_s) < STEADY_STEPS and not scenario.policies.sync_every_steps:
+    if not typical.jittery and not scenario.policies.sync_every_steps:
         phases = [_settled(each, typical.time_s) for each in phases]
     counts = [len(step.members) for step in machine.classes]
     phases_s = {name: fmean([phase[name] for phase in phases], counts) for name in phases[0]}
@@ -419,7 +460,7 @@ def _result(
     phases_s = {name: value * typical.time_s / total_s for name, value in phases_s.items()} if total_s else phases_s
     footprints = _footprints(scenario, typical, shared, sized=sized)
     first_footprints = footprints if first is typical else _footprints(scenario, first, shared, sized=sized)
-    fit = worst_misfit(footprints) or worst_misfit(first_footprints)
+    fit = worst_misfit(footprints) or worst_misfit(first_footprints) or host_misfit(scenario, machine.program)
     mean_ratio = mean_over_typical(machine, excess)
     ranks = rank_classes(scenario, machine, phases, footprints, mean_ratio=mean_ratio)
     return Result(
@@ -465,7 +506,7 @@ def _phases(step: _SteadyRun) -> list[dict[str, float]]:
     """Return the phases of each class's typical step."""
     ends_s, lockstep = step.ends_s, step.machine.outline_walk or step.machine.vectorised
     if lockstep is not None and len(ends_s[0]) == STEADY_STEPS:
-        return lockstep.phases(ends_s)
+        return lockstep.phases(ends_s, step.first + 1)
     spans: dict[int, list[TaskSpan]] = defaultdict(list)
     for span in step.machine.task_spans:
         spans[span.rank].append(span)
@@ -479,8 +520,7 @@ UNSETTLED = 1e-9
 def _settled(phases: dict[str, float], step_time_s: float) -> dict[str, float]:
     """Return a rank's phases with as much waiting as in the steady state, where all ranks' steps are equally long.
 
-    Ranks that wait for each other only through others, in groups of several axes, may be late by different times after
-    the first step, in which they began together: then the second step of some is shorter.
+    Where distances between ranks never settle, the median step of some is shorter or longer than the mean step of all.
     """
     missing_s = step_time_s - sum(phases.values())
     waiting_s = sum(phases[name] for name in WAITING_PHASES)

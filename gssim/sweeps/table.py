@@ -82,11 +82,13 @@ def columns_of(axes: Mapping[str, Kind]) -> dict[str, Kind]:
 def outcome(result: Result) -> Row:
     """Return the outcome of a prediction, by the names of `RESULT_COLUMNS`."""
     needed, missing = _memory(result), result.does_not_fit
+    of_host = " of its host's memory" if missing is not None and missing.memory == "host" else ""
     busiest = min(result.links, key=lambda link: (-link.utilisation_ratio, link.name), default=None)
     return {
         "status": "fits" if result.fits else "does not fit",
         "reason": missing
-        and f"rank {missing.rank} lacks {human_bytes(missing.excess_bytes)}; largest at the peak: {missing.category}",
+        and f"rank {missing.rank} lacks {human_bytes(missing.excess_bytes)}{of_host}; "
+        f"largest at the peak: {missing.category}",
         "scenario_id": result.scenario_id,
         "calibration_id": result.calibration_id,
         "method": result.scenario["plan"]["method"],

@@ -45,33 +45,49 @@ def written_out(scenario: Scenario) -> list[dict[str, Tensor]]:
     shares = [samples / sum(scenario.batch_sizes) for samples in scenario.batch_sizes]
     outer = [p.detach().clone().requires_grad_() for p in replicas[0].module.parameters()]
     settings = scenario.plan.outer
-    nesterov = torch.optim.SGD(
+    outer_optimizer = torch.optim.SGD(
         outer, lr=settings.learning_rate, momentum=settings.momentum, nesterov=settings.momentum > 0
     )
+    if policies.outer_optimizer == "sparse":
+        outer_optimizer = torch.optim.SGD(outer, lr=scenario.plan.sparse_outer.learning_rate)
+    unsent = [torch.zeros(sum(whole.numel() for whole in outer), dtype=outer[0].dtype) for _ in replicas]
     for step in range(STEPS):
-        for replica, feed in zip(replicas, feeds, strict=True):
-            inputs, targets, _ = feed.at(step)
-            loss_of(logits_of(replica.module(inputs)), targets).backward()
-            if scenario.workload.clip_norm is not None:
-                torch.nn.utils.clip_grad_norm_(replica.module.parameters(), scenario.workload.clip_norm)
-            replica.optimizer.step()
-            replica.optimizer.zero_grad()
+        inner_steps(scenario, replicas, feeds, step)
         if (step + 1) % (policies.sync_every_steps or 1):
             continue
         with torch.no_grad():
-            columns = zip(*(replica.module.parameters() for replica in replicas), strict=True)
-            means = [sum(share * p for share, p in zip(shares, each, strict=True)) for each in columns]
+            means = means_of(replicas, shares)
             changes = [whole.detach() - mean for whole, mean in zip(outer, means, strict=True)]
-            changes = rounded_changes(replicas, outer, shares) if settings.precision == "int8" else changes
+            if policies.outer_optimizer == "sparse":
+                changes = largest_changes(scenario, replicas, outer, shares, unsent)
+            elif settings.precision == "int8":
+                changes = rounded_changes(replicas, outer, shares)
             for whole, change in zip(outer, changes, strict=True):
                 whole.grad = change
             if policies.outer_optimizer:
-                nesterov.step()
+                outer_optimizer.step()
                 means = [whole.detach() for whole in outer]
             for replica in replicas:
                 for parameter, mean in zip(replica.module.parameters(), means, strict=True):
                     parameter.copy_(mean)
     return [full_parameters(replica.module) for replica in replicas]
+
+
+def inner_steps(scenario: Scenario, replicas: list[Any], feeds: list[Feed], step: int) -> None:
+    """Train every replica on its own samples."""
+    for replica, feed in zip(replicas, feeds, strict=True):
+        inputs, targets, _ = feed.at(step)
+        loss_of(logits_of(replica.module(inputs)), targets).backward()
+        if scenario.workload.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(replica.module.parameters(), scenario.workload.clip_norm)
+        replica.optimizer.step()
+        replica.optimizer.zero_grad()
+
+
+def means_of(replicas: list[Any], shares: list[float]) -> list[Tensor]:
+    """Return the weighted mean of every parameter over the replicas."""
+    columns = zip(*(replica.module.parameters() for replica in replicas), strict=True)
+    return [sum((share * p for share, p in zip(shares, each, strict=True)), torch.zeros(())) for each in columns]
 
 
 def rounded_changes(replicas: list[Any], outer: list[Any], shares: list[float]) -> list[Any]:
@@ -84,6 +100,32 @@ def rounded_changes(replicas: list[Any], outer: list[Any], shares: list[float]) 
             scale = float((block.abs().max() / 127).float())
             if scale:
                 out += (block / scale).round() * scale
+    parts = total.split([whole.numel() for whole in outer])
+    return [part.view_as(whole) for part, whole in zip(parts, outer, strict=True)]
+
+
+def largest_changes(
+    scenario: Scenario, replicas: list[Any], outer: list[Any], shares: list[float], unsent: list[Tensor]
+) -> list[Tensor]:
+    """Return the sum of all ranks' largest changes, chunk by chunk, and keep what is not in it (one bucket)."""
+    options = scenario.plan.sparse_outer
+    total = torch.zeros_like(unsent[0])
+    for share, replica, kept in zip(shares, replicas, unsent, strict=True):
+        pairs = zip(outer, replica.module.parameters(), strict=True)
+        change = torch.cat([share * (whole.detach() - own.detach()).view(-1) for whole, own in pairs])
+        kept.copy_(options.decay * kept + change)
+        for begin in range(0, len(kept), options.chunk_elements):
+            chunk = kept[begin : begin + options.chunk_elements]
+            places = sorted(range(len(chunk)), key=lambda place: -abs(float(chunk[place])))[: options.chunk_entries]
+            sent = chunk[places].clone()
+            if options.precision == "int2":
+                # entries of the padding are zeros, which count as small ones
+                sizes = torch.cat([sent.abs(), sent.new_zeros(options.chunk_entries - len(sent))])
+                large = sizes > sizes.mean()
+                means = [float(sizes[of].mean().float()) if of.any() else 0.0 for of in (~large, large)]
+                sent = sent.sign().where(sent != 0, 1.0) * torch.tensor([means[i] for i in large[: len(sent)].int()])
+            chunk[places] -= sent
+            total[begin : begin + options.chunk_elements][places] += sent
     parts = total.split([whole.numel() for whole in outer])
     return [part.view_as(whole) for part, whole in zip(parts, outer, strict=True)]
 

@@ -198,7 +198,13 @@ def _own_options(random: Random, method: str) -> Table:
     found: Table = {}
     if REGISTRY[method].sync_every_steps:
         found["sync_every_steps"] = random.choice([1, 2, 2, 3, 4])
-        if REGISTRY[method].outer_optimizer and random.random() < 0.5:
+        if REGISTRY[method].outer_optimizer == "sparse":
+            found["sparse_outer"] = {
+                "chunk_elements": random.choice([8, 100, 4096]),
+                "chunk_entries": random.choice([1, 7]),
+            }
+            found["sparse_outer"]["precision"] = random.choice(["fp32", "int2"])
+        elif REGISTRY[method].outer_optimizer and random.random() < 0.5:
             found["outer"] = {"learning_rate": random.choice([0.5, 1.0]), "momentum": random.choice([0.0, 0.5, 0.9])}
     if REGISTRY[method].compressor == "powersgd" and random.random() < 0.7:
         found["powersgd"] = {"rank": random.choice([1, 3, 4]), "min_compression_ratio": random.choice([0.5, 2.0, 10.0])}

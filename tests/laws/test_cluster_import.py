@@ -2,6 +2,7 @@
 
 import random
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import commands
@@ -42,8 +43,13 @@ def edges(cluster):
             wiring.latency_s.tolist(),
             strict=True,
         )
-        if not {"server0/memory"} & {names[a], names[b]}
     }
+
+
+def without_host_memory(cluster):
+    """Return a cluster of servers whose hosts' memory is not known, as what NCCL writes does not tell of it."""
+    servers = tuple(replace(each, host_memory=False, devices_per_memory_link=1) for each in cluster.topology.servers)
+    return replace(cluster, topology=replace(cluster.topology, servers=servers), devices=(), switches=())
 
 
 @pytest.mark.parametrize(
@@ -57,7 +63,7 @@ def edges(cluster):
 def test_nccl_xml_gives_the_shipped_server(tmp_path, shipped, options):
     cluster, found = made(tmp_path, {"host.xml": nccl_xml(**options)})
     expected = load_cluster(CLUSTERS / f"{shipped}.toml")
-    assert edges(cluster) == edges(expected)
+    assert edges(cluster) == edges(without_host_memory(expected))
     assert {each.type for each in cluster.devices} == {each.type for each in expected.devices}
     assert any("--gpu" in note for note in found.notes)
     named, found = made(tmp_path, {"host.xml": nccl_xml(**options)}, gpu="h200")

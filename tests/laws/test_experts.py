@@ -113,7 +113,8 @@ def test_bounds_of_the_search_are_below_what_is_predicted(method, ep, pp, load):
     bound = bounds.closer(asked.plan, bounds.of(asked.plan))
     held = [rank.peak_allocated_bytes + sum(rank.outside_bytes.values()) for rank in result.ranks]
     assert 0 < bound.time_s <= result.step_time_s
-    assert 0 < bound.full_ratio <= max(held) / asked.cluster.type_of(0).memory_bytes
+    assert bound.full_ratio <= max(held) / asked.cluster.type_of(0).memory_bytes
+    assert bound.full_ratio > 0 or pp > 1  # of sharded stages nothing is known
 
 
 def test_experts_that_nobody_divides_cost_as_without_the_key():

@@ -20,6 +20,7 @@ def scenario_with(changes):
     return load_scenario(path, [f"{key}={value}" for key, value in (usual | changes).items()]).scenario
 
 
+HOST = {"cluster": str(ROOT / "scenarios/clusters/dgx-h100.toml")}
 ROUND = [
     ("deepspeed", {"plan.method": "ddp", "plan.micro_batches": 2}),
     ("deepspeed", {"plan.method": "zero1", "plan.zero1_implementation": "deepspeed", "workload.weight_decay": 0.1}),
@@ -39,6 +40,9 @@ ROUND = [
     ("torchtitan", {"plan.method": "zero2", "workload.weight_decay": 0.1}),
     ("torchtitan", {"plan.method": "hsdp", "workload.clip_norm": 1.0}),
     ("torchtitan", {"plan.method": "ddp", "workload.precision": "fp32", "workload.optimizer": "adam"}),
+    ("deepspeed", {"plan.method": "zero2", "plan.offload": "optimizer"} | HOST),
+    ("accelerate", {"plan.method": "zero3", "plan.offload": "parameters"} | HOST),
+    ("torchtitan", {"plan.method": "zero2", "plan.offload": "parameters"} | HOST),
 ]
 
 
@@ -54,7 +58,8 @@ def test_what_comes_back_is_the_same_scenario(tmp_path, to, changes):
     values = {name: getattr(scenario.workload, name.partition(".")[2]) for name in given}
     overrides = [f"{name}={value}" for name, value in values.items()]
     overrides += ["plan.micro_batches=1"] if to == "accelerate" else []
-    found = import_scenario(path, model="llama3-8b", cluster=TWO_HOSTS, overrides=overrides, out=tmp_path / "x.toml")
+    cluster = Path(changes.get("cluster", TWO_HOSTS))
+    found = import_scenario(path, model="llama3-8b", cluster=cluster, overrides=overrides, out=tmp_path / "x.toml")
     (tmp_path / "x.toml").write_text(found.text)
     assert load_scenario(tmp_path / "x.toml").scenario.scenario_id == scenario.scenario_id
 

@@ -63,6 +63,13 @@ def test_counts_that_are_none_are_refused_in_a_line(tmp_path, key, value):
     assert len(str(caught.value)) <= 300
 
 
+@pytest.mark.parametrize("axis", ["tp", "pp", "cp"])
+def test_an_axis_that_does_not_fit_is_blamed_on_the_option_that_sets_it(tmp_path, axis):
+    with pytest.raises(UserError, match=f"--set plan.{axis} = 3: .* are 3, which does not divide 8 ranks") as caught:
+        imported(tmp_path, DEEPSPEED, name="ds.json", overrides=[f"plan.{axis}=3"])
+    assert "not in the file" not in str(caught.value)
+
+
 def test_deepspeed(tmp_path):
     tables, found = imported(tmp_path, DEEPSPEED, name="ds.json")
     assert tables["workload"] == {
@@ -115,6 +122,31 @@ def test_auto_is_named_and_replaced(tmp_path):
     assert "--set workload.global_batch_size" in said
     tables, _ = imported(tmp_path, file, name="ds.json", overrides=["workload.global_batch_size=128"])
     assert (tables["workload"]["global_batch_size"], tables["plan"]["micro_batches"]) == (128, 4)
+
+
+OFFLOADS = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_deepspeeds_offloaded_optimizer(tmp_path, stage):
+    file = DEEPSPEED | {"zero_optimization": {"stage": stage, **OFFLOADS}}
+    tables, found = imported(tmp_path, file, name="ds.json")
+    assert tables["plan"]["offload"] == "optimizer"
+    assert ("updated parameters are copied in 32 bits here" in found.text) == (stage == 3)
+    everything = {**OFFLOADS, "offload_param": {"device": "cpu"}}
+    if stage == 3:
+        file = DEEPSPEED | {"zero_optimization": {"stage": 3, **everything}}
+        assert "copies of parameters in 16 bits" in refused(tmp_path, file, name="ds.json")
+        tables, _ = imported(tmp_path, file | {"bf16": {"enabled": False}}, name="ds.json")
+        assert tables["plan"]["offload"] == "parameters"
+
+
+def test_offloading_needs_a_cluster_whose_hosts_are_known(tmp_path):
+    file = DEEPSPEED | {"zero_optimization": {"stage": 2, **OFFLOADS}}
+    said = refused(tmp_path, file, name="ds.json", cluster="scenarios/clusters/two-dgx-h100.toml")
+    assert "does not say what its hosts' memory holds" in said
+    nvme = DEEPSPEED | {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}
+    assert "other places than the host's memory" in refused(tmp_path, nvme, name="ds.json")
 
 
 @pytest.mark.parametrize(
@@ -316,6 +348,14 @@ def test_megatron_says_how_sequences_are_exchanged(tmp_path, kind, exchange):
     assert tables["plan"].get("context_exchange") == exchange
 
 
+def test_megatrons_offloaded_optimizer(tmp_path):
+    said = f"{MEGATRON.rstrip()} --optimizer-cpu-offload"
+    tables, _ = imported(tmp_path, f"{said} --optimizer-offload-fraction 1.0", name="train.sh", model="gpt3-1.3b")
+    assert (tables["plan"]["method"], tables["plan"]["offload"]) == ("zero1", "optimizer")
+    half = f"{said} --optimizer-offload-fraction 0.5"
+    assert "a part of the optimizer" in refused(tmp_path, half, name="train.sh", model="gpt3-1.3b")
+
+
 def test_sizes_of_another_model_are_refused(tmp_path):
     assert "the model 'llama3-8b' has width = 4096" in refused(tmp_path, MEGATRON, name="train.sh")
 
@@ -360,6 +400,22 @@ def test_torchtitan(tmp_path, replicate, shard, reshard, method):
     assert tables["workload"]["optimizer_implementation"] == "fused"
     assert tables["workload"].get("reduce_precision") == (None if method == "ddp" else "fp32")
     assert any("autocast" in line for line in found.listed) == (method == "ddp")
+
+
+@pytest.mark.parametrize(
+    ("model", "said", "divided"),
+    [
+        ("llama3-8b", "", True),
+        ("llama3-8b", "disable_loss_parallel = true", None),
+        ("gpt3-1.3b", "", None),  # its head has the embedding's weight
+    ],
+)
+def test_torchtitans_parallel_loss(tmp_path, model, said, divided):
+    text = TITAN.format(batch=16, replicate=1, shard=-1, reshard="default", mode="full").replace("8192", "2048")
+    text = text.replace("[parallelism]", f"[parallelism]\ntensor_parallel_degree = 2\n{said}")
+    tables, found = imported(tmp_path, text, name="t.toml", model=model, ignored=["model.*"])
+    assert tables["plan"].get("loss_parallel") is divided
+    assert any("computed whole" in line for line in found.listed) == (model == "gpt3-1.3b")
 
 
 @pytest.mark.parametrize(
@@ -443,6 +499,11 @@ fsdp_config:
   auto_wrap_policy: TRANSFORMER_BASED_WRAP
   reshard_after_forward: true
 """
+
+
+def test_axolotl_offloads_what_fsdp_shards(tmp_path):
+    tables, _ = imported(tmp_path, AXOLOTL.replace("offload_params: false", "offload_params: true"), name="x.yml")
+    assert (tables["plan"]["method"], tables["plan"]["offload"]) == ("zero3", "parameters")
 
 
 def test_axolotl(tmp_path):

@@ -1,4 +1,4 @@
-"""Laws of periodic synchronization: local SGD and DiLoCo by closed forms, and what they refuse."""
+"""Laws of periodic synchronization: local SGD, DiLoCo and SparseLoCo by closed forms, and what they refuse."""
 
 import math
 from dataclasses import replace
@@ -69,6 +69,35 @@ def test_8_bit_changes_are_gathered_from_all_ranks(ranks):
     assert result.ranks[0].peak_by_category_bytes["outer_momentum"] == kept["outer_momentum"]
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("precision", "chunk_bytes"), [("int2", 2 * 6 + 2 + 8), ("fp32", 2 * 6 + 4 * 6)])
+def test_the_largest_changes_of_every_chunk_are_gathered_from_all_ranks(ranks, precision, chunk_bytes):
+    """Six entries of each 10: an index of 16 bits, and 2 bits (and two fp32 magnitudes a chunk) or an fp32 value."""
+    chunks = -(-tiny_model().elements // 10)
+    options = {"chunk_elements": 10, "chunk_entries": 6, "precision": precision}
+    cluster = star(ranks, bandwidth=BANDWIDTH)
+    result = result_of("sparse_loco", cluster=cluster, sparse_outer=options)
+    message = 8 * math.ceil(chunks * chunk_bytes / 8)
+    assert result.periods.outer_bytes == ranks * message
+    assert result.periods.outer_bytes_sent == pytest.approx((ranks - 1) * message)
+    assert {entry.kind for entry in result.collectives} == {"all-gather"}
+
+
+def test_what_is_not_sent_takes_whole_chunks_of_memory():
+    held = result_of("sparse_loco").ranks[0].peak_by_category_bytes
+    assert held["outer_parameters"] == 4 * tiny_model().elements
+    assert held["residuals"] == 4 * 4096 * math.ceil(tiny_model().elements / 4096)
+    assert "outer_momentum" not in held
+
+
+def test_more_entries_take_longer():
+    times_s = [
+        result_of("sparse_loco", sparse_outer={"chunk_elements": 64, "chunk_entries": entries}).step_time_s
+        for entries in (1, 8, 64)
+    ]
+    assert times_s == sorted(set(times_s))
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_an_inner_step_is_one_device_on_its_samples(method):
     alone = simulate(loaded_of(scenario_of(star(1), {"method": "single"}, global_batch_size=4))).result
@@ -125,7 +154,10 @@ def test_a_trace_shows_an_inner_and_an_outer_step(method):
 
 REFUSED = {
     "sync_every_steps = 4: method 'ddp' synchronizes in every step": {"method": "ddp", "sync_every_steps": 4},
-    "plan.outer: method 'local_sgd' has no outer optimizer": {"method": "local_sgd", "outer": {"momentum": 0.5}},
+    "plan.outer: method 'local_sgd' has no such outer optimizer": {"method": "local_sgd", "outer": {"momentum": 0.5}},
+    "plan.outer: method 'sparse_loco' has no such": {"method": "sparse_loco", "outer": {"momentum": 0.5}},
+    "plan.sparse_outer: method 'diloco' has no such": {"method": "diloco", "sparse_outer": {"decay": 0.5}},
+    "chunk_entries = 64: a chunk has 8 elements": {"method": "sparse_loco", "sparse_outer": {"chunk_elements": 8}},
     "plan.tp = 2: cannot run yet": {"method": "diloco", "tp": 2},
     "plan.pp = 2: cannot run yet": {"method": "diloco", "pp": 2},
     "run.steps = 12: fewer than the 13 steps": {"method": "diloco", "sync_every_steps": 13},

@@ -1,10 +1,19 @@
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from unittest.mock import patch
 
 import pytest
-from strategies import device_type, exponential_statistics, exponential_tensor, loaded_of, scenario_of, star
+from strategies import (
+    device_type,
+    exponential_statistics,
+    exponential_tensor,
+    loaded_of,
+    machine_of,
+    scenario_of,
+    star,
+)
 
 from gssim.engine import Machine
 from gssim.network import Network
@@ -197,3 +206,18 @@ def test_what_is_alone_on_its_links_is_never_shared_anew():
         result = simulate(fully_sharded("llama2-7b")).result
     assert sum(each.count for each in result.collectives) > 90
     assert not shared.call_count
+
+
+def test_a_step_takes_as_long_as_each_of_many_where_ranks_slow_down_their_neighbours():
+    """The rank that is done first begins its next step, and slows down the other one on its host."""
+    types = {"fast": device_type(neighbour_slowdown_ratio=2.0), "slow": device_type(neighbour_slowdown_ratio=2.0)}
+    types["slow"]["memory_bandwidth_bytes_per_s"] = 1e7  # its update takes longer
+    cluster = star(2, types=types, type_names=["fast", "slow"], bandwidth=1e5)
+    scenario = scenario_of(
+        replace(cluster, devices=tuple(replace(device, host="one") for device in cluster.devices)), {"method": "ddp"}
+    )
+    machine, _ = machine_of(scenario, steps=8)
+    ends_s = [max(ends) for ends in zip(*machine.ends_s, strict=True)]
+    times_s = [end - start for start, end in pairwise(ends_s)]
+    assert times_s[-1] < times_s[-2] * 0.999  # nobody begins another step
+    assert simulate(loaded_of(scenario)).result.step_time_s == pytest.approx(times_s[-2], rel=1e-12)

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from gsreal.cli import main
 from gsreal.measure import MemoryCounter
 from gsreal.measure.memory import _StorageTracker
-from gsreal.methods.training import checkpoint_blocks
+from gsreal.methods.checkpointing import checkpoint_blocks
 from gsreal.model_files.build import build_module, example_batch, loss_of
 from gsreal.model_files.recorder import Record, Recorder, _is_alias
 from gsreal.model_files.step import without_values

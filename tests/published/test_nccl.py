@@ -1,13 +1,21 @@
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from strategies import communicated
 
 from gssim.cluster import GENERATIONS, NcclTuning
+from gssim.collectives import Communication
 from gssim.collectives.nccl import Group, fit, ring_packing, times, ways
+from gssim.engine import Scheduler
+from gssim.network import Router
+from gssim.scenario import load_cluster
+
+SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
 
 KINDS = ["all-reduce", "all-gather", "reduce-scatter", "broadcast", "reduce", "send", "all-to-all"]
 RING_SIMPLE = ("ring", "simple")
@@ -259,3 +267,20 @@ def test_packing_scales_with_the_rates(scale):
 def test_what_is_no_matrix_of_links_is_refused(rates):
     with pytest.raises(ValueError, match="links"):
         ring_packing(rates)
+
+
+@pytest.mark.parametrize(
+    ("kind", "size_bytes"),
+    [("all-reduce", 2**27), ("all-reduce", 2**30)]  # in rings: trees of smaller ones overlap their links by themselves
+    + [(kind, size) for kind in ("all-gather", "reduce-scatter") for size in (2**18, 2**22, 2**30)],
+)
+def test_a_simulated_collective_takes_what_the_tuner_expects_within_nodes_and_across(kind, size_bytes):
+    """LL is bound by a GPU's stores, whatever its links are: then a slower network than these is not slowed down too.
+
+    2 nodes of 8 H100, 512 KiB: 28 us inside, 17 us across.
+    """
+    cluster = load_cluster(SCENARIOS / "clusters/two-dgx-h100.toml")
+    scheduler = Scheduler(cluster, Router(cluster.wiring), len(cluster.devices))
+    communication = Communication(kind, tuple(range(16)), size_bytes)
+    expected = times(cluster.nccl, kind, size_bytes, scheduler.nccl_group(communication.group))
+    assert communicated(cluster, communication).ends_s[0][-1] == pytest.approx(expected.time_s, rel=1e-3)

@@ -133,6 +133,14 @@ def test_a_pipeline_has_the_blocks_evenly_and_the_ends_with_the_first_and_last()
 
 # Hosts ---------------------------------------------------------------------------------------------------------------
 
+
+def test_interleaved_stages_take_any_number_of_micro_batches_that_makes_equal_rounds():
+    run = replace(RUN, pp=2, chunks=2, method="ddp")
+    assert scenario_of(replace(run, micro_batches=3)).plan.schedule == "interleaved"
+    with pytest.raises(SkippedError, match="5 micro-batches in 2 rounds, of unequal length"):
+        scenario_of(replace(run, micro_batches=5))
+
+
 CUT = replace(RUN, method="tensor", dp=1, tp=2, micro_batches=1)
 OPERATIONS, SUMS = {"forward": 33, "recompute": 33, "backward": 66}, 2
 """Of a block's phases."""

@@ -402,6 +402,7 @@ def test_fsdp_over_a_pipeline_keeps_what_a_sharded_optimizer_does(tmp_path):
     [
         ("none", "ddp", None),
         ("DDP (AMP)", "ddp", None),
+        ("single GPU ga=4", "ddp", None),
         ("distributed optimizer? (not stated)", "zero1", None),
         ("ZeRO-1", "zero1", None),
         ("DeepSpeed ZeRO stage 2", "zero2", None),

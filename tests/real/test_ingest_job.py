@@ -1,13 +1,11 @@
 """A user's own training under torch.profiler, ingested: its steps are those of a stop-watch, its collectives exact."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from statistics import fmean, median
 
 import commands
+import forks
 import pytest
 
 from gssim.result import read_result
@@ -24,13 +22,7 @@ def job(tmp_path_factory):
     """Return the folder of two ranks' traces, and of what a stop-watch and the process group saw."""
     pytest.importorskip("torch")
     folder = tmp_path_factory.mktemp("job")
-    script = ROOT / "tests" / "helpers" / "profiled_job.py"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(
-        [*launcher, str(script), str(folder)], env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert ended.returncode == 0, ended.stderr[-2000:]
+    forks.launch("profiled_job", [str(folder)], ranks=2)
     return folder
 
 

@@ -11,7 +11,7 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[
 from strategies import write_files
 
 from gsreal.lab.lab import cells_of, kept, measure_cells, median_results
-from gsreal.run.launch import signals_deferred
+from gsreal.run.signals import signals_deferred
 from gssim.errors import RunFailedError
 from gssim.execution.files import write_text
 from gssim.result import read_result

@@ -1,4 +1,4 @@
-"""Real: local SGD and DiLoCo train as written out, and their collectives and peaks are as predicted."""
+"""Real: local SGD, DiLoCo and SparseLoCo train as written out, and their collectives and peaks are as predicted."""
 
 import json
 from pathlib import Path
@@ -13,9 +13,8 @@ pytestmark = pytest.mark.real
 SMALL = ["workload.sequence_length=24", "workload.global_batch_size=12"]
 SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
 RESNET = ["workload.global_batch_size=36"]
-LOCAL, DILOCO = (
-    ["plan.method=local_sgd", "plan.sync_every_steps=3"],
-    ["plan.method=diloco", "plan.sync_every_steps=3"],
+LOCAL, DILOCO, SPARSE = (
+    [f"plan.method={method}", "plan.sync_every_steps=3"] for method in ("local_sgd", "diloco", "sparse_loco")
 )
 CASES = {
     "local": LOCAL,
@@ -29,6 +28,9 @@ CASES = {
     ],
     "without momentum": [*DILOCO, "plan.outer.momentum=0"],
     "int8": [*DILOCO, "plan.outer.precision=int8"],
+    "sparse": SPARSE,
+    "sparse, in short chunks": [*SPARSE, "plan.sparse_outer.chunk_elements=100", "plan.sparse_outer.chunk_entries=7"],
+    "sparse, fp32": [*SPARSE, "plan.sparse_outer.precision=fp32", "plan.sparse_outer.learning_rate=0.8"],
     "accumulated": [*DILOCO, "plan.micro_batches=2"],
     "recomputed": [*DILOCO, "plan.recompute=full"],
     "clipped": [*LOCAL, "workload.clip_norm=0.1"],
@@ -45,9 +47,9 @@ OTHER_NUMBERS = ("bf16", *RESIDUAL)
 """Cases that are compared in memory alone: in fp64, the first is another's, and a convolution's sums are rounded."""
 WRITTEN_OUT = quick(
     [name for name in CASES if name not in OTHER_NUMBERS],
-    ["local", "in small buckets", "int8", "clipped", "unequal batches"],
+    ["local", "in small buckets", "int8", "sparse", "clipped", "unequal batches"],
 )
-QUICK = ("local", "diloco", "int8", "recomputed", "unequal batches", "bf16", "residual network")
+QUICK = ("local", "diloco", "int8", "sparse", "recomputed", "unequal batches", "bf16", "residual network")
 SHOWN = [
     slow_where(ranks, name, slow=(3, 4), few=QUICK)
     for ranks in (2, 3, 4)

@@ -56,16 +56,20 @@ def cases_for(ranks: int) -> dict[str, dict[str, Any]]:
     return found
 
 
-WORLDS: dict[int, tuple[dict, dict]] = {}
+WORLDS: dict[tuple[int, bool], tuple[dict, dict]] = {}
 
 
-def world(ranks: int, folder: Path) -> tuple[dict, dict]:
-    """Return the cases of a number of ranks and what they showed; they are run in one launch."""
-    if ranks not in WORLDS:
-        cases = cases_for(ranks)
-        (folder / "cases.json").write_text(json.dumps(cases))
-        WORLDS[ranks] = cases, run_module("share_ranks", [str(folder / "cases.json")], folder, ranks=ranks)
-    return WORLDS[ranks]
+def world(ranks: int, folder: Path, *, method: str = "gs") -> tuple[dict, dict]:
+    """Return the cases of a number of ranks and what they showed, in one launch: without `ddp`, or of it and `plain`.
+
+    Slow tests alone look at `ddp`.
+    """
+    is_ddp = method == "ddp"
+    if (ranks, is_ddp) not in WORLDS:
+        kept = {name: case for name, case in cases_for(ranks).items() if (name == "ddp") == is_ddp or name == "plain"}
+        (folder / "cases.json").write_text(json.dumps(kept))
+        WORLDS[ranks, is_ddp] = kept, run_module("share_ranks", [str(folder / "cases.json")], folder, ranks=ranks)
+    return WORLDS[ranks, is_ddp]
 
 
 def answered(folder: Path, method: str) -> dict[str, Any]:
@@ -74,14 +78,13 @@ def answered(folder: Path, method: str) -> dict[str, Any]:
     Other work on the machine slows a rank down just as the slow-down does, and is answered too: a noise of more than
     `drift_ratio` may hide either end of it from one run.
     """
-    seen: dict[str, Any] = world(2, folder)[1][method]
+    _, found = world(2, folder, method=method)
     for _ in range(TRIES - 1):
-        if late(seen) is None:
+        if late(found[method]) is None:
             break
         (folder / "cases.json").write_text(json.dumps({method: cases_for(2)[method]}))
-        seen = run_module("share_ranks", [str(folder / "cases.json")], folder, ranks=2)[method]
-        WORLDS[2][1][method] = seen
-    return seen
+        found |= run_module("share_ranks", [str(folder / "cases.json")], folder, ranks=2)
+    return found[method]
 
 
 def late(seen: dict[str, Any]) -> str | None:
@@ -105,7 +108,7 @@ def test_a_slow_rank_and_its_end_are_answered_in_time_on_every_rank(tmp_path, me
 @pytest.mark.slow  # it compares times, and needs a calm machine
 @pytest.mark.parametrize("method", ["ddp", "gs"])
 def test_the_step_recovers_with_the_answer_and_with_the_end_of_the_slow_down(tmp_path, method):
-    _, found = world(2, tmp_path)
+    _, found = world(2, tmp_path, method=method)
     seen = found[method]
     if seen["load"] > 3 * (os.cpu_count() or 1):
         pytest.skip(f"other work takes the cores that the ranks would use side by side: load {seen['load']:.0f}")
@@ -131,7 +134,7 @@ def test_the_prediction_answers_in_as_many_steps_and_says_how_far_it_recovers(tm
 
 @pytest.mark.parametrize("method", [pytest.param("ddp", marks=pytest.mark.slow), "gs"])
 def test_how_the_batch_is_divided_changes_the_loss_by_rounding_alone(tmp_path, method):
-    _, found = world(2, tmp_path)
+    _, found = world(2, tmp_path, method=method)
     assert found["plain"]["divisions"] == [[], []]
     assert found[method]["losses"] == pytest.approx(found["plain"]["losses"], rel=1e-4)
     assert found["plain"]["losses"][-1] < 0.9 * found["plain"]["losses"][0]
@@ -139,7 +142,7 @@ def test_how_the_batch_is_divided_changes_the_loss_by_rounding_alone(tmp_path, m
 
 @pytest.mark.parametrize("method", [pytest.param("ddp", marks=pytest.mark.slow), "gs", "plain"])
 def test_the_collective_that_tells_the_times_is_predicted_and_seen(tmp_path, method):
-    cases, found = world(2, tmp_path)
+    cases, found = world(2, tmp_path, method=method)
     entries = [
         [entry.kind, list(entry.group), entry.bytes, entry.count] for entry in predicted(cases[method]).collectives
     ]

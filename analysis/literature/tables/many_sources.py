@@ -36,6 +36,7 @@ METHODS: dict[str, MethodName] = {
     "data parallel": "ddp",
     "deepspeed 3d": "ddp",
     "ptd-p": "ddp",
+    "single gpu": "ddp",
     "zero-0": "ddp",
     "no_shard": "ddp",
     "ddp+dist-opt": "zero1",
@@ -65,7 +66,7 @@ def _sharding(text: str) -> str:
     >>> [_sharding(text) for text in ("FSDP2 full-shard (ZeRO-3) over dp*cp", "DeepSpeed ZeRO-3", "none (DDP)", "HSDP")]
     ['full-shard', 'zero-3', 'none', 'hsdp']
     """
-    word = re.sub(r"[(?].*", "", text.lower()).strip()
+    word = re.sub(r"[(?].*|\bga=\d+", "", text.lower()).strip()
     word = re.sub(r"^(fsdp2?|deepspeed)\s+(?=\S)(?!3d)", "", word)
     word = re.sub(r"^zero[-_ ]?(stage[-_ ]?)?(?=[0-3]$)", "zero-", word)
     if word not in METHODS:

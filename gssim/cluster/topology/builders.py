@@ -160,7 +160,12 @@ def _servers(topology: Servers) -> BuiltTopology:
 def _inner_nodes(group: ServerGroup) -> list[str]:
     """Return the names of a server's nodes other than devices."""
     joint = [group.inside] if group.inside in ("nvswitch", "pcie") else []
-    return [*joint, *(f"nic{k}" for k in range(group.nics)), *(["memory"] if group.host_memory else [])]
+    memory = ["memory"] if group.host_memory else []
+    if group.host_memory and group.inside != "pcie":
+        memory += [f"port{i}" for i in range(group.devices)]
+        shared = group.devices_per_memory_link
+        memory += [f"uplink{k}" for k in range(group.devices // shared if shared > 1 else 0)]
+    return [*joint, *(f"nic{k}" for k in range(group.nics)), *memory]
 
 
 def _inside(group: ServerGroup, gpus: Ints, nodes: dict[str, Ints]) -> list[Links]:
@@ -182,13 +187,24 @@ def _inside(group: ServerGroup, gpus: Ints, nodes: dict[str, Ints]) -> list[Link
         parts += [Links(gpus[:, a], gpus[:, b], count * one, link.latency_s) for (a, b), count in CUBE_MESH.items()]
     if group.pcie_link is None:
         return parts
-    pcie = (group.pcie_link.bandwidth_bytes_per_s, group.pcie_link.latency_s / 2)
+    bandwidth_bytes_per_s, half_s = group.pcie_link.bandwidth_bytes_per_s, group.pcie_link.latency_s / 2
     root = nodes.get("pcie")
+    ends = [root] if root is not None else list(gpus.T)
+    if group.host_memory and root is None:  # a device reaches its network card and the memory through one port
+        ends = [nodes[f"port{i}"] for i in range(group.devices)]
+        parts += [Links(gpu, port, bandwidth_bytes_per_s, 0.0) for gpu, port in zip(gpus.T, ends, strict=True)]
     for k in range(group.nics):
         users = range(k * group.devices // group.nics, (k + 1) * group.devices // group.nics)
-        parts += [Links(end, nodes[f"nic{k}"], *pcie) for end in ([root] if root is not None else gpus[:, users].T)]
-    if group.host_memory:
-        parts += [Links(end, nodes["memory"], *pcie) for end in ([root] if root is not None else gpus.T)]
+        joined = ends if root is not None else [ends[user] for user in users]
+        parts += [Links(end, nodes[f"nic{k}"], bandwidth_bytes_per_s, half_s) for end in joined]
+    if not group.host_memory:
+        return parts
+    shared = group.devices_per_memory_link
+    if shared > 1:
+        uplinks = [nodes[f"uplink{k}"] for k in range(group.devices // shared)]
+        parts += [Links(port, uplinks[i // shared], bandwidth_bytes_per_s, 0.0) for i, port in enumerate(ends)]
+        ends = uplinks
+    parts += [Links(end, nodes["memory"], bandwidth_bytes_per_s, half_s) for end in ends]
     return parts
 
 

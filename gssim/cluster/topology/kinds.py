@@ -140,7 +140,10 @@ class ServerGroup:
     pcie_link: NamedLink | None = None
     """Between a device and its network card, and the host's memory."""
     host_memory: bool = False
-    """Whether the host's memory is a node of its own."""
+    """Whether the host's memory is a node of its own, called HOST/memory."""
+    devices_per_memory_link: PositiveInt = 1
+    """Number of consecutive devices that share one link to the host's memory, behind a PCIe switch; each has a port of
+    its own there, which its network card uses too. With `inside = "pcie"`, all devices of a server share one."""
 
     def __post_init__(self) -> None:
         """Refuse inconsistent parts of a server."""
@@ -150,6 +153,12 @@ class ServerGroup:
             raise ValueError("inside = 'none': several devices without network cards cannot reach each other")
         if self.inside == "cube-mesh" and self.devices != CUBE_MESH_DEVICES:
             raise ValueError(f"devices = {self.devices}: a cube-mesh joins {CUBE_MESH_DEVICES}")
+        if self.devices % self.devices_per_memory_link:
+            raise ValueError(
+                f"devices_per_memory_link = {self.devices_per_memory_link}: does not divide {self.devices} devices"
+            )
+        if self.devices_per_memory_link > 1 and (not self.host_memory or self.inside == "pcie"):
+            raise ValueError("devices_per_memory_link: not used; leave it out")
         if self.nics and self.devices % self.nics:
             raise ValueError(f"nics = {self.nics}: cannot be shared evenly by {self.devices} devices")
         for key, needed in (("nic_link", self.nics), ("pcie_link", self.nics or self.host_memory)):
@@ -289,11 +298,13 @@ def size_of(topology: Topology) -> Size:
 
 def _size_of_servers(topology: Servers) -> Size:
     devices = sum(group.count * group.devices for group in topology.servers)
-    nodes = sum(group.count * (group.nics + 2) for group in topology.servers)  # a joint switch and the host's memory
+    nodes = 0  # of each server: network cards, a joint switch, the host's memory, and ports and switches before it
+    for group in topology.servers:
+        nodes += group.count * (group.nics + 2 + (2 * group.devices if group.host_memory else 0))
     links = 0
     for group in topology.servers:  # at most: inside a server, to its network cards, from these to the fabric
         inside = 16 if group.inside == "cube-mesh" else group.devices
-        links += 2 * group.count * (inside + 2 * group.devices + group.nics * 2)
+        links += 2 * group.count * (inside + (4 if group.host_memory else 2) * group.devices + group.nics * 2)
     fabric = topology.fabric
     if not isinstance(fabric, LeafSpine):
         return Size(devices, nodes + 1, links)

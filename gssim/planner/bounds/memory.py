@@ -35,7 +35,7 @@ class MemoryBounds:
     def room(self, plan: Plan, policies: Policies, rank: int, ratio: float) -> int:
         """Return the largest number of samples that fits a fraction of a rank's memory."""
         part, owned = self.parts.part(plan, policies, rank), self._owned(plan, policies, rank)
-        memory = (policies.parameters, policies.gradients, policies.gradient_sync, part.key, owned)
+        memory = (policies.parameters, policies.gradients, policies.gradient_sync, part.key, owned, plan.offload)
         key = ("room", self.parts.names[rank], memory, plan.micro_batches, plan.recompute, ratio)
         room = ratio * self.parts.types[rank].memory_bytes
 
@@ -55,10 +55,11 @@ class MemoryBounds:
         first, *others = splitting.split(samples, splitting.even(plan.micro_batches))
         peak = self._transient_bytes(plan, policies, part, first)
         if others:  # they start with gradients of earlier ones
-            gradients = self._gradients(policies, part, owned)
+            gradients = self._gradients(policies, part, 0.0 if plan.offload else owned)
             peak = max(peak, gradients + self._transient_bytes(plan, policies, part, max(others)))
         always += self._communicators(policies) * device.communicator_bytes
-        return always + self._persistent_bytes(policies, part, owned, samples) + peak
+        offload = None if device.kind == "cpu" else plan.offload  # a CPU is its own host
+        return always + self._persistent_bytes(policies, part, owned, samples, offload) + peak
 
     def _communicators(self, policies: Policies) -> int:
         """Return the least number of communicators of a rank."""
@@ -66,16 +67,20 @@ class MemoryBounds:
             return 0
         return sum(size > 1 for size in (policies.dp_replicate, policies.dp_shard, policies.cp, policies.tp))
 
-    def _persistent_bytes(self, policies: Policies, part: Part, owned: float, samples: int) -> float:
-        """Return persistent memory: parameters, optimizer states, buckets and the batch."""
+    def _persistent_bytes(
+        self, policies: Policies, part: Part, owned: float, samples: int, offload: str | None
+    ) -> float:
+        """Return persistent memory: parameters, optimizer states, buckets and the batch, without what is offloaded."""
         workload, value, master = self.parts.workload, self.parts.value, self.parts.master
         elements, replicated = part.elements, policies.parameters == "replicated"
         kept = elements * value if replicated else owned * value
+        if offload == "parameters":
+            kept = 0.0
         if policies.gradients == "all-reduce":  # gradients of divided experts are in no bucket
             kept += (elements - part.expert_elements * (policies.ep > 1)) * value
-        if replicated and master > value:
-            kept += owned * master
-        kept += optimizer_state_bytes(workload.optimizer, elements=int(owned), tensors=0, value_bytes=master)
+        if offload is None:
+            kept += owned * master if replicated and master > value else 0.0
+            kept += optimizer_state_bytes(workload.optimizer, elements=int(owned), tensors=0, value_bytes=master)
         if policies.pp > 1:
             return kept
         length = -(-(workload.sequence_length or 0) // policies.cp)

@@ -99,8 +99,8 @@ class ModelParts:
         parts = self._slice_shares(plan, policies)
         position = rank % policies.tp if policies.slices == "shares" else 0
         positions = sequence_positions(policies, self.workload)
-        key = ("slice", parts, position, positions)
-        return self.once(key, lambda: self._new_slice(key, parts, position, positions))
+        key = ("slice", parts, position, positions, plan.loss_parallel)
+        return self.once(key, lambda: self._new_slice(key, parts, position, positions, plan.loss_parallel))
 
     def _new_context(self, positions: int) -> Part:
         if not self.model.context_layers:
@@ -120,12 +120,15 @@ class ModelParts:
         key = ("slice shares", plan.shares.shards, policies.tp)
         return self.once(key, lambda: self.with_plan(plan).slice_shares)
 
-    def _new_slice(self, key: Hashable, parts: Sequence[float], position: int, positions: int | None) -> Part:
+    def _new_slice(
+        self, key: Hashable, parts: Sequence[float], position: int, positions: int | None, loss_parallel: bool
+    ) -> Part:
         if not self.model.sliced_layers:
             raise UserError("the model does not say how its blocks are cut")
         if any(layer.units and layer.units < len(parts) for layer in self.model.sliced_layers):
             raise UserError("there are fewer units than ranks")
-        layers = unrolled(model_slice(self.model, parts, position, positions=positions))
+        value = self.value if loss_parallel else None
+        layers = unrolled(model_slice(self.model, parts, position, positions=positions, value_bytes=value))
         return Part(key, layers, tuple(instance.layer for instance in self.layers))
 
     def stages(self, plan: Plan, policies: Policies) -> tuple[tuple[LayerInstance, ...], ...]:

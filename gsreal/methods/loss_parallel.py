@@ -1,0 +1,97 @@
+"""The loss over a vocabulary that tensor-parallel ranks divide: each has its rows of the head, and its logits alone.
+
+Of each token the ranks agree on the largest logit, and sum the exponentials and the target's logit, in two small
+all-reduces; whole logits exist nowhere (Megatron-LM, core/tensor_parallel/cross_entropy.py; torch's `loss_parallel`
+needs three). Logits in fp32 or fp64 become their exponentials and then their gradient in place; those in 16 bits are
+cast to fp32 first. The head's input has a part of its gradient on every rank: a third all-reduce sums it.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from gsreal.measure import Timeline
+from gsreal.methods.mapped import Mapped
+from gsreal.methods.tensor_slices import Slice, mark, observed_all_reduce
+from gssim.scenario import Scenario, units_of_ranks
+from gssim.workload import unrolled
+
+IGNORED = -100
+"""Target of a token without a loss term (torch's cross-entropy)."""
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""Returns the mean loss of logits and targets."""
+
+
+def divide_vocabulary(scenario: Scenario, module: nn.Module, timeline: Timeline, mesh: DeviceMesh) -> Loss:
+    """Reduce a module's head to this rank's rows of the vocabulary; return the loss of its logits.
+
+    `mesh`: the tensor-parallel ranks, one axis.
+    """
+    group, all_reduce = mesh.get_group(), observed_all_reduce(mesh, timeline)
+    head = module.get_submodule(unrolled(scenario.workload.model)[-2].module)
+    whole: nn.Parameter = head.weight  # type: ignore[assignment]  # a linear map, as the scenario was checked for
+    rows = units_of_ranks(len(whole), scenario.slice_shares)
+    place = dist.get_rank(group)
+    first = sum(rows[:place])
+    part = Slice(0, len(whole), ((first, first + rows[place]),))
+    head.weight = nn.Parameter(part.of(whole.detach()), requires_grad=whole.requires_grad)
+    mark(head, "weight", part, group)
+    head.register_forward_pre_hook(
+        lambda _head, inputs: (Mapped.apply(inputs[0], lambda x: x.view_as(x), all_reduce), *inputs[1:])
+    )
+
+    def reduce(tensor: Tensor, op: Any) -> None:
+        with timeline.span("all-reduce", "exposed_communication", group):
+            dist.all_reduce(tensor, op, group=group)
+
+    return partial(divided_loss, first, reduce)
+
+
+def divided_loss(first: int, reduce: Callable[[Tensor, Any], None], logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross-entropy of logits of a part of the vocabulary, whose first is `first`; it uses them up.
+
+    `reduce` replaces a tensor by its reduction over the ranks that have the other parts.
+    """
+    loss: Tensor = _DividedLoss.apply(logits, targets.reshape(-1), first, reduce)
+    return loss
+
+
+class _DividedLoss(torch.autograd.Function):
+    """Mean cross-entropy of a rank's logits, whose first is the vocabulary's `first`; it uses up the logits."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, first: int, reduce: Callable[[Tensor, Any], None]) -> Tensor:
+        """Return the loss, equal on all ranks."""
+        rows = logits.shape[-1]
+        exponentials = (logits.float() if logits.element_size() < 4 else logits).detach().view(-1, rows)
+        largest = exponentials.amax(1)
+        reduce(largest, dist.ReduceOp.MAX)
+        exponentials.sub_(largest.unsqueeze(1))
+        del largest
+        own = targets - first
+        inside = (own >= 0) & (own < rows)
+        own.clamp_(0, rows - 1)
+        sums = exponentials.new_empty(2, len(targets))
+        torch.mul(exponentials.gather(1, own.unsqueeze(1)).squeeze(1), inside, out=sums[1])
+        torch.sum(exponentials.exp_(), 1, out=sums[0])
+        reduce(sums, dist.ReduceOp.SUM)
+        counted = targets != IGNORED
+        count = counted.sum()
+        ctx.save_for_backward(exponentials, sums, own, inside, counted, count)
+        ctx.shape, ctx.kind = logits.shape, logits.dtype
+        return ((sums[0].log() - sums[1]) * counted).sum().div(count).to(logits.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        """Return the gradient of the rank's logits."""
+        exponentials, sums, own, inside, counted, count = ctx.saved_tensors
+        exponentials.div_(sums[0].unsqueeze(1))
+        exponentials.scatter_add_(1, own.unsqueeze(1), -inside.to(exponentials.dtype).unsqueeze(1))
+        exponentials.mul_((counted * (gradients[0] / count)).unsqueeze(1))
+        return exponentials.view(ctx.shape).to(ctx.kind), None, None, None

@@ -1,0 +1,55 @@
+"""Modules at which the layers of any `nn.Module` begin."""
+
+from torch import nn
+
+CONTAINERS = (nn.ModuleList, nn.Sequential)
+
+
+def layer_modules(model: nn.Module) -> dict[str, bool]:
+    """Return the dotted paths of the modules at which layers begin -> whether it is a block of a repeated stack.
+
+    Repeated stacks (a ModuleList or Sequential of one class) are opened at any depth; a module without one is a single
+    layer.
+    """
+    is_block: dict[str, bool] = {}
+    _collect(model, "", is_block)
+    return is_block
+
+
+def _collect(module: nn.Module, prefix: str, found: dict[str, bool]) -> None:
+    for name, child in module.named_children():
+        path = prefix + name
+        if isinstance(child, CONTAINERS):
+            for number, element in child.named_children():
+                opened = _wrapped_stack(element) if _is_stack(child) else _holds_stack(element)
+                if opened:
+                    _collect(element, f"{path}.{number}.", found)
+                else:
+                    found[f"{path}.{number}"] = _is_stack(child)
+        elif _holds_stack(child):
+            _collect(child, path + ".", found)
+        else:
+            found[path] = False
+
+
+def _is_stack(container: nn.Module) -> bool:
+    kinds = {type(child) for child in container.children()}
+    return len(list(container.children())) >= 2 and len(kinds) == 1 and any(True for _ in container.parameters())
+
+
+def _holds_stack(module: nn.Module) -> bool:
+    return any(isinstance(inner, CONTAINERS) and _is_stack(inner) for inner in module.modules())
+
+
+def _wrapped_stack(module: nn.Module) -> bool:
+    """Return whether a module only wraps a stack (a stage of a ResNet).
+
+    One that also adds, activates or normalises (a block whose convolutions are a stack) is a layer itself.
+    """
+    children = [child for child in module.children() if not _is_identity(child)]
+    return len(children) == 1 and isinstance(children[0], CONTAINERS) and _is_stack(children[0])
+
+
+def _is_identity(module: nn.Module) -> bool:
+    """Return whether a module is an identity that stands in place of another layer."""
+    return isinstance(module, (nn.Identity, *CONTAINERS)) and not any(True for _ in module.modules() if _ is not module)

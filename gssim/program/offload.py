@@ -1,0 +1,115 @@
+"""State in the memory of hosts: copies over the links between devices and hosts, and the update by the host's cores.
+
+[Note: offload] FSDP2's CPUOffloadPolicy (`plan.offload = "parameters"`) keeps shards of parameters, their gradients and
+the optimizer's state in pinned memory of the host. A shard is copied to the device on the stream of the gather's
+copy-in, before it is cast and gathered (FSDPParam.all_gather_inputs). Reduced gradients are copied to the host on the
+stream of their reduction, and the device's are freed when the host has issued that (foreach_reduce). The callback at
+the end of the backward waits for all copies (FSDPParamGroup.finalize_backward). Where gradients are added to those of
+earlier micro-batches, the host waits for each copy, and adds them up itself: the device is issued nothing meanwhile.
+
+With `"optimizer"`, as DeepSpeed's `offload_optimizer`, parameters stay on the device in the workload's precision. What
+is copied is in the optimizer's: replicas' gradients once all are complete, those of shards as with FSDP2, and updated
+parameters after the update (DeepSpeed, runtime/zero/stage_1_and_2.py, async_inplace_copy_grad_to_fp32_buffer_from_gpu
+and step; its stage 3 copies updated parameters in 16 bits).
+
+Copies share links with each other and with messages of the network that take the same ones. A host's ranks share the
+bandwidth of its memory evenly, whether they update at the same time or not.
+
+A CPU is its own host: nothing is copied, and nothing is elsewhere.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Final
+
+from gssim import cost
+from gssim.cluster import DeviceType
+from gssim.collectives import FROM_HOST, TO_HOST, Communication
+from gssim.memory import NOTHING, Event, Footprint, footprint
+from gssim.program.lowering import Lowering
+from gssim.program.task import Task, TaskId, collective_task
+
+COPY_TO_HOST: Final = "copy-to-host"
+COPY_TO_DEVICE: Final = "copy-to-device"
+
+
+def updating_device(low: Lowering, rank: int) -> DeviceType:
+    """Return the device that updates what a rank owns: its own, or its part of its host's cores and bandwidth."""
+    if low.offload is None:
+        return low.device(rank)
+    return low.once_a_run(_part_of_host, low.scenario.cluster.devices[rank].type, low.ranks_on_host(rank))
+
+
+def _part_of_host(low: Lowering, device_type: str, ranks: int) -> DeviceType:
+    device, host = low.scenario.cluster.device_types[device_type], low.scenario.cluster.host
+    assert host is not None  # a scenario is checked for it
+    bandwidth = host.memory_bandwidth_bytes_per_s / ranks
+    return replace(device, kind="cpu", memory_bandwidth_bytes_per_s=bandwidth, optimizers={}, expandable_segments=False)
+
+
+def gradient_device(low: Lowering, rank: int) -> DeviceType:
+    """Return the device that holds a rank's gradients when they are clipped: shards' are on the host by then."""
+    return updating_device(low, rank) if low.policies.gradients == "reduce-scatter" else low.device(rank)
+
+
+def copy(
+    low: Lowering,
+    own: TaskId,
+    size_bytes: float,
+    *,
+    ranks: Sequence[int] | None = None,
+    stream: str = "compute",
+    after: tuple[TaskId, ...] = (),
+    need: Footprint = NOTHING,
+) -> Task:
+    """Return a rank's copy between its device and its host; `ranks` copy as many bytes as it (all of the group).
+
+    Its direction follows from the operation of its identity.
+    """
+    first, *others = [(rank,) for rank in (low.group if ranks is None else ranks)]
+    kind = TO_HOST if own.op == COPY_TO_HOST else FROM_HOST
+    exchange = Communication(kind, first, size_bytes, beside=tuple(others))
+    return collective_task(own, exchange, stream, after=after, need=need)
+
+
+def around_update(low: Lowering, rank: int, update: Task, owned_of: Callable[[int], Sequence[int]]) -> list[Task]:
+    """Return the update of an offloaded optimizer between the copies of its gradients and of updated parameters.
+
+    `owned_of`: elements of every tensor that a rank updates. Gradients of shards are on the host already.
+    """
+    if low.offload != "optimizer":
+        return [update]
+    sums = {each: sum(owned_of(each)) for each in low.group}
+    sizes = sorted(set(sums.values()))
+    part = sizes.index(sums[rank]) if len(sizes) > 1 else None
+    equal = [each for each in low.group if sums[each] == sums[rank]]
+    owned, size_bytes = owned_of(rank), float(sums[rank] * low.master_bytes)
+    device, workload = low.device(rank), low.scenario.workload
+    cast_s = cost.master_copy_time_s(device, workload, elements=sums[rank], tensors=len(owned), casts=1)
+    cast_bytes = float(max(owned, default=0) * low.master_bytes) if low.has_master_copy else 0.0
+    if low.flat_part and low.has_master_copy:
+        cast_bytes = size_bytes
+    need = footprint([Event(0, cast_bytes, "temporaries"), Event(1, -cast_bytes, "temporaries")])
+    gradients = TaskId(COPY_TO_HOST, layer="gradients", part=part)
+    parameters = TaskId(COPY_TO_DEVICE, layer="parameters", part=part)
+    cast = [Task(gradients.serving("cast"), "optimizer", duration_s=cast_s)] if cast_s else []
+    before = [*cast, copy(low, gradients, size_bytes, ranks=equal, need=need)]
+    cast = [Task(parameters.serving("cast"), "optimizer", duration_s=cast_s)] if cast_s else []
+    behind = [copy(low, parameters, size_bytes, ranks=equal, need=need), *cast]
+    return [*(before if low.policies.gradients != "reduce-scatter" else []), update, *behind]
+
+
+def host_bytes(low: Lowering, rank: int, kept: dict[str, float], owned: Sequence[int]) -> dict[str, float]:
+    """Return what a rank keeps in its host's memory, by category, and take it from what its device keeps (`kept`).
+
+    Gradients are those of what it updates, in the optimizer's precision: of shards in the memory that each copy is made
+    to, of replicas in a buffer.
+    """
+    if low.offload is None:
+        return {}
+    moved = ["optimizer", "master_copy", *(["parameters"] if low.offload == "parameters" else [])]
+    held = {name: kept.pop(name) for name in moved if name in kept}
+    own_bytes = float(sum(owned) * low.master_bytes)
+    if low.offload == "optimizer":
+        held.setdefault("master_copy", own_bytes)
+    return {name: size for name, size in {**held, "gradients": own_bytes}.items() if size}
