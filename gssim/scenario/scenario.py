@@ -304,8 +304,6 @@ class Scenario:
     def stages(self) -> tuple[tuple[LayerInstance, ...], ...]:
         """Layers of each pipeline stage; stage i is on the ranks whose coordinate on the axis pp is i, modulo its size.
 
-        Where ranks divide experts, those of the first of them.
-
         Raises UserError where the plan's stages do not fit the model.
         """
         divided = self.policies.ep > 1
