@@ -34,6 +34,8 @@ class KernelUse:
     """Rate at which the device is said to do all FLOP: FLOP of a kernel of another rate are counted in proportion."""
     device_bytes_per_s: float
     """The same of streamed bytes."""
+    expert_ranks: int = 1
+    """Ranks that divide experts."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ class Kernels:
 
     products: Mapping[str, Mapping[Shape, float]]
     attention: Mapping[str, Mapping[Shape, float]]
+    grouped: Mapping[str, Mapping[Shape, float]]
+    """Products of experts by stage (fwd, bwd_grad_act, bwd_grad_w) as (experts, rows of each, outputs, inputs)."""
     streaming: Mapping[str, tuple[float, float]]
     """(Bytes per second, seconds of a call in addition) by kind of kernel that streams memory."""
 
@@ -49,9 +53,19 @@ class Kernels:
         """Return the rate of a product of matrices (m x k) and (k x n); None where the table has none of its layout."""
         return _nearest(self.products.get(layout, {}), (m, k, n))
 
-    def attention_flop_per_s(self, phase: Literal["f", "b"], heads: int, kv_heads: int, length: int) -> float | None:
-        """Return the rate of causal attention whose FLOP are counted without its mask; None where there is none."""
-        return _nearest(self.attention.get(phase, {}), (heads, kv_heads, length))
+    def attention_flop_per_s(
+        self, phase: str, heads: int, kv_heads: int, length: int, *, widths: tuple[int, int] | None = None
+    ) -> float | None:
+        """Return the rate of causal attention whose FLOP are counted without its mask; None where there is none.
+
+        `phase`: f or b. `widths`: of a head's keys and of its values, where they differ.
+        """
+        of_widths = phase if widths is None else f"{phase} {widths[0]} {widths[1]}"
+        return _nearest(self.attention.get(of_widths, {}), (heads, kv_heads, length))
+
+    def grouped_flop_per_s(self, stage: str, size: Shape) -> float | None:
+        """Return the rate of products of experts; None where the table has none of that stage."""
+        return _nearest(self.grouped.get(stage, {}), size)
 
 
 def _nearest(rates: Mapping[Shape, float], shape: Shape) -> float | None:
@@ -96,6 +110,7 @@ def read_kernels(path: Path) -> Kernels:
     """Return the kernels of a table with the columns op, shape, tflops_peak and efficiency, and of that beside it."""
     products: dict[str, dict[Shape, float]] = {}
     attention: dict[str, dict[Shape, float]] = {}
+    grouped: dict[str, dict[Shape, float]] = {}
     with path.open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
             sizes = dict(re.findall(r"(\w+)=(\w+)", row["shape"]))
@@ -105,7 +120,14 @@ def read_kernels(path: Path) -> Kernels:
             if row["op"] == "matmul" and sizes.get("b") == "1" and added and rate > 0:
                 shape = tuple(float(sizes[key]) for key in ("m", "k", "n"))
                 products.setdefault(sizes["layout"], {}).setdefault(shape, rate)
-            elif row["op"] in ("sdp_fwd", "sdp_bwd") and sizes.get("qk_head_dim") == sizes.get("v_head_dim") and sizes:
+            elif row["op"] in ("sdp_fwd", "sdp_bwd") and sizes:
                 shape = tuple(float(sizes[key]) for key in ("head_num", "kv_head_num", "seq_len"))
-                attention.setdefault("f" if row["op"] == "sdp_fwd" else "b", {}).setdefault(shape, rate)
-    return Kernels(products, attention, _read_streaming(path.with_name(path.name.replace("_ops.", "_bandwidth."))))
+                phase, widths = row["op"][4], (sizes["qk_head_dim"], sizes["v_head_dim"])
+                phase += "" if widths[0] == widths[1] else f" {widths[0]} {widths[1]}"
+                attention.setdefault(phase, {}).setdefault(shape, rate)
+            elif row["op"] == "group_matmul" and sizes.get("main_grad_dtype") == "fp32" and rate > 0:
+                shape = tuple(float(sizes[key]) for key in ("ng", "M", "N", "K"))
+                grouped.setdefault(sizes["stage"], {}).setdefault(shape, rate)
+    return Kernels(
+        products, attention, grouped, _read_streaming(path.with_name(path.name.replace("_ops.", "_bandwidth.")))
+    )

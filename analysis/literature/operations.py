@@ -53,13 +53,13 @@ def total(sizes: Iterable[Polynomial], factor: float = 1) -> Polynomial:
     >>> str(total([Polynomial.parse("2*b + 1"), Polynomial.parse("3*b")], 2))
     '10*b + 2'
     """
-    sums: dict[bool, dict[tuple[int, int], float]] = {False: {}, True: {}}
+    sums: tuple[dict[tuple[int, int], float], ...] = ({}, {}, {})
     for size in sizes:
-        for shared, size_terms in ((False, size.terms), (True, size.unit_terms)):
+        for counts, size_terms in zip(sums, (size.terms, size.unit_terms, size.row_terms), strict=True):
             for value, i, j in size_terms:
-                sums[shared][i, j] = sums[shared].get((i, j), 0) + factor * value
-    own, units = (tuple((round(v), i, j) for (i, j), v in terms.items() if v) for terms in sums.values())
-    return Polynomial(own, units) if own or units else ZERO_BYTES
+                counts[i, j] = counts.get((i, j), 0) + factor * value
+    own, units, rows = (tuple((round(v), i, j) for (i, j), v in terms.items() if v) for terms in sums)
+    return Polynomial(own, units, (), rows) if own or units or rows else ZERO_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +69,13 @@ class Weight:
     name: str
     shape: tuple[int, ...]
     sharded_dim: int | None = None
+    per_expert: bool = False
+    """Whether ranks divide it by its first dimension, which has one place for each expert."""
 
     def parameter(self, ranks: int, moment: Moment) -> Parameter:
         """Return the parameter as a model file has it; sizes that `ranks` does not divide are padded."""
+        if self.per_expert:
+            return Parameter(self.name, self.shape, moment, moment, 0)
         if self.sharded_dim is None or ranks == 1:
             return Parameter(self.name, self.shape, moment, moment)
         sizes = (math.ceil(n / ranks) if i == self.sharded_dim else n for i, n in enumerate(self.shape))

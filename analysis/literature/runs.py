@@ -9,6 +9,35 @@ from gssim.units import Precision
 
 
 @dataclass(frozen=True, kw_only=True)
+class Latent:
+    """Widths of multi-head latent attention: of the narrow products, and of each head."""
+
+    query_rank: int = 1536
+    kv_rank: int = 512
+    plain_width: int = 128
+    """Of a head's queries and keys, without positions."""
+    rotary_width: int = 64
+    """Of their part with rotary positions; that of keys is shared by all heads."""
+    value_width: int = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """Experts in place of the perceptrons of all blocks but the first ones."""
+
+    count: int
+    chosen: int
+    """Experts of a token."""
+    width: int
+    shared_width: int
+    """Width of the expert that all tokens take besides."""
+    dense_blocks: int = 1
+    """Number of blocks, the first ones, that have a plain perceptron."""
+    capacity_ratio: float = 1.0
+    """Rows of each expert over an even share of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Shape:
     """Hyper-parameters of a decoder (or encoder) of equal blocks."""
 
@@ -27,6 +56,11 @@ class Shape:
     """Whether the output layer shares the embedding's weight; absent: only where `gpt`."""
     windows: "Windows | None" = None
     """The last blocks of an image generator, of another shape; its loss is the mean of what they return."""
+
+    latent: Latent | None = None
+    """The attention's projections are narrow ones of DeepSeek's kind."""
+    experts: Experts | None = None
+    """Mixtures of experts; with `latent` alone."""
 
     @property
     def ties(self) -> bool:
@@ -53,11 +87,24 @@ class Shape:
             last = self.windows.shape
             first = replace(self, windows=None, layers=self.layers - last.layers).parameters
             return first + last.layers * 12 * last.hidden**2
+        if self.latent is not None and self.experts is not None:
+            return self._latent_parameters(self.latent, self.experts)
         block = 2 * h * h + 2 * h * self.kv_width + maps * h * self.ffn
         if self.kind == "gpt":
             block += 4 * h + 2 * h + 2 * self.kv_width + self.ffn + h
             return self.layers * block + ends + self.sequence_length * h + 2 * h
         return self.layers * (block + 2 * h) + ends + h
+
+    def _latent_parameters(self, latent: Latent, experts: Experts) -> int:
+        """Return the parameters of a model with latent attention and experts."""
+        h, of_heads = self.hidden, self.heads * (latent.plain_width + latent.value_width)
+        queries = self.heads * (latent.plain_width + latent.rotary_width)
+        attention = latent.query_rank * (h + 1 + queries) + h * (latent.kv_rank + latent.rotary_width)
+        attention += latent.kv_rank * (1 + of_heads) + self.heads * latent.value_width * h
+        routed = h * experts.count + 3 * h * (experts.count * experts.width + experts.shared_width)
+        sparse = self.layers - experts.dense_blocks
+        ends = 2 * self.vocabulary * h + h
+        return self.layers * (attention + 2 * h) + experts.dense_blocks * 3 * h * self.ffn + sparse * routed + ends
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,6 +246,8 @@ class Run:
     dp: int
     tp: int = 1
     pp: int = 1
+    ep: int = 1
+    """Ranks that divide experts, of those of `dp`."""
     chunks: int = 1
     """Pipeline stages per rank (virtual stages)."""
     blocks_of_stages: tuple[int, ...] | None = None

@@ -22,6 +22,7 @@ from pydantic import TypeAdapter
 
 import gssim
 from analysis.literature.kernels import KernelUse
+from analysis.literature.mixture import weight_shapes
 from analysis.literature.platforms import (
     Platform,
     Server,
@@ -150,8 +151,14 @@ def _call_overheads(platform: Platform, ranks: int) -> dict[str, Any]:
 
 
 def _dummy_gradient_bytes(run: Run) -> int:
-    """Return the bytes of a tensor for each shape of the weights of a block's linear layers, on one tensor rank."""
+    """Return the bytes of a tensor for each shape of the weights of a block's linear layers, on one tensor rank.
+
+    Of a pipeline whose first blocks alone have no experts, those of the other stages, of which one needs most.
+    """
     shape = run.shape
+    if shape.latent is not None and shape.experts is not None:
+        shapes = weight_shapes(shape, dense=run.pp == 1)
+        return PRECISION_BYTES[run.software.precision] * sum(a * b for a, b in shapes)
     maps = 3 if shape.kind == "llama" else 2
     elements = shape.hidden * (2 * shape.hidden + 2 * shape.kv_width + maps * shape.ffn)
     return PRECISION_BYTES[run.software.precision] * elements // run.tp
@@ -161,7 +168,7 @@ def _kernel_use(run: Run) -> KernelUse:
     device = cluster_of_run(run).device_types["gpu"]
     assert run.software.kernels is not None
     rate = achieved_flop_per_s(device, run.software.precision)
-    return KernelUse(run.software.kernels, run.micro_batch, rate, device.memory_bandwidth_bytes_per_s)
+    return KernelUse(run.software.kernels, run.micro_batch, rate, device.memory_bandwidth_bytes_per_s, run.ep)
 
 
 RATE_FLOP_PER_S = 1e12
@@ -245,6 +252,8 @@ def plan_of(run: Run) -> dict[str, Any]:
         plan[axis] = run.dp * run.software.context_ranks
     if run.shards is not None and axis == "dp_shard":
         plan |= {"dp_shard": run.shards, "dp_replicate": run.dp * run.software.context_ranks // run.shards}
+    if run.ep > 1:
+        plan["ep"] = run.ep
     if run.flat_optimizer and run.method == "zero1":
         plan["zero1_implementation"] = "megatron"
     if run.pp > 1:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from analysis.literature.kernels import KernelUse, kernels_of
+from analysis.literature.mixture import latent_block, undivided, with_exchanges
 from analysis.literature.operations import (
     FLOAT,
     INPUT,
@@ -92,9 +93,9 @@ class TransformerBuilder:
         kept = self.unsplit_bytes(self.shape.hidden) if self.software.pipelined_maps else whole
         return [Operation(name=name, reads=(reads,), output=kept, backward_reduced=whole)]
 
-    def norm(self, name: str, *reads: str) -> Operation:
-        """Return a layer norm (GPT) or RMS norm (Llama) of the outputs that it reads."""
-        h, v = self.shape.hidden, self.value
+    def norm(self, name: str, *reads: str, width: int | None = None) -> Operation:
+        """Return a layer norm (GPT) or RMS norm (Llama) of the outputs that it reads; `width`: if not the model's."""
+        h, v = width or self.shape.hidden, self.value
         names = ("weight", "bias") if self.shape.kind == "gpt" else ("weight",)
         weights = tuple(Weight(name=f"{{}}.{name}.{each}", shape=(h,)) for each in names)
         # eager RMS norms are five operations, in float (square, mean, product, cast, product)
@@ -311,6 +312,8 @@ class TransformerBuilder:
 
     def block(self) -> tuple[Operation, ...]:
         """Return the operations of a block."""
+        if self.shape.latent is not None:
+            return latent_block(self, routed=False)
         return self.gpt_block() if self.shape.kind == "gpt" else self.llama_block()
 
     def gpt_block(self) -> tuple[Operation, ...]:
@@ -464,12 +467,17 @@ def layers_of(
         blocks -= windows.shape.layers
     # index, in the backward of the layer before, at which the gradient of a block's input is freed
     freed_at = next(len(block) - 1 - i for i, operation in enumerate(block) if operation.name == "map_norm")
+    routed = shape.experts
+    blocks = blocks if routed is None else routed.dense_blocks
     modules = [f"blocks.{number}" for number in range(blocks)]
     parts = [("embedding", builder, builder.embedding(), ["embedding"]), ("blocks.0", builder, block, modules)]
     if shape.windows is not None:
         inside = [f"windows.{number}" for number in range(shape.layers - blocks)]
         parts += [("windows.0", last, last.block(), inside), ("head", last, last.mean_loss(), ["head"])]
     else:
+        if routed is not None:
+            sparse = [f"blocks.{number}" for number in range(blocks, shape.layers)]
+            parts.append((f"blocks.{blocks}.0", builder, latent_block(builder, routed=True), sparse))
         parts.append(("head", builder, builder.head(tied=tied), ["head"]))
     layers = [
         LayerOperations(
@@ -483,6 +491,9 @@ def layers_of(
         )
         for name, of, operations, names in parts
     ]
+    if routed is not None:
+        row = builder.value * shape.hidden
+        layers[2] = with_exchanges(layers[2], parts[2][2], routed, row)
     if across:
         layers[-1] = _with_tied_gradient(builder, layers[-1])
     return tuple(layers)
@@ -513,6 +524,8 @@ def transformer(
     Equal arguments return the same object, so that results derived from it are cached.
     """
     length = shape.sequence_length // software.context_ranks
+    layers = layers_of(shape, software, 1, tied=tied, across=across, use=use)
+    divided = shape.experts is not None
     return Model(
         name=f"{shape.kind} {shape.layers} x {shape.hidden}",
         source="published hyper-parameters, by analysis/literature/transformer.py",
@@ -521,6 +534,8 @@ def transformer(
         traced_precision=software.precision,
         traced_batch_sizes=(1,),
         traced_sequence_lengths=(length,),
-        layers=layers_of(shape, software, 1, tied=tied, across=across, use=use),
+        exact_sequence=not divided,
+        layers=tuple(undivided(layer, length) for layer in layers),
+        expert_layers=layers if divided else (),
         sliced_layers=layers_of(shape, software, tp, tied=tied, across=across, use=use) if tp > 1 else (),
     )

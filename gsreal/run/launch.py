@@ -51,6 +51,12 @@ def check_real(loaded: Loaded) -> None:
 
 def check_predicted_only(scenario: Scenario, *, where: str) -> None:
     """Raise UserError for values that can only be predicted."""
+    for layer in scenario.workload.model.expert_layers:
+        if layer.expert_capacity_ratio is not None:
+            raise UserError(
+                f"{where}: workload.model: experts of '{layer.name}' have a capacity (expert_capacity_ratio): it can "
+                "be predicted, but not run, which drops no tokens; leave it out"
+            )
 
     def value_of(key: str) -> object:
         table, _, name = key.partition(".")

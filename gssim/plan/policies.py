@@ -304,10 +304,10 @@ def _refuse_divided_experts(plan: Plan, policies: Policies, file: str) -> None:
             f"{where}: cannot run yet with method '{plan.method}'; allowed today: methods that all-reduce or "
             "reduce-scatter gradients (ddp, zero1, zero2, zero3, fsdp)"
         )
-    if plan.zero1_implementation != "torch":
+    if plan.zero1_implementation == "deepspeed":
         raise UserError(
-            f"{where}: cannot run yet with plan.zero1_implementation = '{plan.zero1_implementation}': a flat buffer "
-            "would hold gradients of experts, which are reduced over fewer ranks; allowed: 'torch'"
+            f"{where}: cannot run yet with plan.zero1_implementation = 'deepspeed': its buffers of gradients of "
+            "experts, which are reduced over fewer ranks, are not modelled; allowed: 'torch', 'megatron'"
         )
     if not replicated and policies.dp_replicate > 1:
         raise UserError(

@@ -103,6 +103,8 @@ def _sums(low: Lowering, rank: int, replicas: Sequence[Sequence[int]]) -> Iterat
                 yield collective_task(own, low.communication("all-reduce", axis, SQUARES_BYTES))
     elif low.flat_part and len(low.group) > 1:
         yield collective_task(_sum_id(), Communication("all-reduce", low.group, low.master_bytes))
+        if low.policies.ep > 1:  # an optimizer of their own has a norm of its own
+            yield collective_task(_sum_id("of experts"), Communication("all-reduce", low.group, low.master_bytes))
     if replicas:
         first, *others = replicas
         exchange = Communication("all-reduce", tuple(first), SQUARES_BYTES, beside=tuple(map(tuple, others)))

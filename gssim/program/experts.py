@@ -11,6 +11,7 @@ load the ranks of the fullest experts receive, process and send back the most, a
 
 DistributedDataParallel reduces the gradients of all other parameters over all data ranks. Those of experts are divided
 by the number of these too, and all-reduced one by one, where they are, over the ranks that hold the same experts.
+Megatron-LM's distributed optimizer has them in a buffer of their own, which is reduce-scattered over these ranks.
 """
 
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from gssim.memory import Event, footprint
 from gssim.program.lowering import Lowering
 from gssim.program.task import PASSES, Operation, Task, TaskId, collective_task
 from gssim.scenario import rows_by_rank
+from gssim.units import PRECISION_BYTES
 from gssim.workload import LayerInstance, Reduction
 
 OPERATIONS: Mapping[str, Operation] = {
@@ -47,8 +49,8 @@ def _exchange(low: Lowering, module: str, kind: str, size: int, samples: int) ->
     group, *beside = low.expert_groups
     if kind == "counts":
         return Communication("all-to-all", group, float(size), beside=tuple(beside))
-    (layer,) = {each.layer for each in low.whole_expert_layers if each.module == module}
-    rows = rows_by_rank(low.scenario, module, experts=layer.units or 0, chosen=layer.experts_per_token or 0)
+    instance = next(each for each in low.whole_expert_layers if each.module == module)
+    rows = rows_by_rank(low.scenario, instance)
     sent = [samples * count * low.traced_scale * size for count in rows]
     pairs = Pairs([tuple(sent)], (0,) * len(rows))  # all send as much to a rank
     if kind == "combine" and len(set(sent)) > 1:
@@ -72,12 +74,14 @@ def expert_gradient_tasks(low: Lowering, rank: int) -> list[tuple[tuple[int, int
     tasks: list[tuple[tuple[int, int], float, Task | None]] = []
     group, *beside = low.expert_replicas
     stream = "communication" if low.scenario.plan.overlap else "compute"
+    flat = low.has_one_gradient_buffer
+    value_bytes = PRECISION_BYTES[low.reduce_precision] if flat else low.value_bytes
     for bucket in low.expert_buckets:
-        size = float(bucket.elements * low.value_bytes)
-        divide_s = cost.copy_time_s(low.device(rank), size)
+        size = float(bucket.elements * value_bytes)
+        divide_s = cost.copy_time_s(low.device(rank), bucket.elements * low.buffer_value_bytes if flat else size)
         task = None
         if len(group) > 1:
-            exchange = Communication("all-reduce", group, size, beside=tuple(beside))
+            exchange = Communication("reduce-scatter" if flat else "all-reduce", group, size, beside=tuple(beside))
             task = collective_task(TaskId("all-reduce", bucket=bucket.index), exchange, stream)
         tasks.append((bucket.complete, divide_s, task))
     return tasks

@@ -150,15 +150,7 @@ class Lowering:
         """For each position among the ranks that divide experts, the first whose experts get as many rows."""
         if self.policies.ep == 1:
             return (0,)
-        rows = [
-            rows_by_rank(
-                self.scenario,
-                each.module,
-                experts=each.layer.units or 0,
-                chosen=each.layer.experts_per_token or 0,
-            )
-            for each in self.whole_expert_layers
-        ]
+        rows = [rows_by_rank(self.scenario, each) for each in self.whole_expert_layers]
         return tuple(list(zip(*rows, strict=True)).index(column) for column in zip(*rows, strict=True))
 
     def expert_position(self, rank: int) -> int:
@@ -177,11 +169,16 @@ class Lowering:
 
     @cached_property
     def expert_buckets(self) -> tuple[Bucket, ...]:
-        """Gradients of divided experts, each reduced by itself, in the order in which they are ready."""
+        """Gradients of divided experts, each reduced by itself, in the order in which they are ready.
+
+        Where gradients exist in one buffer alone, they are in a second one.
+        """
         if self.policies.ep == 1:
             return ()
         order = [(self.layers[i], self.layers[i].layer.parameters[j]) for i, j in gradient_order(self.layers)]
         members = [member for member in order if member[1].sliced]
+        if self.has_one_gradient_buffer:
+            return (Bucket(len(self.buckets), tuple(members)),) if members else ()
         return tuple(Bucket(len(self.buckets) + i, (member,)) for i, member in enumerate(members))
 
     @cached_property
@@ -539,7 +536,16 @@ class Lowering:
         """
         if not self._shards_optimizer_state or self.assigns_tensors:
             return 0
-        return 2 * math.ceil(sum(parameter.elements for _, parameter in self.parameters) / (2 * len(self.group)))
+        return self._even_part(len(self.group), of_experts=False)
+
+    @cached_property
+    def flat_expert_part(self) -> int:
+        """The same of divided experts, among the ranks that hold the same ones."""
+        return self._even_part(len(self.group) // self.policies.ep, of_experts=True) if self.flat_part else 0
+
+    def _even_part(self, ranks: int, *, of_experts: bool) -> int:
+        own = [each.elements for _, each in self.parameters if self._is_of_experts(each) == of_experts]
+        return 2 * math.ceil(sum(own) / (2 * ranks))
 
     @property
     def has_one_gradient_buffer(self) -> bool:
@@ -550,6 +556,12 @@ class Lowering:
         (gradient_accumulation_fusion).
         """
         return self._shards_optimizer_state and self.scenario.plan.zero1_implementation == "megatron"
+
+    @property
+    def buffer_value_bytes(self) -> int:
+        """Bytes of an element of the buckets; the only gradients that exist have their own precision."""
+        precision = self.scenario.workload.gradient_precision
+        return PRECISION_BYTES[precision] if precision and self.has_one_gradient_buffer else self.value_bytes
 
     def owned_elements(self, rank: int) -> tuple[int, ...]:
         """Return the elements of every tensor that a rank updates, where whole tensors are assigned to ranks."""

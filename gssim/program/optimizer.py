@@ -16,10 +16,9 @@ from gssim.program.offload import around_update, host_bytes, updating_device
 from gssim.program.periodic import outer_memory, outer_tensors, synchronize_parameters, unsent_tensors
 from gssim.program.publish import publish
 from gssim.program.sharded import owned_rows, units
-from gssim.program.task import Task, TaskId, collective_task
+from gssim.program.task import Bucket, Task, TaskId, collective_task
 from gssim.program.tensor_slices import sum_partial_gradients
 from gssim.scenario import native_tensors
-from gssim.units import PRECISION_BYTES
 from gssim.workload import (
     COUNTS_STEPS,
     VALUES_KEPT,
@@ -50,7 +49,7 @@ def persistent_tensors(low: Lowering, rank: int, held: Mapping[str, float]) -> T
     sizes_of: dict[str, Callable[[], Sequence[float]]] = {  # evaluated only for categories that the rank holds
         "parameters": lambda: _parameters(low, owned),
         "master_copy": lambda: [elements * low.master_bytes for elements in owned],
-        "buckets": lambda: [bucket.elements * _bucket_value_bytes(low) for bucket in low.buckets],
+        "buckets": lambda: [bucket.elements * low.buffer_value_bytes for bucket in _buffers(low)],
         "outer_parameters": lambda: outer_tensors(low),
         "outer_momentum": lambda: outer_tensors(low),
         "residuals": lambda: [*low.once_a_run(compressor_tensors).get("residuals", ()), *unsent_tensors(low)],
@@ -89,8 +88,20 @@ def _parameters(low: Lowering, owned: Sequence[int]) -> Sequence[float]:
     if pushes:
         return [*(bucket.elements * low.value_bytes for bucket in low.buckets), *_frozen(low)]
     if low.flat_part:
-        return [low.flat_part * len(low.group) * low.value_bytes, *_frozen(low)]
+        return [elements * low.value_bytes for elements in _flat_elements(low)] + _frozen(low)
     return [*(parameter.elements * low.value_bytes for _, parameter in low.parameters), *_frozen(low)]
+
+
+def _flat_elements(low: Lowering) -> list[int]:
+    """Return the elements of the flat buffer of all parameters, and of that of divided experts, if there is one."""
+    ranks = len(low.group)
+    parts = [low.flat_part * ranks, low.flat_expert_part * (ranks // low.policies.ep)]
+    return [elements for elements in parts if elements]
+
+
+def _buffers(low: Lowering) -> Sequence[Bucket]:
+    """Return the buckets that exist all run; gradients of experts are in one only where they exist there alone."""
+    return (*low.buckets, *(low.expert_buckets if low.has_one_gradient_buffer else ()))
 
 
 def _frozen(low: Lowering) -> list[int]:
@@ -170,6 +181,9 @@ def _update(low: Lowering, rank: int, owned: Sequence[int], part: int | None, *,
         low.flat_part and not low.has_master_copy and not low.offload
     ):  # gradients are copied to the part, and the part to the parameters
         duration_s += 2 * cost.copy_time_s(device, elements * low.master_bytes)
+    if low.has_one_gradient_buffer:  # it is set to zero before each step, a write alone
+        zeroed = sum(bucket.elements for bucket in _buffers(low)) * low.buffer_value_bytes
+        duration_s += cost.copy_time_s(device, zeroed) / 2
     if divides_master_gradients(low):
         moved = (low.master_bytes, low.master_bytes)
         duration_s += cost.moving_time_s(device, value_bytes=moved, elements=elements, tensors=len(owned))
@@ -179,15 +193,9 @@ def _update(low: Lowering, rank: int, owned: Sequence[int], part: int | None, *,
     return Task(TaskId("optimizer", part=part), "optimizer", duration_s=duration_s, need=footprint(events))
 
 
-def _bucket_value_bytes(low: Lowering) -> int:
-    """Return the bytes of an element of the buckets; the only gradients that exist have their own precision."""
-    precision = low.scenario.workload.gradient_precision
-    return PRECISION_BYTES[precision] if precision and low.has_one_gradient_buffer else low.value_bytes
-
-
 def _casts_gradients(low: Lowering) -> bool:
     """Return whether the optimizer copies gradients into its own precision; sharded ones are in it already."""
-    if low.has_one_gradient_buffer and _bucket_value_bytes(low) == low.master_bytes:
+    if low.has_one_gradient_buffer and low.buffer_value_bytes == low.master_bytes:
         return False
     return bool(low.flat_part) or (
         low.has_master_copy and low.policies.gradients in ("local", "periodic", "all-reduce")
@@ -253,16 +261,15 @@ def _all_gather_flat(low: Lowering) -> list[Task]:
 
     Source: DeepSpeed, runtime/utils.py, `all_gather_dp_groups`.
     """
-    ranks, part = len(low.group), low.flat_part
-    if ranks == 1:
-        return []
-    count = max(1, part * ranks // ALL_GATHER_BUCKET_ELEMENTS)
-    size = part // count // 2 * 2
-    tasks = []
-    for number in range(count):
-        elements = size if number < count - 1 else part - size * (count - 1)
-        exchange = Communication("all-gather", low.group, ranks * elements * low.value_bytes)
-        tasks.append(collective_task(TaskId("all-gather-parameters", part=number), exchange))
+    tasks: list[Task] = []
+    for part, (group, *beside) in ((low.flat_part, [low.group]), (low.flat_expert_part, low.expert_replicas)):
+        ranks = len(group)
+        count = max(1, part * ranks // ALL_GATHER_BUCKET_ELEMENTS) if part and ranks > 1 else 0
+        size = part // max(1, count) // 2 * 2
+        for number in range(count):
+            elements = size if number < count - 1 else part - size * (count - 1)
+            exchange = Communication("all-gather", group, ranks * elements * low.value_bytes, beside=tuple(beside))
+            tasks.append(collective_task(TaskId("all-gather-parameters", part=len(tasks)), exchange))
     return tasks
 
 
@@ -288,7 +295,7 @@ def owned_tensors(low: Lowering, rank: int) -> Sequence[int]:
     if gradients == "reduce-scatter":
         return owned_rows(low, rank)
     if low.flat_part:
-        return [low.flat_part]
+        return [part for part in (low.flat_part, low.flat_expert_part) if part]
     if low.assigns_tensors:
         return (*low.owned_elements(rank), *low.owned_expert_elements(rank))
     if low.assigns_layers:
@@ -304,7 +311,11 @@ def _gradients_at_end(low: Lowering, rank: int) -> tuple[float, ...]:
     """
     gradients = low.scenario.policies.gradients
     if gradients == "all-reduce":
-        return tuple(float(bucket.elements * low.value_bytes) for bucket in low.expert_buckets)
+        return (
+            ()
+            if low.has_one_gradient_buffer
+            else tuple(float(bucket.elements * low.value_bytes) for bucket in low.expert_buckets)
+        )
     if gradients == "reduce-scatter" and low.offload:
         return ()
     if gradients == "reduce-scatter":
@@ -326,7 +337,7 @@ def persistent_bytes(low: Lowering, rank: int) -> tuple[dict[str, float], dict[s
     owned = owned_tensors(low, rank)
     total = sum(parameter.elements for _, parameter in low.parameters)
     if low.flat_part:
-        total = low.flat_part * len(low.group)
+        total = sum(_flat_elements(low))
     parameters = float(total * low.value_bytes + sum(_frozen(low)))
     if holds_shards(low):  # these are the master copy
         pushes = policies.gradients == "push"
@@ -348,7 +359,7 @@ def persistent_bytes(low: Lowering, rank: int) -> tuple[dict[str, float], dict[s
     if (low.has_master_copy and not holds_shards(low)) or low.thresholds_publish or low.flat_part:
         held["master_copy"] = float(sum(owned) * low.master_bytes)
     if policies.gradients == "all-reduce":
-        held["buckets"] = sum(bucket.elements for bucket in low.buckets) * _bucket_value_bytes(low)
+        held["buckets"] = sum(bucket.elements for bucket in _buffers(low)) * low.buffer_value_bytes
     held |= outer_memory(low)
     held |= {name: sum(sizes) for name, sizes in low.once_a_run(compressor_tensors).items()}
     held |= threshold_memory(low, rank)

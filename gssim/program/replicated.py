@@ -51,10 +51,9 @@ def all_reduce_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batc
     parts, reductions = BackwardParts(low, tasks), []
     rounds: list[list[Task]] = [[], []]
     for bucket in low.buckets:
-        size = bucket.elements * low.value_bytes
         index = parts.at(bucket.complete)
         kind = "reduce-scatter" if low.has_one_gradient_buffer else "all-reduce"
-        copied = parts.lengthen(index, 0.0 if low.has_one_gradient_buffer else cost.copy_time_s(device, size))
+        copied = parts.lengthen(index, cost.copy_time_s(device, _collected_bytes(low, bucket)))
         if low.policies.compressor:
             begun, *ended = compress_bucket(low, device, bucket)
             if not low.scenario.plan.overlap:
@@ -79,6 +78,17 @@ def all_reduce_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batc
             reductions.append(of_experts.id)
     wait = Task(TaskId("all-reduce", "wait"), "exposed_communication", after=tuple(reductions))
     return [*parts.merged(), wait]
+
+
+def _collected_bytes(low: Lowering, bucket: Bucket) -> float:
+    """Return the bytes that are read and written before a bucket is reduced: its gradients are copied into it.
+
+    Where they exist there alone, they are divided in place by the number of ranks, if there are several (Megatron-LM,
+    core/distributed/param_and_grad_buffer.py, start_grad_sync).
+    """
+    if low.has_one_gradient_buffer and len(low.group) == 1:
+        return 0.0
+    return float(bucket.elements * low.buffer_value_bytes)
 
 
 def _with_casts(low: Lowering, device: DeviceType, bucket: Bucket, reduction: Task, precision: Precision) -> list[Task]:

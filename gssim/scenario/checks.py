@@ -14,7 +14,7 @@ from gssim.plan import (
     refuse_what_cannot_run,
 )
 from gssim.scenario.device_rates import layer_profile
-from gssim.scenario.expert_load import expert_rows
+from gssim.scenario.expert_load import layer_rows
 from gssim.scenario.scenario import Scenario
 from gssim.scenario.stages import schedule_of, stage_cut_error, tied_parameters
 from gssim.scenario.tensor_slices import undivided_reason, units_of_ranks
@@ -630,11 +630,12 @@ def _check_experts(scenario: Scenario, policies: Policies, file: str) -> None:
             f"{', '.join(map(str, sorted(set(scenario.batch_sizes))))}; allowed: an even split of the batch"
         )
     reduced = None if workload.reduce_precision == workload.precision else workload.reduce_precision
+    flat = scenario.plan.zero1_implementation == "megatron"
     for name, value in (
-        ("clip_norm", workload.clip_norm),
+        ("clip_norm", None if flat else workload.clip_norm),
         ("loss_scale", workload.loss_scale),
-        ("gradient_precision", workload.gradient_precision),
-        ("reduce_precision", reduced),
+        ("gradient_precision", None if flat else workload.gradient_precision),
+        ("reduce_precision", None if flat else reduced),
     ):
         if value is not None:
             raise UserError(f"{where}: workload.{name} = {value!r} cannot run yet with divided experts; leave it out")
@@ -658,7 +659,7 @@ def _check_expert_load(scenario: Scenario, ranks: int, where: str, file: str) ->
             raise UserError(f"{where}: does not divide the {layer.units} experts of '{layer.name}'; allowed: a divisor")
         for module in layer.modules:
             try:
-                expert_rows(workload, module, experts=layer.units or 0, chosen=layer.experts_per_token or 0)
+                layer_rows(workload, layer, module)
             except UserError as error:
                 raise UserError(f"{file}: {error}") from None
 

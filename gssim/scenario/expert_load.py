@@ -7,6 +7,7 @@ after another, to the sample's tokens in turn (McNaughton's wrap-around rule, 19
 as long as no expert has more rows than there are tokens.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -19,13 +20,20 @@ if TYPE_CHECKING:
     from gssim.scenario.scenario import Scenario
 
 
-def expert_rows(workload: Workload, module: str, *, experts: int, chosen: int) -> tuple[int, ...]:
+def expert_rows(
+    workload: Workload, module: str, *, experts: int, chosen: int, capacity_ratio: float | None = None
+) -> tuple[int, ...]:
     """Return the rows of each expert of a layer for one sample; see [Note: loads].
 
-    `module`: path of the layer. `chosen`: experts that each token takes. Raises UserError for a load that does not fit
-    the layer: its number of experts, or an expert with more rows than tokens.
+    `module`: path of the layer. `chosen`: experts that each token takes. `capacity_ratio`: see
+    `Layer.expert_capacity_ratio`. Raises UserError for a load that does not fit the layer: its number of experts, an
+    expert with more rows than tokens, or any but a balanced one where experts have a capacity.
     """
     tokens, load = workload.sequence_length or 1, workload.expert_load
+    if capacity_ratio is not None:
+        if load != "balanced":
+            raise UserError("workload.expert_load: experts with a capacity have as many rows each; leave it out")
+        return (math.ceil(capacity_ratio * tokens * chosen / experts),) * experts
     if isinstance(load, str):
         return splitting.split(tokens * chosen, splitting.even(experts))
     where, shares = "workload.expert_load", load.shares
@@ -49,6 +57,15 @@ def expert_rows(workload: Workload, module: str, *, experts: int, chosen: int) -
             f"of a sample, which take {chosen} different experts each; allowed: at most 1/{chosen} of the load"
         )
     return rows
+
+
+def layer_rows(workload: Workload, layer: Layer, module: str) -> tuple[int, ...]:
+    """Return the rows of each expert of a layer with divided experts for one sample; see `expert_rows`."""
+    assert layer.units is not None
+    assert layer.experts_per_token is not None
+    capacity_ratio = layer.expert_capacity_ratio
+    chosen = layer.experts_per_token
+    return expert_rows(workload, module, experts=layer.units, chosen=chosen, capacity_ratio=capacity_ratio)
 
 
 def routed_experts(rows: Sequence[int], tokens: int) -> list[list[int]]:
@@ -75,16 +92,17 @@ def layers_with_experts(scenario: "Scenario", position: int) -> tuple[LayerInsta
         if layer.experts_per_token is None or layer.units is None:
             held.append(instance)
             continue
-        experts, chosen = layer.units, layer.experts_per_token
-        rows = ranks * rows_by_rank(scenario, instance.module, experts=experts, chosen=chosen)[position]
+        experts = layer.units
+        rows = ranks * rows_by_rank(scenario, instance)[position]
         if (id(layer), rows) not in once:
             once[id(layer), rows] = sliced_layer(layer, experts // ranks, 0, rows)
         held.append(replace(instance, layer=once[id(layer), rows]))
     return tuple(held)
 
 
-def rows_by_rank(scenario: "Scenario", module: str, *, experts: int, chosen: int) -> tuple[int, ...]:
+def rows_by_rank(scenario: "Scenario", instance: LayerInstance) -> tuple[int, ...]:
     """Return the rows that one sample sends to each of the ranks that divide the experts of a layer."""
-    rows = expert_rows(scenario.workload, module, experts=experts, chosen=chosen)
+    rows = layer_rows(scenario.workload, instance.layer, instance.module)
+    experts = len(rows)
     units = experts // scenario.policies.ep
     return tuple(sum(rows[first : first + units]) for first in range(0, experts, units))

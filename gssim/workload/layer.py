@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, PlainSerializer, SerializerFunctionWrapHandler, WithJsonSchema, model_serializer
 
-from gssim.units import Count, PositiveInt, spec
+from gssim.units import Count, PositiveFloat, PositiveInt, spec
 
 _TERM = re.compile(r"^(-?\d+)((?:\*(?:[bs](?:\^[12])?|[upr]))*)$")
 Terms = tuple[tuple[int, int, int], ...]
@@ -421,6 +421,9 @@ class Layer:
     divided experts, the number of experts."""
     experts_per_token: PositiveInt | None = None
     """Of divided experts: number of them that each token takes; see [Note: routed rows]."""
+    expert_capacity_ratio: PositiveFloat | None = None
+    """Rows of each expert over an even share of a sequence's, rounded up: those beyond are dropped, and places that are
+    left are padded (Megatron-LM's `moe-pad-expert-input-to-capacity`). Absent: no token is dropped."""
     reductions: tuple[text_of(Reduction), ...] = ()  # type: ignore[valid-type]
     """Collectives of a sliced block, in the order of their moments."""
     linear: bool | None = None
@@ -442,8 +445,9 @@ class Layer:
                 data.pop(key, None)
         if not data.get("module_buffer_bytes"):
             data.pop("module_buffer_bytes", None)
-        if data.get("experts_per_token") is None:
-            data.pop("experts_per_token", None)
+        for key in ("experts_per_token", "expert_capacity_ratio"):
+            if data.get(key) is None:
+                data.pop(key, None)
         if not data.get("frozen_parameters"):
             data.pop("frozen_parameters", None)
         return data

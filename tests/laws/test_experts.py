@@ -1,5 +1,6 @@
 """Laws and closed forms: routed experts divided among ranks, beside replicated and sharded parameters."""
 
+from dataclasses import replace
 from math import ceil, prod
 from pathlib import Path
 
@@ -81,11 +82,52 @@ def test_updated_parameters_come_from_those_that_hold_them(ranks, ep):
     assert found == dict.fromkeys(groups, of_experts)
 
 
+@pytest.mark.parametrize(("ranks", "ep"), [(4, 2), (4, 4), (8, 2)])
+def test_one_buffer_of_gradients_holds_dense_ones_and_a_second_those_of_experts(ranks, ep):
+    """Megatron's optimizer: each is reduce-scattered, and gathered, over those that hold the same parameters."""
+    plan = {"method": "zero1", "zero1_implementation": "megatron", "ep": ep}
+    of_experts = sum(prod(shape) for shape in shapes(experts=True)) // ep
+    dense = sum(prod(shape) for shape in shapes(experts=False))
+    for kind in ("reduce-scatter", "all-gather"):
+        found = carried(plan, kind, ranks)
+        assert found.pop(tuple(range(ranks))) == pytest.approx(dense * VALUE_BYTES, abs=8 * ranks)
+        groups = {tuple(range(first, ranks, ep)) for first in range(ep)} if ranks > ep else set()
+        assert set(found) == groups
+        assert all(size == pytest.approx(of_experts * VALUE_BYTES, abs=8 * ranks) for size in found.values())
+    peak = simulate(loaded_of(scenario(plan, ranks))).result.ranks[0].peak_by_category_bytes
+    assert peak["buckets"] == pytest.approx((dense + of_experts) * VALUE_BYTES, abs=8 * ranks)
+    state = 2 * VALUE_BYTES * (dense / ranks + of_experts / (ranks // ep))  # two moments
+    assert peak["optimizer"] == pytest.approx(state, rel=0.001)
+
+
+def with_capacity(ratio: float):
+    layers = [
+        replace(each, expert_capacity_ratio=ratio) if each.experts_per_token else each for each in MIXTURE.expert_layers
+    ]
+    return replace(MIXTURE, expert_layers=tuple(layers))
+
+
+@pytest.mark.parametrize("ratio", [1.0, 1.5])
+def test_experts_with_a_capacity_get_as_many_rows_each(ratio):
+    """Dispatches and combines carry experts * ceil(ratio * tokens * chosen / experts) rows of each sample."""
+    result = simulate(loaded_of(scenario({"method": "ddp", "ep": 4}, model=with_capacity(ratio)))).result
+    sent = sum(each.bytes * each.count for each in result.collectives if each.kind == "all-to-all-v")
+    blocks = sum(each.layer.block for each in unrolled(MIXTURE))
+    rows = 24 * 12 * ceil(ratio * 32 * 2 / 12)
+    assert sent == 4 * blocks * rows * 96 * VALUE_BYTES
+
+
+def test_a_capacity_leaves_no_other_load():
+    with pytest.raises(UserError, match=r"expert_load: experts with a capacity have as many rows each; leave it out"):
+        scenario({"method": "ddp", "ep": 4}, model=with_capacity(1.0), expert_load={"skew": 0.5})
+
+
 PLANS = [
     {"method": "zero1", "micro_batches": 2},
     {"method": "zero2", "micro_batches": 3},
     {"method": "zero3", "recompute": "full"},
     {"method": "ddp", "pp": 2, "micro_batches": 2},
+    {"method": "zero1", "zero1_implementation": "megatron", "pp": 2, "micro_batches": 2},
     {"method": "zero3", "pp": 2, "micro_batches": 3},
 ]
 
@@ -144,7 +186,7 @@ def test_uneven_loads_carry_as_many_bytes_and_wait_for_the_fullest_rank():
     ("plan", "message"),
     [
         ({"method": "gs"}, "cannot run yet with method 'gs'"),
-        ({"method": "zero1", "zero1_implementation": "megatron"}, r"plan\.zero1_implementation = 'megatron'"),
+        ({"method": "zero1", "zero1_implementation": "deepspeed"}, r"plan\.zero1_implementation = 'deepspeed'"),
         ({"method": "zero3", "dp_replicate": 2, "dp_shard": 2}, r"plan\.dp_replicate = 2 beside shards"),
         ({"method": "zero3", "tp": 2}, r"plan\.tp = 2"),
         ({"method": "zero3", "cp": 2}, r"plan\.cp = 2"),

@@ -14,11 +14,12 @@ import pytest
 import gssim as api
 from analysis.cli import main
 from analysis.literature.platforms import calibration_rows, cluster_of, platforms, servers_of
-from analysis.literature.runs import Run, Shape, SkippedError, Software
+from analysis.literature.runs import Latent, Run, Shape, SkippedError, Software
 from analysis.literature.scenarios import plan_of, predict, scenario_of
 from analysis.literature.score import SourceScore, agreement_of, baseline_step_s, score
+from analysis.literature.tables.frameworks import DEEPSEEKS
 from analysis.literature.tables.reading import read_table
-from analysis.literature.transformer import layers_of
+from analysis.literature.transformer import layers_of, transformer
 from gssim.errors import UserError
 from gssim.program import Task, lower
 from gssim.scenario import Loaded, Scenario, model_slice
@@ -486,6 +487,28 @@ BARS = [
     pytest.param("measured_master.csv", "nar21", "Narayanan", {"step": 0.12}, marks=pytest.mark.slow),
     pytest.param("vtrain_ground_truth_multi.csv", "", "several", {"step": 0.12}, marks=pytest.mark.slow),
 ]
+
+
+def test_rows_of_experts_on_b200_by_measured_kernels():
+    """DeepSeek-V2 and V3 with a few layers: divided experts with a capacity, in one of them beside a pipeline."""
+    (found,) = scores("simumax_b200.csv", "deepseek")
+    assert found.step is not None
+    assert found.step.n == len(found.rows) == 6
+    assert found.step.mean <= 0.07
+    assert found.step.mean < found.step.baseline_mean / 4
+    memory = found.memory["allocated"]
+    assert memory.mean <= 0.008
+    assert memory.mean < memory.baseline_mean / 4
+
+
+def test_models_with_experts_have_the_parameters_that_they_are_named_for():
+    """DeepSeek-V2 has 236 billion (DeepSeek-AI 2024, arXiv:2405.04434)."""
+    model = DEEPSEEKS["deepseekv2"]
+    sizes = {"layers": 60, "hidden": model[0], "heads": 128, "kv_heads": 128, "ffn": model[1], "vocabulary": model[2]}
+    shape = Shape(kind="llama", **sizes, sequence_length=4096, latent=Latent(), experts=model[3])
+    assert shape.parameters / 1e9 == pytest.approx(236, abs=1)
+    software = Software(flash_attention=True, dropout=False, compiled=True, fused_projections=True)
+    assert transformer(shape, software, tp=1, tied=False).elements == shape.parameters
 
 
 def test_dense_rows_on_b200_by_measured_kernels():

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from analysis.literature.platforms import first_attention_ratio_of, float8_ratio_of
-from analysis.literature.runs import Run, Shape, SkippedError, Software, UnscoredError, gpt
+from analysis.literature.runs import Experts, Latent, Run, Shape, SkippedError, Software, UnscoredError, gpt
 from analysis.literature.tables.fields import (
     count,
     divided,
@@ -284,34 +284,59 @@ LLAMAS = {
 SIMUMAX_VOCABULARY = 128256
 
 
+DEEPSEEKS = {
+    "deepseekv2": (5120, 12288, 102400, Experts(count=160, chosen=6, width=1536, shared_width=3072)),
+    "deepseekv3": (7168, 18432, 129280, Experts(count=256, chosen=8, width=2048, shared_width=2048)),
+}
+"""Width, width of the maps of dense blocks, vocabulary, experts (run_pretrain_deepseekv2.sh); all have 128 heads."""
+
+
+def _simumax_shape(record: Mapping[str, str], tp: int) -> Shape:
+    model, length, layers = record["model"], count(record, "seq") or 4096, needed(record, "layers")
+    if model in DEEPSEEKS:
+        hidden, ffn, vocabulary, mixture = DEEPSEEKS[model]
+        experts: Experts | None = mixture
+        heads = kv_heads = 128
+        latent: Latent | None = Latent()
+    elif model in LLAMAS:
+        (hidden, heads, kv_heads, ffn), vocabulary = LLAMAS[model], SIMUMAX_VOCABULARY
+        experts = latent = None
+    else:
+        raise SkippedError(f"the model {model}")
+    return Shape(
+        kind="llama",
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        ffn=ffn,
+        vocabulary=padded(vocabulary, tp),
+        sequence_length=length,
+        latent=latent,
+        experts=experts,
+    )
+
+
 def simumax(record: Mapping[str, str], identity: str) -> Run:
-    """Return the run of a row; raise SkippedError for missing fields, or a mixture of experts.
+    """Return the run of a row; raise SkippedError for missing fields, or a plan that cannot be predicted.
 
     Megatron-Core with Transformer Engine in bf16 (SimuMax, simu_tools/megatron_scripts): a distributed optimizer that
     reduces in float after the backward, sequence parallelism, clipping, nothing recomputed.
     """
-    if (count(record, "ep") or 1) > 1 or record["model"] not in LLAMAS:
-        raise SkippedError("a mixture of experts" if (count(record, "ep") or 1) > 1 else f"the model {record['model']}")
     tp, pp, dp, context = (count(record, key) or 1 for key in ("tp", "pp", "dp", "cp"))
+    ep = count(record, "ep") or 1
+    shape = _simumax_shape(record, tp)
+    if shape.experts is not None and (ep == 1 or tp * context > 1):
+        raise SkippedError("a mixture of experts that no ranks divide, or beside tensor or context parallelism")
     if tp * pp * dp * context != needed(record, "n_gpus"):
         raise SkippedError("dp x tp x pp x cp are not the GPUs")
     milliseconds, memory = positive(record, "iter_time_ms"), positive(record, "peak_allocated_gib_max")
-    hidden, heads, kv_heads, ffn = LLAMAS[record["model"]]
     return Run(
         identity=record["case"] or identity,
         source=f"SimuMax's {record['gpu']}",
         gpu=record["gpu"],
         per_node=8,
-        shape=Shape(
-            kind="llama",
-            layers=needed(record, "layers"),
-            hidden=hidden,
-            heads=heads,
-            kv_heads=kv_heads,
-            ffn=ffn,
-            vocabulary=padded(SIMUMAX_VOCABULARY, tp),
-            sequence_length=count(record, "seq") or 4096,
-        ),
+        shape=shape,
         software=Software(
             flash_attention=True,
             dropout=False,
@@ -337,6 +362,7 @@ def simumax(record: Mapping[str, str], identity: str) -> Run:
         dp=dp,
         tp=tp,
         pp=pp,
+        ep=ep,
         chunks=count(record, "vpp") or 1,
         micro_batch=needed(record, "micro_batch"),
         micro_batches=needed(record, "micro_batches"),
