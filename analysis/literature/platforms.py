@@ -43,6 +43,8 @@ class Platform:
     """The same ratio for the first version of FlashAttention (Triton)."""
     calls: dict[str, tuple[Seconds, Seconds]] = field(default_factory=dict)
     """Measured time of an empty collective inside a server, by kind: a fixed part, and one for each other rank."""
+    exchange_fixed_s: dict[str, Seconds] = field(default_factory=dict)
+    """Fixed part of an all-to-all by the number of its ranks, beside that in `calls`."""
     calibrated_on: tuple[str, ...] = field(default=())
     """Ids of the rows that numbers of the device were fitted to."""
 

@@ -121,7 +121,7 @@ def _cluster_tables_of(run: Run) -> dict[str, Any]:
     cluster = cluster_tables(servers_of_run(run), software.precision, software.tensor_float)
     if platform is not None and platform.calls:
         ranks = run.tp if run.tp > 1 else run.dp * software.context_ranks
-        cluster["backend_cost"] = _call_overheads(platform, ranks)
+        cluster["backend_cost"] = _call_overheads(platform, ranks, run.ep)
     if software.operation_overhead_s is None and not software.dummy_gradients and not software.float8_maps:
         return cluster
     known = validated(Cluster, cluster, file=run.identity).device_types
@@ -140,12 +140,18 @@ def _cluster_tables_of(run: Run) -> dict[str, Any]:
     return cluster
 
 
-def _call_overheads(platform: Platform, ranks: int) -> dict[str, Any]:
-    """Return what calls of collectives take in addition to the latencies of links, where they were measured."""
+def _call_overheads(platform: Platform, ranks: int, expert_ranks: int) -> dict[str, Any]:
+    """Return what calls of collectives take in addition to the latencies of links, where they were measured.
+
+    `expert_ranks`: that divide experts, among which there are all-to-alls.
+    """
     link = {"between": ["a", "b"], **presets("links")[platform.inside_link]}
     link_s = validated(Link, link, file="links").latency_s
+    fixed = {"all-to-all": platform.exchange_fixed_s.get(str(expert_ranks), 0.0)}
     overhead_s = {
-        kind: fixed_s + (ranks - 1) * max(0.0, other_s - link_s) for kind, (fixed_s, other_s) in platform.calls.items()
+        kind: fixed_s + fixed.get(kind, 0.0) + (among - 1) * max(0.0, other_s - link_s)
+        for kind, (fixed_s, other_s) in platform.calls.items()
+        for among in [expert_ranks if kind in fixed else ranks]
     }
     return {"overhead_s": overhead_s, "source": "analysis/literature/platforms.toml"}
 
