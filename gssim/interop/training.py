@@ -220,7 +220,7 @@ def _scale_loss(training: Training, plan: list[Entry], overrides: dict[str, Any]
     precision = training.autocast or training.precision
     asked = overrides.get("workload.precision", precision.value if precision else "fp32")
     methods = [entry.value for entry in plan if entry.key == "plan.method"]
-    rules = METHODS.get(overrides.get("plan.method") or (methods[0] if methods else ""))
+    rules = METHODS.get(str(overrides.get("plan.method") or (methods[0] if methods else "")))
     if asked != "fp16" or precision is None or (rules is not None and rules.is_gradient_sharding):
         training.loss_scale = None
     else:
