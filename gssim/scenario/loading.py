@@ -380,7 +380,8 @@ def _transferred(scenario: Scenario, shared: Shared) -> GradientStatistics:
     workload, steps = scenario.workload, scenario.run.warmup_steps + scenario.run.steps
 
     def transferred() -> GradientStatistics:
-        family = read_family(shipped_families()[family_of(workload.model)])
+        path = shipped_families()[family_of(workload.model)]
+        family = shared.once("gradient families", path, lambda: read_family(path), most=8)
         return transferred_statistics(family, workload, steps=steps)
 
     asked = (workload.global_batch_size, workload.sequence_length, workload.learning_rate, workload.optimizer)
