@@ -454,6 +454,78 @@ def test_torchtitan_shards_over_context_ranks(tmp_path, replicate, context, plan
     assert tables["workload"].get("reduce_precision") == (None if context == 1 and not by_option else "fp32")
 
 
+OLD_TITAN = """
+[optimizer]
+name = "AdamW"
+lr = 3e-4
+{fused}
+[training]
+batch_size = 4
+seq_len = 8192
+warmup_steps = 200
+{degrees}
+enable_loss_parallel = true
+compile = false
+fp8_linear = ""
+checkpoint_interval = 3600
+[experimental]
+{experimental}
+[activation_checkpoint]
+mode = "full"
+"""
+
+
+@pytest.mark.parametrize(
+    ("degrees", "experimental", "fused", "plan"),
+    [
+        ("data_parallel_degree = -1\nsequence_parallel_degree = 2", "", "", {"method": "zero3", "tp": 2}),
+        ("data_parallel_degree = 1\ntensor_parallel_degree = 8", "", "", {"method": "tensor", "tp": 8}),
+        (
+            "data_parallel_replicate_degree = 2\ndata_parallel_shard_degree = 4",
+            "",
+            "fused = true",
+            {"method": "hsdp", "dp_shard": 4},
+        ),
+        ("data_parallel_shard_degree = 1", "context_parallel_degree = 8", "", {"method": "zero3", "cp": 8}),
+        (
+            "data_parallel_shard_degree = -1",
+            "pipeline_parallel_degree = 4\npipeline_parallel_schedule = '1f1b'",
+            "",
+            {"method": "zero2", "pp": 4, "micro_batches": 4},
+        ),
+        (
+            "tensor_parallel_degree = 1",
+            "pipeline_parallel_degree = 4\npipeline_parallel_microbatches = 2\npipeline_parallel_schedule = 'gpipe'",
+            "",
+            {"pp": 4, "micro_batches": 2},
+        ),
+        ("tensor_parallel_degree = 1", "pipeline_parallel_degree = 1\npipeline_parallel_microbatches = 2", "", {}),
+    ],
+)
+def test_torchtitan_before_its_table_of_parallelism(tmp_path, degrees, experimental, fused, plan):
+    text = OLD_TITAN.format(degrees=degrees, experimental=experimental, fused=fused)
+    tables, _ = imported(tmp_path, text, name="t.toml")
+    assert {key: tables["plan"].get(key) for key in plan} == plan
+    assert tables["workload"]["optimizer_implementation"] == ("fused" if fused else "foreach")
+    assert tables["plan"].get("loss_parallel") == (True if plan.get("tp") else None)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("compile = false", "compile = true"), "training.compile"),
+        (('fp8_linear = ""', 'fp8_linear = "dynamic"'), "training.fp8_linear"),
+        (("[experimental]", "[float8]\nenable_float8_linear = true\n[experimental]"), "float8.enable_float8_linear"),
+        (("[experimental]", "[experimental]\npipeline_parallel_split_points = ['layers.4']"), "plan.stages"),
+        (("[experimental]", "[experimental]\nexpert_parallel_degree = 2"), "experimental.expert_parallel_degree"),
+        (("[experimental]", "[parallelism]\ntensor_parallel_degree = 2\n[experimental]"), "training.tensor_parallel"),
+    ],
+)
+def test_older_torchtitan_drops_nothing(tmp_path, change, said):
+    text = OLD_TITAN.format(degrees="tensor_parallel_degree = 1", experimental="", fused="")
+    assert said in refused(tmp_path, text.replace(*change), name="t.toml")
+
+
 @pytest.mark.parametrize(
     ("model", "said", "divided"),
     [
