@@ -73,8 +73,7 @@ class PushedGradient(torch.Tensor):
         if not is_allowed and not isinstance(func, torch._ops.OpOverload):  # those are autograd's own additions
             raise RuntimeError(
                 f"{attribute or name} of a gradient that was pushed to its owners in the backward: no rank has it "
-                "whole. Clip and step with what shard_gradients returned, not with clip_grad_norm_ or an optimizer of "
-                "torch's"
+                "whole. Clip with the clip_grad_norm_ of what shard_gradients returned, and step with that"
             )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))

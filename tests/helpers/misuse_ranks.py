@@ -415,7 +415,7 @@ def another_optimizer_beside():
         model = mlp()
         optimizer, other = shard_gradients(model, SGD), factory(model.parameters())
         loss(model, *own(*next(batches()))).backward()
-        refused("step with what shard_gradients returned", other.step)
+        refused("is_sparse of a gradient that was pushed", other.step)
         optimizer.step()
 
 
