@@ -112,7 +112,8 @@ def torchtitan(keys: Keys) -> Training:
 def _sharding(keys: Keys, training: Training) -> None:
     reshard = keys.choice(RESHARD, "parallelism.fsdp_reshard_after_forward", sets="plan.method")
     pipelined = training.pp is not None and training.pp.value > 1
-    if training.dp_shard is not None and training.dp_shard.value == 1:
+    # its mesh for fully_shard is that of dp_shard times cp: distributed/parallel_dims.py
+    if training.dp_shard is not None and training.dp_shard.value == 1 and not training.has_context_ranks(keys):
         training.sharding = Value("none", training.dp_shard.origin)
     elif reshard is not None and reshard.value != "default":
         training.sharding = reshard

@@ -220,6 +220,30 @@ def test_accelerate_parallelism_config(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("sizes", "plan"),
+    [
+        ({"dp_shard": 1, "cp": 8}, {"method": "zero3", "cp": 8}),  # shards over dp_shard times cp
+        ({"cp": 8}, {"method": "zero3", "cp": 8}),
+        ({"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1}, {"method": "zero3"}),  # no mesh: over all processes
+        ({"dp_shard": 8}, {"method": "zero3"}),
+        ({"cp": 2}, None),  # 2 of 8 processes, which Accelerate refuses
+        ({"dp_replicate": 8}, None),
+        ({"dp_replicate": 4, "dp_shard": 1, "cp": 2}, None),
+    ],
+)
+def test_accelerates_mesh_shards_over_context_ranks(tmp_path, sizes, plan):
+    table = "".join(f"  parallelism_config_{name}_size: {size}\n" for name, size in sizes.items())
+    text = FSDP.format(reshard="true", more=f"parallelism_config:\n{table}")
+    if plan is None:
+        assert "parallelism_config" in refused(tmp_path, text, name="a.yaml")
+        return
+    tables, found = imported(tmp_path, text, name="a.yaml")
+    assert {key: tables["plan"].get(key) for key in ("method", "cp", "dp_shard") if key in plan} == plan
+    unused = [line for line in found.listed if "dp_shard_size" in line]
+    assert bool(unused) == (sizes.get("dp_shard") == sizes.get("dp_replicate") == 1)
+
+
+@pytest.mark.parametrize(
     ("strategy", "method"),
     [
         ("FULL_SHARD", "zero3"),
@@ -348,6 +372,14 @@ def test_megatron_says_how_sequences_are_exchanged(tmp_path, kind, exchange):
     assert tables["plan"].get("context_exchange") == exchange
 
 
+def test_neutral_numbers_of_scripts_are_texts(tmp_path):
+    said = "--expert-tensor-parallel-size 1 --num-distributed-optimizer-instances 1 --moe-layer-freq 1"
+    tables, _ = imported(tmp_path, f"{MEGATRON.rstrip()} {said}", name="train.sh", model="gpt3-1.3b")
+    assert tables["plan"]["method"] == "zero1"
+    other = f"{MEGATRON.rstrip()} --num-distributed-optimizer-instances 2"
+    assert "beside the distributed one" in refused(tmp_path, other, name="train.sh", model="gpt3-1.3b")
+
+
 def test_megatrons_offloaded_optimizer(tmp_path):
     said = f"{MEGATRON.rstrip()} --optimizer-cpu-offload"
     tables, _ = imported(tmp_path, f"{said} --optimizer-offload-fraction 1.0", name="train.sh", model="gpt3-1.3b")
@@ -400,6 +432,26 @@ def test_torchtitan(tmp_path, replicate, shard, reshard, method):
     assert tables["workload"]["optimizer_implementation"] == "fused"
     assert tables["workload"].get("reduce_precision") == (None if method == "ddp" else "fp32")
     assert any("autocast" in line for line in found.listed) == (method == "ddp")
+
+
+@pytest.mark.parametrize(
+    ("replicate", "context", "plan"),
+    [
+        (1, 8, {"method": "zero3", "cp": 8}),
+        (4, 2, {"method": "hsdp", "dp_replicate": 4, "dp_shard": 1, "cp": 2}),
+        (8, 1, {"method": "ddp"}),
+    ],
+)
+@pytest.mark.parametrize("by_option", [False, True])
+def test_torchtitan_shards_over_context_ranks(tmp_path, replicate, context, plan, by_option):
+    """Its mesh for FSDP is that of data_parallel_shard_degree times context_parallel_degree."""
+    text = TITAN.format(batch=16, replicate=replicate, shard=1, reshard="default", mode="full")
+    if not by_option:
+        text = text.replace("[parallelism]", f"[parallelism]\ncontext_parallel_degree = {context}")
+    overrides = [f"plan.cp={context}"] if by_option else []
+    tables, _ = imported(tmp_path, text, name="t.toml", overrides=overrides)
+    assert {key: tables["plan"].get(key) for key in plan} == plan
+    assert tables["workload"].get("reduce_precision") == (None if context == 1 and not by_option else "fp32")
 
 
 @pytest.mark.parametrize(
