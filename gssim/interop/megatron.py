@@ -62,7 +62,7 @@ MEGATRON: dict[str, Rule] = {
     **refused(
         "a part of the optimizer on the host cannot be simulated",
         "optimizer-offload-fraction",
-        neutral=(1, 1.0, "1", "1.0"),
+        neutral=(1,),
     ),
     **listed("approximated: copies to the host and back do not overlap with its update", "overlap-cpu-*", "*pin-cpu-*"),
     **listed("which Adam the host runs", "use-torch-optimizer-for-cpu-offload"),

@@ -330,15 +330,18 @@ class Rule:
     """Keys of the scenario that say what it would have said."""
 
     def harmless(self, value: Any) -> bool:
-        """Return whether a key of this value changes nothing.
+        """Return whether a key of this value changes nothing; texts of numbers, which scripts hold, are numbers.
 
-        >>> Rule("LoRA").harmless(None), Rule("LoRA").harmless("lora"), Rule("cp", neutral=(1,)).harmless(1)
+        >>> Rule("LoRA").harmless(None), Rule("LoRA").harmless("lora"), Rule("cp", neutral=(1,)).harmless("1")
         (True, False, True)
         """
         if self.no_effect or value in ([], {}):
             return True
+        number = _number(value)
         return isinstance(value, (str, int, float, type(None))) and any(
-            value == each and isinstance(value, bool) == isinstance(each, bool) for each in (*OFF, *self.neutral)
+            (value == each and isinstance(value, bool) == isinstance(each, bool))
+            or (number is not None and number == each and not isinstance(each, bool))
+            for each in (*OFF, *self.neutral)
         )
 
 

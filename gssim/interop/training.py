@@ -152,6 +152,10 @@ class Training:
     architecture: dict[str, Value] = field(default_factory=dict)
     """Sizes of the model, by the names of `ARCHITECTURE`."""
 
+    def has_context_ranks(self, keys: Keys) -> bool:
+        """Return whether sequences are divided among ranks, by the file or by `--set`: state is sharded over them."""
+        return "plan.cp" in keys.overridden or (self.cp is not None and self.cp.value != 1)
+
 
 BATCH = "workload.global_batch_size"
 

@@ -220,6 +220,30 @@ def test_accelerate_parallelism_config(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("sizes", "plan"),
+    [
+        ({"dp_shard": 1, "cp": 8}, {"method": "zero3", "cp": 8}),  # shards over dp_shard times cp
+        ({"cp": 8}, {"method": "zero3", "cp": 8}),
+        ({"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1}, {"method": "zero3"}),  # no mesh: over all processes
+        ({"dp_shard": 8}, {"method": "zero3"}),
+        ({"cp": 2}, None),  # 2 of 8 processes, which Accelerate refuses
+        ({"dp_replicate": 8}, None),
+        ({"dp_replicate": 4, "dp_shard": 1, "cp": 2}, None),
+    ],
+)
+def test_accelerates_mesh_shards_over_context_ranks(tmp_path, sizes, plan):
+    table = "".join(f"  parallelism_config_{name}_size: {size}\n" for name, size in sizes.items())
+    text = FSDP.format(reshard="true", more=f"parallelism_config:\n{table}")
+    if plan is None:
+        assert "parallelism_config" in refused(tmp_path, text, name="a.yaml")
+        return
+    tables, found = imported(tmp_path, text, name="a.yaml")
+    assert {key: tables["plan"].get(key) for key in ("method", "cp", "dp_shard") if key in plan} == plan
+    unused = [line for line in found.listed if "dp_shard_size" in line]
+    assert bool(unused) == (sizes.get("dp_shard") == sizes.get("dp_replicate") == 1)
+
+
+@pytest.mark.parametrize(
     ("strategy", "method"),
     [
         ("FULL_SHARD", "zero3"),
@@ -348,6 +372,14 @@ def test_megatron_says_how_sequences_are_exchanged(tmp_path, kind, exchange):
     assert tables["plan"].get("context_exchange") == exchange
 
 
+def test_neutral_numbers_of_scripts_are_texts(tmp_path):
+    said = "--expert-tensor-parallel-size 1 --num-distributed-optimizer-instances 1 --moe-layer-freq 1"
+    tables, _ = imported(tmp_path, f"{MEGATRON.rstrip()} {said}", name="train.sh", model="gpt3-1.3b")
+    assert tables["plan"]["method"] == "zero1"
+    other = f"{MEGATRON.rstrip()} --num-distributed-optimizer-instances 2"
+    assert "beside the distributed one" in refused(tmp_path, other, name="train.sh", model="gpt3-1.3b")
+
+
 def test_megatrons_offloaded_optimizer(tmp_path):
     said = f"{MEGATRON.rstrip()} --optimizer-cpu-offload"
     tables, _ = imported(tmp_path, f"{said} --optimizer-offload-fraction 1.0", name="train.sh", model="gpt3-1.3b")
@@ -400,6 +432,98 @@ def test_torchtitan(tmp_path, replicate, shard, reshard, method):
     assert tables["workload"]["optimizer_implementation"] == "fused"
     assert tables["workload"].get("reduce_precision") == (None if method == "ddp" else "fp32")
     assert any("autocast" in line for line in found.listed) == (method == "ddp")
+
+
+@pytest.mark.parametrize(
+    ("replicate", "context", "plan"),
+    [
+        (1, 8, {"method": "zero3", "cp": 8}),
+        (4, 2, {"method": "hsdp", "dp_replicate": 4, "dp_shard": 1, "cp": 2}),
+        (8, 1, {"method": "ddp"}),
+    ],
+)
+@pytest.mark.parametrize("by_option", [False, True])
+def test_torchtitan_shards_over_context_ranks(tmp_path, replicate, context, plan, by_option):
+    """Its mesh for FSDP is that of data_parallel_shard_degree times context_parallel_degree."""
+    text = TITAN.format(batch=16, replicate=replicate, shard=1, reshard="default", mode="full")
+    if not by_option:
+        text = text.replace("[parallelism]", f"[parallelism]\ncontext_parallel_degree = {context}")
+    overrides = [f"plan.cp={context}"] if by_option else []
+    tables, _ = imported(tmp_path, text, name="t.toml", overrides=overrides)
+    assert {key: tables["plan"].get(key) for key in plan} == plan
+    assert tables["workload"].get("reduce_precision") == (None if context == 1 and not by_option else "fp32")
+
+
+OLD_TITAN = """
+[optimizer]
+name = "AdamW"
+lr = 3e-4
+{fused}
+[training]
+batch_size = 4
+seq_len = 8192
+warmup_steps = 200
+{degrees}
+enable_loss_parallel = true
+compile = false
+fp8_linear = ""
+checkpoint_interval = 3600
+[experimental]
+{experimental}
+[activation_checkpoint]
+mode = "full"
+"""
+
+
+@pytest.mark.parametrize(
+    ("degrees", "experimental", "fused", "plan"),
+    [
+        ("data_parallel_degree = -1\nsequence_parallel_degree = 2", "", "", {"method": "zero3", "tp": 2}),
+        ("data_parallel_degree = 1\ntensor_parallel_degree = 8", "", "", {"method": "tensor", "tp": 8}),
+        (
+            "data_parallel_replicate_degree = 2\ndata_parallel_shard_degree = 4",
+            "",
+            "fused = true",
+            {"method": "hsdp", "dp_shard": 4},
+        ),
+        ("data_parallel_shard_degree = 1", "context_parallel_degree = 8", "", {"method": "zero3", "cp": 8}),
+        (
+            "data_parallel_shard_degree = -1",
+            "pipeline_parallel_degree = 4\npipeline_parallel_schedule = '1f1b'",
+            "",
+            {"method": "zero2", "pp": 4, "micro_batches": 4},
+        ),
+        (
+            "tensor_parallel_degree = 1",
+            "pipeline_parallel_degree = 4\npipeline_parallel_microbatches = 2\npipeline_parallel_schedule = 'gpipe'",
+            "",
+            {"pp": 4, "micro_batches": 2},
+        ),
+        ("tensor_parallel_degree = 1", "pipeline_parallel_degree = 1\npipeline_parallel_microbatches = 2", "", {}),
+    ],
+)
+def test_torchtitan_before_its_table_of_parallelism(tmp_path, degrees, experimental, fused, plan):
+    text = OLD_TITAN.format(degrees=degrees, experimental=experimental, fused=fused)
+    tables, _ = imported(tmp_path, text, name="t.toml")
+    assert {key: tables["plan"].get(key) for key in plan} == plan
+    assert tables["workload"]["optimizer_implementation"] == ("fused" if fused else "foreach")
+    assert tables["plan"].get("loss_parallel") == (True if plan.get("tp") else None)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("compile = false", "compile = true"), "training.compile"),
+        (('fp8_linear = ""', 'fp8_linear = "dynamic"'), "training.fp8_linear"),
+        (("[experimental]", "[float8]\nenable_float8_linear = true\n[experimental]"), "float8.enable_float8_linear"),
+        (("[experimental]", "[experimental]\npipeline_parallel_split_points = ['layers.4']"), "plan.stages"),
+        (("[experimental]", "[experimental]\nexpert_parallel_degree = 2"), "experimental.expert_parallel_degree"),
+        (("[experimental]", "[parallelism]\ntensor_parallel_degree = 2\n[experimental]"), "training.tensor_parallel"),
+    ],
+)
+def test_older_torchtitan_drops_nothing(tmp_path, change, said):
+    text = OLD_TITAN.format(degrees="tensor_parallel_degree = 1", experimental="", fused="")
+    assert said in refused(tmp_path, text.replace(*change), name="t.toml")
 
 
 @pytest.mark.parametrize(
