@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from gssim.errors import UserError
-from gssim.units import one_line
+from gssim.errors import UserError, one_line
 
 MOST_BYTES = 4 * 2**20
 """Size of the largest file that is read: topologies of thousands of hosts stay below it."""

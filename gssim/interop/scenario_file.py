@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gssim.cluster import Cluster
-from gssim.errors import UserError
+from gssim.errors import UserError, one_line
 from gssim.interop.accelerate import accelerate, axolotl, deepspeed
 from gssim.interop.arguments import arguments_in, arguments_of
 from gssim.interop.formats import FORMATS
@@ -26,7 +26,6 @@ from gssim.interop.torchtitan import automodel, torchtitan
 from gssim.interop.training import Entry, Training, scenario_of
 from gssim.scenario import load_cluster, load_scenario
 from gssim.scenario.loading import parsed_override, toml
-from gssim.units import one_line
 
 
 @dataclass(frozen=True)
