@@ -10,11 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gssim.errors import UserError
+from gssim.errors import UserError, one_line
 from gssim.interop.reading import Undecided, flattened, read_bounded
 from gssim.interop.shell import Branch, Command, Script, follow
 from gssim.interop.shell_syntax import MARKS, NAME, is_open, shown_mark, written
-from gssim.units import one_line
 
 OPTION = re.compile(r"--[A-Za-z][\w.-]*(=.*)?", re.DOTALL)
 BEGINS_TRAINING = {

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from gssim.errors import UserError
+from gssim.errors import UserError, one_line
 from gssim.interop.shell_syntax import (
     ASSIGNMENT,
     DECLARING,
@@ -30,7 +30,6 @@ from gssim.interop.shell_syntax import (
     is_open,
     mark,
 )
-from gssim.units import one_line
 
 MOST_STEPS = 20_000
 """Commands and tests of a script that are followed."""

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
 
-from gssim.errors import UserError
-from gssim.units import one_line
+from gssim.errors import UserError, one_line
 
 INSTEAD = "give the command line itself in place of the script"
 
