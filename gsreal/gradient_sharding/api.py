@@ -15,6 +15,7 @@ from gsreal.gradient_sharding.guards import (
     assign_param_groups,
     check_callable,
     check_factory,
+    check_flags,
     check_model,
     check_optimizer_tensors,
     check_options,
@@ -110,6 +111,13 @@ def shard_gradients(
         units=(units, Iterable),
         param_groups=(param_groups, Iterable),
     )
+    check_flags(
+        skip_nonfinite=skip_nonfinite,
+        whole_tensors=whole_tensors,
+        point_to_point=point_to_point,
+        publish_overlaps=publish_overlaps,
+        **({} if overlap is None else {"overlap": overlap}),
+    )
     check_callable(optimizer_factory=optimizer_factory, observe=observe)
     check_sizes(bucket_bytes=bucket_bytes, first_bucket_bytes=first_bucket_bytes)
     units, param_groups = tuple(units), param_groups if param_groups is None else tuple(param_groups)
@@ -154,7 +162,9 @@ def shard_gradients(
     }
     descriptions = {name: repr(value) for name, value in settings.items()}
     hierarchy.check_equal_on_all_ranks(descriptions | describe_model(model, buckets, names), device)
-    hierarchy.broadcast_from_first([*(bucket.whole for bucket in buckets), *unsharded_tensors(model, trained)])
+    number = torch.tensor(hierarchy.protocol.model, device=device)
+    hierarchy.broadcast_from_first([*(bucket.whole for bucket in buckets), *unsharded_tensors(model, trained), number])
+    hierarchy.protocol.model = int(number)
     for bucket in buckets:
         bucket.create_shard(master=publish.threshold is not None)
     overlaps_compute = runs_on_device(hierarchy.inter_node, device) if overlap is None else overlap

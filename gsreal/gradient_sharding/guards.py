@@ -245,6 +245,13 @@ def check_types(**given: tuple[Any, type | tuple[type, ...]]) -> None:
             raise ValueError(f"{name} must be of type {kinds}, not {value!r:.80}")
 
 
+def check_flags(**given: bool) -> None:
+    """Raise ValueError if an option is neither True nor False: any text counts as true."""
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be True or False, not {value!r:.80}")
+
+
 def check_callable(**given: Any) -> None:
     """Raise ValueError if an option is not callable."""
     for name, value in given.items():
@@ -340,13 +347,13 @@ def check_shares(shares: Sequence[float] | None, ranks: int, scaler: torch.amp.G
     """Return every rank's share (even if none are given); raise ValueError if they are not valid fractions."""
     if shares is None:
         return splitting.even(ranks)
-    shares = _fractions("shard_shares", shares, ranks)
+    shares = check_fractions("shard_shares", shares, ranks)
     if scaler is not None and min(shares) == 0:
         raise ValueError("shard_shares: a scaler looks at its own rank's gradients, so every rank must own some")
     return shares
 
 
-def _fractions(name: str, values: Any, ranks: int) -> tuple[float, ...]:
+def check_fractions(name: str, values: Any, ranks: int) -> tuple[float, ...]:
     """Return one fraction for each rank; raise ValueError if `values` are not that."""
     try:
         fractions = () if isinstance(values, str | Mapping) else tuple(float(value) for value in values)

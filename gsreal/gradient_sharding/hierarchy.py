@@ -28,8 +28,11 @@ class Hierarchy:
     """The ranks with this one's local rank, one of each node: they push to one another."""
     intra_node: dist.ProcessGroup | None = None
     """The ranks of this one's node; None: it has no others."""
-    protocol: ExchangeProtocol = field(default_factory=lambda: ExchangeProtocol(dist.get_rank()))
+    protocol: ExchangeProtocol = field(init=False)
     """Sequence number of this rank's exchanges."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "protocol", ExchangeProtocol(dist.get_rank(), self.ranks))
 
     @property
     def nodes(self) -> int:

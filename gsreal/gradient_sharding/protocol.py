@@ -1,17 +1,19 @@
 """Message tags and checks that keep the exchanges of all ranks in the same order.
 
-A message received in place of another one corrupts the training. Tags encode kind, step, push and bucket. Host backends
-(gloo) match messages by tag, so that a mismatch ends in the group's timeout with an error that names the expected
-message. nccl matches messages by order alone: parameters are therefore published in a communicator of their own, in
-which no push can be matched, and counts of entries carry the tag in their upper bits.
+A message received in place of another one corrupts the training. Tags encode kind, model, step, push and bucket. Host
+backends (gloo) match messages by tag, so that a mismatch ends in the group's timeout with an error that names the
+expected message. nccl matches messages by order alone: parameters are therefore published in a communicator of their
+own, in which no push can be matched, and counts of entries carry the tag in their upper bits.
 
 `collective_call` explains timeouts: it names the call, and that all ranks must make it.
 """
 
 import hashlib
 import json
+import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
@@ -82,7 +84,9 @@ class MessageKind(IntEnum):
     GATHER = 7
 
 
-BUCKET_BITS, PUSH_BITS, STEP_BITS = 14, 6, 6
+BUCKET_BITS, PUSH_BITS, STEP_BITS, MODEL_BITS = 14, 4, 6, 2
+MODELS: Counter[tuple[int, ...]] = Counter()
+"""Models that this process has trained so far, by the ranks that train them."""
 COUNT_BITS = 34
 """Bits for the count in a 64-bit integer.
 
@@ -93,8 +97,13 @@ The others hold its tag. Exceeds the entries that an index of 32 bits allows.
 class ExchangeProtocol:
     """Sequence number of a rank's exchanges: its steps so far, and pushes since the last step."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, ranks: tuple[int, ...]) -> None:
+        """`ranks`: all that train the model; the count of their models is part of all tags."""
         self.rank = rank
+        self.process = os.getpid()
+        self.model = MODELS[ranks]
+        """Number of the model, set by the first rank: equal models are not to be exchanged for one another."""
+        MODELS[ranks] += 1
         self.steps = 0
         self.pushes = 0
         """Backwards whose gradients were pushed since the last step."""
@@ -102,9 +111,10 @@ class ExchangeProtocol:
         """The exchange that failed, if any: further exchanges are refused."""
 
     def tag(self, kind: MessageKind, bucket: int = 0) -> int:
-        """Return the current tag of messages of this kind. Steps, pushes and buckets wrap around."""
+        """Return the current tag of messages of this kind. Models, steps, pushes and buckets wrap around."""
         tag = int(kind)
-        for number, bits in ((self.steps, STEP_BITS), (self.pushes, PUSH_BITS), (bucket, BUCKET_BITS)):
+        numbers = (self.model, self.steps, self.pushes, bucket)
+        for number, bits in zip(numbers, (MODEL_BITS, STEP_BITS, PUSH_BITS, BUCKET_BITS), strict=True):
             tag = tag << bits | number % 2**bits
         return tag
 
@@ -113,7 +123,12 @@ class ExchangeProtocol:
         self.steps, self.pushes = self.steps + 1, 0
 
     def check(self) -> None:
-        """Raise RuntimeError if an exchange has failed, or the process group was destroyed."""
+        """Raise RuntimeError if an exchange has failed, the process group was destroyed, or this is another process."""
+        if os.getpid() != self.process:
+            raise RuntimeError(
+                "this process was forked from the rank that called shard_gradients, and must not use its connections: "
+                "train in that one, or call init_process_group and shard_gradients here"
+            )
         if not dist.is_initialized():
             raise RuntimeError("the process group was destroyed; make the last step before destroy_process_group")
         if self.failed:
@@ -155,16 +170,16 @@ def unpack_tags(counts: Sequence[int], tags: Sequence[int]) -> list[int]:
 def _tag_text(tag: int) -> str:
     """Return a tag as text.
 
-    >>> protocol = ExchangeProtocol(rank=0)
+    >>> protocol = ExchangeProtocol(rank=0, ranks=(0, 1))
     >>> _tag_text(protocol.tag(MessageKind.PUSH_COUNTS, bucket=3))
-    'PUSH_COUNTS of bucket 3 in step 0 after 0 pushes'
+    'PUSH_COUNTS of model 0, bucket 3 in step 0 after 0 pushes'
     """
     numbers = []
-    for bits in (BUCKET_BITS, PUSH_BITS, STEP_BITS):
+    for bits in (BUCKET_BITS, PUSH_BITS, STEP_BITS, MODEL_BITS):
         tag, number = divmod(tag, 2**bits)
         numbers.append(number)
     kind = MessageKind(tag).name if tag in MessageKind.__members__.values() else "something else"
-    return f"{kind} of bucket {numbers[0]} in step {numbers[2]} after {numbers[1]} pushes"
+    return f"{kind} of model {numbers[3]}, bucket {numbers[0]} in step {numbers[2]} after {numbers[1]} pushes"
 
 
 def separate_communicator(group: dist.ProcessGroup, backend: str, device: torch.device) -> dist.ProcessGroup:

@@ -68,10 +68,12 @@ class PushedGradient(torch.Tensor):
         if name == "zero_":
             args[0].is_zeroed = True
             return args[0]
-        if name not in ALLOWED and not isinstance(func, torch._ops.OpOverload):  # those are autograd's own additions
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else ""
+        is_allowed = name in ALLOWED and attribute != "is_sparse"  # which torch's optimizers ask
+        if not is_allowed and not isinstance(func, torch._ops.OpOverload):  # those are autograd's own additions
             raise RuntimeError(
-                f"{name} of a gradient that was pushed to its owners in the backward: no rank has it whole. Clip with "
-                "the clip_grad_norm_ of what shard_gradients returned"
+                f"{attribute or name} of a gradient that was pushed to its owners in the backward: no rank has it "
+                "whole. Clip with the clip_grad_norm_ of what shard_gradients returned, and step with that"
             )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))

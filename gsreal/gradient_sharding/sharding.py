@@ -1,6 +1,5 @@
 """The optimizer that `shard_gradients` returns, and the autograd hooks by which it collects and pushes gradients."""
 
-import math
 import sys
 import weakref
 from collections import Counter
@@ -16,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from gsreal.gradient_sharding import state
 from gsreal.gradient_sharding.bucket import Bucket, skip_parameters_without_gradient
-from gsreal.gradient_sharding.guards import ModelGuard, check_shares, describe_optimizer
+from gsreal.gradient_sharding.guards import ModelGuard, check_fractions, check_shares, describe_optimizer
 from gsreal.gradient_sharding.hierarchy import Hierarchy, IntraNodeReducer
 from gsreal.gradient_sharding.protocol import called_by_torch_state_dict, collective_call
 from gsreal.gradient_sharding.publish import Publisher
@@ -35,9 +34,10 @@ class GradientSharding(torch.optim.Optimizer):
     """The optimizer that `shard_gradients` returns: used like any of torch's.
 
     Its `param_groups` are those of the wrapped optimizer, over this rank's shards: schedulers and `GradScaler` work on
-    them. Gradients of the model's parameters have been pushed to their owners after each backward: `clip_grad_norm_`
-    here includes all of them, and torch's raises an error. `model.zero_grad()` discards pushed gradients, as
-    `zero_grad` here does.
+    them. Set their options alike on all ranks (`state_dict` checks that); torch's `clip_grad_norm_` of these shards
+    would clip by this rank's part of the norm. Gradients of the model's parameters have been pushed to their owners
+    after each backward: `clip_grad_norm_` here includes all of them, and torch's of the model's parameters raises an
+    error. `model.zero_grad()` discards pushed gradients, as `zero_grad` here does.
 
     Every rank makes the same number of steps, and of backwards outside `no_sync` between two of them. A rank that makes
     none between two steps pushes zeros in `step`.
@@ -94,25 +94,15 @@ class GradientSharding(torch.optim.Optimizer):
     def weights(self) -> tuple[float, ...]:
         """Each rank's fraction of the step's loss terms: the weight of its mean gradient. Even by default.
 
-        The fractions sum to 1: of 48 samples, (32 / 48, 16 / 48).
+        The fractions sum to 1: of 48 samples, (32 / 48, 16 / 48). To be set alike on all ranks, which is checked as
+        `state_dict` is called.
         """
         return self._weights
 
     @weights.setter
     def weights(self, weights: Sequence[float]) -> None:
-        weights = tuple(float(weight) for weight in weights)
-        ranks, total = len(self.hierarchy.ranks), sum(weights)
-        if (
-            len(weights) != ranks
-            or not all(weight >= 0 for weight in weights)
-            or not math.isclose(total, 1, abs_tol=1e-6)
-        ):
-            raise ValueError(
-                f"weights must be {ranks} fractions that sum to 1, every rank's part of the step's samples, not "
-                f"{weights}: divide what every rank has by what all have together"
-            )
-        self._weights = weights
-        self.pusher.weights, intra_node_weight = self.hierarchy.split_weights(weights)
+        self._weights = check_fractions("weights", weights, len(self.hierarchy.ranks))
+        self.pusher.weights, intra_node_weight = self.hierarchy.split_weights(self._weights)
         for bucket in self.buckets:
             bucket.weight = intra_node_weight
 
@@ -294,11 +284,11 @@ class GradientSharding(torch.optim.Optimizer):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients locally in backwards inside; the first backward outside pushes the sum."""
-        self._push_enabled = False
+        outside, self._push_enabled = self._push_enabled, False
         try:
             yield
         finally:
-            self._push_enabled = True
+            self._push_enabled = outside
 
     # Owners -----------------------------------------------------------------------------------------------------------
 
@@ -415,6 +405,9 @@ class GradientSharding(torch.optim.Optimizer):
         self.pusher.end_step()
         with collective_call("step"):
             self.publisher.publish([bucket for bucket in self.buckets if bucket.is_replica], self.optimizer)
+        # A graph of a forward before the update must not be used again, as after an update by torch's optimizers
+        torch.autograd.graph.increment_version([parameter for parameter in self.names if parameter.requires_grad])
+        self.guard.record_versions()
 
     def finish(self) -> None:
         """Wait until this replica has all published parameters, which may still be in flight when `step` returns.
@@ -529,7 +522,8 @@ class GradientSharding(torch.optim.Optimizer):
             )
         self.finish()
         with collective_call("the optimizer's state_dict"):
-            self.hierarchy.check_equal_on_all_ranks(describe_optimizer(self.optimizer), self._device)
+            described = describe_optimizer(self.optimizer) | {"weights": repr(self._weights)}
+            self.hierarchy.check_equal_on_all_ranks(described, self._device)
             return state.gather_state(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -295,18 +295,38 @@ def accelerate(keys: Keys, cluster: Cluster) -> Training:
         keys.refuse("distributed_type", "cannot be imported; allowed: NO, MULTI_GPU, MULTI_CPU, FSDP, DEEPSPEED")
     world = keys.integer("num_processes", sets="plan.ranks")
     found.world = Value(1, keys.line("distributed_type")) if kind == "NO" else world
-    for name in ("dp_replicate", "dp_shard", "tp", "cp"):
-        key = f"parallelism_config.parallelism_config_{name}_size"
-        if (size := keys.integer(key, f"parallelism_config.{name}_size", sets=f"plan.{name}", least=-1)) is not None:
-            setattr(found, name, size)
-    if found.dp_shard is not None and found.dp_shard.value == 1 and kind != "DEEPSPEED":
-        found.sharding = Value("none", found.dp_shard.origin)
-    elif found.dp_replicate is not None and found.dp_shard is None and kind != "DEEPSPEED":
-        found.dp_shard = Value(1, f"{found.dp_replicate.origin} alone")
-        found.sharding = Value("none", found.dp_replicate.origin)
+    _parallelism_of_accelerate(keys, found, kind)
     _precision_of_accelerate(keys, found, kind)
     keys.close(ACCELERATE)
     return found
+
+
+def _parallelism_of_accelerate(keys: Keys, found: Training, kind: str) -> None:
+    """Read the sizes of the mesh, of which FSDP2 shards over dp_shard times cp: parallelism_config.py, fsdp_utils.py.
+
+    A size that is not given is 1, except where all are: then FSDP shards over all processes.
+    """
+    sizes = {}
+    for name in ("dp_replicate", "dp_shard", "tp", "cp"):
+        key = f"parallelism_config.parallelism_config_{name}_size"
+        if (size := keys.integer(key, f"parallelism_config.{name}_size", sets=f"plan.{name}", least=-1)) is not None:
+            sizes[name] = size
+    data = [sizes.pop(name, None) for name in ("dp_replicate", "dp_shard")]
+    for name, size in sizes.items():
+        setattr(found, name, size)
+    used = kind == "FSDP" and any(size is not None and size.value != 1 for size in (*data, *sizes.values()))
+    for size in data:
+        if size is not None and not used:
+            reason = "of 1: all processes share the data" if size.value == 1 else f"{kind} does not use it"
+            keys.note(size.origin.partition(" = ")[0], reason)
+    if not used:
+        return
+    for name, size in zip(("dp_replicate", "dp_shard"), data, strict=True):
+        setattr(found, name, size or Value(1, f"parallelism_config_{name}_size is not given: 1"))
+    replicas, shards = data
+    if replicas is not None and replicas.value > 1 and (shards is None or shards.value == 1):
+        reason = "FSDP takes no replicas without dp_shard_size > 1; distributed_type MULTI_GPU replicates"
+        keys.refuse(replicas.origin.partition(" = ")[0], reason, replaced_by=("plan.dp_shard", "plan.method"))
 
 
 def _precision_of_accelerate(keys: Keys, found: Training, kind: str) -> None:

@@ -165,6 +165,11 @@ def _accelerate(scenario: Scenario, notes: list[str]) -> Exported:
         _refuse(
             "accelerate", "plan.recompute", plan.recompute, plan.recompute == "none", "none: FSDP alone has the key"
         )
+        for key, ranks in (("plan.tp", policies.tp), ("plan.cp", policies.cp)):
+            fine = ranks == 1 or plan.method == "tensor"
+            _refuse("accelerate", key, ranks, fine, "1: its replicas are neither tensor- nor context-parallel")
+    elif policies.dp_replicate > 1:
+        _refuse("accelerate", "plan.dp_shard", policies.dp_shard, policies.dp_shard > 1, "more than 1")
     _sync(scenario, "accelerate", "step")
     hosts = Counter(device.host for device in scenario.cluster.devices[: scenario.ranks])
     kind = "FSDP" if sharded else "MULTI_GPU" if scenario.ranks > 1 else "NO"

@@ -152,6 +152,10 @@ class Training:
     architecture: dict[str, Value] = field(default_factory=dict)
     """Sizes of the model, by the names of `ARCHITECTURE`."""
 
+    def has_context_ranks(self, keys: Keys) -> bool:
+        """Return whether sequences are divided among ranks, by the file or by `--set`: state is sharded over them."""
+        return "plan.cp" in keys.overridden or (self.cp is not None and self.cp.value != 1)
+
 
 BATCH = "workload.global_batch_size"
 
@@ -291,7 +295,7 @@ def _plan(training: Training, keys: Keys, model: Model, cluster: Cluster, overri
                 Entry("plan.receive_buffers", training.receive_buffers.value, training.receive_buffers.origin)
             )
     sequences = training.sequence_parallel
-    if sequences is not None and sequences.value and tp.value > 1 and training.zero1_implementation == "deepspeed":
+    if sequences is not None and sequences.value and tp.value > 1 and training.zero1_implementation != "torch":
         training.zero1_implementation = "torch"
         if method == "zero1" and training.sharding is not None:
             name = training.sharding.origin.partition(" = ")[0]

@@ -5,6 +5,7 @@ what they showed to.
 """
 
 import math
+import os
 import sys
 import warnings
 from contextlib import nullcontext
@@ -128,6 +129,8 @@ def options_that_are_none():
         ("units", nn.Linear(2, 2)),
     ):
         refused(f"{name} must be", shard_gradients, mlp(), SGD, **{name: value})
+    for name in ("overlap", "publish_overlaps", "whole_tensors", "skip_nonfinite", "point_to_point"):
+        refused(f"{name} must be True or False, not 'no'", shard_gradients, mlp(), SGD, **{name: "no"})
     refused("model must be", shard_gradients, list(mlp().parameters()), SGD)
     refused("optimizer_factory must be", shard_gradients, mlp(), "adamw")
     refused("optimizer_factory must be", shard_gradients, mlp(), SGD(mlp().parameters()))
@@ -176,6 +179,15 @@ def sizes_of_what_is_estimated():
     refused("density must be", memory_and_traffic, mlp(), SGD, rank=0, ranks=2, density=math.nan)
     refused("shard_shares must be", memory_and_traffic, mlp(), SGD, rank=0, ranks=2, shard_shares=[0.5])
     refused("bucket_bytes must be", memory_and_traffic, mlp(), SGD, rank=0, ranks=2, bucket_bytes=0)
+
+
+@case
+def weights_that_are_none():
+    optimizer = shard_gradients(mlp(), SGD)
+    for weights in ({0: 1.0, 1: 0.0}, 0.5, None, "11", [1.0], [0.5, 0.6], [-1.0, 2.0], [math.nan, 0.5]):
+        refused("weights must be 2 fractions", setattr, optimizer, "weights", weights)
+    optimizer.weights = [0.75, 0.25] if dist.get_rank() else [0.25, 0.75]
+    refused("weights: (0.75, 0.25) on rank 1", optimizer.state_dict)
 
 
 # Models ---------------------------------------------------------------------------------------------------------------
@@ -356,6 +368,71 @@ def train_against(wrap, mine):
         second(first(inputs)).square().mean().backward()
         of_first.step()
     return first, second
+
+
+@case
+def nested_no_sync():
+    def action(model, optimizer, inputs, targets):
+        accumulates = getattr(optimizer, "no_sync", nullcontext)
+        with accumulates():
+            with accumulates():
+                loss(model, inputs, targets).backward()
+            loss(model, 2 * inputs, targets).backward()
+        loss(model, 3 * inputs, targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    alike(each_step(action))
+
+
+@case
+def a_graph_from_before_the_step():
+    def action(model, optimizer, inputs, targets):
+        found = loss(model, inputs, targets)
+        found.backward(retain_graph=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        refused("has been modified by an inplace operation", found.backward)
+        optimizer.zero_grad()
+
+    alike(each_step(action), forms=[*FORMS, {"publish": Publish(threshold=0.0)}, {"publish_overlaps": True}])
+
+
+@case
+def twins_whose_backwards_ranks_make_in_other_orders():
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    twins = [mlp(), mlp()]
+    optimizers = [shard_gradients(model, SGD, group=group) for model in twins]
+    batch = own(*next(batches()))
+    order = (1, 0) if dist.get_rank() else (0, 1)
+    refused("every rank of the group must make this call", lambda: [loss(twins[i], *batch).backward() for i in order])
+    assert any(optimizer.hierarchy.protocol.failed for optimizer in optimizers)
+
+
+@case
+def another_optimizer_beside():
+    for factory in (SGD, ADAM, torch.optim.RMSprop):
+        model = mlp()
+        optimizer, other = shard_gradients(model, SGD), factory(model.parameters())
+        loss(model, *own(*next(batches()))).backward()
+        refused("is_sparse of a gradient that was pushed", other.step)
+        optimizer.step()
+
+
+@case
+def a_forked_process():
+    model = mlp()
+    optimizer = shard_gradients(model, SGD)
+    loss(model, *own(*next(batches()))).backward()
+    child = os.fork()
+    if not child:
+        try:
+            refused("was forked from the rank", optimizer.step)
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    optimizer.step()
 
 
 def halve(parameter):

@@ -92,6 +92,8 @@ def test_every_method_is_written_or_refused(to, method):
         ("deepspeed", {"plan.method": "zero1"}, "zero1_implementation"),
         ("deepspeed", {"plan.method": "zero2", "plan.micro_batches": 2, "plan.gradient_sync": "step"}, "gradient_sync"),
         ("accelerate", {"plan.method": "ddp"}, "autocast"),
+        ("accelerate", {"plan.method": "ddp", "workload.precision": "fp32", "plan.tp": 2}, "tensor- nor context"),
+        ("accelerate", {"plan.method": "hsdp", "plan.dp_replicate": 8, "plan.dp_shard": 1, "plan.cp": 2}, "dp_shard"),
         ("accelerate", {"plan.method": "zero3", "plan.recompute": "selective"}, "plan.recompute"),
         ("torchtitan", {"plan.method": "zero3", "plan.tp": 2}, "sequence-parallel"),
         ("torchrun", {"plan.method": "gs", "plan.shares.shards": "memory"}, "plan.shares"),

@@ -410,7 +410,7 @@ SHIPPED = {
     "ring-8": (8, 16),
     "fully-connected-8": (8, 56),
     "switch-8": (8, 16),
-    "dgx-a100": (8, 2 * (8 + 8 + 8 + 8)),
+    "dgx-a100": (8, 2 * (8 + 8 + 8 + 8 + 4)),  # two GPUs share a path to the host's memory
     "dgx-h100": (8, 2 * (8 + 8 + 8 + 8)),
     "dgx-1v": (8, 2 * (16 + 8)),
     "two-dgx-h100": (16, 2 * (3 * 16 + 8 * 2)),

@@ -148,7 +148,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed: pip install
 from torch import nn  # noqa: E402
 
 from gsreal.measure import MemoryCounter, Timeline  # noqa: E402
-from gsreal.methods.training import make_optimizer  # noqa: E402
+from gsreal.methods.optimizers import make_optimizer  # noqa: E402
 from gsreal.model_files.build import DTYPES  # noqa: E402
 from gsreal.run.feed import Feed  # noqa: E402
 from gsreal.run.worker import build  # noqa: E402
