@@ -28,7 +28,7 @@ from gsreal.calibrate.cluster_file import (
     with_communication,
     write_cluster,
 )
-from gsreal.machine import device_name, usable_cores
+from gsreal.machine import device_name, die_with_parent, usable_cores
 from gsreal.model_files.build import set_trust
 from gsreal.model_files.trace import write_model
 from gsreal.run.forked import Forked, module_run
@@ -287,7 +287,8 @@ class Session:
             words = [str(row.point.file), *set_words(row.point.overrides), "--out", str(self.results)]
             run_module("gssim", ["run", *words])
         for command in (["compare", self.results, "--out", self.out], ["report", self.results, "--out", self.page]):
-            ended = subprocess.run([sys.executable, "-m", "analysis", *map(str, command)], check=False)
+            line = [sys.executable, "-m", "analysis", *map(str, command)]
+            ended = subprocess.run(line, check=False, preexec_fn=die_with_parent)  # the next call writes there too
             if ended.returncode:
                 raise RunFailedError(f"validate: python -m analysis {command[0]} ended with status {ended.returncode}")
         left = [row.name for row in self.rows if row.measured is None and row.name not in self.failed]
