@@ -179,11 +179,7 @@ class Session:
         for row in rows:
             if row.busy_ratio > BUSY_RATIO and not self.is_over():
                 self.say(f"{row.name}: the machine was busy ({row.busy_ratio:.0%} of the time): once more")
-                before = row.measured
                 self.measure(row)
-                if before and row.measured and row.busy_ratio >= busy_ratio(before):
-                    row.measured = before
-                    self.store.keep(self.file_of(row), before)
 
     def calibrate(self) -> None:
         """Write the cluster file of this machine, unless it is there with all that the points need."""
@@ -250,7 +246,7 @@ class Session:
         return taken
 
     def measure(self, row: Row) -> None:
-        """Run a row's ranks; keep its Result, and print it beside the prediction."""
+        """Run a row's ranks; print the Result beside the prediction, and keep it if ranks waited less than before."""
         self.say(f"running {row.name}")
         with scratch_folder("gsreal-run-") as folder:
             file = Path(folder, "measured.json")
@@ -261,11 +257,13 @@ class Session:
                 self.failed.append(row.name)
                 self.say(f"{row.name}: failed: {error}")
                 return
-            row.measured = read_result(file)
-            self.store.keep(self.file_of(row), row.measured)
+            measured = read_result(file)
+        if row.measured is None or busy_ratio(measured) < row.busy_ratio:
+            row.measured = measured
+            self.store.keep(self.file_of(row), measured)
         predicted = self.predict(row)
         if predicted is not None:
-            self.say(f"{row.name}: {pair_line(predicted, row.measured)}")
+            self.say(f"{row.name}: {pair_line(predicted, measured)}")
 
     def predict(self, row: Row) -> Result | None:
         """Return the prediction with the calibration so far; None if it fails, which the end of the command tells."""
