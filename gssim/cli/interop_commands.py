@@ -40,6 +40,14 @@ def import_command(
         list[str] | None,
         typer.Option("--ignore", metavar="KEY", help="Leave out a key that is refused; * and ? match; repeatable."),
     ] = None,
+    variables: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--variable",
+            metavar="NAME=VALUE",
+            help="A variable of a script, or 1=VALUE for its first argument, whatever it sets; repeatable.",
+        ),
+    ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Scenario to write; by default it is printed.")] = None,
 ) -> None:
     """Make a scenario of a DeepSpeed, Accelerate, Megatron-LM, torchtitan, Automodel or axolotl file.
@@ -58,6 +66,7 @@ def import_command(
             ignored=ignored or [],
             out=out,
             text=text,
+            variables=variables or [],
         )
     except interop.RefusedError as error:
         for line in error.refused:
