@@ -156,11 +156,13 @@ def _gradient_bytes(scenario: Scenario, result: Result) -> Iterator[str]:
     if policies.gradients == "all-reduce" and policies.ep > 1:
         yield from _divided_bytes(scenario, result, value * times)
     elif policies.gradients == "all-reduce" and len(groups["dp_replicate"][0]) > 1:
-        found = sum(carried(result, "all-reduce")[group] for group in groups["dp_replicate"])
+        flat = plan.method == "zero1" and plan.zero1_implementation == "megatron"  # of which each rank gets its part
+        kind = "reduce-scatter" if flat else "all-reduce"
+        found = sum(carried(result, kind)[group] for group in groups["dp_replicate"])
         tied = policies.pp > 1  # stages that share a parameter have a copy each
-        norms = NORM_BYTES if workload.clip_norm is not None else 0
+        norms = NORM_BYTES if workload.clip_norm is not None or plan.zero1_implementation == "deepspeed" else 0
         if not exact <= found <= exact + norms and not (tied and found > exact):
-            yield f"all-reduces carry {found} bytes, gradients have {exact}"
+            yield f"{kind}s carry {found} bytes, gradients have {exact}"
     if policies.gradients == "reduce-scatter":
         yield from _scattered_bytes(scenario, result, value * times, groups)
     if policies.gradients == "push":
@@ -220,7 +222,8 @@ def _divided_bytes(scenario: Scenario, result: Result, value: int) -> Iterator[s
     """Compare what is all-reduced with the experts' gradients, among the ranks that hold the same, and all others'."""
     mesh, model, reduced = scenario.policies.mesh, scenario.workload.model, carried(result, "all-reduce")
     experts = expert_elements(scenario)
-    whole = reduced[tuple(range(mesh.ranks))]
+    replicas = {tuple(mesh.group(rank, "dp_replicate", "dp_shard")) for rank in range(mesh.ranks)}  # one of each stage
+    whole = sum(reduced[group] for group in replicas)
     parts = sum(reduced[group] for group in {tuple(mesh.expert_replicas(rank)) for rank in range(mesh.ranks)})
     if mesh.data_ranks == mesh.ep:
         parts = experts * value  # nobody else holds the same
