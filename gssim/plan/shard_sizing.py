@@ -148,8 +148,8 @@ def owner_time_s(times: OwnerTimes, shares: Sequence[float]) -> float:
 
 
 SLACKS = (1e-9, 1e-7, 1e-5)
-"""By how much of the least cost the evenest shares may exceed it: the solver's own minimum is exact to 1e-7 only, so that
-nothing may be found within less."""
+"""By how much of the least cost the evenest shares may exceed it: the solver's own minimum is exact to 1e-7 only, and
+it may find nothing within less."""
 PARTS = 3
 """Push, update and publication."""
 

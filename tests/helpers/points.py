@@ -136,8 +136,8 @@ def random_real_point(seed: int) -> Table:
     plan, parts = _plan(random, method, devices, model)
     model = replace(model, batch=12, statistics=())
     precisions = _precisions(cluster)
-    # torch has no grouped product in fp64: products of experts are other operations than those traced; Llama's norms are
-    # in fp32 whatever the precision is
+    # torch has no grouped product in fp64: products of experts are other operations than those traced; Llama's norms
+    # are in fp32 whatever the precision is
     if model.experts or "llama" in model.name:
         precisions.remove("fp64")
     workload = _workload(random, model, plan, parts, precisions, thresholds=False)
