@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gssim.errors import UserError
+from gssim.errors import UserError, one_line
 from gssim.execution.files import check_place, locked, write_text
 from gssim.terminal import INTERRUPTED, run_command_line
 
@@ -162,7 +162,7 @@ def sweep_command(
         raise UserError(f"{table}: nothing to draw: none of its {len(sweep.rows)} points has a prediction")
     for sentence in (sweep.question, *summary(sweep)):
         if sentence:
-            print(sentence)
+            print(one_line(sentence))
     for path in charts.save_all(drawn, out):
         print(path)
 
@@ -254,7 +254,7 @@ def _study_of_rivals(loaded: "LoadedStudy", out: Path, *, again: bool) -> None:
         pictures = charts.save_all(charts.rivals_charts(courses, study.dense, said), out)
     print(winners)
     for sentence in said:
-        print(f"{sentence}.")
+        print(f"{one_line(sentence)}.")
     for path in (out / "convergence.csv", out / "winners.md", out / "findings.txt", *pictures):
         print(path)
 
@@ -288,8 +288,6 @@ def literature_command(
         raise UserError("literature: no table; name tables of measurements (CSV), or give --headlines")
     if slow:
         raise UserError("--slow: has no effect without --headlines")
-    if jobs is not None and jobs < 1:
-        raise UserError(f"--jobs {jobs}: must be at least 1")
     if emit is not None:
         if as_json or jobs is not None:
             raise UserError("--emit: predicts nothing; leave out --jobs and --json")
@@ -323,10 +321,11 @@ def _check_headlines(scenarios: Path, *, slow: bool, as_json: bool) -> None:
 
 def _score_tables(files: list[Path], *, jobs: int | None, as_json: bool) -> None:
     from analysis.literature import score as scoring
-    from gssim.execution import usable_cores
+    from gssim.execution import checked_jobs
 
+    count = checked_jobs(jobs)
     with scoring.progress_bar() as on_progress:
-        scores = scoring.score(files, jobs=jobs or usable_cores(), on_progress=on_progress)
+        scores = scoring.score(files, jobs=count, on_progress=on_progress)
     for line in (*scores.unreadable, *scores.faults):
         _say(line)
     if as_json:
@@ -356,7 +355,7 @@ def _report_unused(joined: "Joined", skipped: int) -> None:
 
 
 def _say(text: str) -> None:
-    print(f"analysis: {text}", file=sys.stderr)
+    print(one_line(f"analysis: {text}"), file=sys.stderr)
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ Each key has its type, unit, limits, default and meaning, taken from the classes
 
 import ast
 import inspect
+import os
 import re
 import textwrap
 import typing
@@ -22,6 +23,8 @@ from pydantic_core import PydanticUndefined
 
 from analysis.study.study import Study
 from gssim.cluster import Cluster
+from gssim.errors import UserError
+from gssim.execution.files import read_text
 from gssim.scenario import Scenario, first_comment
 from gssim.scenario.sweep import Sweep
 from gssim.units import EXAMPLES, LIMITS, RANGES, UNITS, UNSAID, human_bytes
@@ -171,14 +174,13 @@ prefix: {units}. An unknown key is refused, with the allowed ones. What is
 
 def page(folder: Path) -> str:
     """Return the page for a folder of scenarios, in Markdown."""
+    if not os.path.isdir(folder):
+        raise UserError(f"{folder}: no such folder")
     units = ", ".join(f'`"{example}"`' for example in EXAMPLES.values())
     parts = [INTRODUCTION.format(units=units)]
     for name, title in FOLDERS.items():
         files = sorted((folder / name).glob("*.toml"))
-        rows = [
-            [f"[{file.stem}]({file.relative_to(folder)})", first_comment(file.read_text(encoding="utf-8"))]
-            for file in files
-        ]
+        rows = [[f"[{file.stem}]({file.relative_to(folder)})", first_comment(read_text(file))] for file in files]
         parts += [f"## {title} that ship\n", _table(["file", "question"], rows)]
     for root, title in ROOTS.items():
         # the keys of the root table, then those of every table nested in it, each once

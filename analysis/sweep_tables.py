@@ -148,7 +148,10 @@ def _missing(columns: Sequence[str]) -> str | None:
     return next((column for column in (*POINT_COLUMNS, *NEEDED) if column not in columns), None)
 
 
-NEEDED = ("status", "method", "cluster", "model", "ranks", "step_time_s", "peak_allocated_bytes", "push_density_ratio")
+NEEDED = (
+    *("status", "method", "cluster", "model", "ranks", "step_time_s", "throughput_samples_per_s"),
+    *("peak_allocated_bytes", "push_density_ratio"),
+)
 
 
 def _read_csv(path: Path) -> pl.DataFrame:
@@ -186,11 +189,27 @@ def _checked(row: Row, path: Path) -> Row:
         if row[column] is None and column != "variant":
             raise UserError(f"{path}: {column}: a row has none")
     if row["status"] in (FITS, NOT_FITTING):
-        for column in ("step_time_s", "peak_allocated_bytes"):
-            value = row[column]
-            if value is None or not 0 <= value < inf:
-                raise UserError(f"{path}: {row['point']}: {column} = {value}: must be finite and not negative")
+        _check_answered(row, path)
     return row
+
+
+def _check_answered(row: Row, path: Path) -> None:
+    """Raise UserError where the row of a prediction lacks what it must have."""
+    for column, least in ANSWERED.items():
+        value = row[column]
+        if value is None or not least <= value < inf:
+            raise UserError(f"{path}: {row['point']}: {column} = {value}: must be finite and at least {least}")
+    lacking = [column for column in OF_A_DEVICE if row[column] is None]
+    if lacking and len(lacking) < len(OF_A_DEVICE):
+        raise UserError(
+            f"{path}: {row['point']}: {lacking[0]}: missing, though others of {', '.join(OF_A_DEVICE)} are not"
+        )
+
+
+OF_A_DEVICE = ("capacity_bytes", "margin_bytes", "tightest_device")
+"""Columns on the memory of the device that has least to spare: all or none have a value."""
+ANSWERED = {"ranks": 1, "step_time_s": 0, "throughput_samples_per_s": 0, "peak_allocated_bytes": 0}
+"""Columns of a prediction that must have a value, and the least one."""
 
 
 # What a point is -----------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from gsreal.model_files.build import set_trust
 from gsreal.model_files.trace import write_model
 from gsreal.run.forked import Forked, module_run
 from gsreal.run.launch import Guard, check_real, launch
-from gssim.errors import RunFailedError, UserError
+from gssim.errors import RunFailedError, UserError, one_line
 from gssim.execution import FileStore
 from gssim.execution.files import locked, scratch_folder
 from gssim.result import BUSY_RATIO, Result, file_name, read_result
@@ -316,7 +316,7 @@ class Session:
     def say(self, line: str) -> None:
         """Print a line of progress with the time since the start."""
         minutes, seconds = divmod(int(time.monotonic() - self.began_s), 60)
-        print(f"gsreal: {minutes}:{seconds:02d} {line}", file=sys.stderr, flush=True)
+        print(f"gsreal: {minutes}:{seconds:02d} {one_line(line)}", file=sys.stderr, flush=True)
 
 
 def unmeasured(kind: str, ranks: int) -> str:

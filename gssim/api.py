@@ -14,20 +14,20 @@ and what is allowed.
 
 import os
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gssim.cache import Shared
 from gssim.errors import UserError
-from gssim.execution import processes, processes_with, usable_cores
+from gssim.execution import checked_jobs, processes, processes_with
 from gssim.execution.files import scratch_folder
 from gssim.planner import Search, with_suggested_changes
 from gssim.result import Result
-from gssim.scenario import Loaded, Scenario, load_scenario, overrides_of
+from gssim.scenario import Loaded, Scenario, load_scenario, overrides_of, plain
 from gssim.scenario.sweep import load_sweep, points_of
 from gssim.simulation import simulate as simulated
-from gssim.sweeps import tabulate
+from gssim.sweeps import TABLES, check_table_place, tabulate
+from gssim.units import shown_value, whole_number
 
 if TYPE_CHECKING:
     import polars
@@ -45,8 +45,11 @@ def load(scenario: str | os.PathLike[str] | Mapping[str, Any], changes: Changes 
     Raises:
         UserError: the file is missing or no valid scenario, or a change names an unknown key or a bad value.
     """
-    tables = deepcopy(dict(scenario)) if isinstance(scenario, Mapping) else None
-    path = Path(scenario if not isinstance(scenario, Mapping) else str(scenario.get("name") or "scenario"))
+    if isinstance(scenario, Mapping):
+        tables = plain(scenario, "scenario", with_none=True)
+        path = Path(str(tables.get("name") or "scenario").replace(os.sep, "-"))  # in the working directory
+    else:
+        tables, path = None, _path(scenario, "scenario", "a path, or a mapping of keys to values")
     return load_scenario(path, overrides_of(changes), tables=tables, gradients_needed=False).scenario
 
 
@@ -60,7 +63,7 @@ def simulate(scenario: Scenario, *, unfold: bool = False) -> Result:
     Raises:
         UserError: gradient statistics are needed and missing, or the plan cannot run on this cluster.
     """
-    loaded = _with_statistics(scenario)
+    loaded = _with_statistics(_checked(scenario))
     return with_suggested_changes(loaded, simulated(loaded, unfolded=unfold).result)
 
 
@@ -68,7 +71,7 @@ def sweep(
     path: str | os.PathLike[str],
     changes: Changes = (),
     *,
-    jobs: int = 1,
+    jobs: int | None = 1,
     out: str | os.PathLike[str] | None = None,
 ) -> "polars.DataFrame":
     """Return the table of a sweep: one row a point, columns with their units in their names.
@@ -78,20 +81,25 @@ def sweep(
     Args:
         path: the sweep's TOML file.
         changes: keys that all points change.
-        jobs: processes. They are spawned: call with more than one under `if __name__ == "__main__":`.
+        jobs: processes; None: as many as this process may use cores. They are spawned: call with more than one under
+            `if __name__ == "__main__":`.
         out: a .parquet or .csv file to write as well, as `gssim sweep --out` does; what it has already is kept.
 
     Raises:
         UserError: the sweep's file is wrong, or all of its points are invalid.
     """
-    if jobs < 1:
-        raise UserError(f"jobs = {jobs}: must be at least 1")
-    file = Path(path)
+    count = checked_jobs(jobs, "jobs =")
+    file = _path(path, "path", "the path of a sweep file")
+    table_file = None if out is None else _path(out, "out", "a path that ends in .parquet or .csv")
+    if table_file is not None:
+        if table_file.suffix not in TABLES:
+            raise UserError(f"out = {shown_value(str(table_file))}: must end in {' or '.join(TABLES)}")
+        check_table_place(table_file)
     asked = load_sweep(file)
     points = points_of(asked, file=file, overrides=overrides_of(changes))
     with scratch_folder("gssim-sweep-") as folder:
-        table_file = Path(folder, "table.parquet") if out is None else Path(out)
-        return tabulate(points, sweep=asked, file=file, out=table_file, workers=processes(min(jobs, len(points))))
+        table_file = table_file or Path(folder, "table.parquet")
+        return tabulate(points, sweep=asked, file=file, out=table_file, workers=processes(min(count, len(points))))
 
 
 def search(scenario: Scenario, *, top: int = 5, jobs: int | None = None) -> list[Result]:
@@ -108,18 +116,33 @@ def search(scenario: Scenario, *, top: int = 5, jobs: int | None = None) -> list
     Raises:
         UserError: the objective or the thresholds that are searched need figures that the scenario lacks.
     """
-    for name, value in (("top", top), ("jobs", 1 if jobs is None else jobs)):
-        if value < 1:
-            raise UserError(f"{name} = {value}: must be at least 1")
-    source, shared = scenario.source, Shared()
+    top, count = whole_number(top, "top ="), checked_jobs(jobs, "jobs =")
+    source, shared = _checked(scenario).source, Shared()
     if source is None or source.tables is not None:
         raise UserError(f"{scenario.name}: was not loaded from a file; search what gssim.load returns of one")
     loaded = load_scenario(source.path, source.overrides, searched=True, shared=shared)
     found = Search(loaded, loaded.scenario.search, top)
     found.prepare()
-    with processes_with(shared, usable_cores() if jobs is None else jobs) as workers:
+    with processes_with(shared, count) as workers:
         found.run(workers)
     return found.found().results()
+
+
+def _path(value: Any, name: str, allowed: str) -> Path:
+    """Return an argument as a path; raise UserError where it is none."""
+    try:
+        path = os.fspath(value)
+    except TypeError:
+        path = None
+    if not isinstance(path, str):
+        raise UserError(f"{name} = {shown_value(value)}: must be {allowed}")
+    return Path(path)
+
+
+def _checked(scenario: Any) -> Scenario:
+    if not isinstance(scenario, Scenario):
+        raise UserError(f"scenario = {shown_value(scenario)}: must be a Scenario, as gssim.load returns it")
+    return scenario
 
 
 def _with_statistics(scenario: Scenario) -> Loaded:

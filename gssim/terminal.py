@@ -21,9 +21,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from gssim.errors import RunFailedError, UserError
+from gssim.errors import RunFailedError, UserError, one_line
 from gssim.result import Result
-from gssim.units import human_bytes, human_seconds, lift, one_line, restored
+from gssim.units import human_bytes, human_seconds, lift, restored
 
 if TYPE_CHECKING:
     import polars
@@ -385,15 +385,22 @@ def run_command_line(app: typer.Typer, program: str, *, interrupted: str = "") -
     except MemoryError:
         _end(program, "out of memory: needs more than there is", 1)
     except OSError as error:
-        if error.filename is not None or error.errno not in STREAM_ERRORS:
-            raise
-        _leave_stdout()
-        if error.errno == errno.EPIPE:  # the reader has closed the pipe
-            raise SystemExit(1) from None
-        _end(program, f"output cannot be written: {error.strerror}", 1)
+        _end_with_file(program, error)
     if interrupted and code == INTERRUPTED:
         print(f"{program}: interrupted; {interrupted}", file=sys.stderr)
     raise SystemExit(code or 0)
+
+
+def _end_with_file(program: str, error: OSError) -> None:
+    """Exit with the error of a file or of the output; raise others."""
+    if error.filename is not None:  # a name that is too long, or a folder on the way that may not be read
+        _end(program, f"{error.filename}: {error.strerror}", 2)
+    if error.errno not in STREAM_ERRORS:
+        raise error
+    _leave_stdout()
+    if error.errno == errno.EPIPE:  # the reader has closed the pipe
+        raise SystemExit(1) from None
+    _end(program, f"output cannot be written: {error.strerror}", 1)
 
 
 def _end(program: str, message: str, code: int) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from fractions import Fraction
+from numbers import Integral
 from typing import Annotated, Any, Literal, TypeVar, dataclass_transform
 
 import numpy as np
@@ -194,6 +195,7 @@ LIMITS: dict[str, tuple[int, str]] = {
     "layer_passes": (2**18, "micro-batches times layers of a step"),
     "steps": (10**6, "steps of a run, the warm-up included"),
     "distinct_steps": (20_000, "steps of a run whose messages depend on the data: each is lowered by itself"),
+    "processes": (1024, "processes at a time (--jobs)"),
     "points": (10**6, "points of a sweep, and values of an axis, before any is left out"),
     "file_bytes": (2**28, "bytes of a file that is read whole"),
     "expanded_bytes": (2**34, "bytes that a compressed file (.gz, .xz) expands to"),
@@ -210,11 +212,37 @@ def excess(name: str, size: int) -> str | None:
     (None, '10,000,000 devices: at most 262,144 are allowed (--no-limits lifts this)')
     """
     most = LIMITS[name][0]
-    if size <= most or LIFTED in os.environ:
+    if size <= most or is_lifted():
         return None
     words = name.replace("_", " ")
     many = f"{size:,}" if size < 10**18 else f"more than {10**18:,}"
     return f"{many} {words}: at most {most:,} are allowed (--no-limits lifts this)"
+
+
+def whole_number(value: Any, name: str) -> int:
+    """Return a positive count that a caller gives, an integer of Python's or numpy's; raise UserError for others.
+
+    `name`: what precedes the value in the message, such as `--jobs` or `jobs =`.
+    """
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise UserError(f"{name} {shown_value(value)}: must be a whole number")
+    if value < 1:
+        raise UserError(f"{name} {shown_value(value)}: must be at least 1")
+    return int(value)
+
+
+def shown_value(value: object) -> str:
+    """Return a value for a message: its beginning if it is long."""
+    try:
+        text = repr(value)
+    except Exception:  # an integer of thousands of digits, lists nested too deep, or a fault of its class
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def is_lifted() -> bool:
+    """Return whether limits are lifted."""
+    return LIFTED in os.environ
 
 
 def lift() -> None:
@@ -225,7 +253,7 @@ def lift() -> None:
 @contextmanager
 def restored() -> Iterator[None]:
     """Restore the limits afterwards."""
-    before = LIFTED in os.environ
+    before = is_lifted()
     try:
         yield
     finally:
@@ -326,10 +354,8 @@ def _path(place: tuple[Any, ...]) -> str:
 
 def _shown(value: object, *, short: bool) -> str:
     """Return the value of a faulty key, or its beginning; `short`: nothing if it is long."""
-    text = repr(value)
-    if len(text) <= 60:
-        return f" = {text}"
-    return "" if short else f" = {text[:57]}..."
+    text = shown_value(value)
+    return "" if short and text.endswith("...") else f" = {text}"
 
 
 def _walked(cls: type, location: tuple[Any, ...], *, ends_in_key: bool) -> tuple[tuple[Any, ...], Any]:
@@ -381,19 +407,6 @@ def _inside(table: Any, part: object) -> Any:
     if is_dataclass(table):
         return typing.get_type_hints(table, include_extras=False).get(str(part))
     return next((a for a in reversed(typing.get_args(table)) if a is not Ellipsis), None)
-
-
-def one_line(text: str, longest: int | None = None) -> str:
-    r"""Return a text for one line of a console: unprintable characters escaped, the middle of a long one left out.
-
-    >>> one_line("a\nb\x1b[31m"), one_line("from the beginning to the end", 20)
-    ('a\\nb\\x1b[31m', 'from the b ... e end')
-    """
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
-    if longest is None or len(shown) <= longest:
-        return shown
-    tail = (longest - 5) // 3
-    return f"{shown[: longest - 5 - tail].rstrip()} ... {shown[-tail:].lstrip()}"
 
 
 def human_bytes(size_bytes: float) -> str:

@@ -162,9 +162,9 @@ def _spans_of(data: dict[str, Any], path: Path) -> list[Span]:
             if event["ph"] == "X":
                 process, start_s = event["pid"], event["ts"] * 1e-6 - zero_s
                 end_s = start_s + event["dur"] * 1e-6
-                stream = streams[process, event["tid"]]
+                stream, label, phase = map(str, (streams[process, event["tid"]], event["name"], event["cat"]))
                 general = tuple(map(str, event.get("args", {}).get("general_labels", ())))
-                spans.append(Span(ranks[process], stream, event["name"], event["cat"], start_s, end_s, general))
+                spans.append(Span(ranks[process], stream, label, phase, start_s, end_s, general))
     except (AttributeError, KeyError, TypeError, ValueError):
         raise UserError(f"{path}: {NO_TRACE}") from None
     if not spans:

@@ -156,6 +156,9 @@ LATER = {f"{EXPOSED_COPIES}_measured_s"}
 """Columns that tables of earlier versions lack."""
 COUNTS = {"repeats", "ranks", "peak_rank"}
 FLAGS = {"collectives_equal", "fits_predicted", "fits_measured"}
+FILLED = FLAGS | {"scenario_id", "name", "method", "group", "repeats", "ranks"}
+FILLED |= {"step_time_predicted_s", "step_time_measured_s"}
+"""Columns that have no empty cell."""
 
 
 def _typed(path: Path, schema: Mapping[str, Any]) -> pl.DataFrame:
@@ -171,7 +174,11 @@ def _typed(path: Path, schema: Mapping[str, Any]) -> pl.DataFrame:
         if missing:
             raise UserError(f"{path}: no column '{missing[0]}': not a table of this version's `analysis compare`")
         later = [pl.lit(None, dtype=types[name]).alias(name) for name in sorted(LATER & schema.keys() - names)]
-        return pl.read_csv(path, schema_overrides=types).with_columns(later).select(list(schema))
+        table = pl.read_csv(path, schema_overrides=types).with_columns(later).select(list(schema))
+        empty = [name for name in schema if name in FILLED and table[name].has_nulls()]
+        if empty:
+            raise UserError(f"{path}: {empty[0]}: an empty cell: not a table of `analysis compare`")
+        return table
     except (OSError, pl.exceptions.PolarsError) as error:
         raise UserError(f"{path}: cannot be read as a table: {str(error).splitlines()[0]}") from None
 

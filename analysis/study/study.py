@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from gssim.errors import RunFailedError, UserError
+from gssim.errors import RunFailedError, UserError, one_line
 from gssim.execution import FileStore
 from gssim.execution.files import write_text
 from gssim.result import Result, read_result
@@ -440,4 +440,4 @@ def _predictions(
 
 def say(text: str) -> None:
     """Print progress to stderr."""
-    print(f"analysis: {text}", file=sys.stderr, flush=True)
+    print(one_line(f"analysis: {text}"), file=sys.stderr, flush=True)

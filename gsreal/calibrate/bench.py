@@ -21,6 +21,7 @@ from gsreal.model_files.build import DTYPES, build_module, logits_of, loss_of, r
 from gsreal.run.progress import note_progress
 from gsreal.run.rank import join
 from gssim.cluster import Cluster, Device, DeviceType
+from gssim.errors import one_line
 from gssim.plan import SAMPLE_ELEMENTS
 from gssim.units import validated
 from gssim.workload import Model, Workload, unrolled
@@ -124,7 +125,7 @@ class Bench:
     def say(self, what: str) -> None:
         """Show progress."""
         if self.rank == 0:
-            print(f"gsreal: calibrating {what}", file=sys.stderr, flush=True)
+            print(one_line(f"gsreal: calibrating {what}"), file=sys.stderr, flush=True)
 
 
 def _bare_cluster(settings: Settings, ranks: int) -> Cluster:

@@ -21,7 +21,7 @@ from gsreal.run.launch import Guard, Start, check_real
 from gsreal.run.launch import run_ranks as run_anywhere
 from gsreal.run.progress import DEFAULT_TIMEOUT_S
 from gssim.cluster import Cluster
-from gssim.errors import RunFailedError, UserError
+from gssim.errors import RunFailedError, UserError, one_line
 from gssim.execution import FileStore
 from gssim.execution.files import scratch_folder
 from gssim.result import Result, file_name, read_result
@@ -350,4 +350,4 @@ def median_results(cells: Sequence[Cell], results: Sequence[Result]) -> list[Res
 
 
 def _say(line: str) -> None:
-    print(f"gsreal: lab: {line}", file=sys.stderr, flush=True)
+    print(f"gsreal: lab: {one_line(line)}", file=sys.stderr, flush=True)

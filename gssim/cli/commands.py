@@ -15,8 +15,8 @@ import typer
 
 from gssim.cache import Shared
 from gssim.cli.reports import nothing_fits, print_found, print_methods, print_support
-from gssim.errors import RunFailedError, UserError
-from gssim.execution import dask_workers, processes, processes_with, usable_cores
+from gssim.errors import RunFailedError, UserError, one_line
+from gssim.execution import checked_jobs, dask_workers, processes, processes_with
 from gssim.execution.files import write_text
 from gssim.plan import METHODS
 from gssim.planner import Search, with_suggested_changes
@@ -27,7 +27,7 @@ from gssim.scenario.sweep import Point, Sweep, chosen, load_sweep, points_of
 from gssim.simulation import program_of, simulate, traced
 from gssim.sweeps import TABLES, check_table_place, parts_folder, points_in, predict, tabulate
 from gssim.terminal import activity, idle_list, print_result, print_results, print_table, progress_bar, run_command_line
-from gssim.units import one_line
+from gssim.units import whole_number
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -160,7 +160,7 @@ def sweep_command(
     ] = None,
 ) -> None:
     """Predict every point of a sweep."""
-    count = usable_cores() if jobs is None else jobs
+    count = checked_jobs(jobs)
     _check_options(out, jobs, dask, as_json=as_json)
     asked = load_sweep(sweep)
     points = chosen(points_of(asked, file=sweep, overrides=overrides or []), only or [], file=sweep)
@@ -184,8 +184,6 @@ def _check_options(out: Path | None, jobs: int | None, dask: str | None, *, as_j
         raise UserError(f"--json prints Results, which a table does not keep; leave it out, or --out {out}")
     if dask is not None and not as_table:
         raise UserError(f"--dask {dask}: makes a table: name it with --out FILE.parquet")
-    if jobs is not None and jobs < 1:
-        raise UserError(f"--jobs {jobs}: must be at least 1")
 
 
 def _make_table(
@@ -282,10 +280,7 @@ def search_command(
         "seconds": seconds,
     }
     given = [*(overrides or []), *(f"search.{key}={value}" for key, value in asked.items() if value is not None)]
-    count = usable_cores() if jobs is None else jobs
-    for name, value in (("--top", top), ("--jobs", count)):
-        if value < 1:
-            raise UserError(f"{name} {value}: must be at least 1")
+    count, top = checked_jobs(jobs), whole_number(top, "--top")
     shared = Shared()
     loaded = load_scenario(scenario, given, searched=True, shared=shared)
     search = Search(loaded, loaded.scenario.search, top)

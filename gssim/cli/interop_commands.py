@@ -11,7 +11,7 @@ import typer
 from gssim import interop
 from gssim.cli.commands import Overrides, app
 from gssim.cluster import presets
-from gssim.errors import UserError
+from gssim.errors import UserError, one_line
 from gssim.execution.files import write_text
 from gssim.interop.formats import FORMATS, PROGRAMS
 from gssim.planner import with_suggested_changes
@@ -19,7 +19,7 @@ from gssim.result import Result
 from gssim.scenario import load_scenario
 from gssim.simulation import simulate
 from gssim.terminal import PIPE_WIDTH, activity, plain_console
-from gssim.units import human_bytes, one_line
+from gssim.units import human_bytes
 from gssim.workload import shipped_models
 
 
@@ -40,6 +40,14 @@ def import_command(
         list[str] | None,
         typer.Option("--ignore", metavar="KEY", help="Leave out a key that is refused; * and ? match; repeatable."),
     ] = None,
+    variables: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--variable",
+            metavar="NAME=VALUE",
+            help="A variable of a script, or 1=VALUE for its first argument, whatever it sets; repeatable.",
+        ),
+    ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Scenario to write; by default it is printed.")] = None,
 ) -> None:
     """Make a scenario of a DeepSpeed, Accelerate, Megatron-LM, torchtitan, Automodel or axolotl file.
@@ -58,6 +66,7 @@ def import_command(
             ignored=ignored or [],
             out=out,
             text=text,
+            variables=variables or [],
         )
     except interop.RefusedError as error:
         for line in error.refused:
@@ -125,7 +134,7 @@ def cluster_command(
     What was assumed is listed on stderr, and in the file. The last line is the command that draws the cluster.
     """
     if not (files or gpu or detect):
-        raise UserError("cluster: give a FILE, --gpu or --detect")
+        raise UserError("Missing argument 'files', or --gpu, or --detect (see `gssim cluster --help`)")
     name = out.stem if out is not None else ""
     made = interop.cluster_of(
         files or [],
@@ -195,7 +204,7 @@ def fits_command(
     length = f" of {scenario.workload.sequence_length} tokens" if scenario.workload.sequence_length else ""
     trained = f"{scenario.workload.precision}, {scenario.workload.optimizer}"
     under = f"{scenario.plan.method} ({trained}, {scenario.workload.global_batch_size} samples{length})"
-    print(result.to_json() if as_json else f"{scenario.name} under {under}: {_fit(result)}")
+    print(result.to_json() if as_json else one_line(f"{scenario.name} under {under}: {_fit(result)}"))
     if result.does_not_fit is not None:
         raise typer.Exit(DOES_NOT_FIT)
 

@@ -9,11 +9,12 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Column, Table
 
 from gssim import interop
+from gssim.errors import one_line
 from gssim.plan import Method, Plan
 from gssim.planner import PLAN, Found, Outcome, bound_by, memory_lack, reason
 from gssim.scenario import Support
 from gssim.terminal import PIPE_WIDTH, plain_console
-from gssim.units import human_bytes, human_seconds, one_line
+from gssim.units import human_bytes, human_seconds
 
 UNITS = {"cost": ("USD/step", 1.0), "energy": ("kJ/step", 1e-3)}
 """Unit of the additional column by objective, and the factor to that unit."""

@@ -2,8 +2,7 @@
 
 import re
 
-from gssim.errors import UserError
-from gssim.units import one_line
+from gssim.errors import UserError, one_line
 
 MOST_HOSTS = 100_000
 LONGEST_LIST = 20_000

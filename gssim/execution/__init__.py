@@ -1,6 +1,15 @@
 """Executor of independent work (inline, processes, Dask), stores of what it finished, fingerprints of the code."""
 
-from gssim.execution.executor import Alone, Workers, dask_workers, processes, processes_with, usable_cores, worker_state
+from gssim.execution.executor import (
+    Alone,
+    Workers,
+    checked_jobs,
+    dask_workers,
+    processes,
+    processes_with,
+    usable_cores,
+    worker_state,
+)
 from gssim.execution.fingerprint import NUMERICS, SHOWN, code_digest, installed_version, package_digest
 from gssim.execution.store import FileStore, RecordStore
 
@@ -11,6 +20,7 @@ __all__ = [
     "FileStore",
     "RecordStore",
     "Workers",
+    "checked_jobs",
     "code_digest",
     "dask_workers",
     "installed_version",

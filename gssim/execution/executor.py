@@ -14,6 +14,7 @@ from multiprocessing.connection import wait as wait_for
 from typing import Any, Protocol
 
 from gssim.errors import RunFailedError, UserError
+from gssim.units import excess, whole_number
 
 LOOK_S = 0.2
 """Timeout of a wait for chunks, after which an interrupt of the user is noticed."""
@@ -221,6 +222,23 @@ def dask_workers(address: str) -> Iterator[Workers]:
 
 CONNECT_S = 10
 """Timeout of the connection to a scheduler."""
+
+
+def checked_jobs(asked: Any, name: str = "--jobs") -> int:
+    """Return the number of processes that is asked for: as many as usable cores where it is None.
+
+    Raises UserError where it is no whole number, or one over the limit.
+    """
+    if asked is None:
+        return usable_cores()
+    jobs = whole_number(asked, name)
+    if (why := excess("processes", jobs)) is not None:
+        raise UserError(f"{name.rstrip(' =')}: {why}")
+    return min(jobs, MOST_PROCESSES)
+
+
+MOST_PROCESSES = 2**22
+"""Largest number of processes of a Linux system."""
 
 
 def usable_cores() -> int:

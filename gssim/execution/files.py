@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from gssim.errors import UserError
-from gssim.units import excess
+from gssim.units import LIMITS, excess, is_lifted
 
 try:
     import fcntl
@@ -114,12 +114,16 @@ def writing(path: Path) -> Iterator[IO[bytes]]:
 
 
 @contextmanager
-def _reported(path: Path) -> Iterator[None]:
-    """Convert an OSError to a UserError that names the file."""
+def _reported(path: Path | str) -> Iterator[None]:
+    """Convert an OSError, or a ValueError for a name that no file system allows, to a UserError that names the file."""
     try:
         yield
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror or error}") from None
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(f"{path}: cannot be written: {error}") from None
 
 
 class _Writing:
@@ -317,16 +321,14 @@ def locked(lock: Path, *, place: str) -> Iterator[int]:
     The message names that process. The lock file, and folders created for it, are removed afterwards; a killed process
     leaves an unlocked file. Provides the lock's handle, for child processes to hold it too.
     """
-    made = [folder for folder in lock.parents if not folder.exists()]
-    try:
+    with _reported(place):
+        made = [folder for folder in lock.parents if not folder.exists()]
         lock.parent.mkdir(parents=True, exist_ok=True)
         if lock.exists() and (not lock.is_file() or _holder(lock) is None):
             raise UserError(f"{lock}: is in the way, and no lock of gssim's: remove it")
         command = shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]])
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "command": command[:200]}
         handle = held_lock(lock, json.dumps({"gssim_lock": holder}))
-    except OSError as error:
-        raise UserError(f"{place}: cannot be written: {error.strerror or error}") from None
     if handle is None:
         raise UserError(
             f"{place}: is in use by {_holder(lock) or 'another process'}; wait for it, or name another place"
@@ -417,9 +419,14 @@ def _is_ours(folder: Path) -> bool:
 def read_text(path: Path) -> str:
     """Return the text of a file in UTF-8, without a byte-order mark; raise UserError where it cannot be read."""
     try:
-        if (why := excess("file_bytes", path.stat().st_size)) is not None:
+        size = path.stat().st_size
+        content = b""
+        if excess("file_bytes", size) is None:
+            with path.open("rb") as stream:  # a device or a pipe has no size
+                content = stream.read(-1 if is_lifted() else LIMITS["file_bytes"][0] + 1)
+        if (why := excess("file_bytes", max(size, len(content)))) is not None:
             raise UserError(f"{path}: {why}")
-        return path.read_text(encoding="utf-8-sig")
+        return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig").read()
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except UnicodeDecodeError as error:

@@ -10,14 +10,14 @@ from gssim.cluster import Cluster
 from gssim.cluster.presets import expanded
 from gssim.cluster.topology import build
 from gssim.cluster.topology.kinds import Servers
-from gssim.errors import UserError
+from gssim.errors import UserError, one_line
 from gssim.interop.fabric import Fabric, of_fabric_file
 from gssim.interop.hosts import Host, detected, of_nccl_xml, of_server, of_smi_matrix
 from gssim.interop.nccl_tests import fitted_constants, nccl_table
 from gssim.interop.reading import read_bounded
 from gssim.interop.servers import server_of
 from gssim.scenario.loading import toml
-from gssim.units import one_line, parse_quantity, validated
+from gssim.units import parse_quantity, validated
 
 NCCL_ORDER = ("volta", "ampere", "hopper", "blackwell")
 HOP_LATENCY_S = 0.5e-6

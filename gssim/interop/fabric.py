@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from gssim.cluster import hosts_in
-from gssim.errors import UserError
+from gssim.errors import UserError, one_line
 from gssim.interop.reading import parsed_json, parsed_yaml
-from gssim.units import one_line
 
 TIER = re.compile(r"^(?:fabric\.topograph\.run|network\.topology\.(?:nvidia\.com|kubernetes\.io))/(?:tier-)?(.+)$")
 ORDER = {"accelerator": 0, "leaf": 1, "spine": 2, "core": 3, "block": 1, "datacenter": 4}

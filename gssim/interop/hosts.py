@@ -15,10 +15,9 @@ from typing import Any
 from xml.etree.ElementTree import Element
 
 from gssim.cluster.topology.builders import CUBE_MESH
-from gssim.errors import UserError
+from gssim.errors import UserError, one_line
 from gssim.interop.reading import parsed_xml
 from gssim.interop.servers import SERVERS, Server, server_of
-from gssim.units import one_line
 
 NVSWITCH, NVLINK_PEER = "0x068000", "0x030200"
 """Classes of NVLinks' targets in NCCL's XML (tclass): NVSwitch, another GPU."""

@@ -1,16 +1,10 @@
-"""Importer of Megatron-LM's arguments: a command line or script, a file of arguments, or a YAML file of them.
+"""Importer of Megatron-LM's arguments, and of those that Megatron-DeepSpeed adds.
 
-Names as of Megatron-LM core 0.16, written with hyphens and without the leading ones. A script is not run: variables
-that it sets to plain texts are replaced, all others stay as they are written, and keys that need them are refused.
+Names as of Megatron-LM core 0.16, written with hyphens and without the leading ones.
 """
 
-import re
-import shlex
-from collections.abc import Mapping
-from typing import Any
-
-from gssim.errors import UserError
-from gssim.interop.reading import Keys, Rule, Value, flattened, listed, refused
+from gssim.interop.accelerate import deepspeed, deepspeed_file
+from gssim.interop.reading import Keys, Rule, Undecided, Value, listed, refused
 from gssim.interop.training import Training, optimizer_in
 
 LOGGING = "logging, data, checkpoints and evaluation are no part of a step"
@@ -23,6 +17,7 @@ INFERENCE = "generation cannot be simulated"
 UNSHARDED = "of a kind of sharding that is off, or refused above"
 
 MEGATRON: dict[str, Rule] = {
+    **listed("how processes are started, not what they do", "launcher:*"),
     **refused(EXPERTS, "moe-use-upcycling", "moe-layer-freq", "expert-tensor-parallel-size", neutral=(1,)),
     **refused(CAPACITY, "moe-expert-capacity-factor", "moe-pad-expert-input-to-capacity", "moe-token-drop-policy"),
     **listed("the model's experts are those of --model", "moe-shared-expert-*", "moe-ffn-hidden-size", "moe-router-*"),
@@ -83,7 +78,7 @@ MEGATRON: dict[str, Rule] = {
     **refused(
         "a layout of stages by letters cannot be simulated", "pipeline-model-parallel-layout", or_set=("plan.stages",)
     ),
-    **refused("stages of embeddings and loss cannot be simulated", "account-for-*-in-pipeline-split", "standalone-*"),
+    **refused("stages of embeddings and loss cannot be simulated", "standalone-*"),
     **refused(
         "optimizers beside the distributed one cannot be simulated", "num-distributed-optimizer-instances", neutral=(1,)
     ),
@@ -93,13 +88,39 @@ MEGATRON: dict[str, Rule] = {
         neutral=("no_shard",),
     ),
     **refused("sharding at two levels of Megatron-FSDP cannot be simulated", "enable-full-sharding-in-hsdp"),
-    **refused("steps of changing batch cannot be simulated", "rampup-batch-size"),
+    **listed("approximated: steps are those behind the ramp, of the global batch", "rampup-batch-size"),
     **refused("steps of changing batch cannot be simulated", "decrease-batch-size-if-needed"),
     **refused("frozen layers cannot be simulated", "freeze-*", "lora-*"),
-    **refused("checkpoint arguments replace those of the file", "use-checkpoint-args"),
     **refused(
-        "a retired spelling: see Megatron's own message", "model-parallel-size", "batch-size", "checkpoint-activations"
+        "parallel sizes of a checkpoint replace those of the file: --ignore it, and --set plan.tp, plan.pp and plan.ep",
+        "use-mp-args-from-checkpoint*",
     ),
+    **listed(MODEL, "use-checkpoint-args", "use-tokenizer-model-from-checkpoint*"),
+    **refused("a retired spelling: see Megatron's own message", "model-parallel-size", "batch-size"),
+    **refused("activations that are divided or offloaded cannot be simulated", "distribute-checkpointed-activations"),
+    **refused("activations that are divided or offloaded cannot be simulated", "partition-activations"),
+    **refused("activations that are divided or offloaded cannot be simulated", "checkpoint-in-cpu"),
+    **listed("how recomputed blocks keep their inputs", "contig*ous-checkpointing", "deepspeed-activation-check*"),
+    **listed("how recomputed blocks keep their inputs", "synchronize-each-layer", "profile-backward"),
+    **refused("DeepSpeed's pipelines of zero bubbles cannot be simulated", "enable-zbh1*"),
+    **refused("sequences in chunks on the host cannot be simulated", "ds-sequence-parallel-fpdt*"),
+    **refused("parameters of another place cannot be simulated", "remote-device"),
+    **refused("layers in tiles cannot be simulated", "memory-centric-tiled-linear"),
+    **refused("tokens that layers drop cannot be simulated", "random-ltd"),
+    **refused("samples of changing length cannot be simulated", "data-efficiency-curriculum-learning"),
+    **refused("knowledge distillation cannot be simulated", "kd", "mos"),
+    **listed("of knowledge distillation, which is off or refused", "kd-*", "*-teacher"),
+    **listed(
+        "of DeepSpeed, whose configuration says it",
+        "zero-*",
+        "ds-*adam",
+        "cpu-torch-adam",
+        "force-ds-sequence-parallel",
+    ),
+    **listed("of DeepSpeed, whose configuration says it", "no-pipeline-parallel", "deepspeed-mpi"),
+    **listed("of DeepSpeed's experts, which are off or refused", "topk", "mlp-type", "*moe*", "expert-interval"),
+    **listed("of DeepSpeed's experts, which are off or refused", "use-tutel", "enable-expert-tensor-parallelism"),
+    **listed("approximated: how messages of tensor parallelism overlap", "no-async-tensor-model-parallel*"),
     **refused("arguments in a further file", "yaml-cfg", "config-file"),
     **listed("approximated: all gradients are reduced in the buckets of this method", "ddp-*", "no-align-*"),
     **listed(
@@ -150,6 +171,8 @@ MEGATRON: dict[str, Rule] = {
         "img-*",
         "patch-*",
     ),
+    **listed(MODEL, "embed-layernorm", "pad-vocab-size-to", "glu-activation", "embedding-weights-in-fp32"),
+    **listed(MODEL, "mask-factor", "disable-mem-efficient-ln", "sync-tp-duplicated-parameters"),
     **listed(MODEL, "use-mcore-models", "use-legacy-models", "model-provider", "export-*", "onnx-safe", "model-name"),
     **listed(
         NUMERICS, "min-lr", "lr-*", "override-opt*", "adam-*", "muon-*", "lion-*", "decoupled-*", "use-checkpoint-opt*"
@@ -196,6 +219,10 @@ MEGATRON: dict[str, Rule] = {
     **listed(
         LOGGING, "no-check-*", "verify-integrity", "result-rejected*", "error-injection*", "adlr-*", "sample-rate"
     ),
+    **listed(LOGGING, "kill-switch-*", "*-weighted-split-paths*", "abort-on-unmet-fused-kernel-constraints"),
+    **listed(LOGGING, "train-tokens", "codecarbon-dir", "universal-checkpoint", "repeated-dataloader", "aml-*"),
+    **listed(LOGGING, "reset-iteration", "no-data-sharding", "use-dataset-only", "return-data-index", "eval-only"),
+    **listed(LOGGING, "norm-target-loss", "loss-on-targets-only", "reweight-loss*", "skip-train-iteration-range"),
     **listed(LOGGING, "iterations-to-skip", "phase-transition*", "retro-*", "per-split*", "test-mode", "manual-gc*"),
     **listed(
         "how processes are started, not what they do", "distributed-*", "master*", "node*", "rdzv*", "standalone", "tee"
@@ -239,105 +266,6 @@ MEGATRON: dict[str, Rule] = {
 }
 """What becomes of Megatron's arguments that are not read; the first pattern counts."""
 
-ASSIGNED = re.compile(
-    r"^\s*(?:export\s+|declare\s+-\w+\s+|local\s+)?([A-Za-z_]\w*)=(?!\()(\S*|\"[^\"]*\"|'[^']*')\s*(?:#.*)?$"
-)
-VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?::?-([^{}]*))?\}|\$([A-Za-z_]\w*)")
-OPTION = re.compile(r"^--[A-Za-z][\w.-]*(=.*)?$", re.DOTALL)
-ENDS = {";", "&&", "||", "|", ")", "(", "&", ">", ">>", "2>&1", "<", "fi", "then", "else", "done", "\\"}
-
-
-def arguments_in(text: str, *, file: str) -> dict[str, Any]:
-    r"""Return the arguments in a command line, script or file of arguments; flags without a value are True.
-
-    >>> arguments_in("N=8\ntorchrun pretrain_gpt.py --micro-batch-size 2 --seq-length=$((N)) --bf16", file="train.sh")
-    {'micro-batch-size': '2', 'seq-length': '$((N))', 'bf16': True}
-    """
-    joined = re.sub(r"\\\r?\n", " ", text)
-    variables: dict[str, str] = {}
-    found: dict[str, Any] = {}
-    for line in joined.splitlines():
-        assigned = ASSIGNED.match(line)
-        if assigned:
-            variables[assigned[1]] = _expanded(assigned[2].strip("\"'"), variables)
-        if "--" not in line or line.lstrip().startswith("#"):
-            continue
-        for name, value in _options(line):
-            value = _expanded(value, variables) if isinstance(value, str) else value
-            if name in found and found[name] != value:
-                raise UserError(f"{file}: --{name}: is given twice, as {found[name]} and as {value}; leave one")
-            found[name] = value
-    return found
-
-
-def _options(line: str) -> list[tuple[str, str | bool]]:
-    """Return the options of one line, with their values."""
-    lexer = shlex.shlex(line, posix=True, punctuation_chars=False)
-    lexer.whitespace_split, lexer.commenters = True, "#"
-    words = []
-    try:
-        words = list(lexer)
-    except ValueError:  # a quotation that begins or ends in another line
-        words = line.replace('"', " ").replace("'", " ").split()
-    words = [part for word in words for part in (word.split() if " --" in f" {word}" and " " in word else [word])]
-    found: list[tuple[str, str | bool]] = []
-    values: list[str] | None = None
-    name = ""
-    for word in [*words, ";"]:
-        bare = word.lstrip("(").rstrip(")") if word.startswith("(--") or "$(" not in word else word
-        if OPTION.match(bare) or word in ENDS:
-            if values is not None:
-                found.append((name, " ".join(values) if values else True))
-            values = None
-            if OPTION.match(bare):
-                name, has_value, value = bare.removeprefix("--").partition("=")
-                name, values = name.replace("_", "-").rstrip(";"), [value] if has_value else []
-        elif values is not None and bare and not word.endswith(".py") and not word.startswith(("$@", "${@", "$*")):
-            if re.fullmatch(r"\$\{?[A-Z_]+(\[[@*]\])?\}?", word) and (values or name in FLAGS):
-                continue  # another array of arguments
-            values.append(bare)
-    return found
-
-
-FLAGS = {
-    "bf16",
-    "fp16",
-    "sequence-parallel",
-    "use-distributed-optimizer",
-    "overlap-grad-reduce",
-    "no-python",
-    "standalone",
-}
-
-
-def _expanded(text: str, variables: Mapping[str, str]) -> str:
-    """Return a text with the variables replaced that a script sets to plain texts.
-
-    >>> _expanded("$TP and ${PP:-2}", {"TP": "4"})
-    '4 and 2'
-    """
-
-    def value(match: re.Match[str]) -> str:
-        name = match[1] or match[3]
-        return variables.get(name, match[2] if match[2] is not None else match[0])
-
-    return VARIABLE.sub(value, text) if len(text) < 10_000 else text
-
-
-def arguments_of(data: Any, *, file: str) -> dict[str, Any]:
-    """Return the arguments in a YAML file: of the table MODEL_ARGS, or of all tables."""
-    if isinstance(data, Mapping) and isinstance(data.get("MODEL_ARGS"), Mapping):
-        data = data["MODEL_ARGS"]
-    found: dict[str, Any] = {}
-    for key, value in flattened(data, file=file).items():
-        short = key if key.startswith("--") else key.rpartition(".")[2]
-        name = short.removeprefix("--").replace("_", "-")
-        if name in found and found[name] != value:
-            raise UserError(f"{file}: {name}: is given twice, as {found[name]} and as {value}; leave one")
-        found[name] = value
-    return {name: value for name, value in found.items() if value is not False}
-
-
 STRATEGIES = {"no_shard": "none", "optim": "zero1", "optim_grads": "zero2", "optim_grads_params": "zero3"}
 CONTEXT_EXCHANGES = {"p2p": "ring", "a2a": "all-to-all"}
 SIZES = {
@@ -357,8 +285,12 @@ def megatron(keys: Keys) -> Training:
     training = Training()
     for name, (key, sets) in READ_SIZES.items():
         setattr(training, name, keys.integer(key, sets=sets))
-    processes, nodes = keys.integer("nproc-per-node"), keys.integer("nnodes")
-    if processes is not None:
+    training.sequence = keys.integer("seq-length", "encoder-seq-length", sets="workload.sequence_length")
+    for name in ("nproc-per-node", "nnodes"):
+        if isinstance(keys.values.get(name), Undecided):
+            keys.note(name, "left open: the ranks are the devices of --cluster, or --set plan.ranks")
+    processes, nodes = (keys.integer(name) if name not in keys.read else None for name in ("nproc-per-node", "nnodes"))
+    if processes is not None and not isinstance(keys.values.get("nnodes"), Undecided):
         count = processes.value * (nodes.value if nodes else 1)
         training.world = Value(count, f"{processes.origin}{', ' + nodes.origin if nodes else ''}")
     _architecture(keys, training)
@@ -377,6 +309,7 @@ def megatron(keys: Keys) -> Training:
     offloads = keys.flag("optimizer-cpu-offload")
     if offloads is not None and offloads.value:
         training.offload = Value("optimizer", offloads.origin)
+    _deepspeed(keys, training)
     training.loss_parallel = Value(True, "Megatron-LM divides the vocabulary among tensor-parallel ranks")
     training.sequence_parallel = keys.flag("sequence-parallel")
     keys.close(MEGATRON)
@@ -389,6 +322,8 @@ def _architecture(keys: Keys, training: Training) -> None:
     for size, key in SIZES.items():
         if key == "num-query-groups" and not grouped:
             keys.raw(key)
+        elif size == "experts" and str(keys.values.get(key)) == "1":
+            keys.note(key, "one expert is none")
         elif key == "vocab-size" and keys.has(key):
             keys.note(key, "approximated: the vocabulary is the model's, which Megatron pads")
         elif (value := keys.integer(key)) is not None:
@@ -417,7 +352,6 @@ READ_SIZES = {
     "ep": ("expert-model-parallel-size", "plan.ep"),
     "micro_batch": ("micro-batch-size", "plan.micro_batches"),
     "global_batch": ("global-batch-size", "workload.global_batch_size"),
-    "sequence": ("seq-length", "workload.sequence_length"),
 }
 
 
@@ -443,7 +377,7 @@ def _sharding(keys: Keys, training: Training) -> None:
     overlap = keys.flag("overlap-grad-reduce")
     distributed, fsdp2 = keys.flag("use-distributed-optimizer"), keys.flag("use-torch-fsdp2")
     megatron_fsdp = keys.flag("use-megatron-fsdp", "use-custom-fsdp")
-    training.zero1_implementation = "deepspeed"
+    training.zero1_implementation = "megatron"
     if fsdp2 is not None and fsdp2.value:
         kept = keys.flag("torch-fsdp2-no-reshard-after-forward")
         training.sharding = Value("zero2" if kept is not None and kept.value else "zero3", (kept or fsdp2).origin)
@@ -467,6 +401,7 @@ def _pipeline(keys: Keys, training: Training) -> None:
     virtual = keys.integer("num-virtual-stages-per-pipeline-rank")
     per_stage = keys.integer("num-layers-per-virtual-pipeline-stage")
     first, last = keys.integer("decoder-first-pipeline-num-layers"), keys.integer("decoder-last-pipeline-num-layers")
+    counted = _ends_of_stages(keys)
     if ranks == 1:
         return
     training.schedule = Value("1f1b", "neither virtual stages nor layers of them are given")
@@ -475,12 +410,130 @@ def _pipeline(keys: Keys, training: Training) -> None:
     elif per_stage is not None:
         training.schedule, training.blocks_per_stage = Value("interleaved", per_stage.origin), per_stage
     training.first_stage_blocks, training.last_stage_blocks = first, last
+    if counted is not None:
+        _count_ends(keys, training, counted, virtual.value if virtual is not None else 1)
     training.even_stages = True
     # each receive allocates a tensor, which is freed with the backward that uses it: p2p_communication.py, schedules.py
     training.receive_buffers = Value("in-flight", "Megatron-LM frees what a stage received after its backward")
 
 
+ENDS = "account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split"
+PARTITION = "pp-partition-method"
+
+
+def _ends_of_stages(keys: Keys) -> tuple[int, int, str] | None:
+    """Return whether embedding and loss count as a block each when blocks are divided among stages, and the key."""
+    flags = [keys.flag(name) for name in ENDS]
+    method = keys.raw(PARTITION)
+    if method is not None:
+        kinds = set(str(method).strip("'\"").lower().removeprefix("type:").split("|"))
+        if not kinds <= {"transformer", "embedding"} or not str(method).strip("'\"").lower().startswith("type:"):
+            keys.refuse(PARTITION, "stages of this kind are not known here", replaced_by=["plan.stages"])
+            return None
+        return (1, 1, PARTITION) if "embedding" in kinds else None
+    first, last = (int(flag is not None and flag.value) for flag in flags)
+    return (first, last, ENDS[0] if first else ENDS[1]) if first or last else None
+
+
+def _count_ends(keys: Keys, training: Training, counted: tuple[int, int, str], virtual: int) -> None:
+    """Set the blocks of the first and of the last stage, where its embedding or loss counts as one."""
+    first, last, key = counted
+    blocks, ranks = training.architecture.get("layers"), training.pp
+    if blocks is None or ranks is None or (blocks.value + first + last) % (ranks.value * virtual):
+        keys.refuse(key, "stages need num-layers, which does not divide so", replaced_by=["plan.stages"])
+        return
+    each = (blocks.value + first + last) // (ranks.value * virtual)
+    training.first_stage_blocks = Value(each - first, keys.line(key))
+    training.last_stage_blocks = Value(each - last, keys.line(key))
+
+
+DEEPSPEED_FILE = "deepspeed-config"
+
+
+def _deepspeed(keys: Keys, training: Training) -> None:
+    """Read what Megatron-DeepSpeed adds: the engine's file, which says how state is sharded, and Ulysses' ranks."""
+    ranks = keys.integer("ds-sequence-parallel-size", sets="plan.cp")
+    if ranks is not None and ranks.value > 1:
+        training.cp, training.context_exchange = ranks, Value("all-to-all", ranks.origin)
+    on, on_host, stage = keys.flag("deepspeed"), keys.flag("cpu-optimizer"), keys.integer("zero-stage", least=0)
+    experts = training.architecture.get("experts")
+    if on is None or not on.value:
+        keys.raw(DEEPSPEED_FILE)
+        implementation = keys.choice({"local": False, "torch": True}, "DDP-impl", sets="plan.method")
+        if implementation is not None and training.sharding is not None and training.sharding.value == "none":
+            training.overlap = implementation
+        return
+    if experts is not None and experts.value > 1:
+        keys.refuse("num-experts", "DeepSpeed's mixtures of experts, which drop tokens, cannot be simulated")
+    training.architecture.pop("experts", None)
+    keys.raw("DDP-impl")
+    inner = _engine(keys, stage)
+    if inner is None:
+        return
+    for name in (
+        "sharding",
+        "zero1_implementation",
+        "overlap",
+        "gradient_sync",
+        "offload",
+        "clip_norm",
+        "loss_scale",
+        "dp_shard",
+    ):
+        setattr(training, name, getattr(inner, name))
+    training.gradient_precision, training.reduce_precision = None, inner.reduce_precision
+    if on_host is not None and on_host.value:
+        training.offload = training.offload or Value("optimizer", on_host.origin)
+    for name in ("global_batch", "micro_batch", "precision"):
+        ours, theirs = getattr(training, name), getattr(inner, name)
+        if ours is not None and theirs is not None and ours.value != theirs.value:
+            place = theirs.origin.partition(" = ")[0] if name != "precision" else DEEPSPEED_FILE
+            keys.refuse(place, f"{theirs.value} in DeepSpeed's configuration contradicts {ours.origin}")
+
+
+def _engine(keys: Keys, stage: Value | None) -> Training | None:
+    """Return the training in the engine's configuration: of a file, or of a text that the script writes."""
+    prefix = f"{DEEPSPEED_FILE}."
+    written = {key.removeprefix(prefix): value for key, value in keys.values.items() if key.startswith(prefix)}
+    name = keys.raw(DEEPSPEED_FILE, sets="plan.method")
+    if not written and name is not None:
+        inner = deepspeed_file(keys, DEEPSPEED_FILE, str(name))
+    elif written or stage is not None:
+        if not written and stage is not None:
+            written = {"zero_optimization.stage": stage.value}
+        within = Keys(keys.file, written, keys.overridden, keys.ignored)
+        inner = deepspeed(within)
+        keys.read |= {key for key in keys.values if key.startswith(prefix)}
+        keys.listed += [(prefix + line, reason) for line, reason in within.listed]
+        keys.refused += [(prefix + line, reason) for line, reason in within.refused]
+    else:
+        keys.refuse("deepspeed", "its configuration is not in the file", replaced_by=["plan.method"])
+        inner = None
+    if inner is not None and stage is not None and inner.sharding is not None:
+        says = 0 if inner.sharding.value == "none" else int(inner.sharding.value[-1])
+        if says != stage.value:
+            keys.refuse("zero-stage", f"contradicts {inner.sharding.origin}", replaced_by=["plan.method"])
+    return inner
+
+
+def _checkpoints(keys: Keys, training: Training) -> bool:
+    """Read the older spelling, by which whole blocks are recomputed, and return whether it is on."""
+    whole, chunk = keys.flag("checkpoint-activations"), keys.integer("checkpoint-num-layers")
+    if whole is None or not whole.value:
+        return False
+    if chunk is not None and chunk.value > 1:
+        reason = "units of several layers cannot be simulated"
+        keys.refuse("checkpoint-num-layers", reason, replaced_by=["plan.recompute"])
+    training.recompute = Value("full", whole.origin)
+    for key in ("recompute-granularity", "recompute-method", "recompute-num-layers", "checkpoint-method"):
+        if keys.has(key):
+            keys.note(key, "checkpoint-activations recomputes whole blocks")
+    return True
+
+
 def _recompute(keys: Keys, training: Training) -> None:
+    if _checkpoints(keys, training):
+        return
     granularity = keys.raw("recompute-granularity")
     old = keys.flag("recompute-activations")
     method, layers = keys.raw("recompute-method"), keys.integer("recompute-num-layers")

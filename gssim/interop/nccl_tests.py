@@ -10,10 +10,9 @@ from typing import Any
 from gssim.cluster import GENERATIONS, Cluster
 from gssim.collectives.nccl import fit, times
 from gssim.engine.selection import Scheduler
-from gssim.errors import UserError
+from gssim.errors import UserError, one_line
 from gssim.interop.reading import read_bounded
 from gssim.network import Router
-from gssim.units import one_line
 
 SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 FITTED = ("latency_s", "simple_hop_ratio", "pipeline_latency_s")

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from gssim.errors import UserError
-from gssim.units import one_line
+from gssim.errors import UserError, one_line
 
 MOST_BYTES = 4 * 2**20
 """Size of the largest file that is read: topologies of thousands of hosts stay below it."""
@@ -169,7 +168,7 @@ def shown(value: Any) -> str:
     ('"auto"', 'null', '[1, 2]')
     """
     try:
-        text = json.dumps(value, ensure_ascii=False)
+        text = str(value) if isinstance(value, Undecided) else json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):  # a date, a set, a list that holds itself
         text = str(value)
     return one_line(text, SHOWN_VALUE)
@@ -182,6 +181,21 @@ class Value:
     value: Any
     origin: str
     """The key and its value in the file, for a comment."""
+
+
+@dataclass(frozen=True)
+class Undecided:
+    """A value that a file leaves open: what it needs of a variable, or what a test decides that the file does not."""
+
+    text: str
+    """As it is written."""
+    reason: str
+    alternatives: tuple[Any, ...] = ()
+    """Values, of which one it is; None: the key is not given. Empty: any."""
+
+    def __str__(self) -> str:
+        """Return the value as it is written."""
+        return self.text
 
 
 @dataclass
@@ -204,11 +218,16 @@ class Keys:
         """Return whether the file holds the key, with a value other than null."""
         return self.values.get(key) is not None
 
-    def raw(self, key: str) -> Any:
-        """Return the value of a key, which counts as read; None where there is none."""
+    def raw(self, key: str, *, sets: str = "") -> Any:
+        """Return the value of a key, which counts as read; None where there is none, or the file leaves it open."""
         if key in self.values:
             self.read.add(key)
-        return self.values.get(key)
+        value = self.values.get(key)
+        if isinstance(value, Undecided):
+            if key not in self._refused_names():
+                self.refuse(key, value.reason, replaced_by=[sets] if sets else [])
+            return None
+        return value
 
     def line(self, key: str) -> str:
         """Return a key and its value as messages show them."""
@@ -238,7 +257,7 @@ class Keys:
         `sets`: the scenario's key that it becomes. Texts of numbers are numbers: YAML reads `1e-4` as a text.
         """
         for name in names:
-            value = self.raw(name)
+            value = self.raw(name, sets=sets)
             if value is None or name in self._refused_names():
                 continue
             number = _number(value)
@@ -284,7 +303,7 @@ class Keys:
         A value without a meaning here is refused, `why` being the reason.
         """
         for name in names:
-            value = self.raw(name)
+            value = self.raw(name, sets=sets)
             if value is None:
                 continue
             word = "false" if value is False else "true" if value is True else str(value).lower()
@@ -304,14 +323,17 @@ class Keys:
             if key in self.read:
                 continue
             rule = next((rule for pattern, rule in table.items() if fnmatchcase(key, pattern)), None)
-            if self.values[key] is None:
+            value = self.values[key]
+            if value is None:
                 self.note(key, "not set")
             elif rule is None:
-                self.refuse(key, "unknown key, which may change the answer; --ignore it if it does not")
-            elif rule.harmless(self.values[key]):
+                reason = value.reason if isinstance(value, Undecided) else "unknown key, which may change the answer"
+                self.refuse(key, f"{reason}; --ignore it if it does not")
+            elif rule.harmless(value):
                 self.note(key, rule.reason if rule.no_effect else "off")
             else:
-                self.refuse(key, rule.reason, replaced_by=rule.replaced_by)
+                reason = f"{rule.reason}, and it {value.reason}" if isinstance(value, Undecided) else rule.reason
+                self.refuse(key, reason, replaced_by=rule.replaced_by)
 
 
 OFF = (None, False, 0, "", "none", "None", "null", "no", "false", "off", "disabled", "disable")
@@ -338,6 +360,8 @@ class Rule:
         """
         if self.no_effect or value in ([], {}):
             return True
+        if isinstance(value, Undecided):
+            return bool(value.alternatives) and all(self.harmless(each) for each in value.alternatives)
         number = _number(value)
         return isinstance(value, (str, int, float, type(None))) and any(
             (value == each and isinstance(value, bool) == isinstance(each, bool))

@@ -1,16 +1,18 @@
 """Import of another program's file as a scenario: its format, the model and cluster, and the TOML that is written."""
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gssim.cluster import Cluster
-from gssim.errors import UserError
+from gssim.errors import UserError, one_line
 from gssim.interop.accelerate import accelerate, axolotl, deepspeed
+from gssim.interop.arguments import arguments_in, arguments_of
 from gssim.interop.formats import FORMATS
-from gssim.interop.megatron import arguments_in, arguments_of, megatron
+from gssim.interop.megatron import megatron
 from gssim.interop.models import find_model
 from gssim.interop.reading import (
     Keys,
@@ -24,7 +26,6 @@ from gssim.interop.torchtitan import automodel, torchtitan
 from gssim.interop.training import Entry, Training, scenario_of
 from gssim.scenario import load_cluster, load_scenario
 from gssim.scenario.loading import parsed_override, toml
-from gssim.units import one_line
 
 
 @dataclass(frozen=True)
@@ -54,15 +55,17 @@ def import_scenario(
     ignored: Sequence[str] = (),
     out: Path | None = None,
     text: str | None = None,
+    variables: Sequence[str] = (),
 ) -> Imported:
     """Return the scenario that a file of another program describes.
 
     `model`: a model file, a Hugging Face config.json or the name of a shipped model. `form`: one of `FORMATS`; None: as
     the file looks. `ignored`: patterns of keys that are left out although they may change the answer. `out`: where the
-    scenario will be, for relative paths. `text`: the content, where it is not read from the file. Raises RefusedError
-    where keys cannot be read, and UserError for a file that is invalid or of an unknown format.
+    scenario will be, for relative paths. `text`: the content, where it is not read from the file. `variables`:
+    NAME=VALUE of a script. Raises RefusedError where keys cannot be read, and UserError for a file that is invalid or
+    of an unknown format.
     """
-    found = _content(path, read_bounded(path) if text is None else text, form)
+    found = _content(path, read_bounded(path) if text is None else text, form, _given(variables))
     name, values = found
     replaced = dict(parsed_override(override) for override in overrides)
     for key, option in (("cluster", "--cluster"), ("workload.model", "--model")):
@@ -100,7 +103,18 @@ class RefusedError(UserError):
         self.listed = tuple(listed)
 
 
-def _content(path: Path, text: str, form: str | None) -> tuple[str, dict[str, Any]]:
+def _given(variables: Sequence[str]) -> dict[str, str]:
+    """Return the variables of a script that options give: NAME=VALUE, or 1=VALUE for its first argument."""
+    found = {}
+    for each in variables:
+        name, sign, value = each.partition("=")
+        if not sign or not re.fullmatch(r"[A-Za-z_]\w*|[1-9]\d?", name):
+            raise UserError(f"--variable {one_line(each, 60)}: must be NAME=VALUE, or 1=VALUE for an argument")
+        found[name] = value
+    return found
+
+
+def _content(path: Path, text: str, form: str | None, variables: dict[str, str]) -> tuple[str, dict[str, Any]]:
     """Return the format of a file, and its keys."""
     file = str(path)
     if form is not None and form not in FORMATS:
@@ -116,10 +130,12 @@ def _content(path: Path, text: str, form: str | None) -> tuple[str, dict[str, An
         case _ if text.lstrip().startswith("{"):
             data = parsed_json(text, file=file)
         case _:
-            arguments = arguments_in(text, file=file)
+            arguments = arguments_in(text, file=file, variables=variables, folder=path.parent)
             if not arguments or form not in (None, "megatron"):
                 raise UserError(f"{file}: holds no arguments such as --micro-batch-size 1; {_allowed()}")
             return "megatron", arguments
+    if variables:
+        raise UserError(f"{file}: --variable {next(iter(variables))}: is for scripts, and this is none")
     looks = _looks_like(data, file)
     name = form or looks
     if name is None:

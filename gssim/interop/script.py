@@ -3,9 +3,8 @@
 from collections import Counter
 from textwrap import indent
 
-from gssim.errors import UserError
+from gssim.errors import UserError, one_line
 from gssim.scenario import Scenario, reduce_precision
-from gssim.units import one_line
 from gssim.workload import TokenInput, unrolled
 
 DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}

@@ -15,9 +15,10 @@ PURE_16_BIT = (
 )
 
 TORCHTITAN: dict[str, Rule] = {
-    **refused(NOT_COMPILED, "compile.enable"),
+    **refused(NOT_COMPILED, "compile.enable", "training.compile"),
     **listed("of compilation, which is off or refused", "compile.*", "parallelism.enable_async_tensor_parallel"),
     **refused("fp8 and MX formats cannot be simulated", "model.converters", "model_converters*"),
+    **refused("fp8 and MX formats cannot be simulated", "*.enable_float8_linear", "training.*fp8_linear"),
     **listed("of fp8 or MX formats, which are off or refused", "quantize.*", "float8.*", "mx.*"),
     **refused("updates during the backward cannot be simulated", "optimizer.early_step_in_backward"),
     **refused("fault-tolerant replicas cannot be simulated", "fault_tolerance.enable"),
@@ -29,45 +30,79 @@ TORCHTITAN: dict[str, Rule] = {
         "of context parallelism, which is off, or approximated: keys and values pass in a ring of shifts",
         "parallelism.context_parallel_*",
     ),
-    **refused("stages by names of modules: say plan.stages", "parallelism.module_fqns*", or_set=("plan.stages",)),
+    **refused(
+        "stages by names of modules: say plan.stages",
+        "parallelism.module_fqns*",
+        "*.pipeline_parallel_split_points",
+        or_set=("plan.stages",),
+    ),
     **refused(
         "the first stages by weights: say plan.stages",
         "parallelism.pipeline_parallel_layers_per_stage",
         or_set=("plan.stages",),
     ),
+    **refused(
+        "stages that a tracer cuts are not known", "experimental.pipeline_parallel_split_mode", neutral=("manual",)
+    ),
+    **refused("schedules from a file cannot be simulated", "experimental.pipeline_parallel_schedule_csv"),
     **listed("approximated: stages are balanced by time", "parallelism.pipeline_parallel_*_less_layers"),
+    **listed(
+        "of compilation, which is off or refused",
+        "experimental.enable_async_tensor_parallel",
+        "*.enable_compiled_autograd",
+    ),
+    **listed(
+        "of context parallelism, which is off, or approximated: keys and values pass in a ring of shifts",
+        "experimental.context_parallel_rotate_method",
+    ),
+    **refused("diffusion models cannot be simulated", "training.img_size"),
     **listed("implementation", "parallelism.spmd_backend", "parallelism.enable_fsdp_symm_mem"),
     **listed("approximated: CUDA graphs are not modelled", "training.disable_cuda_graphs"),
     **refused("parts of the model that are not trained cannot be simulated", "lora*", "peft*"),
     **listed(
         MODEL, "model.*", "model_spec*", "hf_transformers.*", "encoder.*", "tokenizer*", "hf_assets_path", "loss.*"
     ),
-    **listed(NUMERICS, "lr_scheduler.*", "optimizer.*", "training.classifier_free*", "debug.*", "loss"),
+    **listed(NUMERICS, "lr_scheduler.*", "optimizer.*", "training.class*_free*", "debug.*", "loss"),
+    **listed(NUMERICS, "training.warmup_steps", "training.data_parallel_type"),
     **listed(LOGGING, "job.*", "profiling.*", "profiler.*", "metrics.*", "checkpoint.*", "validation.*", "validator.*"),
     **listed(LOGGING, "training.dataset*", "training.steps", "training.gc_*", "training.dataloader.*", "dataloader.*"),
-    **listed(LOGGING, "dump_folder", "memory_estimation.*", "inference.*", "eval.*", "comm.*", "experimental.*"),
+    **listed(LOGGING, "dump_folder", "memory_estimation.*", "inference.*", "eval.*", "comm.*", "experimental.custom_*"),
+    **listed(LOGGING, "training.checkpoint_*", "training.enable_checkpoint"),
     **listed(LOGGING, "training.seed", "training.deterministic", "override.*", "activation_checkpoint.preserve_rng*"),
     **listed(LOGGING, "activation_checkpoint.determinism_check", "activation_checkpoint.debug", "data.*"),
     **listed("of recomputation, see above", "activation_checkpoint.*"),
 }
 """What becomes of torchtitan's keys that are not read."""
 
-SCHEDULES = {"1f1b": "1f1b", "gpipe": "gpipe", "interleaved1f1b": "interleaved"}
+SCHEDULES = {"1f1b": "1f1b", "gpipe": "gpipe", **dict.fromkeys(("interleaved1f1b", "interleaved_1f1b"), "interleaved")}
 RESHARD = {"default": "default", "always": "zero3", "never": "zero2"}
+
+
+DEGREES: dict[str, tuple[str, ...]] = {
+    "tp": ("tensor_parallel_degree", "training.tensor_parallel_degree", "training.sequence_parallel_degree"),
+    "pp": ("pipeline_parallel_degree", "experimental.pipeline_parallel_degree", "training.pipeline_parallel_degree"),
+    "cp": ("context_parallel_degree", "experimental.context_parallel_degree"),
+    "ep": ("expert_parallel_degree",),
+    "dp_replicate": ("data_parallel_replicate_degree", "training.data_parallel_replicate_degree"),
+    "dp_shard": (
+        "data_parallel_shard_degree",
+        "training.data_parallel_shard_degree",
+        "training.data_parallel_degree",
+    ),
+}
+"""Keys of the table `parallelism`, and where degrees stood before 0.1 (2024 to March 2025)."""
 
 
 def torchtitan(keys: Keys) -> Training:
     """Return the training in a torchtitan configuration of any generation; what it leaves out has its defaults."""
     training = Training()
-    for name, key in (
-        ("tp", "tensor_parallel_degree"),
-        ("pp", "pipeline_parallel_degree"),
-        ("cp", "context_parallel_degree"),
-        ("ep", "expert_parallel_degree"),
-    ):
-        setattr(training, name, keys.integer(f"parallelism.{key}", sets=f"plan.{name}"))
-    replicate = keys.integer("parallelism.data_parallel_replicate_degree", sets="plan.dp_replicate")
-    shard = keys.integer("parallelism.data_parallel_shard_degree", sets="plan.dp_shard", least=-1)
+    degrees = {}
+    for name, (key, *older) in DEGREES.items():
+        least = -1 if name == "dp_shard" else 1
+        degrees[name] = keys.integer(f"parallelism.{key}", *older, sets=f"plan.{name}", least=least)
+        setattr(training, name, degrees[name])
+    replicate, shard = degrees["dp_replicate"], degrees["dp_shard"]
+    is_older = any(keys.has(key) for _, *older in DEGREES.values() for key in older)
     training.dp_replicate = replicate or Value(1, "data_parallel_replicate_degree = 1 (its default)")
     training.dp_shard = shard or Value(-1, "data_parallel_shard_degree = -1 (its default)")
     _sharding(keys, training)
@@ -79,6 +114,11 @@ def torchtitan(keys: Keys) -> Training:
     if training.optimizer is None and not keys.has(name):
         training.optimizer = Value("adamw", "optimizer.name = AdamW (its default)")
     choice = keys.choice({each: each for each in ("for-loop", "foreach", "fused")}, implementation)
+    fused = keys.flag("optimizer.fused")
+    if choice is None and fused is not None:
+        choice = Value("fused" if fused.value else "foreach", fused.origin)
+    elif choice is None and is_older:
+        choice = Value("foreach", "optimizer.fused = false (its default before 0.1)")
     training.optimizer_implementation = choice or Value("fused", "optimizer.implementation = fused (its default)")
     training.learning_rate = keys.number("optimizer.lr") or Value(8e-4, "optimizer.lr = 8e-4 (its default)")
     weight_decay = keys.number("optimizer.weight_decay")
@@ -86,20 +126,7 @@ def torchtitan(keys: Keys) -> Training:
     if keys.raw("training.max_norm") != math.inf:  # that clips nothing
         training.clip_norm = keys.number("training.max_norm") or Value(1.0, "training.max_norm = 1.0 (its default)")
     training.seed = keys.integer("debug.seed", "training.seed", least=0)
-    if training.pp is not None and training.pp.value > 1:
-        schedule = keys.choice(SCHEDULES, "parallelism.pipeline_parallel_schedule", sets="plan.schedule")
-        training.schedule = schedule or Value("1f1b", "pipeline_parallel_schedule = 1F1B (its default)")
-        if keys.has("parallelism.num_pp_microbatches"):
-            training.accumulation = keys.integer("parallelism.num_pp_microbatches", sets="plan.micro_batches")
-        else:
-            piece = keys.integer("parallelism.pipeline_parallel_microbatch_size", sets="plan.micro_batches")
-            training.pipeline_micro_batch = piece or Value(1, "pipeline_parallel_microbatch_size = 1 (its default)")
-    else:
-        for key in ("schedule", "microbatch_size"):
-            if keys.has(f"parallelism.pipeline_parallel_{key}"):
-                keys.note(f"parallelism.pipeline_parallel_{key}", "there is no pipeline")
-        if keys.has("parallelism.num_pp_microbatches"):
-            keys.note("parallelism.num_pp_microbatches", "there is no pipeline")
+    _pipeline(keys, training)
     sequence_parallel = keys.flag("parallelism.enable_sequence_parallel")
     tp = training.tp.value if training.tp else 1
     if tp > 1:  # 0.2 has no key for it: its tensor parallelism is always sequence-parallel beside
@@ -109,8 +136,37 @@ def torchtitan(keys: Keys) -> Training:
     return training
 
 
+def _pipeline(keys: Keys, training: Training) -> None:
+    """Read schedule and micro-batches: their number, or before 0.1 that of a rank's batch, by default as of stages."""
+    tables = ("parallelism", "experimental")
+    number, numbers = "parallelism.num_pp_microbatches", [f"{table}.pipeline_parallel_microbatches" for table in tables]
+    names = [f"{table}.pipeline_parallel_{key}" for table in tables for key in ("schedule", "microbatch_size")]
+    if training.pp is None or training.pp.value == 1:
+        for key in (number, *numbers, *names):
+            if keys.has(key):
+                keys.note(key, "there is no pipeline")
+        return
+    schedule = keys.choice(SCHEDULES, *names[::2], sets="plan.schedule")
+    training.schedule = schedule or Value("1f1b", "pipeline_parallel_schedule = 1F1B (its default)")
+    if keys.has(number):
+        training.accumulation = keys.integer(number, sets="plan.micro_batches")
+        return
+    piece = keys.integer(*names[1::2], sets="plan.micro_batches")
+    if piece is None and (any(map(keys.has, numbers)) or not training.pp.origin.startswith("parallelism.")):
+        parts = keys.integer(*numbers, sets="plan.micro_batches")
+        virtual = 2 if training.schedule.value == "interleaved" else 1
+        parts = parts or Value(training.pp.value * virtual, f"{training.pp.origin}: as many micro-batches as stages")
+        micro = training.micro_batch
+        if micro is not None and micro.value % parts.value:
+            keys.refuse(parts.origin.partition(" = ")[0], f"does not divide {micro.origin}")
+        elif micro is not None:
+            piece = Value(micro.value // parts.value, f"{micro.origin} in {parts.value} parts: {parts.origin}")
+    training.pipeline_micro_batch = piece or Value(1, "pipeline_parallel_microbatch_size = 1 (its default)")
+
+
 def _sharding(keys: Keys, training: Training) -> None:
-    reshard = keys.choice(RESHARD, "parallelism.fsdp_reshard_after_forward", sets="plan.method")
+    places = [f"{table}.fsdp_reshard_after_forward" for table in ("parallelism", "training")]
+    reshard = keys.choice(RESHARD, *places, sets="plan.method")
     pipelined = training.pp is not None and training.pp.value > 1
     # its mesh for fully_shard is that of dp_shard times cp: distributed/parallel_dims.py
     if training.dp_shard is not None and training.dp_shard.value == 1 and not training.has_context_ranks(keys):
@@ -124,9 +180,10 @@ def _sharding(keys: Keys, training: Training) -> None:
 
 def _batch(keys: Keys, training: Training) -> None:
     """Read samples, of the older generations, or tokens, of the newer ones."""
-    whole = keys.flag("parallelism.disable_loss_parallel")
+    whole = keys.flag("parallelism.disable_loss_parallel", "training.disable_loss_parallel")
+    divided = keys.flag("training.enable_loss_parallel")
     origin = whole.origin if whole is not None else "parallelism.disable_loss_parallel = false (its default)"
-    training.loss_parallel = Value(whole is None or not whole.value, origin)
+    training.loss_parallel = divided or Value(whole is None or not whole.value, origin)
     offload = keys.flag("training.enable_cpu_offload")
     if offload is not None and offload.value:
         training.offload = Value("parameters", offload.origin)

@@ -295,7 +295,7 @@ def _plan(training: Training, keys: Keys, model: Model, cluster: Cluster, overri
                 Entry("plan.receive_buffers", training.receive_buffers.value, training.receive_buffers.origin)
             )
     sequences = training.sequence_parallel
-    if sequences is not None and sequences.value and tp.value > 1 and training.zero1_implementation == "deepspeed":
+    if sequences is not None and sequences.value and tp.value > 1 and training.zero1_implementation != "torch":
         training.zero1_implementation = "torch"
         if method == "zero1" and training.sharding is not None:
             name = training.sharding.origin.partition(" = ")[0]

@@ -24,6 +24,7 @@ from gssim.scenario.loading import (
     load_scenario,
     overrides_of,
     parsed_override,
+    plain,
     read_toml,
     toml,
 )
@@ -85,6 +86,7 @@ __all__ = [
     "owned_bytes",
     "parsed_override",
     "pause_excess",
+    "plain",
     "product_precision",
     "rank_rates",
     "read_toml",

@@ -3,8 +3,9 @@
 import difflib
 import json
 import os
+import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from functools import lru_cache
 from numbers import Integral, Real
@@ -14,10 +15,10 @@ from typing import Any
 from gssim.cache import Same, Shared
 from gssim.cluster import Cluster, presets
 from gssim.errors import MistakenNameError, UserError
-from gssim.execution.files import read_text
+from gssim.execution.files import read_json, read_text
 from gssim.scenario.checks import check
 from gssim.scenario.scenario import Loaded, Scenario, Source
-from gssim.units import validated
+from gssim.units import shown_value, validated
 from gssim.workload import PATHS, Model, shipped_models, unrolled
 from gssim.workload.gradient_family import read_family, shipped_families
 from gssim.workload.gradient_rungs import family_of
@@ -44,28 +45,58 @@ def overrides_of(changes: Mapping[str, Any] | Sequence[str]) -> list[str]:
     >>> overrides_of({"plan.method": "gs", "plan.shares.batch": (0.75, 0.25)})
     ['plan.method="gs"', 'plan.shares.batch=[0.75, 0.25]']
     """
-    if isinstance(changes, str):
-        raise UserError(f"{changes}: must be a mapping of keys to values, or a list of texts KEY=VALUE")
-    if not isinstance(changes, Mapping):
-        return list(changes)
-    return [f"{key}={toml(_plain(value, key))}" for key, value in changes.items()]
+    if isinstance(changes, (str, bytes)) or not isinstance(changes, Iterable):
+        raise UserError(
+            f"{shown_value(changes)}: changes must be a mapping of keys to values, or a list of texts KEY=VALUE"
+        )
+    if isinstance(changes, Mapping):
+        return [f"{key}={_written(value, key)}" for key, value in changes.items()]
+    overrides = list(changes)
+    for override in overrides:
+        if not isinstance(override, str):
+            raise UserError(f"changes: {shown_value(override)}: must be a text KEY=VALUE")
+    return overrides
 
 
-def _plain(value: Any, key: str) -> Any:
-    """Return a value of Python as one of TOML."""
+def _written(value: Any, key: str) -> str:
+    try:
+        return toml(plain(value, key))
+    except UserError:
+        raise
+    except ValueError as error:  # a number of thousands of digits
+        raise UserError(f"{key}: {error}") from None
+
+
+def plain(value: Any, key: str, *, with_none: bool = False) -> Any:
+    """Return a value of Python or numpy as one of TOML; raise UserError where that is impossible.
+
+    `with_none`: None stays, in place of an absent key.
+    """
+    try:
+        return _plain(value, key, with_none=with_none)
+    except RecursionError:
+        raise UserError(f"{key}: is nested too deep") from None
+
+
+def _plain(value: Any, key: str, *, with_none: bool) -> Any:
     if isinstance(value, Mapping):
-        return {name: _plain(part, f"{key}.{name}") for name, part in value.items()}
+        wrong = [name for name in value if not isinstance(name, str)]
+        if wrong:
+            raise UserError(f"{key}: {shown_value(wrong[0])}: keys must be texts")
+        return {str(name): _plain(part, f"{key}.{name}", with_none=with_none) for name, part in value.items()}
+    if not isinstance(value, type) and hasattr(value, "tolist"):  # an array or a scalar of numpy, or alike
+        value = value.tolist()
     if isinstance(value, (list, tuple)):
-        return [_plain(part, key) for part in value]
-    if isinstance(value, (bool, str)):
+        return [_plain(part, key, with_none=with_none) for part in value]
+    if isinstance(value, bool) or (value is None and with_none):
         return value
     if isinstance(value, Integral):
         return int(value)
     if isinstance(value, Real):
         return float(value)
-    if isinstance(value, PurePath):
+    if isinstance(value, (str, PurePath)):
         return str(value)
-    raise UserError(f"{key} = {value!r}: must be a number, text, true or false, or a list or table of these")
+    raise UserError(f"{key} = {shown_value(value)}: must be a number, text, true or false, or a list or table of these")
 
 
 def changed(scenario: Scenario, changes: Mapping[str, Any] | Sequence[str]) -> Scenario:
@@ -84,12 +115,21 @@ def toml(value: Any) -> str:
     '[{between = ["a", "b"], bandwidth_ratio = 0.5}, true, inf]'
     """
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {toml(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{_toml_key(key)} = {toml(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(toml, value)) + "]"
     if isinstance(value, bool):
         return str(value).lower()
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+    return _toml_text(value) if isinstance(value, str) else repr(value)
+
+
+def _toml_key(key: str) -> str:
+    """Return a key, or a path of keys, in TOML syntax."""
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*", key) else _toml_text(key)
+
+
+def _toml_text(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")  # which JSON does not escape
 
 
 def parsed_override(override: str) -> tuple[str, Any]:
@@ -108,6 +148,8 @@ def _parsed(override: str) -> tuple[str, Any]:
     key = key.strip()
     if not separator or not key:
         raise UserError(f"--set {override}: must be KEY=VALUE, such as plan.push.threshold=1e-3")
+    if any("\ud800" <= character <= "\udfff" for character in override):
+        raise UserError(f"--set {override}: is no text in UTF-8")
     try:
         return key, tomllib.loads(f"value = {value}")["value"]
     except (ValueError, RecursionError):
@@ -240,7 +282,7 @@ def _version(path: Path) -> tuple[Path, int, int] | None:
     """Return a cache key for the content of a file: path, modification time and size; None where there is no file."""
     try:
         status = path.stat()
-    except OSError:
+    except (OSError, ValueError):  # also for a name that no file system allows
         return None
     return (path, status.st_mtime_ns, status.st_size)
 
@@ -292,11 +334,7 @@ def _with_overrides(data: dict[str, Any], overrides: Sequence[str], folders: dic
 
 def _table(path: Path) -> dict[str, Any]:
     """Return the table in a TOML or JSON file."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        content = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from None
+    content = read_json(path) if path.suffix == ".json" else read_toml(path)[1]
     if not isinstance(content, dict):
         raise UserError(f"{path}: must be a table of keys")
     return content

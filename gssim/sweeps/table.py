@@ -290,12 +290,14 @@ def _polars() -> Any:
 
 
 def kind_of(values: Sequence[Any]) -> Kind:
-    """Return the type of a column of these values; missing values have none.
+    """Return the type of a column of these values; missing values have none, and integers beyond 64 bits are texts.
 
-    >>> kind_of([1, 2.5, None]), kind_of(["gs", 1]), kind_of([True, False])
-    (<class 'float'>, <class 'str'>, <class 'bool'>)
+    >>> kind_of([1, 2.5, None]), kind_of(["gs", 1]), kind_of([True, False]), kind_of([1, 2**63])
+    (<class 'float'>, <class 'str'>, <class 'bool'>, <class 'str'>)
     """
     kinds = {type(value) for value in values if value is not None}
+    if any(isinstance(value, int) and not -(2**63) <= value < 2**63 for value in values):
+        return str
     if kinds <= {int, float} and kinds:
         return float if float in kinds else int
     return bool if kinds == {bool} else str

@@ -236,10 +236,11 @@ def _no_ranks() -> None:
 # Judgement -----------------------------------------------------------------------------------------------------------
 
 NO_NUMBER = re.compile(r"(?<![\w./\"'-])[+-]?(?:nan|inf)(?![\w./\"'-])", re.IGNORECASE)
-NOTE = re.compile(r"^gssim: (?:import|export|cluster): ")
+NOTES = "refused|default|approximated|without effect|fitted|not in the file"
+NOTE = re.compile(rf"^gssim: (?:import|export|cluster): (?:{NOTES}): ")
 """What was assumed, left out or refused key by key, ahead of the line that says what is wrong."""
 PROGRESS = re.compile(
-    r"^(?:gssim: (?:import|export|cluster): |predicting|searching|analysis: (?:takes|trains)|gsreal: \S+: \d|\w+: run: \w+ing )\b.*$"
+    rf"^(?:gssim: (?:import|export|cluster): (?:{NOTES}): |predicting|searching|analysis: (?:takes|trains)|gsreal: \S+: \d|\w+: run: \w+ing )\b.*$"
 )
 
 
@@ -261,7 +262,7 @@ def judged(code: int, folder: Path) -> tuple[str, str]:
             del said[0]
         if len(said) != 1 or not ours:
             return FAILED, f"{len(said)} lines"
-        if len(said[0]) > LONGEST_LINE:
+        if len(said[0]) > LONGEST_LINE + _length_of_paths(said[0], words, folder):
             return FAILED, f"a line of {len(said[0])} characters"
         if any(not c.isprintable() for c in said[0]):
             return FAILED, "control characters on the console"
@@ -269,6 +270,12 @@ def judged(code: int, folder: Path) -> tuple[str, str]:
     if code != 0:
         return FAILED, f"exit {code}"
     return _plausible(_without_questions(out, folder), words)
+
+
+def _length_of_paths(line: str, words: list[str], folder: Path) -> int:
+    """Return the length of existing paths that a line repeats from the command line: they are not shortened."""
+    paths = {part for word in words for part in (word, word.partition("=")[2]) if os.sep in part}
+    return sum(len(path) * line.count(path) for path in paths if os.path.exists(folder / path))
 
 
 def _without_questions(out: str, folder: Path) -> str:

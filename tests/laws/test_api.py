@@ -6,10 +6,12 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import gssim
 from gssim.plan import Plan
+from gssim.units import LIMITS
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "scenarios" / "demo.toml"
@@ -142,3 +144,159 @@ def test_importing_the_package_loads_nothing_but_itself():
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert ended.stdout.splitlines() == ["[]", "[]", "False"]
+
+
+# Misuse ---------------------------------------------------------------------------------------------------------------
+
+CYCLE: dict[str, object] = {}
+CYCLE["plan"] = CYCLE
+
+
+class Hostile:
+    """A value that cannot be shown."""
+
+    def __repr__(self):
+        raise RuntimeError("no text")
+
+
+NO_CHANGES = "changes must be a mapping of keys to values, or a list of texts KEY=VALUE"
+WRONG_CHANGES = [
+    (None, NO_CHANGES),
+    (3, NO_CHANGES),
+    ("run.steps=3", NO_CHANGES),
+    (b"run.steps=3", NO_CHANGES),
+    ([3], "changes: 3: must be a text KEY=VALUE"),
+    ([b"run.steps=3"], "must be a text KEY=VALUE"),
+    ([("run.steps", 3)], "must be a text KEY=VALUE"),
+    (["run.steps"], "--set run.steps: must be KEY=VALUE"),
+    (["plan.method=\udcff"], r"--set plan.method=\udcff: is no text in UTF-8"),
+    ({None: 3}, "None: unknown key; allowed: name, question"),
+    ({"": 3}, "must be KEY=VALUE"),
+    ({"a\nb": 3}, r"a\nb: unknown key; allowed: name, question"),
+    ({"run.steps": None}, "run.steps = None: must be a number, text, true or false"),
+    ({"run.steps": 1j}, "run.steps = 1j: must be a number"),
+    ({"run.steps": 10**5000}, "run.steps: Exceeds the limit"),
+    ({"run.steps": Hostile()}, "run.steps = <Hostile>: must be a number"),
+    ({"plan.method": "x" * 5000}, "plan.method = 'xxx"),
+    ({"plan.shares.batch": []}, "plan.shares.batch: 0 shares for 2 ranks"),
+    ({"plan": {3: "ddp"}}, "plan: 3: keys must be texts"),
+    ({"plan": {"a b": 3}}, "plan.a b: unknown key"),
+    ({"plan": CYCLE}, "plan: is nested too deep"),
+]
+
+
+def refusal(call, *arguments, **named):
+    """Return the line of a call that is refused."""
+    with pytest.raises(gssim.UserError) as refused:
+        call(*arguments, **named)
+    line = str(refused.value)
+    assert line.isprintable()
+    assert len(line) < 500
+    return line
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG_CHANGES)
+def test_changes_that_are_none_are_refused_in_one_line(changes, message):
+    assert message in refusal(gssim.load, DEMO, changes)
+    assert message in refusal(gssim.load(DEMO).with_, changes)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "message"),
+    [
+        *(
+            (value, "must be a path, or a mapping of keys to values")
+            for value in (None, 3, b"x.toml", [DEMO], np.ones(2))
+        ),
+        ({}, "scenario: cluster: missing"),
+        ({3: 4}, "scenario: 3: keys must be texts"),
+        ({"name": "a/b", "cluster": "none.toml"}, "a-b: cluster = 'none.toml': no such file"),
+        ({"plan": {"method": {"ddp"}}}, "scenario.plan.method = {'ddp'}: must be a number"),
+        (CYCLE, "is nested too deep"),
+        ("", ".: cannot be read: Is a directory"),
+        ("a\nb.toml", r"a\nb.toml: no such file"),
+        ("a\0b.toml", r"a\x00b.toml: cannot be read: embedded null byte"),
+        ("\ud800.toml", "cannot be read"),
+    ],
+)
+def test_what_is_no_scenario_is_refused_in_one_line(scenario, message):
+    assert message in refusal(gssim.load, scenario)
+
+
+def test_a_device_without_an_end_is_read_up_to_the_limit(monkeypatch):
+    monkeypatch.setitem(LIMITS, "file_bytes", (1000, "bytes"))
+    assert "/dev/zero: 1,001 file bytes: at most 1,000 are allowed" in refusal(gssim.load, "/dev/zero")
+
+
+def test_the_scenario_of_a_result_is_a_scenario(monkeypatch):
+    monkeypatch.chdir(DEMO.parent)
+    tables = {"name": "demo", "cluster": "clusters/two-cores.toml", "workload": {}}
+    tables["workload"] = {"model": "models/gpt-byte-1m.toml", "global_batch_size": 8, "sequence_length": 128}
+    scenario = gssim.load(tables, {"plan.method": "ddp"})
+    assert gssim.load(gssim.simulate(scenario).scenario).scenario_id == scenario.scenario_id
+
+
+def test_numbers_of_numpy_and_paths_are_values(monkeypatch):
+    monkeypatch.chdir(DEMO.parent)
+    changes = {
+        "run.steps": np.int64(3),
+        "plan.push.threshold": np.float64(1e-3),
+        "plan.overlap": np.bool_(True),
+        "plan.shares.batch": np.array([0.75, 0.25]),
+        "cluster": Path("clusters/two-cores.toml"),
+    }
+    scenario = gssim.load(DEMO).with_(changes)
+    assert (scenario.run.steps, scenario.plan.push.threshold, scenario.plan.overlap) == (3, 1e-3, True)
+    assert scenario.plan.shares.batch == (0.75, 0.25)
+
+
+@pytest.mark.parametrize("value", [None, str(DEMO), DEMO, {}, 3, gssim.Scenario, Hostile()])
+def test_only_a_scenario_is_simulated_or_searched(value):
+    for call in (gssim.simulate, gssim.search):
+        assert "must be a Scenario, as gssim.load returns it" in refusal(call, value)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        *((value, "must be a whole number") for value in ("2", 1.5, float("nan"), True, [1], np.float64(1))),
+        *((value, "must be at least 1") for value in (0, -1, np.int64(0), -(10**5000))),
+        (10**400, "processes: at most 1,024 are allowed"),
+    ],
+    ids=lambda value: type(value).__name__,  # some numbers have too many digits for a name
+)
+def test_counts_are_whole_positive_numbers(tmp_path, value, message):
+    file = tmp_path / "few.toml"
+    file.write_text(f'scenario = "{DEMO}"\n[axes]\n"plan.method" = ["ddp", "zero2"]\n')
+    scenario = gssim.load(DEMO, SMALL)
+    assert message in refusal(gssim.sweep, file, jobs=value)
+    assert message in refusal(gssim.search, scenario, jobs=value)
+    if "processes" not in message:
+        assert message in refusal(gssim.search, scenario, top=value)
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        (3, "out = 3: must be a path that ends in .parquet or .csv"),
+        (b"t.csv", "must be a path that ends in .parquet or .csv"),
+        ("", "must end in .parquet or .csv"),
+        ("folder", "out = 'folder': must end in .parquet or .csv"),
+        ("t.xlsx", "out = 't.xlsx': must end in .parquet or .csv"),
+        ("a\0.csv", "cannot be written: embedded null byte"),
+        ("few.toml/t.csv", "few.toml is no folder"),
+        ("ours.parquet", "ours.csv: is no table of gssim's, and --out ours.parquet would replace it"),
+    ],
+)
+def test_a_sweep_s_table_is_written_to_a_place_for_one(tmp_path, monkeypatch, out, message):
+    pytest.importorskip("polars")
+    monkeypatch.chdir(tmp_path)
+    Path("few.toml").write_text(f'scenario = "{DEMO}"\n[axes]\n"plan.method" = ["ddp", "zero2"]\n')
+    Path("ours.csv").write_text("my,notes\n")
+    assert message in refusal(gssim.sweep, "few.toml", SMALL, out=out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["few.toml", "ours.csv"]
+
+
+@pytest.mark.parametrize("path", [None, 3, ["few.toml"], b"few.toml", {}])
+def test_a_sweep_is_named_by_its_path(path):
+    assert "must be the path of a sweep file" in refusal(gssim.sweep, path)

@@ -11,7 +11,7 @@ import pytest
 from gssim.errors import UserError
 from gssim.interop import RefusedError, import_scenario
 from gssim.interop import reading as limits
-from gssim.interop.megatron import arguments_in
+from gssim.interop.arguments import arguments_in
 from gssim.scenario import load_scenario
 from gssim.simulation import simulate
 
@@ -300,7 +300,7 @@ def test_megatron_script(tmp_path):
     tables, found = imported(tmp_path, MEGATRON, name="train.sh", model="gpt3-1.3b")
     assert tables["plan"] == {
         "method": "zero1",
-        "zero1_implementation": "deepspeed",
+        "zero1_implementation": "megatron",
         "micro_batches": 4,
         "recompute": "full",
     }
@@ -370,6 +370,162 @@ def test_megatron_says_how_sequences_are_exchanged(tmp_path, kind, exchange):
     tables, _ = imported(tmp_path, f"{MEGATRON.rstrip()} {said}", name="train.sh", model="gpt3-1.3b")
     assert tables["plan"]["cp"] == 2
     assert tables["plan"].get("context_exchange") == exchange
+
+
+BRANCHES = """#!/bin/bash
+usage() { echo "usage: $0 --tensor-model-parallel-size N  # of ranks"; exit 1; }
+[ "$1" = "-h" ] && usage
+SIZE=$1
+TP=${TP:-2}
+# --tensor-model-parallel-size 8
+if [ $SIZE = 1.3B ]; then
+    NUM_LAYERS=24; HIDDEN=2048
+elif [ $SIZE = 6.7B ]; then
+    NUM_LAYERS=32; HIDDEN=4096
+fi
+options="--bf16"
+if [[ $FLASH == true ]]; then options="$options --use-flash-attn"; fi
+if [ "${RECOMPUTE:-full}" = full ]; then
+    options="$options --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+fi
+case $SHARD in
+    yes) options+=" --use-distributed-optimizer --overlap-grad-reduce" ;;
+    *) ;;
+esac
+cat > notes.txt <<EOF
+--micro-batch-size 16 is too large for $SIZE
+EOF
+nvidia-smi --query-gpu=name --format=csv
+torchrun --nproc_per_node 8 --rdzv_backend c10d pretrain_gpt.py --num-layers $NUM_LAYERS --hidden-size $HIDDEN \\
+    --num-attention-heads 16 --seq-length $((1024 * 2)) --micro-batch-size 2 --global-batch-size 64 \\
+    --tensor-model-parallel-size $TP $options 2>&1 | tee log.txt
+"""
+
+
+def test_branches_of_a_script_are_asked_for_or_given(tmp_path):
+    said = refused(tmp_path, BRANCHES, name="train.sh", model="gpt3-1.3b")
+    assert "num-layers = 24 or 32 or not given: is 24, 32 or not given, by `if [ $SIZE = 1.3B ] in line 7`" in said
+    assert "--variable SIZE=... decides" in said
+    assert "use-distributed-optimizer" in said
+    assert "by `case $SHARD in line 17`; --variable SHARD=... decides" in said
+    assert "flash" not in said  # of no effect either way
+    tables = {}
+    for sharded in ("yes", "no"):
+        (tmp_path / "train.sh").write_text(BRANCHES)
+        found = import_scenario(
+            tmp_path / "train.sh",
+            model="gpt3-1.3b",
+            cluster=Path(EIGHT),
+            variables=["1=1.3B", f"SHARD={sharded}"],
+        )
+        tables[sharded] = tomllib.loads(found.text)
+        assert any(line.startswith("launcher: rdzv-backend") for line in found.listed)
+    assert [tables[each]["plan"]["method"] for each in ("yes", "no")] == ["zero1", "ddp"]
+    plan = tables["yes"]["plan"]
+    assert (plan["tp"], plan["micro_batches"], plan["recompute"]) == (2, 8, "full")
+    assert tables["no"]["workload"]["sequence_length"] == 2048
+    with pytest.raises(UserError, match=r"--variable 1\.3B: must be NAME=VALUE"):
+        import_scenario(tmp_path / "train.sh", model="gpt3-1.3b", cluster=Path(EIGHT), variables=["1.3B"])
+    (tmp_path / "ds.json").write_text(json.dumps(DEEPSPEED))
+    with pytest.raises(UserError, match="is for scripts"):
+        import_scenario(tmp_path / "ds.json", model="llama3-8b", cluster=Path(EIGHT), variables=["A=1"])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "torchrun pretrain_gpt.py --micro-batch-size 2 $MORE",
+            r"\$MORE = .*: the file does not say what this variable",
+        ),
+        ("pretrain_gpt.py --micro-batch-size 2 --seq-length 1024\npretrain_gpt.py --micro-batch-size 4", "lines 1, 2"),
+        ("pretrain_gpt.py --micro-batch-size 2 --seq-length `cat x`", "seq-length = `cat x`"),
+        ("pretrain_gpt.py --micro-batch-size 2 --use-mp-args-from-checkpoint-args", "parallel sizes of a checkpoint"),
+        ("if true; then pretrain_gpt.py --micro-batch-size 2", "line 1: 'fi' is missing"),
+        ("pretrain_gpt.py --micro-batch-size '2", "line 1: a quotation has no end"),
+        ("f() { f; }\nf\npretrain_gpt.py --micro-batch-size 2", "nested too deep"),
+        ("A=1\n" + "A=$A$A\n" * 60 + "pretrain_gpt.py --micro-batch-size $A", "micro-batch-size"),
+        ("for i in 1 2 3; do " * 12 + "x;" + "done; " * 12 + "\npretrain_gpt.py --micro-batch-size 2", "too long"),
+    ],
+)
+def test_scripts_that_cannot_be_followed_are_refused_in_a_line(tmp_path, text, said):
+    with pytest.raises(UserError, match=said) as caught:
+        imported(tmp_path, text, name="train.sh", model="gpt3-1.3b")
+    assert "\n" not in str(caught.value)
+
+
+ENGINE = """
+CONFIG=ds_config.$SLURM_JOBID.json
+STAGE=1
+LAYERS=24
+cat <<EOT > $CONFIG
+{{"train_micro_batch_size_per_gpu": 2, "train_batch_size": {batch}, "gradient_clipping": 1.0,
+  "zero_optimization": {{"stage": $STAGE}}, "fp16": {{"enabled": true, "loss_scale": 0, "hysteresis": 2}}}}
+EOT
+srun --jobid $SLURM_JOBID bash -c "python -m torch.distributed.run --nproc_per_node 8 --nnodes $NODES pretrain_gpt.py \
+    --num-layers $LAYERS --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --micro-batch-size 2 \
+    --global-batch-size 64 --rampup-batch-size 16 16 1000 --train-samples 1000 --fp16 --loss-scale 12 \
+    --checkpoint-activations --deepspeed-activation-checkpointing --partition-activations {more} \
+    --deepspeed --deepspeed_config $CONFIG --zero-stage $STAGE --kill-switch-path /tmp/kill"
+"""
+
+
+def test_megatron_deepspeed(tmp_path):
+    text = ENGINE.format(batch=64, more="")
+    assert "partition-activations" in refused(tmp_path, text, name="job.slurm", model="gpt3-1.3b")
+    text = text.replace("--partition-activations", "")
+    tables, found = imported(tmp_path, text, name="job.slurm", model="gpt3-1.3b")
+    assert tables["plan"] == {
+        "method": "zero1",
+        "zero1_implementation": "deepspeed",
+        "micro_batches": 4,
+        "recompute": "full",
+        "overlap": False,
+    }
+    workload = tables["workload"]
+    assert (workload["precision"], workload["loss_scale"], workload["clip_norm"]) == ("fp16", "dynamic", 1.0)
+    assert any("behind the ramp" in line for line in found.listed)
+    assert any(line.startswith("nnodes = $NODES: left open") for line in found.listed)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("--zero-stage $STAGE", "--zero-stage 2"), 'zero-stage = "2": contradicts zero_optimization.stage = 1'),
+        (("--fp16", "--bf16"), "fp16 in DeepSpeed's configuration contradicts bf16"),
+        (('64, "gradient', '32, "gradient'), "32 in DeepSpeed's configuration contradicts global-batch-size"),
+        (("--deepspeed_config $CONFIG", "--deepspeed_config lost.json"), "no such file"),
+        (("--seq-length", "--num-experts 4 --seq-length"), "DeepSpeed's mixtures of experts"),
+        (("--checkpoint-activations", "--checkpoint-activations --checkpoint-num-layers 2"), "units of several layers"),
+    ],
+)
+def test_megatron_deepspeed_contradictions(tmp_path, change, said):
+    text = ENGINE.format(batch=64, more="").replace("--partition-activations", "")
+    assert change[0] in text
+    assert said in refused(tmp_path, text.replace(*change), name="job.slurm", model="gpt3-1.3b")
+
+
+def test_megatron_deepspeeds_sequence_parallelism_is_ulysses(tmp_path):
+    text = ENGINE.format(batch=64, more="--ds-sequence-parallel-size 2").replace("--partition-activations", "")
+    tables, _ = imported(tmp_path, text, name="job.slurm", model="gpt3-1.3b")
+    assert (tables["plan"]["cp"], tables["plan"].get("context_exchange")) == (2, None)
+    assert tables["plan"]["micro_batches"] == 8
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "--pp-partition-method 'type:transformer|embedding'",
+        "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+    ],
+)
+def test_stages_that_count_embedding_and_loss(tmp_path, more):
+    sizes = "--num-layers 6 --seq-length 128 --micro-batch-size 1 --global-batch-size 16 --clip-grad 0"
+    text = f"{sizes} --nproc-per-node 4 --pipeline-model-parallel-size 4 {more}"
+    tables, _ = imported(tmp_path, text, name="args.txt", model="gpt-byte-10m")
+    assert tables["plan"]["stages"] == [2, 2, 2, 3]
+    uneven = text.replace("--pipeline-model-parallel-size 4", "--pipeline-model-parallel-size 3 --nproc-per-node 3")
+    assert "does not divide so" in refused(tmp_path, uneven, name="args.txt", model="gpt-byte-10m")
 
 
 def test_neutral_numbers_of_scripts_are_texts(tmp_path):
@@ -452,6 +608,78 @@ def test_torchtitan_shards_over_context_ranks(tmp_path, replicate, context, plan
     tables, _ = imported(tmp_path, text, name="t.toml", overrides=overrides)
     assert {key: tables["plan"].get(key) for key in plan} == plan
     assert tables["workload"].get("reduce_precision") == (None if context == 1 and not by_option else "fp32")
+
+
+OLD_TITAN = """
+[optimizer]
+name = "AdamW"
+lr = 3e-4
+{fused}
+[training]
+batch_size = 4
+seq_len = 8192
+warmup_steps = 200
+{degrees}
+enable_loss_parallel = true
+compile = false
+fp8_linear = ""
+checkpoint_interval = 3600
+[experimental]
+{experimental}
+[activation_checkpoint]
+mode = "full"
+"""
+
+
+@pytest.mark.parametrize(
+    ("degrees", "experimental", "fused", "plan"),
+    [
+        ("data_parallel_degree = -1\nsequence_parallel_degree = 2", "", "", {"method": "zero3", "tp": 2}),
+        ("data_parallel_degree = 1\ntensor_parallel_degree = 8", "", "", {"method": "tensor", "tp": 8}),
+        (
+            "data_parallel_replicate_degree = 2\ndata_parallel_shard_degree = 4",
+            "",
+            "fused = true",
+            {"method": "hsdp", "dp_shard": 4},
+        ),
+        ("data_parallel_shard_degree = 1", "context_parallel_degree = 8", "", {"method": "zero3", "cp": 8}),
+        (
+            "data_parallel_shard_degree = -1",
+            "pipeline_parallel_degree = 4\npipeline_parallel_schedule = '1f1b'",
+            "",
+            {"method": "zero2", "pp": 4, "micro_batches": 4},
+        ),
+        (
+            "tensor_parallel_degree = 1",
+            "pipeline_parallel_degree = 4\npipeline_parallel_microbatches = 2\npipeline_parallel_schedule = 'gpipe'",
+            "",
+            {"pp": 4, "micro_batches": 2},
+        ),
+        ("tensor_parallel_degree = 1", "pipeline_parallel_degree = 1\npipeline_parallel_microbatches = 2", "", {}),
+    ],
+)
+def test_torchtitan_before_its_table_of_parallelism(tmp_path, degrees, experimental, fused, plan):
+    text = OLD_TITAN.format(degrees=degrees, experimental=experimental, fused=fused)
+    tables, _ = imported(tmp_path, text, name="t.toml")
+    assert {key: tables["plan"].get(key) for key in plan} == plan
+    assert tables["workload"]["optimizer_implementation"] == ("fused" if fused else "foreach")
+    assert tables["plan"].get("loss_parallel") == (True if plan.get("tp") else None)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("compile = false", "compile = true"), "training.compile"),
+        (('fp8_linear = ""', 'fp8_linear = "dynamic"'), "training.fp8_linear"),
+        (("[experimental]", "[float8]\nenable_float8_linear = true\n[experimental]"), "float8.enable_float8_linear"),
+        (("[experimental]", "[experimental]\npipeline_parallel_split_points = ['layers.4']"), "plan.stages"),
+        (("[experimental]", "[experimental]\nexpert_parallel_degree = 2"), "experimental.expert_parallel_degree"),
+        (("[experimental]", "[parallelism]\ntensor_parallel_degree = 2\n[experimental]"), "training.tensor_parallel"),
+    ],
+)
+def test_older_torchtitan_drops_nothing(tmp_path, change, said):
+    text = OLD_TITAN.format(degrees="tensor_parallel_degree = 1", experimental="", fused="")
+    assert said in refused(tmp_path, text.replace(*change), name="t.toml")
 
 
 @pytest.mark.parametrize(

@@ -151,6 +151,14 @@ def test_a_comparison_without_its_results_is_reported_from_its_tables(tmp_path: 
     page = Reader(report(tmp_path)).text
     assert "8 scenarios predicted and measured" in page
     assert "Comparison comparison.csv, without its Results" in page
+    whole = (tmp_path / "comparison.csv").read_text()
+    for damaged, column in (
+        (f"{whole}\n", "scenario_id"),
+        (re.sub(r",(true|false),", ",,", whole), "collectives_equal"),
+    ):
+        (tmp_path / "comparison.csv").write_text(damaged)
+        with pytest.raises(UserError, match=rf"comparison.csv: {column}: an empty cell"):
+            report(tmp_path)
     (tmp_path / "comparison.csv").write_text("name\na\n")
     with pytest.raises(UserError, match=r"comparison.csv: no column '\w+': not a table of this version"):
         report(tmp_path)

@@ -78,6 +78,23 @@ def test_a_time_that_is_none_is_refused_with_its_point(tmp_path: Path) -> None:
         read_table(file)
 
 
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [("margin_bytes", None), ("tightest_device", None), ("ranks", 0), ("throughput_samples_per_s", None)],
+)
+def test_a_row_that_lacks_what_charts_need_is_refused_with_its_point(tmp_path: Path, column, value) -> None:
+    file = write([make_row("ddp", **{column: value})], tmp_path / "t.parquet")
+    with pytest.raises(UserError, match=rf"1e\+09--ddp: {column}"):
+        read_table(file)
+
+
+def test_control_characters_of_a_question_do_not_reach_the_terminal(tmp_path, monkeypatch, capsys) -> None:
+    file = write(grid(), tmp_path / "t.parquet")
+    pl.read_parquet(file).write_parquet(file, metadata={"schema": "gssim.table/1", "question": "\x1b[31mred"})
+    assert run_sweep(monkeypatch, file, "--out", tmp_path / "out") == 0
+    assert capsys.readouterr().out.startswith("\\x1b[31mred\n")
+
+
 def test_columns_that_are_absent_have_no_values_and_the_report_is_written(tmp_path: Path) -> None:
     file = write(grid(), tmp_path / "t.parquet")
     few = pl.read_parquet(file).drop("energy_j_per_step", "cost_usd_per_step", "exposed_communication_s")

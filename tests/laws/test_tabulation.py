@@ -107,6 +107,16 @@ def test_every_point_is_a_row_with_its_axes_also_what_does_not_fit_or_is_no_scen
     assert sorted(os.listdir("out")) == ["t.csv", "t.parquet"]
 
 
+def test_a_value_beyond_64_bits_is_an_invalid_point(tmp_path, gssim):
+    write_files(tmp_path)
+    huge = 10**40
+    (tmp_path / "s.toml").write_text(f'scenario = "scenario.toml"\n[axes]\nrun.seed = [0, {huge}]\n')
+    code, _, err = gssim("sweep", tmp_path / "s.toml", "--out", tmp_path / "t.csv", "--jobs", 1)
+    assert code == 0, err
+    table = pl.read_csv(tmp_path / "t.csv", infer_schema=False)
+    assert table.select("run.seed", "status").rows() == [("0", "fits"), (str(huge), "invalid")]
+
+
 def test_the_table_is_the_same_byte_for_byte_however_many_work_at_it(folder, gssim):
     for jobs in (1, 2):
         assert gssim("sweep", "sweep.toml", "--out", f"{jobs}.csv", "--jobs", jobs)[0] == 0

@@ -183,11 +183,24 @@ def test_a_file_that_is_no_trace_is_refused(
     )
 
 
+@pytest.mark.parametrize(("phase", "shown"), [("lunch", "'lunch'"), (["lunch"], "['lunch']"), (3, "'3'")])
 def test_an_unknown_phase_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    phase: object,
+    shown: str,
 ) -> None:
     path = write_traces(tmp_path)[0]
     data: dict[str, Any] = json.loads(path.read_text())
-    next(event for event in data["traceEvents"] if event["ph"] == "X")["cat"] = "lunch"
+    next(event for event in data["traceEvents"] if event["ph"] == "X")["cat"] = phase
     path.write_text(json.dumps(data))
-    assert_refused(capsys, run(monkeypatch, path, path, "--out", tmp_path / "t.png"), "'lunch'", "allowed: forward")
+    assert_refused(capsys, run(monkeypatch, path, path, "--out", tmp_path / "t.png"), shown, "allowed: forward")
+
+
+def test_a_stream_that_is_named_by_a_number_is_one(tmp_path: Path) -> None:
+    path = write_traces(tmp_path)[0]
+    data: dict[str, Any] = json.loads(path.read_text())
+    next(event for event in data["traceEvents"] if event["name"] == "thread_name")["args"]["name"] = 7
+    path.write_text(json.dumps(data))
+    assert "7" in [lane.stream for lane in read_step(path).lanes]

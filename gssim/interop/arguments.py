@@ -1,0 +1,249 @@
+"""Arguments of Megatron-LM: of a command line, a script that is followed, a file of arguments, or a YAML file of them.
+
+Names have hyphens, and no leading ones. Of a script those of the command that trains count. What the script leaves
+open is `Undecided`; arguments of the launcher, before the program's name, have names that begin with `launcher:`.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gssim.errors import UserError, one_line
+from gssim.interop.reading import Undecided, flattened, read_bounded
+from gssim.interop.shell import Branch, Command, Script, follow
+from gssim.interop.shell_syntax import MARKS, NAME, is_open, shown_mark, written
+
+OPTION = re.compile(r"--[A-Za-z][\w.-]*(=.*)?", re.DOTALL)
+BEGINS_TRAINING = {
+    "micro-batch-size",
+    "global-batch-size",
+    "train-iters",
+    "train-samples",
+    "train-tokens",
+    "batch-size",
+    "lr",
+}
+"""Options by which a command is one that trains."""
+OF_MODELS = {
+    "num-layers",
+    "hidden-size",
+    "num-attention-heads",
+    "seq-length",
+    "tensor-model-parallel-size",
+    "pipeline-model-parallel-size",
+}
+"""Options by which a command, or a variable, has to do with Megatron-LM."""
+LAUNCHER = {
+    "nproc-per-node": "nproc-per-node",
+    "nnodes": "nnodes",
+    "num-gpus": "nproc-per-node",
+    "num-nodes": "nnodes",
+}
+"""Options of torchrun and deepspeed that count ranks."""
+IN_LAUNCHER = "launcher:"
+FLAG = re.compile(
+    r"(no|disable|enable|use|overlap)-.*|bf16|fp16|sequence-parallel|standalone|finetune|swiglu|recompute-activations"
+    r"|group-query-attention|untie-embeddings-and-output-weights|apply-layernorm-1p|qk-layernorm|deepspeed"
+    r"|checkpoint-activations|deepspeed-activation-checkpointing|moe-grouped-gemm|add-qkv-bias|log-(?!interval).*"
+)
+"""Options that take no value: a variable behind one may hold further arguments."""
+DEEPSPEED_FILE = "deepspeed-config"
+MOST_NESTED = 5
+
+Options = dict[str, Any]
+
+
+def arguments_in(
+    text: str, *, file: str, variables: Mapping[str, str] | None = None, folder: Path | None = None
+) -> Options:
+    r"""Return the arguments in a command line, script or file of arguments; flags without a value are True.
+
+    `variables`: of the script, which the caller gives. `folder`: where files lie that it includes.
+
+    >>> arguments_in("N=8\ntorchrun pretrain_gpt.py --micro-batch-size 2 --seq-length=$((N)) --bf16", file="train.sh")
+    {'micro-batch-size': '2', 'seq-length': '8', 'bf16': True}
+    """
+
+    def source(name: str) -> str | None:
+        places = [Path(name), *([folder / name] if folder is not None else [])]
+        path = next((place for place in places if place.is_file()), None)
+        try:
+            return read_bounded(path) if path is not None else None
+        except UserError:
+            return None
+
+    script = follow(text, file=file, given=variables, source=source)
+    found = _of_commands(script)
+    name = found.get(DEEPSPEED_FILE)
+    document = script.files.get(str(name)) or next(
+        (body for place, body in script.files.items() if written(place) == str(name)), None
+    )
+    if document is not None:
+        found[DEEPSPEED_FILE] = str(name)
+        found |= {f"{DEEPSPEED_FILE}.{key}": value for key, value in _json_in(document, file).items()}
+    return found
+
+
+def _of_commands(script: Script) -> Options:
+    """Return the arguments of the command that trains, or of the variables where none does."""
+    pieces = [word for command in script.commands if command.words[0].startswith("--") for word in command.words]
+    commands = [each for each in script.commands if not each.words[0].startswith("--")]
+    runs = [(each, _options_of(each.words, script)) for each in commands]
+    runs = [(command, options) for command, options in runs if options.keys() & (BEGINS_TRAINING | OF_MODELS)]
+    trainings = [run for run in runs if run[1].keys() & BEGINS_TRAINING] or runs
+    if trainings:
+        return _joined(trainings)
+    if pieces:
+        return _options_of(pieces, script)
+    found: Options = {}
+    for value in script.variables.values():
+        words = [word for part in ([value] if isinstance(value, str) else value) for word in part.split()]
+        if any(OPTION.fullmatch(word) for word in words):
+            _add(found, _options_of(words, script))
+    return found
+
+
+def _joined(runs: Sequence[tuple[Command, Options]]) -> Options:
+    """Return the options of several trainings; those that differ are open."""
+    if len(runs) == 1:
+        return runs[0][1]
+    lines = ", ".join(dict.fromkeys(str(command.line) for command, _ in runs))
+    found: Options = {}
+    for name in dict.fromkeys(name for _, options in runs for name in options):
+        values = tuple(dict.fromkeys(options.get(name) for _, options in runs))
+        is_open_value = len(values) > 1
+        found[name] = (
+            _undecided(values, f"in the commands of the lines {lines}: leave one") if is_open_value else values[0]
+        )
+    return found
+
+
+def _undecided(values: Sequence[Any], decided: str) -> Any:
+    """Return one of several values, of which some may be open themselves; a single one as it is."""
+    if len(values) == 1:
+        return values[0]
+    parts = [value.alternatives if isinstance(value, Undecided) else (value,) for value in values]
+    alternatives = tuple(dict.fromkeys(each for part in parts for each in part)) if all(parts) else ()
+    named = [part or (value,) for part, value in zip(parts, values, strict=True)]
+    texts = ["not given" if each is None else "given" if each is True else str(each) for part in named for each in part]
+    shown = [one_line(text, 40) for text in dict.fromkeys(texts)]
+    return Undecided(" or ".join(shown), f"is {', '.join(shown[:-1])} or {shown[-1]}, {decided}", alternatives)
+
+
+def _options_of(words: Sequence[str], script: Script, depth: int = 0) -> Options:
+    """Return the options of a command, by name."""
+    words = [part for word in words for part in (word.split() if " --" in f" {word}" and " " in word else [word])]
+    first = next((i for i, word in enumerate(words) if _name(word) in BEGINS_TRAINING | OF_MODELS), len(words))
+    program = max((i for i, word in enumerate(words[:first]) if word.endswith(".py")), default=-1)
+    found: Options = {}
+    for position, (name, value) in enumerate(_pairs(words[: program + 1], script)):
+        key = LAUNCHER.get(name, f"{IN_LAUNCHER} {name}")
+        _add(found, {key: _valued(value, script)} if position or name else {})
+    for name, value in _pairs(words[program + 1 :], script):
+        if not name.startswith("\0"):
+            _add(found, {name: _valued(value, script)})
+            continue
+        branch = script.branches.get(MARKS.findall(name)[0])
+        if branch is None or depth >= MOST_NESTED:
+            label = written(name)
+            reason = f"the file does not say what this variable is, which may hold arguments; {_hint(label)}"
+            _add(found, {label: Undecided("", reason)})
+            continue
+        choices = [_options_of((text or "").split(), script, depth + 1) for text in branch.alternatives]
+        decided = _decided(branch)
+        for key in dict.fromkeys(key for choice in choices for key in choice):
+            values = tuple(dict.fromkeys(choice.get(key) for choice in choices))
+            _add(found, {key: _undecided(values, decided)})
+    return found
+
+
+def _add(found: Options, more: Options) -> None:
+    """Add options; one that is there already with another value is open."""
+    for name, value in more.items():
+        if name in found and found[name] != value:
+            value = _undecided((found[name], value), "as it is given twice: leave one")
+        found[name] = value
+
+
+def _name(word: str) -> str:
+    return word.removeprefix("--").partition("=")[0].replace("_", "-") if OPTION.fullmatch(word) else ""
+
+
+def _pairs(words: Sequence[str], script: Script) -> list[tuple[str, str | bool]]:
+    """Return options and their values; a mark that is no value stands for options, and is a name."""
+    found: list[tuple[str, str | bool]] = []
+    values: list[str] | None = None
+    name = ""
+    for word in [*words, None]:
+        option = "" if word is None else _name(word)
+        holds = word is not None and MARKS.fullmatch(word) is not None
+        if holds and values == [] and FLAG.fullmatch(name) is None:
+            holds = _has_options(word, script)  # it is the value else
+        if (option or word is None or holds) and values is not None:
+            found.append((name, " ".join(values) if values else True))
+            values = None
+        if option and word is not None:
+            name, values = option, [word.partition("=")[2]] if "=" in word else []
+        elif holds and word is not None:
+            found.append((word, True))
+        elif values is not None and word and not word.endswith(".py"):
+            values.append(word)
+    return found
+
+
+def _has_options(word: str | None, script: Script) -> bool:
+    """Return whether one of the texts that a mark may become is an option."""
+    branch = script.branches.get(MARKS.findall(word or "")[0])
+    return branch is not None and any((text or "").lstrip().startswith("--") for text in branch.alternatives)
+
+
+def _valued(value: str | bool, script: Script) -> Any:
+    """Return a value, or what it needs."""
+    if isinstance(value, bool) or not is_open(value):
+        return value
+    labels = MARKS.findall(value)
+    branch = script.branches.get(labels[0]) if len(labels) == 1 else None
+    if branch is None:
+        reason = f"the file does not say what this variable is; {_hint(shown_mark(labels[0]))}"
+        return Undecided(written(value), reason)
+    before, after = MARKS.split(value)[::2]
+    texts = [None if text is None else f"{before}{text}{after}" for text in branch.alternatives]
+    decided = _decided(branch)
+    parts = [_valued(text, script) if text is not None and text != value else text for text in texts]
+    return _undecided(tuple(dict.fromkeys(parts)), decided)
+
+
+def _decided(branch: Branch) -> str:
+    return f"by `{branch.where}`" + (f"; --variable {branch.variable}=... decides" if branch.variable else "")
+
+
+def _hint(label: str) -> str:
+    name = label.removeprefix("$")
+    return f"--variable {name}=... does" if NAME.fullmatch(name) or name.isdigit() else "give it in its place"
+
+
+def _json_in(document: str, file: str) -> Options:
+    """Return the keys of a JSON file that a script writes; what is open in it is a text with its variable."""
+    for quoted in (r'"\g<0>"', r"\g<0>"):
+        try:
+            data = json.loads(written(MARKS.sub(quoted, document)))
+        except (ValueError, RecursionError):
+            continue
+        return flattened(data, file=f"{file}: {DEEPSPEED_FILE}") if isinstance(data, dict) else {}
+    return {}
+
+
+def arguments_of(data: Any, *, file: str) -> Options:
+    """Return the arguments in a YAML file: of the table MODEL_ARGS, or of all tables."""
+    if isinstance(data, Mapping) and isinstance(data.get("MODEL_ARGS"), Mapping):
+        data = data["MODEL_ARGS"]
+    found: Options = {}
+    for key, value in flattened(data, file=file).items():
+        short = key if key.startswith("--") else key.rpartition(".")[2]
+        name = short.removeprefix("--").replace("_", "-")
+        if name in found and found[name] != value:
+            raise UserError(f"{file}: {name}: is given twice, as {found[name]} and as {value}; leave one")
+        found[name] = value
+    return {name: value for name, value in found.items() if value is not False}
