@@ -27,7 +27,6 @@ from gssim.workload.gradient_family import (
     Family,
     RowFrequencies,
     Rung,
-    law_of,
     predicted_ratios,
     reaching,
     with_errors,
@@ -210,7 +209,7 @@ def fitted_family(family: str, rungs: Sequence[Rung], multiples: Sequence[float]
 
 def _misfit(family: Family) -> float:
     """Return the mean square of the logarithms of predicted over measured thresholds, of the rungs that are fitted."""
-    law = law_of(family)
+    law = family.law
     errors = [
         np.log(reaching(predicted_ratios(family, law, rung, window)) / np.array(rung.thresholds[window]))
         for rung in family.rungs

@@ -240,16 +240,27 @@ def load_cluster(path: Path) -> Cluster:
     return _cluster(path, (), Shared())
 
 
+MOST_READ = 32
+"""Contents of files, and models in them, that a process keeps for the next scenario that names them. They are cached by
+their text: parsing and validating a traced model takes longer than most simulations."""
+
 Changes = tuple[tuple[str, Any], ...]
 """Overrides inside a file that the scenario names: their key paths in it, and values."""
 
 
 def _model(path: Path, changes: Changes, shared: Shared) -> Model:
     data = _content(path, shared)[1]
+    if not changes:
+        return _unchanged_model(path, Same(data))
     key = (path, Same(data), repr(changes))
     return shared.once(
         "model", key, lambda: validated(Model, _changed(data, "workload.model", changes), file=str(path))
     )
+
+
+@lru_cache(maxsize=MOST_READ)
+def _unchanged_model(path: Path, data: Same) -> Model:
+    return validated(Model, data.value, file=str(path))
 
 
 def _cluster(path: Path, changes: Changes, shared: Shared) -> Cluster:
@@ -289,7 +300,20 @@ def _version(path: Path) -> tuple[Path, int, int] | None:
 
 def _content(path: Path, shared: Shared) -> tuple[str, dict[str, Any]]:
     """Return the result of `read_toml`, cached by version of the file; it must not be changed."""
-    return shared.once("file", _version(path), lambda: read_toml(path))
+
+    def read() -> tuple[str, dict[str, Any]]:
+        text = read_text(path)
+        return text, _tables_of(text, path)
+
+    return shared.once("file", _version(path), read)
+
+
+@lru_cache(maxsize=MOST_READ)
+def _tables_of(text: str, path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # not TOML, a number of thousands of digits, brackets nested too deep
+        raise UserError(f"{path}: not valid TOML: {error}") from None
 
 
 def _copied(value: Any) -> Any:
@@ -302,10 +326,7 @@ def _copied(value: Any) -> Any:
 def read_toml(path: Path) -> tuple[str, dict[str, Any]]:
     """Return the text and the parsed content of a TOML file; raise UserError where it is missing or invalid."""
     text = read_text(path)
-    try:
-        return text, tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # not TOML, a number of thousands of digits, brackets nested too deep
-        raise UserError(f"{path}: not valid TOML: {error}") from None
+    return text, _copied(_tables_of(text, path))
 
 
 def first_comment(text: str) -> str:
@@ -418,7 +439,8 @@ def _transferred(scenario: Scenario, shared: Shared) -> GradientStatistics:
     workload, steps = scenario.workload, scenario.run.warmup_steps + scenario.run.steps
 
     def transferred() -> GradientStatistics:
-        family = read_family(shipped_families()[family_of(workload.model)])
+        path = shipped_families()[family_of(workload.model)]
+        family = shared.once("gradient families", path, lambda: read_family(path), most=8)
         return transferred_statistics(family, workload, steps=steps)
 
     asked = (workload.global_batch_size, workload.sequence_length, workload.learning_rate, workload.optimizer)

@@ -134,6 +134,11 @@ class Family:
         """Identity of the file's content."""
         return sha256(repr(self).encode()).hexdigest()[:16]
 
+    @cached_property
+    def law(self) -> "Law":
+        """Law that is fitted to all rungs but those held back."""
+        return law_of(self)
+
 
 @dataclass(frozen=True)
 class Question:
@@ -275,22 +280,19 @@ def _slopes(family: Family, base: Rung, rungs: Sequence[Rung], kind: str, key: s
 
 def _curve(family: Family, base: Rung, rungs: Sequence[Rung], kind: str, key: str) -> Floats:
     """Return the change of the logarithm of a scale since the first step, at each of `NODES`."""
-    rows, changes = [], []
+    places, changes = [], []
     for rung in rungs:
         found = getattr(rung, kind).get(key, (0.0,))
         if min(found) > 0:
             ahead = _differences(question_of(base), question_of(rung), family.progress)[1]
-            rows += [_hat(math.log1p(step * ahead)) for step in rung.sampled_steps]
+            places += [math.log1p(step * ahead) for step in rung.sampled_steps]
             changes += [math.log(value / found[0]) for value in found]
+    # weights of `NODES` in the linear interpolation at each place
+    rows = np.array([np.interp(places, NODES, column) for column in np.eye(len(NODES))]).T
     bends, rises = (np.diff(np.eye(len(NODES)), n=order, axis=0) for order in (2, 1))
     penalties = np.vstack([SMOOTHNESS * bends, LEVELNESS * rises])
-    curve = _fitted(np.array(rows).reshape(-1, len(NODES)), np.array(changes), penalties)
+    curve = _fitted(rows, np.array(changes), penalties)
     return np.asarray(curve - curve[0])
-
-
-def _hat(at: float) -> Floats:
-    """Return the weights of `NODES` in the linear interpolation at a place."""
-    return np.array([np.interp(at, NODES, row) for row in np.eye(len(NODES))])
 
 
 def _fitted(rows: Floats, values: Floats, penalties: Floats) -> Floats:
@@ -321,11 +323,12 @@ def predicted_ratios(family: Family, law: Law, rung: Rung, window: str) -> Float
     """Return the predicted fractions of a rung's elements that reach `TRIED`, as a mean over a part of its steps."""
     base, question = law.base(rung.optimizer), question_of(rung)
     ratios: Floats = np.zeros(len(TRIED))
+    weights = rung.weights(window)
     for key, count in rung.elements.items():
         shape = base.shapes.get(key)
         if shape is None:
             continue
-        for weight, step in zip(rung.weights(window), rung.sampled_steps, strict=True):
+        for weight, step in zip(weights, rung.sampled_steps, strict=True):
             common, deviation = (law.scale(kind, key, question, step) or 0.0 for kind in KINDS)
             rms = math.sqrt(common + deviation / rung.samples)
             tails = at_step(family.shape_steps, shape.tails, step)

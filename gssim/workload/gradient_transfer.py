@@ -28,7 +28,6 @@ from gssim.workload.gradient_family import (
     Question,
     RoleShape,
     at_step,
-    law_of,
     scale_error,
     tail_at,
 )
@@ -60,7 +59,7 @@ def transferred_statistics(family: Family, workload: Workload, *, steps: int) ->
     """Return statistics of a model's gradients as its family's ladder has them; see the module's notes."""
     width, layers = sizes_of(workload.model)
     question = Question(width, layers, workload.sequence_length, workload.learning_rate, workload.optimizer)
-    transferred = _Transferred(family, law_of(family), question, workload.model, workload.global_batch_size, steps)
+    transferred = _Transferred(family, family.law, question, workload.model, workload.global_batch_size, steps)
     return transferred.statistics(workload.precision)
 
 

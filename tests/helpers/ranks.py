@@ -19,8 +19,11 @@ from gsreal.methods.apply import full_parameters
 from gsreal.run.feed import Feed
 from gsreal.run.rank import run_on_rank
 from gsreal.run.worker import build
+from gssim.cache import Shared
 from gssim.scenario import load_scenario, single_device
 
+SHARED = Shared()
+"""Models and clusters that cases have in common."""
 STEPS = 5
 FEWEST_PEAKS, MOST_PEAKS, SEEN = 3, 18, 3
 """A step's peak varies upwards: gloo's threads may hold a buffer a moment longer than the call that used it. Steps are
@@ -40,7 +43,8 @@ def main(cases_file: str, out: str) -> None:
 
 
 def run_case(case: dict[str, Any], counter: MemoryCounter) -> dict[str, Any]:
-    scenario = load_scenario(Path(case["scenario"]), case["overrides"], gradients_needed=False).scenario
+    file = Path(case["scenario"])
+    scenario = load_scenario(file, case["overrides"], gradients_needed=False, shared=SHARED).scenario
     device, rank = torch.device("cpu"), dist.get_rank()
     gc.collect()
     counter._base += counter.alive()  # what earlier cases left (caches) is not this one's

@@ -11,6 +11,7 @@ from matplotlib import pyplot
 from real_runs import quick
 
 from analysis.charts.sweeps.thresholds import draw_band
+from gssim.cache import Shared
 from gssim.errors import UserError
 from gssim.interop.models import find_model
 from gssim.plan import METHODS, Push
@@ -36,6 +37,8 @@ from gssim.workload.gradient_statistics import GradientStatistics, at_end, read_
 from gssim.workload.gradient_transfer import zipf
 
 ROOT = Path(__file__).resolve().parents[2]
+SHARED = Shared()
+"""Models and their transferred statistics, which many tests ask for."""
 FAMILIES = ("bert", "gpt", "llama", "resnet")
 TRANSFORMERS = ("bert", "gpt", "llama")
 
@@ -104,7 +107,9 @@ MEASURED = {
 
 def transferred(file: str, overrides: list[str]) -> tuple[GradientStatistics, Model]:
     loaded = load_scenario(
-        ROOT / "scenarios" / file, [*overrides, "workload.gradients=transferred", "plan.push.threshold=1e-4"]
+        ROOT / "scenarios" / file,
+        [*overrides, "workload.gradients=transferred", "plan.push.threshold=1e-4"],
+        shared=SHARED,
     )
     assert loaded.gradients is not None
     return loaded.gradients, loaded.scenario.workload.model
@@ -160,9 +165,8 @@ def asked(model: str, push: dict[str, object], method: str = "gs", **publish: ob
         workload |= {"optimizer": "sgd-momentum"}
     plan = {"method": method, "push": push} | ({"publish": publish} if publish else {})
     run = {"steps": 3, "warmup_steps": 2, "seed": 0}
-    return load_scenario(
-        file, tables=tables | {"workload": workload, "plan": plan, "run": run, "question": "", "name": "t"}
-    )
+    tables |= {"workload": workload, "plan": plan, "run": run, "question": "", "name": "t"}
+    return load_scenario(file, tables=tables, shared=SHARED)
 
 
 QUICK = ("gpt2-124m", "resnet-50", "bert-byte-1m", "mixture-byte-1m", "gpt-byte-1m")

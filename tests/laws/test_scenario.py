@@ -1,3 +1,4 @@
+import os
 import re
 from dataclasses import replace
 
@@ -16,7 +17,15 @@ from strategies import (
 
 from gssim.cluster import Curve, LayerProfile, Profile
 from gssim.errors import UserError
-from gssim.scenario import layer_profile, load_scenario, sample_costs, single_device, takes_tokens, value_bytes
+from gssim.scenario import (
+    layer_profile,
+    load_scenario,
+    read_toml,
+    sample_costs,
+    single_device,
+    takes_tokens,
+    value_bytes,
+)
 
 UNEQUAL = {"types": {"fast": device_type(), "slow": device_type(peak_flop_per_s={"fp32": 2.5e8})}}
 
@@ -29,6 +38,20 @@ def test_a_scenario_is_loaded_with_the_files_that_it_names(tmp_path):
     assert (scenario.cluster.name, scenario.workload.model.name) == ("pair", "tiny")
     assert (scenario.ranks, scenario.batch_sizes, scenario.shard_shares) == (2, (4, 4), (0.5, 0.5))
     assert loaded.gradients is None
+
+
+def test_files_are_parsed_once_in_a_process_and_again_when_their_text_changes(tmp_path):
+    path = write_files(tmp_path)
+    first = load_scenario(path).scenario
+    assert load_scenario(path).scenario.workload.model is first.workload.model
+    model = tmp_path / "tiny.toml"
+    before, modified = model.read_text(), model.stat()
+    assert 'name = "tiny"' in before
+    model.write_text(before.replace('name = "tiny"', 'name = "tony"'))
+    os.utime(model, ns=(modified.st_atime_ns, modified.st_mtime_ns))  # of the same size and time
+    assert load_scenario(path).scenario.workload.model.name == "tony"
+    read_toml(model)[1]["name"] = "changed by a caller"
+    assert read_toml(model)[1]["name"] == "tony"
 
 
 def test_statistics_are_read_only_where_a_threshold_needs_them(tmp_path):
