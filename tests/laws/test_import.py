@@ -929,7 +929,13 @@ def test_axolotls_context_parallelism_is_a_ring(tmp_path, key):
     ],
 )
 def test_axolotls_unfrozen_parameters(tmp_path, patterns, frozen):
-    text = AXOLOTL.replace("8192", "128") + f"unfrozen_parameters: {json.dumps(patterns)}\n"
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}))
+    text = (
+        AXOLOTL[: AXOLOTL.index("fsdp_version")]
+        .replace("8192", "128")
+        .replace("checkpointing: true", "checkpointing: false")
+    )
+    text += f"deepspeed: ds.json\nunfrozen_parameters: {json.dumps(patterns)}\n"
     if frozen is None:
         assert "unfrozen_parameters" in refused(tmp_path, text, name="x.yml", model="gpt-byte-10m")
         return
