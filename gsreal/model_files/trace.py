@@ -77,7 +77,7 @@ def trace(model: Model, *, where: str, on_counted: Callable[[OperationCounts], N
         model,
         **traced,
         uncut_reason=None if traced["sliced_layers"] else uncut_reason(model, where),
-        buffer_bytes=_buffer_bytes(model, where),
+        **_buffers(model, where),
         traced_batch_sizes=TRACED_BATCH_SIZES,
         traced_sequence_lengths=tuple(s for s in lengths if s is not None),
     )
@@ -96,7 +96,7 @@ def trace_at_length(
         model,
         **traced,
         uncut_reason=None if traced["sliced_layers"] else uncut_reason(model, where),
-        buffer_bytes=_buffer_bytes(model, where),
+        **_buffers(model, where),
         exact_sequence=False,
         traced_batch_sizes=TRACED_BATCH_SIZES,
         traced_sequence_lengths=(sequence_length,),
@@ -364,13 +364,18 @@ def _traced_experts(
         return []
 
 
-def _buffer_bytes(model: Model, where: str) -> tuple[int, ...]:
-    """Return the bytes of the module's buffers, a number for each data type in order of first appearance."""
+def _buffers(model: Model, where: str) -> dict[str, Any]:
+    """Return the bytes of the module's buffers and what values they have, for each data type as it first appears.
+
+    A module is cast to one precision before it trains, so that all floating-point buffers have one data type then.
+    """
     sizes: dict[torch.dtype, int] = defaultdict(int)
     with without_values(model):
         for tensor in fake_module(model, where).buffers():
-            sizes[tensor.dtype] += tensor.numel() * tensor.element_size()
-    return tuple(sizes.values())
+            dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+            sizes[dtype] += tensor.numel() * dtype.itemsize
+    values = tuple("floating-point" if dtype.is_floating_point else "integer" for dtype in sizes)
+    return {"buffer_bytes": tuple(sizes.values()), "buffer_values": values if "integer" in values else ()}
 
 
 def _with_module_buffers(layers: Sequence[Layer], model: Model, where: str) -> list[Layer]:
@@ -378,13 +383,23 @@ def _with_module_buffers(layers: Sequence[Layer], model: Model, where: str) -> l
     if not layers:
         return []
     sizes: dict[str, int] = defaultdict(int)
+    integers: dict[str, int] = defaultdict(int)
     paths = {path: layer.name for layer in layers for path in layer.modules}
     with without_values(model):
         for name, tensor in fake_module(model, where).named_buffers():
             parents = [name.rsplit(".", i)[0] for i in range(1, 1 + name.count("."))]
             holder = next((paths[parent] for parent in parents if parent in paths), layers[0].name)
-            sizes[holder] += tensor.numel() * tensor.element_size()
-    return [replace(layer, module_buffer_bytes=sizes[layer.name]) if layer.name in sizes else layer for layer in layers]
+            if tensor.is_floating_point():
+                sizes[holder] += tensor.numel() * torch.float32.itemsize
+            else:
+                sizes[holder] += tensor.numel() * tensor.element_size()
+                integers[holder] += tensor.numel() * tensor.element_size()
+    return [
+        replace(layer, module_buffer_bytes=sizes[layer.name], integer_buffer_bytes=integers[layer.name])
+        if layer.name in sizes
+        else layer
+        for layer in layers
+    ]
 
 
 def _sequence_lengths(model: Model) -> tuple[int | None, ...]:

@@ -54,7 +54,10 @@ Bytes = tuple[tuple[str, float], ...]
 
 
 class Event(NamedTuple):
-    """An allocation or (negative) release at a position of a layer's phase; releases come after allocations."""
+    """An allocation or (negative) release at a position of a layer's phase; releases come after allocations.
+
+    At one position, but for early ones.
+    """
 
     position: int
     size_bytes: float
@@ -65,6 +68,8 @@ class Event(NamedTuple):
     """Stream of the device, where it is not the compute stream: an allocator separates the memory of streams."""
     number: int = 0
     """Index of the buffer in its layer: a release is of the last allocation with the same index."""
+    early: bool = False
+    """Whether a release comes before the allocations that follow it in the list of events at the same position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +105,7 @@ def footprint(events: Iterable[Event]) -> Footprint:
     allocated: dict[str, float] = defaultdict(float)
     total = worst = 0.0
     at_worst: dict[str, float] = {}
-    ordered = sorted(events, key=lambda e: (e.position, e.size_bytes < 0))
+    ordered = sorted(events, key=lambda e: (e.position, e.size_bytes < 0 and not e.early))
     for event in ordered:
         allocated[event.category] += event.size_bytes
         total += event.size_bytes
@@ -202,21 +207,19 @@ def gradient_events(
     `given_back_of_slices`: the same for parameters that are slices; absent: as of all.
     """
     events: dict[tuple[int, str], list[Event]] = defaultdict(list)
-    by_parameter: dict[int, tuple[Event, Event]] = {}
+    by_parameter: dict[int, tuple[Event, list[Event]]] = {}
     for instance in layers:
         for parameter in instance.layer.parameters:
             born, ready = parameter.born, parameter.ready
             if id(parameter) not in by_parameter:  # repetitions share their events
                 size = float(parameter.elements * value_bytes)
                 times = given_back_of_slices if parameter.sliced and given_back_of_slices is not None else given_back
-                by_parameter[id(parameter)] = (
-                    Event(born.position, size, "gradients"),
-                    Event(ready.position, -times * size, "gradients"),
-                )
+                # one that is added to an earlier one is released before hooks see the sum
+                freed = [Event(ready.position, -size, "gradients", early=i + 1 < times) for i in range(times)]
+                by_parameter[id(parameter)] = Event(born.position, size, "gradients"), freed
             taken, freed = by_parameter[id(parameter)]
             events[instance.index + born.layer_offset, "b"].append(taken)
-            if given_back:
-                events[instance.index + ready.layer_offset, "b"].append(freed)
+            events[instance.index + ready.layer_offset, "b"] += freed
     return events
 
 

@@ -101,7 +101,10 @@ def cost_shares(times: OwnerTimes, *, most: tuple[float, ...]) -> tuple[float, .
     share_bounds = [(0.0, float(limit)) for limit in limits]
     objective = np.array([0.0] * ranks + [1.0] * PARTS)
     bounds = [*share_bounds, *[(0.0, None)] * PARTS]
-    best = float(objective @ _solved(objective, hstack([above, parts]), below, bounds, ranks=ranks))
+    cheapest = _solved(objective, hstack([above, parts]), below, bounds, ranks=ranks)
+    if cheapest is None:
+        raise RuntimeError("the linear programme for shard sizes has no solution")
+    best = float(objective @ cheapest)
     # second programme, closest to even at the same time: one more variable, the largest difference
     itself, one = identity(ranks), csr_array(np.ones((ranks, 1)))
     rows_of: list[list[Any]] = [
@@ -111,9 +114,14 @@ def cost_shares(times: OwnerTimes, *, most: tuple[float, ...]) -> tuple[float, .
         [None, csr_array(np.ones((1, PARTS))), csr_array((1, 1))],
     ]
     nearest: Any = block_array(rows_of)
-    below = np.concatenate([below, np.full(ranks, 1 / ranks), np.full(ranks, -1 / ranks), [best * (1 + 1e-9) + 1e-12]])
     objective = np.array([0.0] * (ranks + PARTS) + [1.0])
-    return _normalised(_solved(objective, nearest, below, [*bounds, (0.0, None)], ranks=ranks)[:ranks])
+    for slack in SLACKS:
+        limit = [best * (1 + slack) + 1e-3 * slack]
+        below_all = np.concatenate([below, np.full(ranks, 1 / ranks), np.full(ranks, -1 / ranks), limit])
+        found = _solved(objective, nearest, below_all, [*bounds, (0.0, None)], ranks=ranks)
+        if found is not None:
+            return _normalised(found[:ranks])
+    return _normalised(cheapest[:ranks])
 
 
 def owner_time_s(times: OwnerTimes, shares: Sequence[float]) -> float:
@@ -139,6 +147,9 @@ def owner_time_s(times: OwnerTimes, shares: Sequence[float]) -> float:
     return float(sum(values[terms.part == part].max() for part in range(PARTS)))
 
 
+SLACKS = (1e-9, 1e-7, 1e-5)
+"""By how much of the least cost the evenest shares may exceed it: the solver's own minimum is exact to 1e-7 only, and
+it may find nothing within less."""
 PARTS = 3
 """Push, update and publication."""
 
@@ -172,16 +183,17 @@ def _terms(times: OwnerTimes) -> _Terms:
     return _Terms(rank.astype(np.int64), slope, constant, part)
 
 
-def _solved(objective: Floats, above: Any, below: Floats, bounds: Sequence[Any], *, ranks: int) -> Floats:
-    """Return the minimum's variables under `above @ x <= below`, the first ones, the shares, summing to 1."""
+def _solved(objective: Floats, above: Any, below: Floats, bounds: Sequence[Any], *, ranks: int) -> Floats | None:
+    """Return the minimum's variables under `above @ x <= below`, the first ones, the shares, summing to 1.
+
+    None where the solver finds none.
+    """
     from scipy.optimize import linprog
 
     whole = np.zeros((1, len(objective)))
     whole[0, :ranks] = 1.0
     solution = linprog(objective, A_ub=above, b_ub=below, A_eq=whole, b_eq=[1.0], bounds=bounds, method="highs")
-    if solution.x is None:
-        raise RuntimeError(f"linear programme for shard sizes failed: {solution.message}")
-    return np.asarray(solution.x, dtype=np.float64)
+    return None if solution.x is None else np.asarray(solution.x, dtype=np.float64)
 
 
 def _normalised(parts: Floats) -> tuple[float, ...]:

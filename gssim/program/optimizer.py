@@ -54,7 +54,7 @@ def persistent_tensors(low: Lowering, rank: int, held: Mapping[str, float]) -> T
         "outer_momentum": lambda: outer_tensors(low),
         "residuals": lambda: [*low.once_a_run(compressor_tensors).get("residuals", ()), *unsent_tensors(low)],
         "low_rank_factors": lambda: low.once_a_run(compressor_tensors)["low_rank_factors"],
-        "buffers": lambda: [] if low.stages else workload.model.buffer_bytes,
+        "buffers": lambda: [] if low.stages else workload.model.buffer_sizes(low.value_bytes),
         "workspace": lambda: workspaces(held["workspace"]),
         "optimizer": lambda: [elements * low.master_bytes for elements in owned for _ in range(values)] + on_device,
     }
@@ -327,8 +327,8 @@ def _gradients_at_end(low: Lowering, rank: int) -> tuple[float, ...]:
 def _module_buffers(low: Lowering) -> Sequence[int]:
     """Return the bytes of the module buffers that a rank holds; layers that all its stages run have one module each."""
     if not low.stages:
-        return low.scenario.workload.model.buffer_bytes
-    return [instance.layer.module_buffer_bytes for instance in low.layers]
+        return low.scenario.workload.model.buffer_sizes(low.value_bytes)
+    return [instance.layer.buffer_size(low.value_bytes) for instance in low.layers]
 
 
 def persistent_bytes(low: Lowering, rank: int) -> tuple[dict[str, float], dict[str, float]]:

@@ -93,7 +93,7 @@ def synchronize_parameters(low: Lowering, rank: int) -> list[Task]:
                 need=footprint([Event(1, -size, "communication")]),
             ),
         ]
-    for number, buffer_bytes in enumerate(low.scenario.workload.model.buffer_bytes):
+    for number, buffer_bytes in enumerate(low.scenario.workload.model.buffer_sizes(low.value_bytes)):
         broadcast = Communication("broadcast", low.group, buffer_bytes)
         tasks.append(collective_task(TaskId("broadcast-buffers", part=number), broadcast))
     return tasks

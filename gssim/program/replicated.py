@@ -37,7 +37,7 @@ def all_reduce_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batc
     """
     if (micro_batch.first or micro_batch.sent_before) and not low.stages:
         broadcasts = []
-        for number, buffer_bytes in enumerate(low.scenario.workload.model.buffer_bytes):
+        for number, buffer_bytes in enumerate(low.scenario.workload.model.buffer_sizes(low.value_bytes)):
             broadcast = Communication("broadcast", low.group, buffer_bytes)
             broadcasts.append(collective_task(TaskId("broadcast-buffers", part=number), broadcast))
         tasks = [*broadcasts, *tasks]

@@ -776,8 +776,9 @@ def _gather_backward(low: Lowering, rank: int) -> dict[TaskId, list[Task]]:
         return before
     blocks.reverse()
     last_copy = (gather_id(blocks[0][-1].name, "forward").serving("copy-out"),)
-    if low.stages:  # the last forward may be that of another micro-batch
-        last_copy = (gather_id(blocks[0][-1].name, "backward").serving("issue"),)
+    if low.stages:  # the last forward may be that of another micro-batch; a rank gathers nothing that it has alone
+        shared = next((unit for block in blocks for unit in reversed(block) if unit.ranks > 1), blocks[0][-1])
+        last_copy = (gather_id(shared.name, "backward").serving("issue"),)
     has_loss = not low.stages or low.stages[0].after is None
     issuer = low.layers[-2] if all_units[0].is_root and has_loss else blocks[0][0].layers[0]
     before[backward_begin(low, issuer)] += _gather(low, rank, blocks[0][-1], "backward", last_copy)

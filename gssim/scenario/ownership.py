@@ -167,7 +167,7 @@ def held_bytes(device: DeviceType, workload: Workload, plan: Plan, policies: Pol
         input_bytes = float(samples * (value * int(np.prod(source.shape)) + 8))
     else:
         input_bytes = float(samples * 16 * (workload.sequence_length or 1))
-    fixed = device.workspace_bytes + device.context_bytes + replica + sum(model.buffer_bytes)
+    fixed = device.workspace_bytes + device.context_bytes + replica + sum(model.buffer_sizes(value))
     return fixed + gradients + residuals + (activations + input_bytes)
 
 

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, PlainSerializer, SerializerFunctionWrapHandler, WithJsonSchema, model_serializer
 
-from gssim.units import Count, PositiveFloat, PositiveInt, spec
+from gssim.units import PRECISION_BYTES, Count, PositiveFloat, PositiveInt, spec
 
 _TERM = re.compile(r"^(-?\d+)((?:\*(?:[bs](?:\^[12])?|[upr]))*)$")
 Terms = tuple[tuple[int, int, int], ...]
@@ -415,7 +415,9 @@ class Layer:
     buffers: tuple[text_of(Buffer), ...] = ()  # type: ignore[valid-type]
     """Every tensor that it allocates: the moments of its allocation and release, category and size."""
     module_buffer_bytes: Count = 0
-    """Bytes of its module buffers (not parameters), such as running means."""
+    """Bytes of its module buffers (not parameters), such as running means; in fp32."""
+    integer_buffer_bytes: Count = 0
+    """Of these, bytes of integers, which are not cast to a workload's precision."""
     units: PositiveInt | None = None
     """Number of units of a sliced block, see [Note: units]; under context parallelism, of heads that have own keys; of
     divided experts, the number of experts."""
@@ -443,8 +445,9 @@ class Layer:
         for key in STREAMED:
             if data.get(key) is None:
                 data.pop(key, None)
-        if not data.get("module_buffer_bytes"):
-            data.pop("module_buffer_bytes", None)
+        for key in ("module_buffer_bytes", "integer_buffer_bytes"):
+            if not data.get(key):
+                data.pop(key, None)
         for key in ("experts_per_token", "expert_capacity_ratio"):
             if data.get(key) is None:
                 data.pop(key, None)
@@ -461,6 +464,11 @@ class Layer:
     def elements(self) -> int:
         """Trained parameters of one repetition."""
         return sum(parameter.elements for parameter in self.parameters)
+
+    def buffer_size(self, value_bytes: int) -> int:
+        """Return the bytes of its module buffers where parameters' values have `value_bytes`; integers keep theirs."""
+        cast = self.module_buffer_bytes - self.integer_buffer_bytes
+        return self.integer_buffer_bytes + cast * value_bytes // PRECISION_BYTES["fp32"]
 
     @property
     def frozen_elements(self) -> int:

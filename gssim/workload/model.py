@@ -39,7 +39,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from gssim.cache import Same
-from gssim.units import Count, PositiveFloat, PositiveInt, Precision, excess, spec
+from gssim.units import PRECISION_BYTES, Count, PositiveFloat, PositiveInt, Precision, excess, spec
 from gssim.workload.layer import Layer, sliced_layer
 
 
@@ -187,7 +187,10 @@ class Model:
     exact_sequence: bool = True
     """False: the dependence on the sequence length is no polynomial; only `traced_sequence_lengths` may be used."""
     buffer_bytes: tuple[Count, ...] = ()
-    """Module buffers (not parameters), a number for each data type: DDP broadcasts them in every forward."""
+    """Module buffers (not parameters), a number for each data type: DDP broadcasts them in every forward. Those of
+    floating-point values are given in fp32, and are cast to a workload's precision as parameters are."""
+    buffer_values: tuple[Literal["floating-point", "integer"], ...] = ()
+    """Values of each of `buffer_bytes`; absent: all are floating-point."""
     layers: tuple[Layer, ...]
     """Layers in the order of the forward."""
     sliced_layers: tuple[Layer, ...] = ()
@@ -226,6 +229,24 @@ class Model:
             twice = [name for name, times in Counter(names).items() if times > 1]
             if twice:
                 raise ValueError(f"layers: two {kind} are named {twice[0]!r}; each needs a name of its own")
+        if self.buffer_values and len(self.buffer_values) != len(self.buffer_bytes):
+            raise ValueError(f"buffer_values: needs one for each of the {len(self.buffer_bytes)} buffer_bytes")
+
+    @model_serializer(mode="wrap")
+    def _without_absent(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Return plain data without values of buffers that are all floating-point."""
+        data: dict[str, Any] = inner(self)
+        if not data.get("buffer_values"):
+            data.pop("buffer_values", None)
+        return data
+
+    def buffer_sizes(self, value_bytes: int) -> tuple[int, ...]:
+        """Return the bytes of the module buffers, for each data type, where parameters' values have `value_bytes`."""
+        values = self.buffer_values or ("floating-point",) * len(self.buffer_bytes)
+        return tuple(
+            size if kind == "integer" else size * value_bytes // PRECISION_BYTES["fp32"]
+            for size, kind in zip(self.buffer_bytes, values, strict=True)
+        )
 
     @property
     def elements(self) -> int:

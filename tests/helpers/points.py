@@ -4,6 +4,7 @@ What a point asks for mostly goes together, for else little but refusals would b
 """
 
 import math
+import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -51,6 +52,17 @@ RESNET = Trained(
 TIED = Trained(str(SCENARIOS.parent / "tests/helpers/models/gpt-tied.toml"), 24, (24,))
 """Its first and last layers share their embedding."""
 MIXTURE = Trained("mixture-byte-1m", 24, (32, 128), 1, experts=12)
+OTHERS = tuple(
+    Trained(str(SCENARIOS.parent / f"tests/helpers/models/{name}.toml"), 12, (24,), 2)
+    for name in (
+        "llama",
+        "gpt2",
+        *(f"of_tests/{kind}-{of}" for kind in ("adapters", "autocast") for of in ("gpt", "llama")),
+    )
+)
+"""Some of Hugging Face, and some traced with adapters or under autocast."""
+LATER = 10_000
+"""From this seed on points have keys and models that came later too; earlier seeds stay the points they were."""
 SEQUENCES = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp")
 """Divide sequences beside the batch."""
 DIVIDING_EXPERTS = ("ddp", "zero2", "zero3", "fsdp")
@@ -89,8 +101,13 @@ def random_point(seed: int, *, most_devices: int = 32) -> Table:
     )
     varies = any(kind.get("step_jitter_ratio") for kind in cluster["device_types"].values())
     model = random.choice(smaller if varies else [*smaller, random.choice(LARGER)])
+    if seed >= LATER and random.random() < 0.15:
+        model = random.choice(OTHERS)
     plan, parts = _plan(random, method, devices, model)
     workload = _workload(random, model, plan, parts, _precisions(cluster), thresholds=method in PUSHING)
+    if seed >= LATER:
+        _later_keys(random, model, workload, plan)
+        _predicted_keys(random, cluster, workload, plan)
     return _scenario(random, seed, cluster, workload, plan, parts, devices)
 
 
@@ -115,13 +132,13 @@ def random_real_point(seed: int) -> Table:
     method = random.choice(METHODS[1:] + PUSHING * 2 + DEALING)
     models = [Trained("gpt-byte-1m", 12, (8, 16)), Trained("bert-byte-1m", 12, (8, 16)), RESNET, TIED]
     models += [Trained(MIXTURE.name, 12, (8, 16), 1, experts=12)] * (6 if method in DIVIDING_EXPERTS else 0)
-    model = random.choice(models)
+    model = random.choice(models if seed < LATER else [*models, *OTHERS])
     plan, parts = _plan(random, method, devices, model)
     model = replace(model, batch=12, statistics=())
     precisions = _precisions(cluster)
-    if (
-        model.experts
-    ):  # torch has no grouped product in fp64: products of experts are other operations than those traced
+    # torch has no grouped product in fp64: products of experts are other operations than those traced; Llama's norms
+    # are in fp32 whatever the precision is
+    if model.experts or "llama" in model.name:
         precisions.remove("fp64")
     workload = _workload(random, model, plan, parts, precisions, thresholds=False)
     if plan.get("ep"):  # else the router's load is another
@@ -130,6 +147,10 @@ def random_real_point(seed: int) -> Table:
         workload.setdefault("loss_scale", 1024.0)
         if REGISTRY[method].gradients != "reduce-scatter":
             workload.pop("clip_norm", None)
+    if seed >= LATER:
+        _later_keys(random, model, workload, plan)
+        if workload.get("autocast") == "fp16":
+            workload["autocast"] = "bf16"
     if plan.get("push") is not None and method in PUSHING and random.random() < 0.5:
         plan["push"] |= random.choice(KNOWN_DENSITIES)
     cast = workload.get("reduce_precision") and REGISTRY[method].gradients == "all-reduce"
@@ -363,6 +384,53 @@ def _numbers(random: Random, plan: Table, precision: str) -> Table:
     if random.random() < (0.2 if not divides and (whole or plan.get("tp", 1) == 1) else 0.02):
         found["clip_norm"] = random.choice([0.05, 1.0, 100.0])
     return found
+
+
+def _later_keys(random: Random, model: Trained, workload: Table, plan: Table) -> None:
+    """Set what is trained, and which products run in 16 bits, at times; and what goes with axes and methods."""
+    traced = tomllib.loads(Path(workload["model"]).read_text())
+    method, text = REGISTRY[plan["method"]], str(traced)
+    divided = plan["method"] in ONE_AXIS or any(plan.get(axis, 1) > 1 for axis in ("tp", "pp", "cp", "ep"))
+    whole = method.gradients in ("local", "all-reduce") and method.partition == "data" and not method.compressor
+    layers = [each["modules"][0] for each in traced["layers"] if each.get("modules") and each.get("parameters")]
+    if random.random() < (0.5 if whole and not divided and "'frozen'" in text else 0.02):
+        first = random.randint(1, len(layers) - 1)
+        chosen = random.choice([layers[:first], layers[first:], random.sample(layers, first), [random.choice(layers)]])
+        workload["frozen"] = sorted(chosen)
+        plan.pop("recompute", None)
+    elif random.random() < (0.4 if method.gradients in ("local", "all-reduce", "reduce-scatter") else 0.02):
+        if random.random() < 0.4 and "adapters" in text and not divided:
+            workload["adapters"] = {"rank": random.choice([1, 4]), "alpha": random.choice([4.0, 16.0])}
+            workload["adapters"]["targets"] = random.choice(["query-value", "all-linear"])
+        elif workload["precision"] == "fp32" and "autocast" in text and (not divided or random.random() < 0.05):
+            workload["autocast"] = random.choice(["bf16", "fp16"])
+    if plan.get("tp", 1) > 1 and model.lengths and random.random() < 0.5:
+        plan["loss_parallel"] = True
+    if workload["precision"] == "fp32" and random.random() < 0.03:
+        workload["tf32"] = True
+    if method.gradients == "reduce-scatter" and random.random() < 0.15:
+        plan["offload"] = "parameters"
+
+
+def _predicted_keys(random: Random, cluster: Table, workload: Table, plan: Table) -> None:
+    """Set what no real run has, at times."""
+    method = REGISTRY[plan["method"]]
+    servers = cluster.get("topology", {}).get("servers", [])
+    kept = method.gradients in ("local", "all-reduce", "reduce-scatter") and servers
+    if random.random() < (0.3 if kept else 0.01):
+        plan["offload"] = "optimizer"
+    whole = method.partition == "data" and method.gradients != "push"
+    if plan.get("offload") and random.random() < 0.8:
+        cluster["host"] = {"memory_bytes": "100 GB", "memory_bandwidth_bytes_per_s": 10 ** random.uniform(9, 12)}
+        cluster["host"]["source"] = "random"
+        for server in servers if random.random() < 0.9 else ():
+            server["host_memory"] = True
+    if plan["method"] == "zero1" and random.random() < 0.4:
+        plan["zero1_implementation"] = random.choice(["deepspeed", "megatron"])
+    if workload["precision"] in ("bf16", "fp16") and random.random() < (0.2 if whole else 0.01):
+        workload["gradient_precision"] = "fp32"
+    if plan.get("pp", 1) > 1 and random.random() < 0.3:
+        plan["receive_buffers"] = "in-flight"
 
 
 def _precisions(cluster: Table) -> list[str]:

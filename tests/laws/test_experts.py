@@ -146,6 +146,18 @@ def test_equal_ranks_are_simulated_once_with_the_same_result(plan, ep):
     assert peaks[0] == peaks[1]
 
 
+@pytest.mark.parametrize("ep", [2, 4])
+def test_a_stage_whose_experts_one_rank_has_alone_gathers_its_dense_parameters_beside_the_compute(ep):
+    """Nothing is gathered of experts that no other rank has, and no gather waits for that."""
+    plan = {"method": "zero3", "pp": 2, "ep": ep, "micro_batches": 2, "recompute": "full"}
+    asked = {"model": MIXTURE, "sequence_length": 32, "global_batch_size": 24}
+    overlapped = scenario_of(star(8, backend="nccl", nccl="ampere"), plan, **asked)
+    found = simulate(loaded_of(overlapped)).result
+    assert any(entry.kind == "all-gather" and len(entry.group) == 4 for entry in found.collectives)
+    own = [entry for entry in found.collectives if entry.kind == "all-gather" and len(entry.group) == 4 // ep]
+    assert bool(own) == (ep < 4)
+
+
 @pytest.mark.parametrize("method", ["ddp", "zero1", "zero2", "zero3"])
 @pytest.mark.parametrize(("ep", "pp"), [(2, 1), (4, 1), (2, 2)])
 @pytest.mark.parametrize("load", ["balanced", {"skew": 1.0}], ids=str)

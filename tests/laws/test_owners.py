@@ -232,3 +232,11 @@ def test_ranks_of_a_host_share_its_way_out():
     assert out == come == pytest.approx([30 / 2 / (2 / 3)] * 4)
     alone, _ = rank_rates(cluster.wiring, ("a", "a", "a", "a"))
     assert alone == (100.0,) * 4
+
+
+def test_shares_of_ranks_that_differ_by_less_than_the_solver_resolves_are_even():
+    """The second programme asks for the cost of the first one, which the solver has to 1e-7 only."""
+    link_s = (3.6794846347485896e-05,) * 5
+    update_s = (0.002108545558081598,) * 2 + (0.002108539641569873,) * 2 + (0.0021085316886737537,)
+    shares = cost_shares(OwnerTimes(link_s, link_s, update_s, link_s, link_s), most=(1.0,) * 5)
+    assert shares == pytest.approx([0.2] * 5, abs=1e-5)

@@ -1,6 +1,7 @@
 """Real: micro-batches, with gradients that leave in each or only in the last, on real ranks."""
 
 import json
+from pathlib import Path
 
 import pytest
 from real_runs import predicted, run_once, scenario_file, slow_where, star, tolerance_of
@@ -13,6 +14,7 @@ GPT = ["workload.sequence_length=24", "workload.global_batch_size=24"]
 MANY = ["workload.sequence_length=64", "workload.global_batch_size=36"]
 SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
 ADAMW64 = ["workload.optimizer=adamw", "workload.precision=fp64", "workload.learning_rate=1e-3"]
+LLAMA = Path(__file__).resolve().parents[1] / "helpers/models/llama.toml"
 STEP, EACH = ["plan.gradient_sync=step"], ["plan.gradient_sync=micro-batch"]
 UNEVEN = {2: [0.75, 0.25], 3: [0.5, 0.25, 0.25]}
 
@@ -40,6 +42,8 @@ def cases_for(ranks: int) -> dict[str, dict[str, object]]:
         [*GPT, *ADAMW64, *gs, "plan.push.threshold=0", 'plan.push.encoding="coo"', *EACH],
     )
     found["gs-bert-uneven-sgd"] = ("bert-byte.toml", [*GPT, *SGD, *gs, *few])
+    whole = ["plan.method=gs", "plan.micro_batches=2", *STEP]  # all in one bucket, which the first sum of a step starts
+    found["gs-one-bucket-each-sum-sgd"] = ("demo.toml", [*GPT, *SGD, *whole, f"workload.model={LLAMA}"])
     found["zero3-recompute-sgd"] = (
         "demo.toml",
         [*MANY, *SGD, "plan.method=zero3", "plan.micro_batches=2", "plan.recompute=full"],
@@ -70,6 +74,7 @@ FEW = [
     "ddp-buckets-uneven-adamw",
     "ddp-each-without-overlap-adamw",
     "gs-coo-uneven-adamw",
+    "gs-one-bucket-each-sum-sgd",
     "zero3-recompute-sgd",
 ]
 PAIRS = [slow_where(ranks, name, slow=[3], few=FEW) for ranks in (2, 3) for name in cases_for(ranks)]

@@ -197,7 +197,9 @@ def _held_bytes(layers: Sequence[LayerInstance], timeline: Timeline) -> list[flo
     held, found = 0.0, []
     for place, phase in _phases_in_order(layers):
         peak = held
-        for event in sorted(timeline.at(layers[place].index, phase), key=lambda e: (e.position, e.size_bytes < 0)):
+        for event in sorted(
+            timeline.at(layers[place].index, phase), key=lambda e: (e.position, e.size_bytes < 0 and not e.early)
+        ):
             held += event.size_bytes
             peak = max(peak, held)
         found.append(peak)
