@@ -308,7 +308,7 @@ def _length_of_paths(line: str, words: list[str], folder: Path) -> int:
 
 def _without_questions(out: str, folder: Path) -> str:
     """Return what was printed without the files' own first comments, which are shown as their question."""
-    texts = [file.read_text(encoding="utf-8", errors="replace") for file in folder.glob("*.toml")]
+    texts = [file.read_text(encoding="utf-8", errors="replace") for file in folder.glob("*.toml") if file.is_file()]
     questions = {text.partition("\n")[0].lstrip("# ").strip() for text in texts if text.startswith("#")}
     return "\n".join(line for line in out.splitlines() if line.strip() not in questions)
 
