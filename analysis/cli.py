@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gssim.errors import UserError, one_line
-from gssim.execution.files import check_place, locked, write_text
+from gssim.execution.files import check_place, locked, write_bytes, write_text
 from gssim.terminal import INTERRUPTED, run_command_line
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ def report_command(
     page = out or folder / "report.html"
     if folder.is_dir():
         check_place(page)
-    write_text(page, report(folder))
+    write_bytes(page, report(folder).encode(errors="backslashreplace"))  # a path in it may be no text in UTF-8
     print(page)
 
 

@@ -147,10 +147,11 @@ def prepared(number: int, folder: Path, corpus: Path, programs: tuple[str, ...])
         else:
             shutil.copyfile(corpus / name, folder / name)
     words = list(template.words)
-    if draw.random() < 0.25:
+    options = _options(template)
+    if options and draw.random() < 0.25:
         (folder / "binary").write_bytes(bytes(range(256)))
         (folder / "empty").touch()
-        return template, mutations.mutate_option(draw, words, _options(template), list(template.files))
+        return template, mutations.mutate_option(draw, words, options, list(template.files))
     if not template.files or draw.random() < 0.3:
         words = mutations.mutate_words(draw, words)
     if template.files and (words == list(template.words) or draw.random() < 0.3):
