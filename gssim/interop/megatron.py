@@ -404,6 +404,7 @@ def _pipeline(keys: Keys, training: Training) -> None:
     counted = _ends_of_stages(keys)
     if ranks == 1:
         return
+    training.short_schedules = True  # its warm-up has at most as many micro-batches as there are: schedules.py
     training.schedule = Value("1f1b", "neither virtual stages nor layers of them are given")
     if virtual is not None and virtual.value > 1:
         training.schedule, training.stages_per_rank = Value("interleaved", virtual.origin), virtual
