@@ -245,6 +245,10 @@ def _no_ranks() -> None:
     import gsreal.run.launch
     import gsreal.statistics.collect
     import gsreal.validate
+    from gsreal.machine import ENVIRONMENT
+
+    # without it `validate` starts a process of its own, in which nothing is stopped
+    os.environ.update(ENVIRONMENT, PYTORCH_NVML_BASED_CUDA_CHECK="1")
 
     def stop(*_: object, **__: object) -> Any:
         raise _WouldRun(0)
