@@ -25,10 +25,10 @@ topk, for a bucket of n elements, k of them the largest:
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from gssim import cost
+from gssim import collectives, cost
 from gssim.cluster import DeviceType
 from gssim.collectives import Communication
 from gssim.memory import Event, footprint
@@ -178,8 +178,19 @@ def _send_largest(low: Lowering, device: DeviceType, bucket: Bucket) -> tuple[li
         _collective(low, "all-gather", name, each, after=compress)
         for name, each in zip(("values", "indices"), received, strict=True)
     ]
+    staged = [_staging(low, device, gather) for gather in gathers]  # both are posted before either is done
+    gathers = [
+        replace(gather, need=footprint([Event(0, size, "communication"), Event(1, -size, "communication")]))
+        for gather, size in zip(gathers, (sum(staged), staged[1]), strict=True)
+    ]
     decompress = _computed(TaskId("decompress", bucket=bucket.index), end_s, *(-each for each in (*sent, *received)))
     return [compress, *gathers], [*_waits(low, gathers), decompress], []
+
+
+def _staging(low: Lowering, device: DeviceType, gather: Task) -> float:
+    """Return the bytes of a collective's staging memory."""
+    assert gather.exchange is not None
+    return collectives.staging_bytes(gather.exchange, low.scenario.cluster.backend, kind=device.kind)
 
 
 def _computed(name: TaskId, duration_s: float, *changes_bytes: float) -> Task:

@@ -35,6 +35,7 @@ from gssim.plan import (
     sparse_message_bytes,
 )
 from gssim.program.lowering import Lowering
+from gssim.program.replicated import broadcast_buffers
 from gssim.program.task import Program, Task, TaskId, collective_task, with_ids
 from gssim.units import Floats
 
@@ -93,10 +94,7 @@ def synchronize_parameters(low: Lowering, rank: int) -> list[Task]:
                 need=footprint([Event(1, -size, "communication")]),
             ),
         ]
-    for number, buffer_bytes in enumerate(low.scenario.workload.model.buffer_sizes(low.value_bytes)):
-        broadcast = Communication("broadcast", low.group, buffer_bytes)
-        tasks.append(collective_task(TaskId("broadcast-buffers", part=number), broadcast))
-    return tasks
+    return [*tasks, *broadcast_buffers(low)]
 
 
 def _quantized(low: Lowering, rank: int, number: int, tensors: tuple[int, ...]) -> list[Task]:

@@ -67,7 +67,16 @@ def with_all_reduces(
                 continue
             if reduction.kind == "ring":
                 tasks += ring_attention(
-                    low, rank, instance, phase, samples, reduction=reduction, alone_s=in_ring_s, before=tasks[-1].id
+                    low,
+                    rank,
+                    instance,
+                    phase,
+                    samples,
+                    reduction=reduction,
+                    alone_s=in_ring_s,
+                    before=tasks[-1].id,
+                    groups=(group, *beside),
+                    samples_of_group=samples_of_group,
                 )
                 continue
             # not the part's own number: ranks that hold other slices may cut elsewhere too, where buckets are complete
