@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from gssim import collectives, cost
+from gssim import cost
 from gssim.cluster import DeviceType
 from gssim.collectives import Communication
 from gssim.memory import Event, footprint
@@ -178,19 +178,12 @@ def _send_largest(low: Lowering, device: DeviceType, bucket: Bucket) -> tuple[li
         _collective(low, "all-gather", name, each, after=compress)
         for name, each in zip(("values", "indices"), received, strict=True)
     ]
-    staged = [_staging(low, device, gather) for gather in gathers]  # both are posted before either is done
-    gathers = [
-        replace(gather, need=footprint([Event(0, size, "communication"), Event(1, -size, "communication")]))
-        for gather, size in zip(gathers, (sum(staged), staged[1]), strict=True)
-    ]
+    # both are posted before either is done
+    staged = [low.staging(device, gather.exchange) for gather in gathers if gather.exchange is not None]
+    needs = (footprint([*staged[0], *staged[1]]), footprint(staged[1]))
+    gathers = [replace(gather, need=need) for gather, need in zip(gathers, needs, strict=True)]
     decompress = _computed(TaskId("decompress", bucket=bucket.index), end_s, *(-each for each in (*sent, *received)))
     return [compress, *gathers], [*_waits(low, gathers), decompress], []
-
-
-def _staging(low: Lowering, device: DeviceType, gather: Task) -> float:
-    """Return the bytes of a collective's staging memory."""
-    assert gather.exchange is not None
-    return collectives.staging_bytes(gather.exchange, low.scenario.cluster.backend, kind=device.kind)
 
 
 def _computed(name: TaskId, duration_s: float, *changes_bytes: float) -> Task:
