@@ -21,6 +21,7 @@ from gssim.errors import UserError
 from gssim.execution.files import locked, remove_abandoned, scratch_folder
 from gssim.result import file_name
 from gssim.terminal import run_command_line, unwinding
+from gssim.units import excess
 
 if TYPE_CHECKING:
     from gsreal.calibrate.bench import Settings
@@ -334,8 +335,7 @@ def validate_command(
     from gsreal.validate import Request, default_ranks, device_kind, validate
 
     kind = device_kind(device)
-    count = default_ranks(kind) if ranks is None else ranks
-    _check_positive("--ranks", count)
+    count = _checked_ranks(default_ranks(kind) if ranks is None else ranks, kind)
     file = sweep or Path(__file__).resolve().parents[1] / "scenarios" / "sweeps" / VALIDATED[kind]
     if sweep is None and not file.exists():
         raise UserError("validate: name a sweep: the project's own are in its folder scenarios/sweeps")
@@ -460,10 +460,7 @@ def calibrate_command(
         return
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     available = torch.cuda.device_count() if kind == "cuda" else len(usable_cores())
-    count = available if ranks is None else ranks
-    _check_positive("--ranks", count)
-    if count > available and kind == "cpu":
-        raise UserError(f"--ranks {count}: this machine has {available} cores that may be used")
+    count = _checked_ranks(available if ranks is None else ranks, kind)
     settings = Settings(names, sizes, sequence_length, precision, kind, "layers" if again else "")
     os.environ.update(srun_environment(os.environ))
     if "RANK" in os.environ and has_several_nodes():
@@ -539,6 +536,18 @@ def _check_writable(*files: Path | None) -> None:
 def _check_positive(option: str, value: int) -> None:
     if value < 1:
         raise UserError(f"{option} {value}: must be at least 1")
+
+
+def _checked_ranks(count: int, kind: str) -> int:
+    """Return a number of ranks that are started on this machine; raise UserError where it is not for that many."""
+    from gsreal.machine import usable_cores
+
+    _check_positive("--ranks", count)
+    if kind == "cpu" and count > len(usable_cores()):
+        raise UserError(f"--ranks {count}: this machine has {len(usable_cores())} cores that may be used")
+    if (why := excess("processes", count)) is not None:  # ranks may share a GPU
+        raise UserError(f"--ranks: {why}")
+    return count
 
 
 def _check_timeout(timeout_s: float) -> None:

@@ -28,7 +28,7 @@ from gsreal.calibrate.cluster_file import (
     with_communication,
     write_cluster,
 )
-from gsreal.machine import device_name, usable_cores
+from gsreal.machine import device_name, die_with_parent, usable_cores
 from gsreal.model_files.build import set_trust
 from gsreal.model_files.trace import write_model
 from gsreal.run.forked import Forked, module_run
@@ -179,11 +179,7 @@ class Session:
         for row in rows:
             if row.busy_ratio > BUSY_RATIO and not self.is_over():
                 self.say(f"{row.name}: the machine was busy ({row.busy_ratio:.0%} of the time): once more")
-                before = row.measured
                 self.measure(row)
-                if before and row.measured and row.busy_ratio >= busy_ratio(before):
-                    row.measured = before
-                    self.store.keep(self.file_of(row), before)
 
     def calibrate(self) -> None:
         """Write the cluster file of this machine, unless it is there with all that the points need."""
@@ -250,7 +246,7 @@ class Session:
         return taken
 
     def measure(self, row: Row) -> None:
-        """Run a row's ranks; keep its Result, and print it beside the prediction."""
+        """Run a row's ranks; print the Result beside the prediction, and keep it if ranks waited less than before."""
         self.say(f"running {row.name}")
         with scratch_folder("gsreal-run-") as folder:
             file = Path(folder, "measured.json")
@@ -261,11 +257,13 @@ class Session:
                 self.failed.append(row.name)
                 self.say(f"{row.name}: failed: {error}")
                 return
-            row.measured = read_result(file)
-            self.store.keep(self.file_of(row), row.measured)
+            measured = read_result(file)
+        if row.measured is None or busy_ratio(measured) < row.busy_ratio:
+            row.measured = measured
+            self.store.keep(self.file_of(row), measured)
         predicted = self.predict(row)
         if predicted is not None:
-            self.say(f"{row.name}: {pair_line(predicted, row.measured)}")
+            self.say(f"{row.name}: {pair_line(predicted, measured)}")
 
     def predict(self, row: Row) -> Result | None:
         """Return the prediction with the calibration so far; None if it fails, which the end of the command tells."""
@@ -287,7 +285,8 @@ class Session:
             words = [str(row.point.file), *set_words(row.point.overrides), "--out", str(self.results)]
             run_module("gssim", ["run", *words])
         for command in (["compare", self.results, "--out", self.out], ["report", self.results, "--out", self.page]):
-            ended = subprocess.run([sys.executable, "-m", "analysis", *map(str, command)], check=False)
+            line = [sys.executable, "-m", "analysis", *map(str, command)]
+            ended = subprocess.run(line, check=False, preexec_fn=die_with_parent)  # the next call writes there too
             if ended.returncode:
                 raise RunFailedError(f"validate: python -m analysis {command[0]} ended with status {ended.returncode}")
         left = [row.name for row in self.rows if row.measured is None and row.name not in self.failed]

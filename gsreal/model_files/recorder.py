@@ -8,7 +8,7 @@ other is refused: it would count nothing, however much it computes.
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -168,12 +168,16 @@ class Work:
 
     def __add__(self, other: "Work") -> "Work":
         """Return the sum of both."""
-        pairs = zip(astuple(self), astuple(other), strict=True)
-        return Work(*(one + another for one, another in pairs))
+        return Work(
+            self.flop + other.flop,
+            self.bytes_moved + other.bytes_moved,
+            self.operations + other.operations,
+            self.streamed + other.streamed,
+        )
 
     def times(self, count: int) -> "Work":
         """Return the work of `count` repetitions."""
-        return Work(*(count * one for one in astuple(self)))
+        return Work(count * self.flop, count * self.bytes_moved, count * self.operations, count * self.streamed)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gsreal.methods.context_parallel import ContextParts, divide_context
@@ -99,17 +98,19 @@ def fake_module(model: Model, where: str) -> nn.Module:
     return module
 
 
-class _GroupedProductsOfAnyType(TorchDispatchMode):
-    """Gives fake tensors grouped products in the types that kernels support.
+class _FakeTensors(FakeTensorMode):
+    """Gives tensors no values, and grouped products the types that kernels support.
 
-    Torch's shape function accepts bf16 only.
+    Torch's shape function of these accepts bf16 only. A mode of their own would see every operation, which takes longer
+    than most of what a trace does with it.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is not torch.ops.aten._grouped_mm.default or args[0].dtype not in (torch.float32, torch.float16):
-            return func(*args, **kwargs)
-        return func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **kwargs).to(args[0].dtype)
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype in (torch.float32, torch.float16):
+            with self:
+                return func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **kwargs).to(args[0].dtype)
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 @contextmanager
@@ -127,7 +128,7 @@ def traced_precision(model: Model) -> Iterator[None]:
 def without_values(model: Model) -> Iterator[None]:
     """Use tensors without values for the duration of the context, with the model's operations as for real values."""
     whole = sequences_not_packed() if model.module.hugging_face is not None else nullcontext()
-    with FakeTensorMode(allow_non_fake_inputs=False), _GroupedProductsOfAnyType(), traced_precision(model), whole:
+    with _FakeTensors(allow_non_fake_inputs=False), traced_precision(model), whole:
         yield
 
 

@@ -196,7 +196,8 @@ def traced_context(
     if not isinstance(source, TokenInput) or source.classes is not None or longest is None:
         return []
     try:
-        heads = max(record_step(model, TRACED_BATCH_SIZES[0], longest, context=1, where=where).units.values())
+        whole = record_step(model, TRACED_BATCH_SIZES[0], longest, context=1, where=where)
+        heads = max(whole.units.values())
         one_length = len(lengths) == 1
         divisors = [n for n in range(2, heads + 1) if heads % n == 0 and not (one_length and longest % n)]
         if not divisors:
@@ -204,13 +205,13 @@ def traced_context(
         ranks = divisors[0]
         shorter, *_, last = sorted({-(-length // ranks) * ranks for length in lengths if length is not None}) * 2
         places = {(last, 1), (last, ranks), (shorter, 1)}
-        records: dict[Shape, Record] = {
-            (b, s, 0, s // n): record_step(model, b, s, context=n, where=where)
-            for b in TRACED_BATCH_SIZES
-            for s, n in sorted(places)
-        }
+        records: dict[Shape, Record] = {}
+        likes = {1: whole}
+        for b, (s, n) in product(TRACED_BATCH_SIZES, sorted(places)):
+            records[b, s, 0, s // n] = record_step(model, b, s, context=n, where=where, like=likes.get(n))
+            likes.setdefault(n, records[b, s, 0, s // n])
         longest -= longest % ranks
-        largest = record_step(model, checked[0], longest, context=ranks, where=where)
+        largest = record_step(model, checked[0], longest, context=ranks, where=where, like=likes[ranks])
         return fit_layers(records, largest, (checked[0], longest, 0, longest // ranks))
     except (NoPolynomialError, UserError, RuntimeError, TypeError, ValueError):  # of modules that take no parts
         return []
@@ -349,11 +350,14 @@ def _traced_experts(
     first, more, last = TRACED_ROWS
     sizes = [(*shape, 2, first) for shape in shapes]
     sizes += [(*shapes[-1], experts // 2 if experts > 4 else experts, first), (*shapes[-1], 2, more)]
+    records: dict[Shape, Record] = {}
 
     def record(b: int, s: int | None, held: int, rows: int) -> Record:
-        return record_step(model, b, s, routed=(held, rows), where=where)
+        like = next(iter(records.values()), None)
+        return record_step(model, b, s, routed=(held, rows), where=where, like=like)
 
-    records: dict[Shape, Record] = {(b, s, held, 1, rows): record(b, s, held, rows) for b, s, held, rows in sizes}
+    for b, s, held, rows in sizes:
+        records[b, s, held, 1, rows] = record(b, s, held, rows)
     try:
         return fit_layers(records, record(*checked, 2, last), (*checked, 2, 1, last))
     except NoPolynomialError:

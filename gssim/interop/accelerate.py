@@ -1,6 +1,6 @@
-"""Importers of DeepSpeed's JSON, Hugging Face Accelerate's YAML, and axolotl's YAML, which builds on both.
+"""Importers of DeepSpeed's JSON and of Hugging Face Accelerate's YAML.
 
-Keys as of DeepSpeed 0.18, Accelerate 1.12 and axolotl 0.13. What FSDP does is FSDP2's: `fully_shard` on each block.
+Keys as of DeepSpeed 0.18 and Accelerate 1.12. What FSDP does is FSDP2's: `fully_shard` on each block.
 """
 
 from collections import Counter
@@ -56,7 +56,7 @@ DEEPSPEED: dict[str, Rule] = {
         "zero_optimization.sub_group_size",
         "zero_optimization.max_*",
         "zero_optimization.param_persistence_threshold",
-        "zero_optimization.model_persistence_threshold",
+        "zero_optimization.*model_persistence_threshold",
         "zero_optimization.prefetch_bucket_size",
     ),
     **listed("buffers of the same bytes", "zero_optimization.contiguous_gradients", "zero_optimization.round_robin*"),
@@ -91,7 +91,6 @@ DEEPSPEED: dict[str, Rule] = {
     ),
     **refused("layers that are dropped cannot be simulated", "progressive_layer_drop.enabled", "eigenvalue.enabled"),
     **refused("generation beside training cannot be simulated", "hybrid_engine.enabled"),
-    **refused("sequence parallelism cannot be simulated", "sequence_parallel_size", neutral=(1,)),
     **refused(NOT_COMPILED, "compile.enabled", "compile.deepcompile"),
     **refused(
         "activations that are partitioned or offloaded cannot be simulated",
@@ -107,7 +106,15 @@ DEEPSPEED: dict[str, Rule] = {
     **listed(
         LOGGING, "comet.*", "comms_logger.*", "flops_profiler.*", "dump_state", "checkpoint.*", "memory_breakdown"
     ),
-    **listed(LOGGING, "monitor_config.*", "timers.*", "nebula.*", "dataloader_drop_last", "use_data_before_expert*"),
+    **listed(
+        LOGGING,
+        "comms_config.*",
+        "monitor_config.*",
+        "timers.*",
+        "nebula.*",
+        "dataloader_drop_last",
+        "use_data_before_expert*",
+    ),
     **listed("implementation", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "pipeline.*"),
     **listed("implementation", "disable_allgather", "graph_harvesting", "communication_options.*", "tensor_parallel.*"),
     **listed(LAUNCHER, "cuda_visible_devices", "comm_backend_name", "*_comment*", "*comment"),
@@ -144,6 +151,8 @@ def deepspeed(keys: Keys) -> Training:
     training.tp = keys.integer("tensor_parallel.autotp_size", "tensor_parallel.tp_size", sets="plan.tp", least=0)
     if training.tp is not None and training.tp.value == 0:
         training.tp = None
+    training.dp = keys.integer("data_parallel_size")
+    _ulysses(keys, training, "sequence_parallel_size")
     _optimizer_of_deepspeed(keys, training)
     if keys.raw("gradient_clipping") == "auto":
         keys.note("gradient_clipping", '"auto": what it becomes is not in the file; clipping is not counted')
@@ -154,6 +163,13 @@ def deepspeed(keys: Keys) -> Training:
             keys.note(key, '"auto": a bucket, a threshold or a schedule, approximated or without effect here')
     keys.close(DEEPSPEED)
     return training
+
+
+def _ulysses(keys: Keys, training: Training, *names: str) -> None:
+    """Read DeepSpeed's sequence parallelism: all-to-alls in attention, state sharded over its ranks too (engine.py)."""
+    ranks = keys.integer(*names, sets="plan.cp")
+    if ranks is not None and ranks.value > 1:
+        training.cp, training.context_exchange = ranks, Value("all-to-all", ranks.origin)
 
 
 def _batch_of_deepspeed(keys: Keys, training: Training) -> None:
@@ -251,8 +267,13 @@ ACCELERATE: dict[str, Rule] = {
     **listed("offloading to a disk, which is off", "deepspeed_config.offload_*_nvme_path"),
     **refused("modules that are left out cannot be simulated", "fsdp_config.fsdp_ignored_modules"),
     **refused("units by size cannot be simulated", "fsdp_config.fsdp_min_num_params"),
-    **refused("sequence parallelism cannot be simulated", "parallelism_config.*sp_size", neutral=(1,)),
-    **listed("of sequence or context parallelism, which is off, refused or read by its degree", "parallelism_config.*"),
+    **refused("its messages have the data's type here", "deepspeed_config.seq_parallel_communication_data_type"),
+    **listed(
+        "approximated: keys and values pass in a ring, whether they are gathered at once or not",
+        "parallelism_config.*cp_comm_strategy",
+    ),
+    **listed("attention is that of the model file", "parallelism_config.*sp_attn_implementation"),
+    **listed("of sequence or context parallelism, which is off or read by its degree", "parallelism_config.*"),
     **listed("approximated: the next unit's parameters are gathered while this one computes", "fsdp_config.*prefetch*"),
     **listed(
         "approximated: the next unit's parameters are gathered while this one computes", "fsdp_config.*limit_all*"
@@ -293,6 +314,10 @@ def accelerate(keys: Keys, cluster: Cluster) -> Training:
         found.sharding = Value("none", keys.line("distributed_type"))
     else:
         keys.refuse("distributed_type", "cannot be imported; allowed: NO, MULTI_GPU, MULTI_CPU, FSDP, DEEPSPEED")
+    off = {"deepspeed_config.": kind != "DEEPSPEED", "fsdp_config.": kind != "FSDP"}
+    for key in keys.values:
+        if any(key.startswith(table) and is_off for table, is_off in off.items()) and key not in keys.read:
+            keys.note(key, f"of another distributed_type than {kind}")
     world = keys.integer("num_processes", sets="plan.ranks")
     found.world = Value(1, keys.line("distributed_type")) if kind == "NO" else world
     _parallelism_of_accelerate(keys, found, kind)
@@ -311,6 +336,7 @@ def _parallelism_of_accelerate(keys: Keys, found: Training, kind: str) -> None:
         key = f"parallelism_config.parallelism_config_{name}_size"
         if (size := keys.integer(key, f"parallelism_config.{name}_size", sets=f"plan.{name}", least=-1)) is not None:
             sizes[name] = size
+    _sequences_of_accelerate(keys, found, kind)
     data = [sizes.pop(name, None) for name in ("dp_replicate", "dp_shard")]
     for name, size in sizes.items():
         setattr(found, name, size)
@@ -329,6 +355,19 @@ def _parallelism_of_accelerate(keys: Keys, found: Training, kind: str) -> None:
         keys.refuse(replicas.origin.partition(" = ")[0], reason, replaced_by=("plan.dp_shard", "plan.method"))
 
 
+def _sequences_of_accelerate(keys: Keys, found: Training, kind: str) -> None:
+    """Read DeepSpeed's sequence parallelism, and the length of sequences, where all have the same."""
+    key = "parallelism_config.parallelism_config_sp"
+    sizes = [f"{key}_size", "parallelism_config.sp_size"]
+    if kind == "DEEPSPEED":
+        _ulysses(keys, found, *sizes)
+    elif (ranks := keys.integer(*sizes)) is not None and ranks.value > 1:
+        keys.refuse(ranks.origin.partition(" = ")[0], "sequences are divided so with distributed_type DEEPSPEED alone")
+    varies = keys.flag(f"{key}_seq_length_is_variable")
+    if varies is not None and not varies.value:
+        found.sequence = keys.integer(f"{key}_seq_length", sets="workload.sequence_length")
+
+
 def _precision_of_accelerate(keys: Keys, found: Training, kind: str) -> None:
     precision = keys.choice(
         PRECISIONS, "mixed_precision", sets="workload.precision", why="this precision cannot be simulated"
@@ -337,12 +376,12 @@ def _precision_of_accelerate(keys: Keys, found: Training, kind: str) -> None:
         found.precision = precision
     as_said = kind in ("FSDP", "DEEPSPEED") or "workload.precision" in keys.overridden
     if precision is not None and precision.value != "fp32" and not as_said:
-        _autocast(found, precision)
+        under_autocast(found, precision)
     if not keys.has("mixed_precision") and kind != "DEEPSPEED":
         found.precision = Value("fp32", "mixed_precision is not given: no")
 
 
-def _autocast(training: Training, precision: Value) -> None:
+def under_autocast(training: Training, precision: Value) -> None:
     """Set automatic mixed precision over fp32 parameters."""
     training.autocast = precision
     training.precision = Value("fp32", f"{precision.origin}: autocast over fp32 parameters")
@@ -351,6 +390,16 @@ def _autocast(training: Training, precision: Value) -> None:
 def _deepspeed_of_accelerate(keys: Keys) -> Training:
     named = keys.raw("deepspeed_config.deepspeed_config_file")
     if named is not None:
+        for name in (
+            "gradient_accumulation_steps",
+            "gradient_clipping",
+            "zero_stage",
+            "offload_*_device",
+            "zero3_save_*",
+        ):
+            for key in keys.values:
+                if fnmatchcase(key, f"deepspeed_config.{name}"):
+                    keys.refuse(key, "Accelerate takes no such key beside deepspeed_config_file, which says it")
         found = deepspeed_file(keys, "deepspeed_config.deepspeed_config_file", str(named))
         if found is None:
             return Training()
@@ -422,195 +471,3 @@ def read_fsdp(keys: Keys, training: Training, cluster: Cluster, *, prefix: str) 
     wrap = keys.raw(f"{prefix}auto_wrap_policy")
     if wrap is not None and str(wrap).upper() != "TRANSFORMER_BASED_WRAP":
         keys.refuse(f"{prefix}auto_wrap_policy", "units are the model's blocks: TRANSFORMER_BASED_WRAP")
-
-
-LORA = "adapters of this kind, or other frozen weights, cannot be simulated"
-AXOLOTL: dict[str, Rule] = {
-    **refused(LORA, "lora_model_dir", "relora*", "unfrozen_parameters", "peft_*", "lisa_*"),
-    **refused(LORA, "lora_modules_to_save", "lora_layers_to_transform", "peft.use_rslora"),
-    **refused("quantized weights cannot be simulated", "load_in_8bit", "load_in_4bit", "gptq", "qat.*", "ptq.*"),
-    **refused("quantized weights cannot be simulated", "quantization.*", "model_quantization_config", "use_onebitllms"),
-    **refused(
-        "reinforcement and preference training cannot be simulated", "rl", "reward_model", "process_reward_model"
-    ),
-    **refused("fp8 cannot be simulated", "fp8", "fp8_*"),
-    **refused(NOT_COMPILED, "torch_compile"),
-    **refused("fused kernels (Liger, cut cross-entropy, ...) are not modelled", "plugins", "cut_cross_entropy"),
-    **refused(
-        "fused kernels (Liger, cut cross-entropy, ...) are not modelled", "liger_*", "use_kernels", "lora_*_kernel"
-    ),
-    **refused(
-        "fused kernels (Liger, cut cross-entropy, ...) are not modelled", "unsloth_*", "tiled_mlp", "flash_attn_*"
-    ),
-    **refused("activations that are offloaded cannot be simulated", "activation_offloading"),
-    **refused("experts cannot be simulated", "expert_parallel_size", neutral=(1,)),
-    **refused(
-        "sharding inside the process (Ulysses, ring) cannot be simulated", "sequence_parallel_degree", neutral=(1,)
-    ),
-    **listed("attention is that of the model file", "*attention*", "attn_implementation", "sdp_*", "flex_attn_*"),
-    **listed("of a feature that is off, or refused above", "lora_*", "gptq*", "trl.*", "ebft.*", "vllm.*", "bnb_*"),
-    **listed("of a feature that is off, or refused above", "torch_compile_*", "adapter_*", "gdpo*", "kd_*", "dpo_*"),
-    **listed("of FSDP, which is off", "fsdp_config.*", "fsdp_final_state_dict_type"),
-    **listed(
-        "samples are of sequence_len tokens here", "sample_packing*", "eval_sample_packing", "pad_to_sequence_len"
-    ),
-    **listed("samples are of sequence_len tokens here", "multipack_*", "group_by_length", "curriculum_sampling"),
-    **listed(
-        "samples are of sequence_len tokens here", "*packed_sequence*", "excess_length_strategy", "min_sample_len"
-    ),
-    **listed(
-        "the model is --model", "base_model*", "model_type", "*tokenizer*", "processor_type", "is_*_derived_model"
-    ),
-    **listed("the model is --model", "trust_remote_code", "revision_of_model", "overrides_of_model*", "type_of_model"),
-    **listed(
-        "the model is --model", "special_tokens*", "tokens*", "added_tokens*", "resize_token*", "shrink_embeddings"
-    ),
-    **listed("the model is --model", "chat_template*", "eot_tokens*", "num_labels", "*embeddings_skip_upcast"),
-    **listed(NUMERICS, "lr_*", "warmup_*", "cosine_*", "adam_*", "learning_rate_*", "tf32", "train_on_inputs"),
-    **listed(NUMERICS, "noisy_embedding_alpha", "neftune*", "label_smoothing*", "loss_watchdog*", "embedding_lr*"),
-    **listed(NUMERICS, "eta_min", "*early_stopping*", "roles_to_train*", "train_on_eos", "optim_args*", "seed*"),
-    **listed(
-        LOGGING, "dataset*", "val_set_size", "test_datasets*", "pretraining_dataset*", "shuffle_*", "skip_prepare*"
-    ),
-    **listed(LOGGING, "output_dir", "num_epochs", "max_steps", "logging_*", "save_*", "saves_*", "eval_*", "evals_*"),
-    **listed(LOGGING, "wandb_*", "mlflow_*", "comet_*", "use_tensorboard", "swanlab_*", "use_swanlab", "trackio_*"),
-    **listed(LOGGING, "hub_*", "hf_*", "push_*", "*resume_from*", "streaming*", "do_*_eval", "metric_*", "greater_*"),
-    **listed(LOGGING, "dataloader_*", "remove_unused_columns", "profiler_*", "gc_steps", "include_*", "load_best*"),
-    **listed(LAUNCHER, "ddp_timeout", "ddp_find_unused_parameters", "local_rank", "device*", "strict", "debug"),
-    **listed(LAUNCHER, "use_ray", "ray_*", "resources_per_worker*", "low_cpu_mem_usage", "torchdistx_path", "secrets"),
-    **listed(
-        LAUNCHER, "experimental_*", "gpu_memory_limit", "max_memory", "project_name", "gradient_checkpointing_kwargs*"
-    ),
-}
-"""What becomes of axolotl's keys that are not read."""
-
-
-def axolotl(keys: Keys, cluster: Cluster) -> Training:
-    """Return the training in an axolotl recipe; batches are of samples that are packed to `sequence_len` tokens."""
-    training = Training()
-    sizes = {
-        "dp_replicate": ("dp_replicate_size", "plan.dp_replicate"),
-        "dp_shard": ("dp_shard_size", "plan.dp_shard"),
-        "tp": ("tensor_parallel_size", "plan.tp"),
-        "cp": ("context_parallel_size", "plan.cp"),
-        "sequence": ("sequence_len", "workload.sequence_length"),
-        "micro_batch": ("micro_batch_size", "workload.global_batch_size"),
-        "accumulation": ("gradient_accumulation_steps", "plan.micro_batches"),
-    }
-    for name, (key, sets) in sizes.items():
-        setattr(training, name, keys.integer(key, sets=sets))
-    if keys.has("batch_size"):
-        whole = keys.integer("batch_size", sets="plan.micro_batches")
-        micro = training.micro_batch
-        if whole is not None and micro is not None and training.accumulation is None and not whole.value % micro.value:
-            training.accumulation = Value(whole.value // micro.value, whole.origin)
-        elif whole is not None and training.accumulation is None:
-            keys.refuse("batch_size", "is no multiple of micro_batch_size", replaced_by=["plan.micro_batches"])
-    optimizer_in(keys, training, "optimizer")
-    for name, key in (("learning_rate", "learning_rate"), ("weight_decay", "weight_decay")):
-        setattr(training, name, keys.number(key, sets=f"workload.{name}"))
-    training.clip_norm = keys.number("max_grad_norm")
-    training.seed = keys.integer("seed", least=0)
-    if keys.raw("gradient_checkpointing") in ("offload", "offload_disk"):
-        keys.refuse("gradient_checkpointing", "activations that are offloaded cannot be simulated")
-    elif (checkpointing := keys.flag("gradient_checkpointing")) is not None:
-        training.recompute = Value("full" if checkpointing.value else "none", checkpointing.origin)
-    _axolotl_sharding(keys, training, cluster)
-    _axolotl_adapters(keys, training)
-    _axolotl_precision(keys, training)
-    keys.close(AXOLOTL)
-    return training
-
-
-def _axolotl_adapters(keys: Keys, training: Training) -> None:
-    """Read adapters of low rank: their rank, scale and maps."""
-    kind = keys.raw("adapter")
-    if not kind:
-        return
-    if kind != "lora":
-        keys.refuse("adapter", LORA)
-        return
-    rank, alpha = keys.integer("lora_r"), keys.number("lora_alpha")
-    linear, targets = keys.flag("lora_target_linear"), keys.raw("lora_target_modules")
-    if rank is None or not (targets or (linear is not None and linear.value)):
-        keys.refuse("adapter", "needs lora_r, and lora_target_modules or lora_target_linear")
-        return
-    dropout = keys.number("lora_dropout")
-    if dropout is not None and dropout.value:
-        keys.note("lora_dropout", "approximated: the masks of dropout in adapters are not counted")
-    table: dict[str, object] = {"rank": rank.value}
-    if alpha is not None:
-        table["alpha"] = alpha.value
-    if linear is not None and linear.value:
-        table["targets"] = "all-linear"
-    else:
-        table["targets"] = [targets] if isinstance(targets, str) else list(targets)
-    training.adapters = Value(table, keys.line("adapter"))
-
-
-def _axolotl_sharding(keys: Keys, training: Training, cluster: Cluster) -> None:
-    file = keys.raw("deepspeed")
-    on = keys.raw("fsdp")
-    shards = any(key.startswith("fsdp_config.") and keys.has(key) for key in keys.values) or bool(on)
-    if file and shards:
-        keys.refuse("deepspeed", "contradicts fsdp: it is one or the other")
-    elif file:
-        found = deepspeed_file(keys, "deepspeed", str(file))
-        if found is not None:
-            training.sharding, training.zero1_implementation = found.sharding, found.zero1_implementation
-            training.overlap, training.gradient_sync = found.overlap, found.gradient_sync
-            training.offload = found.offload
-            training.dp_shard = training.dp_shard or found.dp_shard
-    elif shards:
-        prefix = (
-            "fsdp_config.fsdp_" if any(key.startswith("fsdp_config.fsdp_") for key in keys.values) else "fsdp_config."
-        )
-        read_fsdp(keys, training, cluster, prefix=prefix)
-        if isinstance(on, list) and "offload" in on:
-            training.offload = Value("parameters", keys.line("fsdp"))
-        _close_fsdp(keys)
-        # the Trainer leaves gradients whole until the last micro-batch (accelerate's no_sync)
-        if training.accumulation is not None and training.accumulation.value > 1:
-            training.gradient_sync = Value("step", f"{training.accumulation.origin}: the Trainer's no_sync")
-    else:
-        training.sharding = Value("none", "neither fsdp nor deepspeed")
-
-
-def _close_fsdp(keys: Keys) -> None:
-    """Account for the other keys of FSDP as Accelerate does."""
-    for key in keys.values:
-        if key.startswith("fsdp_config.") and key not in keys.read:
-            rule = next((rule for pattern, rule in ACCELERATE.items() if fnmatchcase(key, pattern)), None)
-            if rule is not None and rule.harmless(keys.values[key]):
-                keys.note(key, rule.reason if rule.no_effect else "off")
-            elif rule is not None:
-                keys.refuse(key, rule.reason)
-
-
-def _axolotl_precision(keys: Keys, training: Training) -> None:
-    flags = {}
-    for key in ("bf16", "fp16", "bfloat16", "float16"):
-        value = keys.raw(key)
-        if value == "auto":
-            flags[key] = Value(True, f"{keys.line(key)}: on GPUs that have it")
-        elif value == "full":
-            keys.refuse(
-                key, "parameters without an fp32 master copy cannot be simulated", replaced_by=["workload.precision"]
-            )
-        elif (flag := keys.flag(key)) is not None:
-            flags[key] = flag
-    on = [(key, flag) for key, flag in flags.items() if flag.value]
-    if len({PRECISIONS[key] for key, _ in on}) > 1:
-        keys.refuse(on[1][0], f"contradicts {on[0][1].origin}", replaced_by=["workload.precision"])
-    if not on:
-        training.precision = Value("fp32", "neither bf16 nor fp16")
-        return
-    key, flag = on[0]
-    training.precision = Value(PRECISIONS[key], flag.origin)
-    sharded = training.sharding is not None and training.sharding.value != "none"
-    if sharded or "workload.precision" in keys.overridden:
-        return
-    if training.adapters is None:
-        _autocast(training, training.precision)
-    else:
-        keys.note(key, "approximated beside adapters: all weights are in it, and autocast casts none")

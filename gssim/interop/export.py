@@ -13,7 +13,7 @@ from typing import Any
 from gssim.errors import UserError
 from gssim.interop.script import DTYPES, training_script
 from gssim.plan import METHODS, Plan
-from gssim.scenario import Scenario, reduce_precision
+from gssim.scenario import Run, Scenario, reduce_precision
 from gssim.scenario.loading import toml
 from gssim.workload import Workload
 
@@ -50,30 +50,119 @@ def export_scenario(scenario: Scenario, to: str) -> Exported:
         value = getattr(plan, name)
         shown = value if isinstance(value, (int, str)) else "..."
         _refuse(to, f"plan.{name}", shown, value == getattr(usual, name), "leave it out")
-    _refuse(to, "plan.cp", policies.cp, policies.cp == 1 or to in ("torchtitan", "accelerate"), "1")
     _refuse(to, "plan.ep", policies.ep, policies.ep == 1, "1")
     offloads = {"deepspeed": "optimizer", "torchrun": None}.get(to, "parameters")
     _refuse(to, "plan.offload", plan.offload, plan.offload in (None, offloads), "leave it out")
     own = scenario.cluster.backend == "gloo" or policies.exchange == "backend"
     _refuse(to, "plan.exchange", policies.exchange, own or method.gradients == "push", "'backend'")
-    _refuse(to, "workload.precision", scenario.workload.precision, scenario.workload.precision in DTYPES, "fp32, bf16")
-    reduced, shards = reduce_precision(scenario.workload), method.gradients == "reduce-scatter"
-    usual_reduction = reduced == scenario.workload.precision
-    said = usual_reduction or (reduced in DTYPES and (to == "deepspeed" or (to != "accelerate" and shards)))
-    _refuse(to, "workload.reduce_precision", reduced, said, "leave it out")
-    notes = [f"plan.recompute = '{plan.recompute}': recompute in your own code"] if _left_to_code(plan, to) else []
-    if policies.cp > 1 and not policies.ring:
-        notes.append(f"plan.cp = {policies.cp}: {to} passes keys and values in a ring, not heads by all-to-alls")
-    if plan.method == "fsdp":
-        notes.append("plan.method = 'fsdp': reads back as 'zero3', which is the same")
-    scale = scenario.workload.loss_scale
-    scales = scale is None or to == "deepspeed" or (to == "accelerate" and scale == "dynamic")
-    _refuse(to, "workload.loss_scale", scale, scales, "dynamic" if to == "accelerate" else "leave it out")
-    return writer(scenario, notes)
+    _refuse_contexts(scenario, to)
+    _refuse_precisions(scenario, to)
+    for key, default in ONE_KIND.items():
+        value = getattr(plan if key.startswith("plan.") else scenario.workload, key.partition(".")[2])
+        _refuse(to, key, value, value == default, "leave it out")
+    return writer(scenario, _notes(scenario, to))
 
 
-def _left_to_code(plan: Plan, to: str) -> bool:
-    return to == "deepspeed" and plan.recompute != "none"
+ONE_KIND: dict[str, Any] = {
+    "workload.gradient_precision": None,
+    "workload.expert_load": "balanced",
+    "plan.receive_buffers": "micro-batch",
+    "plan.stages": None,
+    "plan.context_split": "zigzag",
+}
+"""Keys of which the programs have one kind."""
+IN_CODE: dict[str, tuple[Any, str]] = {
+    "workload.adapters": (None, "add them to the model"),
+    "workload.frozen": (None, "freeze them"),
+    "workload.map_precision": (None, "convert the linear maps"),
+    "workload.tf32": (False, "set torch.backends.cuda.matmul.allow_tf32"),
+    "workload.data": ("auto", "the data are your script's"),
+}
+"""Keys that are the user's code's, with their defaults: files of DeepSpeed and Accelerate are for such code."""
+
+
+def note_of(key: str, value: Any, reason: str) -> str:
+    """Return the line for what a file does not hold: its key and value as `--set` takes them, and the reason."""
+    if hasattr(value, "__dataclass_fields__"):
+        value = {name: each for name in value.__dataclass_fields__ if (each := getattr(value, name)) is not None}
+    return f"{key} = {toml(list(value) if isinstance(value, tuple) else value)}: {reason}"
+
+
+def _notes(scenario: Scenario, to: str) -> list[str]:
+    """Return what a file cannot hold; refuse what the program cannot do without the user's code."""
+    plan, policies, workload = scenario.plan, scenario.policies, scenario.workload
+    has_code = to in ("deepspeed", "accelerate")
+    notes = []
+    for key, (default, reason) in IN_CODE.items():
+        value = getattr(workload, key.partition(".")[2])
+        if value != default:
+            _refuse(to, key, value if isinstance(value, (str, bool)) else "...", has_code, "leave it out")
+            notes.append(note_of(key, value, f"{reason} in your own code"))
+    if to == "deepspeed" and plan.recompute != "none":
+        notes.append(note_of("plan.recompute", plan.recompute, "recompute in your own code"))
+    if policies.cp > 1 and not policies.ring and to != "deepspeed":
+        notes.append(note_of("plan.context_exchange", "all-to-all", f"{to} passes keys and values in a ring"))
+    if (same := _read_back_method(scenario)) != plan.method:
+        notes.append(note_of("plan.method", plan.method, f"reads back as '{same}', which is the same here"))
+    if workload.momentum != Workload.__dataclass_fields__["momentum"].default and workload.optimizer != "sgd-momentum":
+        notes.append(note_of("workload.momentum", workload.momentum, "makes no difference here"))
+    if to in ("deepspeed", "torchtitan") and scenario.ranks < len(scenario.cluster.devices):
+        notes.append(note_of("plan.ranks", scenario.ranks, "start so many processes"))
+    for name, key in (("steps", "run.steps"), ("warmup_steps", "run.warmup_steps"), ("seed", "run.seed")):
+        value = getattr(scenario.run, name)
+        if value != getattr(Run(), name) and not (to == "torchtitan" and name == "seed"):
+            notes.append(note_of(key, value, "is your script's" if has_code else "is not in the file"))
+    return notes
+
+
+def _read_back_method(scenario: Scenario) -> str:
+    """Return the method that an import of the file names."""
+    plan, policies = scenario.plan, scenario.policies
+    if policies.dp_replicate * policies.dp_shard * policies.cp == 1:
+        return "pipeline" if policies.pp > 1 else "tensor" if policies.tp > 1 else "single"
+    if plan.method not in SHARDED:
+        return plan.method
+    if policies.shards == 1:
+        return "ddp"
+    if plan.method == "zero2":
+        return plan.method
+    return "hsdp" if policies.dp_replicate > 1 else "zero3"
+
+
+def _refuse_contexts(scenario: Scenario, to: str) -> None:
+    """Refuse tensor and context parallelism that a program does not have so."""
+    plan, policies = scenario.plan, scenario.policies
+    _refuse(to, "plan.cp", policies.cp, policies.cp == 1 or to != "torchrun", "1")
+    if policies.cp > 1 and to == "deepspeed":
+        _refuse(to, "plan.context_exchange", "ring", not policies.ring, "'all-to-all'")
+    if METHODS[plan.method].gradients == "reduce-scatter":
+        _refuse(to, "plan.dp_shard", policies.dp_shard, policies.shards > 1, "more than 1, or another method")
+    divides = to == "torchtitan"
+    for key in ("sequence_parallel", "loss_parallel"):
+        _refuse(to, f"plan.{key}", getattr(plan, key), divides or not getattr(plan, key), "leave it out")
+    if to != "deepspeed":
+        _refuse(to, "plan.overlap", plan.overlap, plan.overlap, "true")
+
+
+def _refuse_precisions(scenario: Scenario, to: str) -> None:
+    """Refuse precisions, and scales of the loss, that a program does not have so."""
+    workload, shards = scenario.workload, METHODS[scenario.plan.method].gradients == "reduce-scatter"
+    _refuse(to, "workload.precision", workload.precision, workload.precision in DTYPES, "fp32, bf16")
+    casts = to == "accelerate" and not shards
+    _refuse(to, "workload.autocast", workload.autocast, workload.autocast is None or casts, "leave it out")
+    reduced = reduce_precision(workload)
+    if to == "torchtitan" and shards:
+        _refuse(to, "workload.reduce_precision", reduced, reduced == "fp32", "fp32")
+    elif reduced != workload.precision:
+        said = reduced in DTYPES and (to == "deepspeed" or (to == "torchrun" and shards))
+        _refuse(to, "workload.reduce_precision", reduced, said, "leave it out")
+    scale, half = workload.loss_scale, "fp16" in (workload.precision, workload.autocast)
+    if half and to != "torchrun":
+        _refuse(to, "workload.precision", "fp16", to != "torchtitan", "fp32, bf16")
+        scales = scale is not None if to == "deepspeed" else scale == "dynamic"
+        _refuse(to, "workload.loss_scale", scale, scales, "dynamic" if to == "accelerate" else "dynamic, a number")
+    elif scale is not None:
+        _refuse(to, "workload.loss_scale", scale, False, "leave it out")
 
 
 def _refuse(to: str, key: str, value: Any, is_fine: bool, allowed: str) -> None:
@@ -91,11 +180,14 @@ def _batch(scenario: Scenario) -> tuple[int, int]:
     return samples // many, many
 
 
-def _sync(scenario: Scenario, to: str, wanted: str) -> None:
-    """Refuse another synchronization of gradients than the program's, where it makes a difference."""
-    policies = scenario.policies
+def _sync(scenario: Scenario, to: str, wanted: str, notes: list[str]) -> None:
+    """Refuse another synchronization of gradients than the program's, where it makes a difference; note it else."""
+    policies, method = scenario.policies, METHODS[scenario.plan.method]
     matters = scenario.plan.micro_batches > 1 and policies.gradients == "reduce-scatter"
     _refuse(to, "plan.gradient_sync", policies.gradient_sync, not matters or policies.gradient_sync == wanted, wanted)
+    if policies.gradient_sync != method.gradient_sync:
+        reason = "is what it does, and not in the file" if matters else "makes no difference here"
+        notes.append(note_of("plan.gradient_sync", policies.gradient_sync, reason))
 
 
 def _deepspeed(scenario: Scenario, notes: list[str]) -> Exported:
@@ -104,7 +196,7 @@ def _deepspeed(scenario: Scenario, notes: list[str]) -> Exported:
     if plan.method == "zero1":
         flat = plan.zero1_implementation == "deepspeed"
         _refuse("deepspeed", "plan.zero1_implementation", plan.zero1_implementation, flat, "'deepspeed'")
-    _sync(scenario, "deepspeed", "micro-batch")
+    _sync(scenario, "deepspeed", "micro-batch", notes)
     stage = {"zero1": 1, "zero2": 2}.get(plan.method, 3 if plan.method in SHARDED else 0)
     if policies.dp_replicate > 1 and stage == 2:
         raise UserError(
@@ -128,19 +220,37 @@ def _deepspeed(scenario: Scenario, notes: list[str]) -> Exported:
     data |= _deepspeed_precision(workload)
     if policies.tp > 1:
         data["tensor_parallel"] = {"autotp_size": policies.tp}
+    if policies.cp > 1:
+        data["sequence_parallel_size"] = policies.cp
+    data |= _deepspeed_optimizer(workload, notes)
+    if workload.sequence_length is not None:
+        notes.append(note_of("workload.sequence_length", workload.sequence_length, "is the data's"))
+    return Exported(json.dumps(data, indent=2) + "\n", notes)
+
+
+def _deepspeed_optimizer(workload: Workload, notes: list[str]) -> dict[str, Any]:
+    """Return DeepSpeed's table of the optimizer, of which it has Adam alone here."""
+    implementation = workload.optimizer_implementation
+    if implementation not in ("default", "fused"):
+        notes.append(note_of("workload.optimizer_implementation", implementation, "the file says torch's own"))
     kind = OPTIMIZER_TYPES.get(workload.optimizer)
     if kind is None:
-        notes.append(f"workload.optimizer = '{workload.optimizer}': give DeepSpeed the optimizer in your code")
+        notes += _optimizer_notes(workload, "give DeepSpeed the optimizer in your code", has_kind=True)
     else:
         params: dict[str, Any] = {"lr": workload.learning_rate, "weight_decay": workload.weight_decay}
         params["adam_w_mode"] = workload.optimizer == "adamw"
         if workload.optimizer_implementation != "fused":
             params["torch_adam"] = True
-        data["optimizer"] = {"type": kind, "params": params}
-    notes.append(
-        f"workload.sequence_length = {workload.sequence_length}: is the data's; `gssim import` takes it by --set"
-    )
-    return Exported(json.dumps(data, indent=2) + "\n", notes)
+        return {"optimizer": {"type": kind, "params": params}}
+    return {}
+
+
+def _optimizer_notes(workload: Workload, reason: str, *, has_kind: bool) -> list[str]:
+    """Return lines for an optimizer that is the script's; its implementation where no other line has it."""
+    names = ["optimizer", "learning_rate", "weight_decay"]
+    names += ["momentum"] if workload.optimizer == "sgd-momentum" else []
+    names += [] if has_kind and workload.optimizer_implementation != "fused" else ["optimizer_implementation"]
+    return [note_of(f"workload.{name}", getattr(workload, name), reason) for name in names]
 
 
 def _deepspeed_precision(workload: Workload) -> dict[str, Any]:
@@ -168,19 +278,20 @@ def _accelerate(scenario: Scenario, notes: list[str]) -> Exported:
         for key, ranks in (("plan.tp", policies.tp), ("plan.cp", policies.cp)):
             fine = ranks == 1 or plan.method == "tensor"
             _refuse("accelerate", key, ranks, fine, "1: its replicas are neither tensor- nor context-parallel")
-    elif policies.dp_replicate > 1:
+    elif policies.dp_replicate > 1:  # it takes no replicas of shards over context ranks alone
         _refuse("accelerate", "plan.dp_shard", policies.dp_shard, policies.dp_shard > 1, "more than 1")
-    _sync(scenario, "accelerate", "step")
+    _sync(scenario, "accelerate", "step", notes)
     hosts = Counter(device.host for device in scenario.cluster.devices[: scenario.ranks])
     kind = "FSDP" if sharded else "MULTI_GPU" if scenario.ranks > 1 else "NO"
     cpus = scenario.cluster.backend == "gloo"
+    mixed = workload.autocast or workload.precision
     micro, many = _batch(scenario)
     lines = [
         f"# In your script: {micro} samples per device and micro-batch, {many} micro-batches, sequences of "
         f"{workload.sequence_length} tokens, {workload.optimizer}",
         "compute_environment: LOCAL_MACHINE",
         f"distributed_type: {'MULTI_CPU' if cpus and kind == 'MULTI_GPU' else kind}",
-        f"mixed_precision: '{workload.precision if workload.precision != 'fp32' else 'no'}'",
+        f"mixed_precision: '{mixed if mixed != 'fp32' else 'no'}'",
         f"num_machines: {len(hosts)}",
         f"num_processes: {scenario.ranks}",
         f"use_cpu: {str(cpus).lower()}",
@@ -200,10 +311,16 @@ def _accelerate(scenario: Scenario, notes: list[str]) -> Exported:
         sizes |= {"cp": policies.cp} if policies.cp > 1 else {}
         lines += ["parallelism_config:", *(f"  parallelism_config_{name}_size: {n}" for name, n in sizes.items())]
     if len(hosts) > 1:
-        notes.append("machine_rank and main_process_ip: give them to `accelerate launch` on each host")
-    notes.append("batch, sequence length and optimizer are the script's; `gssim import` takes them by --set")
+        lines.insert(1, "# On each host: accelerate launch --machine_rank RANK --main_process_ip HOST")
+    notes.append(note_of("workload.global_batch_size", workload.global_batch_size, "is the script's"))
+    notes.append(note_of("plan.micro_batches", many, "is the script's"))
+    if workload.sequence_length is not None:
+        notes.append(note_of("workload.sequence_length", workload.sequence_length, "is the script's"))
+    notes += _optimizer_notes(workload, "is the script's", has_kind=False)
     if workload.clip_norm is not None:
-        notes.append(f"workload.clip_norm = {workload.clip_norm:g}: call `accelerator.clip_grad_norm_` in your script")
+        notes.append(
+            note_of("workload.clip_norm", workload.clip_norm, "call `accelerator.clip_grad_norm_` in your script")
+        )
     return Exported("\n".join(lines) + "\n", notes)
 
 
@@ -213,15 +330,21 @@ def _torchtitan(scenario: Scenario, notes: list[str]) -> Exported:
     _refuse("torchtitan", "workload.model", workload.model.name, named is not None, ", ".join(FLAVORS))
     name, flavor = named or ("", "")
     _refuse("torchtitan", "plan.recompute", plan.recompute, plan.recompute != "selective", "none, full")
-    _refuse("torchtitan", "plan.tp", policies.tp, policies.tp == 1, "1: its own is sequence-parallel beside")
+    if plan.method == "ddp":  # which it has on one axis alone, and whose place FSDP takes where there are context ranks
+        for axis in ("tp", "pp", "cp"):
+            ranks = getattr(policies, axis)
+            _refuse("torchtitan", f"plan.{axis}", ranks, ranks == 1, "1 under method 'ddp'")
+    if policies.tp > 1:
+        _refuse("torchtitan", "plan.sequence_parallel", plan.sequence_parallel, plan.sequence_parallel, "true")
     adam = workload.optimizer in OPTIMIZER_TYPES
     _refuse("torchtitan", "workload.optimizer", workload.optimizer, adam, ", ".join(OPTIMIZER_TYPES))
-    _sync(scenario, "torchtitan", "micro-batch")
+    _sync(scenario, "torchtitan", "micro-batch", notes)
     micro, many = _batch(scenario)
     sharded = plan.method in SHARDED
     implementation = workload.optimizer_implementation
     if implementation == "default":
-        notes.append("workload.optimizer_implementation = 'default': reads back as 'foreach', which it is on CUDA")
+        reason = "reads back as 'foreach', which it is on CUDA"
+        notes.append(note_of("workload.optimizer_implementation", implementation, reason))
         implementation = "foreach"
     tables: dict[str, dict[str, Any]] = {
         "model": {"name": name, "flavor": flavor},
@@ -247,14 +370,19 @@ def _torchtitan(scenario: Scenario, notes: list[str]) -> Exported:
             "data_parallel_shard_degree": policies.dp_shard if sharded else 1,
             "fsdp_reshard_after_forward": "never" if plan.method == "zero2" else "always" if sharded else "default",
             **({"context_parallel_degree": policies.cp} if policies.cp > 1 else {}),
+            **({"tensor_parallel_degree": policies.tp} if policies.tp > 1 else {}),
+            **({"disable_loss_parallel": True} if policies.tp > 1 and not plan.loss_parallel else {}),
         },
         "activation_checkpoint": {"mode": plan.recompute},
     }
     if policies.pp > 1:
-        schedules = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B", None: "1F1B"}
+        schedules = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B"}
+        schedule = plan.schedule or ("1f1b" if many >= policies.pp else "gpipe")
+        if plan.schedule is None:
+            notes.append(note_of("plan.schedule", schedule, "is the default, and in the file"))
         tables["parallelism"] |= {
             "pipeline_parallel_degree": policies.pp,
-            "pipeline_parallel_schedule": schedules[plan.schedule],
+            "pipeline_parallel_schedule": schedules[schedule],
             "pipeline_parallel_microbatch_size": micro,
         }
     if scenario.run.seed:

@@ -9,8 +9,10 @@ from typing import Any
 
 from gssim.cluster import Cluster
 from gssim.errors import UserError, one_line
-from gssim.interop.accelerate import accelerate, axolotl, deepspeed
+from gssim.interop.accelerate import accelerate, deepspeed
 from gssim.interop.arguments import arguments_in, arguments_of
+from gssim.interop.automodel import automodel
+from gssim.interop.axolotl import axolotl
 from gssim.interop.formats import FORMATS
 from gssim.interop.megatron import megatron
 from gssim.interop.models import find_model
@@ -22,7 +24,7 @@ from gssim.interop.reading import (
     parsed_yaml,
     read_bounded,
 )
-from gssim.interop.torchtitan import automodel, torchtitan
+from gssim.interop.torchtitan import torchtitan
 from gssim.interop.training import Entry, Training, scenario_of
 from gssim.scenario import load_cluster, load_scenario
 from gssim.scenario.loading import parsed_override, toml

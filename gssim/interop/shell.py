@@ -2,11 +2,11 @@ r"""Shell scripts, followed without being run: the commands that they would star
 
 [Note: following a script] Assignments, arrays, `if`, `case`, loops, functions, `eval`, `bash -c` and here-documents of
 bash are followed; other programs are not started and count as successful. What a script takes from outside is open: a
-variable that it never sets, `$1`, the output of a command. Open values stand in words as marks, `\0NAME\0`. A variable
-that is not set is unset for `${NAME:-default}` and for `-z`; in every other test it is open. Of a test that is open,
-both branches are followed, and a variable that they leave with different values becomes a mark with these as its
-alternatives. Branches that exit before they start anything are not taken, as the script is read for what it starts.
-Variables that the caller gives stay as given, whatever the script assigns.
+variable that it sets nowhere, `$1`, the output of a command. Open values stand in words as marks, `\0NAME\0`. A
+variable that is not set is unset for `${NAME:-default}` and for `-z`; in every other test it is open. Of a test that is
+open, both branches are followed, and a variable that they leave with different values becomes a mark with these as its
+alternatives; one that other branches alone set is empty. Branches that exit before they start anything are not taken,
+as the script is read for what it starts. Variables that the caller gives stay as given, whatever the script assigns.
 """
 
 import ast
@@ -36,8 +36,6 @@ MOST_STEPS = 20_000
 MOST_NESTED = 40
 MOST_CHARACTERS = 50_000
 """Of a variable; a script can double one in each line."""
-MOST_TURNS = 50
-"""Of a loop."""
 
 PARAMETER = re.compile(r"([A-Za-z_]\w*|\d+|[@*#?$!-])(\[[^\]]*\])?(.*)", re.DOTALL)
 UNKNOWN_STATUS = {"grep", "egrep", "which", "command", "type", "nc", "diff", "cmp", "read", "getopts", "ping", "pgrep"}
@@ -130,10 +128,13 @@ class _Shell:
         self.state = _State()
         self.branches: dict[str, Branch] = {}
         self.functions: dict[str, list[Node]] = {}
+        self.own: set[str] = set()
         self.steps, self.depth = 0, 0
 
     def run_text(self, text: str) -> bool | None:
-        return self._nested(lambda: self.run(Parser(text, self.file).all()))
+        nodes = Parser(text, self.file).all()
+        self.own |= _assigned(nodes)
+        return self._nested(lambda: self.run(nodes))
 
     def _nested(self, work: Callable[[], bool | None]) -> bool | None:
         self.depth += 1
@@ -291,7 +292,7 @@ class _Shell:
         values = [field for word in words for field in self.fields(word)]
         if any(is_open(value) for value in values) or name == "_":
             values = [mark(name)]
-        for value in values[:MOST_TURNS]:
+        for value in values:
             self._assign(name, value)
             try:
                 self.run(node.inside[0])
@@ -302,9 +303,8 @@ class _Shell:
     def _while(self, node: Node) -> bool | None:
         condition, body = node.inside
         status = self.run(condition)
-        text = " ".join(word for each in condition for word in each.words)
-        if node.kind == "until" or status is False or "$#" in text or "$1" in text or text.startswith("getopts"):
-            return True  # as without arguments
+        if node.kind == "until" or status is False or _reads_arguments(condition):
+            return True
 
         def turn() -> bool | None:
             try:
@@ -468,7 +468,7 @@ class _Shell:
             return str(len(self.state.positional)) if self.state.positional is not None else None
         if name.isdigit() and self.state.positional is not None:
             return self.state.positional[int(name) - 1] if 0 < int(name) <= len(self.state.positional) else ""
-        return self.state.variables.get(name)
+        return self.state.variables.get(name, "" if name in self.own else None)
 
     def text(self, raw: str) -> str:
         """Return a word as one text."""
@@ -489,7 +489,7 @@ class _Shell:
                 current = (current or "") + part
                 continue
             pieces = part.split()
-            if current is not None and (not pieces or part[0].isspace()):
+            if current is not None and part and part[0].isspace():
                 found.append(current)
                 current = None
             for position, piece in enumerate(pieces):
@@ -606,7 +606,8 @@ class _Shell:
         default = re.match(r"(:?)([-=+?])(.*)", rest, re.DOTALL)
         if default is None:
             return self._cut(value, rest, raw)
-        is_set = value is not None and not (default[1] and not value)
+        is_unset = name in self.own and name not in self.state.variables and name not in self.given
+        is_set = value is not None and not is_unset and not (default[1] and not value)
         if default[2] == "+":
             return self._inside_quotation(default[3]) if is_set else ""
         if is_set and value is not None:
@@ -689,6 +690,31 @@ class _Shell:
             NAME.fullmatch(label) and label not in self.branches and self.value(label) is None for label in labels
         )
         return True if known else None
+
+
+def _reads_arguments(condition: Sequence[Node]) -> bool:
+    """Return whether a loop goes over the script's arguments, of which there are none."""
+    text = " ".join(word for each in condition for word in each.words)
+    return "$#" in text or "$1" in text or text.startswith("getopts")
+
+
+def _assigned(nodes: Sequence[Node]) -> set[str]:
+    """Return the variables that commands set, wherever they stand; those of loops over arguments are left out."""
+    found: set[str] = set()
+    from_outside: set[str] = set()
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node.kind in ("while", "until") and _reads_arguments(node.inside[0]):
+            continue
+        for token in node.assignments:
+            match = ASSIGNMENT.match(token.value)
+            name = token.value if token.kind == "array" else match[1] if match is not None else ""
+            found.add(name)
+            if name and re.search(rf"\$\{{?{name}\b", " ".join([token.value, *token.parts])):
+                from_outside.add(name)  # such as PATH=$PATH:...
+        waiting += [each for part in node.inside for each in part]
+    return found - from_outside - {""}
 
 
 def _cleaned(text: str) -> str:

@@ -5,7 +5,9 @@ open, and returns the scenario's entries, each with the key that it was read fro
 which is marked as such.
 """
 
+import re
 from dataclasses import dataclass, field, fields
+from fnmatch import fnmatchcase
 from typing import Any
 
 from gssim.cluster import Cluster
@@ -125,7 +127,9 @@ class Training:
     reduce_precision: Value | None = None
     autocast: Value | None = None
     adapters: Value | None = None
-    """Table of `workload.adapters`."""
+    """Table of `workload.adapters`; its targets are names of maps, or patterns of their paths."""
+    trained: Value | None = None
+    """Regular expressions of the names of parameters, as axolotl has them, that alone are trained."""
     loss_scale: Value | None = None
     """In fp16; absent there: dynamic."""
     optimizer: Value | None = None
@@ -135,6 +139,8 @@ class Training:
     momentum: Value | None = None
     recompute: Value | None = None
     schedule: Value | None = None
+    short_schedules: bool = False
+    """Whether the program runs 1f1b with fewer micro-batches than stages."""
     even_stages: bool = False
     """Every stage has as many blocks, except where the next two say otherwise; else stages are balanced."""
     first_stage_blocks: Value | None = None
@@ -303,6 +309,7 @@ def _plan(training: Training, keys: Keys, model: Model, cluster: Cluster, overri
     if method in ("zero1",) and training.zero1_implementation != "torch" and training.sharding is not None:
         entries.append(Entry("plan.zero1_implementation", training.zero1_implementation, training.sharding.origin))
     batch = _batch(training, keys, dp, pp.value, overrides)
+    _shorten(training, entries, batch, pp.value)
     accumulates = any(entry.key == "plan.micro_batches" and entry.value > 1 for entry in batch)
     entries += _options(training, keys, method, tp.value, pp.value, accumulates=accumulates)
     entries += [*_offload(training, keys, cluster), *_loss(training, keys, model, tp.value)]
@@ -310,6 +317,15 @@ def _plan(training: Training, keys: Keys, model: Model, cluster: Cluster, overri
         origin = training.world.origin if training.world else "what the file says"
         entries.append(Entry("plan.ranks", ranks, f"{origin}; the cluster has {len(cluster.devices)} devices"))
     return [*batch, *entries]
+
+
+def _shorten(training: Training, entries: list[Entry], batch: list[Entry], pp: int) -> None:
+    """Name the schedule of fewer micro-batches than stages as here: all forwards come before the first backward."""
+    many = next((entry.value for entry in batch if entry.key == "plan.micro_batches"), pp)
+    for position, entry in enumerate(entries):
+        if entry.key == "plan.schedule" and entry.value == "1f1b" and many < pp and training.short_schedules:
+            comment = f"{entry.comment}; {many} micro-batches in {pp} stages run as in gpipe"
+            entries[position] = Entry(entry.key, "gpipe", comment)
 
 
 def _offload(training: Training, keys: Keys, cluster: Cluster) -> list[Entry]:
@@ -548,6 +564,7 @@ def _pieces(training: Training, keys: Keys, micro: Value, many: Value, pp: int) 
 
 def _workload(training: Training, keys: Keys, model: Model) -> list[Entry]:
     entries = []
+    _resolve_targets(training, keys, model)
     if not isinstance(model.input, ImageInput):
         longest = model.input.maximum_sequence_length
         sequence = training.sequence
@@ -582,7 +599,67 @@ def _workload(training: Training, keys: Keys, model: Model) -> list[Entry]:
             entries.append(Entry(f"workload.{name}", value.value, value.origin))
         elif default is not None:
             entries.append(Entry(f"workload.{name}", default, reason, True))
-    return entries
+    return [*entries, *_frozen(training, keys, model)]
+
+
+def _resolve_targets(training: Training, keys: Keys, model: Model) -> None:
+    """Replace patterns of adapters' targets by the maps of the model's blocks that they match."""
+    adapters = training.adapters
+    targets = adapters.value["targets"] if adapters is not None else ""
+    known = {each.role: each.maps for each in model.adapted if each.role is not None}
+    if adapters is None or isinstance(targets, str) or not any(set("*?[(\\|.") & set(each) for each in targets):
+        return
+    maps = known.get("all-linear", ())
+    patterns = [each.rpartition(".")[2] or each for each in targets]
+    if any(re.search(r"\d|[(\\|\[]", each) for each in targets) or not maps:
+        _refuse(
+            keys, adapters, "adapters in some blocks alone, or by such a pattern, cannot be told", "workload.adapters"
+        )
+        return
+    found = tuple(name for name in maps if any(fnmatchcase(name, pattern) for pattern in patterns))
+    if not found:
+        _refuse(keys, adapters, f"match no linear map of the blocks; they are {', '.join(maps)}", "workload.adapters")
+        return
+    role = next((role for role, names in known.items() if set(names) == set(found)), None)
+    training.adapters = Value(adapters.value | {"targets": role or sorted(found)}, adapters.origin)
+
+
+def _frozen(training: Training, keys: Keys, model: Model) -> list[Entry]:
+    """Return the entry of layers that are not trained; refuse what freezes parts of a layer."""
+    given = training.trained
+    if given is None or "workload.frozen" in keys.overridden:
+        return []
+    try:
+        expressions = [_expression_of(each) for each in given.value]
+    except re.error as error:
+        _refuse(keys, given, f"not a regular expression: {error}", "workload.frozen")
+        return []
+    frozen, every = [], [each for each in unrolled(model) if each.layer.parameters]
+    for instance in every:
+        matched = [any(each.match(name) for each in expressions) for name in instance.parameter_names]
+        if any(matched) != all(matched):
+            name = instance.parameter_names[matched.index(True)]
+            reason = f"of a layer some parameters alone, such as {name}, cannot be trained here"
+            _refuse(keys, given, reason, "workload.frozen")
+            return []
+        if not matched[0]:
+            frozen.append(instance.module)
+    if len(frozen) == len(every):
+        _refuse(keys, given, f"trains no parameter of '{model.name}'", "workload.frozen")
+    elif frozen:
+        return [Entry("workload.frozen", frozen, given.origin)]
+    else:
+        keys.note(given.origin.partition(" = ")[0], f"freezes no parameter of '{model.name}'")
+    return []
+
+
+def _expression_of(pattern: str) -> re.Pattern[str]:
+    r"""Return axolotl's expression: a dot is a dot unless `+` follows, and rows at the end do not count (freeze.py).
+
+    >>> _expression_of("layers.4[4-9]+.mlp[:32]").pattern
+    'layers\\.4[4-9]+\\.mlp'
+    """
+    return re.compile(re.sub(r"\.(?!\+)", r"\\.", re.sub(r"(?<=.)\[[0-9]*(:[0-9]*)?\]$", "", pattern)))
 
 
 def optimizer_in(keys: Keys, training: Training, *names: str) -> None:

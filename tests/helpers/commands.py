@@ -4,22 +4,13 @@ import importlib
 import io
 import sys
 from contextlib import chdir, nullcontext, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
 import forks
+from forks import Ended
 
 MODULES = {"gssim": "gssim.cli.commands", "gsreal": "gsreal.cli", "analysis": "analysis.cli"}
-
-
-@dataclass(frozen=True)
-class Ended:
-    """What a command line leaves."""
-
-    returncode: int
-    stdout: str
-    stderr: str
 
 
 def run(program: str, *arguments: object, folder: Path | None = None) -> Ended:

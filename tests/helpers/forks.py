@@ -1,11 +1,15 @@
 """Starts the ranks of tests as forks of one process that has imported torch: importing takes longer than most steps.
 
 `launch` does what `gsreal.run.launch.launch` does, but for restarts and time-outs: nobody watches the ranks but this
-process. As a program, this file is the process that is forked. It reads a run a line, as JSON, and answers with
-the rank that failed first and its exit code, or with null.
+process. `run_commands` runs whole command lines of gsreal as forks, side by side; ranks that its launcher starts are
+forks too.
+
+As a program, this file is the process that is forked. It reads a run a line, as JSON, and answers with
+the rank that failed first and its exit code, or with null; and commands a line, with their exit codes.
 """
 
 import atexit
+import ctypes
 import gc
 import json
 import os
@@ -16,14 +20,19 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from killing import ForkedRank
+
 IMPORTS = (
-    *("gsreal.run.worker", "gsreal.models", "gsreal.statistics.collect", "torch.profiler", "torch._dynamo"),
+    *("gsreal.cli", "gsreal.run.launch", "gsreal.run.worker", "gsreal.run.checkpoint"),
+    *("gsreal.models", "gsreal.statistics.collect", "torch.profiler", "torch._dynamo"),
     *("torch.distributed.fsdp", "torch.distributed.optim", "torch.distributed.pipelining"),
     *("torch.distributed.tensor.parallel", "sklearn.model_selection", "sklearn.datasets"),
 )
@@ -61,6 +70,50 @@ def launch(module: str, arguments: Sequence[str], *, ranks: int, max_restarts: i
         if dead is not None:
             log = Path(reports, f"log-{dead[0]}.txt").read_text(encoding="utf-8", errors="replace")
             raise RunFailedError(f"{reason_of(Path(reports), tuple(dead), log)}\n{log}")
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command line of gsreal."""
+
+    arguments: Sequence[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """In addition to this process's."""
+    network: str | None = None
+    """File of the network namespace in which it runs."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What a command line leaves."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+LIMIT_S = 120
+"""Commands that take longer hang, and are killed."""
+CLONE_NEWNET = 0x40000000
+
+
+def run_commands(*asked: Command) -> list[Ended]:
+    """Run command lines at the same time, in this folder; return what each left, once no process of theirs runs."""
+    from gsreal.machine import ENVIRONMENT
+    from gssim.execution.files import scratch_folder
+
+    parent = forked_from()
+    assert parent.stdin is not None
+    assert parent.stdout is not None
+    base = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")} | ENVIRONMENT
+    with scratch_folder("gsreal-") as output:
+        lines = [asdict(each) | {"environment": base | {**each.environment}} for each in asked]
+        parent.stdin.write(json.dumps({"commands": lines, "folder": os.getcwd(), "output": str(output)}) + "\n")
+        parent.stdin.flush()
+        codes, running = json.loads(parent.stdout.readline())
+        assert running == [], "processes of these command lines still run"
+        texts = [[Path(output, f"{name}-{i}.txt").read_text() for name in ("out", "err")] for i in range(len(asked))]
+    return [Ended(code, *text) for code, text in zip(codes, texts, strict=True)]
 
 
 def _free_port() -> int:
@@ -105,6 +158,9 @@ def serve() -> None:
     gc.freeze()  # a collection in a rank must not copy all that is shared with this process
     for line in sys.stdin:
         run = json.loads(line)
+        if "commands" in run:
+            print(json.dumps(codes_of(run)), flush=True)
+            continue
         started = {start(run, rank): rank for rank in range(run["ranks"])}
         print(json.dumps(first_failure(started)), flush=True)
 
@@ -127,21 +183,90 @@ def start(run: dict[str, Any], rank: int) -> int:
 
 def become(run: dict[str, Any], rank: int) -> None:
     """Do in this process what `python -m` does on a rank; it ends by itself (run_on_rank)."""
-    from gsreal.machine import die_with_parent
-
-    die_with_parent()
     ranks = str(run["ranks"])
     numbers = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    os.environ.clear()
-    os.environ.update({**run["environment"], **numbers})
-    os.chdir(run["folder"])
-    sys.path[:0] = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p not in sys.path]
+    enter({**run["environment"], **numbers}, run["folder"])
     log = os.open(Path(os.environ["GSREAL_REPORTS"], f"log-{rank}.txt"), os.O_WRONLY | os.O_CREAT)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for file, descriptor in ((nothing, 0), (log, 1), (log, 2)):
         os.dup2(file, descriptor)
     sys.argv = [run["module"], *run["arguments"]]
     runpy.run_module(run["module"], run_name="__main__", alter_sys=True)
+
+
+def enter(environment: Mapping[str, str], folder: str) -> None:
+    """Take the environment and the folder that a new process would have, and end with the process that forks."""
+    from gsreal.machine import die_with_parent
+
+    die_with_parent()
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.path[:0] = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p not in sys.path]
+
+
+def codes_of(run: dict[str, Any]) -> tuple[list[int], list[str]]:
+    """Run commands to their end; return their exit codes, and the ids of processes of theirs that do not end."""
+    holder = Path(run["output"], "held")  # open in every fork of a command
+    holder.touch()
+    started = {}
+    for number, command in enumerate(run["commands"]):
+        process = os.fork()
+        if not process:
+            os._exit(command_code(command, run["folder"], Path(run["output"]), number))
+        started[process] = number
+    codes, until_s = [-1] * len(started), time.monotonic() + LIMIT_S
+    while started:
+        process, status = os.waitpid(-1, os.WNOHANG)
+        if process:
+            codes[started.pop(process)] = os.waitstatus_to_exitcode(status)
+        elif time.monotonic() > until_s:
+            for process in started:
+                os.kill(process, signal.SIGKILL)
+        else:
+            time.sleep(0.01)
+    until_s = time.monotonic() + 10
+    while (running := having_open(holder)) and time.monotonic() < until_s:
+        time.sleep(0.05)
+    return codes, running
+
+
+def having_open(file: Path) -> list[str]:
+    """Return the ids of the processes that have a file open."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # ended meanwhile, or somebody else's
+            if any(os.readlink(handle) == str(file) for handle in (process / "fd").iterdir()):
+                found.append(process.name)
+    return found
+
+
+def command_code(command: dict[str, Any], folder: str, output: Path, number: int) -> int:
+    """Do in this process what gsreal's command line does; return its exit code."""
+    import gsreal.cli
+    import gsreal.run.launch
+
+    code = 70
+    try:
+        enter(command["environment"], folder)
+        os.open(output / "held", os.O_RDONLY)
+        files = [os.open(output / f"{name}-{number}.txt", os.O_WRONLY | os.O_CREAT) for name in ("out", "err")]
+        for file, descriptor in ((os.open(os.devnull, os.O_RDONLY), 0), (files[0], 1), (files[1], 2)):
+            os.dup2(file, descriptor)
+        if command["network"] is not None:
+            place = os.open(command["network"], os.O_RDONLY)
+            assert not ctypes.CDLL(None, use_errno=True).setns(place, CLONE_NEWNET), os.strerror(ctypes.get_errno())
+        gsreal.run.launch.Rank = ForkedRank  # type: ignore[assignment, misc]
+        sys.argv = ["gsreal", *command["arguments"]]
+        gsreal.cli.main()
+        code = 0
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code
 
 
 def first_failure(started: dict[int, int]) -> tuple[int, int] | None:

@@ -205,6 +205,34 @@ def mutate_parquet(draw: random.Random, file: Path) -> None:
     table.write_parquet(file, metadata={"schema": "gssim.table/1", "question": draw.choice(TEXTS[:40]), "sweep": "x"})
 
 
+PLACES = (
+    "", ".", "/", "..", "none.toml", "x" * 300, "scenario.toml", "scenario.toml/x", "/proc/none/x", "/dev/full", "/dev/zero",
+    "/dev/null", "/proc/self/mem", "binary", "empty", "none/such/folder/x.csv", "a\nb", "[/b].toml", "-", "\udcff",
+)  # fmt: skip
+"""Paths that are missing, folders, devices, or files that cannot be read or written."""
+
+
+def mutate_option(draw: random.Random, words: list[str], options: dict[str, type], files: list[str]) -> list[str]:
+    """Return a command line with an extreme value of one of its options (by name: its type), or of a file that it reads."""
+    if files and draw.random() < 0.3:
+        file = draw.choice(files)
+        place = draw.choice(PLACES)
+        return [place if word == file.rstrip("/") else word for word in words]
+    name = draw.choice(sorted(options))
+    kind = options[name]
+    if kind is bool:
+        return [*words, name]
+    values: dict[type, tuple[Any, ...]] = {Path: PLACES, int: NUMBERS, float: NUMBERS, str: (*TEXTS, *PLACES)}
+    value = str(draw.choice(values[kind])).replace("\x00", "")
+    value = value.encode("utf-8", "surrogateescape" if "\ud800" not in value else "replace").decode(
+        "utf-8", "surrogateescape"
+    )
+    if name in words[:-1]:  # in its place
+        at = words.index(name) + 1
+        return [*words[:at], value, *words[at + 1 :]]
+    return [*words, name, value]
+
+
 def mutate_words(draw: random.Random, words: list[str]) -> list[str]:
     """Return a command line with one to three changes."""
     words = list(words)

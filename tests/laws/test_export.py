@@ -9,6 +9,7 @@ from gssim.errors import UserError
 from gssim.interop import EXPORTS, PROGRAMS, export_scenario, import_scenario
 from gssim.plan import METHODS
 from gssim.scenario import load_scenario
+from gssim.scenario.loading import toml
 
 ROOT = Path(__file__).resolve().parents[2]
 TWO_HOSTS = ROOT / "scenarios/clusters/two-dgx-h100.toml"
@@ -17,16 +18,17 @@ TWO_HOSTS = ROOT / "scenarios/clusters/two-dgx-h100.toml"
 def scenario_with(changes):
     path = ROOT / "scenarios/llama3-8b-fsdp.toml"
     usual = {"cluster": str(TWO_HOSTS), "workload.global_batch_size": 64, "plan.recompute": "none"}
-    return load_scenario(path, [f"{key}={value}" for key, value in (usual | changes).items()]).scenario
+    return load_scenario(path, [f"{key}={toml(value)}" for key, value in (usual | changes).items()]).scenario
 
 
+FP32 = {"workload.reduce_precision": "fp32"}  # which torchtitan's key allows alone
 HOST = {"cluster": str(ROOT / "scenarios/clusters/dgx-h100.toml")}
 ROUND = [
     ("deepspeed", {"plan.method": "ddp", "plan.micro_batches": 2}),
     ("deepspeed", {"plan.method": "zero1", "plan.zero1_implementation": "deepspeed", "workload.weight_decay": 0.1}),
     ("deepspeed", {"plan.method": "zero2", "plan.micro_batches": 2, "workload.learning_rate": 3e-4}),
     ("deepspeed", {"plan.method": "zero2", "workload.clip_norm": 0.5}),
-    ("deepspeed", {"plan.method": "zero3", "plan.overlap": "false"}),
+    ("deepspeed", {"plan.method": "zero3", "plan.overlap": False}),
     ("deepspeed", {"plan.method": "hsdp", "workload.precision": "fp32"}),
     ("deepspeed", {"plan.method": "ddp", "plan.tp": 4, "workload.optimizer": "adam"}),
     ("accelerate", {"plan.method": "zero3", "plan.recompute": "full"}),
@@ -34,15 +36,18 @@ ROUND = [
     ("accelerate", {"plan.method": "hsdp", "plan.dp_replicate": 4, "plan.dp_shard": 4}),
     ("accelerate", {"plan.method": "ddp", "workload.precision": "fp32"}),
     ("accelerate", {"plan.method": "zero3", "plan.tp": 2, "plan.ranks": 8}),
-    ("torchtitan", {"plan.method": "zero3", "plan.micro_batches": 4, "plan.recompute": "full", "run.seed": 7}),
+    ("torchtitan", {"plan.method": "zero3", "plan.micro_batches": 4, "plan.recompute": "full", "run.seed": 7} | FP32),
     ("accelerate", {"plan.method": "zero3", "plan.cp": 2, "plan.context_exchange": "ring", "plan.ranks": 8}),
-    ("torchtitan", {"plan.method": "zero3", "plan.cp": 4, "plan.context_exchange": "ring"}),
-    ("torchtitan", {"plan.method": "zero2", "workload.weight_decay": 0.1}),
-    ("torchtitan", {"plan.method": "hsdp", "workload.clip_norm": 1.0}),
+    ("torchtitan", {"plan.method": "zero3", "plan.cp": 4, "plan.context_exchange": "ring"} | FP32),
+    ("torchtitan", {"plan.method": "zero2", "workload.weight_decay": 0.1} | FP32),
+    ("torchtitan", {"plan.method": "hsdp", "workload.clip_norm": 1.0} | FP32),
     ("torchtitan", {"plan.method": "ddp", "workload.precision": "fp32", "workload.optimizer": "adam"}),
     ("deepspeed", {"plan.method": "zero2", "plan.offload": "optimizer"} | HOST),
     ("accelerate", {"plan.method": "zero3", "plan.offload": "parameters"} | HOST),
-    ("torchtitan", {"plan.method": "zero2", "plan.offload": "parameters"} | HOST),
+    ("torchtitan", {"plan.method": "zero2", "plan.offload": "parameters"} | HOST | FP32),
+    ("torchtitan", {"plan.method": "zero3", "plan.tp": 2, "plan.sequence_parallel": True} | FP32),
+    ("deepspeed", {"plan.method": "zero3", "plan.cp": 4}),
+    ("accelerate", {"plan.method": "ddp", "workload.precision": "fp32", "workload.autocast": "bf16"}),
 ]
 
 
@@ -95,7 +100,16 @@ def test_every_method_is_written_or_refused(to, method):
         ("accelerate", {"plan.method": "ddp", "workload.precision": "fp32", "plan.tp": 2}, "tensor- nor context"),
         ("accelerate", {"plan.method": "hsdp", "plan.dp_replicate": 8, "plan.dp_shard": 1, "plan.cp": 2}, "dp_shard"),
         ("accelerate", {"plan.method": "zero3", "plan.recompute": "selective"}, "plan.recompute"),
-        ("torchtitan", {"plan.method": "zero3", "plan.tp": 2}, "sequence-parallel"),
+        ("torchtitan", {"plan.method": "zero3", "plan.tp": 2} | FP32, "plan.sequence_parallel"),
+        ("torchtitan", {"plan.method": "zero3"}, "workload.reduce_precision"),
+        ("torchtitan", {"plan.method": "ddp", "plan.cp": 2}, "plan.cp"),  # it shards over these ranks
+        ("torchtitan", {"plan.method": "zero3", "workload.tf32": True, "workload.precision": "fp32"}, "workload.tf32"),
+        ("deepspeed", {"plan.method": "zero3", "plan.cp": 2, "plan.context_exchange": "ring"}, "context_exchange"),
+        ("deepspeed", {"plan.method": "hsdp", "plan.dp_replicate": 16, "plan.dp_shard": 1}, "plan.dp_shard"),
+        ("deepspeed", {"plan.method": "ddp", "workload.gradient_precision": "fp32"}, "gradient_precision"),
+        ("accelerate", {"plan.method": "zero3", "plan.overlap": False}, "plan.overlap"),
+        ("torchrun", {"plan.method": "ddp", "workload.precision": "fp32", "workload.autocast": "bf16"}, "autocast"),
+        ("torchrun", {"plan.method": "ddp", "workload.precision": "fp32", "workload.tf32": True}, "workload.tf32"),
         ("torchrun", {"plan.method": "gs", "plan.shares.shards": "memory"}, "plan.shares"),
         ("vllm", {}, "no such format"),
     ],

@@ -155,7 +155,8 @@ def test_offloading_needs_a_cluster_whose_hosts_are_known(tmp_path):
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, "offload_param.device"),
         ({"optimizer": {"type": "Lamb"}}, "optimizer.type"),
         ({"train_batch_size": 65}, "train_batch_size"),
-        ({"sequence_parallel_size": 2}, "sequence_parallel_size"),
+        ({"sequence_parallel_size": 3}, "sequence_parallel_size"),
+        ({"data_parallel_size": 4}, "data_parallel_size"),
         ({"zero_optimisation": {"stage": 3}}, "zero_optimisation.stage"),
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "fp16.enabled"),
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage"),
@@ -164,6 +165,30 @@ def test_offloading_needs_a_cluster_whose_hosts_are_known(tmp_path):
 )
 def test_what_changes_the_answer_is_refused_by_its_key(tmp_path, change, key):
     assert key in refused(tmp_path, DEEPSPEED | change, name="ds.json")
+
+
+def test_deepspeeds_sequence_parallelism_is_ulysses(tmp_path):
+    file = DEEPSPEED | {"sequence_parallel_size": 4, "data_parallel_size": 2, "train_batch_size": 16}
+    tables, _ = imported(tmp_path, file, name="ds.json")
+    assert (tables["plan"]["cp"], tables["plan"].get("context_exchange")) == (4, None)
+    assert (tables["plan"]["method"], tables["plan"]["micro_batches"]) == ("zero3", 4)
+
+
+def test_accelerates_sequence_parallelism_is_ulysses_under_deepspeed(tmp_path):
+    sizes = "parallelism_config:\n  parallelism_config_sp_size: 4\n  parallelism_config_dp_shard_size: 2\n"
+    sizes += "  parallelism_config_sp_backend: deepspeed\n  parallelism_config_sp_seq_length: 4096\n"
+    sizes += "  parallelism_config_sp_seq_length_is_variable: {}\n"
+    text = "distributed_type: DEEPSPEED\nnum_processes: 8\nmixed_precision: bf16\ndeepspeed_config:\n"
+    text += "  zero_stage: 3\n  gradient_accumulation_steps: 2\nfsdp_config: {{fsdp_unheard: 1}}\n" + sizes
+    tables, found = imported(tmp_path, text.format("false"), name="a.yaml")
+    assert (tables["plan"]["method"], tables["plan"]["cp"]) == ("zero3", 4)
+    assert tables["plan"].get("context_exchange") is None
+    assert tables["workload"]["sequence_length"] == 4096
+    assert any("fsdp_unheard" in line and "another distributed_type" in line for line in found.listed)
+    tables, _ = imported(tmp_path, text.format("true"), name="a.yaml")
+    assert tables["workload"]["sequence_length"] == 8192  # the model's
+    said = refused(tmp_path, FSDP.format(reshard="true", more=sizes.format("true")), name="a.yaml")
+    assert "distributed_type DEEPSPEED alone" in said
 
 
 def test_overrides_of_other_keys(tmp_path):
@@ -267,6 +292,8 @@ def test_accelerate_names_a_deepspeed_file(tmp_path):
     tables, _ = imported(tmp_path, text.format("ds.json"), name="a.yaml")
     assert (tables["plan"]["method"], tables["plan"]["micro_batches"]) == ("zero3", 4)
     assert "no such file" in refused(tmp_path, text.format("lost.json"), name="a.yaml")
+    said = refused(tmp_path, text.format("ds.json") + "  zero_stage: 2\n", name="a.yaml")
+    assert "zero_stage = 2: Accelerate takes no such key beside deepspeed_config_file" in said
 
 
 def test_accelerate_ranks_and_autocast(tmp_path):
@@ -324,6 +351,15 @@ def test_pipelines_of_deepspeed_keep_buffers_for_what_is_in_flight(tmp_path):
         options = {"model": "gpt3-1.3b", "overrides": [f"plan.pp={ranks}", "workload.sequence_length=128"]}
         plans.append(imported(tmp_path, text, name="ds.json", **options)[0]["plan"])
     assert [plan.get("receive_buffers") for plan in plans] == [None, "in-flight"]
+
+
+def test_megatron_pipelines_of_few_micro_batches_are_gpipe(tmp_path):
+    """Its 1f1b then runs all forwards first, for which the schedule is named gpipe here."""
+    sizes = "--num-layers 6 --seq-length 128 --micro-batch-size 1 --pipeline-model-parallel-size 3 --nproc-per-node 3"
+    for batch, schedule in ((2, "gpipe"), (3, "1f1b")):
+        text = f"{sizes} --global-batch-size {batch}"
+        tables, _ = imported(tmp_path, text, name="args.txt", model="gpt-byte-10m")
+        assert tables["plan"]["schedule"] == schedule
 
 
 def test_megatron_pipelines_have_equal_stages(tmp_path):
@@ -763,6 +799,76 @@ def test_automodel(tmp_path):
     assert (tables["plan"]["method"], tables["plan"]["cp"]) == ("zero3", 4)
 
 
+@pytest.mark.parametrize(
+    ("model", "policy", "workload"),
+    [
+        ("torch_dtype: bf16", "", {"precision": "bf16", "reduce_precision": "fp32"}),
+        ("torch_dtype: float32", "", {"precision": "bf16", "reduce_precision": "fp32"}),  # FSDP2 casts
+        ("torch_dtype: float32", "{param_dtype: float32}", {"precision": "fp32", "reduce_precision": None}),
+        (
+            "torch_dtype: bf16",
+            "{param_dtype: bfloat16, reduce_dtype: bfloat16}",
+            {"precision": "bf16", "reduce_precision": None},
+        ),
+    ],
+)
+def test_automodels_fsdp2_has_its_own_precisions(tmp_path, model, policy, workload):
+    text = AUTOMODEL.replace("torch_dtype: bf16", model)
+    text = text.replace("cp_size: 1,", f"cp_size: 1, {'mp_policy: ' + policy + ',' if policy else ''}")
+    tables, found = imported(tmp_path, text, name="r.yaml")
+    assert {key: tables["workload"].get(key) for key in workload} == workload
+    assert any("in 16 bits alone" in line for line in found.listed) == ("bf16" in model)
+
+
+def test_automodels_replicas_under_autocast(tmp_path):
+    replicas = "{strategy: ddp, bucket_cap_mb: 50, static_graph: true, autocast_dtype: bfloat16, tp_size: 1"
+    text = AUTOMODEL.replace("{strategy: fsdp2, dp_size: none, tp_size: 1", replicas)
+    text = text.replace("torch_dtype: bf16", "torch_dtype: float32").replace(
+        "checkpointing: true", "checkpointing: false"
+    )
+    tables, _ = imported(tmp_path, text, name="r.yaml")
+    assert (tables["workload"]["precision"], tables["workload"]["autocast"]) == ("fp32", "bf16")
+    assert (tables["plan"]["method"], tables["plan"]["bucket_bytes"]) == ("ddp", 50 * 2**20)
+    sharded = AUTOMODEL.replace("strategy: fsdp2", "strategy: fsdp2, autocast_dtype: bfloat16")
+    assert "distributed.autocast_dtype" in refused(tmp_path, sharded, name="r.yaml")
+    for key in ("enable_compile", "enable_async_tensor_parallel"):
+        assert key in refused(tmp_path, AUTOMODEL.replace("tp_size", f"{key}: true, tp_size"), name="r.yaml")
+
+
+def test_automodels_offloaded_parameters(tmp_path):
+    policy = "offload_policy: {_target_: torch.distributed.fsdp.CPUOffloadPolicy}, tp_size"
+    tables, _ = imported(tmp_path, AUTOMODEL.replace("tp_size", policy), name="r.yaml")
+    assert tables["plan"]["offload"] == "parameters"
+
+
+PEFT = "\npeft:\n  _target_: nemo_automodel.components._peft.lora.PeftConfig\n  dim: 16\n  use_triton: true\n{}\n"
+
+
+@pytest.mark.parametrize(
+    ("said", "targets"),
+    [
+        ("  target_modules: '*_proj'", "all-linear"),
+        ("", "all-linear"),  # its default is *_proj
+        ("  target_modules: ['*.q_proj', '*.v_proj']", "query-value"),
+        ("  exclude_modules: ['*vision*', '*lm_head*']", "all-linear"),
+        ("  match_all_linear: true", "all-linear"),
+        ("  exclude_modules: ['*.out_proj']", None),
+        ("  target_modules: ['*.layers.0.*_proj']", None),
+        ("  target_modules: ['*.to_q']", None),
+        ("  use_dora: true", None),
+    ],
+)
+def test_automodels_adapters(tmp_path, said, targets):
+    text = AUTOMODEL + PEFT.format(said)
+    if targets is None:
+        assert "peft." in refused(tmp_path, text, name="r.yaml")
+        return
+    tables, found = imported(tmp_path, text, name="r.yaml")
+    assert tables["workload"]["adapters"] == {"rank": 16, "alpha": 32, "targets": targets}
+    assert (tables["workload"]["precision"], tables["workload"].get("reduce_precision")) == ("bf16", None)
+    assert any("adapter of the head" in line for line in found.listed) == ("match_all" in said)
+
+
 AXOLOTL = """
 base_model: NousResearch/Meta-Llama-3-8B
 sequence_len: 8192
@@ -802,6 +908,72 @@ def test_axolotl(tmp_path):
     without = AXOLOTL[: AXOLOTL.index("fsdp_version")]
     tables, _ = imported(tmp_path, without + "deepspeed: ds.json\n", name="x.yml")
     assert tables["plan"]["method"] == "zero1"
+
+
+@pytest.mark.parametrize("key", ["context_parallel_size: 4", "sequence_parallel_degree: 4"])
+def test_axolotls_context_parallelism_is_a_ring(tmp_path, key):
+    more = f"{key}\nring_attn_func: varlen_llama3\nheads_k_stride: 1\ndp_shard_size: 2\n"
+    tables, found = imported(tmp_path, AXOLOTL + more, name="x.yml")
+    plan = {"method": "zero3", "cp": 4, "context_exchange": "ring"}
+    assert {name: tables["plan"].get(name) for name in plan} == plan
+    assert any(line.startswith("ring_attn_func") and "approximated" in line for line in found.listed)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "frozen"),
+    [
+        (["head", "blocks.[45].", "norm"], ["tokens", *(f"blocks.{i}" for i in range(4))]),
+        (["^tokens.weight$[:32]", "^positions.weight$[5]", "blocks", "^head.weight$"], ["norm"]),
+        ([".+"], []),
+        (["blocks.0.attention_norm"], None),  # a part of a block
+        (["nothing"], None),
+        (["blocks.(["], None),
+    ],
+)
+def test_axolotls_unfrozen_parameters(tmp_path, patterns, frozen):
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}))
+    text = (
+        AXOLOTL[: AXOLOTL.index("fsdp_version")]
+        .replace("8192", "128")
+        .replace("checkpointing: true", "checkpointing: false")
+    )
+    text += f"deepspeed: ds.json\nunfrozen_parameters: {json.dumps(patterns)}\n"
+    if frozen is None:
+        assert "unfrozen_parameters" in refused(tmp_path, text, name="x.yml", model="gpt-byte-10m")
+        return
+    tables, found = imported(tmp_path, text, name="x.yml", model="gpt-byte-10m")
+    assert tables["workload"].get("frozen", []) == frozen
+    assert any("freezes no parameter" in line for line in found.listed) == (not frozen)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("quantize_moe_experts: true", "quantized"),
+        ("use_scattermoe: true", "kernels of experts"),
+        ("fused_attn_kernel: true", "fused kernels"),
+        (
+            "adapter: lora\nlora_r: 8\nlora_target_linear: true\nlora_target_parameters: [mlp.experts]",
+            "lora_target_par",
+        ),
+        ("freeze_mm_modules: true", "--set workload.frozen"),
+        ("context_parapllel_size: 2", "unknown key"),
+    ],
+)
+def test_axolotls_keys_that_change_the_answer_are_refused(tmp_path, line, said):
+    assert said in refused(tmp_path, f"{AXOLOTL}{line}\n", name="x.yml")
+
+
+def test_axolotls_other_keys(tmp_path):
+    more = "use_scattermoe: false\nmodel_config: {output_router_logits: true}\nloraplus_lr_ratio: 2\nuse_wandb: false\n"
+    more += (
+        "accelerator_config: {gradient_accumulation_kwargs: {sync_each_batch: true}}\nddp: false\ntorch_dtype: bf16\n"
+    )
+    tables, _ = imported(tmp_path, AXOLOTL + more, name="x.yml")
+    assert "gradient_sync" not in tables["plan"]  # the method's own: after each micro-batch
+    without = AXOLOTL[: AXOLOTL.index("fsdp_version")].replace("checkpointing: true", "checkpointing: false")
+    tables, _ = imported(tmp_path, without + "ddp_bucket_cap_mb: 10\n", name="x.yml")
+    assert tables["plan"]["bucket_bytes"] == 10 * 2**20
 
 
 def test_a_config_of_hugging_face_names_the_shipped_model(tmp_path):

@@ -14,7 +14,7 @@ START = r"""start() { printf '%s\037' "$@"; printf '%s\036' "$#"; }
 
 SCRIPTS = {
     "quotations": """A=two; start one "$A  words" '$A' "a 'b' \\"c\\" \\$A" $A"joined"${A}x ""  a\\ b # comment""",
-    "splitting": """A=" x  y "; start $A "$A" [$A] z$A""",
+    "splitting": """A=" x  y "; start $A "$A" [$A] z$A; B=""; start [$B]$A$B x$B "$B"$B $B""",
     "arrays": """A=(1 "2 3" --x=4 # comment
         5); A+=(6); start "${A[@]}" ${A[1]} ${A[0]} "${A[*]}" x"${A[@]}"y""",
     "empty arrays": """A=(); start a "${A[@]}" b ${A[@]} c "$NONE_SET"x""",
@@ -130,6 +130,13 @@ def test_what_is_open_is_followed_on_both_sides():
     kinds = {name: branch.alternatives for name, branch in script.branches.items()}
     assert kinds == {"B": ("2", "3"), "O": ("--y", ""), "D": ("4", None)}
     assert script.branches["D"].variable == "C"
+
+
+def test_variables_of_other_branches_are_empty():
+    text = 'if [ "$#" = 0 ]; then A=1; else B=2; fi\nC=$C:x\nfor i in; do D=1; done\n'
+    text += "while [ $# -gt 0 ]; do E=$1; shift; done"
+    script = follow("f() { " + text + "\n}; f; start $A [$B] $C [$D] $E ${B-unset}", file="x")
+    assert [written(word) for word in script.commands[0].words] == ["start", "1", "[]", "$C:x", "[]", "$E", "unset"]
 
 
 def test_given_variables_stay():

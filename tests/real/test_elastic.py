@@ -4,10 +4,6 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
-import sys
-import time
-import uuid
 from pathlib import Path
 from traceback import StackSummary
 
@@ -263,44 +259,23 @@ def count(*_):
 """
 
 
-def left_over(marker: str, patience_s: float = 10.0) -> list[str]:
-    """Return the processes that carry the marker in their environment, after those that are ending have ended."""
-    until = time.monotonic() + patience_s
-    while (found := list(marked(marker))) and time.monotonic() < until:
-        time.sleep(0.1)
-    return found
-
-
-def marked(marker: str):
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if marker.encode() in (process / "environ").read_bytes():
-                yield process.name
-        except OSError:
-            continue  # ended meanwhile, or somebody else's
-
-
 def test_a_rank_that_is_killed_changes_nothing(undisturbed, tmp_path: Path):
     """The second rank kills itself in the sixth step, once; both are started again from what they saved after four."""
     (tmp_path / "module_of_a_user.py").write_text(USER_MODULE)
     model = (DEMO.parent / "models" / "gpt-byte-1m.toml").read_text()
     assert '"gsreal.models.gpt"' in model
     (tmp_path / "model.toml").write_text(model.replace('"gsreal.models.gpt"', '"module_of_a_user.dies_once"'))
-    marker = f"gsreal-test-{uuid.uuid4().hex}"
     paths = [str(tmp_path), str(DEMO.parents[1]), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    environment |= {"MARKER": marker, "DIED": str(tmp_path / "died")}
+    environment = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "DIED": str(tmp_path / "died")}
     changes = [*overrides(2, STEPS, "plan.method=gs"), f"workload.model={tmp_path / 'model.toml'}"]
-    line = [sys.executable, "-c", "from gsreal.cli import main; main()", "run", str(DEMO), "--json"]
+    line = ["run", str(DEMO), "--json"]
     line += ["--trust-code", "--checkpoint", str(tmp_path / "saved"), "--every", str(SAVED), "--max-restarts", "1"]
     line += [part for change in changes for part in ("--set", change)]
-    ended = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    (ended,) = forks.run_commands(forks.Command(line, environment))
     assert ended.returncode == 0, ended.stderr
     assert (tmp_path / "died").exists()
     assert f"gsreal: resumed at step {SAVED}" in ended.stderr.splitlines()
     assert json.loads(ended.stdout)["loss"] == pytest.approx(undisturbed, rel=EXACT)
-    if Path("/proc/self/environ").exists():
-        assert left_over(marker) == []
 
 
 # What can be mended --------------------------------------------------------------------------------------------------

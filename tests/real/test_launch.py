@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import commands
+import forks
 import pytest
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
@@ -342,8 +343,8 @@ DENSE = ("plan.method=ddp", "plan.push={}", "plan.shares={}")
 )
 def test_a_rank_that_dies_is_named_in_one_line_and_nothing_is_written(files, tmp_path, factory, message):
     changes = [f"workload.model={files / factory}.toml", *DENSE]
-    line = ("gsreal", "run", files / "scenario.toml", "--trust-code", "--json", "--out", tmp_path / "out")
-    ended = run(files, *line, *overrides(changes))
+    line = ("run", files / "scenario.toml", "--trust-code", "--json", "--out", tmp_path / "out", *overrides(changes))
+    (ended,) = forks.run_commands(forks.Command([*map(str, line)], {"PYTHONPATH": str(files)}))
     assert ended.returncode == 1
     assert ended.stdout == ""
     assert ended.stderr.splitlines() == [message]

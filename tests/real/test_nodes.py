@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forks
 import numpy as np
 import pytest
 
@@ -28,7 +29,8 @@ pytestmark = pytest.mark.real
 
 SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
 SMALL = ["workload.global_batch_size=4", "workload.sequence_length=32", "run.steps=3", "run.warmup_steps=1"]
-RUN = [sys.executable, "-c", "from gsreal.cli import main; main()", "run", str(SCENARIOS / "lab-2-hosts.toml")]
+PROGRAM = [sys.executable, "-c", "from gsreal.cli import main; main()"]
+RUN = ["run", str(SCENARIOS / "lab-2-hosts.toml")]
 RUN += [word for change in SMALL for word in ("--set", change)]
 STEP = {"SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "10.77.0.[1-2]", "SLURM_JOB_ID": "4711"}
 LIMIT_S = 120
@@ -39,7 +41,7 @@ def task(number, **more):
 
 
 def ended(commands, environments, limit_s=LIMIT_S):
-    """Run commands at the same time; return (exit code, stderr) of each."""
+    """Run commands at the same time, as processes of their own; return what each leaves."""
     plain = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     processes = [
         subprocess.Popen(
@@ -53,9 +55,8 @@ def ended(commands, environments, limit_s=LIMIT_S):
         for command, more in zip(commands, environments, strict=True)
     ]
     try:
-        return [
-            (process.returncode, text) for process in processes for text in [process.communicate(timeout=limit_s)[1]]
-        ]
+        texts = [process.communicate(timeout=limit_s)[1] for process in processes]
+        return [forks.Ended(process.returncode, "", text) for process, text in zip(processes, texts, strict=True)]
     finally:
         for process in processes:
             process.kill()
@@ -63,39 +64,42 @@ def ended(commands, environments, limit_s=LIMIT_S):
 
 @pytest.fixture(scope="module")
 def two_nodes():
-    """Yield (namespace's path, address) of two nodes."""
+    """Yield (file of the network's namespace, address) of two nodes."""
     if missing() is not None:
         pytest.skip(f"the lab {missing()}")
     network = network_of(load_cluster(SCENARIOS / "clusters" / "lab-2-hosts.toml"), "7e57")
     with built(network, shaped=False):
-        yield [(f"--net=/run/netns/{node.namespace}", node.address) for node in network.nodes[:2]]
+        yield [(f"/run/netns/{node.namespace}", node.address) for node in network.nodes[:2]]
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     """Return the Result of the launch that starts both ranks itself."""
-    return result_of([RUN], [{}], tmp_path_factory.mktemp("alone"))
+    folder = tmp_path_factory.mktemp("alone")
+    return result_of(forks.run_commands(forks.Command([*RUN, "--out", str(folder)])), folder)
 
 
-def result_of(commands, environments, folder):
-    outcomes = ended([[*command, "--out", str(folder)] for command in commands], environments)
-    assert [code for code, _ in outcomes] == [0] * len(commands), outcomes
+def result_of(outcomes, folder):
+    assert [each.returncode for each in outcomes] == [0] * len(outcomes), outcomes
     (file,) = folder.glob("*.json")
     return read_result(file)
 
 
 @pytest.mark.parametrize("launcher", ["srun", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_two_nodes_train_like_one_launch(two_nodes, alone, tmp_path, launcher):
-    commands, environments = [], []
-    for number, (namespace, _) in enumerate(two_nodes):
-        run = [*RUN, "--interface", ADDRESS_DEVICE, "--timeout", "60"]
-        if launcher == "torchrun":
+    run = [*RUN, "--interface", ADDRESS_DEVICE, "--timeout", "60", "--out", str(tmp_path)]
+    if launcher == "srun":
+        asked = [forks.Command(run, task(number), network) for number, (network, _) in enumerate(two_nodes)]
+        outcomes = forks.run_commands(*asked)
+    else:
+        commands = []
+        for number, (network, _) in enumerate(two_nodes):
             settings = ["--nnodes", "2", "--node-rank", str(number), "--nproc-per-node", "1", "--no-python"]
             head = ["--master-addr", two_nodes[0][1], "--master-port", "29517"]
-            run = [sys.executable, "-m", "torch.distributed.run", *settings, *head, *run]
-        commands.append(["nsenter", namespace, *run])
-        environments.append(task(number) if launcher == "srun" else {})
-    there = result_of(commands, environments, tmp_path)
+            torchrun = [sys.executable, "-m", "torch.distributed.run", *settings, *head]
+            commands.append(["nsenter", f"--net={network}", *torchrun, *PROGRAM, *run])
+        outcomes = ended(commands, [{}, {}])
+    there = result_of(outcomes, tmp_path)
     assert (there.scenario_id, there.collectives) == (alone.scenario_id, alone.collectives)
     assert there.loss == pytest.approx(alone.loss, rel=1e-6)
     peaks = [[each.peak_allocated_bytes for each in result.ranks] for result in (there, alone)]
@@ -106,17 +110,18 @@ def test_nodes_that_are_not_the_files_are_named_by_every_rank(two_nodes):
     # the file has one host with both devices
     together = ["--set", f"cluster={SCENARIOS / 'clusters' / 'two-cores.toml'}"]
     run = [*RUN, *together, "--interface", ADDRESS_DEVICE, "--timeout", "60"]
-    outcomes = ended([["nsenter", namespace, *run] for namespace, _ in two_nodes], [task(0), task(1)])
-    for code, text in outcomes:
-        assert code == 2
-        assert "cluster.devices: host: ranks 0 and 1 are both of" in text.splitlines()[-1]
-        assert "(node 1)" in text.splitlines()[-1]
+    asked = [forks.Command(run, task(number), network) for number, (network, _) in enumerate(two_nodes)]
+    for outcome in forks.run_commands(*asked):
+        assert outcome.returncode == 2
+        assert "cluster.devices: host: ranks 0 and 1 are both of" in outcome.stderr.splitlines()[-1]
+        assert "(node 1)" in outcome.stderr.splitlines()[-1]
 
 
 def test_a_step_of_another_size_is_refused():
-    ((code, text),) = ended([RUN], [task(0, SLURM_NTASKS="4", SLURM_STEP_TASKS_PER_NODE="2(x2)")])
-    assert code == 2
-    assert text.splitlines()[-1].endswith("plan: it has 2 ranks, but the launcher started 4 (WORLD_SIZE)")
+    more = task(0, SLURM_NTASKS="4", SLURM_STEP_TASKS_PER_NODE="2(x2)")
+    (outcome,) = forks.run_commands(forks.Command(RUN, more))
+    assert outcome.returncode == 2
+    assert outcome.stderr.splitlines()[-1].endswith("plan: it has 2 ranks, but the launcher started 4 (WORLD_SIZE)")
 
 
 @pytest.mark.parametrize("node", ["0", "1"])
@@ -147,9 +152,9 @@ def test_ranks_that_do_not_meet_end_within_the_timeout():
         port = server.getsockname()[1]  # free, and closed in a moment
     numbers = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ((code, text),) = ended([[*RUN, "--timeout", "2"]], [numbers | place])
-    assert code == 1
-    assert f"2 ranks have not met at 127.0.0.1:{port} within 2.0 s" in text.splitlines()[-1]
+    (outcome,) = ended([[*PROGRAM, *RUN, "--timeout", "2"]], [numbers | place])
+    assert outcome.returncode == 1
+    assert f"2 ranks have not met at 127.0.0.1:{port} within 2.0 s" in outcome.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -249,14 +254,15 @@ def test_devices_of_two_names_have_types_of_their_own(tmp_path):
 
 @pytest.mark.slow
 def test_two_nodes_are_calibrated_with_their_link(two_nodes, tmp_path):
-    command = [sys.executable, "-c", "from gsreal.cli import main; main()", "calibrate", "--ranks", "1"]
+    command = [*PROGRAM, "calibrate", "--ranks", "1"]
     command += ["--interface", ADDRESS_DEVICE, "--out", str(tmp_path / "made.toml")]
-    outcomes = ended([["nsenter", namespace, *command] for namespace, _ in two_nodes], [task(0), task(1)], 600)
-    assert [code for code, _ in outcomes] == [0, 0], outcomes
+    tasks = [task(0), task(1)]
+    outcomes = ended([["nsenter", f"--net={network}", *command] for network, _ in two_nodes], tasks, 600)
+    assert [each.returncode for each in outcomes] == [0, 0], outcomes
     cluster = load_cluster(tmp_path / "made.toml")
     assert len(cluster.devices) == 2
-    run = ["--set", f"cluster={tmp_path / 'made.toml'}", "--interface", ADDRESS_DEVICE]
-    there = result_of(
-        [["nsenter", namespace, *RUN, *run] for namespace, _ in two_nodes], [task(0), task(1)], tmp_path / "results"
-    )
+    results = tmp_path / "results"
+    run = [*RUN, "--set", f"cluster={tmp_path / 'made.toml'}", "--interface", ADDRESS_DEVICE, "--out", str(results)]
+    lines = [["nsenter", f"--net={network}", *PROGRAM, *run] for network, _ in two_nodes]
+    there = result_of(ended(lines, tasks), results)
     assert [each.device for each in there.ranks] == [cluster.devices[0].type] * len(there.ranks)

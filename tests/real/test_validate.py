@@ -2,15 +2,21 @@
 
 import copy
 import os
+import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+import uuid
+from dataclasses import replace
 from pathlib import Path
 
 import commands
 import pytest
+from killing import marked
+from results import make_result
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
@@ -47,12 +53,14 @@ def calibrated(folder):
     (folder / "cluster.toml").write_text(text, encoding="utf-8")
 
 
-def started(*words):
-    """Start the command, with its messages in a pipe, in the environment that ranks need."""
+def started(*words, direct=True, **environment):
+    """Start the command, with its messages in a pipe; `direct`: in the environment that ranks need, which it else makes
+    for a process of its own."""
     needed = {**ENVIRONMENT, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    others = {name: value for name, value in os.environ.items() if name not in needed}
     command = [sys.executable, "-m", "gsreal", "validate", *map(str, words)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, env={**os.environ, **needed}, **pipes)
+    return subprocess.Popen(command, env=others | environment | (needed if direct else {}), **pipes)
 
 
 def ended(*words):
@@ -118,6 +126,7 @@ def test_a_call_that_is_ended_keeps_what_is_finished_and_the_next_goes_on(tmp_pa
         (SWEEP, ("--device", "tpu"), "--device tpu: allowed: auto, cpu, cuda"),
         (SWEEP, ("--seconds", "-1"), "--seconds -1: must be more than 0"),
         (SWEEP, ("--ranks", "0"), "--ranks 0: must be at least 1"),
+        (SWEEP, ("--ranks", "2147483648"), "--ranks 2147483648: this machine has"),
     ],
 )
 def test_what_cannot_be_validated_is_refused_in_one_line(tmp_path, monkeypatch, text, options, message):
@@ -193,6 +202,27 @@ def test_ranks_are_not_forked_from_a_process_that_would_make_them_otherwise(monk
         check_environment()
 
 
+def test_of_two_measurements_the_one_with_less_waiting_for_cores_is_kept_at_every_moment(tmp_path, monkeypatch):
+    waits = iter((0.5, 0.7, 0.2))
+
+    def launch(_module, arguments, **_how):
+        measured = replace(make_result("measured"), provenance={"core_wait_ratio": next(waits)})
+        Path(arguments[2]).write_text(measured.to_json())
+
+    calibrated(tmp_path / "out")
+    monkeypatch.setattr(validate, "launch", launch)
+    monkeypatch.setattr(validate.Session, "predict", lambda _self, _row: None)
+    (tmp_path / "s.toml").write_text(SWEEP)
+    session = validate.Session(validate.Request(tmp_path / "s.toml", tmp_path / "out", "cpu", 2, only=("ddp",)), 0.0)
+    (row,) = session.load_rows()
+    kept = []
+    for _ in range(3):
+        session.measure(row)
+        kept.append(read_result(tmp_path / "out" / "results" / session.file_of(row)).provenance["core_wait_ratio"])
+        assert row.busy_ratio == kept[-1]
+    assert kept == [0.5, 0.5, 0.2]
+
+
 def test_a_plan_of_one_device_runs_before_communication_is_measured(tmp_path, monkeypatch):
     """And the two parts of a calibration give the file that the whole gives."""
     whole = recorded_calibration()
@@ -252,3 +282,53 @@ def test_the_demonstration_is_complete_with_a_calibration_of_its_own(tmp_path):
         assert [entry.key for entry in measured.collectives] == [entry.key for entry in predicted.collectives], name
         peaks = [max(entry.peak_allocated_bytes for entry in each.ranks) for each in (predicted, measured)]
         assert peaks[0] == pytest.approx(peaks[1], rel=0.01), name
+
+
+KILLS = 20
+ENDINGS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
+
+
+@pytest.mark.slow
+def test_a_validation_that_is_killed_at_any_moment_keeps_what_is_finished_and_goes_on(tmp_path):
+    """No process and no half-written file is left; the lock is free, and the repeated call ends well."""
+    sweep, out, temporary = tmp_path / "two.toml", tmp_path / "out", tmp_path / "temporary"
+    sweep.write_text(SWEEP)
+    temporary.mkdir()
+    marker = f"validate-test-{uuid.uuid4().hex}"
+
+    def run(after_s=None, number=signal.SIGKILL, direct=True):
+        began_s = time.monotonic()
+        words = (sweep, "--device", "cpu", "--out", out)
+        process = started(*words, direct=direct, MARKER=marker, TMPDIR=str(temporary))
+        try:
+            _, said = process.communicate(timeout=600 if after_s is None else after_s)
+        except subprocess.TimeoutExpired:
+            process.send_signal(number)
+            _, said = process.communicate(timeout=120)
+        until_s = time.monotonic() + 20
+        while marked(marker) and time.monotonic() < until_s:
+            time.sleep(0.05)
+        assert marked(marker) == []
+        assert "Traceback" not in said
+        for file in out.rglob("*.toml"):
+            read_toml(file)
+        return process.returncode, said, time.monotonic() - began_s
+
+    calibrated(out)
+    code, said, whole_s = run()
+    assert code == 0, said
+    names = sorted(file.relative_to(out) for file in out.rglob("*"))
+    draw, done, ends = random.Random(23), 0, {}
+    while done < KILLS:
+        before = {name for name, (_, measured) in pairs_in(out).items() if measured}
+        code, *_ = run(draw.uniform(0, whole_s), draw.choice(ENDINGS), draw.random() < 0.5)
+        assert before <= {name for name, (_, measured) in pairs_in(out).items() if measured}
+        done, ends[code] = done + (code != 0), ends.get(code, 0) + 1
+        if draw.random() < 0.3 or done == KILLS:
+            code, said, _ = run()
+            assert code == 0, said
+            assert sorted(file.relative_to(out) for file in out.rglob("*")) == names
+            assert list(temporary.iterdir()) == []
+            shutil.rmtree(out)
+            calibrated(out)
+    print(f"{done} kills of a validation of {whole_s:.0f} s, by exit status: {ends}")

@@ -1,0 +1,253 @@
+"""Importer of axolotl's YAML, which builds on Accelerate and DeepSpeed; keys as of axolotl 0.13."""
+
+from fnmatch import fnmatchcase
+
+from gssim.cluster import Cluster
+from gssim.interop.accelerate import (
+    ACCELERATE,
+    LAUNCHER,
+    LOGGING,
+    NOT_COMPILED,
+    NUMERICS,
+    deepspeed_file,
+    read_fsdp,
+    under_autocast,
+)
+from gssim.interop.reading import Keys, Rule, Value, listed, refused
+from gssim.interop.training import PRECISIONS, Training, optimizer_in
+
+LORA = "adapters of this kind, or other frozen weights, cannot be simulated"
+AXOLOTL: dict[str, Rule] = {
+    **refused(LORA, "lora_model_dir", "relora*", "peft_*", "peft.loftq_config.*", "lisa_*"),
+    **refused("which of its parts are not trained cannot be told", "freeze_mm_modules", or_set=("workload.frozen",)),
+    **refused(LORA, "lora_modules_to_save", "lora_layers_to_transform", "peft.use_rslora"),
+    **refused("quantized weights cannot be simulated", "load_in_8bit", "load_in_4bit", "gptq", "qat.*", "ptq.*"),
+    **refused(
+        "quantized weights cannot be simulated", "quantization.*", "model_quantization_config*", "use_onebitllms"
+    ),
+    **refused("quantized weights cannot be simulated", "quantize_moe_experts", "*nvfp4*", "*_fp4_*"),
+    **refused(
+        "reinforcement and preference training cannot be simulated", "rl", "reward_model", "process_reward_model"
+    ),
+    **refused("fp8 cannot be simulated", "fp8", "fp8_*"),
+    **refused(NOT_COMPILED, "torch_compile"),
+    **refused("fused kernels (Liger, cut cross-entropy, ...) are not modelled", "plugins", "cut_cross_entropy"),
+    **refused(
+        "fused kernels (Liger, cut cross-entropy, ...) are not modelled", "liger_*", "use_kernels", "lora_*_kernel"
+    ),
+    **refused(
+        "fused kernels (Liger, cut cross-entropy, ...) are not modelled", "unsloth_*", "tiled_mlp", "flash_attn_*"
+    ),
+    **refused("activations that are offloaded cannot be simulated", "activation_offloading"),
+    **refused("experts cannot be simulated", "expert_parallel_size", neutral=(1,)),
+    **refused("fused kernels of experts are not modelled", "use_scattermoe", "use_sonicmoe", "experts_implementation"),
+    **refused("fused kernels of experts are not modelled", "llama4_linearized_experts", "use_*_kernels"),
+    **refused("fused kernels (Liger, cut cross-entropy, ...) are not modelled", "fused_attn_kernel", "flash_optimum"),
+    **refused("diffusion, pruning and reinforcement learning cannot be simulated", "diffusion.*", "llmcompressor.*"),
+    **refused("diffusion, pruning and reinforcement learning cannot be simulated", "nemo_gym_*", "hatchery.*"),
+    **listed(
+        "approximated: keys and values pass in a ring of shifts, whichever function does it",
+        "ring_attn_func",
+        "heads_k_stride",
+    ),
+    **listed("attention is that of the model file", "gemma4_hybrid_attn_impl", "*multipack_attn"),
+    **listed("the model is --model", "model_config.*", "cls_model_config", "torch_dtype", "reinit_weights"),
+    **listed(NUMERICS, "loraplus_*", "use_eaft", "eaft_*", "jagged_*", "default_system_message", "optim_target_mod*"),
+    **listed(LOGGING, "total_num_tokens", "evaluation_strategy", "use_otel*", "otel_*", "use_wandb", "use_comet"),
+    **listed(LAUNCHER, "ddp", "ddp_broadcast_buffers", "full_finetune", "batch_flattening"),
+    **listed("attention is that of the model file", "*attention*", "attn_implementation", "sdp_*", "flex_attn_*"),
+    **listed("of a feature that is off, or refused above", "lora_*", "gptq*", "trl.*", "ebft.*", "vllm.*", "bnb_*"),
+    **listed("of a feature that is off, or refused above", "torch_compile_*", "adapter_*", "gdpo*", "kd_*", "dpo_*"),
+    **listed("of FSDP, which is off", "fsdp_config.*", "fsdp_final_state_dict_type"),
+    **listed(
+        "samples are of sequence_len tokens here", "sample_packing*", "eval_sample_packing", "pad_to_sequence_len"
+    ),
+    **listed("samples are of sequence_len tokens here", "multipack_*", "group_by_length", "curriculum_sampling"),
+    **listed(
+        "samples are of sequence_len tokens here", "*packed_sequence*", "excess_length_strategy", "min_sample_len"
+    ),
+    **listed(
+        "the model is --model", "base_model*", "model_type", "*tokenizer*", "processor_type", "is_*_derived_model"
+    ),
+    **listed("the model is --model", "trust_remote_code", "revision_of_model", "overrides_of_model*", "type_of_model"),
+    **listed(
+        "the model is --model", "special_tokens*", "tokens*", "added_tokens*", "resize_token*", "shrink_embeddings"
+    ),
+    **listed("the model is --model", "chat_template*", "eot_tokens*", "num_labels", "*embeddings_skip_upcast"),
+    **listed(NUMERICS, "lr_*", "warmup_*", "cosine_*", "adam_*", "learning_rate_*", "tf32", "train_on_inputs"),
+    **listed(NUMERICS, "noisy_embedding_alpha", "neftune*", "label_smoothing*", "loss_watchdog*", "embedding_lr*"),
+    **listed(NUMERICS, "eta_min", "*early_stopping*", "roles_to_train*", "train_on_eos", "optim_args*", "seed*"),
+    **listed(
+        LOGGING, "dataset*", "val_set_size", "test_datasets*", "pretraining_dataset*", "shuffle_*", "skip_prepare*"
+    ),
+    **listed(LOGGING, "output_dir", "num_epochs", "max_steps", "logging_*", "save_*", "saves_*", "eval_*", "evals_*"),
+    **listed(LOGGING, "wandb_*", "mlflow_*", "comet_*", "use_tensorboard", "swanlab_*", "use_swanlab", "trackio_*"),
+    **listed(LOGGING, "hub_*", "hf_*", "push_*", "*resume_from*", "streaming*", "do_*_eval", "metric_*", "greater_*"),
+    **listed(LOGGING, "dataloader_*", "remove_unused_columns", "profiler_*", "gc_steps", "include_*", "load_best*"),
+    **listed(LAUNCHER, "ddp_timeout", "ddp_find_unused_parameters", "local_rank", "device*", "strict", "debug"),
+    **listed(LAUNCHER, "use_ray", "ray_*", "resources_per_worker*", "low_cpu_mem_usage", "torchdistx_path", "secrets"),
+    **listed(
+        LAUNCHER, "experimental_*", "gpu_memory_limit", "max_memory", "project_name", "gradient_checkpointing_kwargs*"
+    ),
+}
+"""What becomes of axolotl's keys that are not read."""
+
+
+CONTEXT = "context_parallel_size"
+
+
+def axolotl(keys: Keys, cluster: Cluster) -> Training:
+    """Return the training in an axolotl recipe; batches are of samples that are packed to `sequence_len` tokens."""
+    training = Training()
+    sizes = {
+        "dp_replicate": ("dp_replicate_size", "plan.dp_replicate"),
+        "dp_shard": ("dp_shard_size", "plan.dp_shard"),
+        "tp": ("tensor_parallel_size", "plan.tp"),
+        "sequence": ("sequence_len", "workload.sequence_length"),
+        "micro_batch": ("micro_batch_size", "workload.global_batch_size"),
+        "accumulation": ("gradient_accumulation_steps", "plan.micro_batches"),
+    }
+    for name, (key, sets) in sizes.items():
+        setattr(training, name, keys.integer(key, sets=sets))
+    _axolotl_parts(keys, training)
+    _axolotl_batch(keys, training)
+    optimizer_in(keys, training, "optimizer")
+    for name, key in (("learning_rate", "learning_rate"), ("weight_decay", "weight_decay")):
+        setattr(training, name, keys.number(key, sets=f"workload.{name}"))
+    training.clip_norm = keys.number("max_grad_norm")
+    training.seed = keys.integer("seed", least=0)
+    if keys.raw("gradient_checkpointing") in ("offload", "offload_disk"):
+        keys.refuse("gradient_checkpointing", "activations that are offloaded cannot be simulated")
+    elif (checkpointing := keys.flag("gradient_checkpointing")) is not None:
+        training.recompute = Value("full" if checkpointing.value else "none", checkpointing.origin)
+    _axolotl_sharding(keys, training, cluster)
+    _axolotl_adapters(keys, training)
+    _axolotl_precision(keys, training)
+    keys.close(AXOLOTL)
+    return training
+
+
+def _axolotl_parts(keys: Keys, training: Training) -> None:
+    """Read context parallelism, the parameters that are trained, and buckets."""
+    # the older name counts where the newer is not given: utils/schemas/validation.py
+    older, newer = (keys.integer(f"{each}", sets="plan.cp") for each in ("sequence_parallel_degree", CONTEXT))
+    training.cp = newer or older
+    if older is not None and newer is not None and older.value != newer.value:
+        keys.note("sequence_parallel_degree", f"the older name of {CONTEXT}, which counts")
+    trained = keys.raw("unfrozen_parameters")
+    if trained:
+        patterns = [trained] if isinstance(trained, str) else list(trained)
+        training.trained = Value([str(each) for each in patterns], keys.line("unfrozen_parameters"))
+    bucket = keys.number("ddp_bucket_cap_mb", sets="plan.bucket_bytes")
+    if bucket is not None and bucket.value:
+        training.bucket_bytes = Value(int(bucket.value * 2**20), bucket.origin)
+
+
+def _axolotl_batch(keys: Keys, training: Training) -> None:
+    if not keys.has("batch_size"):
+        return
+    whole = keys.integer("batch_size", sets="plan.micro_batches")
+    micro = training.micro_batch
+    if whole is not None and micro is not None and training.accumulation is None and not whole.value % micro.value:
+        training.accumulation = Value(whole.value // micro.value, whole.origin)
+    elif whole is not None and training.accumulation is None:
+        keys.refuse("batch_size", "is no multiple of micro_batch_size", replaced_by=["plan.micro_batches"])
+
+
+def _axolotl_adapters(keys: Keys, training: Training) -> None:
+    """Read adapters of low rank: their rank, scale and maps."""
+    kind = keys.raw("adapter")
+    if not kind:
+        return
+    if kind != "lora":
+        keys.refuse("adapter", LORA)
+        return
+    rank, alpha = keys.integer("lora_r"), keys.number("lora_alpha")
+    linear, targets = keys.flag("lora_target_linear"), keys.raw("lora_target_modules")
+    if rank is None or not (targets or (linear is not None and linear.value)):
+        keys.refuse("adapter", "needs lora_r, and lora_target_modules or lora_target_linear")
+        return
+    dropout = keys.number("lora_dropout")
+    if dropout is not None and dropout.value:
+        keys.note("lora_dropout", "approximated: the masks of dropout in adapters are not counted")
+    table: dict[str, object] = {"rank": rank.value}
+    if alpha is not None:
+        table["alpha"] = alpha.value
+    if linear is not None and linear.value:
+        table["targets"] = "all-linear"
+    else:
+        table["targets"] = [targets] if isinstance(targets, str) else [str(each) for each in targets]
+    if keys.raw("lora_target_parameters"):
+        keys.refuse("lora_target_parameters", LORA)
+    training.adapters = Value(table, keys.line("adapter"))
+
+
+def _axolotl_sharding(keys: Keys, training: Training, cluster: Cluster) -> None:
+    file = keys.raw("deepspeed")
+    on = keys.raw("fsdp")
+    shards = any(key.startswith("fsdp_config.") and keys.has(key) for key in keys.values) or bool(on)
+    if file and shards:
+        keys.refuse("deepspeed", "contradicts fsdp: it is one or the other")
+    elif file:
+        found = deepspeed_file(keys, "deepspeed", str(file))
+        if found is not None:
+            training.sharding, training.zero1_implementation = found.sharding, found.zero1_implementation
+            training.overlap, training.gradient_sync = found.overlap, found.gradient_sync
+            training.offload = found.offload
+            training.dp_shard = training.dp_shard or found.dp_shard
+    elif shards:
+        prefix = (
+            "fsdp_config.fsdp_" if any(key.startswith("fsdp_config.fsdp_") for key in keys.values) else "fsdp_config."
+        )
+        read_fsdp(keys, training, cluster, prefix=prefix)
+        if isinstance(on, list) and "offload" in on:
+            training.offload = Value("parameters", keys.line("fsdp"))
+        _close_fsdp(keys)
+        # the Trainer leaves gradients whole until the last micro-batch (accelerate's no_sync)
+        each = keys.flag("accelerator_config.gradient_accumulation_kwargs.sync_each_batch")
+        if each is not None and each.value:
+            training.gradient_sync = Value("micro-batch", each.origin)
+        elif training.accumulation is not None and training.accumulation.value > 1:
+            training.gradient_sync = Value("step", f"{training.accumulation.origin}: the Trainer's no_sync")
+    else:
+        training.sharding = Value("none", "neither fsdp nor deepspeed")
+
+
+def _close_fsdp(keys: Keys) -> None:
+    """Account for the other keys of FSDP as Accelerate does."""
+    for key in keys.values:
+        if key.startswith("fsdp_config.") and key not in keys.read:
+            rule = next((rule for pattern, rule in ACCELERATE.items() if fnmatchcase(key, pattern)), None)
+            if rule is not None and rule.harmless(keys.values[key]):
+                keys.note(key, rule.reason if rule.no_effect else "off")
+            elif rule is not None:
+                keys.refuse(key, rule.reason)
+
+
+def _axolotl_precision(keys: Keys, training: Training) -> None:
+    flags = {}
+    for key in ("bf16", "fp16", "bfloat16", "float16"):
+        value = keys.raw(key)
+        if value == "auto":
+            flags[key] = Value(True, f"{keys.line(key)}: on GPUs that have it")
+        elif value == "full":
+            keys.refuse(
+                key, "parameters without an fp32 master copy cannot be simulated", replaced_by=["workload.precision"]
+            )
+        elif (flag := keys.flag(key)) is not None:
+            flags[key] = flag
+    on = [(key, flag) for key, flag in flags.items() if flag.value]
+    if len({PRECISIONS[key] for key, _ in on}) > 1:
+        keys.refuse(on[1][0], f"contradicts {on[0][1].origin}", replaced_by=["workload.precision"])
+    if not on:
+        training.precision = Value("fp32", "neither bf16 nor fp16")
+        return
+    key, flag = on[0]
+    training.precision = Value(PRECISIONS[key], flag.origin)
+    sharded = training.sharding is not None and training.sharding.value != "none"
+    if sharded or "workload.precision" in keys.overridden:
+        return
+    if training.adapters is None:
+        under_autocast(training, training.precision)
+    else:
+        keys.note(key, "approximated beside adapters: all weights are in it, and autocast casts none")
