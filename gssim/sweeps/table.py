@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from gssim.errors import UserError
-from gssim.execution.files import as_text_cell, check_place, write_files
+from gssim.execution.files import as_text_cell, check_place, check_text_name, write_files
 from gssim.result import CATEGORIES, PHASES, RankClass, Result
 from gssim.units import human_bytes
 
@@ -160,6 +160,7 @@ def check_table_place(file: Path) -> None:
     A table is two files, of which the user names one: the other is not replaced unless it is a table.
     """
     _polars()
+    check_text_name(file)
     files = files_of(file)
     for each in files:
         check_place(each)
