@@ -47,6 +47,7 @@ def check_real(loaded: Loaded) -> None:
     check_fused(ours, where=where)
     check_scaled_clipping(ours, where=where)
     check_offload(ours, where=where)
+    check_samples(ours, where=where)
 
 
 def check_predicted_only(scenario: Scenario, *, where: str) -> None:
@@ -106,6 +107,18 @@ def check_offload(scenario: Scenario, *, where: str) -> None:
                 f"{where}: workload.{key} = {getattr(workload, key)!r}: gradients in the hosts' memory (plan.offload = "
                 f"'{plan.offload}') are summed by no NCCL collective: it can be predicted, but not run; leave it out"
             )
+
+
+def check_samples(scenario: Scenario, *, where: str) -> None:
+    """Raise UserError for ranks without samples where Hugging Face's module is trained: it takes no empty batch."""
+    module = scenario.workload.model.module
+    idle = [rank for rank, samples in enumerate(scenario.batch_sizes) if not samples]
+    if module.hugging_face is not None and idle:
+        raise UserError(
+            f"{where}: plan.shares.batch = {scenario.plan.shares.batch!r}: rank {idle[0]} has no samples: it can be "
+            f"predicted, but modules of Hugging Face ('{module.hugging_face.model_type}') run no empty batch; give "
+            "each rank at least one"
+        )
 
 
 def check_overlap(scenario: Scenario, *, where: str) -> None:

@@ -4,6 +4,7 @@ Keys as of DeepSpeed 0.18 and Accelerate 1.12. What FSDP does is FSDP2's: `fully
 """
 
 from collections import Counter
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from gssim.cluster import Cluster
@@ -389,6 +390,16 @@ def under_autocast(training: Training, precision: Value) -> None:
 def _deepspeed_of_accelerate(keys: Keys) -> Training:
     named = keys.raw("deepspeed_config.deepspeed_config_file")
     if named is not None:
+        for name in (
+            "gradient_accumulation_steps",
+            "gradient_clipping",
+            "zero_stage",
+            "offload_*_device",
+            "zero3_save_*",
+        ):
+            for key in keys.values:
+                if fnmatchcase(key, f"deepspeed_config.{name}"):
+                    keys.refuse(key, "Accelerate takes no such key beside deepspeed_config_file, which says it")
         found = deepspeed_file(keys, "deepspeed_config.deepspeed_config_file", str(named))
         if found is None:
             return Training()

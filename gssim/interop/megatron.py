@@ -48,6 +48,13 @@ MEGATRON: dict[str, Rule] = {
     **refused(
         "a training of several models or stages cannot be simulated", "vision-model-type", "encoder-tp", "llm-tp"
     ),
+    **refused(
+        "a training of several models or stages cannot be simulated", "decoder-seq-length", "language-model-type"
+    ),
+    **refused(
+        "a training of several models or stages cannot be simulated", "encoder-*-model-parallel-size", neutral=(1,)
+    ),
+    **refused(INFERENCE, "inference", "task-list", "out-seq-length", "rollout-*", "num-rollout", "advantage-estimator"),
     **refused("steps of changing batch cannot be simulated", "step-batch-size-schedule"),
     **listed("of context parallelism, which is off or read by its kind", "cp-comm-type", "hierarchical-context*"),
     **listed("of pipelines, which send while they compute here", "wgrad-deferral-limit", "variable-seq-lengths"),
@@ -144,6 +151,7 @@ MEGATRON: dict[str, Rule] = {
         "*flashinfer*",
         "batch-invariant-mode",
     ),
+    **listed(KERNELS, "no-query-key-layer-scaling", "use-flash-attn-*"),
     **listed(KERNELS, "deterministic-mode", "attention-softmax-in-fp32", "apply-query-key-layer-scaling", "use-te*"),
     **listed(KERNELS, "fp16-lm-cross-entropy", "fp32-residual-connection", "output-logit-dtype", "fallback-to-eager*"),
     **listed(
@@ -171,6 +179,8 @@ MEGATRON: dict[str, Rule] = {
         "img-*",
         "patch-*",
     ),
+    **listed(MODEL, "extra-vocab-size", "use-llama2-rotary*", "attention-head-type", "disable-bias-*-fc"),
+    **listed(MODEL, "activation-func-clamp-value", "apply-residual-connection-post-layernorm"),
     **listed(MODEL, "embed-layernorm", "pad-vocab-size-to", "glu-activation", "embedding-weights-in-fp32"),
     **listed(MODEL, "mask-factor", "disable-mem-efficient-ln", "sync-tp-duplicated-parameters"),
     **listed(MODEL, "use-mcore-models", "use-legacy-models", "model-provider", "export-*", "onnx-safe", "model-name"),
@@ -219,6 +229,7 @@ MEGATRON: dict[str, Rule] = {
     **listed(
         LOGGING, "no-check-*", "verify-integrity", "result-rejected*", "error-injection*", "adlr-*", "sample-rate"
     ),
+    **listed(LOGGING, "dataset", "train-data", "valid-data", "test-data", "epochs", "keep-last", "train-data-exact*"),
     **listed(LOGGING, "kill-switch-*", "*-weighted-split-paths*", "abort-on-unmet-fused-kernel-constraints"),
     **listed(LOGGING, "train-tokens", "codecarbon-dir", "universal-checkpoint", "repeated-dataloader", "aml-*"),
     **listed(LOGGING, "reset-iteration", "no-data-sharding", "use-dataset-only", "return-data-index", "eval-only"),
@@ -321,7 +332,8 @@ def _architecture(keys: Keys, training: Training) -> None:
     keys.raw("group-query-attention")
     for size, key in SIZES.items():
         if key == "num-query-groups" and not grouped:
-            keys.raw(key)
+            if keys.has(key):
+                keys.note(key, "of no effect without group-query-attention")
         elif size == "experts" and str(keys.values.get(key)) == "1":
             keys.note(key, "one expert is none")
         elif key == "vocab-size" and keys.has(key):

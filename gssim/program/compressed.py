@@ -25,7 +25,7 @@ topk, for a bucket of n elements, k of them the largest:
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from gssim import cost
@@ -178,6 +178,10 @@ def _send_largest(low: Lowering, device: DeviceType, bucket: Bucket) -> tuple[li
         _collective(low, "all-gather", name, each, after=compress)
         for name, each in zip(("values", "indices"), received, strict=True)
     ]
+    # both are posted before either is done
+    staged = [low.staging(device, gather.exchange) for gather in gathers if gather.exchange is not None]
+    needs = (footprint([*staged[0], *staged[1]]), footprint(staged[1]))
+    gathers = [replace(gather, need=need) for gather, need in zip(gathers, needs, strict=True)]
     decompress = _computed(TaskId("decompress", bucket=bucket.index), end_s, *(-each for each in (*sent, *received)))
     return [compress, *gathers], [*_waits(low, gathers), decompress], []
 

@@ -16,9 +16,9 @@ Megatron-LM's distributed optimizer has them in a buffer of their own, which is 
 
 from collections.abc import Mapping
 
-from gssim import collectives, cost
+from gssim import cost
 from gssim.collectives import Communication, Pairs
-from gssim.memory import Event, footprint
+from gssim.memory import footprint
 from gssim.program.lowering import Lowering
 from gssim.program.task import PASSES, Operation, Task, TaskId, collective_task
 from gssim.scenario import rows_by_rank
@@ -39,8 +39,7 @@ def expert_exchange(
     """Return the task of an all-to-all of a layer with divided experts; `samples`: of each rank."""
     own = TaskId(OPERATIONS[reduction.kind], layer=instance.module, during=PASSES[phase])
     exchange = low.once_a_run(_exchange, instance.module, reduction.kind, reduction.size_bytes.at(b=1, s=1), samples)
-    staging = collectives.staging_bytes(exchange, low.scenario.cluster.backend, kind=low.device(rank).kind)
-    staged = [Event(place, each, "communication") for place, each in enumerate((staging, -staging)) if staging]
+    staged = low.staging(low.device(rank), exchange)
     return collective_task(own, exchange, need=footprint(staged))
 
 

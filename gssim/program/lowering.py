@@ -10,9 +10,11 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 import numpy as np
 
+from gssim import collectives
 from gssim.cache import Shared
 from gssim.cluster import DeviceType
 from gssim.collectives import Communication
+from gssim.memory import Event
 from gssim.plan import Action, Division, Policies, Push, assign_buckets, bucket_limits, divide, schedule, splitting
 from gssim.program.stage_boundary import Stage
 from gssim.program.task import Bucket, MicroBatch, Task
@@ -356,6 +358,17 @@ class Lowering:
         """Return a collective that each group along a data axis carries out on its own."""
         group, *beside = self.groups_along(axis)
         return Communication(kind, group, size_bytes, beside=tuple(beside), **settings)
+
+    def staging(
+        self, device: DeviceType, exchange: Communication, position: int = 0, **event: Any
+    ) -> tuple[Event, ...]:
+        """Return the memory that a collective takes beside its tensors while it runs, from `position` on.
+
+        `event`: how its events differ from others.
+        """
+        size = collectives.staging_bytes(exchange, self.scenario.cluster.backend, kind=device.kind)
+        changes = enumerate((size, -size), start=position) if size else ()
+        return tuple(Event(place, change, "communication", **event) for place, change in changes)
 
     @cached_property
     def micro_batches(self) -> tuple[MicroBatch, ...]:

@@ -35,6 +35,7 @@ from gssim.plan import (
     sparse_message_bytes,
 )
 from gssim.program.lowering import Lowering
+from gssim.program.replicated import broadcast_buffers
 from gssim.program.task import Program, Task, TaskId, collective_task, with_ids
 from gssim.units import Floats
 
@@ -93,10 +94,7 @@ def synchronize_parameters(low: Lowering, rank: int) -> list[Task]:
                 need=footprint([Event(1, -size, "communication")]),
             ),
         ]
-    for number, buffer_bytes in enumerate(low.scenario.workload.model.buffer_sizes(low.value_bytes)):
-        broadcast = Communication("broadcast", low.group, buffer_bytes)
-        tasks.append(collective_task(TaskId("broadcast-buffers", part=number), broadcast))
-    return tasks
+    return [*tasks, *broadcast_buffers(low)]
 
 
 def _quantized(low: Lowering, rank: int, number: int, tensors: tuple[int, ...]) -> list[Task]:
@@ -110,6 +108,7 @@ def _quantized(low: Lowering, rank: int, number: int, tensors: tuple[int, ...]) 
     )
     byte_s, call_s = 1 / device.memory_bandwidth_bytes_per_s, device.operation_overhead_s
     own = TaskId("outer", bucket=number)
+    gather = Communication("all-gather", low.group, ranks * message)
     master_s = cost.master_copy_time_s(device, low.scenario.workload, elements=elements, tensors=len(tensors), casts=1)
     return [
         Task(
@@ -128,7 +127,7 @@ def _quantized(low: Lowering, rank: int, number: int, tensors: tuple[int, ...]) 
                 ]
             ),
         ),
-        collective_task(own, Communication("all-gather", low.group, ranks * message)),
+        collective_task(own, gather, need=footprint(low.staging(device, gather))),
         Task(
             own.serving("copy-out"),
             "optimizer",
@@ -161,6 +160,7 @@ def _largest(low: Lowering, rank: int, number: int, tensors: tuple[int, ...]) ->
     read = float(entries * (FOUND_BYTES + (1 + 3 * value if options.precision == "int2" else value)))
     read_s = read_passes * entries * value * byte_s + read_calls * call_s
     own = TaskId("outer", bucket=number)
+    gather = Communication("all-gather", low.group, ranks * message)
     return [
         Task(
             own.serving("copy-in"),
@@ -185,7 +185,7 @@ def _largest(low: Lowering, rank: int, number: int, tensors: tuple[int, ...]) ->
                 ]
             ),
         ),
-        collective_task(own, Communication("all-gather", low.group, ranks * message)),
+        collective_task(own, gather, need=footprint(low.staging(device, gather))),
         Task(
             own.serving("copy-out"),
             "optimizer",

@@ -8,6 +8,7 @@ default_hooks.py, _compress_hook. A wider format (`workload.reduce_precision`) i
 are kept in the format of the reduction (`workload.gradient_precision`) are reduced where they are.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from gssim import cost
@@ -36,11 +37,7 @@ def all_reduce_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batc
     but its very first broadcasts.
     """
     if (micro_batch.first or micro_batch.sent_before) and not low.stages:
-        broadcasts = []
-        for number, buffer_bytes in enumerate(low.scenario.workload.model.buffer_sizes(low.value_bytes)):
-            broadcast = Communication("broadcast", low.group, buffer_bytes)
-            broadcasts.append(collective_task(TaskId("broadcast-buffers", part=number), broadcast))
-        tasks = [*broadcasts, *tasks]
+        tasks = [*broadcast_buffers(low), *tasks]
     if not micro_batch.sends_gradients:
         return tasks
     device, workload = low.device(rank), low.scenario.workload
@@ -58,14 +55,16 @@ def all_reduce_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batc
             begun, *ended = compress_bucket(low, device, bucket)
             if not low.scenario.plan.overlap:
                 begun, ended = [*begun, *ended[0], *ended[1]], [[], []]
-            parts.insert_after(index, begun)
+            parts.insert_after(index, _in_hook(low, bucket, begun))
             rounds = [[*before, *tasks] for before, tasks in zip(rounds, ended, strict=True)]
             continue
         stream = "communication" if low.scenario.plan.overlap else "compute"
         reduced_bytes = PRECISION_BYTES[precision] * bucket.elements
         exchange = Communication(kind, low.group, reduced_bytes, half_precision=summed)
         task = collective_task(TaskId("all-reduce", bucket=bucket.index), exchange, stream, after=(copied,))
-        reduction = _with_casts(low, device, bucket, task, precision) if casts else [task]
+        reduction = [task]
+        if casts:
+            reduction = _in_hook(low, bucket, _with_casts(low, device, bucket, task, precision))
         parts.insert_after(index, reduction)
         reductions.append(reduction[-1].id)
     if low.policies.compressor:
@@ -78,6 +77,33 @@ def all_reduce_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batc
             reductions.append(of_experts.id)
     wait = Task(TaskId("all-reduce", "wait"), "exposed_communication", after=tuple(reductions))
     return [*parts.merged(), wait]
+
+
+def broadcast_buffers(low: Lowering) -> list[Task]:
+    """Return the broadcasts of the module buffers, one of each data type."""
+    sizes = low.scenario.workload.model.buffer_sizes(low.value_bytes)
+    return [
+        collective_task(TaskId("broadcast-buffers", part=number), Communication("broadcast", low.group, size))
+        for number, size in enumerate(sizes)
+    ]
+
+
+def _in_hook(low: Lowering, bucket: Bucket, tasks: Sequence[Task]) -> list[Task]:
+    """Return the tasks of a bucket's communication hook: during it the gradient that completes the bucket stays.
+
+    It has been copied to the bucket, but autograd holds a node's inputs until its hooks have run (torch 2.13,
+    engine.cpp, call_function).
+    """
+    _, parameter = bucket.members[-1]
+    size = float(parameter.elements * low.value_bytes)
+    last = max(place for place, task in enumerate(tasks) if task.stream == tasks[0].stream)
+    result = list(tasks)
+    for place, change in ((0, size), (last, -size)):
+        events = result[place].need.events
+        position = -1 if change > 0 else max((each.position for each in events), default=0) + 1
+        changed = Event(position, change, "gradients")
+        result[place] = replace(result[place], need=footprint([*events, changed]))
+    return result
 
 
 def _collected_bytes(low: Lowering, bucket: Bucket) -> float:

@@ -14,7 +14,7 @@ sequences and a rank's part of heads where the division is balanced, and else by
 of the sequence. `gsreal.methods.ring_attention` does so; memory is that of its tensors, in order.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from gssim.collectives import Communication, Pairs
 from gssim.memory import Event, footprint
@@ -47,10 +47,13 @@ def ring_attention(
     reduction: Reduction,
     alone_s: float,
     before: TaskId,
+    groups: Sequence[Sequence[int]],
+    samples_of_group: int | None,
 ) -> list[Task]:
     """Return the blocks and shifts of a ring, which follow the part of a layer's pass that ends in the attention.
 
     `alone_s`: time of the attention where a rank has whole sequences and a part of the heads. `before`: that part.
+    `groups`: rings whose ranks have as many samples; `samples_of_group`: how many, where those of others have not.
     """
     policies, source = low.policies, low.scenario.workload.model.input
     causal = isinstance(source, TokenInput) and source.task == "next-token"
@@ -62,11 +65,12 @@ def ring_attention(
     tasks: list[Task] = []
     last = len(blocks) - 1
     own = TaskId("attend", layer=instance.module, during=PASSES[phase])
+    turn = own._replace(op="rotate", samples=samples_of_group)
     for step, block in enumerate(blocks):
-        attend, shift = own._replace(part=step or None), own._replace(op="rotate", part=step or None)
+        attend, shift = own._replace(part=step or None), turn._replace(part=step or None)
         if step < last:
-            tasks.append(_shift(low, shift, size, after=before))
-        after = own._replace(op="rotate", part=step - 1 or None)
+            tasks.append(_shift(groups, shift, size, after=before))
+        after = turn._replace(part=step - 1 or None)
         changes = (
             _backward_changes(step, last, block, size, out)
             if phase == "b"
@@ -84,9 +88,9 @@ def ring_attention(
         if step:  # its own gradients are added to those that have come
             before = back.serving("await")
             tasks.append(Task(before, "exposed_communication", after=(back._replace(part=step - 1 or None),)))
-        tasks.append(_shift(low, back, size, after=before))
+        tasks.append(_shift(groups, back, size, after=before))
     if phase == "b":
-        home = own._replace(op="rotate", part=last or None).serving("return")
+        home = turn._replace(part=last or None).serving("return")
         freed = footprint([Event(0, -size, "communication")])
         tasks.append(Task(home.serving("release"), "exposed_communication", after=(home,), need=freed))
     return tasks
@@ -99,10 +103,10 @@ def _born(low: Lowering, instance: LayerInstance, reduction: Reduction, samples:
     return [low.traced_scale * buffer.size_bytes.at(b=samples, s=length) for buffer in buffers]
 
 
-def _shift(low: Lowering, own: TaskId, size: float, *, after: TaskId) -> Task:
+def _shift(groups: Sequence[Sequence[int]], own: TaskId, size: float, *, after: TaskId) -> Task:
     """Return the exchange in which each rank of a ring sends so many bytes to the next one."""
-    ranks = low.policies.cp
-    group, *beside = low.groups_along("cp")
+    group, *beside = groups
+    ranks = len(group)
     rows = [tuple(size if to == (rank + 1) % ranks else 0.0 for to in range(ranks)) for rank in range(ranks)]
     exchange = Communication(
         "all-to-all-v", group, ranks * size, pair_bytes=Pairs(rows, tuple(range(ranks))), beside=tuple(beside)

@@ -44,7 +44,7 @@ from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
-from gssim import collectives, cost
+from gssim import cost
 from gssim.collectives import Communication
 from gssim.memory import NOTHING, Event, Footprint, footprint
 from gssim.program.compute import backward_begin, forward_id, pass_ends
@@ -301,12 +301,9 @@ def _exchange(low: Lowering, unit: Unit, kind: str, size_bytes: float) -> Commun
     return low.communication(kind, "dp_shard", size_bytes, carried_as=carried_as)
 
 
-def _staging(low: Lowering, rank: int, communication: Communication, position: int) -> list[Event]:
+def _staging(low: Lowering, rank: int, communication: Communication, position: int) -> tuple[Event, ...]:
     """Return the staging memory of a running collective beside its tensors, on its stream, from `position` on."""
-    kind, stream = low.device(rank).kind, communication.kind
-    size = collectives.staging_bytes(communication, low.scenario.cluster.backend, kind=kind)
-    changes = enumerate((size, -size), start=position)
-    return [Event(place, each, "communication", number=STAGING, stream=stream) for place, each in changes]
+    return low.staging(low.device(rank), communication, position, number=STAGING, stream=communication.kind)
 
 
 # Gradients -----------------------------------------------------------------------------------------------------------

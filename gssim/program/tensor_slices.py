@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from gssim import collectives, cost
+from gssim import cost
 from gssim.collectives import Communication
 from gssim.memory import Event, footprint, last_saved
 from gssim.program.experts import OPERATIONS as EXPERT_OPERATIONS
@@ -67,7 +67,16 @@ def with_all_reduces(
                 continue
             if reduction.kind == "ring":
                 tasks += ring_attention(
-                    low, rank, instance, phase, samples, reduction=reduction, alone_s=in_ring_s, before=tasks[-1].id
+                    low,
+                    rank,
+                    instance,
+                    phase,
+                    samples,
+                    reduction=reduction,
+                    alone_s=in_ring_s,
+                    before=tasks[-1].id,
+                    groups=(group, *beside),
+                    samples_of_group=samples_of_group,
                 )
                 continue
             # not the part's own number: ranks that hold other slices may cut elsewhere too, where buckets are complete
@@ -82,9 +91,7 @@ def with_all_reduces(
             if device.kind == "cpu" and low.policies.tp > 1 and (host_s := cost.cut_sum_time_s(device, sum_bytes=size)):
                 tasks.append(Task(own.serving("issue"), "exposed_communication", duration_s=host_s))
             exchange = Communication(reduction.kind, group, size, beside=tuple(beside))
-            staging = collectives.staging_bytes(exchange, low.scenario.cluster.backend, kind=device.kind)
-            staged = [Event(place, each, "communication") for place, each in enumerate((staging, -staging)) if staging]
-            tasks.append(collective_task(own, exchange, need=footprint(staged)))
+            tasks.append(collective_task(own, exchange, need=footprint(low.staging(device, exchange))))
     return tasks
 
 

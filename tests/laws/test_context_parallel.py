@@ -115,10 +115,11 @@ def test_equal_ranks_are_simulated_once_with_the_same_result(plan):
     assert set(folded.collectives) == set(unfolded.collectives)
 
 
-def test_groups_with_more_samples_exchange_more():
-    shares = {"batch": (0.75, 0.25)}
-    found = simulate(loaded_of(scenario({"method": "ddp", "cp": 2, "shares": shares}, 4))).result.collectives
-    sizes = {each.group: each.bytes for each in found if each.kind == "all-to-all"}
+@pytest.mark.parametrize(("exchange", "kind"), [("all-to-all", "all-to-all"), ("ring", "all-to-all-v")])
+def test_groups_with_more_samples_exchange_more(exchange, kind):
+    plan = {"method": "ddp", "cp": 2, "shares": {"batch": (0.75, 0.25)}, "context_exchange": exchange}
+    found = simulate(loaded_of(scenario(plan, 4))).result.collectives
+    sizes = {each.group: each.bytes for each in found if each.kind == kind}
     assert sizes[0, 1] == 3 * sizes[2, 3]
 
 

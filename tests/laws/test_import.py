@@ -292,6 +292,8 @@ def test_accelerate_names_a_deepspeed_file(tmp_path):
     tables, _ = imported(tmp_path, text.format("ds.json"), name="a.yaml")
     assert (tables["plan"]["method"], tables["plan"]["micro_batches"]) == ("zero3", 4)
     assert "no such file" in refused(tmp_path, text.format("lost.json"), name="a.yaml")
+    said = refused(tmp_path, text.format("ds.json") + "  zero_stage: 2\n", name="a.yaml")
+    assert "zero_stage = 2: Accelerate takes no such key beside deepspeed_config_file" in said
 
 
 def test_accelerate_ranks_and_autocast(tmp_path):

@@ -556,6 +556,14 @@ def test_a_fused_sgd_on_the_shards_of_fsdp2(refusal, files):
     assert "torch has no fused SGD for FSDP2's shards" in said
 
 
+def test_a_module_of_hugging_face_on_a_rank_without_samples(refusal, files):
+    model = SCENARIOS.parent / "tests/helpers/models/llama.toml"
+    changes = (f"workload.model={model}", "workload.sequence_length=24", "plan.shares.batch=[1.0,0.0]")
+    said = refusal("run", files / "scenario.toml", *overrides([*DENSE[1:], *changes]))
+    assert "rank 1 has no samples" in said
+    assert "modules of Hugging Face ('llama') run no empty batch" in said
+
+
 def test_data_that_the_model_cannot_read(refusal, files):
     for command_name in ("run", "gradients"):
         line = refusal(command_name, files / "scenario.toml", "--set", "workload.data=digits")

@@ -57,9 +57,9 @@ SHOWN = [
     for name in CASES
     if ranks == 2 or name not in OF_TWO
 ]
-EXACT_PEAK, LARGEST_PEAK = 1e-4, 0.02
-"""By how much peaks may differ. Of 19 cases of top-k on two to four ranks the median was 0.8 % and the largest 1.7 %;
-five were exact, and the cause of the others has not been found."""
+PEAK, STAGED = 1e-4, 0.01
+"""By how much peaks may differ: of ranks, and of those for which the two gathers of top-k are not staged at once, as
+they are the last to begin."""
 
 
 def cases_for(ranks):
@@ -109,4 +109,5 @@ def test_a_steps_collectives_and_peaks_are_the_predicted_ones(world, name):
     assert seen["replicas_equal"]
     assert {"compress bucket 0", "decompress bucket 0"} <= set(seen["labels"])
     errors = [abs(p / m - 1) for p, m in zip(predicted_peaks(cases[name]), seen["peaks"], strict=True)]
-    assert max(errors) < (LARGEST_PEAK if "topk" in name else EXACT_PEAK)
+    assert max(errors) < (STAGED if "topk" in name else PEAK)
+    assert min(errors) < PEAK
