@@ -910,6 +910,26 @@ def test_axolotl(tmp_path):
     assert tables["plan"]["method"] == "zero1"
 
 
+def test_axolotl_fills_in_its_deepspeed_file(tmp_path):
+    auto = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
+    auto |= {"gradient_clipping": "auto", "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
+    file = auto | {"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}, "communication_data_type": "fp32"}
+    (tmp_path / "ds.json").write_text(json.dumps(file))
+    text = AXOLOTL[: AXOLOTL.index("fsdp_version")] + "deepspeed: ds.json\nmax_grad_norm: 0.5\n"
+    tables, found = imported(tmp_path, text, name="x.yml")
+    assert (tables["plan"]["method"], tables["plan"]["micro_batches"]) == ("zero3", 2)
+    workload = {"precision": "bf16", "reduce_precision": "fp32", "clip_norm": 0.5, "global_batch_size": 16}
+    assert {key: tables["workload"].get(key) for key in workload} == workload
+    assert any(line.startswith("ds.json: train_batch_size") for line in found.listed)
+    (tmp_path / "ds.json").write_text(json.dumps(file | {"gradient_accumulation_steps": 4}))
+    assert "contradicts gradient_accumulation_steps = 2" in refused(tmp_path, text, name="x.yml")
+    (tmp_path / "ds.json").write_text(json.dumps(file | {"sequence_parallel_size": 2}))
+    assert "sequence_parallel_size = 2 contradicts" in refused(tmp_path, text, name="x.yml")
+    (tmp_path / "ds.json").write_text(json.dumps(file | {"zero_optimization": {"stage": 0}}))
+    tables, _ = imported(tmp_path, text.replace("checkpointing: true", "checkpointing: false"), name="x.yml")
+    assert (tables["plan"]["method"], tables["workload"]["precision"]) == ("ddp", "bf16")
+
+
 @pytest.mark.parametrize("key", ["context_parallel_size: 4", "sequence_parallel_degree: 4"])
 def test_axolotls_context_parallelism_is_a_ring(tmp_path, key):
     more = f"{key}\nring_attn_func: varlen_llama3\nheads_k_stride: 1\ndp_shard_size: 2\n"
