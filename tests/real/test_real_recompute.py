@@ -70,6 +70,7 @@ def trained_alone(recompute: str, model: str) -> tuple[float, list]:
     if counter.method != "allocator":
         pytest.skip("no C++ compiler here: peaks are not counted exactly")
     gc.collect()
+    gc.freeze()  # what other tests have left is not looked through again after every step
     counter._base += counter.alive()
     training = build(scenario, Timeline(0, device), device)
     feed = Feed(scenario, 0, device)
