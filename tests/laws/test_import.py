@@ -476,6 +476,10 @@ def test_branches_of_a_script_are_asked_for_or_given(tmp_path):
         ),
         ("pretrain_gpt.py --micro-batch-size 2 --seq-length 1024\npretrain_gpt.py --micro-batch-size 4", "lines 1, 2"),
         ("pretrain_gpt.py --micro-batch-size 2 --seq-length `cat x`", "seq-length = `cat x`"),
+        ("pretrain_gpt.py --micro-batch-size 2 $tokenizer_moe_options", r"\$tokenizer_moe_options = "),
+        ("pretrain_gpt.py --micro-batch-size 2 --moe-layer-recompute", "recomputed alone"),
+        ("pretrain_gpt.py --micro-batch-size 2 --overlap-moe-expert-parallel-comm", "overlap their messages"),
+        ("pretrain_gpt.py --micro-batch-size 2 --megatron-fsdp-main-params-dtype bf16", "in 16 bits"),
         ("pretrain_gpt.py --micro-batch-size 2 --use-mp-args-from-checkpoint-args", "parallel sizes of a checkpoint"),
         ("if true; then pretrain_gpt.py --micro-batch-size 2", "line 1: 'fi' is missing"),
         ("pretrain_gpt.py --micro-batch-size '2", "line 1: a quotation has no end"),
@@ -570,6 +574,14 @@ def test_neutral_numbers_of_scripts_are_texts(tmp_path):
     assert tables["plan"]["method"] == "zero1"
     other = f"{MEGATRON.rstrip()} --num-distributed-optimizer-instances 2"
     assert "beside the distributed one" in refused(tmp_path, other, name="train.sh", model="gpt3-1.3b")
+
+
+@pytest.mark.parametrize(("dtype", "reduced"), [("bf16", None), ("fp32", "fp32"), ("auto", "fp32")])
+def test_megatron_fsdp_says_in_what_gradients_are_reduced(tmp_path, dtype, reduced):
+    said = f"--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads --megatron-fsdp-grad-comm-dtype {dtype}"
+    tables, _ = imported(tmp_path, f"{MEGATRON.rstrip()} {said}", name="train.sh", model="gpt3-1.3b")
+    assert tables["plan"]["method"] == "zero2"
+    assert tables["workload"].get("reduce_precision") in (reduced, "bf16" if reduced is None else reduced)
 
 
 def test_megatrons_offloaded_optimizer(tmp_path):
