@@ -32,7 +32,7 @@ AUTOMODEL: dict[str, Rule] = {
     **listed("of packing, which is off or refused", "packed_sequence.*"),
     **refused("distillation and several models cannot be simulated", "teacher_model.*", "kd_*", "recipe_args.*"),
     **refused("diffusion cannot be simulated", "flow_matching.*", "diffusion*", "ema.*"),
-    **listed("of the recipes of diffusion, which are refused", "ddp.*", "autocast.*", "fsdp.reduce_dtype"),
+    **refused("of a recipe of diffusion, which cannot be simulated", "ddp.*", "autocast.*", "fsdp.reduce_dtype"),
     **refused("distillation and several models cannot be simulated", "*distill*", "mse_loss*", "nce_*"),
     **listed(NUMERICS, "neftune.*", "embedding_row_repair.*", "longalign"),
     **listed(LOGGING, "_validation_*", "tool_call_eval.*", "prewarm.*", "_*_chat_template"),
