@@ -30,7 +30,15 @@ MEGATRON: dict[str, Rule] = {
     ),
     **listed("the model's experts are those of --model", "moe-shared-expert-*", "moe-ffn-hidden-size", "moe-router-*"),
     **listed("of mixtures of experts, whose tokens go by all-to-alls", "moe-*", "expert-*", "*-expert-*", "router-*"),
-    **refused("fp8 and fp4 cannot be simulated", "fp8", "fp8-format", "fp8-hybrid", "fp8-e4m3", "fp4*"),
+    **refused("fp4 cannot be simulated", "fp4*"),
+    **refused(
+        "maps in 8 bits are not read from the file",
+        "fp8",
+        "fp8-format",
+        "fp8-hybrid",
+        "fp8-e4m3",
+        or_set=("workload.map_precision",),
+    ),
     **listed("of fp8, which is off or refused", "fp8-*", "*-bf16-layers", "first-last-layers-bf16", "keep-fp8*"),
     **refused(
         "state-space, hybrid and latent-attention models cannot be simulated",

@@ -758,6 +758,26 @@ def test_deepspeed_in_fp16_scales_its_loss(tmp_path, said, scale):
     assert "loss_scale" not in workload
 
 
+def test_maps_in_8_bits_are_said_by_an_option(tmp_path):
+    """Which maps run so, and how they are scaled, is the programs' own; the scenario has one key for them."""
+    said = f"{MEGATRON.rstrip()} --fp8-format hybrid --fp8-recipe delayed"
+    assert "or --set workload.map_precision" in refused(tmp_path, said, name="train.sh", model="gpt3-1.3b")
+    titan = TITAN.format(batch=16, replicate=1, shard=-1, reshard="default", mode="full")
+    titan = titan.replace('flavor = "8B"', 'flavor = "8B"\nconverters = ["float8"]')
+    files = {"train.sh": (said, "gpt3-1.3b"), "t.toml": (titan, "llama3-8b")}
+    overrides = ["workload.map_precision=fp8"]
+    cluster = tmp_path / "cluster.toml"
+    eight = '{ preset = "h100-sxm", float8_ratio = 1.8 }'
+    lines = Path(EIGHT).read_text().replace('h100-sxm = "h100-sxm"', f"h100-sxm = {eight}")
+    cluster.write_text(lines)
+    for name, (text, model) in files.items():
+        tables, found = imported(tmp_path, text, name=name, model=model, overrides=overrides, cluster=str(cluster))
+        assert tables["workload"]["map_precision"] == "fp8"
+        assert any("replaced by --set workload.map_precision" in line for line in found.listed)
+    gathered = f"{titan}[quantize.linear.float8]\nenable_fsdp_float8_all_gather = true\n"
+    assert "gathered in 8 bits" in refused(tmp_path, gathered, name="t.toml", overrides=overrides)
+
+
 def test_torchtitan_selective_is_not_ours(tmp_path):
     text = TITAN.format(batch=-1, replicate=1, shard=-1, reshard="default", mode="selective")
     assert "--set plan.recompute" in refused(tmp_path, text, name="t.toml")
