@@ -24,9 +24,9 @@ AUTOMODEL: dict[str, Rule] = {
     **refused("parts of a model of images cannot be simulated", "distributed.multimodal.*"),
     **refused(NOT_COMPILED, "compile.enabled"),
     **listed("of compilation, which is off or refused", "compile.*"),
-    **refused(
-        "fp8 and quantization cannot be simulated", "fp8.enabled", "quantization.*", "qat.enabled", "qat._target_"
-    ),
+    **refused("maps in 8 bits are not read from the file", "fp8.enabled", or_set=("workload.map_precision",)),
+    **refused("shards that are gathered in 8 bits cannot be simulated", "fp8.enable_fsdp_float8_all_gather"),
+    **refused("quantization cannot be simulated", "quantization.*", "qat.enabled", "qat._target_"),
     **listed("of fp8, which is off or refused", "fp8.*", "qat.*"),
     **refused("samples that are packed into one sequence cannot be simulated", "packed_sequence.packed_sequence_size"),
     **listed("of packing, which is off or refused", "packed_sequence.*"),

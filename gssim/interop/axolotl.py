@@ -29,7 +29,8 @@ AXOLOTL: dict[str, Rule] = {
     **refused(
         "reinforcement and preference training cannot be simulated", "rl", "reward_model", "process_reward_model"
     ),
-    **refused("fp8 cannot be simulated", "fp8", "fp8_*"),
+    **refused("maps in 8 bits are not read from the file", "fp8", or_set=("workload.map_precision",)),
+    **refused("shards that are gathered in 8 bits cannot be simulated", "fp8_*"),
     **refused(NOT_COMPILED, "torch_compile"),
     **refused("fused kernels (Liger, cut cross-entropy, ...) are not modelled", "plugins", "cut_cross_entropy"),
     **refused(
