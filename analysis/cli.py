@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gssim.errors import UserError, one_line
-from gssim.execution.files import check_place, locked, write_text
+from gssim.execution.files import check_place, locked, write_bytes, write_text
 from gssim.terminal import INTERRUPTED, run_command_line
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ def compare_command(
     from analysis.compare.table import find_results
     from gssim.sweeps import csv_of
 
+    check_place(out / "comparison.csv")
     found = find_results(results)
     joined = join(found.files)
     _report_unused(joined, found.skipped)
@@ -180,7 +181,7 @@ def report_command(
     page = out or folder / "report.html"
     if folder.is_dir():
         check_place(page)
-    write_text(page, report(folder))
+    write_bytes(page, report(folder).encode(errors="backslashreplace"))  # a path in it may be no text in UTF-8
     print(page)
 
 
@@ -252,7 +253,7 @@ def _study_of_rivals(loaded: "LoadedStudy", out: Path, *, again: bool) -> None:
         write_text(out / "winners.md", winners)
         write_text(out / "findings.txt", "".join(f"{sentence}.\n" for sentence in said))
         pictures = charts.save_all(charts.rivals_charts(courses, study.dense, said), out)
-    print(winners)
+    print("\n".join(map(one_line, winners.splitlines())))
     for sentence in said:
         print(f"{one_line(sentence)}.")
     for path in (out / "convergence.csv", out / "winners.md", out / "findings.txt", *pictures):

@@ -21,7 +21,7 @@ import polars as pl
 
 from analysis.compare.table import ResultFile, name_of, sweep_group, threshold_of
 from gssim.errors import UserError
-from gssim.execution.files import of_text_cell
+from gssim.execution.files import check_text_name, of_text_cell
 from gssim.result import Result
 from gssim.scenario.sweep import SEPARATOR
 from gssim.sweeps import POINT_COLUMNS, RESULT_COLUMNS, columns_of, files_of, kind_of, outcome, table_of
@@ -140,6 +140,7 @@ def _row(result: Result) -> Row:
 
 
 def _columns(path: Path) -> list[str]:
+    check_text_name(path)
     frame = pl.scan_parquet(path) if path.suffix == ".parquet" else pl.scan_csv(path, infer_schema=False)
     return frame.collect_schema().names()
 

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import functools
 import inspect
+import io
 import os
 import signal
 import sys
@@ -370,6 +371,8 @@ def run_command_line(app: typer.Typer, program: str, *, interrupted: str = "") -
 
     `interrupted`: message after the user's interrupt, if any. Every command has the option `--no-limits`.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="surrogateescape")  # paths are printed as they are, text in UTF-8 or not
     try:
         with unwinding(), restored():
             code = _with_limits(app)(standalone_mode=False)

@@ -15,7 +15,7 @@ from analysis.compare.table import ResultFile, find_results
 from analysis.compare.timeline import Step, read_step
 from analysis.sweep_tables import SweepTable, is_table, read_table, table_from, table_of_search
 from gssim.errors import UserError
-from gssim.execution.files import number_in, read_json, read_rows, read_text
+from gssim.execution.files import check_text_name, number_in, read_json, read_rows, read_text
 from gssim.result import EXPOSED_COPIES, PHASES, SCHEMA, Result
 from gssim.units import validated
 
@@ -168,6 +168,7 @@ def _typed(path: Path, schema: Mapping[str, Any]) -> pl.DataFrame:
         or (pl.String if name in TEXT else pl.Int64 if name in COUNTS else pl.Boolean if name in FLAGS else pl.Float64)
         for name, kind in schema.items()
     }
+    check_text_name(path)
     try:
         names = set(pl.scan_csv(path, infer_schema=False).collect_schema().names())
         missing = sorted(schema.keys() - names - LATER)

@@ -61,7 +61,10 @@ def sweep_explorer(sweep: SweepTable, *, name: str = "") -> list[Part]:
     axes = [axis for axis in sweep.axes if axis not in FIGURES]
     numeric = {axis for axis in axes if all(_is_number(row[axis]) or row[axis] is None for row in rows)}
     columns = [_numbers(key, label, unit, [row[key] for row in rows]) for key, (label, unit) in FIGURES.items()]
-    columns += [_numbers(axis, axis, _unit(axis), [row[axis] for row in rows]) for axis in axes if axis in numeric]
+    for axis in axes:
+        if axis in numeric:
+            unit = next((unit for suffix, unit in UNITS.items() if axis.endswith(suffix)), "")
+            columns.append(_numbers(axis, axis, unit, [row[axis] for row in rows]))
     columns = [column for column in columns if len(set(column["values"]) - {None}) > 1]
     texts = {"method": "method", "cluster": "cluster", "model": "model", "group": "group", "status": "does it fit?"}
     words = {key: [str(row[key] or "none") for row in rows] for key in texts}
@@ -251,10 +254,6 @@ def _natural(word: str) -> tuple[bool, float, str]:
 
 def _worded(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _unit(axis: str) -> str:
-    return next((unit for suffix, unit in UNITS.items() if axis.endswith(suffix)), "")
 
 
 def _colour(columns: Sequence[Mapping[str, Any]]) -> str | None:

@@ -17,7 +17,7 @@ from gssim.cache import Shared
 from gssim.cli.reports import nothing_fits, print_found, print_methods, print_support
 from gssim.errors import RunFailedError, UserError, one_line
 from gssim.execution import checked_jobs, dask_workers, processes, processes_with
-from gssim.execution.files import write_text
+from gssim.execution.files import check_place, write_text
 from gssim.plan import METHODS
 from gssim.planner import Search, with_suggested_changes
 from gssim.program import program_table, program_text
@@ -64,6 +64,10 @@ def run_command(
     with activity("gssim: run") as doing:
         began_s = time.perf_counter()
         loaded = load_scenario(scenario, overrides or [])
+        name = file_name(loaded.scenario.name, loaded.scenario.scenario_id, "simulated")
+        for place in (trace, out and out / name):
+            if place is not None:
+                check_place(place)
         loaded_s = time.perf_counter()
         doing(f"simulating {loaded.scenario.ranks:,} ranks")
         simulated = simulate(loaded, unfolded=unfold)
@@ -75,7 +79,7 @@ def run_command(
             doing(f"writing {trace}")
             write_text(trace, chrome_trace(traced(simulated, unfolded=unfold), result))
     if out is not None:
-        write_text(out / file_name(loaded.scenario.name, result.scenario_id, "simulated"), result.to_json())
+        write_text(out / name, result.to_json())
     if as_json:
         sys.stdout.write(result.to_json())
     else:

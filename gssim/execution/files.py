@@ -64,9 +64,22 @@ def check_place(path: Path) -> None:
             raise UserError(f"{path}: cannot be written: {above} is no folder")
 
 
+def check_text_name(path: Path) -> None:
+    """Raise UserError for a path that is no text in UTF-8, where a library takes no other."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{path}: the name of a table must be a text in UTF-8") from None
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a text file whole or not at all; raise UserError where it cannot be."""
-    write_bytes(path, text.encode())
+    try:
+        content = text.encode()
+    except UnicodeEncodeError as error:
+        name = error.object[max(0, error.start - 40) : error.end]
+        raise UserError(f"{path}: cannot be written: {name!r} in it is no text in UTF-8") from None
+    write_bytes(path, content)
 
 
 def write_bytes(path: Path, content: bytes) -> None:

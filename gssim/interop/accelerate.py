@@ -428,8 +428,15 @@ def _deepspeed_of_accelerate(keys: Keys) -> Training:
     return found
 
 
-def deepspeed_file(keys: Keys, key: str, name: str) -> Training | None:
-    """Return the training in a DeepSpeed file that a key names, beside the file or in the working directory."""
+FILLED = ("train_*batch_size*", "gradient_accumulation_steps", "gradient_clipping", "bf16.enabled", "fp16.enabled")
+"""Keys of a DeepSpeed file that Hugging Face's Trainer fills in where they are "auto"."""
+
+
+def deepspeed_file(keys: Keys, key: str, name: str, *, fills: str = "", precision: str = "") -> Training | None:
+    """Return the training in a DeepSpeed file that a key names, beside the file or in the working directory.
+
+    `fills`: the program whose own keys stand for what is "auto" in it; `precision`: what they say of that.
+    """
     places = [Path(keys.file).parent / name, Path(name)]
     path = next((place for place in places if place.is_file()), None)
     if path is None:
@@ -437,6 +444,12 @@ def deepspeed_file(keys: Keys, key: str, name: str) -> Training | None:
         return None
     content = flattened(parsed_json(read_bounded(path), file=str(path)), file=str(path))
     inner = Keys(str(path), content, keys.overridden, keys.ignored)
+    for each, value in content.items():
+        if fills and value == "auto" and any(fnmatchcase(each, pattern) for pattern in FILLED):
+            inner.note(each, f"as the keys of {fills} say")
+    inner.values = {each: value for each, value in content.items() if each not in inner.read}
+    if fills and precision and not inner.values.keys() & {"bf16.enabled", "fp16.enabled"}:
+        inner.values[f"{precision}.enabled"] = True
     found = deepspeed(inner)
     keys.listed += [(f"{path.name}: {line}", reason) for line, reason in inner.listed]
     keys.refused += [(f"{path.name}: {line}", reason) for line, reason in inner.refused]

@@ -12,8 +12,9 @@ from typing import Any
 
 from gssim.errors import UserError, one_line
 from gssim.interop.reading import Undecided, flattened, read_bounded
-from gssim.interop.shell import Branch, Command, Script, follow
+from gssim.interop.shell import Script, follow
 from gssim.interop.shell_syntax import MARKS, NAME, is_open, shown_mark, written
+from gssim.interop.shell_words import Branch, Command
 
 OPTION = re.compile(r"--[A-Za-z][\w.-]*(=.*)?", re.DOTALL)
 BEGINS_TRAINING = {

@@ -29,7 +29,8 @@ AXOLOTL: dict[str, Rule] = {
     **refused(
         "reinforcement and preference training cannot be simulated", "rl", "reward_model", "process_reward_model"
     ),
-    **refused("fp8 cannot be simulated", "fp8", "fp8_*"),
+    **refused("maps in 8 bits are not read from the file", "fp8", or_set=("workload.map_precision",)),
+    **refused("shards that are gathered in 8 bits cannot be simulated", "fp8_*"),
     **refused(NOT_COMPILED, "torch_compile"),
     **refused("fused kernels (Liger, cut cross-entropy, ...) are not modelled", "plugins", "cut_cross_entropy"),
     **refused(
@@ -189,12 +190,7 @@ def _axolotl_sharding(keys: Keys, training: Training, cluster: Cluster) -> None:
     if file and shards:
         keys.refuse("deepspeed", "contradicts fsdp: it is one or the other")
     elif file:
-        found = deepspeed_file(keys, "deepspeed", str(file))
-        if found is not None:
-            training.sharding, training.zero1_implementation = found.sharding, found.zero1_implementation
-            training.overlap, training.gradient_sync = found.overlap, found.gradient_sync
-            training.offload = found.offload
-            training.dp_shard = training.dp_shard or found.dp_shard
+        _axolotl_deepspeed(keys, training, str(file))
     elif shards:
         prefix = (
             "fsdp_config.fsdp_" if any(key.startswith("fsdp_config.fsdp_") for key in keys.values) else "fsdp_config."
@@ -211,6 +207,28 @@ def _axolotl_sharding(keys: Keys, training: Training, cluster: Cluster) -> None:
             training.gradient_sync = Value("step", f"{training.accumulation.origin}: the Trainer's no_sync")
     else:
         training.sharding = Value("none", "neither fsdp nor deepspeed")
+
+
+def _axolotl_deepspeed(keys: Keys, training: Training, file: str) -> None:
+    """Read the DeepSpeed file, whose batch and precision are those of the recipe."""
+    on = [kind for kind in ("bf16", "fp16") if keys.values.get(kind) in (True, "auto", "true")]
+    found = deepspeed_file(keys, "deepspeed", file, fills="axolotl", precision=on[0] if on else "")
+    if found is None:
+        return
+    for name in ("sharding", "zero1_implementation", "overlap", "gradient_sync", "offload", "reduce_precision"):
+        setattr(training, name, getattr(found, name))
+    for name in ("dp_shard", "tp", "loss_scale"):
+        setattr(training, name, getattr(training, name, None) or getattr(found, name))
+    for name in ("micro_batch", "accumulation", "cp"):
+        ours, theirs = getattr(training, name), getattr(found, name)
+        if theirs is not None and theirs.value != (ours.value if ours is not None else 1):
+            said = ours.origin if ours is not None else "the recipe, which has none"
+            keys.refuse("deepspeed", f"its {theirs.origin} contradicts {said}")
+    if training.cp is not None and training.cp.value > 1:
+        exchange = (
+            "approximated: a ring; newer releases exchange heads under DeepSpeed: plan.context_exchange=all-to-all"
+        )
+        keys.note(training.cp.origin.partition(" = ")[0], exchange)
 
 
 def _close_fsdp(keys: Keys) -> None:
@@ -245,7 +263,7 @@ def _axolotl_precision(keys: Keys, training: Training) -> None:
     key, flag = on[0]
     training.precision = Value(PRECISIONS[key], flag.origin)
     sharded = training.sharding is not None and training.sharding.value != "none"
-    if sharded or "workload.precision" in keys.overridden:
+    if sharded or keys.has("deepspeed") or "workload.precision" in keys.overridden:
         return
     if training.adapters is None:
         under_autocast(training, training.precision)

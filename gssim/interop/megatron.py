@@ -5,7 +5,7 @@ Names as of Megatron-LM core 0.16, written with hyphens and without the leading 
 
 from gssim.interop.accelerate import deepspeed, deepspeed_file
 from gssim.interop.reading import Keys, Rule, Undecided, Value, listed, refused
-from gssim.interop.training import Training, optimizer_in
+from gssim.interop.training import PRECISIONS, Training, optimizer_in
 
 LOGGING = "logging, data, checkpoints and evaluation are no part of a step"
 NUMERICS = "changes numbers, not step time or memory"
@@ -20,9 +20,25 @@ MEGATRON: dict[str, Rule] = {
     **listed("how processes are started, not what they do", "launcher:*"),
     **refused(EXPERTS, "moe-use-upcycling", "moe-layer-freq", "expert-tensor-parallel-size", neutral=(1,)),
     **refused(CAPACITY, "moe-expert-capacity-factor", "moe-pad-expert-input-to-capacity", "moe-token-drop-policy"),
+    **refused(
+        "experts that are recomputed alone cannot be simulated", "moe-layer-recompute", or_set=("plan.recompute",)
+    ),
+    **refused(
+        "experts that overlap their messages cannot be simulated",
+        "overlap-moe-expert-parallel-comm",
+        "moe-shared-expert-overlap",
+    ),
     **listed("the model's experts are those of --model", "moe-shared-expert-*", "moe-ffn-hidden-size", "moe-router-*"),
     **listed("of mixtures of experts, whose tokens go by all-to-alls", "moe-*", "expert-*", "*-expert-*", "router-*"),
-    **refused("fp8 and fp4 cannot be simulated", "fp8", "fp8-format", "fp8-hybrid", "fp8-e4m3", "fp4*"),
+    **refused("fp4 cannot be simulated", "fp4*"),
+    **refused(
+        "maps in 8 bits are not read from the file",
+        "fp8",
+        "fp8-format",
+        "fp8-hybrid",
+        "fp8-e4m3",
+        or_set=("workload.map_precision",),
+    ),
     **listed("of fp8, which is off or refused", "fp8-*", "*-bf16-layers", "first-last-layers-bf16", "keep-fp8*"),
     **refused(
         "state-space, hybrid and latent-attention models cannot be simulated",
@@ -76,6 +92,7 @@ MEGATRON: dict[str, Rule] = {
         "exp-avg-sq-dtype",
         neutral=("fp32",),
     ),
+    **listed("approximated: emptying the allocator's cache takes time", "empty-unused-memory-level"),
     **listed("state is in fp32", "use-precision-aware-optimizer", "store-param-remainders"),
     **refused("CUDA graphs are not modelled", "enable-cuda-graph", "cuda-graph-impl", "external-cuda-graph"),
     **listed("of CUDA graphs, which are off or refused", "cuda-graph-*", "te-rng-tracker", "inference-rng-tracker"),
@@ -130,6 +147,12 @@ MEGATRON: dict[str, Rule] = {
     **listed("approximated: how messages of tensor parallelism overlap", "no-async-tensor-model-parallel*"),
     **refused("arguments in a further file", "yaml-cfg", "config-file"),
     **listed("approximated: all gradients are reduced in the buckets of this method", "ddp-*", "no-align-*"),
+    **refused(
+        "shards of parameters or gradients in 16 bits cannot be simulated",
+        "megatron-fsdp-main-params-dtype",
+        "megatron-fsdp-main-grads-dtype",
+        neutral=("fp32", "auto"),
+    ),
     **listed(
         UNSHARDED, "megatron-fsdp-*", "torch-fsdp2-*", "fsdp-*", "data-parallel-sharding-strategy", "init-model-with*"
     ),
@@ -243,7 +266,6 @@ MEGATRON: dict[str, Rule] = {
     ),
     **listed(
         "how processes are started, not what they do",
-        "empty-unused-memory*",
         "use-ring*",
         "lazy-mpu-init",
         "max-restarts",
@@ -305,6 +327,12 @@ def megatron(keys: Keys) -> Training:
         count = processes.value * (nodes.value if nodes else 1)
         training.world = Value(count, f"{processes.origin}{', ' + nodes.origin if nodes else ''}")
     _architecture(keys, training)
+    dispatcher = "moe-token-dispatcher-type"
+    if keys.has(dispatcher):
+        keys.note(dispatcher, "approximated: tokens go by all-to-alls")
+    elif training.ep is not None and training.ep.value > 1:
+        reason = f"approximated: tokens go by all-to-alls, where {dispatcher} is allgather, its default"
+        keys.note(training.ep.origin.partition(" = ")[0], reason)
     _precision(keys, training)
     _sharding(keys, training)
     _pipeline(keys, training)
@@ -396,6 +424,9 @@ def _sharding(keys: Keys, training: Training) -> None:
     elif megatron_fsdp is not None and megatron_fsdp.value:
         strategy = keys.choice(STRATEGIES, "data-parallel-sharding-strategy", sets="plan.method")
         training.sharding = strategy or Value("zero3", f"{megatron_fsdp.origin}: optim_grads_params")
+        message = "megatron-fsdp-grad-comm-dtype"
+        if str(keys.values.get(message, "auto")) != "auto":
+            training.reduce_precision = keys.choice(PRECISIONS, message, sets="workload.reduce_precision")
     elif distributed is not None and distributed.value:
         training.sharding = distributed
         training.sharding = Value("zero1", distributed.origin)

@@ -322,7 +322,9 @@ class Keys:
         for key in self.values:
             if key in self.read:
                 continue
-            rule = next((rule for pattern, rule in table.items() if fnmatchcase(key, pattern)), None)
+            # a variable of a script that may hold arguments, whatever it is called, is none of the table
+            known = {} if key.startswith("$") else table
+            rule = next((rule for pattern, rule in known.items() if fnmatchcase(key, pattern)), None)
             value = self.values[key]
             if value is None:
                 self.note(key, "not set")

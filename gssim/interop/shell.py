@@ -9,60 +9,27 @@ alternatives; one that other branches alone set is empty. Branches that exit bef
 as the script is read for what it starts. Variables that the caller gives stay as given, whatever the script assigns.
 """
 
-import ast
-import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from gssim.errors import UserError, one_line
-from gssim.interop.shell_syntax import (
-    ASSIGNMENT,
-    DECLARING,
-    INSTEAD,
-    MARKS,
-    NAME,
-    Node,
-    Parser,
-    Token,
-    end_of,
-    is_open,
-    mark,
+from gssim.interop.shell_syntax import ASSIGNMENT, DECLARING, NAME, Node, Parser, is_open, mark
+from gssim.interop.shell_words import (
+    MOST_CHARACTERS,
+    Branch,
+    Command,
+    ExitError,
+    LeftError,
+    State,
+    Variable,
+    Words,
 )
 
-MOST_STEPS = 20_000
-"""Commands and tests of a script that are followed."""
 MOST_NESTED = 40
-MOST_CHARACTERS = 50_000
-"""Of a variable; a script can double one in each line."""
-
-PARAMETER = re.compile(r"([A-Za-z_]\w*|\d+|[@*#?$!-])(\[[^\]]*\])?(.*)", re.DOTALL)
 UNKNOWN_STATUS = {"grep", "egrep", "which", "command", "type", "nc", "diff", "cmp", "read", "getopts", "ping", "pgrep"}
 SHELLS = re.compile(r"(.*/)?(bash|sh|zsh)")
-
-Variable = str | tuple[str, ...]
-"""Text, or the elements of an array."""
-
-
-@dataclass(frozen=True)
-class Branch:
-    """What an open test decides."""
-
-    alternatives: tuple[str | None, ...]
-    """Texts, of which one it is; None: not set."""
-    where: str
-    """The test, as it is written, and its line."""
-    variable: str
-    """A variable that decides it; empty where none does."""
-
-
-@dataclass(frozen=True)
-class Command:
-    """A command that a script starts."""
-
-    words: tuple[str, ...]
-    line: int
 
 
 @dataclass
@@ -86,50 +53,40 @@ def follow(
 
     >>> script = follow('N=2\nif [ $SIZE = 7B ]; then L=32; else L=40; fi\nrun --n $N --l $L', file="example")
     >>> script.commands[0].words
-    ('run', '--n', '2', '--l', '\x00L\x00')
-    >>> script.branches["L"].alternatives, script.branches["L"].where
+    ('run', '--n', '2', '--l', '\x00L\x011\x00')
+    >>> branch = script.branches["L\x011"]
+    >>> branch.alternatives, branch.where
     (('32', '40'), 'if [ $SIZE = 7B ] in line 2')
     """
     shell = _Shell(file, dict(given or {}), source or (lambda name: None))
     try:
-        shell.run_text(_cleaned(text))
-    except _LeftError:
+        shell.framed(lambda: shell.run_text(_cleaned(text)), "return")
+    except ExitError:
         pass
     except RecursionError:
         raise UserError(f"{file}: is nested too deep") from None
     return Script(shell.state.commands, shell.state.variables, shell.state.files, shell.branches)
 
 
-class _LeftError(Exception):
-    """The script, or a function of it, ends here."""
-
-
-class _BrokenError(Exception):
-    """A loop ends here."""
-
-
 @dataclass
-class _State:
-    variables: dict[str, Variable] = field(default_factory=dict)
-    commands: list[Command] = field(default_factory=list)
-    files: dict[str, str] = field(default_factory=dict)
-    positional: tuple[str, ...] | None = None
-    """Arguments of the function that runs; None: those of the script."""
+class _Frame:
+    """A function, an included file, a loop, or a turn of one."""
 
-    def copied(self) -> "_State":
-        return _State(dict(self.variables), list(self.commands), dict(self.files), self.positional)
+    kind: str
+    """What ends it: return, break or continue."""
+    left: list[tuple[State, str, str]] = field(default_factory=list)
+    """States of branches that ended it, each with its test and a variable of that."""
 
 
-class _Shell:
+class _Shell(Words):
     """Follows commands; see [Note: following a script]."""
 
     def __init__(self, file: str, given: dict[str, str], source: Callable[[str], str | None]) -> None:
-        self.file, self.given, self.source = file, given, source
-        self.state = _State()
-        self.branches: dict[str, Branch] = {}
+        super().__init__(file, given)
+        self.source = source
         self.functions: dict[str, list[Node]] = {}
-        self.own: set[str] = set()
-        self.steps, self.depth = 0, 0
+        self.frames: list[_Frame] = []
+        self.depth = 0
 
     def run_text(self, text: str) -> bool | None:
         nodes = Parser(text, self.file).all()
@@ -149,9 +106,7 @@ class _Shell:
         """Follow commands; return whether the last one succeeds, None where that is open."""
         status: bool | None = True
         for node in nodes:
-            self.steps += 1
-            if self.steps > MOST_STEPS:
-                raise UserError(f"{self.file}: runs too long to be followed; {INSTEAD}")
+            self.count(1)
             status = self._one(node)
         return status
 
@@ -176,10 +131,10 @@ class _Shell:
         return True
 
     def _test(self, node: Node) -> bool | None:
-        return self._holds(node.words, is_double=True)
+        return self.holds(node.words, is_double=True)
 
     def _counted(self, node: Node) -> bool | None:
-        value = self._arithmetic(node.words[0])
+        value = self.arithmetic(node.words[0])
         return None if is_open(value) else value != "0"
 
     # branches
@@ -209,29 +164,59 @@ class _Shell:
         return f"{word} {one_line(text, 60)} in line {line}", names[0] if names else ""
 
     def _taken(self, work: Callable[[], bool | None]) -> bool | None:
-        """Follow a branch; one that leaves before it starts anything is not taken."""
+        """Follow a branch; one that exits before it starts anything is not taken."""
         before = self.state.copied()
         try:
             return work()
-        except _LeftError:
+        except ExitError:
             if self.state.commands != before.commands:
                 raise
             self.state = before
             return None
 
+    def framed(self, work: Callable[[], bool | None], kind: str) -> bool | None:
+        """Follow what return, break or continue may end, and merge what the branches leave that end it."""
+        frame = _Frame(kind)
+        self.frames.append(frame)
+        try:
+            work()
+        except LeftError as left:
+            if left.kind != kind:
+                raise
+        finally:
+            self.frames.pop()
+        for state, where, variable in frame.left:
+            self._merge([state, self.state], where, variable)
+        return True
+
     def _fork(self, choices: Sequence[Callable[[], bool | None]], where: str, variable: str) -> bool | None:
         """Follow several branches of which one is taken, and merge what they leave."""
-        before, ends = self.state, []
+        before = self.state
+        ends: list[State] = []
+        left: list[tuple[str, State]] = []
         for choice in choices:
             self.state = before.copied()
             try:
                 choice()
-            except _LeftError:
-                if self.state.commands == before.commands:
-                    continue
-            ends.append(self.state)
+                ends.append(self.state)
+            except ExitError:
+                if self.state.commands != before.commands:
+                    ends.append(self.state)
+            except LeftError as error:
+                left.append((error.kind, self.state))
+        if not ends and not left:
+            raise ExitError
         if not ends:
-            raise _LeftError
+            self._merge([state for _, state in left], where, variable)
+            raise LeftError(min(kind for kind, _ in left))
+        for kind, state in left:
+            frame = next(frame for frame in reversed(self.frames) if frame.kind == kind)
+            frame.left.append((state, where, variable))
+        self._merge(ends, where, variable)
+        return None
+
+    def _merge(self, ends: Sequence[State], where: str, variable: str) -> None:
+        """Go on with the states that branches left, as one."""
         self.state = ends[0].copied()
         for end in ends[1:]:
             self.state.files |= end.files
@@ -240,7 +225,6 @@ class _Shell:
             values = tuple(dict.fromkeys(end.variables.get(name) for end in ends))
             if len(values) > 1:
                 self.state.variables[name] = self._merged(name, values, where, variable)
-        return None
 
     def _merged(self, name: str, values: Sequence[Variable | None], where: str, variable: str) -> Variable:
         """Return what a variable is behind branches: the words that all have at its beginning, and a mark."""
@@ -254,11 +238,9 @@ class _Shell:
             alternatives: tuple[str | None, ...] = tuple(" ".join(each[same:]) for each in words)
         else:
             alternatives = tuple(None if value is None else str(value) for value in values)
-        label, number = name, 1
-        branch = Branch(alternatives, where, variable)
-        while self.branches.setdefault(label, branch) != branch:
+        branch, number = Branch(alternatives, where, variable), 1
+        while self.branches.setdefault(label := f"{name}\1{number}", branch) != branch:
             number += 1
-            label = f"{name}\1{number}"
         merged = (*(words[0][:same] if takes_options else ()), mark(label))
         return merged if is_array else " ".join(merged)
 
@@ -291,13 +273,15 @@ class _Shell:
         name, *words = node.words
         values = [field for word in words for field in self.fields(word)]
         if any(is_open(value) for value in values) or name == "_":
-            values = [mark(name)]
-        for value in values:
-            self._assign(name, value)
-            try:
-                self.run(node.inside[0])
-            except _BrokenError:
-                break
+            values = [mark(f"{name}\1of {node.line}")]
+
+        def turns() -> bool | None:
+            for value in values:
+                self.assign(name, value)
+                self.framed(lambda: self.run(node.inside[0]), "continue")
+            return True
+
+        self.framed(turns, "break")
         return True
 
     def _while(self, node: Node) -> bool | None:
@@ -307,10 +291,8 @@ class _Shell:
             return True
 
         def turn() -> bool | None:
-            try:
-                return self.run(body)
-            except _BrokenError:
-                return True
+            self.framed(lambda: self.framed(lambda: self.run(body), "continue"), "break")
+            return True
 
         if status:
             return self._taken(turn)
@@ -321,23 +303,23 @@ class _Shell:
     def _simple(self, node: Node) -> bool | None:
         if not node.words or node.words[0] in DECLARING:
             for token in node.assignments:
-                self._assignment(token)
+                self.assignment(token)
             return True
         words = [field for word in node.words for field in self.fields(word)]
         if not words:
             return True
         if words[0] in ("[", "test"):
-            return self._holds([word for word in node.words[1:] if word != "]"], is_double=False)
+            return self.holds([word for word in node.words[1:] if word != "]"], is_double=False)
         if words[0] in self.functions:
             return self._call(words[0], words[1:])
         document = next((text for sign, text in node.redirections if sign in ("<<", "<<-")), None)
         if document is not None:
-            document = document[1:] if document[0] == "'" else self._inside_quotation(document[1:])
+            document = document[1:] if document[0] == "'" else self.inside_quotation(document[1:])
         if words[0] in ("echo", "printf", "cat", "tee"):
             self._write(node, " ".join(words[1:]) if words[0] in ("echo", "printf") else document)
             return True
         if words[0] == "read" and document is not None:
-            self._assign(words[-1], document)
+            self.assign(words[-1], document)
             return True
         special = getattr(self, f"_do_{words[0]}", None) if NAME.fullmatch(words[0]) else None
         if special is not None:
@@ -376,17 +358,15 @@ class _Shell:
     def _call(self, name: str, arguments: Sequence[str]) -> bool | None:
         before, self.state.positional = self.state.positional, tuple(arguments)
         try:
-            return self._nested(lambda: self.run(self.functions[name]))
-        except _LeftError as left:
-            if left.args != ("return",):
-                raise
-            return True
+            return self._nested(lambda: self.framed(lambda: self.run(self.functions[name]), "return"))
         finally:
             self.state.positional = before
 
     def _do_source(self, arguments: Sequence[str]) -> bool | None:
         text = self.source(arguments[0]) if arguments and not is_open(arguments[0]) else None
-        return True if text is None else self.run_text(_cleaned(text))
+        if text is not None:
+            self.framed(lambda: self.run_text(_cleaned(text)), "return")
+        return True
 
     def _do_eval(self, arguments: Sequence[str]) -> bool | None:
         return self.run_text(" ".join(arguments))
@@ -397,16 +377,24 @@ class _Shell:
         return True
 
     def _do_exit(self, arguments: Sequence[str]) -> bool | None:
-        raise _LeftError("exit")
+        raise ExitError
 
     def _do_return(self, arguments: Sequence[str]) -> bool | None:
-        raise _LeftError("return")
+        return self._leave("return")
 
     def _do_break(self, arguments: Sequence[str]) -> bool | None:
-        raise _BrokenError
+        return self._leave("break")
 
     def _do_continue(self, arguments: Sequence[str]) -> bool | None:
-        raise _BrokenError
+        return self._leave("continue")
+
+    def _leave(self, kind: str) -> bool | None:
+        for frame in reversed(self.frames):
+            if frame.kind == kind:
+                raise LeftError(kind)
+            if frame.kind == "return":  # a function ends no loop of its caller
+                break
+        return True
 
     def _do_true(self, arguments: Sequence[str]) -> bool | None:
         return True
@@ -428,268 +416,6 @@ class _Shell:
         if self.state.positional:
             self.state.positional = self.state.positional[1:]
         return True
-
-    # variables and words
-
-    def _assignment(self, token: Token) -> None:
-        if token.kind == "array":
-            sign, *words = token.parts
-            values: Variable = tuple(field for word in words for field in self.fields(word))
-            self._assign(token.value, values, adds=sign == "+")
-        elif (match := ASSIGNMENT.match(token.value)) is not None:
-            value = self.text(token.value[match.end() :])
-            self._assign(
-                match[1], value if match[2] is None else (value,), adds=match[3] == "+" or match[2] is not None
-            )
-
-    def _assign(self, name: str, value: Variable, *, adds: bool = False) -> None:
-        if name in self.given:
-            return
-        old = self.state.variables.get(name, "")
-        if adds and isinstance(value, tuple):
-            value = (*(old if isinstance(old, tuple) else [old] if old else []), *value)
-        elif adds and isinstance(old, tuple):
-            value = (old[0] + str(value), *old[1:]) if old else (str(value),)
-        elif adds:
-            value = f"{old}{value}"
-        size = len(value) if isinstance(value, str) else sum(map(len, value)) + len(value)
-        self.state.variables[name] = value if size <= MOST_CHARACTERS else mark(name)
-
-    def value(self, name: str) -> Variable | None:
-        """Return a variable or an argument; None where it is not set."""
-        if name in self.given:
-            return self.given[name]
-        if name in ("@", "*"):
-            if self.state.positional is not None:
-                return self.state.positional
-            given = [self.given[str(i)] for i in range(1, 100) if str(i) in self.given]
-            return tuple(given)
-        if name == "#":
-            return str(len(self.state.positional)) if self.state.positional is not None else None
-        if name.isdigit() and self.state.positional is not None:
-            return self.state.positional[int(name) - 1] if 0 < int(name) <= len(self.state.positional) else ""
-        return self.state.variables.get(name, "" if name in self.own else None)
-
-    def text(self, raw: str) -> str:
-        """Return a word as one text."""
-        text = ""
-        for part, kind in self._expanded(raw):
-            text += (" " if kind == "next" and text else "") + part
-        return text
-
-    def fields(self, raw: str) -> list[str]:
-        """Return the words that a word becomes."""
-        found: list[str] = []
-        current: str | None = None
-        for part, kind in self._expanded(raw):
-            if kind == "next" and current is not None:
-                found.append(current)
-                current = None
-            if kind != "split":
-                current = (current or "") + part
-                continue
-            pieces = part.split()
-            if current is not None and part and part[0].isspace():
-                found.append(current)
-                current = None
-            for position, piece in enumerate(pieces):
-                if position and current is not None:
-                    found.append(current)
-                    current = None
-                current = (current or "") + piece
-            if pieces and part[-1].isspace() and current is not None:
-                found.append(current)
-                current = None
-        return found if current is None else [*found, current]
-
-    def _expanded(self, raw: str) -> list[tuple[str, str]]:
-        """Return the parts of a word: literal, split (words that an expansion may become), or next (a further word)."""
-        parts: list[tuple[str, str]] = []
-        at = 0
-        while at < len(raw):
-            character = raw[at]
-            if character == "\\":
-                if raw[at + 1 : at + 2] not in ("\n", "\r"):
-                    parts.append((raw[at + 1 : at + 2], "literal"))
-                at += 2
-            elif character == "'":
-                end = raw.find("'", at + 1)
-                end = end if end >= 0 else len(raw)
-                parts.append((raw[at + 1 : end], "literal"))
-                at = end + 1
-            elif character == '"':
-                end = end_of(raw, at, self.file)
-                parts += self._quoted(raw[at + 1 : end - 1])
-                at = end
-            elif character in "$`":
-                end = end_of(raw, at, self.file)
-                value = self._expansion(raw[at:end])
-                values = [value] if isinstance(value, str) else list(value)
-                parts += [(each, "split" if not position else "next") for position, each in enumerate(values)]
-                at = end
-            else:
-                end = at
-                while end < len(raw) and raw[end] not in "\\'\"$`":
-                    end += 1
-                parts.append((raw[at:end], "literal"))
-                at = end
-        return parts
-
-    def _quoted(self, raw: str) -> list[tuple[str, str]]:
-        parts: list[tuple[str, str]] = [("", "literal")]
-        at = 0
-        while at < len(raw):
-            if raw[at] == "\\" and raw[at + 1 : at + 2] in ('"', "\\", "$", "`", "\n"):
-                parts.append((raw[at + 1].strip("\n"), "literal"))
-                at += 2
-            elif raw[at] in "$`":
-                end = end_of(raw, at, self.file)
-                value = self._expansion(raw[at:end])
-                if isinstance(value, tuple) and raw[at:end].endswith(("[*]}", "$*")):
-                    value = " ".join(value)
-                if isinstance(value, str):
-                    parts.append((value, "literal"))
-                else:
-                    parts += [(each, "literal" if not position else "next") for position, each in enumerate(value)]
-                    if not value and raw == raw[at:end]:
-                        return []  # "$@" of nothing is no word
-                at = end
-            else:
-                parts.append((raw[at], "literal"))
-                at += 1
-        return parts
-
-    def _inside_quotation(self, raw: str) -> str:
-        return "".join((" " if kind == "next" else "") + part for part, kind in self._quoted(raw))
-
-    def _expansion(self, raw: str) -> Variable:
-        """Return what an expansion becomes, from its `$` or backquote on."""
-        if raw.startswith("$(("):
-            return self._arithmetic(raw[3:-2])
-        if raw.startswith(("$(", "`")):
-            return self._output(raw[2:-1] if raw.startswith("$") else raw[1:-1], raw)
-        if raw.startswith("${"):
-            return self._parameter(raw[2:-1], raw)
-        return self._parameter(raw[1:], raw) if len(raw) > 1 else raw
-
-    def _output(self, text: str, raw: str) -> str:
-        """Return the output of a command: of echo and cat of a here-document, else a mark."""
-        before, self.state = self.state, self.state.copied()
-        try:
-            nodes = Parser(text, self.file).all()
-            if len(nodes) == 1 and nodes[0].kind == "simple" and nodes[0].words[:1] in (["echo"], ["cat"]):
-                document = next((body for sign, body in nodes[0].redirections if sign in ("<<", "<<-")), None)
-                if nodes[0].words[0] == "echo":
-                    words = [field for word in nodes[0].words[1:] for field in self.fields(word)]
-                    return " ".join(word for word in words if word not in ("-n", "-e"))
-                if document is not None:
-                    return document[1:] if document[0] == "'" else self._inside_quotation(document[1:])
-        except (UserError, _LeftError, _BrokenError):
-            pass
-        finally:
-            self.state = before
-        return mark(raw)
-
-    def _parameter(self, body: str, raw: str) -> Variable:
-        match = PARAMETER.fullmatch(body)
-        if match is None:
-            return mark(raw)
-        name, index, rest = match.groups()
-        value = self.value(name)
-        if index in ("[@]", "[*]"):
-            value = (value,) if isinstance(value, str) else value
-        elif isinstance(value, tuple) and name not in "@*":
-            number = index[1:-1] if index else "0"
-            value = (value[int(number)] if int(number) < len(value) else "") if number.isdigit() else mark(raw)
-        if not rest:
-            return mark(name) if value is None else value
-        default = re.match(r"(:?)([-=+?])(.*)", rest, re.DOTALL)
-        if default is None:
-            return self._cut(value, rest, raw)
-        is_unset = name in self.own and name not in self.state.variables and name not in self.given
-        is_set = value is not None and not is_unset and not (default[1] and not value)
-        if default[2] == "+":
-            return self._inside_quotation(default[3]) if is_set else ""
-        if is_set and value is not None:
-            return value
-        if default[2] == "?":
-            return mark(name)
-        text = self.text(default[3])
-        if default[2] == "=" and NAME.fullmatch(name):
-            self._assign(name, text)
-        return text
-
-    @staticmethod
-    def _cut(value: Variable | None, rest: str, raw: str) -> str:
-        """Return a text in other case, or without its beginning or end; a mark where it cannot be told."""
-        if not isinstance(value, str) or is_open(value) or re.search(r"[$`]", rest):
-            return mark(raw)
-        if rest in (",,", "^^"):
-            return value.lower() if rest == ",," else value.upper()
-        if (match := re.fullmatch(r"(##?|%%?)(.*)", rest, re.DOTALL)) is not None:
-            cuts = range(len(value) + 1)
-            front, pattern = match[1][0] == "#", match[2]
-            fits = [i for i in cuts if fnmatchcase(value[:i] if front else value[i:], pattern)]
-            if not fits:
-                return value
-            at = max(fits) if (len(match[1]) == 2) == front else min(fits)
-            return value[at:] if front else value[:at]
-        return mark(raw)
-
-    def _arithmetic(self, text: str) -> str:
-        """Return the value of an integer expression, or a mark."""
-        expanded = self._inside_quotation(text)
-
-        def replaced(match: re.Match[str]) -> str:
-            value = self.value(match[0])
-            return value if isinstance(value, str) and value else mark(match[0])
-
-        expanded = NAME.sub(replaced, expanded) if not is_open(expanded) else expanded
-        if is_open(expanded) or not re.fullmatch(r"[\d\s()+\-*/%<>=!&|]{1,200}", expanded):
-            return mark(f"$(({text}))")
-        try:
-            tree = ast.parse(expanded.replace("&&", " and ").replace("||", " or ").strip(), mode="eval")
-            return str(int(_number(tree.body)))
-        except (SyntaxError, ValueError, LookupError, ArithmeticError, RecursionError, MemoryError):
-            return mark(f"$(({text}))")
-
-    # tests
-
-    def _holds(self, words: Sequence[str], *, is_double: bool) -> bool | None:
-        """Return whether a test holds; None where that is open."""
-        for operators, stop in ((("||", "-o"), True), (("&&", "-a"), False)):
-            places = [place for place, word in enumerate(words) if word in operators]
-            if places and 0 < places[0] < len(words) - 1:
-                sides = [words[: places[0]], words[places[0] + 1 :]]
-                statuses = [self._holds(side, is_double=is_double) for side in sides]
-                return stop if stop in statuses else None if None in statuses else not stop
-        if words and words[0] == "!":
-            status = self._holds(words[1:], is_double=is_double)
-            return None if status is None else not status
-        if words and words[0] == "(" and words[-1] == ")":
-            return self._holds(words[1:-1], is_double=is_double)
-        texts = [self.text(word) for word in words]
-        match texts:
-            case [text]:
-                empty = self._is_empty(text)
-                return None if empty is None else not empty
-            case ["-z" | "-n" as sign, text]:
-                empty = self._is_empty(text)
-                return None if empty is None else empty == (sign == "-z")
-            case [str() as first, str() as sign, str() as second] if not is_open(first + second):
-                return _compared(first, sign, second, has_patterns=is_double and words[2][:1] not in "\"'")
-            case _:
-                return None
-
-    def _is_empty(self, text: str) -> bool | None:
-        """Return whether a text is empty; a variable that nothing sets is."""
-        if MARKS.sub("", text):
-            return False
-        labels = MARKS.findall(text)
-        known = all(
-            NAME.fullmatch(label) and label not in self.branches and self.value(label) is None for label in labels
-        )
-        return True if known else None
 
 
 def _reads_arguments(condition: Sequence[Node]) -> bool:
@@ -720,54 +446,3 @@ def _assigned(nodes: Sequence[Node]) -> set[str]:
 def _cleaned(text: str) -> str:
     """Return a text of a file without the characters of marks."""
     return re.sub("[\0\1]", " ", text)
-
-
-def _compared(left: str, sign: str, right: str, *, has_patterns: bool) -> bool | None:
-    if sign in ("=", "==", "!="):
-        same = fnmatchcase(left, right) if has_patterns else left == right
-        return same == (sign != "!=")
-    numbers = {"-eq": "==", "-ne": "!=", "-lt": "<", "-gt": ">", "-le": "<=", "-ge": ">="}
-    if sign not in numbers or not all(re.fullmatch(r"\s*-?\d{1,15}\s*", side) for side in (left, right)):
-        return None
-    a, b = int(left), int(right)
-    return {"==": a == b, "!=": a != b, "<": a < b, ">": a > b, "<=": a <= b, ">=": a >= b}[numbers[sign]]
-
-
-def _quotient(a: int, b: int) -> int:
-    return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)  # C truncates
-
-
-OPERATIONS: dict[type[ast.AST], Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: _quotient,
-    ast.Mod: lambda a, b: a - _quotient(a, b) * b,
-    ast.Lt: operator.lt,
-    ast.Gt: operator.gt,
-    ast.LtE: operator.le,
-    ast.GtE: operator.ge,
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.And: lambda a, b: bool(a) and bool(b),
-    ast.Or: lambda a, b: bool(a) or bool(b),
-}
-
-
-def _number(node: ast.expr) -> int:
-    """Return the value of an integer expression of C; raise ValueError or KeyError for anything else."""
-    match node:
-        case ast.Constant(value=int() as value):
-            return value
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_number(operand)
-        case (
-            ast.BinOp(left=left, op=operation, right=right)
-            | ast.Compare(left=left, ops=[operation], comparators=[right])
-            | ast.BoolOp(values=[left, right], op=operation)
-        ):
-            a, b = _number(left), _number(right)
-            if max(abs(a), abs(b)) > 10**15:
-                raise ValueError
-            return int(OPERATIONS[type(operation)](a, b))
-    raise ValueError

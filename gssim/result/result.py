@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
+from gssim.errors import UserError
 from gssim.execution.files import read_json
 from gssim.units import Amount, Finite, PositiveInt, spec, validated
 
@@ -410,8 +411,7 @@ class Result:
         `phase_*_s` are the phases of a step, `peak_*_bytes` what categories of memory take at the peak; the step's time
         and the scenario's name and id stand in every row, so that tables of several Results can be stacked.
         """
-        import polars
-
+        dataframe = imported_polars().DataFrame
         whole = {"scenario": self.scenario.get("name"), "scenario_id": self.scenario_id, "source": self.source}
         rows = []
         for rank_class in self.ranks:
@@ -421,7 +421,17 @@ class Result:
             row |= {f"phase_{name}_s": value for name, value in phases.items()}
             row |= {f"peak_{name}_bytes": value for name, value in categories.items()}
             rows.append({**whole, "step_time_s": self.step_time_s, **row})
-        return polars.DataFrame(rows, infer_schema_length=None)
+        frame: polars.DataFrame = dataframe(rows, infer_schema_length=None)
+        return frame
+
+
+def imported_polars() -> Any:
+    """Import polars, which only tables need; raise UserError where it is not installed."""
+    try:
+        import polars
+    except ImportError:
+        raise UserError("a table needs polars: pip install 'gssim[analysis]'") from None
+    return polars
 
 
 def file_name(name: str, scenario_id: str, source: str, repeat: int = 0) -> str:

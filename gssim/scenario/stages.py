@@ -132,7 +132,12 @@ def tied_parameters(layers: Sequence[LayerInstance], stages: Sequence[range]) ->
     for instance in layers:
         layer = instance.layer
         if id(layer) not in candidates:
-            candidates[id(layer)] = [b for b in layer.buffers if _is_passed_back(b) and _is_constant(b.size_bytes)]
+            candidates[id(layer)] = [  # passed back to the layer before, and of a constant size
+                each
+                for each in layer.buffers
+                if each.born.phase == each.freed.phase == "b" and each.freed.layer_offset < 0
+                if all(i == j == 0 for _, i, j in each.size_bytes.terms)
+            ]
         for buffer in candidates[id(layer)]:
             freed_in = instance.index + buffer.freed.layer_offset
             if home.get(freed_in, home[instance.index]) != home[instance.index]:
@@ -148,14 +153,6 @@ def tied_parameters(layers: Sequence[LayerInstance], stages: Sequence[range]) ->
                 name, elements = instance.parameter_names[place], parameter.elements
                 found.append(TiedParameter(name, instance.index, place, tied, tuple(holders), elements))
     return tuple(found)
-
-
-def _is_passed_back(buffer: Buffer) -> bool:
-    return buffer.born.phase == buffer.freed.phase == "b" and buffer.freed.layer_offset < 0
-
-
-def _is_constant(size: Polynomial) -> bool:
-    return all(i == j == 0 for _, i, j in size.terms)
 
 
 def held_layers(layers: Sequence[LayerInstance], stages: Sequence[range]) -> tuple[tuple[LayerInstance, ...], ...]:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from gssim.errors import UserError
-from gssim.execution.files import as_text_cell, check_place, write_files
-from gssim.result import CATEGORIES, PHASES, RankClass, Result
+from gssim.execution.files import as_text_cell, check_place, check_text_name, write_files
+from gssim.result import CATEGORIES, PHASES, RankClass, Result, imported_polars
 from gssim.units import human_bytes
 
 if TYPE_CHECKING:
@@ -159,7 +159,8 @@ def check_table_place(file: Path) -> None:
 
     A table is two files, of which the user names one: the other is not replaced unless it is a table.
     """
-    _polars()
+    imported_polars()
+    check_text_name(file)
     files = files_of(file)
     for each in files:
         check_place(each)
@@ -181,7 +182,7 @@ def lock_of(file: Path) -> Path:
 
 def points_in(file: Path) -> list[str]:
     """Return the names of the points of an existing table, by either of its files; empty without one."""
-    polars = _polars()
+    polars = imported_polars()
     parquet, csv = files_of(file)
     for path, read in ((parquet, polars.read_parquet), (csv, polars.read_csv)):
         with suppress(*_read_errors()):
@@ -192,7 +193,7 @@ def points_in(file: Path) -> list[str]:
 
 def _is_table(path: Path) -> bool:
     """Return whether a file begins like a table of gssim."""
-    polars = _polars()
+    polars = imported_polars()
     try:
         if path.suffix == ".parquet":
             return str(polars.read_parquet_metadata(path).get("schema", "")).startswith("gssim.table/")
@@ -204,7 +205,7 @@ def _is_table(path: Path) -> bool:
 
 def _read_errors() -> tuple[type[BaseException], ...]:
     """Return polars' exceptions for a damaged file; its panic is no Exception."""
-    exceptions = _polars().exceptions
+    exceptions = imported_polars().exceptions
     return (OSError, exceptions.PolarsError, exceptions.PanicException)
 
 
@@ -219,7 +220,7 @@ def files_of(file: Path) -> tuple[Path, Path]:
 
 def table_of(rows: Iterable[Row], columns: Mapping[str, Kind]) -> "polars.DataFrame":
     """Return rows as a data frame; missing values are null."""
-    pl = _polars()
+    pl = imported_polars()
     types: dict[Kind, Any] = {str: pl.String, int: pl.Int64, float: pl.Float64, bool: pl.Boolean}
     by_column: dict[str, list[Any]] = {name: [] for name in columns}
     for row in rows:
@@ -248,7 +249,7 @@ def _contents(table: "polars.DataFrame", file: Path, metadata: Mapping[str, str]
 
 def csv_of(table: "polars.DataFrame") -> str:
     """Return a table as CSV, no cell of which is a formula; see `gssim.execution.files`."""
-    pl = _polars()
+    pl = imported_polars()
     cells = {
         name: [each and as_text_cell(each) for each in table[name]]
         for name, kind in table.schema.items()
@@ -265,10 +266,10 @@ def existing_table(file: Path, metadata: Mapping[str, str]) -> "polars.DataFrame
     gives, because it was damaged, or the writer was killed before the second was in place, both are written again.
     """
     try:
-        said = _polars().read_parquet_metadata(files_of(file)[0])
+        said = imported_polars().read_parquet_metadata(files_of(file)[0])
         if any(said.get(key) != value for key, value in metadata.items()):
             return None
-        table: polars.DataFrame = _polars().read_parquet(files_of(file)[0])
+        table: polars.DataFrame = imported_polars().read_parquet(files_of(file)[0])
         contents = _contents(table, file, metadata)
     except _read_errors():
         return None
@@ -278,15 +279,6 @@ def existing_table(file: Path, metadata: Mapping[str, str]) -> "polars.DataFrame
     if any(not path.is_file() or path.read_bytes() != content for path, content in contents.items()):
         write_files(contents)
     return table
-
-
-def _polars() -> Any:
-    """Import polars, which only tables need; raise UserError where it is not installed."""
-    try:
-        import polars
-    except ImportError:
-        raise UserError("a table needs polars: pip install 'gssim[analysis]'") from None
-    return polars
 
 
 def kind_of(values: Sequence[Any]) -> Kind:

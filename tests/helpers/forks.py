@@ -256,7 +256,10 @@ def command_code(command: dict[str, Any], folder: str, output: Path, number: int
         if command["network"] is not None:
             place = os.open(command["network"], os.O_RDONLY)
             assert not ctypes.CDLL(None, use_errno=True).setns(place, CLONE_NEWNET), os.strerror(ctypes.get_errno())
-        gsreal.run.launch.Rank = ForkedRank  # type: ignore[assignment, misc]
+        usual = gsreal.run.launch.Rank
+        gsreal.run.launch.Rank = lambda number, start, *more: (  # type: ignore[assignment, misc]
+            (usual if start.forked else ForkedRank)(number, start, *more)
+        )
         sys.argv = ["gsreal", *command["arguments"]]
         gsreal.cli.main()
         code = 0

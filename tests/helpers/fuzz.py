@@ -147,10 +147,11 @@ def prepared(number: int, folder: Path, corpus: Path, programs: tuple[str, ...])
         else:
             shutil.copyfile(corpus / name, folder / name)
     words = list(template.words)
-    if draw.random() < 0.25:
+    options = _options(template)
+    if options and draw.random() < 0.25:
         (folder / "binary").write_bytes(bytes(range(256)))
         (folder / "empty").touch()
-        return template, mutations.mutate_option(draw, words, _options(template), list(template.files))
+        return template, mutations.mutate_option(draw, words, options, list(template.files))
     if not template.files or draw.random() < 0.3:
         words = mutations.mutate_words(draw, words)
     if template.files and (words == list(template.words) or draw.random() < 0.3):
@@ -244,6 +245,10 @@ def _no_ranks() -> None:
     import gsreal.run.launch
     import gsreal.statistics.collect
     import gsreal.validate
+    from gsreal.machine import ENVIRONMENT
+
+    # without it `validate` starts a process of its own, in which nothing is stopped
+    os.environ.update(ENVIRONMENT, PYTORCH_NVML_BASED_CUDA_CHECK="1")
 
     def stop(*_: object, **__: object) -> Any:
         raise _WouldRun(0)
@@ -308,7 +313,7 @@ def _length_of_paths(line: str, words: list[str], folder: Path) -> int:
 
 def _without_questions(out: str, folder: Path) -> str:
     """Return what was printed without the files' own first comments, which are shown as their question."""
-    texts = [file.read_text(encoding="utf-8", errors="replace") for file in folder.glob("*.toml")]
+    texts = [file.read_text(encoding="utf-8", errors="replace") for file in folder.glob("*.toml") if file.is_file()]
     questions = {text.partition("\n")[0].lstrip("# ").strip() for text in texts if text.startswith("#")}
     return "\n".join(line for line in out.splitlines() if line.strip() not in questions)
 
@@ -316,6 +321,8 @@ def _without_questions(out: str, folder: Path) -> str:
 def _plausible(out: str, words: list[str]) -> tuple[str, str]:
     if "\x1b" in out or "\x07" in out:
         return FAILED, "control characters on the console"
+    if words[:1] == ["import"]:
+        out = re.sub(r"#.*", "", out)  # repeats keys without effect, with their values
     if "--json" in words and "--help" not in words and out.strip():
 
         def refuse(text: str) -> float:

@@ -116,7 +116,7 @@ def largest_changes(
         kept.copy_(options.decay * kept + change)
         for begin in range(0, len(kept), options.chunk_elements):
             chunk = kept[begin : begin + options.chunk_elements]
-            places = sorted(range(len(chunk)), key=lambda place: -abs(float(chunk[place])))[: options.chunk_entries]
+            places = chunk.abs().sort(descending=True, stable=True).indices[: options.chunk_entries]
             sent = chunk[places].clone()
             if options.precision == "int2":
                 # entries of the padding are zeros, which count as small ones

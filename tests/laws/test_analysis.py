@@ -311,6 +311,18 @@ def test_a_run_with_other_ranks_is_refused(
     assert_refused(capsys, run(monkeypatch, tmp_path, "--out", tmp_path / "out"), "rank 1", "no device")
 
 
+def test_a_place_that_cannot_be_written_is_refused_before_results_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, "p.json", make_result("simulated"))  # it would be named as unmatched
+    (tmp_path / "taken").touch()
+    for place, reason in (("taken/out", "is no folder"), ("x" * 300, "File name too long")):
+        assert run(monkeypatch, tmp_path, "--out", tmp_path / place) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "cannot be written" in line
+        assert reason in line
+
+
 def test_nothing_to_join_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,7 +8,7 @@ import sys
 import pytest
 from strategies import MODEL_TOML, PAIR_TOML, SCENARIO_TOML, write_files
 
-from gssim.cli import main
+from gssim.cli import commands, main
 from gssim.scenario import load_scenario
 
 GS = ("plan.method=gs", "plan.push.threshold=1e-3")
@@ -382,10 +382,16 @@ def test_devices_that_no_links_connect(refusal, tmp_path):
     assert refusal(path).startswith(f"{path}: cluster.links: there is no path of links from ")
 
 
-def test_a_place_that_cannot_be_written(monkeypatch, capsys, tmp_path):
+@pytest.mark.parametrize(
+    ("option", "place"), [("--out", "taken"), ("--trace", "taken/trace.json"), ("--out", "x" * 300)]
+)
+def test_a_place_that_cannot_be_written_is_refused_before_anything_is_simulated(
+    monkeypatch, capsys, tmp_path, option, place
+):
     path = write_files(tmp_path)
     (tmp_path / "taken").write_text("")
-    monkeypatch.setattr(sys, "argv", ["gssim", "run", str(path), "--out", str(tmp_path / "taken")])
+    monkeypatch.setattr(commands, "simulate", lambda *_, **__: pytest.fail("simulated"))
+    monkeypatch.setattr(sys, "argv", ["gssim", "run", str(path), option, str(tmp_path / place)])
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2

@@ -318,3 +318,50 @@ def test_what_a_process_was_started_to_ignore_stays_ignored():
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("sweep s\udcff.toml", r"s\udcff.toml: points are named after the file: its name must be printable"),
+        ("sweep s.toml --out t\udcff.csv", r"t\udcff.csv: the name of a table must be a text in UTF-8"),
+        ("run scenario\udcff.toml", r"name = 'scenario\udcff': files are named after it"),
+    ],
+)
+def test_a_name_that_is_no_text_is_refused_where_something_is_named_after_it(
+    tmp_path, monkeypatch, gssim, arguments, message
+):
+    monkeypatch.chdir(tmp_path)
+    content = write_scenario(tmp_path).read_text()
+    for name in ("s.toml", "s\udcff.toml"):
+        Path(name).write_text('scenario = "scenario.toml"\n[axes]\nrun.seed = [0, 1]\n')
+    Path("scenario\udcff.toml").write_text(content)
+    code, _, err = gssim(*arguments.split())
+    assert code == 2
+    assert message in err
+
+
+def test_other_names_that_are_no_text_are_written_and_printed_as_they_are(tmp_path):
+    """Also where the terminal's encoding is strict."""
+    write_scenario(tmp_path)
+    for program, *words in (
+        ("gssim", "run", "scenario.toml", "--out", "r\udcff"),
+        ("analysis", "draw", "pair.toml", "--out", "d\udcff.svg"),
+        ("analysis", "report", "r\udcff", "--out", "p\udcff.html"),
+    ):
+        line = [sys.executable, "-m", program, *words]
+        environment = {
+            **os.environ,
+            "PYTHONIOENCODING": "utf-8:strict",
+            "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
+        }
+        ended = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True)
+        assert ended.returncode == 0, ended.stderr
+        assert os.path.exists(os.fsencode(tmp_path / words[-1]))
+        assert program == "gssim" or os.fsencode(words[-1]) in ended.stdout
+
+
+def test_a_text_with_a_name_that_is_no_text_is_not_written(tmp_path):
+    with pytest.raises(UserError, match=r"t.txt: cannot be written: 'a\\udcff' in it is no text in UTF-8"):
+        write_text(tmp_path / "t.txt", "a\udcff, b")
+    assert list(tmp_path.iterdir()) == []

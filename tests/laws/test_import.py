@@ -476,6 +476,10 @@ def test_branches_of_a_script_are_asked_for_or_given(tmp_path):
         ),
         ("pretrain_gpt.py --micro-batch-size 2 --seq-length 1024\npretrain_gpt.py --micro-batch-size 4", "lines 1, 2"),
         ("pretrain_gpt.py --micro-batch-size 2 --seq-length `cat x`", "seq-length = `cat x`"),
+        ("pretrain_gpt.py --micro-batch-size 2 $tokenizer_moe_options", r"\$tokenizer_moe_options = "),
+        ("pretrain_gpt.py --micro-batch-size 2 --moe-layer-recompute", "recomputed alone"),
+        ("pretrain_gpt.py --micro-batch-size 2 --overlap-moe-expert-parallel-comm", "overlap their messages"),
+        ("pretrain_gpt.py --micro-batch-size 2 --megatron-fsdp-main-params-dtype bf16", "in 16 bits"),
         ("pretrain_gpt.py --micro-batch-size 2 --use-mp-args-from-checkpoint-args", "parallel sizes of a checkpoint"),
         ("if true; then pretrain_gpt.py --micro-batch-size 2", "line 1: 'fi' is missing"),
         ("pretrain_gpt.py --micro-batch-size '2", "line 1: a quotation has no end"),
@@ -570,6 +574,14 @@ def test_neutral_numbers_of_scripts_are_texts(tmp_path):
     assert tables["plan"]["method"] == "zero1"
     other = f"{MEGATRON.rstrip()} --num-distributed-optimizer-instances 2"
     assert "beside the distributed one" in refused(tmp_path, other, name="train.sh", model="gpt3-1.3b")
+
+
+@pytest.mark.parametrize(("dtype", "reduced"), [("bf16", None), ("fp32", "fp32"), ("auto", "fp32")])
+def test_megatron_fsdp_says_in_what_gradients_are_reduced(tmp_path, dtype, reduced):
+    said = f"--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads --megatron-fsdp-grad-comm-dtype {dtype}"
+    tables, _ = imported(tmp_path, f"{MEGATRON.rstrip()} {said}", name="train.sh", model="gpt3-1.3b")
+    assert tables["plan"]["method"] == "zero2"
+    assert tables["workload"].get("reduce_precision") in (reduced, "bf16" if reduced is None else reduced)
 
 
 def test_megatrons_offloaded_optimizer(tmp_path):
@@ -746,6 +758,26 @@ def test_deepspeed_in_fp16_scales_its_loss(tmp_path, said, scale):
     assert "loss_scale" not in workload
 
 
+def test_maps_in_8_bits_are_said_by_an_option(tmp_path):
+    """Which maps run so, and how they are scaled, is the programs' own; the scenario has one key for them."""
+    said = f"{MEGATRON.rstrip()} --fp8-format hybrid --fp8-recipe delayed"
+    assert "or --set workload.map_precision" in refused(tmp_path, said, name="train.sh", model="gpt3-1.3b")
+    titan = TITAN.format(batch=16, replicate=1, shard=-1, reshard="default", mode="full")
+    titan = titan.replace('flavor = "8B"', 'flavor = "8B"\nconverters = ["float8"]')
+    files = {"train.sh": (said, "gpt3-1.3b"), "t.toml": (titan, "llama3-8b")}
+    overrides = ["workload.map_precision=fp8"]
+    cluster = tmp_path / "cluster.toml"
+    eight = '{ preset = "h100-sxm", float8_ratio = 1.8 }'
+    lines = Path(EIGHT).read_text().replace('h100-sxm = "h100-sxm"', f"h100-sxm = {eight}")
+    cluster.write_text(lines)
+    for name, (text, model) in files.items():
+        tables, found = imported(tmp_path, text, name=name, model=model, overrides=overrides, cluster=str(cluster))
+        assert tables["workload"]["map_precision"] == "fp8"
+        assert any("replaced by --set workload.map_precision" in line for line in found.listed)
+    gathered = f"{titan}[quantize.linear.float8]\nenable_fsdp_float8_all_gather = true\n"
+    assert "gathered in 8 bits" in refused(tmp_path, gathered, name="t.toml", overrides=overrides)
+
+
 def test_torchtitan_selective_is_not_ours(tmp_path):
     text = TITAN.format(batch=-1, replicate=1, shard=-1, reshard="default", mode="selective")
     assert "--set plan.recompute" in refused(tmp_path, text, name="t.toml")
@@ -908,6 +940,26 @@ def test_axolotl(tmp_path):
     without = AXOLOTL[: AXOLOTL.index("fsdp_version")]
     tables, _ = imported(tmp_path, without + "deepspeed: ds.json\n", name="x.yml")
     assert tables["plan"]["method"] == "zero1"
+
+
+def test_axolotl_fills_in_its_deepspeed_file(tmp_path):
+    auto = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
+    auto |= {"gradient_clipping": "auto", "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
+    file = auto | {"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}, "communication_data_type": "fp32"}
+    (tmp_path / "ds.json").write_text(json.dumps(file))
+    text = AXOLOTL[: AXOLOTL.index("fsdp_version")] + "deepspeed: ds.json\nmax_grad_norm: 0.5\n"
+    tables, found = imported(tmp_path, text, name="x.yml")
+    assert (tables["plan"]["method"], tables["plan"]["micro_batches"]) == ("zero3", 2)
+    workload = {"precision": "bf16", "reduce_precision": "fp32", "clip_norm": 0.5, "global_batch_size": 16}
+    assert {key: tables["workload"].get(key) for key in workload} == workload
+    assert any(line.startswith("ds.json: train_batch_size") for line in found.listed)
+    (tmp_path / "ds.json").write_text(json.dumps(file | {"gradient_accumulation_steps": 4}))
+    assert "contradicts gradient_accumulation_steps = 2" in refused(tmp_path, text, name="x.yml")
+    (tmp_path / "ds.json").write_text(json.dumps(file | {"sequence_parallel_size": 2}))
+    assert "sequence_parallel_size = 2 contradicts" in refused(tmp_path, text, name="x.yml")
+    (tmp_path / "ds.json").write_text(json.dumps(file | {"zero_optimization": {"stage": 0}}))
+    tables, _ = imported(tmp_path, text.replace("checkpointing: true", "checkpointing: false"), name="x.yml")
+    assert (tables["plan"]["method"], tables["workload"]["precision"]) == ("ddp", "bf16")
 
 
 @pytest.mark.parametrize("key", ["context_parallel_size: 4", "sequence_parallel_degree: 4"])

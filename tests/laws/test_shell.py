@@ -1,13 +1,14 @@
 """Shell scripts that are followed start the same commands as bash does, where nothing is open."""
 
 import random
+import re
 import shutil
 import subprocess
 
 import pytest
 
 from gssim.interop.shell import follow
-from gssim.interop.shell_syntax import written
+from gssim.interop.shell_syntax import MARKS, written
 
 START = r"""start() { printf '%s\037' "$@"; printf '%s\036' "$#"; }
 """
@@ -57,6 +58,10 @@ A="x \\
   y"; start $A""",
     "groups": """{ start 1; start 2; }; (start 3; start 4) | cat; start 5 2>&1 | cat; start 6 > /dev/stdout""",
     "declared": """export A=1 B="two words"; declare -a C=(x y); readonly D=$A; start $A "$B" "${C[@]}" $D""",
+    "leaving": """f() { if [ $1 = a ]; then A=1; return; fi
+        for i in 1 2; do [ $i = 2 ] && return; start in $i; done; A=2; }
+        f a; start $A; f b; start $A; for i in 1 2 3; do [ $i = 2 ] && continue; start $i; done
+        for i in 1 2; do for j in 1 2; do [ $j = 2 ] && break; start $i $j; done; done; start end""",
     "exits": """start 1; exit 0; start 2""",
 }
 BASH = shutil.which("bash")
@@ -83,10 +88,13 @@ def test_scripts_start_what_bash_does(name):
     assert [[written(word).replace("$NONE_SET", "") for word in words] for words in followed] == by_bash
 
 
-def random_script(draw, depth=0):
-    """Return a random script of assignments, tests, loops and starts."""
+def random_script(draw, depth=0, leaves=()):
+    """Return a random script of assignments, tests, loops and starts; what loops add could grow without end."""
     name = draw.choice("ABC")
-    kind = draw.choice(["assign", "add", "array", "start"] + (["if", "for", "case", "function"] if depth < 3 else []))
+    kind = draw.choice(
+        ["assign", "array", "start", *([] if leaves else ["add"])]
+        + (["if", "for", "case", "function"] if depth < 3 else [])
+    )
     if kind == "assign":
         value = draw.choice(["1", "x y", "", "$A", "${B:-d}", "$((2 * 3))"])
         return f'{name}="{value}"'
@@ -94,12 +102,15 @@ def random_script(draw, depth=0):
         value = draw.choice([" z", "0", " --o=$C"])
         return f'{name}+="{value}"'
     if kind == "array":
-        sign, value = draw.choice(["=", "+="]), draw.choice(["u v", "$A", "'w w'"])
+        sign, value = draw.choice(["=", "=" if leaves else "+="]), draw.choice(["u v", "$A", "'w w'"])
         return f'L{sign}("${name}" {value})'
     if kind == "start":
         value = draw.choice(["--a", "b\\ c", "${L[0]}"])
         return f'start $A "$B" $C "${{L[@]}}" {value}'
-    first, second = (random_script(draw, depth + 1) for _ in range(2))
+    leaves += {"for": ("break", "continue"), "function": ("return",)}.get(kind, ())
+    first, second = (random_script(draw, depth + 1, leaves) for _ in range(2))
+    if leaves and draw.random() < 0.4:
+        first = f'[ "$B" = 1 ] && {draw.choice(leaves)}; {first}'
     if kind == "if":
         test = draw.choice(['[ "$A" = 1 ]', "[[ $B == x* ]]", '[ -z "$C" ]', '[ "$B" != "" ]', "false"])
         return f"if {test}; then {first}; else\n{second}\nfi"
@@ -122,14 +133,66 @@ def test_random_scripts_start_what_bash_does():
     assert started > 300
 
 
+def pattern_of(text, script, depth=0):
+    """Return an expression for the texts that a text with marks may be."""
+    found, at = "", 0
+    for match in MARKS.finditer(text):
+        branch = script.branches.get(match[1])
+        choices = [pattern_of(each or "", script, depth + 1) for each in branch.alternatives] if branch else [".*"]
+        found += re.escape(text[at : match.start()]) + f"(?:{'|'.join(choices)})"
+        at = match.end()
+    return found + re.escape(text[at:])
+
+
+def test_what_is_open_holds_for_every_value():
+    """Of random scripts with tests of $X and $Y: what they start under any values is among what they may start."""
+    draw = random.Random(2)
+    opened = 0
+    for _ in range(120):
+        text = 'A=1; B=""; C=2; L=()\n' + "\n".join(random_script(draw) for _ in range(draw.randint(3, 7)))
+        for test in ('[ "$A" = 1 ]', 'case "$A" in'):
+            others = {"[": ['[ "$X" = 1 ]', "[ $X = 2 ]", "[[ $Y == 1 ]]"], "c": ["case $X in"]}[test[0]]
+            text = re.sub(re.escape(test), lambda match, others=others: draw.choice([match[0], *others]), text)
+        script = follow(text, file="x")
+        patterns = [
+            re.compile(r"\s*".join(pattern_of(word, script) for word in each.words)) for each in script.commands
+        ]
+        opened += bool(script.branches)
+        for x, y in ((x, y) for x in "123" for y in "12"):
+            for command in follow(text, file="x", given={"X": x, "Y": y}).commands:
+                joined = " ".join(" ".join(command.words).split())
+                texts = (joined, joined.replace(" ", ""), " ".join(command.words))
+                assert any(pattern.fullmatch(each) for pattern in patterns for each in texts), (x, y, text)
+    assert opened > 40
+
+
 def test_what_is_open_is_followed_on_both_sides():
     script = follow(
         "if [ $A = 1 ]; then B=2; O='-x --y'; else B=3; O='-x'; fi\n[ $C = 1 ] && D=4\nstart $B $O $D $E", file="x"
     )
     assert [written(word) for word in script.commands[0].words] == ["start", "$B", "-x", "$O", "$D", "$E"]
-    kinds = {name: branch.alternatives for name, branch in script.branches.items()}
+    kinds = {label.partition("\1")[0]: branch.alternatives for label, branch in script.branches.items()}
     assert kinds == {"B": ("2", "3"), "O": ("--y", ""), "D": ("4", None)}
-    assert script.branches["D"].variable == "C"
+    assert next(each.variable for label, each in script.branches.items() if label.startswith("D")) == "C"
+
+
+@pytest.mark.parametrize(
+    ("text", "alternatives"),
+    [
+        ("f() { if [ $X = 1 ]; then A=1; return; fi; A=2; }; f", {"1", "2"}),
+        ("for i in 1 2; do if [ $X = 1 ]; then A=1; continue; fi; A=2; done", {"1", "2"}),
+        ("A=0; for i in 1; do [ $X = 1 ] && break; A=2; done", {"0", "2"}),
+        ("A=0; while true; do case $X in 1) A=1; break;; 2) exit;; *) A=2; break;; esac; A=3; done", {"1", "2"}),
+        ("f() { for i in 1 2; do if [ $X = 1 ]; then A=1; return; fi; done; A=2; }; f", {"1", "2"}),
+    ],
+)
+def test_branches_that_leave_are_merged(text, alternatives):
+    script = follow(f"{text}\nstart $A", file="x")
+    values = {script.commands[0].words[1]}
+    while open_values := {value for value in values if "\0" in value}:
+        for value in open_values:
+            values = (values - {value}) | set(script.branches[value.strip("\0")].alternatives)
+    assert values == alternatives
 
 
 def test_variables_of_other_branches_are_empty():

@@ -76,7 +76,7 @@ def test_both_files_hold_the_same_table_with_nothing_where_nothing_is_known(tmp_
     assert parquet["step_time_s"].to_list() == [result.step_time_s, None]
 
 
-def test_without_polars_there_is_an_instruction(tmp_path, monkeypatch):
+def test_without_polars_there_is_an_instruction(tmp_path, monkeypatch, result):
     usual = builtins.__import__
 
     def imported(name, *rest):
@@ -88,3 +88,5 @@ def test_without_polars_there_is_an_instruction(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "polars", raising=False)
     with pytest.raises(UserError, match=r"a table needs polars: pip install 'gssim\[analysis\]'"):
         check_table_place(Path(tmp_path / "t.parquet"))
+    with pytest.raises(UserError, match="a table needs polars"):
+        result.to_frame()

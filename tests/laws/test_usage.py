@@ -75,6 +75,24 @@ def test_what_cannot_be_read_is_one_line_and_exit_2(monkeypatch, capsys, program
     assert message in stderr.lower()
 
 
+NEED_NOTHING = {"gssim": {"models", "support"}, "analysis": {"keys"}, "gsreal": {"calibrate", "validate"}}
+
+
+@pytest.mark.parametrize("program", list(MODULES))
+def test_every_command_that_needs_something_says_so_without_it(monkeypatch, capsys, program):
+    if program == "gsreal":
+        pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
+    commands = importlib.import_module(MODULES[program]).app.registered_commands
+    names = {command.name or command.callback.__name__ for command in commands}
+    assert names > NEED_NOTHING[program]
+    for name in sorted(names - NEED_NOTHING[program]):
+        assert run(monkeypatch, program, name) == 2, name
+        stdout, stderr = capsys.readouterr()
+        assert stdout == ""
+        (line,) = stderr.splitlines()
+        assert line.startswith(f"{program}: "), name
+
+
 @pytest.mark.parametrize("program", list(MODULES))
 def test_help_is_asked_for_and_answered(monkeypatch, capsys, program):
     assert run(monkeypatch, program, "--help") == 0

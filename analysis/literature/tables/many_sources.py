@@ -218,7 +218,8 @@ def _software(record: Mapping[str, str], tp: int, pp: int, context: int) -> Soft
         full = said in ("tf32", "fp32")
         return Software(precision="fp32" if full else "bf16", tensor_float=said == "tf32", fused_softmax=False)
     if _is_early_megatron(record):
-        sequence_parallel = tp > 1 and re.search(SEQUENCE_PARALLEL, _remarks(record)) is not None
+        remarks = " ".join(record[key] for key in ("id", "recompute", "extras", "note")).lower()
+        sequence_parallel = tp > 1 and re.search(SEQUENCE_PARALLEL, remarks) is not None
         return Software(
             early_stop=False,
             partitioned=tp > 1 and pp > 1,
@@ -276,11 +277,6 @@ def _shards(record: Mapping[str, str], data: int) -> int | None:
         return None
     platform = platform_of(record["gpu"])
     return math.gcd(data, count(record, "gpus_per_node") or (platform.devices if platform else 8))
-
-
-def _remarks(record: Mapping[str, str]) -> str:
-    """Return where tables mention features: the id and three columns, in lower case."""
-    return " ".join(record[key] for key in ("id", "recompute", "extras", "note")).lower()
 
 
 def _is_torchtitan(record: Mapping[str, str]) -> bool:

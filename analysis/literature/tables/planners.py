@@ -64,7 +64,10 @@ def amp(record: Mapping[str, str], identity: str) -> Run:
     step_s = positive(record, "measured_iter_s")
     generator = record["experiment"] == "het_model"
     blocks = _blocks_of_partition(record["partition"], pp, generator=generator)
-    gpus = " and ".join(dict.fromkeys(f"{_ranks_of(servers, gpu)} {gpu}" for gpu, _ in servers))
+    devices: dict[str, int] = {}
+    for gpu, count in servers:
+        devices[gpu] = devices.get(gpu, 0) + count
+    gpus = " and ".join(f"{count} {gpu}" for gpu, count in devices.items())
     run = Run(
         identity=identity,
         source=f"AMP, {'TransGAN' if generator else 'GPT-2 medium'} on {gpus}",
@@ -102,11 +105,6 @@ def amp(record: Mapping[str, str], identity: str) -> Run:
     if step_s is None:
         raise UnscoredError("the row has no time (inf: it did not fit)", run)
     return run
-
-
-def _ranks_of(servers: tuple[Server, ...], gpu: str) -> int:
-    """Return the number of devices of a kind."""
-    return sum(devices for each, devices in servers if each == gpu)
 
 
 def _blocks_of_partition(partition: str, pp: int, *, generator: bool = False) -> tuple[int, ...]:

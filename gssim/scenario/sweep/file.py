@@ -231,6 +231,8 @@ class Sweep:
 def load_sweep(path: Path) -> Sweep:
     """Return the sweep in the TOML file `path`; raise UserError (one line: file, key path, what is allowed)."""
     text, data = read_toml(path)
+    if not path.name.isprintable():
+        raise UserError(f"{path}: points are named after the file: its name must be printable")
     data.setdefault("question", first_comment(text))
     sweep = validated(Sweep, data, file=str(path))
     _check_names(sweep, path)
