@@ -30,9 +30,13 @@ def case(method: str, ranks: int, frozen: str, *changes: str) -> dict[str, objec
 
 
 def cases_of(ranks: int) -> dict[str, dict[str, object]]:
-    cases = {f"{m}-{name}-sgd": case(m, ranks, name) for m in ("ddp", "zero1", "zero2", "zero3") for name in FROZEN}
+    cases = {
+        f"{m}-{name}-sgd": case(m, ranks, name) for m in ("ddp", "zero1", "zero2", "zero3", "gs") for name in FROZEN
+    }
     cases["ddp-micro-batches-sgd"] = case("ddp", ranks, "lowest", "plan.micro_batches=2")
     cases["zero3-micro-batches-sgd"] = case("zero3", ranks, "lowest", "plan.micro_batches=2")
+    gs = ["plan.micro_batches=2", "plan.gradient_sync=step", "plan.push.threshold=0", "plan.shares.shards=compute"]
+    cases["gs-micro-batches-sgd"] = case("gs", ranks, "lowest", *gs)
     cases["zero3-each-micro-batch-sgd"] = case(
         "zero3", ranks, "between", "plan.micro_batches=2", "plan.gradient_sync=micro-batch"
     )
