@@ -221,7 +221,8 @@ def _deepspeed(scenario: Scenario, notes: list[str]) -> Exported:
     if policies.tp > 1:
         data["tensor_parallel"] = {"autotp_size": policies.tp}
     if policies.cp > 1:
-        data["sequence_parallel_size"] = policies.cp
+        # both make the mesh, over which the model's attention has to be DeepSpeed's DistributedAttention: __init__.py
+        data |= {"sequence_parallel_size": policies.cp, "data_parallel_size": policies.data_ranks}
     data |= _deepspeed_optimizer(workload, notes)
     if workload.sequence_length is not None:
         notes.append(note_of("workload.sequence_length", workload.sequence_length, "is the data's"))

@@ -321,15 +321,24 @@ def reduce_scatter_gradients(low: Lowering, rank: int, tasks: list[Task], micro_
     held: tuple[Unit, ...] = ()
     end: list[Task] = []
     ends = pass_ends(tasks, "backward")
-    last = _without_input_gradient(low)
+    last, deepest = _without_input_gradient(low), _first_trained(low)
+    below = [unit for unit in units(low) if not unit.is_root and unit.layers[0].index < deepest]
+    prefetched = below[-1].name if below else ""
     every = sorted(units(low), key=lambda unit: (unit.is_root, -unit.layers[0].index, not unit.experts))
     if last is not None:  # the callback serves the root first
         every = [*(unit for unit in every if unit.layers[0] is not last), *(u for u in every if u.layers[0] is last)]
     for unit in every:
         freed_units = () if held and held[-1].experts else held
+        freed = TaskId("free", layer=unit.name, during="backward")
+        if not unit.is_root and not unit.tensors.trained and unit.layers[0].index > deepest:
+            behind[ends[unit.layers[0].module]].append(Task(freed, "backward", need=_need(unit.gathered(0, sign=-1))))
+            continue
+        if not unit.is_root and low.policies.parameters == "sharded" and unit.layers[0].index < deepest:
+            unused_bytes = unit.flat_bytes if unit.ranks > 1 and unit.name == prefetched else 0
+            end.append(Task(freed, "backward", need=_need(Event(0, -unused_bytes, "communication"))))
+            continue
         if micro_batch.sends_gradients and not unit.tensors.trained:
             dropped = Event(1, -sum(each.scattered_bytes for each in held), "communication")
-            freed = TaskId("free", layer=unit.name, during="backward")
             after = tuple(_reduce_id(each) for each in held if low.overlaps and each.ranks > 1)
             end.append(Task(freed, "backward", after=after, need=_need(unit.gathered(0, sign=-1), dropped)))
             held = ()
@@ -337,7 +346,6 @@ def reduce_scatter_gradients(low: Lowering, rank: int, tasks: list[Task], micro_
         if micro_batch.sends_gradients:
             new = _reduce_scatter(low, rank, unit, freed_units, micro_batch)
         else:
-            freed = TaskId("free", layer=unit.name, during="backward")
             new = [Task(freed, "backward", need=_need(unit.gathered(0, sign=-1)))]
             if low.casts_units:
                 add = _accumulate(low, rank, unit, micro_batch)
@@ -348,6 +356,11 @@ def reduce_scatter_gradients(low: Lowering, rank: int, tasks: list[Task], micro_
             behind[ends[unit.layers[0].module]] += new
         held = (*(each for each in held if each not in freed_units), unit)
     return [*insert_beside(tasks, before={}, behind=behind), *end, _callback(low, held, micro_batch)]
+
+
+def _first_trained(low: Lowering) -> int:
+    """Return the index of the first layer that is trained: no layer before it has a backward."""
+    return next((each.index for each in low.layers if each.layer.parameters), 0)
 
 
 def _without_input_gradient(low: Lowering) -> LayerInstance | None:
@@ -768,18 +781,22 @@ def _gather_backward(low: Lowering, rank: int) -> dict[TaskId, list[Task]]:
     """
     before: dict[TaskId, list[Task]] = defaultdict(list)
     all_units = units(low)
-    blocks = [tuple(each) for _, each in groupby((u for u in all_units if not u.is_root), lambda u: u.layers[0].index)]
-    if not blocks:
+    every = [tuple(each) for _, each in groupby((u for u in all_units if not u.is_root), lambda u: u.layers[0].index)]
+    if not every:
         return before
-    blocks.reverse()
-    last_copy = (gather_id(blocks[0][-1].name, "forward").serving("copy-out"),)
+    every.reverse()
+    deepest = _first_trained(low)
+    blocks = [block for block in every if block[0].layers[0].index >= deepest]
+    below = every[len(blocks) :][:1]  # without a backward: one is prefetched, for nothing
+    last = every[0]
+    last_copy = (gather_id(last[-1].name, "forward").serving("copy-out"),)
     if low.stages:  # the last forward may be that of another micro-batch; a rank gathers nothing that it has alone
-        shared = next((unit for block in blocks for unit in reversed(block) if unit.ranks > 1), blocks[0][-1])
+        shared = next((unit for block in every for unit in reversed(block) if unit.ranks > 1), last[-1])
         last_copy = (gather_id(shared.name, "backward").serving("issue"),)
     has_loss = not low.stages or low.stages[0].after is None
-    issuer = low.layers[-2] if all_units[0].is_root and has_loss else blocks[0][0].layers[0]
-    before[backward_begin(low, issuer)] += _gather(low, rank, blocks[0][-1], "backward", last_copy)
-    issued = {blocks[0][-1].name}
+    issuer = low.layers[-2] if all_units[0].is_root and has_loss else last[0].layers[0]
+    before[backward_begin(low, issuer)] += _gather(low, rank, last[-1], "backward", last_copy)
+    issued = {last[-1].name}
     for number, block in enumerate(blocks):
         new = before[backward_begin(low, block[0].layers[0])]
         for unit in block:
@@ -787,7 +804,7 @@ def _gather_backward(low: Lowering, rank: int) -> dict[TaskId, list[Task]]:
                 new += _gather(low, rank, unit, "backward", last_copy)
             copy = _copy_out(low, rank, unit, "backward", unit.flat_bytes)
             new.append(copy)
-        following = blocks[number + 1] if number + 1 < len(blocks) else ()
+        following = next(iter([*blocks[number + 1 :], *below]), ())
         for unit in reversed(following if len(block) > 1 else following[-1:]):
             new += _gather(low, rank, unit, "backward", (copy.id,))
             issued.add(unit.name)

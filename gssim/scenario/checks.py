@@ -153,10 +153,10 @@ def _check_traced_variants(scenario: Scenario, policies: Policies, file: str) ->
             )
     runs = policies.partition == "data" and policies.gradients != "periodic" and policies.push_axis != "dp_replicate"
     if name == "frozen":
-        if not runs or policies.compressor or policies.gradients not in ("local", "all-reduce"):
+        if not runs or policies.compressor or policies.gradients not in ("local", "all-reduce", "reduce-scatter"):
             raise UserError(
-                f"{where}: cannot run yet with method '{plan.method}': how it gathers, pushes or compresses beside "
-                "frozen layers is not modelled; allowed: methods single, ddp, half, zero1"
+                f"{where}: cannot run yet with method '{plan.method}': how it pushes or compresses beside frozen "
+                "layers is not modelled; allowed: methods single, ddp, half, zero1, zero2, zero3 (fsdp), hsdp"
             )
         if plan.recompute != "none":
             raise UserError(
@@ -165,12 +165,11 @@ def _check_traced_variants(scenario: Scenario, policies: Policies, file: str) ->
             )
         return
     pushes_units = policies.gradients == "push" and policies.parameters != "replicated"
-    two_axes = policies.gradients == "reduce-scatter" and policies.dp_replicate > 1
     pushes_casts = workload.autocast is not None and policies.gradients == "push"
-    if not runs or pushes_units or pushes_casts or two_axes or policies.compressor:
+    if not runs or pushes_units or pushes_casts or policies.compressor:
         raise UserError(
             f"{where}: cannot run yet with method '{plan.method}'; allowed: methods single, ddp, zero1, zero2, zero3 "
-            f"(fsdp){'' if workload.adapters is None else ' and gs'}"
+            f"(fsdp){' and hsdp' if workload.adapters is None else ', hsdp and gs'}"
         )
     if workload.autocast is not None and plan.recompute != "none":
         raise UserError(

@@ -391,14 +391,15 @@ def _later_keys(random: Random, model: Trained, workload: Table, plan: Table) ->
     traced = tomllib.loads(Path(workload["model"]).read_text())
     method, text = REGISTRY[plan["method"]], str(traced)
     divided = plan["method"] in ONE_AXIS or any(plan.get(axis, 1) > 1 for axis in ("tp", "pp", "cp", "ep"))
-    whole = method.gradients in ("local", "all-reduce") and method.partition == "data" and not method.compressor
+    kinds = ("local", "all-reduce", "reduce-scatter")
+    whole = method.gradients in kinds and method.partition == "data" and not method.compressor
     layers = [each["modules"][0] for each in traced["layers"] if each.get("modules") and each.get("parameters")]
     if random.random() < (0.5 if whole and not divided and "'frozen'" in text else 0.02):
         first = random.randint(1, len(layers) - 1)
         chosen = random.choice([layers[:first], layers[first:], random.sample(layers, first), [random.choice(layers)]])
         workload["frozen"] = sorted(chosen)
         plan.pop("recompute", None)
-    elif random.random() < (0.4 if method.gradients in ("local", "all-reduce", "reduce-scatter") else 0.02):
+    elif random.random() < (0.4 if method.gradients in kinds else 0.02):
         if random.random() < 0.4 and "adapters" in text and not divided:
             workload["adapters"] = {"rank": random.choice([1, 4]), "alpha": random.choice([4.0, 16.0])}
             workload["adapters"]["targets"] = random.choice(["query-value", "all-linear"])

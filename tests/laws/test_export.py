@@ -1,6 +1,7 @@
 """Export of plans: what comes back by import is the same scenario, and what a program cannot execute is refused."""
 
 import ast
+import json
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,12 @@ def test_what_comes_back_is_the_same_scenario(tmp_path, to, changes):
     found = import_scenario(path, model="llama3-8b", cluster=cluster, overrides=overrides, out=tmp_path / "x.toml")
     (tmp_path / "x.toml").write_text(found.text)
     assert load_scenario(tmp_path / "x.toml").scenario.scenario_id == scenario.scenario_id
+
+
+def test_deepspeeds_mesh_needs_both_of_its_sizes():
+    scenario = scenario_with({"plan.method": "zero3", "plan.cp": 4})
+    written = json.loads(export_scenario(scenario, "deepspeed").text)
+    assert (written["data_parallel_size"], written["sequence_parallel_size"]) == (4, 4)
 
 
 def test_all_programs_are_named():

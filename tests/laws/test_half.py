@@ -82,10 +82,11 @@ def test_what_a_step_allocates_for_compression_it_frees(plan):
 
 
 def test_a_blocking_all_reduce_holds_one_copy_at_a_time():
-    """In one bucket, it is held when the whole backward is over."""
+    """In one bucket, it is held when the whole backward is over; so is the gradient that completes the bucket, of 256
+    bytes, which autograd holds until the hook has ended."""
     program = lower(scenario_of(star(2), {"method": "half", "overlap": False, "bucket_bytes": 10_000}))
     peaks = [task.need.peak_bytes for task in program.tasks[0] if task.label.startswith("compress")]
-    assert peaks == [672 / 2]
+    assert peaks == [672 / 2 + 256]
 
 
 def test_gradients_in_that_format_already_are_divided_in_place():

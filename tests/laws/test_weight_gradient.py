@@ -5,8 +5,10 @@ of a linear layer: its input is kept for its weight gradient alone.
 """
 
 import tomllib
+from collections import Counter
 from dataclasses import replace
 from itertools import combinations, pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +21,10 @@ from gssim import cost
 from gssim.cluster import Cluster
 from gssim.errors import UserError
 from gssim.plan import splitting
+from gssim.planner.bounds import Bounds
 from gssim.program import Lowering, lower
 from gssim.result import RankClass, Result
-from gssim.scenario import Scenario
+from gssim.scenario import Scenario, load_model
 from gssim.simulation import simulate
 from gssim.units import validated
 from gssim.workload import Model, owned_layers, unrolled
@@ -374,8 +377,8 @@ def test_frozen_layers_are_part_of_the_question():
         (["h.0"], {"recompute": "full"}, "plan.recompute = 'full': cannot run yet"),
         (
             ["h.0"],
-            {"method": "zero3"},
-            "cannot run yet with method 'zero3': .* allowed: methods single, ddp, half, zero1",
+            {"method": "powersgd"},
+            "cannot run yet with method 'powersgd': .* allowed: methods single, ddp, half, zero1, zero2, zero3",
         ),
         (["h.0"], {"method": "gs"}, "cannot run yet with method 'gs'"),
         (["h.0"], {"method": "gs_wgrad"}, "cannot run yet with method 'gs_wgrad'"),
@@ -385,3 +388,36 @@ def test_frozen_layers_are_part_of_the_question():
 def test_frozen_layers_are_refused_where_they_are_not_modelled(frozen, plan, said):
     with pytest.raises((UserError, ValueError), match=said):
         with_frozen(frozen, ranks=2, plan=plan)
+
+
+@pytest.mark.parametrize("method", ["ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("frozen", [["h.0", "h.1"], ["h.1", "h.2"]])
+def test_bounds_of_the_search_are_below_what_is_predicted_with_frozen_layers(method, frozen):
+    asked = with_frozen(frozen, ranks=2, plan={"method": method})
+    result, bounds = simulate(loaded_of(asked)).result, Bounds(asked)
+    bound = bounds.closer(asked.plan, bounds.of(asked.plan))
+    held = [rank.peak_allocated_bytes + sum(rank.outside_bytes.values()) for rank in result.ranks]
+    assert 0 < bound.time_s <= result.step_time_s
+    assert bound.full_ratio <= max(held) / asked.cluster.type_of(0).memory_bytes
+
+
+GPT = load_model(Path(__file__).resolve().parents[2] / "scenarios/models/gpt-byte-1m.toml")
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_frozen_blocks_below_the_first_trained_one_are_gathered_for_the_forward_alone(backend):
+    """But for the one that FSDP2 prefetches; those above are gathered for both passes, and reduce nothing."""
+
+    def counted(*frozen: str) -> Counter[str]:
+        settings = {} if backend == "gloo" else {"backend": "nccl", "nccl": "ampere"}
+        sizes = {"global_batch_size": 4, "sequence_length": 32}
+        asked = scenario_of(star(2, **settings), {"method": "zero3"}, model=GPT, frozen=frozen, **sizes)
+        found: Counter[str] = Counter()
+        for entry in simulate(loaded_of(asked)).result.collectives:
+            found[entry.kind] += entry.count
+        return found
+
+    tokens, above, lowest = counted("tokens"), counted("blocks.1"), counted("tokens", "blocks.[0-2]")
+    assert (tokens["all-gather"], tokens["reduce-scatter"]) == (9, 5)  # four blocks twice, and all else as one unit
+    assert (above["all-gather"], above["reduce-scatter"]) == (9, 4)
+    assert (lowest["all-gather"], lowest["reduce-scatter"]) == (5 + 1 + 1, 2)

@@ -11,11 +11,13 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[
 pytestmark = pytest.mark.real
 
 MODEL = Path(__file__).resolve().parents[2] / "scenarios" / "models" / "gpt-byte-150k.toml"
+DEEPER = MODEL.with_name("gpt-byte-1m.toml")
 FROZEN = {
     "lowest": '["tokens", "blocks.0"]',  # no backward below the second block
     "between": '["blocks.0"]',  # gradients pass through it
     "embedding": '["tokens"]',
     "highest": '["blocks.1", "norm"]',
+    "all-but-the-head": '["tokens", "blocks.*", "norm"]',
 }
 SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
 USUAL = ["workload.sequence_length=24", "workload.global_batch_size=12", *SGD]
@@ -28,8 +30,20 @@ def case(method: str, ranks: int, frozen: str, *changes: str) -> dict[str, objec
 
 
 def cases_of(ranks: int) -> dict[str, dict[str, object]]:
-    cases = {f"{m}-{name}-sgd": case(m, ranks, name) for m in ("ddp", "zero1") for name in FROZEN}
+    cases = {f"{m}-{name}-sgd": case(m, ranks, name) for m in ("ddp", "zero1", "zero2", "zero3") for name in FROZEN}
     cases["ddp-micro-batches-sgd"] = case("ddp", ranks, "lowest", "plan.micro_batches=2")
+    cases["zero3-micro-batches-sgd"] = case("zero3", ranks, "lowest", "plan.micro_batches=2")
+    cases["zero3-each-micro-batch-sgd"] = case(
+        "zero3", ranks, "between", "plan.micro_batches=2", "plan.gradient_sync=micro-batch"
+    )
+    deeper = [
+        f"workload.model={DEEPER}",
+        'workload.frozen=["tokens", "blocks.[01]"]',
+    ]  # one block is not even prefetched
+    cases["zero3-deeper-sgd"] = case("zero3", ranks, "lowest", *deeper)
+    if ranks == 4:
+        two = ["plan.dp_replicate=2", "plan.dp_shard=2"]
+        cases |= {f"hsdp-{name}-sgd": case("hsdp", ranks, name, *two) for name in FROZEN}
     cases["zero1-clipped-sgd"] = case("zero1", ranks, "between", "workload.clip_norm=0.01")
     return cases
 
