@@ -21,7 +21,7 @@ pytestmark = pytest.mark.real
 SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
 MANY = ["workload.sequence_length=64", "workload.global_batch_size=12", *SGD]
 """Enough samples that activations, not gradients, make the peak."""
-FEW = ["workload.sequence_length=24", "workload.global_batch_size=12", *SGD]
+SHORT = ["workload.sequence_length=24", "workload.global_batch_size=12", *SGD]
 DIGITS = ["workload.global_batch_size=12", "workload.precision=fp64", *SGD]
 BASE = {"gpt": "demo.toml", "bert": "bert-byte.toml", "resnet": "resnet-digits.toml"}
 RANKS = 2
@@ -30,7 +30,7 @@ RANKS = 2
 def case_of(name: str, *, ranks: int = RANKS) -> dict[str, object]:
     """Return the case `METHOD-MODEL-RECOMPUTE`; an upper-case model takes few samples."""
     method, model, recompute = name.split("-")
-    shape = DIGITS if model == "resnet" else FEW if model.isupper() else MANY
+    shape = DIGITS if model == "resnet" else SHORT if model.isupper() else MANY
     changes = [star(ranks), *shape, f"plan.method={method}", f"plan.recompute={recompute}"]
     return {"scenario": scenario_file(BASE[model.lower()]), "overrides": changes, "plant": False}
 
@@ -70,6 +70,7 @@ def trained_alone(recompute: str, model: str) -> tuple[float, list]:
     if counter.method != "allocator":
         pytest.skip("no C++ compiler here: peaks are not counted exactly")
     gc.collect()
+    gc.freeze()  # what other tests have left is not looked through again after every step
     counter._base += counter.alive()
     training = build(scenario, Timeline(0, device), device)
     feed = Feed(scenario, 0, device)
