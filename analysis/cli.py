@@ -71,7 +71,7 @@ def compare_command(
     pictures = charts.save_all(drawn, out)
     print_comparison(comparison, groups)
     for path in (*(out / name for name in tables), *pictures):
-        print(path)
+        print(one_line(str(path)))
 
 
 @app.command("keys")
@@ -106,7 +106,7 @@ def timeline_command(
         raise UserError(f"{predicted}, {measured}: traces of different scenarios ({both})")
     figure = charts.timeline(with_common_labels(*sides), sides[1], names=(predicted.name, measured.name))
     charts.save(figure, out)
-    print(out)
+    print(one_line(str(out)))
 
 
 @app.command("ingest")
@@ -143,7 +143,7 @@ def ingest_command(
         _say(f"the traces lack: {note}")
     print_ingested(ingested.result)
     for path in files:
-        print(path)
+        print(one_line(str(path)))
 
 
 @app.command("sweep")
@@ -165,7 +165,7 @@ def sweep_command(
         if sentence:
             print(one_line(sentence))
     for path in charts.save_all(drawn, out):
-        print(path)
+        print(one_line(str(path)))
 
 
 @app.command("report")
@@ -182,7 +182,7 @@ def report_command(
     if folder.is_dir():
         check_place(page)
     write_bytes(page, report(folder).encode(errors="backslashreplace"))  # a path in it may be no text in UTF-8
-    print(page)
+    print(one_line(str(page)))
 
 
 @app.command("draw")
@@ -197,7 +197,7 @@ def draw_command(
 
     _check_picture(out)
     charts.save(draw(load_cluster(cluster), file=cluster.name), out)
-    print(out)
+    print(one_line(str(out)))
 
 
 def _check_picture(out: Path) -> None:
@@ -237,7 +237,7 @@ def convergence_command(
         pictures = charts.save_all(drawn, out)
     print_study(rows, findings.all)
     for path in (out / "convergence.csv", out / "findings.txt", *pictures):
-        print(path)
+        print(one_line(str(path)))
 
 
 def _study_of_rivals(loaded: "LoadedStudy", out: Path, *, again: bool) -> None:
@@ -257,7 +257,7 @@ def _study_of_rivals(loaded: "LoadedStudy", out: Path, *, again: bool) -> None:
     for sentence in said:
         print(f"{one_line(sentence)}.")
     for path in (out / "convergence.csv", out / "winners.md", out / "findings.txt", *pictures):
-        print(path)
+        print(one_line(str(path)))
 
 
 @app.command("literature")
@@ -304,7 +304,7 @@ def _emit_scenarios(files: list[Path], folder: Path) -> None:
 
     paths, skipped = emit([run for file in files for _, _, run in read_table(file)], folder)
     for path in paths:
-        print(path)
+        print(one_line(str(path)))
     for reason, count in skipped.most_common():
         _say(f"skipped {count}: {reason}")
 

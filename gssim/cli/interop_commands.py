@@ -151,7 +151,8 @@ def cluster_command(
         _say("cluster", "fitted", note)
     if out is not None:
         write_text(out, made.text)
-        print(shlex.join(["python", "-m", "analysis", "draw", str(out), "--out", str(out.with_suffix(".png"))]))
+        drawn = shlex.join(["python", "-m", "analysis", "draw", str(out), "--out", str(out.with_suffix(".png"))])
+        print(one_line(drawn))
     else:
         sys.stdout.write(made.text + "# python -m analysis draw FILE --out FILE.png\n")
 

@@ -138,6 +138,27 @@ def _check_compressor(scenario: Scenario, policies: Policies, file: str) -> None
             raise UserError(f"{file}: workload.{key} = {value!r}: cannot run yet with {method}; leave it out")
 
 
+def _check_frozen(scenario: Scenario, policies: Policies, where: str, *, runs: bool) -> None:
+    """Refuse frozen layers beside what is not modelled; `runs`: whether the method takes models of other layers."""
+    plan = scenario.plan
+    if not runs or policies.compressor:
+        raise UserError(
+            f"{where}: cannot run yet with method '{plan.method}': how it gathers, pushes or compresses beside frozen "
+            "layers is not modelled; allowed: methods single, ddp, half, zero1, zero2, zero3 (fsdp), hsdp, gs"
+        )
+    for key, threshold in (("push", scenario.push.threshold), ("publish", plan.publish.threshold)):
+        if threshold:
+            raise UserError(
+                f"{where}: plan.{key}.threshold = {threshold:g}: gradient statistics are of a training of all layers; "
+                "leave it out"
+            )
+    if plan.recompute != "none":
+        raise UserError(
+            f"{where}: plan.recompute = '{plan.recompute}': cannot run yet: what a recomputation keeps of frozen "
+            "layers is not traced; allowed: 'none'"
+        )
+
+
 def _check_traced_variants(scenario: Scenario, policies: Policies, file: str) -> None:
     """Refuse adapters, autocast and frozen layers where plans divide the model's layers, or they do not run so."""
     workload, plan = scenario.workload, scenario.plan
@@ -152,19 +173,10 @@ def _check_traced_variants(scenario: Scenario, policies: Policies, file: str) ->
                 f"{variant}; leave one of them out"
             )
     runs = policies.partition == "data" and policies.gradients != "periodic" and policies.push_axis != "dp_replicate"
-    if name == "frozen":
-        if not runs or policies.compressor or policies.gradients not in ("local", "all-reduce", "reduce-scatter"):
-            raise UserError(
-                f"{where}: cannot run yet with method '{plan.method}': how it pushes or compresses beside frozen "
-                "layers is not modelled; allowed: methods single, ddp, half, zero1, zero2, zero3 (fsdp), hsdp"
-            )
-        if plan.recompute != "none":
-            raise UserError(
-                f"{where}: plan.recompute = '{plan.recompute}': cannot run yet: what a recomputation keeps of frozen "
-                "layers is not traced; allowed: 'none'"
-            )
-        return
     pushes_units = policies.gradients == "push" and policies.parameters != "replicated"
+    if name == "frozen":
+        _check_frozen(scenario, policies, where, runs=runs and not pushes_units)
+        return
     pushes_casts = workload.autocast is not None and policies.gradients == "push"
     if not runs or pushes_units or pushes_casts or policies.compressor:
         raise UserError(

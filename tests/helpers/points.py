@@ -394,6 +394,7 @@ def _later_keys(random: Random, model: Trained, workload: Table, plan: Table) ->
     kinds = ("local", "all-reduce", "reduce-scatter")
     whole = method.gradients in kinds and method.partition == "data" and not method.compressor
     layers = [each["modules"][0] for each in traced["layers"] if each.get("modules") and each.get("parameters")]
+    whole = whole or plan["method"] == "gs"
     if random.random() < (0.5 if whole and not divided and "'frozen'" in text else 0.02):
         first = random.randint(1, len(layers) - 1)
         chosen = random.choice([layers[:first], layers[first:], random.sample(layers, first), [random.choice(layers)]])

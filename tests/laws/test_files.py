@@ -14,7 +14,7 @@ import pytest
 from pydantic import TypeAdapter, model_serializer
 from strategies import write_files as write_scenario
 
-from gssim.errors import UserError
+from gssim.errors import UserError, one_line
 from gssim.execution.files import (
     FOLDER_MARK,
     check_place,
@@ -341,12 +341,12 @@ def test_a_name_that_is_no_text_is_refused_where_something_is_named_after_it(
     assert message in err
 
 
-def test_other_names_that_are_no_text_are_written_and_printed_as_they_are(tmp_path):
+def test_other_names_that_are_no_text_are_written_as_they_are_and_shown_escaped(tmp_path):
     """Also where the terminal's encoding is strict."""
     write_scenario(tmp_path)
     for program, *words in (
         ("gssim", "run", "scenario.toml", "--out", "r\udcff"),
-        ("analysis", "draw", "pair.toml", "--out", "d\udcff.svg"),
+        ("analysis", "draw", "pair.toml", "--out", "d\udcff\x1b[31m.svg"),
         ("analysis", "report", "r\udcff", "--out", "p\udcff.html"),
     ):
         line = [sys.executable, "-m", program, *words]
@@ -358,7 +358,7 @@ def test_other_names_that_are_no_text_are_written_and_printed_as_they_are(tmp_pa
         ended = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True)
         assert ended.returncode == 0, ended.stderr
         assert os.path.exists(os.fsencode(tmp_path / words[-1]))
-        assert program == "gssim" or os.fsencode(words[-1]) in ended.stdout
+        assert program == "gssim" or ended.stdout.decode() == f"{one_line(words[-1])}\n"
 
 
 def test_a_text_with_a_name_that_is_no_text_is_not_written(tmp_path):

@@ -284,7 +284,7 @@ def test_the_demonstration_is_complete_with_a_calibration_of_its_own(tmp_path):
         assert peaks[0] == pytest.approx(peaks[1], rel=0.01), name
 
 
-KILLS = 20
+KILLS = 10
 ENDINGS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 
 
