@@ -220,8 +220,8 @@ def _decided(branch: Branch) -> str:
     return f"by `{branch.where}`" + (f"; --variable {branch.variable}=... decides" if branch.variable else "")
 
 
-def _hint(label: str) -> str:
-    name = label.removeprefix("$")
+def _hint(variable: str) -> str:
+    name = variable.removeprefix("$")
     return f"--variable {name}=... does" if NAME.fullmatch(name) or name.isdigit() else "give it in its place"
 
 
