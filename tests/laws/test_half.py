@@ -1,6 +1,7 @@
 """Laws of compressed all-reduces: half the bytes, the casts' time, a 16-bit copy of a bucket while it is reduced."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from points import random_point
@@ -9,6 +10,7 @@ from strategies import built, loaded_of, scenario_of, star, topology
 from gssim.cluster import BackendCost
 from gssim.errors import UserError
 from gssim.program import lower
+from gssim.scenario import load_model
 from gssim.simulation import simulate
 
 BUCKETS = {"bucket_bytes": 80}
@@ -125,3 +127,12 @@ def test_sums_in_16_bits_have_the_costs_that_were_measured_for_them(compress, ti
     half = result_of("half", cluster=priced, compress=compress, overlap=False, **BUCKETS).phases_s
     ddp = result_of("ddp", cluster=priced, overlap=False, **BUCKETS).phases_s
     assert half["exposed_communication"] == pytest.approx(times / 2 * ddp["exposed_communication"], rel=1e-9)
+
+
+@pytest.mark.parametrize(("precision", "floating"), [("fp32", 212_480), ("bf16", 106_240), ("fp64", 424_960)])
+def test_module_buffers_are_broadcast_in_the_precision_of_the_training_and_integers_as_they_are(precision, floating):
+    """ResNet-50 has 53,120 running means and variances, and 53 counts of batches."""
+    model = load_model(Path(__file__).resolve().parents[2] / "scenarios/models/resnet-50.toml")
+    scenario = scenario_of(star(2), {"method": "ddp"}, model=model, sequence_length=None, precision=precision)
+    found = simulate(loaded_of(scenario)).result.collectives
+    assert {entry.bytes for entry in found if entry.kind == "broadcast"} == {floating, 53 * 8}
