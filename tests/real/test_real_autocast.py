@@ -78,6 +78,5 @@ def test_the_predicted_collectives_are_the_ones_that_the_process_group_saw(world
 def test_the_predicted_peak_of_every_rank_is_the_counted_one(world: tuple[dict, dict]) -> None:
     for name, each in world[0].items():
         # seen on three and four ranks in bf16, not in fp16, whose tensors are as large: 35 to 50 KB more, unexplained
-        # of other cases a message of 4 KiB is at times gone before the peak
-        close = 0.04 if name.endswith("zero3-bf16") else 0.003
+        close = 0.04 if name.endswith("zero3-bf16") else 0.001
         assert predicted_peaks(each) == pytest.approx(world[1][name]["peaks"], rel=close), name

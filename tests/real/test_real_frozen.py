@@ -73,6 +73,4 @@ def test_the_predicted_collectives_are_the_ones_that_the_process_group_saw(world
 
 def test_the_predicted_peak_of_every_rank_is_the_counted_one(world: tuple[dict, dict]) -> None:
     for name, each in world[0].items():
-        seen = world[1][name]["peaks"]
-        # messages arrive in any order: one of 4 KiB is at times gone before the peak
-        assert predicted_peaks(each) == pytest.approx(seen, rel=0.005), name
+        assert predicted_peaks(each) == pytest.approx(world[1][name]["peaks"], rel=0.001), name
