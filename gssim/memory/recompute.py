@@ -36,13 +36,14 @@ def recomputed_buffers(
     `selective`: the outputs of compute-heavy operations are kept; see [Note: selective].
     """
     moved: list[Buffer] = []
-    output = _own_output(layer) if layer.block else None
+    again = layer.is_recomputed
+    output = _own_output(layer) if again else None
     releases = dict(zip(map(id, _saved(layer)), layer.recompute_releases or (), strict=False))
     for buffer in layer.buffers:
         is_forward = buffer.born.phase == "f"
         if layer.block and selective and is_forward and buffer.born.position in (layer.selective_positions or ()):
             moved.append(replace(buffer, freed=_kept_until(buffer, layer, before), category="activations"))
-        elif layer.block and _is_saved(buffer):
+        elif again and buffer.is_saved:
             # older model files lack its release in the first forward: at the end at the latest
             end = _last_use(layer, after) if buffer is output else Moment("f", releases.get(id(buffer), LAST))
             moved += [replace(buffer, freed=end), replace(buffer, born=replace(buffer.born, phase="r"))]
@@ -50,25 +51,19 @@ def recomputed_buffers(
             # beside its output, a layer may leave a tensor to the caller, who drops it once the next block has run
             dropped = buffer.freed.phase == "f" and buffer is not layer_output(layer.buffers)
             moved.append(replace(buffer, freed=buffer.freed if dropped else _moved(buffer.freed, layer, after)))
-            if layer.block and is_forward and buffer.born.position < _positions(layer):  # recomputed too
+            if again and is_forward and buffer.born.position < _positions(layer):  # recomputed too
                 freed = _freed_again(buffer, layer)
                 moved.append(replace(buffer, born=replace(buffer.born, phase="r"), freed=freed, category="temporaries"))
     if layer.block and random_state_bytes:
         size = Polynomial(((random_state_bytes, 0, 0),))
-        moved += [
-            Buffer(Moment("f"), Moment("b", _released(layer, before)), "activations", size),
-            Buffer(Moment("r"), Moment("r", LAST), "temporaries", size),
-        ]
+        moved.append(Buffer(Moment("f"), _frame_released(layer, before), "activations", size))
+        if again:
+            moved.append(Buffer(Moment("r"), Moment("r", LAST), "temporaries", size))
     return tuple(moved)
 
 
-def _is_saved(buffer: Buffer) -> bool:
-    """Return whether a buffer is allocated in the forward for the backward of the same layer."""
-    return buffer.born.phase == "f" and buffer.freed.phase == "b" and buffer.freed.layer_offset <= 0
-
-
 def _saved(layer: Layer) -> list[Buffer]:
-    return [buffer for buffer in layer.buffers if _is_saved(buffer)]
+    return [buffer for buffer in layer.buffers if buffer.is_saved]
 
 
 def _positions(layer: Layer) -> int:
@@ -94,9 +89,9 @@ def _kept_until(buffer: Buffer, layer: Layer, before: Layer | None) -> Moment:
     """Return when a buffer is freed that is kept from the first forward for the second."""
     if buffer.freed.phase == "end":
         return buffer.freed
-    if buffer.born.position >= _positions(layer):
-        return Moment("b", _released(layer, before))
-    return buffer.freed if _is_saved(buffer) else _freed_again(buffer, layer)
+    if not layer.is_recomputed or buffer.born.position >= _positions(layer):
+        return _frame_released(layer, before)
+    return buffer.freed if buffer.is_saved else _freed_again(buffer, layer)
 
 
 def _own_output(layer: Layer) -> Buffer | None:
@@ -115,7 +110,7 @@ def _crosses(buffer: Buffer) -> bool:
 
 def _moved(freed: Moment, layer: Layer, after: Layer | None) -> Moment:
     """Return when a buffer is freed; the inputs of a checkpointed block are kept as long as its placeholders."""
-    if after is None or not after.block or freed.layer_offset != 1:
+    if after is None or not after.is_recomputed or freed.layer_offset != 1:
         return freed
     return _last_use(layer, after)
 
@@ -127,13 +122,18 @@ def _last_use(layer: Layer, after: Layer | None) -> Moment:
     """
     if after is None:
         return Moment("end")
-    if after.block:
+    if after.is_recomputed:
         position = _released(after, layer)
     else:
         moments = [moment for buffer in after.buffers for moment in (buffer.born, buffer.freed)]
         moments += [moment for parameter in after.parameters for moment in (parameter.born, parameter.ready)]
         position = max((m.position for m in moments if m.phase == "b" and m.layer_offset == 0), default=0)
     return Moment("b", position, 1)
+
+
+def _frame_released(layer: Layer, before: Layer | None) -> Moment:
+    """Return when a block's placeholders are released: if nothing has to be saved, with its forward."""
+    return Moment("b", _released(layer, before)) if layer.is_recomputed else Moment("f", LAST)
 
 
 def _released(layer: Layer, before: Layer | None) -> int:

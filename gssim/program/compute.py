@@ -95,7 +95,7 @@ def pass_ends(tasks: Sequence[Task], name: Literal["forward", "backward"]) -> di
 
 def backward_begin(low: Lowering, layer: LayerInstance) -> TaskId:
     """Return the identity of the first task of a layer's backward."""
-    again = low.recomputes and layer.layer.block
+    again = low.recomputes and layer.layer.is_recomputed
     return TaskId("recompute", layer=layer.module) if again else backward_id(layer)
 
 
@@ -168,7 +168,7 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
     for instance in own.layers:
         tasks += phase_tasks(instance, "f", timeline.at(instance.index, "f"), traced.at(instance.index, "f"))
     for instance in reversed(own.layers[own.deepest :]):
-        if low.recomputes and instance.layer.block:
+        if low.recomputes and instance.layer.is_recomputed:
             tasks += phase_tasks(instance, "r", timeline.at(instance.index, "r"), traced.at(instance.index, "f"))
         place = (instance.index, "b")
         events = [*timeline.at(*place), *gradients.get(place, ()), *buckets.get(place, ())]

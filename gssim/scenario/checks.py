@@ -152,11 +152,6 @@ def _check_frozen(scenario: Scenario, policies: Policies, where: str, *, runs: b
                 f"{where}: plan.{key}.threshold = {threshold:g}: gradient statistics are of a training of all layers; "
                 "leave it out"
             )
-    if plan.recompute != "none":
-        raise UserError(
-            f"{where}: plan.recompute = '{plan.recompute}': cannot run yet: what a recomputation keeps of frozen "
-            "layers is not traced; allowed: 'none'"
-        )
 
 
 def _check_traced_variants(scenario: Scenario, policies: Policies, file: str) -> None:
@@ -182,11 +177,6 @@ def _check_traced_variants(scenario: Scenario, policies: Policies, file: str) ->
         raise UserError(
             f"{where}: cannot run yet with method '{plan.method}'; allowed: methods single, ddp, zero1, zero2, zero3 "
             f"(fsdp){' and hsdp' if workload.adapters is None else ', hsdp and gs'}"
-        )
-    if workload.autocast is not None and plan.recompute != "none":
-        raise UserError(
-            f"{where}: plan.recompute = '{plan.recompute}': cannot run yet: the casts that a recomputation repeats are "
-            "not traced; allowed: 'none'"
         )
     if workload.adapters is not None and policies.gradients == "push" and scenario.push.threshold is not None:
         raise UserError(

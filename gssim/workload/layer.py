@@ -109,6 +109,8 @@ class Polynomial:
         return " + ".join(terms_as_text) or "0"
 
 
+NO_COST = Polynomial(((0, 0, 0),))
+
 Quantity = Annotated[
     Polynomial,
     BeforeValidator(Polynomial.parse),
@@ -181,6 +183,11 @@ class Buffer:
         if category not in BUFFER_CATEGORIES:
             raise ValueError(f"has the category {category!r}; allowed: {', '.join(BUFFER_CATEGORIES)}")
         return cls(Moment.parse(born), Moment.parse(freed), category, Polynomial.parse(size))
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether it is allocated in the forward for the backward of the same layer, or of one before it."""
+        return self.born.phase == "f" and self.freed.phase == "b" and self.freed.layer_offset <= 0
 
     def __str__(self) -> str:
         """Return the text form, which `parse` reads."""
@@ -454,6 +461,11 @@ class Layer:
         if not data.get("frozen_parameters"):
             data.pop("frozen_parameters", None)
         return data
+
+    @property
+    def is_recomputed(self) -> bool:
+        """Whether checkpointing runs its forward again: it does so for a block that has a backward."""
+        return self.block and bool(self.parameters or self.backward_operations or self.backward_flop != NO_COST)
 
     @property
     def repeats(self) -> int:

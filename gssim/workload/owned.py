@@ -7,8 +7,15 @@ neighbouring layer, whose role may differ from the traced one: the output that a
 the next layer's role says, unless the layer's own backward needs it longer, and the gradient that it passes back is
 freed as the role of the layer before says. A buffer that is freed in the forward of a later layer is held until that
 forward is over: the module's own variables and arguments refer to it.
+
+[Note: recomputed roles] Gradient checkpointing runs the forward of a block again up to the last tensor that autograd
+saves, of parameters too: a frozen weight is saved for the gradient of the input where a trained one is saved with its
+input, so that all roles with a backward stop at the same operation. Only the positions differ, as roles dispatch other
+views. The operations that allocate memory are the same, in the same order, and tell which position is which. A block
+without a backward is not run again, and keeps nothing.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
@@ -17,18 +24,17 @@ from functools import lru_cache
 
 from gssim.cache import Same
 from gssim.workload.layer import (
+    NO_COST,
     Buffer,
     Layer,
     Moment,
     Parameter,
     PartialBackward,
-    Polynomial,
     layer_input_gradient,
     layer_output,
 )
 from gssim.workload.model import LayerInstance, Model, unrolled
 
-NO_COST = Polynomial(((0, 0, 0),))
 LAST = 2**31
 """Position after every other of a phase."""
 
@@ -183,13 +189,44 @@ def _in_role(layer: Layer, role: str) -> Layer:
     else:
         part = _partial_backward(layer, role)
     return replace(
-        layer,
+        _recomputed_in_role(layer, part.buffers),
         parameters=part.parameters,
         backward_flop=part.backward_flop,
         backward_bytes=part.backward_bytes,
         backward_streamed_bytes=part.backward_streamed_bytes,
         backward_operations=part.backward_operations,
         buffers=part.buffers,
+    )
+
+
+def _recomputed_in_role(layer: Layer, buffers: Sequence[Buffer]) -> Layer:
+    """Return a block with the positions of its recomputation among the buffers of a role.
+
+    See [Note: recomputed roles]. Where the role does not allocate the same tensors they are left out.
+    """
+    if layer.recompute_positions is None:
+        return layer
+    own, traced = ([each for each in them if each.born.phase == "f"] for them in (buffers, layer.buffers))
+    same = [each.size_bytes for each in own] == [each.size_bytes for each in traced]
+    born = [each.born.position for each in traced]
+
+    def in_role(position: int) -> int:
+        return own[max(0, bisect_right(born, position) - 1)].born.position
+
+    if not same:
+        return replace(layer, recompute_positions=None, recompute_releases=None, selective_positions=None)
+    released = dict(zip((id(each) for each in traced if each.is_saved), layer.recompute_releases or (), strict=False))
+    releases = [
+        released.get(id(whole), whole.freed.position)
+        for each, whole in zip(own, traced, strict=True)
+        if each.is_saved and (id(whole) in released or whole.freed.phase == "f")
+    ]
+    complete = layer.recompute_releases is not None and len(releases) == sum(each.is_saved for each in own)
+    return replace(
+        layer,
+        recompute_positions=in_role(layer.recompute_positions - 1) + 1,
+        recompute_releases=tuple(map(in_role, releases)) if complete else None,
+        selective_positions=layer.selective_positions and tuple(map(in_role, layer.selective_positions)),
     )
 
 
