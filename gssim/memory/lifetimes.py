@@ -156,13 +156,21 @@ class Timeline:
         return self.events.get((layer, phase), ())
 
 
-Lives = Callable[[Layer, Layer | None, Layer | None], Sequence[Buffer]]
-"""The buffers of a layer, given the layers before and after it."""
+Lives = Callable[[Layer, Layer | None, Sequence[Layer]], Sequence[Buffer]]
+"""The buffers of a layer, given the layer before it, and those that follow up to the first block."""
 
 
-def as_traced(layer: Layer, before: Layer | None, after: Layer | None) -> Sequence[Buffer]:
+def as_traced(layer: Layer, before: Layer | None, following: Sequence[Layer]) -> Sequence[Buffer]:
     """Return the buffers of a layer without recomputation."""
     return layer.buffers
+
+
+def following(layers: Sequence[Layer]) -> list[tuple[Layer, ...]]:
+    """Return the layers that follow each one, up to the first block and with it."""
+    found: list[tuple[Layer, ...]] = [()]
+    for layer in reversed(layers[1:]):
+        found.append((layer,) if layer.block else (layer, *found[-1]))
+    return found[: len(layers)][::-1]
 
 
 def activation_timeline(
@@ -180,12 +188,13 @@ def activation_timeline(
     events: dict[tuple[int, str], list[Event]] = defaultdict(list)
     end: list[Event] = []
     by_layers: dict[tuple[int, ...], dict[tuple[int, str], list[Event]]] = {}
-    for before, instance, after in zip([None, *layers], layers, [*layers[1:], None], strict=False):
-        beside = [neighbour.layer if neighbour else None for neighbour in (before, instance, after)]
-        key = (id(instance.layer),) if lives is as_traced else tuple(map(id, beside))
+    followers = following([instance.layer for instance in layers])
+    for before, instance, after in zip([None, *layers], layers, followers, strict=False):
+        own, previous = instance.layer, before.layer if before else None
+        key = (id(own),) if lives is as_traced else tuple(map(id, (previous, own, *after)))
         if key not in by_layers:  # repetitions share their events
             relative: dict[tuple[int, str], list[Event]] = defaultdict(list)
-            for number, buffer in enumerate(lives(instance.layer, beside[0], beside[2])):
+            for number, buffer in enumerate(lives(own, previous, after)):
                 size = scale * buffer.size_bytes.at(b=batch_size, s=sequence_length)
                 for moment, change in ((buffer.born, size), (buffer.freed, -size)):
                     offset = 0 if moment.phase == "end" else moment.layer_offset

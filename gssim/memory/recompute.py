@@ -13,6 +13,7 @@ instead of running the operation, and takes it over: it is freed when that of a 
 that the second forward does not reach, since it stops early, are kept as long as the placeholders.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from gssim.workload import Buffer, Layer, Moment, Polynomial, layer_output
@@ -26,17 +27,19 @@ LAST = 2**31
 def recomputed_buffers(
     layer: Layer,
     before: Layer | None,
-    after: Layer | None,
+    following: Sequence[Layer],
     *,
     selective: bool = False,
     random_state_bytes: int = 0,
 ) -> tuple[Buffer, ...]:
-    """Return the buffers of `layer` where each block is checkpointed; `before`, `after`: the layers beside it.
+    """Return the buffers of `layer` where each block is checkpointed.
 
+    `before`: the layer before it; `following`: those after it, up to the first block.
     `selective`: the outputs of compute-heavy operations are kept; see [Note: selective].
     """
     moved: list[Buffer] = []
-    again = layer.is_recomputed
+    again, after = layer.is_recomputed, following[0] if following else None
+    handed = _input_of_block(layer, following)
     output = _own_output(layer) if again else None
     releases = dict(zip(map(id, _saved(layer)), layer.recompute_releases or (), strict=False))
     for buffer in layer.buffers:
@@ -47,6 +50,8 @@ def recomputed_buffers(
             # older model files lack its release in the first forward: at the end at the latest
             end = _last_use(layer, after) if buffer is output else Moment("f", releases.get(id(buffer), LAST))
             moved += [replace(buffer, freed=end), replace(buffer, born=replace(buffer.born, phase="r"))]
+        elif buffer is handed:
+            moved.append(replace(buffer, freed=_kept_for(buffer.freed, following)))
         else:
             # beside its output, a layer may leave a tensor to the caller, who drops it once the next block has run
             dropped = buffer.freed.phase == "f" and buffer is not layer_output(layer.buffers)
@@ -106,6 +111,30 @@ def _own_output(layer: Layer) -> Buffer | None:
 def _crosses(buffer: Buffer) -> bool:
     """Return whether a buffer is allocated in the forward for the next layer."""
     return buffer.born.phase == "f" and buffer.freed.layer_offset == 1
+
+
+def _input_of_block(layer: Layer, following: Sequence[Layer]) -> Buffer | None:
+    """Return the output of `layer` that the next block takes past layers that pass on something else (position codes).
+
+    It has the size of the layer's output, and lives on after the next layer.
+    """
+    if len(following) < 2 or not following[-1].is_recomputed:
+        return None
+    if layer.output_bytes in [each.output_bytes for each in following[:-1]]:
+        return None
+    candidates = [
+        buffer
+        for buffer in layer.buffers
+        if buffer.born.phase == "f" and buffer.freed.layer_offset > 1 and buffer.size_bytes == layer.output_bytes
+    ]
+    return max(candidates, key=lambda buffer: buffer.born.position, default=None)
+
+
+def _kept_for(freed: Moment, following: Sequence[Layer]) -> Moment:
+    """Return when the input of the last of the layers, a block, is freed; `freed`: without checkpointing."""
+    released = Moment("b", _released(following[-1], None), len(following))
+    is_later = freed.phase == "b" and (-freed.layer_offset, freed.position) > (-len(following), released.position)
+    return freed if is_later else released
 
 
 def _moved(freed: Moment, layer: Layer, after: Layer | None) -> Moment:

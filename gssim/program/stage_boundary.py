@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from gssim.memory import Event, Lives, Timeline
+from gssim.memory import Event, Lives, Timeline, following
 from gssim.scenario import of_no_sample
 from gssim.workload import Buffer, Layer, LayerInstance, Moment, Polynomial
 
@@ -101,13 +101,13 @@ def stage_timeline(stage: Stage, *, batch_size: int, sequence_length: int, scale
     events: dict[tuple[int, str], list[Event]] = defaultdict(list)
     end: list[Event] = []
     cached: dict[tuple[object, ...], tuple[Event, Event]] = {}
-    around = [stage.before, *stage.layers, stage.after]
-    for number, instance in enumerate(stage.layers):
-        beside = [each.layer if each else None for each in around[number : number + 3]]
+    around = [each.layer for each in (*stage.layers, stage.after) if each]
+    befores = [stage.before.layer if stage.before else None, *around]
+    for number, (instance, before, after) in enumerate(zip(stage.layers, befores, following(around), strict=False)):
         output = stage.output_place[1] if number == stage.output_place[0] else None
-        for place, buffer in enumerate(lives(instance.layer, beside[0], beside[2])):
+        for place, buffer in enumerate(lives(instance.layer, before, after)):
             freed = _freed(stage, number, buffer, output)
-            key = (*map(id, beside), place, freed)
+            key = (*map(id, (before, instance.layer, *after)), place, freed)
             if key not in cached:  # repetitions share their events
                 size = scale * buffer.size_bytes.at(b=batch_size, s=sequence_length)
                 born = buffer.born.position

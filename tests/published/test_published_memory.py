@@ -310,8 +310,8 @@ def test_a_checkpointed_layer_keeps_2sbh(factory: str):
     b, s, h, a = 2, 16, 32, 2
     layers = unrolled(traced(factory, width=h, heads=a))
 
-    def lives(layer: Layer, before: Layer | None, after: Layer | None) -> Any:
-        return recomputed_buffers(layer, before, after, random_state_bytes=CPU_RANDOM_STATE_BYTES)
+    def lives(layer: Layer, before: Layer | None, following: Any) -> Any:
+        return recomputed_buffers(layer, before, following, random_state_bytes=CPU_RANDOM_STATE_BYTES)
 
     timeline = activation_timeline(layers, batch_size=b, sequence_length=s, lives=lives)
     first = next(each.index for each in layers if each.layer.block)
