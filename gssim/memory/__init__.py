@@ -2,6 +2,7 @@
 
 from gssim.memory.allocator import Block, CachingAllocator, NoMemoryLeftError, Request, rounded_bytes, segment_bytes
 from gssim.memory.lifetimes import (
+    LAST,
     NOTHING,
     Event,
     Footprint,
@@ -19,7 +20,7 @@ from gssim.memory.lifetimes import (
     scratch_bytes,
     with_scratch,
 )
-from gssim.memory.recompute import CPU_RANDOM_STATE_BYTES, LAST, last_saved, recomputed_buffers
+from gssim.memory.recompute import CPU_RANDOM_STATE_BYTES, last_saved, recomputed_buffers
 
 __all__ = [
     "CPU_RANDOM_STATE_BYTES",

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from gssim.cluster import DeviceType
 from gssim.scenario import layer_profile
-from gssim.workload import Buffer, ImageInput, Layer, LayerInstance, Model, Workload
+from gssim.workload import Buffer, ImageInput, Layer, LayerInstance, Model, Moment, Workload
 
 LARGEST_BLOCK_THREADS = 512
 WARP_THREADS = 32
@@ -89,6 +89,10 @@ class Footprint:
 
 
 NOTHING = Footprint()
+LAST = 2**31
+"""Position after every other of a phase."""
+FORWARD_END = Moment("forward-end")
+"""The end of the forward, after the loss."""
 
 
 def bytes_of(sizes: Mapping[str, float]) -> Bytes:
@@ -198,11 +202,15 @@ def activation_timeline(
                 size = scale * buffer.size_bytes.at(b=batch_size, s=sequence_length)
                 for moment, change in ((buffer.born, size), (buffer.freed, -size)):
                     offset = 0 if moment.phase == "end" else moment.layer_offset
-                    event = Event(moment.position, change, buffer.category, number=number)
+                    position = LAST if moment == FORWARD_END else moment.position
+                    event = Event(position, change, buffer.category, number=number)
                     relative[offset, moment.phase].append(event)
             by_layers[key] = relative
         for (layer_offset, phase), group in by_layers[key].items():
-            place = end if phase == "end" else events[instance.index + layer_offset, phase]
+            if phase == FORWARD_END.phase:
+                place = events[layers[-1].index, "f"]
+            else:
+                place = end if phase == "end" else events[instance.index + layer_offset, phase]
             place.extend(group)
     return Timeline(events, end)
 

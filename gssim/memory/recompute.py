@@ -11,17 +11,21 @@ until the last of the block's nodes is done. The phase `r` is this second forwar
 convolution, attention) is kept from the first forward, whether the backward needs it or not. The second forward uses it
 instead of running the operation, and takes it over: it is freed when that of a second forward would have been. Outputs
 that the second forward does not reach, since it stops early, are kept as long as the placeholders.
+
+[Note: casts] torch.autocast keeps the casts of parameters until its outermost context ends, so that none is cast twice
+in a forward. The first forward leaves them there: those of all blocks are held until the loss is computed, where
+without checkpointing autograd holds most of them longer. The second forward has a context of its own (recompute_fn),
+casts the block's parameters once more, and gives up at its end those that the backward does not need.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 
+from gssim.memory.lifetimes import FORWARD_END, LAST
 from gssim.workload import Buffer, Layer, Moment, Polynomial, layer_output
 
 CPU_RANDOM_STATE_BYTES = 5056
 """Size of torch.get_rng_state(): kept once for each block from forward to backward, once more during recomputation."""
-LAST = 2**31
-"""Position after every other of a phase `f` or `r`."""
 
 
 def recomputed_buffers(
@@ -31,17 +35,21 @@ def recomputed_buffers(
     *,
     selective: bool = False,
     random_state_bytes: int = 0,
+    autocast: bool = False,
 ) -> tuple[Buffer, ...]:
     """Return the buffers of `layer` where each block is checkpointed.
 
     `before`: the layer before it; `following`: those after it, up to the first block.
-    `selective`: the outputs of compute-heavy operations are kept; see [Note: selective].
+    `selective`: the outputs of compute-heavy operations are kept; see [Note: selective]. `autocast`: whether the layers
+    are those of a forward under torch.autocast; see [Note: casts].
     """
     moved: list[Buffer] = []
     again, after = layer.is_recomputed, following[0] if following else None
     handed = _input_of_block(layer, following)
     output = _own_output(layer) if again else None
     releases = dict(zip(map(id, _saved(layer)), layer.recompute_releases or (), strict=False))
+    positions = [each.born.position for each in layer.buffers if each.born.phase == "f"]
+    last = max([*releases.values(), *positions], default=0)
     for buffer in layer.buffers:
         is_forward = buffer.born.phase == "f"
         if layer.block and selective and is_forward and buffer.born.position in (layer.selective_positions or ()):
@@ -49,13 +57,16 @@ def recomputed_buffers(
         elif again and buffer.is_saved:
             # older model files lack its release in the first forward: at the end at the latest
             end = _last_use(layer, after) if buffer is output else Moment("f", releases.get(id(buffer), LAST))
+            end = FORWARD_END if autocast and _is_cached(buffer, end, last) else end
             moved += [replace(buffer, freed=end), replace(buffer, born=replace(buffer.born, phase="r"))]
-        elif buffer is handed:
+        elif handed is not None and buffer is handed:
             moved.append(replace(buffer, freed=_kept_for(buffer.freed, following)))
         else:
             # beside its output, a layer may leave a tensor to the caller, who drops it once the next block has run
             dropped = buffer.freed.phase == "f" and buffer is not layer_output(layer.buffers)
-            moved.append(replace(buffer, freed=buffer.freed if dropped else _moved(buffer.freed, layer, after)))
+            end = buffer.freed if dropped else _moved(buffer.freed, layer, after)
+            end = FORWARD_END if again and autocast and _is_cached(buffer, end, last) else end
+            moved.append(replace(buffer, freed=end))
             if again and is_forward and buffer.born.position < _positions(layer):  # recomputed too
                 freed = _freed_again(buffer, layer)
                 moved.append(replace(buffer, born=replace(buffer.born, phase="r"), freed=freed, category="temporaries"))
@@ -65,6 +76,15 @@ def recomputed_buffers(
         if again:
             moved.append(Buffer(Moment("r"), Moment("r", LAST), "temporaries", size))
     return tuple(moved)
+
+
+def _is_cached(buffer: Buffer, end: Moment, last: int) -> bool:
+    """Return whether a buffer that a first forward frees at `end`, with the operation `last`, is a parameter's cast.
+
+    It alone neither depends on the batch nor is freed by an operation; see [Note: casts].
+    """
+    constant = all(not (i or j) for _, i, j in buffer.size_bytes.terms)
+    return constant and buffer.born.phase == end.phase == "f" and end.layer_offset == 0 and end.position >= last
 
 
 def _saved(layer: Layer) -> list[Buffer]:
@@ -92,7 +112,7 @@ def _freed_again(buffer: Buffer, layer: Layer) -> Moment:
 
 def _kept_until(buffer: Buffer, layer: Layer, before: Layer | None) -> Moment:
     """Return when a buffer is freed that is kept from the first forward for the second."""
-    if buffer.freed.phase == "end":
+    if buffer.freed.phase == "end" or (buffer.freed.layer_offset > 0 and not layer.is_recomputed):
         return buffer.freed
     if not layer.is_recomputed or buffer.born.position >= _positions(layer):
         return _frame_released(layer, before)

@@ -215,7 +215,8 @@ def _checkpointed(low: Lowering, rank: int) -> Lives:
     """Return the buffer lifetimes of a layer under activation checkpointing on the rank's device."""
     state = CPU_RANDOM_STATE_BYTES if low.device(rank).kind == "cpu" else 0  # a GPU's is kept in the host's memory
     unscaled = round(state / low.traced_scale)  # bytes, whatever the precision
-    return partial(recomputed_buffers, selective=low.selective, random_state_bytes=unscaled)
+    casts = low.scenario.workload.autocast is not None
+    return partial(recomputed_buffers, selective=low.selective, random_state_bytes=unscaled, autocast=casts)
 
 
 def _layer_s(

@@ -126,7 +126,9 @@ class MemoryBounds:
         )
 
     def _timeline(self, part: Part, recompute: str, samples: int) -> Timeline:
-        lives = as_traced if recompute == "none" else partial(recomputed_buffers, selective=recompute == "selective")
+        casts = self.parts.workload.autocast is not None
+        again = partial(recomputed_buffers, selective=recompute == "selective", autocast=casts)
+        lives = as_traced if recompute == "none" else again
         return activation_timeline(
             part.layers,
             batch_size=samples,
