@@ -1,10 +1,12 @@
 """Real: automatic mixed precision has the predicted collectives and peaks, and trains as on one device.
 
 Products of 16 bits differ in the order of their sums where batches are split: what training changes agrees to a few
-parts in a thousand, as bf16 has 8 bits of mantissa and fp16 11.
+parts in a thousand, as bf16 has 8 bits of mantissa and fp16 11. They run with torch's own kernels: those of oneDNN take
+a workspace in 16 bits, which no profile under autocast records.
 """
 
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ pytestmark = pytest.mark.real
 
 SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05"]
 FEW = ("gpt-ddp-bf16", "gpt-zero1-fp16", "llama-zero3-bf16", "gpt-zero2-fp16")
+FEW += ("gpt-ddp-bf16-full", "llama-zero3-bf16-full", "llama-zero2-fp16-selective", "gpt-zero3-fp16-full")
 
 
 def traced(model: str) -> Path:
@@ -40,15 +43,22 @@ def traced(model: str) -> Path:
     return kept(request)
 
 
+def case(model: str, method: str, kind: str, ranks: int, *changes: str) -> dict[str, object]:
+    scaled = ["workload.loss_scale=512"] if kind == "fp16" else []
+    overrides = [star(ranks), f"workload.model={traced(model)}", *USUAL, f"plan.method={method}", *SGD, *scaled]
+    overrides += [f"workload.autocast={kind}", *changes]
+    return {"scenario": scenario_file("demo.toml"), "overrides": overrides, "onednn": False}
+
+
 def cases_of(ranks: int) -> dict[str, dict[str, object]]:
     cases = {}
-    for model in MODELS:
-        for method in ("ddp", "zero1", "zero2", "zero3"):
-            for kind in ("bf16", "fp16"):
-                changes = [f"workload.autocast={kind}"] + (["workload.loss_scale=512"] if kind == "fp16" else [])
-                overrides = [star(ranks), f"workload.model={traced(model)}", *USUAL, f"plan.method={method}", *SGD]
-                case = {"scenario": scenario_file("demo.toml"), "overrides": [*overrides, *changes]}
-                cases[f"{model}-{method}-{kind}"] = case
+    for model, method, kind in product(MODELS, ("ddp", "zero1", "zero2", "zero3"), ("bf16", "fp16")):
+        cases[f"{model}-{method}-{kind}"] = case(model, method, kind, ranks)
+        for recompute in ("full", "selective"):
+            again = case(model, method, kind, ranks, f"plan.recompute={recompute}")
+            cases[f"{model}-{method}-{kind}-{recompute}"] = again
+    micro = ("plan.recompute=full", "plan.micro_batches=2")
+    cases |= {f"gpt-{m}-bf16-micro-batches": case("gpt", m, "bf16", ranks, *micro) for m in ("ddp", "zero3")}
     return cases
 
 
@@ -65,7 +75,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def test_what_training_changes_is_that_of_one_device(world: tuple[dict, dict]) -> None:
     for name, seen in world[1].items():
-        assert seen["difference_ratio"] < (0.02 if name.endswith("bf16") else 0.005), name
+        assert seen["difference_ratio"] < (0.02 if "bf16" in name else 0.005), name
         assert seen["replicas_equal"], name
 
 
@@ -77,6 +87,6 @@ def test_the_predicted_collectives_are_the_ones_that_the_process_group_saw(world
 
 def test_the_predicted_peak_of_every_rank_is_the_counted_one(world: tuple[dict, dict]) -> None:
     for name, each in world[0].items():
-        # seen on three and four ranks in bf16, not in fp16, whose tensors are as large: 35 to 50 KB more, unexplained
-        close = 0.04 if name.endswith("zero3-bf16") else 0.001
+        close = 0.003 if "plan.recompute" in str(each["overrides"]) else 0.001  # of smaller peaks, on which gloo's
+        # message of 4 KiB weighs more
         assert predicted_peaks(each) == pytest.approx(world[1][name]["peaks"], rel=close), name

@@ -1,4 +1,4 @@
-"""Real: models with frozen layers train as on one device, with the predicted collectives and peaks."""
+"""Real: models with frozen layers train as on one device, with predicted collectives and peaks, checkpointed or not."""
 
 import json
 from pathlib import Path
@@ -49,6 +49,29 @@ def cases_of(ranks: int) -> dict[str, dict[str, object]]:
         two = ["plan.dp_replicate=2", "plan.dp_shard=2"]
         cases |= {f"hsdp-{name}-sgd": case("hsdp", ranks, name, *two) for name in FROZEN}
     cases["zero1-clipped-sgd"] = case("zero1", ranks, "between", "workload.clip_norm=0.01")
+    return cases | recomputed_cases(ranks)
+
+
+RECOMPUTED = {
+    "full": (("ddp", "lowest"), ("zero1", "between"), ("zero3", "lowest"), ("gs", "embedding"), ("zero2", "highest")),
+    "selective": (("ddp", "between"), ("zero3", "all-but-the-head"), ("gs", "lowest"), ("zero2", "lowest")),
+}
+"""Checkpointing where a block has no backward, only gradients of its input, or none of its input."""
+
+
+def recomputed_cases(ranks: int) -> dict[str, dict[str, object]]:
+    cases = {
+        f"{method}-{name}-{recompute}-sgd": case(method, ranks, name, f"plan.recompute={recompute}")
+        for recompute, pairs in RECOMPUTED.items()
+        for method, name in pairs
+    }
+    micro = ("plan.recompute=full", "plan.micro_batches=2")
+    cases["zero3-micro-batches-full-sgd"] = case("zero3", ranks, "lowest", *micro)
+    bert = [f"workload.model={DEEPER.with_name('bert-byte-1m.toml')}", 'workload.frozen=["tokens", "blocks.[01]"]']
+    cases["zero3-bert-full-sgd"] = case("zero3", ranks, "lowest", "plan.recompute=full", *bert)
+    if ranks == 4:
+        two = ("plan.dp_replicate=2", "plan.dp_shard=2", "plan.recompute=full")
+        cases |= {f"hsdp-{name}-full-sgd": case("hsdp", ranks, name, *two) for name in ("lowest", "between")}
     return cases
 
 
