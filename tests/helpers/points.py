@@ -63,6 +63,8 @@ OTHERS = tuple(
 """Some of Hugging Face, and some traced with adapters or under autocast."""
 LATER = 10_000
 """From this seed on points have keys and models that came later too; earlier seeds stay the points they were."""
+RECOMPUTING = 12_400
+"""From this seed on points with frozen layers, adapters or autocast are checkpointed at times."""
 SEQUENCES = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp")
 """Divide sequences beside the batch."""
 DIVIDING_EXPERTS = ("ddp", "zero2", "zero3", "fsdp")
@@ -108,6 +110,8 @@ def random_point(seed: int, *, most_devices: int = 32) -> Table:
     if seed >= LATER:
         _later_keys(random, model, workload, plan)
         _predicted_keys(random, cluster, workload, plan)
+    if seed >= RECOMPUTING:
+        _recompute_keys(random, workload, plan)
     return _scenario(random, seed, cluster, workload, plan, parts, devices)
 
 
@@ -151,6 +155,8 @@ def random_real_point(seed: int) -> Table:
         _later_keys(random, model, workload, plan)
         if workload.get("autocast") == "fp16":
             workload["autocast"] = "bf16"
+    if seed >= RECOMPUTING:
+        _recompute_keys(random, workload, plan)
     if plan.get("push") is not None and method in PUSHING and random.random() < 0.5:
         plan["push"] |= random.choice(KNOWN_DENSITIES)
     cast = workload.get("reduce_precision") and REGISTRY[method].gradients == "all-reduce"
@@ -412,6 +418,13 @@ def _later_keys(random: Random, model: Trained, workload: Table, plan: Table) ->
         workload["tf32"] = True
     if method.gradients == "reduce-scatter" and random.random() < 0.15:
         plan["offload"] = "parameters"
+
+
+def _recompute_keys(random: Random, workload: Table, plan: Table) -> None:
+    """Checkpoint blocks of what is partly frozen or under autocast, at times."""
+    varies = any(key in workload for key in ("frozen", "adapters", "autocast"))
+    if varies and plan["method"] != "gs_wgrad" and random.random() < 0.6:
+        plan["recompute"] = random.choice(["full", "selective"])
 
 
 def _predicted_keys(random: Random, cluster: Table, workload: Table, plan: Table) -> None:

@@ -855,12 +855,13 @@ def test_automodels_fsdp2_has_its_own_precisions(tmp_path, model, policy, worklo
 def test_automodels_replicas_under_autocast(tmp_path):
     replicas = "{strategy: ddp, bucket_cap_mb: 50, static_graph: true, autocast_dtype: bfloat16, tp_size: 1"
     text = AUTOMODEL.replace("{strategy: fsdp2, dp_size: none, tp_size: 1", replicas)
-    text = text.replace("torch_dtype: bf16", "torch_dtype: float32").replace(
-        "checkpointing: true", "checkpointing: false"
-    )
-    tables, _ = imported(tmp_path, text, name="r.yaml")
-    assert (tables["workload"]["precision"], tables["workload"]["autocast"]) == ("fp32", "bf16")
-    assert (tables["plan"]["method"], tables["plan"]["bucket_bytes"]) == ("ddp", 50 * 2**20)
+    text = text.replace("torch_dtype: bf16", "torch_dtype: float32")
+    for said, recompute in (("true", "full"), ("false", "none")):
+        recipe = text.replace("checkpointing: true", f"checkpointing: {said}")
+        tables, _ = imported(tmp_path, recipe, name="r.yaml")
+        assert (tables["workload"]["precision"], tables["workload"]["autocast"]) == ("fp32", "bf16")
+        assert (tables["plan"]["method"], tables["plan"]["bucket_bytes"]) == ("ddp", 50 * 2**20)
+        assert tables["plan"]["recompute"] == recompute
     sharded = AUTOMODEL.replace("strategy: fsdp2", "strategy: fsdp2, autocast_dtype: bfloat16")
     assert "distributed.autocast_dtype" in refused(tmp_path, sharded, name="r.yaml")
     for key in ("enable_compile", "enable_async_tensor_parallel"):

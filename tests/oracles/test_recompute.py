@@ -16,6 +16,7 @@ from gssim.program import lower
 from gssim.scenario import Scenario, load_model
 from gssim.simulation import simulate
 from gssim.workload import Model, unrolled
+from gssim.workload.owned import with_frozen_layers
 
 MODELS = Path(__file__).resolve().parents[2] / "scenarios" / "models"
 NAMES = sorted(path.stem for path in MODELS.glob("*.toml"))
@@ -179,6 +180,55 @@ def test_selective_checkpointing_adds_the_light_operations_of_each_block():
     )
     assert again_s == pytest.approx((2304 + 8656 * TOKENS) / 1e9)  # bytes at 1 GB/s
     assert selective.step_time_s == pytest.approx(none.step_time_s + 4 * again_s, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "frozen", [(), ("tokens", "blocks.0"), ("blocks.[01]",), ("blocks.1", "norm"), ("tokens", "blocks.*", "norm")]
+)
+@pytest.mark.parametrize("name", ["gpt-byte-1m", "bert-byte-1m"])
+def test_flop_of_a_checkpointed_step_with_frozen_layers_are_torchs(name, frozen):
+    torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
+    from test_trace import UNCOUNTED
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from gsreal.methods.checkpointing import checkpoint_blocks
+    from gsreal.model_files.build import build_module, loss_of
+
+    model = load_model(MODELS / f"{name}.toml")
+    model = with_frozen_layers(model, frozen) if frozen else model
+    module = build_module(model.module, where="test")
+    checkpoint_blocks(model, module)
+    tokens = torch.zeros((BATCH, LENGTH), dtype=torch.int64)
+    with FlopCounterMode(display=False, custom_mapping=UNCOUNTED) as counter:
+        loss_of(module(tokens), tokens).backward()
+    shape = {"b": BATCH, "s": LENGTH}
+    layers = [each.layer for each in unrolled(model)]
+    again = [layer for layer in layers if layer.is_recomputed]
+    deepest = next((place for place, layer in enumerate(layers) if layer.parameters), 0)
+    assert again == [layer for layer in layers[deepest:] if layer.block]
+    ours = sum(layer.forward_flop.at(**shape) + layer.backward_flop.at(**shape) for layer in layers)
+    assert ours + sum(layer.recompute_flop.at(**shape) for layer in again) == counter.get_total_flops()
+
+
+@pytest.mark.parametrize("selective", [False, True])
+@pytest.mark.parametrize("name", ["gpt-byte-1m", "bert-byte-1m", "mixture-byte-1m", "resnet-digits"])
+def test_all_buffers_of_a_step_with_frozen_layers_are_freed_within_it(name, selective):
+    whole = load_model(MODELS / f"{name}.toml")
+    modules = [each.module for each in unrolled(whole) if each.layer.parameters]
+    for frozen in (modules[:2], modules[1:2], modules[1:-1:2], modules[:-1]):
+        model = with_frozen_layers(whole, tuple(frozen))
+        layers = unrolled(model)
+        timeline = timeline_of(model, batch=2, length=16, selective=selective)
+        held = 0.0
+        for place in [
+            *((i, "f") for i in range(len(layers))),
+            *((i, phase) for i in reversed(range(len(layers))) for phase in "rb"),
+        ]:
+            held += sum(event.size_bytes for event in timeline.at(*place))
+            assert held >= 0
+        assert held + sum(event.size_bytes for event in timeline.end) == 0
+        for instance in layers:
+            assert instance.layer.is_recomputed or not timeline.at(instance.index, "r")
 
 
 # Order ---------------------------------------------------------------------------------------------------------------
