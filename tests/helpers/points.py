@@ -110,8 +110,7 @@ def random_point(seed: int, *, most_devices: int = 32) -> Table:
     if seed >= LATER:
         _later_keys(random, model, workload, plan)
         _predicted_keys(random, cluster, workload, plan)
-    if seed >= RECOMPUTING:
-        _recompute_keys(random, workload, plan)
+    _recompute_keys(random, seed, workload, plan)
     return _scenario(random, seed, cluster, workload, plan, parts, devices)
 
 
@@ -155,8 +154,7 @@ def random_real_point(seed: int) -> Table:
         _later_keys(random, model, workload, plan)
         if workload.get("autocast") == "fp16":
             workload["autocast"] = "bf16"
-    if seed >= RECOMPUTING:
-        _recompute_keys(random, workload, plan)
+    _recompute_keys(random, seed, workload, plan)
     if plan.get("push") is not None and method in PUSHING and random.random() < 0.5:
         plan["push"] |= random.choice(KNOWN_DENSITIES)
     cast = workload.get("reduce_precision") and REGISTRY[method].gradients == "all-reduce"
@@ -420,9 +418,9 @@ def _later_keys(random: Random, model: Trained, workload: Table, plan: Table) ->
         plan["offload"] = "parameters"
 
 
-def _recompute_keys(random: Random, workload: Table, plan: Table) -> None:
+def _recompute_keys(random: Random, seed: int, workload: Table, plan: Table) -> None:
     """Checkpoint blocks of what is partly frozen or under autocast, at times."""
-    varies = any(key in workload for key in ("frozen", "adapters", "autocast"))
+    varies = seed >= RECOMPUTING and any(key in workload for key in ("frozen", "adapters", "autocast"))
     if varies and plan["method"] != "gs_wgrad" and random.random() < 0.6:
         plan["recompute"] = random.choice(["full", "selective"])
 
