@@ -499,8 +499,8 @@ class OutlineWalk:
 
 
 def _after_piece(rank: _Rank, piece: _Piece, began_s: float, seconds: dict[str, float] | None) -> float:
-    """Return the end of a task, which may wait for the host that issues it (as in `MachineState.issued_s`); add its time
-    to its phase.
+    """Return the end of a task, which may wait for the host that issues it: see `MachineState.issued_s`. Add its time to
+    its phase.
     """
     now_s = reduce(add, piece.delays_s, began_s)
     if piece.host_s is not None:
