@@ -499,9 +499,7 @@ class OutlineWalk:
 
 
 def _after_piece(rank: _Rank, piece: _Piece, began_s: float, seconds: dict[str, float] | None) -> float:
-    """Return the end of a task, which may wait for the host that issues it: see `MachineState.issued_s`. Add its time to
-    its phase.
-    """
+    """Return the end of a task and add its time to its phase; it may wait for the host: see `MachineState.issued_s`."""
     now_s = reduce(add, piece.delays_s, began_s)
     if piece.host_s is not None:
         rank.issued_s = (rank.issued_s if piece.goes_on else began_s) + piece.host_s
