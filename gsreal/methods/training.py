@@ -18,7 +18,8 @@ from gsreal.machine import group_threads
 from gsreal.measure import Timeline
 from gsreal.model_files.build import autocast, logits_of, loss_of
 from gsreal.run.rank_speed import Rebalancer, SlowDevice
-from gssim.plan import AXES, Mesh, Policies, splitting
+from gssim.plan import Mesh, Policies, splitting
+from gssim.plan.mesh import AXES
 
 if TYPE_CHECKING:
     from gsreal.methods.compressed import Compressor

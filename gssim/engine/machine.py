@@ -13,7 +13,8 @@ import simpy
 
 from gssim import collectives
 from gssim.cache import Shared
-from gssim.cluster import Cluster, Conditions, contention_groups, core_shares, has_contention
+from gssim.cluster import Cluster, Conditions, contention_groups, has_contention
+from gssim.cluster.contention import core_shares
 from gssim.engine.collective_instances import CollectiveInstance, arrange, router_of
 from gssim.engine.fast_path import can_run_ahead, is_independent, run_ahead
 from gssim.engine.host import Clock, Host, Load

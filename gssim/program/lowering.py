@@ -15,7 +15,8 @@ from gssim.cache import Shared
 from gssim.cluster import DeviceType
 from gssim.collectives import Communication
 from gssim.memory import Event
-from gssim.plan import Action, Division, Policies, Push, assign_buckets, bucket_limits, divide, schedule, splitting
+from gssim.plan import Action, Division, Policies, Push, assign_buckets, bucket_limits, divide, splitting
+from gssim.plan.pipeline_schedule import schedule
 from gssim.program.stage_boundary import Stage
 from gssim.program.task import Bucket, MicroBatch, Task
 from gssim.scenario import (
@@ -31,16 +32,9 @@ from gssim.scenario import (
     value_bytes,
 )
 from gssim.units import PRECISION_BYTES, Ints, Precision
-from gssim.workload import (
-    Layer,
-    LayerInstance,
-    OwnedLayers,
-    Parameter,
-    gradient_order,
-    owned_layers,
-    unrolled,
-)
+from gssim.workload import Layer, LayerInstance, Parameter, gradient_order, unrolled
 from gssim.workload.gradient_statistics import GradientStatistics
+from gssim.workload.owned import OwnedLayers, owned_layers
 
 P = ParamSpec("P")
 T = TypeVar("T")

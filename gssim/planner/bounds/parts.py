@@ -7,17 +7,10 @@ from typing import TypeVar, cast
 
 from gssim.errors import UserError
 from gssim.plan import Plan, Policies, resolve, splitting
-from gssim.scenario import (
-    Scenario,
-    context_part,
-    layers_with_experts,
-    master_bytes,
-    model_slice,
-    reduce_precision,
-    sequence_positions,
-    stage_cut_error,
-    value_bytes,
-)
+from gssim.scenario import Scenario, layers_with_experts, master_bytes, reduce_precision, value_bytes
+from gssim.scenario.scenario import sequence_positions
+from gssim.scenario.stages import stage_cut_error
+from gssim.scenario.tensor_slices import context_part, model_slice
 from gssim.units import PRECISION_BYTES
 from gssim.workload import Layer, LayerInstance, unrolled
 
