@@ -5,7 +5,6 @@ from gssim.program.optimizer import workspaces
 from gssim.program.passes import Steps, StepTraffic, lower, lowering_key
 from gssim.program.periodic import after_inner_steps
 from gssim.program.sharded import Tensors, units
-from gssim.program.stage_boundary import Stage, stage_timeline, stages_of
 from gssim.program.task import (
     Chunk,
     Issue,
@@ -29,7 +28,6 @@ __all__ = [
     "MicroBatch",
     "Outline",
     "Program",
-    "Stage",
     "StepTraffic",
     "Steps",
     "Task",
@@ -44,8 +42,6 @@ __all__ = [
     "program_table",
     "program_text",
     "read_tasks",
-    "stage_timeline",
-    "stages_of",
     "units",
     "unmeasured_host_time",
     "unnumbered",

@@ -8,10 +8,12 @@ from itertools import accumulate
 from math import ceil, prod
 
 from gssim.memory import Lives, Timeline, activation_timeline, as_traced, input_bytes, recomputed_buffers
-from gssim.plan import Plan, Policies, schedule, splitting
+from gssim.plan import Plan, Policies, splitting
+from gssim.plan.pipeline_schedule import schedule
 from gssim.planner.bounds.parts import ModelParts, Part
-from gssim.program import Stage, stage_timeline, stages_of
-from gssim.scenario import held_layers, held_slice, schedule_of, sequence_positions
+from gssim.program.stage_boundary import Stage, stage_timeline, stages_of
+from gssim.scenario import held_layers, held_slice, schedule_of
+from gssim.scenario.scenario import sequence_positions
 from gssim.units import PRECISION_BYTES
 from gssim.workload import LayerInstance, optimizer_state_bytes, unrolled
 
@@ -126,8 +128,8 @@ class MemoryBounds:
     def _held_stage(self, plan: Plan, policies: Policies, place: int) -> tuple[Part, Stage]:
         """Return the stage at a place of a pipeline, as the first ranks of tensor groups hold it."""
         cut = self.parts.stages(plan, policies)
-        key = ("held", tuple((stage[0].index, stage[-1].index, len(stage)) for stage in cut), policies.tp)
-        key = (*key, plan.loss_parallel, sequence_positions(policies, self.parts.workload))
+        ends = tuple((stage[0].index, stage[-1].index, len(stage)) for stage in cut)
+        key = ("held", ends, policies.tp, plan.loss_parallel, sequence_positions(policies, self.parts.workload))
 
         def held() -> list[tuple[Part, Stage]]:
             layers, scenario = cut, self.parts.with_plan(plan)
