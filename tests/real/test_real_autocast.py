@@ -47,7 +47,7 @@ def cases_of(ranks: int) -> dict[str, dict[str, object]]:
             for kind in ("bf16", "fp16"):
                 changes = [f"workload.autocast={kind}"] + (["workload.loss_scale=512"] if kind == "fp16" else [])
                 overrides = [star(ranks), f"workload.model={traced(model)}", *USUAL, f"plan.method={method}", *SGD]
-                case = {"scenario": scenario_file("demo.toml"), "overrides": [*overrides, *changes]}
+                case = {"scenario": scenario_file("demo.toml"), "overrides": [*overrides, *changes], "onednn": False}
                 cases[f"{model}-{method}-{kind}"] = case
     return cases
 
@@ -77,6 +77,4 @@ def test_the_predicted_collectives_are_the_ones_that_the_process_group_saw(world
 
 def test_the_predicted_peak_of_every_rank_is_the_counted_one(world: tuple[dict, dict]) -> None:
     for name, each in world[0].items():
-        # seen on three and four ranks in bf16, not in fp16, whose tensors are as large: 35 to 50 KB more, unexplained
-        close = 0.04 if name.endswith("zero3-bf16") else 0.001
-        assert predicted_peaks(each) == pytest.approx(world[1][name]["peaks"], rel=close), name
+        assert predicted_peaks(each) == pytest.approx(world[1][name]["peaks"], rel=0.001), name
