@@ -25,7 +25,8 @@ from analysis.study.study import Study
 from gssim.cluster import Cluster
 from gssim.errors import UserError
 from gssim.execution.files import read_text
-from gssim.scenario import Scenario, first_comment
+from gssim.scenario import Scenario
+from gssim.scenario.loading import first_comment
 from gssim.scenario.sweep import Sweep
 from gssim.units import EXAMPLES, LIMITS, RANGES, UNITS, UNSAID, human_bytes
 from gssim.workload import Model

@@ -23,7 +23,8 @@ from gssim.execution import checked_jobs, processes, processes_with
 from gssim.execution.files import scratch_folder
 from gssim.planner import Search, with_suggested_changes
 from gssim.result import Result
-from gssim.scenario import Loaded, Scenario, load_scenario, overrides_of, plain
+from gssim.scenario import Loaded, Scenario, load_scenario
+from gssim.scenario.overrides import overrides_of, plain
 from gssim.scenario.sweep import load_sweep, points_of
 from gssim.simulation import simulate as simulated
 from gssim.sweeps import TABLES, check_table_place, tabulate

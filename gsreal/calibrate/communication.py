@@ -16,7 +16,8 @@ from torch import Tensor
 
 from gsreal.calibrate.bench import Bench, batch_of, middle_batch_size, step_marks, trained, update
 from gsreal.gradient_sharding.point_to_point import all_gather_v, all_to_all_v, reduce_scatter_v
-from gssim.plan import even, ranges
+from gssim.plan import ranges
+from gssim.plan.splitting import even
 from gssim.workload import Model
 
 ROUNDS = 4

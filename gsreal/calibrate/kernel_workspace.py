@@ -26,7 +26,7 @@ from gsreal.model_files.partial_backward import FIRST, NOTHING, recorded
 from gsreal.model_files.recorder import Record
 from gsreal.model_files.step import layer_boundaries, record_step
 from gsreal.model_files.trace import TRACED_BATCH_SIZES, TRACED_UNITS
-from gssim.cluster import Scratch
+from gssim.cluster.measured import Scratch
 from gssim.workload import Model, unrolled
 
 Place = tuple[int, str]

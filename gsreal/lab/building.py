@@ -25,7 +25,7 @@ from gsreal.lab.network import (
     shape,
 )
 from gsreal.run.signals import signals_deferred, signals_ignored
-from gssim.cluster import group_bytes
+from gssim.cluster.lab_links import group_bytes
 from gssim.errors import RunFailedError, UserError
 from gssim.execution.files import held_lock, release_lock
 

@@ -21,7 +21,8 @@ from gsreal.lab.lab import Lab, lab_of, run_ranks
 from gsreal.lab.network import FASTEST_BYTES_PER_S
 from gsreal.lab.throttle import MOST_OF_THE_CORES, share_of
 from gsreal.machine import processor_name, usable_cores
-from gssim.cluster import BackendCost, Cluster, Device, DeviceType, Link
+from gssim.cluster import Cluster, Device, DeviceType, Link
+from gssim.cluster.cluster import BackendCost
 from gssim.execution.files import scratch_folder, write_files
 from gssim.terminal import unwinding
 from gssim.units import validated

@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from gssim.cluster import FRAME_BYTES, SEGMENT_BYTES, Cluster, burst_bytes
+from gssim.cluster import Cluster
+from gssim.cluster.lab_links import FRAME_BYTES, SEGMENT_BYTES, burst_bytes
 from gssim.errors import UserError
 
 CLONE_NEWNET = 0x40000000  # linux/sched.h

@@ -17,7 +17,8 @@ from functools import cache
 from pathlib import Path
 
 from gsreal.compiled import compiled
-from gssim.cluster import DeviceType, dealt
+from gssim.cluster import DeviceType
+from gssim.cluster.contention import dealt
 from gssim.errors import RunFailedError, UserError
 
 VARIABLE = "GSREAL_LAB_PLACE"

@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from gsreal.measure.memory import MemoryCounter
 from gsreal.run.rank import gather_json
-from gssim.result import PHASES, Arrow, Held, Span, Step, arrows_among, phases_of
+from gssim.result import PHASES, Arrow, Held, Span, Step, arrows_among
+from gssim.result.result import phases_of
 
 
 @dataclass(frozen=True)

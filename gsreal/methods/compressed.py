@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.futures import Future
 
 from gsreal.measure import Timeline
-from gssim.plan import PowerSGD, TopK, largest_count, low_rank_of
+from gssim.plan import largest_count
+from gssim.plan.plan import PowerSGD, TopK, low_rank_of
 from gssim.scenario import Scenario
 
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from gsreal.gradient_sharding.master import MasterCopy, master_type
 from gsreal.measure import Timeline
-from gssim.plan import (
+from gssim.plan import assign_buckets
+from gssim.plan.plan import (
     INT8_BLOCK_ELEMENTS,
     INT8_SCALE_BYTES,
     SparseOuter,
-    assign_buckets,
     chunks_of,
     int8_blocks,
     sparse_message_bytes,

@@ -37,7 +37,8 @@ from gssim.errors import UserError
 from gssim.execution.files import write_text
 from gssim.scenario import load_model
 from gssim.units import Precision, validated
-from gssim.workload import AdaptedLayers, Adapters, AutocastLayers, Layer, Model, TokenInput
+from gssim.workload import Adapters, Layer, Model, TokenInput
+from gssim.workload.model import AdaptedLayers, AutocastLayers
 
 TRACED_BATCH_SIZES = (2, 3)
 CHECKED_BATCH_SIZE = 5

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from gsreal.measure import Timeline
-from gssim.plan import Watch
+from gssim.plan.rebalancing import Watch
 from gssim.result import COMPUTE_PHASES, UPDATE_PHASES, Division
 from gssim.scenario import Scenario, after_step, begin
 

@@ -22,7 +22,8 @@ from gssim.plan import METHODS
 from gssim.planner import Search, with_suggested_changes
 from gssim.program import program_table, program_text
 from gssim.result import chrome_trace, file_name
-from gssim.scenario import load_scenario, supported
+from gssim.scenario import load_scenario
+from gssim.scenario.support import supported
 from gssim.scenario.sweep import Point, Sweep, chosen, load_sweep, points_of
 from gssim.simulation import program_of, simulate, traced
 from gssim.sweeps import TABLES, check_table_place, parts_folder, points_in, predict, tabulate

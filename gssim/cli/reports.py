@@ -10,9 +10,10 @@ from rich.table import Column, Table
 
 from gssim import interop
 from gssim.errors import one_line
-from gssim.plan import Method, Plan
+from gssim.plan import Plan
+from gssim.plan.methods import Method
 from gssim.planner import PLAN, Found, Outcome, bound_by, memory_lack, reason
-from gssim.scenario import Support
+from gssim.scenario.support import Support
 from gssim.terminal import PIPE_WIDTH, plain_console
 from gssim.units import human_bytes, human_seconds
 

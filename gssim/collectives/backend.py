@@ -17,7 +17,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from gssim.cluster import Cluster, DeviceType, PostingCost
+from gssim.cluster import Cluster, DeviceType
+from gssim.cluster.measured import PostingCost
 from gssim.collectives.algorithms import ALGORITHMS, algorithms_for
 from gssim.collectives.communication import Communication
 from gssim.collectives.stage import Stage

@@ -7,18 +7,14 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from gssim.cluster import Curve, CutBlockCost, DeviceType, OptimizerCost, ShardedUnitCost
+from gssim.cluster import Curve, DeviceType
+from gssim.cluster.measured import CutBlockCost, OptimizerCost, ShardedUnitCost
 from gssim.plan import INDEX_BYTES
-from gssim.scenario import (
-    achieved_flop_per_s,
-    has_master_copy,
-    layer_profile,
-    master_bytes,
-    product_precision,
-    value_bytes,
-)
+from gssim.scenario import achieved_flop_per_s, has_master_copy, layer_profile, master_bytes, value_bytes
+from gssim.scenario.device_rates import product_precision
 from gssim.units import PRECISION_BYTES, Floats, Precision, Rate
-from gssim.workload import Layer, Polynomial, Workload, implementation_on, optimizer_moved_values, optimizer_operations
+from gssim.workload import Layer, Polynomial, Workload, implementation_on, optimizer_moved_values
+from gssim.workload.optimizers import optimizer_operations
 
 Amount = TypeVar("Amount", float, Floats)
 """A number of elements or entries, or the numbers of many messages, whose times are returned together."""

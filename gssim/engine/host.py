@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import simpy
 from simpy.events import NORMAL
 
-from gssim.cluster import DeviceType, communicating_excess
+from gssim.cluster import DeviceType
+from gssim.cluster.contention import communicating_excess
 
 
 class Clock(simpy.Environment):

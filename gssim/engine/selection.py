@@ -12,20 +12,13 @@ import numpy as np
 
 from gssim import collectives
 from gssim.cache import Same, Shared
-from gssim.cluster import GENERATIONS, Cluster, Kind, NcclTuning, memory_node, shaped_group_bytes
-from gssim.collectives import (
-    BACKEND_ALGORITHMS,
-    COPIES,
-    TO_HOST,
-    Communication,
-    Hops,
-    HostCopies,
-    Stage,
-    processor_s,
-    summed,
-)
+from gssim.cluster import GENERATIONS, Cluster, Kind, NcclTuning, memory_node
+from gssim.cluster.lab_links import shaped_group_bytes
+from gssim.collectives import BACKEND_ALGORITHMS, COPIES, TO_HOST, Communication, Hops, Stage, summed
 from gssim.collectives.algorithms import ALGORITHMS, Members, ring_hops
+from gssim.collectives.backend import processor_s
 from gssim.collectives.nccl import Group, ring_packing, times
+from gssim.collectives.stage import HostCopies
 from gssim.engine.host import Load
 from gssim.errors import UserError
 from gssim.network import Network, Pace, Router, notices_queue

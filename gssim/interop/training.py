@@ -14,7 +14,7 @@ from gssim.cluster import Cluster
 from gssim.errors import UserError
 from gssim.interop.reading import Keys, Value
 from gssim.plan import METHODS, Plan
-from gssim.scenario import undivided_reason
+from gssim.scenario.tensor_slices import undivided_reason
 from gssim.workload import HuggingFace, ImageInput, Model, Workload, unrolled
 
 OPTIMIZERS: dict[str, tuple[str, str]] = {

@@ -11,7 +11,8 @@ import numpy as np
 import simpy
 
 from gssim.cache import Shared
-from gssim.cluster import Conditions, ends_of, head_start_s
+from gssim.cluster import Conditions, ends_of
+from gssim.cluster.lab_links import head_start_s
 from gssim.collectives import Hops, Stage
 from gssim.network.folding import Folded, Sessions, fold
 from gssim.network.routes import Router

@@ -2,115 +2,55 @@
 
 from gssim.plan.buckets import Division, assign_buckets, bucket_limits, divide
 from gssim.plan.context_blocks import Block, position_ranges, ring_blocks
-from gssim.plan.encodings import (
-    CHUNK_ELEMENTS,
-    ENCODINGS,
-    INDEX_BYTES,
-    MOST_INDEXED,
-    SAMPLE_ELEMENTS,
-    chosen,
-    coo_range_error,
-    message_bytes,
-    scratch_elements,
-)
-from gssim.plan.mesh import AXES, DATA_AXES, REPLICA_AXES, Mesh
-from gssim.plan.methods import METHODS, PREDICTED_ONLY, RUNS_WITH, Method, MethodName
-from gssim.plan.pipeline_schedule import SCHEDULES, Action, Message, in_flight, refuse, schedule
+from gssim.plan.encodings import INDEX_BYTES, SAMPLE_ELEMENTS, chosen, message_bytes, scratch_elements
+from gssim.plan.mesh import DATA_AXES, REPLICA_AXES, Mesh
+from gssim.plan.methods import METHODS, PREDICTED_ONLY, RUNS_WITH, MethodName
+from gssim.plan.pipeline_schedule import Action
 from gssim.plan.plan import (
     DDP_BUCKET_BYTES,
     DDP_FIRST_BUCKET_BYTES,
-    INT8_BLOCK_ELEMENTS,
-    INT8_SCALE_BYTES,
     MIB,
     Plan,
-    PowerSGD,
     Publish,
     Push,
-    Replanning,
-    ShareRules,
-    SparseOuter,
-    TopK,
     absolute_threshold,
-    chunks_of,
-    int8_blocks,
     largest_count,
-    low_rank_of,
     resolved_push,
-    sparse_message_bytes,
 )
-from gssim.plan.policies import Policies, refuse_what_cannot_run, resolve
-from gssim.plan.rebalancing import Watch, observe, worth_moving
-from gssim.plan.shard_sizing import InfeasibleError, OwnerTimes, cost_shares, memory_shares, owner_time_s
-from gssim.plan.splitting import balance_batch, balanced_stages, even, greedy, proportional, ranges, split
+from gssim.plan.policies import Policies, resolve
+from gssim.plan.splitting import ranges
 
 __all__ = [
-    "AXES",
-    "CHUNK_ELEMENTS",
     "DATA_AXES",
     "DDP_BUCKET_BYTES",
     "DDP_FIRST_BUCKET_BYTES",
-    "ENCODINGS",
     "INDEX_BYTES",
-    "INT8_BLOCK_ELEMENTS",
-    "INT8_SCALE_BYTES",
     "METHODS",
     "MIB",
-    "MOST_INDEXED",
     "PREDICTED_ONLY",
     "REPLICA_AXES",
     "RUNS_WITH",
     "SAMPLE_ELEMENTS",
-    "SCHEDULES",
     "Action",
     "Block",
     "Division",
-    "InfeasibleError",
     "Mesh",
-    "Message",
-    "Method",
     "MethodName",
-    "OwnerTimes",
     "Plan",
     "Policies",
-    "PowerSGD",
     "Publish",
     "Push",
-    "Replanning",
-    "ShareRules",
-    "SparseOuter",
-    "TopK",
-    "Watch",
     "absolute_threshold",
     "assign_buckets",
-    "balance_batch",
-    "balanced_stages",
     "bucket_limits",
     "chosen",
-    "chunks_of",
-    "coo_range_error",
-    "cost_shares",
     "divide",
-    "even",
-    "greedy",
-    "in_flight",
-    "int8_blocks",
     "largest_count",
-    "low_rank_of",
-    "memory_shares",
     "message_bytes",
-    "observe",
-    "owner_time_s",
     "position_ranges",
-    "proportional",
     "ranges",
-    "refuse",
-    "refuse_what_cannot_run",
     "resolve",
     "resolved_push",
     "ring_blocks",
-    "schedule",
     "scratch_elements",
-    "sparse_message_bytes",
-    "split",
-    "worth_moving",
 ]

@@ -8,7 +8,8 @@ from typing import Any
 from gssim.engine import memory_after
 from gssim.errors import UserError
 from gssim.program import Program, lower
-from gssim.result import Remedy, Result
+from gssim.result import Result
+from gssim.result.result import Remedy
 from gssim.scenario import Loaded, Scenario, check
 from gssim.simulation import MemoryFootprint, footprints_of, host_misfit, tightest_margin, worst_misfit
 

@@ -19,7 +19,8 @@ from gssim.errors import UserError
 from gssim.execution.files import read_rows
 from gssim.plan import METHODS, Plan
 from gssim.planner.batches import PLAN, Batches
-from gssim.scenario import Scenario, SearchSpace, check, toml
+from gssim.scenario import Scenario, SearchSpace, check
+from gssim.scenario.overrides import toml
 
 NUMBER = re.compile(r"\d[\d.]*")
 

@@ -18,7 +18,8 @@ from gssim.planner.candidates import Candidate, RefusedPlans
 from gssim.planner.objectives import FRONT_RATIO, Limits, objective_of
 from gssim.planner.reasons import full_ratio
 from gssim.result import Result
-from gssim.scenario import Loaded, Objective, Source, load_scenario
+from gssim.scenario import Loaded, Objective, load_scenario
+from gssim.scenario.scenario import Source
 from gssim.simulation import no_collection, simulate
 
 Answer = Result | Bound | UserError | RunFailedError

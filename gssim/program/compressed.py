@@ -32,7 +32,8 @@ from gssim import cost
 from gssim.cluster import DeviceType
 from gssim.collectives import Communication
 from gssim.memory import Event, footprint
-from gssim.plan import INDEX_BYTES, largest_count, low_rank_of
+from gssim.plan import INDEX_BYTES, largest_count
+from gssim.plan.plan import low_rank_of
 from gssim.program.lowering import Lowering
 from gssim.program.task import Bucket, Task, TaskId, collective_task
 

@@ -27,7 +27,7 @@ from gssim.program.lowering import Lowering
 from gssim.program.stage_boundary import stage_timeline
 from gssim.program.task import BACKWARD, PASSES, Issue, MicroBatch, Task, TaskId
 from gssim.program.tensor_slices import SLICE_COLLECTIVES, sum_positions, with_all_reduces, with_host_time
-from gssim.scenario import pause_excess
+from gssim.scenario.device_rates import pause_excess
 from gssim.workload import LayerInstance
 
 PHASE_NAMES = {"f": "forward", "r": "backward", "b": "backward"}

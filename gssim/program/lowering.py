@@ -15,7 +15,8 @@ from gssim.cache import Shared
 from gssim.cluster import DeviceType
 from gssim.collectives import Communication
 from gssim.memory import Event
-from gssim.plan import Action, Division, Policies, Push, assign_buckets, bucket_limits, divide, schedule, splitting
+from gssim.plan import Action, Division, Policies, Push, assign_buckets, bucket_limits, divide, splitting
+from gssim.plan.pipeline_schedule import schedule
 from gssim.program.stage_boundary import Stage
 from gssim.program.task import Bucket, MicroBatch, Task
 from gssim.scenario import (
@@ -31,16 +32,9 @@ from gssim.scenario import (
     value_bytes,
 )
 from gssim.units import PRECISION_BYTES, Ints, Precision
-from gssim.workload import (
-    Layer,
-    LayerInstance,
-    OwnedLayers,
-    Parameter,
-    gradient_order,
-    owned_layers,
-    unrolled,
-)
+from gssim.workload import Layer, LayerInstance, Parameter, gradient_order, unrolled
 from gssim.workload.gradient_statistics import GradientStatistics
+from gssim.workload.owned import OwnedLayers, owned_layers
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -128,7 +122,7 @@ class Lowering:
         if self.divides_layers:
             return unrolled(held_slice(self.scenario, self.tensor_part))
         if self.scenario.policies.ep > 1:
-            return layers_with_experts(self.scenario, 0)
+            return layers_with_experts(self.scenario.workload, 0, ranks=self.policies.ep)
         return self.whole_layers
 
     @cached_property
@@ -152,7 +146,7 @@ class Lowering:
         """For each position among the ranks that divide experts, the first whose experts get as many rows."""
         if self.policies.ep == 1:
             return (0,)
-        rows = [rows_by_rank(self.scenario, each) for each in self.whole_expert_layers]
+        rows = [rows_by_rank(self.scenario.workload, each, ranks=self.policies.ep) for each in self.whole_expert_layers]
         return tuple(list(zip(*rows, strict=True)).index(column) for column in zip(*rows, strict=True))
 
     def expert_position(self, rank: int) -> int:
@@ -162,7 +156,7 @@ class Lowering:
     def _routed_layers(self, position: int) -> OwnedLayers:
         if position == 0:
             return OwnedLayers(self.layers)
-        layers = layers_with_experts(self.scenario, position)
+        layers = layers_with_experts(self.scenario.workload, position, ranks=self.policies.ep)
         if self.stages:
             every = held_layers(layers, self.scenario.stage_ranges)
             held = [instance for stage in self.stages for instance in every[stage.number]]

@@ -24,7 +24,8 @@ from typing import Final
 
 from gssim import cost
 from gssim.cluster import DeviceType
-from gssim.collectives import FROM_HOST, TO_HOST, Communication
+from gssim.collectives import TO_HOST, Communication
+from gssim.collectives.communication import FROM_HOST
 from gssim.memory import NOTHING, Event, Footprint, footprint
 from gssim.program.lowering import Lowering
 from gssim.program.task import Task, TaskId, collective_task

@@ -18,14 +18,9 @@ from gssim.program.publish import publish
 from gssim.program.sharded import owned_rows, units
 from gssim.program.task import Bucket, Task, TaskId, collective_task
 from gssim.program.tensor_slices import sum_partial_gradients
-from gssim.scenario import native_tensors
-from gssim.workload import (
-    COUNTS_STEPS,
-    VALUES_KEPT,
-    implementation_on,
-    optimizer_state_bytes,
-    optimizer_temporary_bytes,
-)
+from gssim.scenario.tensor_slices import native_tensors
+from gssim.workload import VALUES_KEPT, implementation_on, optimizer_state_bytes
+from gssim.workload.optimizers import COUNTS_STEPS, optimizer_temporary_bytes
 
 Tensors = dict[str, tuple[float, ...]]
 """Bytes of tensors, by category."""

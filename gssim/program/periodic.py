@@ -26,14 +26,8 @@ from dataclasses import replace
 from gssim import cost
 from gssim.collectives import Communication
 from gssim.memory import Event, footprint
-from gssim.plan import (
-    INT8_BLOCK_ELEMENTS,
-    INT8_SCALE_BYTES,
-    assign_buckets,
-    chunks_of,
-    int8_blocks,
-    sparse_message_bytes,
-)
+from gssim.plan import assign_buckets
+from gssim.plan.plan import INT8_BLOCK_ELEMENTS, INT8_SCALE_BYTES, chunks_of, int8_blocks, sparse_message_bytes
 from gssim.program.lowering import Lowering
 from gssim.program.replicated import broadcast_buffers
 from gssim.program.task import Program, Task, TaskId, collective_task, with_ids

@@ -14,7 +14,8 @@ from gssim.cache import Same
 from gssim.cluster import DeviceType
 from gssim.collectives import Communication
 from gssim.memory import input_bytes, release_of
-from gssim.plan import Action, Message
+from gssim.plan import Action
+from gssim.plan.pipeline_schedule import Message
 from gssim.program.compressed import HALF_BYTES
 from gssim.program.lowering import Lowering
 from gssim.program.replicated import is_reduction
@@ -294,7 +295,7 @@ def stage_buffers(low: Lowering, rank: int) -> dict[str, float]:
 def _most_in_flight(actions: Sequence[Action], stage: int) -> int:
     """Return the most micro-batches of a stage whose forward has begun and whose backward has not ended.
 
-    >>> from gssim.plan import schedule
+    >>> from gssim.plan.pipeline_schedule import schedule
     >>> [_most_in_flight(schedule("1f1b", ranks=3, stages=3, micro_batches=8)[stage], stage) for stage in range(3)]
     [3, 2, 1]
     """

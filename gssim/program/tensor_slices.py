@@ -23,7 +23,8 @@ from gssim.program.lowering import Lowering
 from gssim.program.ring import RING_OPERATIONS, attention_ratio, ring_attention
 from gssim.program.task import PASSES, Operation, Task, TaskId, collective_task
 from gssim.scenario import Scenario
-from gssim.workload import EXPERT_EXCHANGES, Layer, LayerInstance, Reduction
+from gssim.workload import Layer, LayerInstance, Reduction
+from gssim.workload.layer import EXPERT_EXCHANGES
 
 
 def _reductions(layer: Layer, phase: str) -> list[Reduction]:

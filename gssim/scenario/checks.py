@@ -2,17 +2,10 @@
 
 from gssim.cluster import applied, ends_of, memory_node
 from gssim.errors import UserError
-from gssim.plan import (
-    DATA_AXES,
-    METHODS,
-    MOST_INDEXED,
-    Plan,
-    Policies,
-    Push,
-    coo_range_error,
-    refuse,
-    refuse_what_cannot_run,
-)
+from gssim.plan import DATA_AXES, METHODS, Plan, Policies, Push
+from gssim.plan.encodings import MOST_INDEXED, coo_range_error
+from gssim.plan.pipeline_schedule import refuse
+from gssim.plan.policies import refuse_what_cannot_run
 from gssim.scenario.device_rates import layer_profile
 from gssim.scenario.expert_load import layer_rows
 from gssim.scenario.scenario import Scenario

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gssim.cluster import Cluster, Curve, DeviceType, LayerProfile, Profile
+from gssim.cluster import Cluster, Curve, DeviceType, LayerProfile
+from gssim.cluster.measured import Profile
 from gssim.errors import UserError
 from gssim.units import PRECISION_BYTES, Precision, Rate
 from gssim.workload import Layer, LayerInstance, Model, TokenInput, Workload

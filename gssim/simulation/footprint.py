@@ -33,7 +33,8 @@ from gssim.cluster import DeviceType
 from gssim.engine import MemoryTracker
 from gssim.memory import Block, CachingAllocator, Event, Footprint, NoMemoryLeftError, Request, rounded_bytes
 from gssim.program import Chunk, Program, Task, parts_of, unnumbered
-from gssim.result import CATEGORIES, Fit, Margin
+from gssim.result import CATEGORIES
+from gssim.result.result import Fit, Margin
 from gssim.scenario import Scenario
 from gssim.units import PRECISION_BYTES
 

@@ -19,8 +19,10 @@ from gssim.engine import Machine, RecordingTracker, TaskSpan, is_jittery
 from gssim.errors import UserError
 from gssim.execution import NUMERICS, SHOWN, code_digest, installed_version
 from gssim.program import Program, Steps, StepTraffic, after_inner_steps, lowering_key, unmeasured_host_time
-from gssim.result import COMPUTE_PHASES, PHASES, UPDATE_PHASES, Band, Density, Result, Span, Step, typical_phases
-from gssim.scenario import Loaded, Scenario, with_profile_slowdowns
+from gssim.result import COMPUTE_PHASES, PHASES, UPDATE_PHASES, Density, Result, Span, Step, typical_phases
+from gssim.result.result import Band
+from gssim.scenario import Loaded, Scenario
+from gssim.scenario.device_rates import with_profile_slowdowns
 from gssim.simulation.extrapolation import extrapolated, simulated_counts, with_micro_batches
 from gssim.simulation.footprint import MemoryFootprint, footprints_of, host_misfit, tightest_margin, worst_misfit
 from gssim.simulation.periodic_run import InnerStep, Period, Slowed, alone_s, periodic_result

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from gssim.errors import UserError
 from gssim.execution.files import as_text_cell, check_place, check_text_name, write_files
-from gssim.result import CATEGORIES, PHASES, RankClass, Result, imported_polars
+from gssim.result import CATEGORIES, PHASES, RankClass, Result
+from gssim.result.result import imported_polars
 from gssim.units import human_bytes
 
 if TYPE_CHECKING:

@@ -1,7 +1,6 @@
 """The workload: a model's layers as traced, the batch, the optimizer and the data of a training."""
 
 from gssim.workload.layer import (
-    EXPERT_EXCHANGES,
     Buffer,
     Layer,
     Moment,
@@ -14,9 +13,7 @@ from gssim.workload.layer import (
     sliced_layer,
 )
 from gssim.workload.model import (
-    AdaptedLayers,
     Adapters,
-    AutocastLayers,
     HuggingFace,
     ImageInput,
     LayerInstance,
@@ -25,29 +22,15 @@ from gssim.workload.model import (
     TokenInput,
     gradient_order,
     unrolled,
-    with_adapters,
 )
-from gssim.workload.optimizers import (
-    COUNTS_STEPS,
-    VALUES_KEPT,
-    implementation_on,
-    optimizer_moved_values,
-    optimizer_operations,
-    optimizer_state_bytes,
-    optimizer_temporary_bytes,
-)
-from gssim.workload.owned import OwnedLayers, owned_layers
+from gssim.workload.optimizers import VALUES_KEPT, implementation_on, optimizer_moved_values, optimizer_state_bytes
 from gssim.workload.shipped import shipped_models
 from gssim.workload.workload import PATHS, Glue, ImageFolder, TextFolder, Workload
 
 __all__ = [
-    "COUNTS_STEPS",
-    "EXPERT_EXCHANGES",
     "PATHS",
     "VALUES_KEPT",
-    "AdaptedLayers",
     "Adapters",
-    "AutocastLayers",
     "Buffer",
     "Glue",
     "HuggingFace",
@@ -58,7 +41,6 @@ __all__ = [
     "Model",
     "Module",
     "Moment",
-    "OwnedLayers",
     "Parameter",
     "PartialBackward",
     "Polynomial",
@@ -71,12 +53,8 @@ __all__ = [
     "layer_input_gradient",
     "layer_output",
     "optimizer_moved_values",
-    "optimizer_operations",
     "optimizer_state_bytes",
-    "optimizer_temporary_bytes",
-    "owned_layers",
     "shipped_models",
     "sliced_layer",
     "unrolled",
-    "with_adapters",
 ]

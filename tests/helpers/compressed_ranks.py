@@ -21,7 +21,7 @@ from gsreal.model_files.build import logits_of, loss_of
 from gsreal.run.feed import Feed
 from gsreal.run.rank import run_on_rank
 from gsreal.run.worker import build
-from gssim.plan import PowerSGD, TopK, low_rank_of
+from gssim.plan.plan import PowerSGD, TopK, low_rank_of
 from gssim.scenario import Scenario, load_scenario, single_device
 
 STEPS = 6

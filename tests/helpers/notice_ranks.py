@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from gsreal.gradient_sharding.point_to_point import all_gather_v, reduce_scatter_v
 from gsreal.run.rank import run_on_rank
-from gssim.plan import even, ranges
+from gssim.plan import ranges
+from gssim.plan.splitting import even
 
 REPEATS, WARMUPS = 10, 4
 PAUSE_S = 0.4

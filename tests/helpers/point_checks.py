@@ -331,9 +331,10 @@ def model_flop(scenario: Scenario, samples: int) -> float:
 def _compute_bound(scenario: Scenario, simulated: Simulated) -> Iterator[str]:
     policies, workload, result = scenario.policies, scenario.workload, simulated.result
     types = [scenario.cluster.type_of(rank) for rank in range(scenario.ranks)]
-    if any(each.profiles or each.step_jitter_ratio or workload.precision not in each.peak_flop_per_s for each in types):
+    precision = workload.autocast or workload.precision  # of products, which have nearly all FLOP
+    if any(each.profiles or each.step_jitter_ratio or precision not in each.peak_flop_per_s for each in types):
         return
-    rates = [each.peak_flop_per_s[workload.precision] for each in types]
+    rates = [each.peak_flop_per_s[precision] for each in types]
     copies = scenario.ranks if policies.partition == "weight-gradient" else 1
     least_s = copies * model_flop(scenario, workload.global_batch_size) / sum(rates)
     # ranks do inner steps apart: those of the slowest count only in the mean of a period

@@ -13,7 +13,8 @@ from gssim.errors import UserError
 from gssim.planner import PLAN, Search, full_ratio, judged
 from gssim.planner.bounds import LoweredBounds
 from gssim.result import Result
-from gssim.scenario import SEARCHED_METHODS, SearchSpace, check
+from gssim.scenario import SearchSpace, check
+from gssim.scenario.search_space import SEARCHED_METHODS
 from gssim.simulation import simulate
 
 

@@ -7,10 +7,12 @@ import pytest
 from points import random_point
 from strategies import loaded_of, scenario_of, star, tiny_model
 
-from gssim.cluster import CompressionCost, Curve, LowRankCost
+from gssim.cluster import Curve
+from gssim.cluster.measured import CompressionCost, LowRankCost
 from gssim.cost import low_rank_product_time_s, orthogonalization_time_s
 from gssim.errors import UserError
-from gssim.plan import TopK, largest_count
+from gssim.plan import largest_count
+from gssim.plan.plan import TopK
 from gssim.program import lower
 from gssim.simulation import simulate
 from gssim.workload import unrolled

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 from strategies import cluster_of, communicated, communication_time_s, loaded_of, scenario_of, star
 
-from gssim.cluster import BackendCost, Conditions, Curve, LinkFault, Traffic, applied
+from gssim.cluster import Conditions, Curve, applied
+from gssim.cluster.cluster import BackendCost
+from gssim.cluster.network_faults import LinkFault, Traffic
 from gssim.collectives import Communication
 from gssim.errors import UserError
 from gssim.scenario import load_scenario

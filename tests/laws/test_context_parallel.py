@@ -8,7 +8,8 @@ from strategies import loaded_of, scenario_of, star
 from gssim.errors import UserError
 from gssim.plan import Mesh
 from gssim.program import lower
-from gssim.scenario import context_part, load_model
+from gssim.scenario import load_model
+from gssim.scenario.tensor_slices import context_part
 from gssim.simulation import simulate
 from gssim.workload import Layer, Reduction
 

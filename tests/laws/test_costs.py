@@ -4,16 +4,8 @@ import pytest
 from strategies import device_type, tiny_model
 
 from gssim import cost as costs
-from gssim.cluster import (
-    CompressionCost,
-    Curve,
-    CutBlockCost,
-    DeviceType,
-    LayerProfile,
-    OptimizerCost,
-    Profile,
-    ShardedUnitCost,
-)
+from gssim.cluster import Curve, DeviceType, LayerProfile
+from gssim.cluster.measured import CompressionCost, CutBlockCost, OptimizerCost, Profile, ShardedUnitCost
 from gssim.errors import UserError
 from gssim.units import validated
 from gssim.workload import Layer, Polynomial, Workload

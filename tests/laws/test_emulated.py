@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import communication_time_s, device_type, star
 
-from gssim.cluster import BackendCost, Cluster, burst_bytes, group_bytes, head_start_s
+from gssim.cluster import Cluster
+from gssim.cluster.cluster import BackendCost
+from gssim.cluster.lab_links import burst_bytes, group_bytes, head_start_s
 from gssim.collectives import Communication
 
 RATES = st.floats(1e5, 1e9)

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gssim.plan import ENCODINGS, chosen, message_bytes
+from gssim.plan import chosen, message_bytes
+from gssim.plan.encodings import ENCODINGS
 
 ELEMENTS = 80_000
 

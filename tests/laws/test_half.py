@@ -7,7 +7,7 @@ import pytest
 from points import random_point
 from strategies import built, loaded_of, scenario_of, star, topology
 
-from gssim.cluster import BackendCost
+from gssim.cluster.cluster import BackendCost
 from gssim.errors import UserError
 from gssim.program import lower
 from gssim.scenario import load_model

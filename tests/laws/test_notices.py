@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from strategies import communication_time_s, device_type, loaded_of, scenario_of, star
 from tasks import other, program_with, task_of
 
-from gssim.cluster import BackendCost
+from gssim.cluster.cluster import BackendCost
 from gssim.collectives import Communication
 from gssim.collectives.algorithms import SEGMENT_BYTES
 from gssim.engine import Machine

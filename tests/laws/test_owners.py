@@ -12,8 +12,9 @@ from strategies import cluster_of, device_type, tiny_model
 
 from gssim.cluster import Cluster
 from gssim.errors import UserError
-from gssim.plan import InfeasibleError, OwnerTimes, cost_shares, memory_shares, owner_time_s
-from gssim.scenario import USABLE_RATIO, Loaded, Scenario, activation_bytes, check, held_bytes, owned_bytes, rank_rates
+from gssim.plan.shard_sizing import InfeasibleError, OwnerTimes, cost_shares, memory_shares, owner_time_s
+from gssim.scenario import Loaded, Scenario, check
+from gssim.scenario.ownership import USABLE_RATIO, activation_bytes, held_bytes, owned_bytes, rank_rates
 from gssim.simulation import simulate
 from gssim.units import validated
 

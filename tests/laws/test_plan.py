@@ -11,9 +11,9 @@ from gssim.plan import (
     Plan,
     assign_buckets,
     bucket_limits,
-    refuse_what_cannot_run,
     resolve,
 )
+from gssim.plan.policies import refuse_what_cannot_run
 
 
 def buckets(sizes, first=MIB, cap=25 * MIB):

@@ -5,7 +5,8 @@ import pytest
 from pydantic import TypeAdapter
 from strategies import device_type
 
-from gssim.cluster import Cluster, DeviceType, expanded, presets
+from gssim.cluster import Cluster, DeviceType, presets
+from gssim.cluster.presets import expanded
 from gssim.cluster.topology import LinkType
 from gssim.errors import UserError
 from gssim.units import validated

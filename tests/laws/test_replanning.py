@@ -9,7 +9,10 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gssim.plan import OwnerTimes, Replanning, Watch, balance_batch, observe, owner_time_s, worth_moving
+from gssim.plan.plan import Replanning
+from gssim.plan.rebalancing import Watch, observe, worth_moving
+from gssim.plan.shard_sizing import OwnerTimes, owner_time_s
+from gssim.plan.splitting import balance_batch
 
 DEFAULTS = Replanning()
 ANSWER_STEPS = 4

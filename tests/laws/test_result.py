@@ -8,7 +8,8 @@ from strategies import loaded_of, scenario_of, star
 
 from gssim.errors import UserError
 from gssim.execution.files import write_text
-from gssim.result import PHASES, Collective, Density, Span, merge_collectives, phases_of, read_result
+from gssim.result import PHASES, Collective, Density, Span, merge_collectives, read_result
+from gssim.result.result import phases_of
 from gssim.simulation import simulate
 
 

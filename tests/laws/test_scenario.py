@@ -15,17 +15,11 @@ from strategies import (
     write_files,
 )
 
-from gssim.cluster import Curve, LayerProfile, Profile
+from gssim.cluster import Curve, LayerProfile
+from gssim.cluster.measured import Profile
 from gssim.errors import UserError
-from gssim.scenario import (
-    layer_profile,
-    load_scenario,
-    read_toml,
-    sample_costs,
-    single_device,
-    takes_tokens,
-    value_bytes,
-)
+from gssim.scenario import layer_profile, load_scenario, read_toml, single_device, value_bytes
+from gssim.scenario.device_rates import sample_costs, takes_tokens
 
 UNEQUAL = {"types": {"fast": device_type(), "slow": device_type(peak_flop_per_s={"fp32": 2.5e8})}}
 

@@ -8,9 +8,10 @@ from statistics import median
 import pytest
 from strategies import cluster_of, device_type, scenario_of
 
-from gssim.plan import Replanning, ShareRules
+from gssim.plan.plan import Replanning, ShareRules
 from gssim.result import Result
-from gssim.scenario import USABLE_RATIO, Loaded, Scenario, held_bytes, load_model, owned_bytes
+from gssim.scenario import Loaded, Scenario, load_model
+from gssim.scenario.ownership import USABLE_RATIO, held_bytes, owned_bytes
 from gssim.simulation import simulate
 from gssim.terminal import print_result
 from gssim.units import validated

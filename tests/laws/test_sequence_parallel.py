@@ -7,7 +7,8 @@ from strategies import loaded_of, scenario_of, star
 
 from gssim.errors import UserError
 from gssim.program import lower
-from gssim.scenario import load_model, model_slice
+from gssim.scenario import load_model
+from gssim.scenario.tensor_slices import model_slice
 from gssim.simulation import simulate
 from gssim.workload import Layer, Parameter, Polynomial, Reduction
 

@@ -9,8 +9,11 @@ from hypothesis import strategies as st
 from strategies import cluster_of, device_type, machine_for, star
 from test_machine import work
 
-from gssim.cluster import Emulation, contention_groups, core_shares, dealt
-from gssim.scenario import load_scenario, with_profile_slowdowns
+from gssim.cluster import contention_groups
+from gssim.cluster.cluster import Emulation
+from gssim.cluster.contention import core_shares, dealt
+from gssim.scenario import load_scenario
+from gssim.scenario.device_rates import with_profile_slowdowns
 from gssim.simulation import simulate
 
 SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"

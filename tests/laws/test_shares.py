@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gssim.plan import balance_batch, balanced_stages, even, greedy, proportional, ranges, split
+from gssim.plan import ranges
 from gssim.plan import splitting as division
+from gssim.plan.splitting import balance_batch, balanced_stages, even, greedy, proportional, split
 
 WEIGHTS = st.lists(st.floats(0, 1e6), min_size=1, max_size=9).filter(lambda weights: sum(weights) > 1e-3)
 

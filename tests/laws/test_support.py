@@ -7,8 +7,9 @@ import pytest
 
 from gssim.errors import UserError
 from gssim.plan import METHODS
-from gssim.scenario import load_scenario, overrides_of, supported
-from gssim.scenario.support import FEATURES
+from gssim.scenario import load_scenario
+from gssim.scenario.overrides import overrides_of
+from gssim.scenario.support import FEATURES, supported
 from gssim.simulation import simulate
 
 SCENARIO = Path(__file__).resolve().parents[2] / "scenarios" / "lab-2-hosts.toml"

@@ -11,13 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import MODEL_TOML, device_type, loaded_of, machine_of, scenario_of, star
 
-from gssim.cluster import Curve, LayerProfile, Profile
+from gssim.cluster import Curve, LayerProfile
+from gssim.cluster.measured import Profile
 from gssim.cost import layer_time_s
 from gssim.errors import UserError
 from gssim.plan import Plan, resolve
 from gssim.program import lower
 from gssim.result import Result
-from gssim.scenario import Scenario, load_model, model_slice, native_tensors, units_of_ranks
+from gssim.scenario import Scenario, load_model, units_of_ranks
+from gssim.scenario.tensor_slices import model_slice, native_tensors
 from gssim.simulation import simulate
 from gssim.units import validated
 from gssim.workload import Layer, Model, Parameter, Polynomial, Reduction

@@ -16,7 +16,8 @@ from analysis.cli import main
 from analysis.compare.timeline import Block, flattened, read_step, step_of, with_common_labels
 from gssim.execution.files import write_text
 from gssim.program import TaskId
-from gssim.result import Span, Step, chrome_trace, phases_of
+from gssim.result import Span, Step, chrome_trace
+from gssim.result.result import phases_of
 
 PREDICTED = [
     Span(0, "compute", "forward a", "forward", -0.2, 1.0),

@@ -27,7 +27,8 @@ from gssim.result import RankClass, Result
 from gssim.scenario import Scenario, load_model
 from gssim.simulation import simulate
 from gssim.units import validated
-from gssim.workload import Model, owned_layers, unrolled
+from gssim.workload import Model, unrolled
+from gssim.workload.owned import owned_layers
 
 FLOP = 1000
 """Of a layer's forward, of the gradient of its input, and of its weight gradient, for each sample and token."""

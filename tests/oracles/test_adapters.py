@@ -8,7 +8,8 @@ from test_trace import UNCOUNTED
 import gssim
 from gssim.errors import UserError
 from gssim.scenario import load_model, load_scenario
-from gssim.workload import Adapters, Model, unrolled, with_adapters
+from gssim.workload import Adapters, Model, unrolled
+from gssim.workload.model import with_adapters
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 

@@ -1,10 +1,12 @@
 from strategies import device_type, loaded_of, machine_of, scenario_of, star, tiny_model
 
-from gssim.cluster import Curve, LayerProfile, Profile
+from gssim.cluster import Curve, LayerProfile
+from gssim.cluster.measured import Profile
 from gssim.memory import Event, Footprint, activation_timeline, footprint, gradient_events, with_scratch
 from gssim.program import Lowering, units
 from gssim.simulation import simulate
-from gssim.workload import optimizer_state_bytes, optimizer_temporary_bytes, unrolled
+from gssim.workload import optimizer_state_bytes, unrolled
+from gssim.workload.optimizers import optimizer_temporary_bytes
 
 LAYERS = unrolled(tiny_model())
 

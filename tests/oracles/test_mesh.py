@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gssim.plan import AXES, Mesh
+from gssim.plan import Mesh
+from gssim.plan.mesh import AXES
 
 meshes = st.builds(Mesh, **{name: st.integers(1, 4) for name in AXES})
 

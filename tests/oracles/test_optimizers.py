@@ -12,16 +12,11 @@ from strategies import device_type, loaded_of, scenario_of
 from strategies import star as small_star
 
 from gssim import cost
-from gssim.cluster import Curve, DeviceType, OptimizerCost
+from gssim.cluster import Curve, DeviceType
+from gssim.cluster.measured import OptimizerCost
 from gssim.simulation import simulate
-from gssim.workload import (
-    VALUES_KEPT,
-    implementation_on,
-    optimizer_moved_values,
-    optimizer_operations,
-    optimizer_state_bytes,
-    optimizer_temporary_bytes,
-)
+from gssim.workload import VALUES_KEPT, implementation_on, optimizer_moved_values, optimizer_state_bytes
+from gssim.workload.optimizers import optimizer_operations, optimizer_temporary_bytes
 
 OPTIMIZERS = ("sgd", "sgd-momentum", "adam", "adamw")
 IMPLEMENTATIONS = ("for-loop", "foreach", "fused")

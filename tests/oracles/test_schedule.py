@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gssim.plan import SCHEDULES, Action, Message, in_flight, schedule
+from gssim.plan import Action
+from gssim.plan.pipeline_schedule import SCHEDULES, Message, in_flight, schedule
 
 GPIPE, ONE_FORWARD_ONE_BACKWARD, INTERLEAVED = SCHEDULES
 

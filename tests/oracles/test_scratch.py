@@ -8,7 +8,8 @@ from real_runs import scenario_file, star
 from strategies import device_type, machine_of, scenario_of
 from strategies import star as tiny_star
 
-from gssim.cluster import LayerProfile, Profile, Scratch
+from gssim.cluster import LayerProfile
+from gssim.cluster.measured import Profile, Scratch
 from gssim.errors import UserError
 from gssim.program import lower
 from gssim.scenario import Scenario, load_scenario

@@ -15,7 +15,8 @@ from gsreal.methods.stage_modules import check_stages, stage_module, tied_names
 from gsreal.model_files.build import build_module, example_batch, logits_of
 from gsreal.run.feed import Feed
 from gssim.errors import UserError
-from gssim.scenario import Scenario, held_layers, load_model, stage_cut_error
+from gssim.scenario import Scenario, held_layers, load_model
+from gssim.scenario.stages import stage_cut_error
 from gssim.units import validated
 from gssim.workload import HuggingFace, Model, Module, unrolled
 

@@ -22,7 +22,8 @@ from analysis.literature.tables.reading import read_table
 from analysis.literature.transformer import layers_of, transformer
 from gssim.errors import UserError
 from gssim.program import Task, lower
-from gssim.scenario import Loaded, Scenario, model_slice
+from gssim.scenario import Loaded, Scenario
+from gssim.scenario.tensor_slices import model_slice
 from gssim.simulation import simulate
 from gssim.workload import Layer
 

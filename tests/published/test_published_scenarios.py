@@ -6,7 +6,8 @@ import pytest
 from pydantic import TypeAdapter
 
 from analysis.literature.platforms import cluster_of, platforms, sixteen_bits_of
-from gssim.cluster import DeviceType, expanded
+from gssim.cluster import DeviceType
+from gssim.cluster.presets import expanded
 from gssim.scenario import load_scenario
 from gssim.simulation import simulate
 

@@ -15,7 +15,7 @@ import torch
 from gsreal.calibrate.cluster_file import averaged, write_all_reduces
 from gsreal.calibrate.communication import _mean, line_through
 from gsreal.calibrate.profile import _jitter, _spread, _Step, _unobserved_ratio
-from gssim.cluster import CutBlockCost
+from gssim.cluster.measured import CutBlockCost
 from gssim.errors import UserError
 from gssim.interop.nccl_tests import nccl_table
 from gssim.units import validated

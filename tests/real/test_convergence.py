@@ -28,7 +28,8 @@ from analysis.study.rows import (
 from analysis.study.study import HERE, Elsewhere, Study, Trained, key_of, load_study, on_network, trainings_in
 from gssim.errors import UserError
 from gssim.result import Collective, Density, Evaluation, RankClass, Result
-from gssim.scenario import as_overrides, load_scenario
+from gssim.scenario import load_scenario
+from gssim.scenario.overrides import as_overrides
 from gssim.simulation import simulate
 from gssim.units import validated
 

@@ -12,7 +12,7 @@ from real_runs import star as star_toml
 from strategies import communication_time_s, loaded_of, scenario_of, star
 
 from gssim import collectives
-from gssim.cluster import BackendCost
+from gssim.cluster.cluster import BackendCost
 from gssim.collectives import Communication
 from gssim.errors import UserError
 from gssim.plan import Plan, resolve

@@ -26,7 +26,7 @@ from gsreal.lab.network import LEAST_DELAY_S, network_of, shape, wire_bits_per_s
 from gsreal.lab.throttle import MOST_OF_THE_CORES, Place, as_variable, cores_of, own_place
 from gsreal.lab.verify import Verified, interface_bytes
 from gsreal.machine import device_name, usable_cores
-from gssim.cluster import group_bytes
+from gssim.cluster.lab_links import group_bytes
 from gssim.errors import RunFailedError, UserError
 from gssim.scenario import load_cluster, load_scenario
 from gssim.terminal import EndedError, unwinding

@@ -24,7 +24,8 @@ from gsreal import cli
 from gsreal.machine import device_name, usable_cores
 from gsreal.model_files.trace import Request, write_model
 from gsreal.run.launch import reason_of
-from gssim.result import PHASES, Result, process_of, read_result
+from gssim.result import PHASES, Result, read_result
+from gssim.result.trace import process_of
 from gssim.scenario import load_model
 from gssim.workload import Module
 

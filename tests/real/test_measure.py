@@ -14,7 +14,7 @@ from gsreal.gradient_sharding.point_to_point import all_gather_v, all_to_all_v
 from gsreal.measure import CollectiveRecorder, MemoryCounter, ObservedCollective, Timeline, collectives_of
 from gsreal.model_files.build import loss_of
 from gsreal.models import bert, gpt
-from gssim.result import phases_of
+from gssim.result.result import phases_of
 
 CPU = torch.device("cpu")
 KIB = 1024

@@ -14,7 +14,8 @@ from real_runs import HELPERS, SCENARIOS
 from strategies import cluster_of, communication_time_s, device_type, loaded_of, scenario_of, star
 
 from gssim import collectives
-from gssim.cluster import BackendCost, Curve
+from gssim.cluster import Curve
+from gssim.cluster.cluster import BackendCost
 from gssim.collectives import Communication
 from gssim.engine import Host, Load
 from gssim.result import Result

@@ -20,12 +20,8 @@ from gsreal.gradient_sharding.messages import (  # noqa: E402
     quantile,
 )
 from gsreal.gradient_sharding.push import Accumulated, Residual  # noqa: E402
-from gssim.plan import (  # noqa: E402
-    CHUNK_ELEMENTS,
-    Push,
-    divide,
-    message_bytes,
-)
+from gssim.plan import Push, divide, message_bytes  # noqa: E402
+from gssim.plan.encodings import CHUNK_ELEMENTS  # noqa: E402
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)

@@ -9,7 +9,8 @@ from real_runs import predicted, predicted_peaks, run_cases, scenario_file, slow
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'gssim[models]'")
 
-from gssim.scenario import load_scenario, native_tensors
+from gssim.scenario import load_scenario
+from gssim.scenario.tensor_slices import native_tensors
 from gssim.workload import unrolled
 
 pytestmark = pytest.mark.real

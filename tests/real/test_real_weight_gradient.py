@@ -20,7 +20,8 @@ from gsreal.model_files.recorder import Record
 from gsreal.model_files.step import fake_module
 from gssim.memory import activation_timeline
 from gssim.scenario import load_model
-from gssim.workload import LayerInstance, Model, owned_layers, unrolled
+from gssim.workload import LayerInstance, Model, unrolled
+from gssim.workload.owned import owned_layers
 
 pytestmark = pytest.mark.real
 

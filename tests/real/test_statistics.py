@@ -22,7 +22,8 @@ from gsreal.run.worker import build
 from gsreal.statistics.collect import APART, Replica, sampled_steps, take_statistics, write_statistics
 from gsreal.statistics.records import BlockSketches, Feedback, partition, sketch, typical
 from gssim.plan import Push
-from gssim.scenario import Run, Scenario, load_model, single_device
+from gssim.scenario import Scenario, load_model, single_device
+from gssim.scenario.run import Run
 from gssim.sparsity import push_density
 from gssim.units import validated
 from gssim.workload.gradient_statistics import SKETCH_EDGES, GradientStatistics, Sketch, read_gradients

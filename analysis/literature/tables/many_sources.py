@@ -28,50 +28,36 @@ FLOAT8 = ("bf16+float8", "float8", "fp8-cs", "fp8-mx", "mxfp8")
 MODELS = ("gpt", "llama", "mt-nlg", "bert")
 MASKED_TOKENS = {128: 20, 512: 80}
 """BERT's predicted tokens, which have logits, by sequence length (NVIDIA, DeepLearningExamples: BERT)."""
-METHODS: dict[str, MethodName] = {
-    "": "ddp",
-    "none": "ddp",
-    "ddp": "ddp",
-    "dp": "ddp",
-    "data parallel": "ddp",
-    "deepspeed 3d": "ddp",
-    "ptd-p": "ddp",
-    "single gpu": "ddp",
-    "zero-0": "ddp",
-    "no_shard": "ddp",
-    "ddp+dist-opt": "zero1",
-    "distributed optimizer": "zero1",
-    "dist-opt": "zero1",
-    "zero-1": "zero1",
-    "zero-2": "zero2",
-    "shard_grad_op": "zero2",
-    "_hybrid_shard_zero2": "zero2",
-    "zero-3": "zero3",
-    "fsdp": "zero3",
-    "full_shard": "zero3",
-    "full-shard": "zero3",
-    "hsdp": "zero3",
-    "hybrid_shard": "zero3",
-}
-"""Method by the word that a table has for sharding, see `_sharding`."""
+SHARDING: tuple[tuple[MethodName, str], ...] = (
+    ("ddp", r"|none|ddp|dp|data parallel|deepspeed 3d|ptd-p|single gpu|zero-0|no_shard"),
+    ("zero1", r"(ddp\+)?dist-opt|distributed optimizer|zero-1"),
+    ("zero2", r"zero-2|shard_grad_op|_hybrid_shard_zero2"),
+    ("zero3", r"zero-3|fsdp|full[_-]shard|hsdp|hybrid_shard"),
+)
+"""Methods, and the words that tables have for their sharding."""
 SEQUENCE_PARALLEL = r"seq(uence)?[ _-]?par|seq(uence)?[ _+-]?sel|\bsp\b"
 """How tables mention sequence parallelism."""
 HYBRID = ("hsdp", "hybrid_shard", "_hybrid_shard_zero2")
 """Words for shards inside a server, which are replicated across servers."""
 
 
-def _sharding(text: str) -> str:
-    """Return the word of `METHODS` for what a table says of sharding: its notes and the software's name do not count.
+def _sharding(text: str) -> tuple[MethodName, bool]:
+    """Return the method for what a table says of sharding, and whether its shards are replicated across servers.
 
-    >>> [_sharding(text) for text in ("FSDP2 full-shard (ZeRO-3) over dp*cp", "DeepSpeed ZeRO-3", "none (DDP)", "HSDP")]
-    ['full-shard', 'zero-3', 'none', 'hsdp']
+    Remarks in brackets and the software's name do not count.
+
+    >>> [_sharding(text)[0] for text in ("FSDP2 full-shard (ZeRO-3) over dp*cp", "DeepSpeed ZeRO-2", "none (DDP)")]
+    ['zero3', 'zero2', 'ddp']
+    >>> _sharding("HSDP")
+    ('zero3', True)
     """
     word = re.sub(r"[(?].*|\bga=\d+", "", text.lower()).strip()
     word = re.sub(r"^(fsdp2?|deepspeed)\s+(?=\S)(?!3d)", "", word)
     word = re.sub(r"^zero[-_ ]?(stage[-_ ]?)?(?=[0-3]$)", "zero-", word)
-    if word not in METHODS:
-        raise SkippedError(f"sharding '{text}' is not known")
-    return word
+    for method, words in SHARDING:
+        if re.fullmatch(words, word):
+            return method, word in HYBRID
+    raise SkippedError(f"sharding '{text}' is not known")
 
 
 def many_sources(record: Mapping[str, str], identity: str) -> Run:
@@ -260,7 +246,7 @@ def _method(record: Mapping[str, str], data: int, pp: int, tp: int) -> MethodNam
     that one (torch 2.6, distributed/pipelining/stage.py, backward_maybe_with_nosync; torchtitan,
     models/llama/parallelize.py: it reshards after a forward only without a pipeline).
     """
-    method = METHODS[_sharding(record["sharding"])]
+    method, _ = _sharding(record["sharding"])
     if method in ("zero2", "zero3") and pp > 1:
         if not _is_torchtitan(record):
             raise SkippedError("FSDP over the stages of a pipeline")
@@ -273,7 +259,8 @@ def _shards(record: Mapping[str, str], data: int) -> int | None:
 
     None where all ranks shard, or none does.
     """
-    if _sharding(record["sharding"]) not in HYBRID:
+    _, is_replicated = _sharding(record["sharding"])
+    if not is_replicated:
         return None
     platform = platform_of(record["gpu"])
     return math.gcd(data, count(record, "gpus_per_node") or (platform.devices if platform else 8))

@@ -7,7 +7,8 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from gssim.cluster import Algorithm, Array, Joint, Kind, NcclTuning, Protocol
+from gssim.cluster import Array, Kind, NcclTuning
+from gssim.cluster.nccl_tuning import Algorithm, Joint, Protocol
 
 BASE_LATENCY_S: dict[Algorithm, dict[Protocol, float]] = {
     "tree": {"ll": 6.8e-6, "ll128": 14e-6, "simple": 8.4e-6},

@@ -7,17 +7,10 @@ from typing import TypeVar, cast
 
 from gssim.errors import UserError
 from gssim.plan import Plan, Policies, resolve, splitting
-from gssim.scenario import (
-    Scenario,
-    context_part,
-    layers_with_experts,
-    master_bytes,
-    model_slice,
-    reduce_precision,
-    sequence_positions,
-    stage_cut_error,
-    value_bytes,
-)
+from gssim.scenario import Scenario, layers_with_experts, master_bytes, reduce_precision, value_bytes
+from gssim.scenario.scenario import sequence_positions
+from gssim.scenario.stages import stage_cut_error
+from gssim.scenario.tensor_slices import context_part, model_slice
 from gssim.units import PRECISION_BYTES
 from gssim.workload import Layer, LayerInstance, unrolled
 
@@ -93,7 +86,7 @@ class ModelParts:
             return self.once(("context", own), lambda: self._new_context(own))
         if policies.ep > 1:
             place = policies.mesh.expert_position(rank)
-            return self.once(("experts", policies.ep, place), lambda: self._new_experts(plan, policies.ep, place))
+            return self.once(("experts", policies.ep, place), lambda: self._new_experts(policies.ep, place))
         if policies.tp == 1:
             return self.whole
         parts = self._slice_shares(plan, policies)
@@ -108,10 +101,10 @@ class ModelParts:
         layers = unrolled(context_part(self.model, positions))
         return Part(("context", positions), layers, tuple(instance.layer for instance in self.layers))
 
-    def _new_experts(self, plan: Plan, ranks: int, position: int) -> Part:
+    def _new_experts(self, ranks: int, position: int) -> Part:
         if not self.model.expert_layers:
             raise UserError("the model has no layers with divided experts")
-        layers = layers_with_experts(self.with_plan(plan), position)
+        layers = layers_with_experts(self.workload, position, ranks=ranks)
         return Part(("experts", ranks, position), layers, tuple(instance.layer for instance in self.layers))
 
     def _slice_shares(self, plan: Plan, policies: Policies) -> tuple[float, ...]:

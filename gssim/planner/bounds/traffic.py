@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from gssim.cache import Shared
 from gssim.collectives import Communication
 from gssim.errors import UserError
-from gssim.plan import Plan, Policies, ShareRules
+from gssim.plan import Plan, Policies
+from gssim.plan.plan import ShareRules
 from gssim.planner.bounds.collectives import CollectiveBounds
 from gssim.planner.bounds.lowered import least_chance
 from gssim.planner.bounds.parts import ModelParts
