@@ -200,9 +200,10 @@ class Bucket:
     def assign_piece_gradients(self) -> None:
         """Give every piece its view of the shard's gradient."""
         if self.shard.grad is not None and not self.is_one_piece:
+            is_part = isinstance(self.shard.grad, ShardGradient)
             for piece in self.pieces:
                 part = self.shard.grad[piece.place].view(piece.tensor.shape)
-                piece.tensor.grad = part.as_subclass(type(self.shard.grad))
+                piece.tensor.grad = part.as_subclass(ShardGradient) if is_part else part
 
     def clear_gradients(self, *, set_to_none: bool) -> None:
         """Clear the gradients of the shard; unless `set_to_none`, existing ones are set to zero."""
@@ -241,7 +242,8 @@ class Bucket:
         """
         if self.shard.grad is None:
             first = gradient.to(self.shard.dtype, copy=True).mul_(weight)
-            self.shard.grad = first if first.numel() == self.whole.numel() else first.as_subclass(ShardGradient)
+            is_part = type(first) is Tensor and first.numel() < self.whole.numel()
+            self.shard.grad = first.as_subclass(ShardGradient) if is_part else first
         else:
             self.shard.grad.add_(gradient.to(self.shard.dtype), alpha=weight)
 
