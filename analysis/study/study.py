@@ -21,7 +21,7 @@ from gssim.execution import FileStore
 from gssim.execution.files import write_text
 from gssim.result import Result, read_result
 from gssim.scenario import Loaded, load_scenario, read_toml
-from gssim.scenario.loading import as_overrides
+from gssim.scenario.overrides import as_overrides
 from gssim.simulation import simulate
 from gssim.units import BytesPerSecond, Count, Seconds, human_seconds, spec, validated
 

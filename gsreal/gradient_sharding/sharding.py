@@ -524,6 +524,12 @@ class GradientSharding(torch.optim.Optimizer):
 
     # State ------------------------------------------------------------------------------------------------------------
 
+    @property
+    def _parts(self) -> state.OptimizerParts:
+        return state.OptimizerParts(
+            self.buckets, self.optimizer, self.param_groups, self.pusher, self.hierarchy, self.names
+        )
+
     def state_dict(self) -> dict[str, Any]:
         """Return the whole optimizer state, of every owner, by parameter name (a collective; all ranks get it).
 
@@ -539,7 +545,7 @@ class GradientSharding(torch.optim.Optimizer):
         with collective_call("the optimizer's state_dict"):
             described = describe_optimizer(self.optimizer) | {"weights": repr(self._weights)}
             self.hierarchy.check_equal_on_all_ranks(described, self._device)
-            return state.gather_state(self)
+            return state.gather_state(self._parts)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the own part of a `state_dict`, saved by any number of ranks with any shares; no collective.
@@ -548,9 +554,10 @@ class GradientSharding(torch.optim.Optimizer):
         """
         self.finish()
         self.guard.update_masters_from_writes()
-        state.load_gathered_state(self, state_dict)
+        if not state.load_gathered_state(self._parts, state_dict):
+            self.take_parameters()
 
-    def sharded(self) -> "state.Sharded":
+    def sharded(self) -> state.Sharded:
         """Return an object to save and load with torch.distributed.checkpoint: every rank its own part.
 
         The residuals of error feedback belong to ranks, not to parameters: with other ranks they are dropped, which
@@ -558,7 +565,7 @@ class GradientSharding(torch.optim.Optimizer):
         its `pusher.state_dict()` too, and then continues exactly.
         """
         self.finish()
-        return state.Sharded(self)
+        return state.Sharded(self._parts)
 
     @torch.no_grad()
     def take_parameters(self) -> None:

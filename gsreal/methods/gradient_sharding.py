@@ -19,8 +19,9 @@ from gsreal.gradient_sharding.point_to_point import all_gather_v
 from gsreal.gradient_sharding.side_stream import Observer
 from gsreal.measure import Timeline
 from gsreal.methods.checkpointing import blocks_of
+from gsreal.methods.meshes import data_mesh, device_mesh
 from gsreal.methods.optimizers import make_optimizer
-from gsreal.methods.training import Training, data_mesh, device_mesh
+from gsreal.methods.training import Training
 from gssim.plan import DATA_AXES, Policies
 from gssim.scenario import Scenario
 from gssim.workload import LayerInstance, gradient_order, unrolled

@@ -14,8 +14,8 @@ from gssim.errors import UserError
 from gssim.interop.script import DTYPES, training_script
 from gssim.plan import METHODS, Plan
 from gssim.scenario import Scenario, reduce_precision
-from gssim.scenario.loading import toml
-from gssim.scenario.scenario import Run
+from gssim.scenario.overrides import toml
+from gssim.scenario.run import Run
 from gssim.workload import Workload
 
 SHARDED = tuple(name for name, method in METHODS.items() if method.gradients == "reduce-scatter")

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from searching import InThisProcess, check_bounds, searched
 from strategies import device_type, exponential_statistics, loaded_of, scenario_of, star
 
 from gssim.errors import UserError
-from gssim.planner import Batches, candidates
+from gssim.planner import PLAN, Batches, candidates
 from gssim.planner.bounds import Bounds, LoweredBounds
 from gssim.scenario import SearchSpace, load_scenario
 
@@ -76,6 +77,51 @@ def test_groups_that_meet_as_one_share_their_links(method, mesh):
         if len(more) == 4:
             break
     assert max(more) > 1.01
+
+
+# Pipelines -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        (),
+        ("workload.model='models/gpt2-124m.toml'", "workload.optimizer='sgd'"),
+    ],
+    ids=["alone", "tied"],
+)
+def test_stages_hold_no_less_than_their_bound_and_hardly_more(changes):
+    many = ("plan.method='ddp'", "workload.global_batch_size=8192")  # else communicators are most of the memory
+    loaded = load_scenario(ROOT / "scenarios/search-unequal-gpus.toml", [*SMALL, *many, *changes])
+    workers, bounds = InThisProcess(loaded), Bounds(loaded.scenario)
+    given = {
+        "ddp": {"dp_replicate": 2},
+        "zero1": {"dp_replicate": 2, "receive_buffers": "in-flight"},
+        "zero2": {"dp_shard": 2},
+        "zero3": {"dp_shard": 2},
+        "pipeline": {"tp": 4},
+    }
+    shapes = [("1f1b", 2, 4), ("gpipe", 4, 2), ("interleaved", 2, 4)]
+    parts = []
+    for (method, mesh), (order, pp, micro_batches), recompute in product(
+        given.items(), shapes, ("none", "selective", "full")
+    ):
+        shape = {"pp": pp, "schedule": order, "micro_batches": micro_batches}
+        plan = PLAN.validate_python({"method": method, **mesh, **shape, "recompute": recompute})
+        several = [plan]
+        if method == "zero1":
+            several += [replace(plan, zero1_implementation=each) for each in ("deepspeed", "megatron")]
+        for each in several:
+            try:
+                last = LoweredBounds(workers.with_plan(each), "step-time", workers.shared).allocated()
+                found = bounds.closer(each, bounds.of(each))
+            except UserError:
+                continue
+            assert found.full_ratio <= last.full_ratio * (1 + 1e-9), each
+            if order != "interleaved":
+                parts.append(found.full_ratio / last.full_ratio)
+    assert len(parts) > 20
+    assert sorted(parts)[len(parts) // 2] > 0.7
 
 
 # Thresholds ----------------------------------------------------------------------------------------------------------

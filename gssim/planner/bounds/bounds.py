@@ -5,8 +5,8 @@ everything else (communication, waiting for others, the update, contention with 
 As its largest micro-batch goes forward and backward it holds its activations, and its persistent memory. Its
 collectives, one after another on their stream, take no less than each alone on idle links, and links no less than the
 bytes that cross them. Terms that are not known to be a bound are left out. There are three bounds, each more expensive
-than the one before and tighter: `of` from the plan alone, `closer` with its communication, and those of `LoweredBounds`
-once it is lowered (which are three in turn).
+than the one before and tighter: `of` from the plan alone, `closer` with its communication and what stages of a pipeline
+hold, and those of `LoweredBounds` once it is lowered (which are three in turn).
 """
 
 import math
@@ -58,9 +58,11 @@ class Bounds:
         return Bound(time_s, self._objective(time_s, busy_s), full_ratio)
 
     def closer(self, plan: Plan, bound: Bound) -> Bound:
-        """Return a plan's bounds including communication; `bound`: without."""
+        """Return a plan's bounds including communication, and what stages of pipelines hold; `bound`: without."""
         policies = self.parts.policies(plan)
-        busy_s = self.compute.busy_s(plan, policies, self._samples(plan, policies))
+        by_rank = self._samples(plan, policies)
+        bound = replace(bound, full_ratio=max(bound.full_ratio, self.memory.stages_full_ratio(plan, policies, by_rank)))
+        busy_s = self.compute.busy_s(plan, policies, by_rank)
         least_s = self.traffic.least_s(plan, policies, busy_s=busy_s[0])
         if least_s <= bound.time_s:
             return bound

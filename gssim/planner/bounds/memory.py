@@ -2,15 +2,20 @@
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from math import ceil, prod
 
-from gssim.memory import Timeline, activation_timeline, as_traced, input_bytes, recomputed_buffers
+from gssim.memory import Lives, Timeline, activation_timeline, as_traced, input_bytes, recomputed_buffers
 from gssim.plan import Plan, Policies, splitting
+from gssim.plan.pipeline_schedule import schedule
 from gssim.planner.bounds.parts import ModelParts, Part
+from gssim.program.stage_boundary import Stage, stage_timeline, stages_of
+from gssim.scenario import held_layers, held_slice, schedule_of
+from gssim.scenario.scenario import sequence_positions
 from gssim.units import PRECISION_BYTES
-from gssim.workload import LayerInstance, optimizer_state_bytes
+from gssim.workload import LayerInstance, optimizer_state_bytes, unrolled
 
 MAX_REPLAYED_SAMPLES = 8
 """Number of samples up to which activations are followed buffer by buffer, at powers of two."""
@@ -60,6 +65,131 @@ class MemoryBounds:
         always += self._communicators(policies) * device.communicator_bytes
         offload = None if device.kind == "cpu" else plan.offload  # a CPU is its own host
         return always + self._persistent_bytes(policies, part, owned, samples, offload) + peak
+
+    def stages_full_ratio(self, plan: Plan, policies: Policies, sizes: Sequence[int]) -> float:
+        """Return the least fraction of memory used on the fullest device of a pipeline; 0 where it is not known.
+
+        A rank holds the activations of all micro-batches in flight while one of them goes forward or backward, and
+        from its first backward on the gradients that it adds up. `least_bytes`, by which batches are split, counts
+        neither.
+        """
+        divided = policies.slices == "shares" or policies.ep > 1 or policies.cp > 1 or policies.gradients == "push"
+        if policies.pp == 1 or divided or len(self.parts.stages(plan, policies)) > policies.pp:
+            return 0.0
+        in_flight = self._in_flight(plan, policies)
+        kinds: dict[tuple[str, int, int, float], int] = {}
+        for rank, samples in enumerate(sizes):
+            place = policies.mesh.place(rank).pp
+            owned = self._owned_of_stage(plan, policies, self._held_stage(plan, policies, place)[0], rank)
+            kinds.setdefault((self.parts.names[rank], place, samples, owned), rank)
+        found = 0.0
+        for (_, place, samples, owned), rank in kinds.items():
+            device = self.parts.types[rank]
+            part, stage = self._held_stage(plan, policies, place)
+            kept, forward, backward = self._stage_activations(
+                stage, part, plan.recompute, samples // plan.micro_batches
+            )
+            if policies.parameters == "gathered" and policies.shards > 1:
+                backward += part.elements * self.parts.value
+            gradients = part.elements * min(self.parts.value, self.parts.reduced)
+            if plan.zero1_implementation == "megatron":
+                gradients = 0.0  # they are in the buckets
+            first, later = in_flight[place]
+            peak = (first - 1) * kept + max(forward, backward)
+            if later:
+                peak = max(peak, (later - 1) * kept + backward + gradients)
+            offload = None if device.kind == "cpu" else plan.offload  # a CPU is its own host
+            always = device.context_bytes + device.workspace_bytes
+            always += self._persistent_bytes(policies, part, owned, samples, offload)
+            always += self._received_bytes(plan, stage, samples // plan.micro_batches, first)
+            found = max(found, (always + peak) / device.memory_bytes)
+        return found
+
+    def _in_flight(self, plan: Plan, policies: Policies) -> list[tuple[int, int]]:
+        """Return for each place of a pipeline how many micro-batches are in flight at its first backward, and at most
+        at one between the first and the last; 0 where there is none.
+        """
+        ranks, count = policies.pp, plan.micro_batches
+        name = schedule_of(plan, ranks)
+
+        def found() -> list[tuple[int, int]]:
+            result = []
+            for actions in schedule(name, ranks=ranks, stages=ranks, micro_batches=count):
+                now, at_backwards = 0, []
+                for action in actions:
+                    if action.kind == "backward":
+                        at_backwards.append(now)
+                    now += {"forward": 1, "backward": -1}.get(action.kind, 0)
+                result.append((at_backwards[0], max(at_backwards[1:-1], default=0)))
+            return result
+
+        return self.parts.once(("in flight", name, ranks, count), found)
+
+    def _held_stage(self, plan: Plan, policies: Policies, place: int) -> tuple[Part, Stage]:
+        """Return the stage at a place of a pipeline, as the first ranks of tensor groups hold it."""
+        cut = self.parts.stages(plan, policies)
+        ends = tuple((stage[0].index, stage[-1].index, len(stage)) for stage in cut)
+        key = ("held", ends, policies.tp, plan.loss_parallel, sequence_positions(policies, self.parts.workload))
+
+        def held() -> list[tuple[Part, Stage]]:
+            layers, scenario = cut, self.parts.with_plan(plan)
+            if policies.tp > 1:
+                layers = held_layers(unrolled(held_slice(scenario, 0)), scenario.stage_ranges)
+            return [
+                (Part((key, number), stage.layers, (None,) * len(stage.layers)), stage)
+                for number, stage in enumerate(stages_of(layers))
+            ]
+
+        return self.parts.once(key, held)[place]
+
+    def _owned_of_stage(self, plan: Plan, policies: Policies, part: Part, rank: int) -> float:
+        """Return the number of elements of its stage that a rank updates."""
+        if policies.optimizer_state == "replicated":
+            return part.elements
+        place, ranks = rank // policies.tp % policies.replica_ranks, policies.replica_ranks
+        if policies.gradients == "reduce-scatter":
+            ranks = policies.shards
+            return self.parts.once(("chunks", part.key, ranks), lambda: _fsdp_chunks(part, ranks))[place % ranks]
+        if plan.zero1_implementation != "torch":
+            return part.elements / ranks
+        return self.parts.once(("dealt", part.key, ranks), lambda: _tensor_owners(part, ranks))[place]
+
+    def _received_bytes(self, plan: Plan, stage: Stage, samples: int, in_flight: int) -> float:
+        """Return the buffers for what a stage receives; see `plan.receive_buffers`."""
+        few = plan.receive_buffers == "in-flight"
+        sizes = []
+        if stage.received is not None:
+            sizes.append((stage.received, in_flight if few else plan.micro_batches))
+        if stage.after is not None:
+            sizes.append((stage.output[0], 1 if few else plan.micro_batches))
+        length = self.parts.workload.sequence_length or 1
+        return self._scale * sum(count * size.at(b=samples, s=length) for size, count in sizes)
+
+    @property
+    def _scale(self) -> float:
+        """Bytes of an element over those of the traced precision."""
+        return self.parts.value / PRECISION_BYTES[self.parts.model.traced_precision]
+
+    def _stage_activations(self, stage: Stage, part: Part, recompute: str, samples: int) -> tuple[float, float, float]:
+        """Return the activations of a micro-batch between its forward and its backward, and the peaks of both.
+
+        The schedule refers to a stage's output up to the end of its backward.
+        """
+
+        def found() -> tuple[float, float, float]:
+            timeline = stage_timeline(
+                stage,
+                batch_size=samples,
+                sequence_length=self.parts.workload.sequence_length or 1,
+                scale=self._scale,
+                lives=_lives(recompute),
+            )
+            layers = [replace(instance, index=number) for number, instance in enumerate(stage.layers)]
+            peaks = _held_bytes(layers, timeline)
+            kept = sum(event.size_bytes for number in range(len(layers)) for event in timeline.at(number, "f"))
+            return kept, max(peaks[: len(layers)]), max(peaks[len(layers) :])
+
+        return self.parts.once(("stage activations", part.key, recompute, samples), found)
 
     def _communicators(self, policies: Policies) -> int:
         """Return the least number of communicators of a rank."""
@@ -126,13 +256,12 @@ class MemoryBounds:
         )
 
     def _timeline(self, part: Part, recompute: str, samples: int) -> Timeline:
-        lives = as_traced if recompute == "none" else partial(recomputed_buffers, selective=recompute == "selective")
         return activation_timeline(
             part.layers,
             batch_size=samples,
             sequence_length=self.parts.workload.sequence_length or 1,
-            scale=self.parts.value / PRECISION_BYTES[self.parts.model.traced_precision],
-            lives=lives,
+            scale=self._scale,
+            lives=_lives(recompute),
         )
 
     def _owned(self, plan: Plan, policies: Policies, rank: int) -> float:
@@ -166,6 +295,11 @@ class MemoryBounds:
         buckets = sum(len(instance.layer.parameters) for instance in part.layers)
         lost = buckets * (1 if scenario.policies.push_axis == "dp_shard" else 2)
         return [max(0.0, share * part.elements - lost) for share in scenario.shard_shares]
+
+
+def _lives(recompute: str) -> Lives:
+    """Return the lifetimes of a layer's buffers, with what is recomputed."""
+    return as_traced if recompute == "none" else partial(recomputed_buffers, selective=recompute == "selective")
 
 
 def _tensor_owners(part: Part, ranks: int) -> list[float]:
