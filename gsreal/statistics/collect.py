@@ -82,7 +82,9 @@ def take_statistics(
             grids = {"push_grid": looked_at, "publish_grid": publish, "multiples": multiples}
             books = Books(scenario, policy, sampled, sizes, batches=batches, **grids)
             for course in range(courses):
-                _say_how(policy, course, courses)
+                feedback = " with error feedback" if policy.error_feedback else ""
+                how = f"under the threshold {policy.threshold:g}{feedback}" if policy.threshold else "densely"
+                print(f"gsreal: training {how}, course {course + 1} of {courses}", file=sys.stderr, flush=True)
                 seed = scenario.run.seed + course * APART
                 trained = Replica(replace(scenario, run=replace(scenario.run, seed=seed)), policy)
                 books.begin()
@@ -106,12 +108,6 @@ def take_statistics(
         "changes": {name: book.trace() for name, book in dense.changes.items()},
     }
     return validated(GradientStatistics, data, file="gsreal gradients")
-
-
-def _say_how(push: Push, course: int, courses: int) -> None:
-    feedback = " with error feedback" if push.error_feedback else ""
-    how = f"under the threshold {push.threshold:g}{feedback}" if push.threshold else "densely"
-    print(f"gsreal: training {how}, course {course + 1} of {courses}", file=sys.stderr, flush=True)
 
 
 def _grids(replica: Replica) -> tuple[tuple[float, ...], tuple[float, ...]]:
