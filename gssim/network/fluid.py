@@ -236,7 +236,7 @@ class Network:
     def prepared(self, stage: Stage, pace: Pace) -> Prepared | None:
         """Return a stage prepared for `start`; None where its time is not known beforehand.
 
-        That is where its sessions start at several times, or earlier traffic counts (notices, segments of shaped links).
+        That is: its sessions start at several times, or earlier traffic counts (notices, segments of shaped links).
         """
         groups = self.folded.of(stage).groups
         if len(groups) > 1 or pace.notices or pace.group_bytes:
