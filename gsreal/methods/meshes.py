@@ -13,13 +13,13 @@ from gssim.plan.mesh import AXES
 
 def device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
     """Return the mesh of all ranks with every axis (of size one if the plan does not use it); cached."""
-    return _device_mesh(mesh, device.type)
+    return _mesh(device.type, mesh.sizes, AXES)
 
 
 @cache
-def _device_mesh(mesh: Mesh, kind: str) -> DeviceMesh:
+def _mesh(kind: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     with group_threads():
-        return init_device_mesh(kind, mesh.sizes, mesh_dim_names=AXES)
+        return init_device_mesh(kind, sizes, mesh_dim_names=names)
 
 
 def data_mesh(policies: Policies, device: torch.device, axis: str) -> DeviceMesh:
@@ -54,13 +54,7 @@ def shard_mesh(policies: Policies, device: torch.device) -> DeviceMesh:
     """Return replicas and shards as a mesh of two axes; parts of a sequence are on the latter, as in torchtitan."""
     if policies.cp == 1:
         return device_mesh(policies.mesh, device)["dp_replicate", "dp_shard"]
-    return _shard_mesh(policies.dp_replicate, policies.shards, device.type)
-
-
-@cache
-def _shard_mesh(replicas: int, shards: int, kind: str) -> DeviceMesh:
-    with group_threads():
-        return init_device_mesh(kind, (replicas, shards), mesh_dim_names=("dp_replicate", "dp_shard"))
+    return _mesh(device.type, (policies.dp_replicate, policies.shards), ("dp_replicate", "dp_shard"))
 
 
 def shard_group(policies: Policies, device: torch.device) -> dist.ProcessGroup:
@@ -74,11 +68,5 @@ REPLICAS, DIVIDED = "expert_replicas", "experts"
 
 def expert_mesh(policies: Policies, device: torch.device) -> DeviceMesh:
     """Return the ranks that hold the same experts, and those that divide them, as two axes of a mesh; cached."""
-    return _expert_mesh(policies.pp, policies.data_ranks // policies.ep, policies.ep, device.type)
-
-
-@cache
-def _expert_mesh(stages: int, replicas: int, divided: int, kind: str) -> DeviceMesh:
-    names = ("pp", REPLICAS, DIVIDED)
-    with group_threads():
-        return init_device_mesh(kind, (stages, replicas, divided), mesh_dim_names=names)[REPLICAS, DIVIDED]
+    sizes = policies.pp, policies.data_ranks // policies.ep, policies.ep
+    return _mesh(device.type, sizes, ("pp", REPLICAS, DIVIDED))[REPLICAS, DIVIDED]
