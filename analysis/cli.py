@@ -243,16 +243,25 @@ def convergence_command(
 def _study_of_rivals(loaded: "LoadedStudy", out: Path, *, again: bool) -> None:
     """Train all ranks of every variant in one process; write the table, who wins where, findings and charts."""
     from analysis import charts
-    from analysis.study.rivals import findings, train_together, winners_table, write_table
+    from analysis.study.equal_loss import map_findings, map_points, pushed_variants, write_map
+    from analysis.study.rivals import findings, inputs_of, train_together, winners_table, write_table
 
     study = loaded.study
     with locked(out / ".analysis-study.lock", place=str(out)):
         courses = train_together(loaded, out, again=again)
         said, winners = findings(courses, study.dense, study.silent), winners_table(courses, study.dense)
+        drawn = charts.rivals_charts(courses, study.dense, said)
         write_text(out / "convergence.csv", write_table(courses, study.dense))
         write_text(out / "winners.md", winners)
+        if study.map:
+            points = map_points(loaded, courses, inputs_of(loaded, out), study.map)
+            ours = pushed_variants(courses, study.silent)
+            mapped = map_findings(points, ours)
+            said += mapped
+            write_text(out / "fastest_to_equal_loss.csv", write_map(points))
+            drawn.append(charts.equal_loss_map(points, ours, loaded.methods, mapped))
         write_text(out / "findings.txt", "".join(f"{sentence}.\n" for sentence in said))
-        pictures = charts.save_all(charts.rivals_charts(courses, study.dense, said), out)
+        pictures = charts.save_all(drawn, out)
     print("\n".join(map(one_line, winners.splitlines())))
     for sentence in said:
         print(f"{one_line(sentence)}.")

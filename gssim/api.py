@@ -24,7 +24,7 @@ from gssim.execution.files import scratch_folder
 from gssim.planner import Search, with_suggested_changes
 from gssim.result import Result
 from gssim.scenario import Loaded, Scenario, load_scenario
-from gssim.scenario.loading import overrides_of, plain
+from gssim.scenario.overrides import overrides_of, plain
 from gssim.scenario.sweep import load_sweep, points_of
 from gssim.simulation import simulate as simulated
 from gssim.sweeps import TABLES, check_table_place, tabulate

@@ -71,7 +71,12 @@ def print_result(result: Result) -> None:
             style="bold",
         )
         if result.remedies:
-            console.print(_remedy_table(result))
+            table = Table("change", "needs less by", "then", "largest at the peak", title="what to change")
+            for remedy in result.remedies:
+                left = remedy.margin.margin_bytes
+                then = f"{human_bytes(left)} to spare" if remedy.fits else f"{human_bytes(-left)} too much"
+                table.add_row(remedy.change, human_bytes(remedy.saved_bytes), then, remedy.margin.category)
+            console.print(table)
     elif result.margin is not None:
         least = result.margin
         console.print(
@@ -248,16 +253,6 @@ def _division_table(result: Result) -> Table:
     return table
 
 
-def _remedy_table(result: Result) -> Table:
-    """Return a table of changes that save memory, and whether the plan then fits."""
-    table = Table("change", "needs less by", "then", "largest at the peak", title="what to change")
-    for remedy in result.remedies:
-        left = remedy.margin.margin_bytes
-        then = f"{human_bytes(left)} to spare" if remedy.fits else f"{human_bytes(-left)} too much"
-        table.add_row(remedy.change, human_bytes(remedy.saved_bytes), then, remedy.margin.category)
-    return table
-
-
 def _rank_table(result: Result) -> Table:
     reserves = any(entry.fragmentation_ratio for entry in result.ranks)
     constants = list(dict.fromkeys(name for entry in result.ranks for name in entry.outside_bytes))
@@ -380,7 +375,11 @@ def run_command_line(app: typer.Typer, program: str, *, interrupted: str = "") -
     except UserError as error:
         _end(program, str(error), 2)
     except USAGE_ERROR as error:
-        _end_with_usage(program, error)
+        if type(error).__name__ == HELP_ERROR:
+            print(error.format_message(), file=sys.stderr)
+            raise SystemExit(2) from None
+        path = error.ctx.command_path if error.ctx is not None else program
+        _end(program, f"{error.format_message().rstrip('.')} (see `{path} --help`)", 2)
     except RunFailedError as error:
         _end(program, str(error), 1)
     except KeyboardInterrupt:  # before typer listens, or after
@@ -400,7 +399,10 @@ def _end_with_file(program: str, error: OSError) -> None:
         _end(program, f"{error.filename}: {error.strerror}", 2)
     if error.errno not in STREAM_ERRORS:
         raise error
-    _leave_stdout()
+    with contextlib.suppress(OSError, ValueError):  # discard buffered output: the interpreter would try again at exit
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
     if error.errno == errno.EPIPE:  # the reader has closed the pipe
         raise SystemExit(1) from None
     _end(program, f"output cannot be written: {error.strerror}", 1)
@@ -408,32 +410,12 @@ def _end_with_file(program: str, error: OSError) -> None:
 
 def _end(program: str, message: str, code: int) -> None:
     with contextlib.suppress(OSError):
-        print(one_line(f"{program}: {message}", LONGEST_LINE + _length_of_paths(message)), file=sys.stderr)
+        # a line may be longer by existing paths from the command line
+        words = {part for word in sys.argv[1:] for part in (word, word.partition("=")[2])}
+        paths = [word for word in words if os.sep in word and word in message and os.path.exists(word)]
+        longest = LONGEST_LINE + sum(len(path) * message.count(path) for path in paths)
+        print(one_line(f"{program}: {message}", longest), file=sys.stderr)
     raise SystemExit(code) from None
-
-
-def _end_with_usage(program: str, error: Any) -> None:
-    """Exit with the error of a command line, and a hint at the help."""
-    if type(error).__name__ == HELP_ERROR:
-        print(error.format_message(), file=sys.stderr)
-        raise SystemExit(2) from None
-    path = error.ctx.command_path if error.ctx is not None else program
-    _end(program, f"{error.format_message().rstrip('.')} (see `{path} --help`)", 2)
-
-
-def _length_of_paths(message: str) -> int:
-    """Return the total length of existing paths from the command line in a message, by which a line may be longer."""
-    words = {part for word in sys.argv[1:] for part in (word, word.partition("=")[2])}
-    paths = [word for word in words if os.sep in word and word in message and os.path.exists(word)]
-    return sum(len(path) * message.count(path) for path in paths)
-
-
-def _leave_stdout() -> None:
-    """Discard buffered output that cannot be written, so that the interpreter does not try again at exit."""
-    with contextlib.suppress(OSError, ValueError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
 
 
 def _with_limits(app: typer.Typer) -> typer.Typer:

@@ -333,7 +333,9 @@ def explain(error: ValidationError, cls: type, *, file: str, under: str = "") ->
         return f"{file}: {path}: missing{more}"
     message = NOT_OF_THE_TYPE.get(fault["type"], fault["msg"].removeprefix("Value error, "))
     names_a_key = fault["type"] == "value_error" and isinstance(fault["input"], dict)
-    return f"{file}: {path}{_shown(fault['input'], short=names_a_key)}: {message[0].lower()}{message[1:]}{more}"
+    shown = shown_value(fault["input"])
+    value = "" if names_a_key and shown.endswith("...") else f" = {shown}"
+    return f"{file}: {path}{value}: {message[0].lower()}{message[1:]}{more}"
 
 
 NOT_OF_THE_TYPE = {
@@ -350,12 +352,6 @@ def _path(place: tuple[Any, ...]) -> str:
     for part in place:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
     return text or "the whole file"
-
-
-def _shown(value: object, *, short: bool) -> str:
-    """Return the value of a faulty key, or its beginning; `short`: nothing if it is long."""
-    text = shown_value(value)
-    return "" if short and text.endswith("...") else f" = {text}"
 
 
 def _walked(cls: type, location: tuple[Any, ...], *, ends_in_key: bool) -> tuple[tuple[Any, ...], Any]:

@@ -135,7 +135,7 @@ def _tables(sweep: SweepTable, layout: Layout) -> Markup:
             paragraph(f"{_part(shown, settings)}; all are in the table's file.", "soft") if left_out else Markup(),
             _reasons(sweep),
             folded(
-                f"{MOST_ROWS} of {counted(len(sweep.rows), 'point')}, evenly_spaced apart"
+                f"{MOST_ROWS} of {counted(len(sweep.rows), 'point')}, evenly spaced"
                 if len(sweep.rows) > MOST_ROWS
                 else f"All {counted(len(sweep.rows), 'point')}",
                 _points(evenly_spaced(sweep.rows, MOST_ROWS)),

@@ -13,17 +13,14 @@ experts are applied in the activation.
 
 from dataclasses import replace
 from math import ceil
-from typing import TYPE_CHECKING
 
+from analysis.literature.builder import OperationBuilder
 from analysis.literature.operations import FLOAT, INPUT, Operation, Weight, total
 from analysis.literature.runs import Experts, Latent, Shape
 from gssim.workload import Layer, Moment, Polynomial, Reduction, sliced_layer
 
-if TYPE_CHECKING:
-    from analysis.literature.transformer import TransformerBuilder
 
-
-def latent_block(builder: "TransformerBuilder", *, routed: bool) -> tuple[Operation, ...]:
+def latent_block(builder: OperationBuilder, *, routed: bool) -> tuple[Operation, ...]:
     """Return the operations of a block; `routed`: its perceptron is a mixture of experts."""
     shape = builder.shape
     assert shape.latent is not None
@@ -39,7 +36,7 @@ def latent_block(builder: "TransformerBuilder", *, routed: bool) -> tuple[Operat
     )
 
 
-def _attention(builder: "TransformerBuilder", latent: Latent) -> list[Operation]:
+def _attention(builder: OperationBuilder, latent: Latent) -> list[Operation]:
     shape, size = builder.shape, builder.token_bytes
     head = latent.plain_width + latent.rotary_width
     queries, values = shape.heads * head, shape.heads * latent.value_width
@@ -74,7 +71,7 @@ def _attention(builder: "TransformerBuilder", latent: Latent) -> list[Operation]
     ]
 
 
-def _attention_flop(builder: "TransformerBuilder", latent: Latent) -> tuple[float, float]:
+def _attention_flop(builder: OperationBuilder, latent: Latent) -> tuple[float, float]:
     """Return the FLOP for each score of a head, forward (2 products) and backward (5), at the device's own rate.
 
     Half of them are masked; measured rates count these too.
@@ -93,7 +90,7 @@ def _attention_flop(builder: "TransformerBuilder", latent: Latent) -> tuple[floa
     return flops[0], flops[1]
 
 
-def _gated_maps(builder: "TransformerBuilder", reads: str, width: int, prefix: str) -> list[Operation]:
+def _gated_maps(builder: OperationBuilder, reads: str, width: int, prefix: str) -> list[Operation]:
     """Return a gated perceptron whose gate and other map are one product."""
     gates = f"{prefix}gate_up"
     return [
@@ -115,7 +112,7 @@ def row_bytes(width: float, value: float) -> Polynomial:
     return Polynomial((), (), (), ((ceil(width * value), 0, 0),))
 
 
-def _routed_maps(builder: "TransformerBuilder") -> list[Operation]:
+def _routed_maps(builder: OperationBuilder) -> list[Operation]:
     shape, experts = builder.shape, builder.shape.experts
     assert experts is not None
     hidden, value = shape.hidden, builder.value
@@ -164,7 +161,7 @@ def _routed_maps(builder: "TransformerBuilder") -> list[Operation]:
 
 
 def _grouped(
-    builder: "TransformerBuilder", experts: Experts, name: str, reads: str, inputs: int, outputs: int
+    builder: OperationBuilder, experts: Experts, name: str, reads: str, inputs: int, outputs: int
 ) -> Operation:
     """Return the products of all experts of a rank, each of its own rows."""
     slowdowns = (1.0, 1.0, 1.0)

@@ -10,12 +10,8 @@ output is allocated in the backward of its readers and freed in the backward of 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from gssim.workload import Buffer, Layer, Moment, Parameter, Polynomial, Reduction
-
-if TYPE_CHECKING:
-    from analysis.literature.transformer import TransformerBuilder
 
 ZERO_BYTES = Polynomial(((0, 0, 0),))
 INPUT = "input"
@@ -290,72 +286,3 @@ def _streamed_back(operations: Iterable[Operation]) -> list[Polynomial]:
 
 
 FLOAT = 4
-
-
-def loss_of(builder: "TransformerBuilder", vocabulary: int) -> tuple[Operation, ...]:
-    """Return the operations from the logits to the loss, for a vocabulary of this size.
-
-    A fused loss reads the logits twice, for their maxima and sums, and writes their gradient at once; some software
-    does so over the logits themselves, which are then saved for their own layer's backward. An in-place loss overwrites
-    the logits in float by their softmax, and that by its gradient.
-    """
-    if builder.software.fused_loss:
-        fused = Operation(
-            name="loss",
-            reads=("logits",),
-            output=builder.split.size(one=FLOAT, shared=False),
-            streamed=builder.streamed(builder.token_bytes(2 * vocabulary), "ce_fusion"),
-            backward_streamed=builder.streamed(builder.token_bytes(2 * vocabulary), "ce_fusion"),
-            saves=() if builder.software.loss_gradient_in_place else ("logits",),
-            passes_gradient=builder.software.loss_gradient_in_place,
-            also_saved=builder.token_bytes(1, shared=False, value=2 * FLOAT),
-        )
-        return (fused,)
-    if builder.software.in_place_loss:
-        in_place = Operation(
-            name="loss",
-            reads=("float_logits",),
-            output=builder.split.size(one=FLOAT, shared=False),
-            streamed=builder.token_bytes(2 * vocabulary, value=FLOAT),
-            backward_streamed=builder.token_bytes(4 * vocabulary, value=FLOAT),
-            saves=("float_logits",),
-            passes_gradient=True,
-            kernels=2,
-        )
-        return (_cast(builder, vocabulary, saves=("float_logits",)), in_place)
-    return (_cast(builder, vocabulary), *_softmax_and_loss(builder, vocabulary))
-
-
-def _cast(builder: "TransformerBuilder", vocabulary: int, saves: tuple[str, ...] = ()) -> Operation:
-    """Return the cast of the logits to float."""
-    return Operation(
-        name="float_logits",
-        reads=("logits",),
-        output=builder.token_bytes(vocabulary, value=FLOAT),
-        streamed=builder.token_bytes(vocabulary, value=builder.value + FLOAT),
-        backward_streamed=builder.token_bytes(vocabulary, value=builder.value + FLOAT),
-        saves=saves,
-    )
-
-
-def _softmax_and_loss(builder: "TransformerBuilder", vocabulary: int) -> tuple[Operation, ...]:
-    """Return torch's loss, in which each step from logits to loss allocates a new tensor."""
-    size = builder.token_bytes(vocabulary, value=FLOAT)
-    parallel = builder.software.parallel_loss and builder.split.ranks > 1
-    shifted = Operation(name="shifted", reads=("float_logits",), output=size)
-    softmax = Operation(
-        name="log_softmax",
-        reads=("shifted",) if parallel else ("float_logits",),
-        output=size,
-        streamed=builder.token_bytes(2 * vocabulary, value=FLOAT),
-        backward_streamed=builder.token_bytes(3 * vocabulary, value=FLOAT),
-        saves=("log_softmax",),
-    )
-    loss = Operation(
-        name="loss",
-        # `loss_parallel` has four tensors in float at once: the saved one, zeros, their sum and its product
-        reads=("log_softmax", "float_logits") if parallel else ("log_softmax",),
-        output=builder.split.size(one=FLOAT, shared=False),
-        backward_streamed=size,
-    )
-    return (shifted, softmax, loss) if parallel else (softmax, loss)

@@ -174,7 +174,7 @@ class Software:
     section 5), not of everything but matrix products."""
     gathers_inputs: bool = False
     """With sequence parallelism, the input of tensor-parallel layers is gathered into one tensor that they all save;
-    see `TransformerBuilder.gathered_input`."""
+    see `OperationBuilder.gathered_input`."""
     fused_loss: bool = False
     """The loss is one kernel each way, without logits in float (torch.compile; flash-attention's cross-entropy)."""
     loss_gradient_in_place: bool = False

@@ -18,9 +18,10 @@ import numpy as np
 
 from analysis.study.findings import interval, percentage
 from analysis.study.rows import Effect, Spread, paired_difference, spread
-from analysis.study.study import LoadedStudy, Variant, on_network, run_module, say, slug, statistics_of
+from analysis.study.study import LoadedStudy, Study, Variant, on_network, run_module, say, slug, statistics_of
 from gssim.execution.files import write_text
 from gssim.result import Result
+from gssim.scenario import Scenario
 from gssim.simulation import simulate
 from gssim.units import human_bytes, human_seconds
 
@@ -76,34 +77,41 @@ def train_together(loaded: LoadedStudy, out: Path, *, again: bool = False) -> li
         say(f"{len(missing)} trainings of {len(jobs)}, all ranks of each in one process")
         write_text(out / "jobs.json", json.dumps(missing))
         run_module("gsreal.statistics.together", [str(out / "jobs.json")])
-    silent = next(variant for variant in study.variants if variant.name == study.silent)
-    inputs = (f"workload.gradients={json.dumps(str(statistics_of(loaded, silent, [], out).resolve()))}",)
+    inputs = inputs_of(loaded, out)
     courses: dict[str, Course] = {}
-    dense_first = sorted(study.variants, key=lambda variant: variant.name != study.dense)
-    for variant in dense_first:
+    for variant in dense_first(study):
         seen = [json.loads(Path(jobs[variant.name, seed]["out"]).read_text(encoding="utf-8")) for seed in study.seeds]
         here = loaded.load(variant, seed=study.seeds[0], extra=inputs, predicts=True)
         predicted = {each.name: simulate(on_network(here, each)).result for each in study.elsewhere}
         course = _course(variant, seen, predicted)
-        compressor, plan = here.scenario.policies.compressor, here.scenario.plan
-        if compressor:  # its first steps are dense's
-            course = _after(
-                plan.powersgd.start_step if compressor == "powersgd" else plan.topk.start_step,
-                course,
-                courses[study.dense],
-            )
-        courses[variant.name] = course
+        ratio = dense_ratio(here.scenario)
+        courses[variant.name] = _partly_dense(ratio, course, courses[study.dense]) if ratio else course
     return [courses[variant.name] for variant in study.variants]
 
 
-def _after(whole_steps: int, course: Course, dense: Course) -> Course:
-    """Return a course with the bytes and times of a mean step, of which the first `whole_steps` are as dense's."""
+def _partly_dense(ratio: float, course: Course, dense: Course) -> Course:
+    """Return a course with the bytes and times of a mean step, where this fraction of all steps is as dense's."""
+    times_s = {name: own_s + (dense.step_time_s[name] - own_s) * ratio for name, own_s in course.step_time_s.items()}
+    sent = course.step_bytes + (dense.step_bytes - course.step_bytes) * ratio
+    return replace(course, step_bytes=sent, step_time_s=times_s)
 
-    def mean(own: float, whole: float) -> float:
-        return own + (whole - own) * whole_steps / course.last
 
-    times_s = {name: mean(own_s, dense.step_time_s[name]) for name, own_s in course.step_time_s.items()}
-    return replace(course, step_bytes=mean(course.step_bytes, dense.step_bytes), step_time_s=times_s)
+def inputs_of(loaded: LoadedStudy, out: Path) -> tuple[str, ...]:
+    """Return the override that names the gradient statistics of a study's predictions; they are made where missing."""
+    silent = next(variant for variant in loaded.study.variants if variant.name == loaded.study.silent)
+    return (f"workload.gradients={json.dumps(str(statistics_of(loaded, silent, [], out).resolve()))}",)
+
+
+def dense_first(study: Study) -> list[Variant]:
+    """Return a study's variants, dense before those whose first steps are like its own."""
+    return sorted(study.variants, key=lambda variant: variant.name != study.dense)
+
+
+def dense_ratio(scenario: Scenario) -> float:
+    """Return the fraction of a run's steps that are as dense's: the first ones of PowerSGD and of top-k."""
+    starts = {"powersgd": scenario.plan.powersgd.start_step, "topk": scenario.plan.topk.start_step}
+    whole_steps = starts.get(scenario.policies.compressor or "", 0)
+    return whole_steps / (scenario.run.warmup_steps + scenario.run.steps)
 
 
 def _is_done(job: dict[str, Any]) -> bool:

@@ -21,7 +21,7 @@ from gssim.execution import FileStore
 from gssim.execution.files import write_text
 from gssim.result import Result, read_result
 from gssim.scenario import Loaded, load_scenario, read_toml
-from gssim.scenario.loading import as_overrides
+from gssim.scenario.overrides import as_overrides
 from gssim.simulation import simulate
 from gssim.units import BytesPerSecond, Count, Seconds, human_seconds, spec, validated
 
@@ -60,6 +60,25 @@ class Elsewhere:
 
 
 @spec
+class Map:
+    """Networks and devices for which the time to an equal loss is predicted, every combination of the three lists."""
+
+    bandwidth_bytes_per_s: Annotated[tuple[BytesPerSecond, ...], Field(min_length=2)]
+    """Of every link, in one direction; ascending."""
+    latency_s: Annotated[tuple[Seconds, ...], Field(min_length=1)]
+    """Of every link; ascending."""
+    slow_ratio: Annotated[tuple[Annotated[float, Field(ge=1)], ...], Field(min_length=1)] = (1.0,)
+    """Compute time of the last rank's device over that of the others. Samples are divided in proportion to speed."""
+
+    def __post_init__(self) -> None:
+        """Check that values ascend, as the axes of the map do."""
+        for key in ("bandwidth_bytes_per_s", "latency_s", "slow_ratio"):
+            given = getattr(self, key)
+            if list(given) != sorted(set(given)):
+                raise ValueError(f"{key} = {list(given)}: must ascend, each value once")
+
+
+@spec
 class Study:
     """What is compared. Every variant is trained from each seed: the same initial parameters, the same batches."""
 
@@ -83,6 +102,8 @@ class Study:
     together: bool = False
     """Whether all ranks are trained in one process, in turn and without messages: many seeds in little time. Losses are
     those of real runs; times are predicted, for the networks of `elsewhere` alone."""
+    map: Map | None = None
+    """With `together`: where which variant needs the least time to the loss that all reach."""
     unequal_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
     """With `together`: fraction of every rank's samples that are of its own kind. Each batch's first samples, so many
     in all, are sorted (images by class, texts by their mean id) and divided in that order; the others as drawn."""
@@ -109,6 +130,8 @@ class Study:
     def _check_together(self) -> None:
         if self.unequal_ratio and not self.together:
             raise ValueError(f"unequal_ratio = {self.unequal_ratio}: needs together = true")
+        if self.map and not self.together:
+            raise ValueError("map: needs together = true")
         if self.together and (self.calibrate or not self.elsewhere):
             raise ValueError("together = true: step times are not measured; leave out calibrate, and list `elsewhere`")
         if self.together and any(variant.density_of for variant in self.variants):
@@ -128,6 +151,13 @@ class LoadedStudy:
     def scenario_file(self) -> Path:
         """The scenario that variants override."""
         return self.file.parent / self.study.scenario
+
+    @property
+    def methods(self) -> dict[str, str]:
+        """Method of every variant, by its name."""
+        return {
+            each.name: self.load(each, seed=self.study.seeds[0]).scenario.plan.method for each in self.study.variants
+        }
 
     def overrides_of(self, variant: Variant, *, seed: int, density: float | None = None) -> list[str]:
         """Return the overrides of a training of the variant; `density`: the one measured for `density_of`."""
@@ -237,7 +267,9 @@ def train(loaded: LoadedStudy, out: Path, *, again: bool = False) -> list[Traine
     """
     study = loaded.study
     cluster = [f"cluster={json.dumps(str(_calibrated(loaded, out)))}"] if study.calibrate else []
-    inputs = (*cluster, f"workload.gradients={json.dumps(str(_statistics(loaded, cluster, out)))}")
+    dense = next(variant for variant in study.variants if variant.name == study.dense)
+    statistics = statistics_of(loaded, dense, cluster, out)
+    inputs = (*cluster, f"workload.gradients={json.dumps(str(statistics))}")
     results: dict[tuple[str, int], Result] = {}
     progress = _Progress(len(study.seeds) * len(study.variants))
     for seed in study.seeds:
@@ -287,11 +319,6 @@ def _model_file(loaded: LoadedStudy) -> Path:
     if file is None:
         raise UserError(f"{loaded.file}: calibrate = true: needs a model file to measure; workload.model names none")
     return file
-
-
-def _statistics(loaded: LoadedStudy, inputs: Sequence[str], out: Path) -> Path:
-    dense = next(variant for variant in loaded.study.variants if variant.name == loaded.study.dense)
-    return statistics_of(loaded, dense, inputs, out)
 
 
 def statistics_of(loaded: LoadedStudy, trained: Variant, inputs: Sequence[str], out: Path) -> Path:

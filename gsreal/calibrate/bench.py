@@ -335,10 +335,16 @@ OPTIMIZER_ELEMENTS = (2**14, 2**17, 2**20, 2**22, 2**24)
 
 def device_rates(bench: Bench) -> dict[str, float]:
     """Return matrix and copy rates, the time to issue one small operation, and the device's memory."""
+    small = torch.ones(8, device=bench.device)
+
+    def issue() -> None:  # operations with almost no work
+        for _ in range(1000):
+            small.add_(1.0)
+
     rates = {
         "peak_flop_per_s": matrix_rate(bench),
         "memory_bandwidth_bytes_per_s": _copy_rate(bench),
-        "operation_overhead_s": _issue_s(bench),
+        "operation_overhead_s": bench.time_s(issue, repeats=7) / 1000,
         "workspace_bytes": float(_workspace_bytes(bench.device)),
         "memory_bytes": float(_memory_bytes(bench.device)),
     }
@@ -364,17 +370,6 @@ def _copy_rate(bench: Bench) -> float:
     source = torch.ones(count, device=bench.device)
     target = torch.empty_like(source)
     return 2 * 4 * count / bench.time_s(partial(target.copy_, source))
-
-
-def _issue_s(bench: Bench) -> float:
-    """Return the time to issue one operation with almost no work."""
-    small = torch.ones(8, device=bench.device)
-
-    def issue() -> None:
-        for _ in range(1000):
-            small.add_(1.0)
-
-    return bench.time_s(issue, repeats=7) / 1000
 
 
 def _workspace_bytes(device: torch.device) -> int:

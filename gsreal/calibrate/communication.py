@@ -219,9 +219,11 @@ def _posting_cost(bench: Bench) -> dict[str, float]:
     """Return the time of posting, by size up to the amount that sockets accept at once, and that amount."""
     line = line_through(POSTED_BYTES, [_posting_s(bench, size) for size in POSTED_BYTES])
     limit_bytes = (_posting_s(bench, OVERFLOWING_BYTES) - line.fixed_s) / line.byte_s
+    # each additional message: sent and received, all by the next rank
+    few, many = (_mean([_posted_s(bench, count) for _ in range(REPEATS)]) for count in (1, MANY_MESSAGES))
     return {
         "posting_s": line.fixed_s,
-        "posting_message_s": _posting_message_s(bench),
+        "posting_message_s": max(0.0, (many - few) / (MANY_MESSAGES - 1)),
         "posting_byte_s": line.byte_s,
         "posting_limit_bytes": min(max(limit_bytes, float(POSTED_BYTES[-1])), float(OVERFLOWING_BYTES)),
     }
@@ -239,12 +241,6 @@ def _posting_s(bench: Bench, size_bytes: int) -> float:
         times.append(time.perf_counter() - began)
         pending.wait()  # type: ignore[attr-defined]
     return _mean(times)
-
-
-def _posting_message_s(bench: Bench) -> float:
-    """Return the time that each additional message adds to posting: sent and received, all by the next rank."""
-    few, many = (_mean([_posted_s(bench, count) for _ in range(REPEATS)]) for count in (1, MANY_MESSAGES))
-    return max(0.0, (many - few) / (MANY_MESSAGES - 1))
 
 
 def _posted_s(bench: Bench, count: int) -> float:

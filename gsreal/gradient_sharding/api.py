@@ -74,7 +74,8 @@ def shard_gradients(
     every rank keeps only its shard of the parameters, and those of each of `units` (modules in execution order, such as
     a transformer's blocks) are gathered just before the unit's forward, freed, and gathered again for its backward.
     `gathered`: they stay from forward to backward. Parameters outside all units stay gathered throughout. Between steps
-    parameters have no values; `model.state_dict()`, called on all ranks, has them.
+    parameters have no values (they read as NaN, and must not be written to); `model.state_dict()`, called on all ranks,
+    has them.
 
     `shard_shares`: each rank's fraction of every bucket (even by default). `push`: which gradient elements are sent,
     and in which encoding; by default all, densely. `publish`: the same for updated parameters; with a threshold, owners
@@ -110,6 +111,7 @@ def shard_gradients(
         scaler=(scaler, torch.amp.GradScaler),
         units=(units, Iterable),
         param_groups=(param_groups, Iterable),
+        parameter_order=(parameter_order, Iterable),
     )
     check_flags(
         skip_nonfinite=skip_nonfinite,
@@ -123,7 +125,7 @@ def shard_gradients(
     units, param_groups = tuple(units), param_groups if param_groups is None else tuple(param_groups)
     hierarchy = hierarchy_of(mesh, group)
     publish = publish or Publish()
-    check_options(parameters, units, publish, param_groups)
+    check_options(parameters, units, push, publish, param_groups)
     shares = check_shares(shard_shares, len(hierarchy.ranks), scaler)
     if parameters != "replicated":
         model = getattr(model, "_orig_mod", model)  # the module inside torch.compile is also called and read directly

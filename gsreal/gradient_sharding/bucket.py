@@ -23,9 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from gsreal.gradient_sharding.master import master_type
-from gsreal.gradient_sharding.pushed_gradient import PushedGradient
+from gsreal.gradient_sharding.pushed_gradient import PushedGradient, ShardGradient
 from gssim.plan import Division, assign_buckets, divide
 
+Address = tuple[int, torch.Size, tuple[int, ...]]
+"""Data pointer, shape and strides of a tensor."""
 ABSENT = -0.0
 """Fills the slot of a gradient that does not exist."""
 CHUNK_ELEMENTS = 1 << 20
@@ -94,7 +96,7 @@ class Bucket:
         self.gradient: Tensor | None = None
         """Of the whole bucket; after the reduction inside the node, of this rank's part."""
         self.pending_parameters = set(parameters)
-        self._addresses = [(p.data_ptr(), p.shape) for p in parameters]
+        self._addresses = [(p.data_ptr(), p.shape, p.stride()) for p in parameters]
         self._placeholders: dict[nn.Parameter, PushedGradient] = {}
         """Takes the place of each parameter's gradient after the push."""
 
@@ -198,8 +200,10 @@ class Bucket:
     def assign_piece_gradients(self) -> None:
         """Give every piece its view of the shard's gradient."""
         if self.shard.grad is not None and not self.is_one_piece:
+            is_part = isinstance(self.shard.grad, ShardGradient)
             for piece in self.pieces:
-                piece.tensor.grad = self.shard.grad[piece.place].view(piece.tensor.shape)
+                part = self.shard.grad[piece.place].view(piece.tensor.shape)
+                piece.tensor.grad = part.as_subclass(ShardGradient) if is_part else part
 
     def clear_gradients(self, *, set_to_none: bool) -> None:
         """Clear the gradients of the shard; unless `set_to_none`, existing ones are set to zero."""
@@ -237,7 +241,9 @@ class Bucket:
         The first push of a step creates it.
         """
         if self.shard.grad is None:
-            self.shard.grad = gradient.to(self.shard.dtype, copy=True).mul_(weight)
+            first = gradient.to(self.shard.dtype, copy=True).mul_(weight)
+            is_part = type(first) is Tensor and first.numel() < self.whole.numel()
+            self.shard.grad = first.as_subclass(ShardGradient) if is_part else first
         else:
             self.shard.grad.add_(gradient.to(self.shard.dtype), alpha=weight)
 
@@ -246,8 +252,8 @@ class Bucket:
         """Whether parameters have their values between steps."""
         return True
 
-    def addresses(self) -> list[tuple[int, torch.Size]]:
-        """Return the expected data pointer and shape of every parameter."""
+    def addresses(self) -> list[Address]:
+        """Return the expected place of every parameter's values."""
         return self._addresses
 
     def update_master(self, part: slice, *, rounded: bool = True) -> None:

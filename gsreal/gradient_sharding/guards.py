@@ -25,7 +25,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
 from gsreal.gradient_sharding.bucket import Bucket
-from gssim.plan import Publish, splitting
+from gsreal.gradient_sharding.sharded_parameters import Unit
+from gssim.plan import Publish, Push, splitting
 
 REMEDY = "move, cast and load (.to, .half, assign=True, to_empty) before shard_gradients, or call it again"
 
@@ -62,10 +63,15 @@ class ModelGuard:
 
     def check_places(self, bucket: Bucket) -> None:
         """Raise RuntimeError if a parameter is not at its address in the bucket."""
-        addresses, now = bucket.addresses(), [(p.data_ptr(), p.shape) for p in bucket.parameters]
+        addresses, now = bucket.addresses(), [(p.data_ptr(), p.shape, p.stride()) for p in bucket.parameters]
         if now != addresses:
             name = next(self.names[p] for p, a, b in zip(bucket.parameters, now, addresses, strict=True) if a != b)
             raise RuntimeError(f"{name} is no longer in its bucket and would not train: {REMEDY}")
+        if isinstance(bucket, Unit) and (written := bucket.written) is not None:
+            raise RuntimeError(
+                f"{self.names[written]} was written to where its parameters are sharded: between steps it has no "
+                "values, and what a forward writes is freed. Change model.state_dict() on all ranks, and load it"
+            )
 
     def _check_members(self) -> None:
         """Raise RuntimeError if the model has trainable parameters that are in no bucket, or lacks some that are."""
@@ -161,6 +167,12 @@ class _Trial:
         given = [{**group, "params": copies if i == self.number else []} for i, group in enumerate(self.groups)]
         return self.factory(given), copies
 
+    def options(self, tensors: Sequence[Tensor]) -> list[dict[str, Any]]:
+        """Return the options that the factory gives to each tensor."""
+        optimizer, copies = self.make(tensors)
+        of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        return [{key: value for key, value in of[id(p)].items() if key != "params"} for p in copies]
+
     def updates(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the change of each tensor, flat, after a few steps of one optimizer over all of them."""
         torch.manual_seed(0)
@@ -187,6 +199,7 @@ def _check_group(trial: _Trial, *, whole_tensors: bool) -> None:
         together = trial.updates(trial.values)
     except Exception as error:
         raise ValueError(f"{name} cannot update shards with dense gradients and without a closure: {error}") from error
+    _check_options_agree(trial, [trial.values, trial.values[1:]])
     alone = [update for tensor in trial.values for update in trial.updates([tensor])]
     if not _updates_agree(together, alone):
         raise ValueError(
@@ -197,11 +210,33 @@ def _check_group(trial: _Trial, *, whole_tensors: bool) -> None:
         return
     flat = trial.values[0].reshape(-1)
     try:
+        trial.make([flat])
+    except Exception:  # takes matrices alone
+        raise ValueError(_whole_tensors_message(name)) from None
+    _check_options_agree(trial, [trial.values, [flat]])
+    try:
         cut = torch.cat([update for part in (flat[:CUT], flat[CUT:]) for update in trial.updates([part])])
     except Exception:  # takes matrices alone
         raise ValueError(_whole_tensors_message(name)) from None
     if not _updates_agree([cut], alone[:1]):
         raise ValueError(_whole_tensors_message(name))
+
+
+def _check_options_agree(trial: _Trial, kinds: Sequence[Sequence[Tensor]]) -> None:
+    """Raise ValueError if a factory gives the last tensors of these other options than one another.
+
+    Shards are flat, one for each bucket. Decay of matrices alone would be decay of nothing, and too small for the
+    updates of a trial to show it.
+    """
+    first, *others = (trial.options(tensors)[-1] for tensors in kinds)
+    for other in others:
+        for key, value in first.items():
+            if repr(other.get(key)) != repr(value):
+                raise ValueError(
+                    f"optimizer_factory chooses {key} by a tensor's shape or place, but it gets flat shards, one for "
+                    "each bucket, not the model's parameters: give those of other options to shard_gradients as "
+                    "param_groups"
+                )
 
 
 def _whole_tensors_message(name: str) -> str:
@@ -269,10 +304,13 @@ def check_sizes(**bytes_of: float) -> None:
 def check_options(
     parameters: str,
     units: Sequence[nn.Module],
+    push: Push | None,
     publish: Publish,
     groups: Sequence[Mapping[str, Any]] | None,
 ) -> None:
     """Raise ValueError if options exclude one another."""
+    if push is not None and push.kind == "target-density" and not 0 < (push.threshold or 1) <= 1:
+        raise ValueError(f"push: a target density is a fraction to be sent, at most 1, not {push.threshold}")
     if parameters not in get_args(Parameters):
         raise ValueError(f"parameters must be one of {', '.join(get_args(Parameters))}, not {parameters!r}")
     for unit in units:
@@ -292,6 +330,8 @@ def check_model(model: Any, parameters: Mapping[str, nn.Parameter], *, threshold
     Cases: parameters without values (meta), without an order for thresholds (complex) or in shared memory; a model that
     is distributed already, or that writes to parameters in its forward, where every rank would write other rows.
     """
+    if torch.is_inference_mode_enabled():
+        raise ValueError("torch.inference_mode: buckets made in it could not be trained; call shard_gradients outside")
     for name, module in model.named_modules():
         if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
             raise ValueError(f"the model is wrapped in {type(module).__name__}: give shard_gradients what is inside")
@@ -392,7 +432,9 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     descriptions = {"optimizer": type(optimizer).__name__, "param_groups": str(len(optimizer.param_groups))}
     for number, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
-            if isinstance(value, int | float | str | None) or (isinstance(value, Tensor) and value.numel() == 1):
+            if isinstance(value, int | float | str | tuple | None) or (
+                isinstance(value, Tensor) and value.numel() == 1
+            ):
                 descriptions[f"{key} of group {number}"] = repr(value.item() if isinstance(value, Tensor) else value)
     return descriptions
 

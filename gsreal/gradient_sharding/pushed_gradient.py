@@ -1,5 +1,6 @@
 """Placeholder for a gradient that was pushed, and norm, clipping and NaN checks of gradients spread over owners."""
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,6 +39,9 @@ ALLOWED = frozenset(
     }
 )
 """Tensor functions that compute nothing: those that `Module.to` and `Module.zero_grad` call."""
+
+
+CLIPS = torch.nn.utils.clip_grad.__name__
 
 
 class PushedGradient(torch.Tensor):
@@ -88,6 +92,24 @@ class PushedGradient(torch.Tensor):
             if not self._nnz():
                 return None
             return torch.sparse_coo_tensor(self._indices(), self._values(), self.shape, check_invariants=False)
+
+
+class ShardGradient(torch.Tensor):
+    """The gradient of a shard: torch's `clip_grad_norm_` of it, which would clip by one rank's norm, raises an error.
+
+    PyTorch Lightning, for one, clips what is in the optimizer's `param_groups`.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Return what plain tensors give; refuse the norms of torch.nn.utils.clip_grad."""
+        if "norm" in getattr(func, "__name__", "") and sys._getframe(1).f_globals.get("__name__") == CLIPS:
+            raise RuntimeError(
+                "torch's clip_grad_norm_ of this rank's shards would clip by its part of the norm, other ranks by "
+                "theirs: call the clip_grad_norm_ of what shard_gradients returned"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
 
 AllReduce = Callable[[Tensor, Any], None]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from gsreal.gradient_sharding.bucket import Bucket, Partition
+from gsreal.gradient_sharding.bucket import Address, Bucket, Partition
 from gsreal.gradient_sharding.hierarchy import Hierarchy
 from gsreal.gradient_sharding.master import master_type
 from gsreal.gradient_sharding.point_to_point import all_gather_v
@@ -57,6 +57,7 @@ class Unit(Bucket):
         """Waits for the gather in flight, if any."""
         self._nothing = self.flat.new_full((), torch.nan)
         self._shapes = [parameter.shape for parameter in parameters]
+        self._versions: list[int] = []
         self.check: Callable[[Unit], None] = lambda unit: None
         """Called before parameters get values, while they should have none."""
 
@@ -70,6 +71,18 @@ class Unit(Bucket):
         self.has_master = self.shard.dtype != own.dtype  # else the model's own state has the same values
         self.merge_pieces()
         self.free()
+        self.record_versions()
+
+    def record_versions(self) -> None:
+        """Record that what has been written to the parameters so far is in the shards."""
+        if not self._is_alone:
+            self._versions = [parameter._version for parameter in self.parameters]
+
+    @property
+    def written(self) -> nn.Parameter | None:
+        """A parameter that has been written to since, if any: without values, or with values that are freed."""
+        pairs = zip(self.parameters, self._versions, strict=False)  # a single rank has none recorded
+        return next((parameter for parameter, version in pairs if parameter._version != version), None)
 
     def gather(self, when: str = "") -> None:
         """Gather the parameters' values, if they have none; every rank must call this.
@@ -152,16 +165,13 @@ class Unit(Bucket):
         """Whether parameters have their values between steps: only those of a single rank."""
         return self._is_alone
 
-    def addresses(self) -> list[tuple[int, torch.Size]]:
-        """Return the expected data pointer (of the values.
-
-        Or of the one element in their place) and shape of every parameter.
-        """
-        if not self.is_whole:
-            return [(self._nothing.data_ptr() if shape.numel() else 0, shape) for shape in self._shapes]
-        size, start = self.flat.element_size(), self.flat.data_ptr()
-        first = [start + size * place.start for place in self.places.values()]
-        return [(at if shape.numel() else 0, shape) for at, shape in zip(first, self._shapes, strict=True)]
+    def addresses(self) -> list[Address]:
+        """Return the expected place of every parameter's values, or of the one element instead of them."""
+        views = [
+            self.flat[place].view(shape) if self.is_whole else self._nothing.expand(shape)
+            for place, shape in zip(self.places.values(), self._shapes, strict=True)
+        ]
+        return [(view.data_ptr(), view.shape, view.stride()) for view in views]
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Refuse to be copied or saved: a copied model would gather into the first one's parameters."""
@@ -199,6 +209,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
         for unit, before in versions:
             if [parameter._version for parameter in unit.parameters] != before:
                 unit.update_master(slice(None))
+                unit.record_versions()
         for unit in resting:
             unit.free()
 
@@ -400,4 +411,5 @@ def _detach_state_dict(model: nn.Module, state: dict[str, Any], prefix: str, _me
 def _update_masters_after_load(model: nn.Module, _incompatible_keys: Any) -> None:
     for unit in units_of(model):
         unit.update_master(slice(None))
+        unit.record_versions()
         unit.free()

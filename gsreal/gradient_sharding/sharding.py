@@ -25,6 +25,8 @@ from gsreal.gradient_sharding.sharded_parameters import NO_BACKWARD, Unit
 from gsreal.gradient_sharding.state import migrate
 from gssim.plan import splitting
 
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integer types by their bytes."""
 BACKWARD = "a backward, and what it pushes"
 OPTIMIZERS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Weak reference, by parameter, to the optimizer whose buckets have it."""
@@ -34,10 +36,11 @@ class GradientSharding(torch.optim.Optimizer):
     """The optimizer that `shard_gradients` returns: used like any of torch's.
 
     Its `param_groups` are those of the wrapped optimizer, over this rank's shards: schedulers and `GradScaler` work on
-    them. Set their options alike on all ranks (`state_dict` checks that); torch's `clip_grad_norm_` of these shards
-    would clip by this rank's part of the norm. Gradients of the model's parameters have been pushed to their owners
-    after each backward: `clip_grad_norm_` here includes all of them, and torch's of the model's parameters raises an
-    error. `model.zero_grad()` discards pushed gradients, as `zero_grad` here does.
+    them. Set their options alike on all ranks: `state_dict` checks that, but not each step, so that a scheduler must
+    not follow one rank's own loss (ReduceLROnPlateau: all-reduce it first). Gradients of the model's parameters have
+    been pushed to their owners after each backward: `clip_grad_norm_` here includes all of them, and torch's raises an
+    error, of the model's parameters as of these shards. `model.zero_grad()` discards pushed gradients, as `zero_grad`
+    here does. Load the model's state on all ranks; its `load_state_dict` compares what they have loaded.
 
     Every rank makes the same number of steps, and of backwards outside `no_sync` between two of them. A rank that makes
     none between two steps pushes zeros in `step`.
@@ -72,7 +75,7 @@ class GradientSharding(torch.optim.Optimizer):
         self._norm: Tensor | None = None
         self._has_nonfinite = False
         self._weights = splitting.even(len(hierarchy.ranks))
-        self.weights = self._weights
+        self.weights = self._pushed_weights = self._weights
         self._next = 0
         self._push_enabled = True
         self._backwards: set[int] = set()
@@ -89,13 +92,15 @@ class GradientSharding(torch.optim.Optimizer):
             self._handles.append(next(iter(names)).register_hook(lambda _gradient: self._discard_if_removed()))
         for parameter in names:
             OPTIMIZERS[parameter] = weakref.ref(self)
+        if all(bucket.is_replica for bucket in buckets) and len(hierarchy.ranks) > 1:
+            self._handles.append(model.register_load_state_dict_post_hook(_CheckAfterLoad(self)))
 
     @property
     def weights(self) -> tuple[float, ...]:
         """Each rank's fraction of the step's loss terms: the weight of its mean gradient. Even by default.
 
-        The fractions sum to 1: of 48 samples, (32 / 48, 16 / 48). To be set alike on all ranks, which is checked as
-        `state_dict` is called.
+        The fractions sum to 1: of 48 samples, (32 / 48, 16 / 48). To be set before the backward that pushes gradients,
+        and alike on all ranks, which is checked as `state_dict` is called.
         """
         return self._weights
 
@@ -236,6 +241,7 @@ class GradientSharding(torch.optim.Optimizer):
                 self._push_reduced()
                 self.pusher.drain()
             self.hierarchy.protocol.pushes += 1
+            self._pushed_weights = self._weights
         self._reset_backward()
         if self.scaler is not None and self._pushing:
             self._report_to_scaler()
@@ -257,6 +263,11 @@ class GradientSharding(torch.optim.Optimizer):
         self._discard_if_removed()
         left = [p for bucket in self.buckets for p in bucket.parameters if _has_own_gradient(p)]
         if self.hierarchy.protocol.pushes:
+            if self._pushed_weights != self._weights:
+                raise RuntimeError(
+                    f"weights were set to {self._weights} after the backward, whose gradients were pushed with "
+                    f"{self._pushed_weights}: set them before it"
+                )
             if left:
                 raise RuntimeError(
                     f"{self.names[left[0]]}: its gradient was not pushed; make the last backward before a step outside "
@@ -303,7 +314,8 @@ class GradientSharding(torch.optim.Optimizer):
             raise RuntimeError("shards change owners only where every rank keeps a replica and pushes to all others")
         self._check_not_replaced()
         shard_shares = check_shares(shard_shares, len(self.hierarchy.ranks), self.scaler)
-        self.hierarchy.check_equal_on_all_ranks({"reshard: shard_shares": repr(shard_shares)}, self._device)
+        described = describe_optimizer(self.optimizer) | {"reshard: shard_shares": repr(shard_shares)}
+        self.hierarchy.check_equal_on_all_ranks(described, self._device)
         if self._gradients() or any(_has_own_gradient(p) for bucket in self.buckets for p in bucket.parameters):
             raise RuntimeError("gradients of this step are pending; shards can change owners only after `step`")
         self.finish()
@@ -407,6 +419,9 @@ class GradientSharding(torch.optim.Optimizer):
             self.publisher.publish([bucket for bucket in self.buckets if bucket.is_replica], self.optimizer)
         # A graph of a forward before the update must not be used again, as after an update by torch's optimizers
         torch.autograd.graph.increment_version([parameter for parameter in self.names if parameter.requires_grad])
+        for bucket in self.buckets:
+            if isinstance(bucket, Unit):
+                bucket.record_versions()
         self.guard.record_versions()
 
     def finish(self) -> None:
@@ -509,6 +524,12 @@ class GradientSharding(torch.optim.Optimizer):
 
     # State ------------------------------------------------------------------------------------------------------------
 
+    @property
+    def _parts(self) -> state.OptimizerParts:
+        return state.OptimizerParts(
+            self.buckets, self.optimizer, self.param_groups, self.pusher, self.hierarchy, self.names
+        )
+
     def state_dict(self) -> dict[str, Any]:
         """Return the whole optimizer state, of every owner, by parameter name (a collective; all ranks get it).
 
@@ -524,7 +545,7 @@ class GradientSharding(torch.optim.Optimizer):
         with collective_call("the optimizer's state_dict"):
             described = describe_optimizer(self.optimizer) | {"weights": repr(self._weights)}
             self.hierarchy.check_equal_on_all_ranks(described, self._device)
-            return state.gather_state(self)
+            return state.gather_state(self._parts)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the own part of a `state_dict`, saved by any number of ranks with any shares; no collective.
@@ -533,9 +554,10 @@ class GradientSharding(torch.optim.Optimizer):
         """
         self.finish()
         self.guard.update_masters_from_writes()
-        state.load_gathered_state(self, state_dict)
+        if not state.load_gathered_state(self._parts, state_dict):
+            self.take_parameters()
 
-    def sharded(self) -> "state.Sharded":
+    def sharded(self) -> state.Sharded:
         """Return an object to save and load with torch.distributed.checkpoint: every rank its own part.
 
         The residuals of error feedback belong to ranks, not to parameters: with other ranks they are dropped, which
@@ -543,7 +565,7 @@ class GradientSharding(torch.optim.Optimizer):
         its `pusher.state_dict()` too, and then continues exactly.
         """
         self.finish()
-        return state.Sharded(self)
+        return state.Sharded(self._parts)
 
     @torch.no_grad()
     def take_parameters(self) -> None:
@@ -563,6 +585,32 @@ class GradientSharding(torch.optim.Optimizer):
         if hasattr(self, "buckets"):
             raise RuntimeError("groups cannot be added later: give them all to shard_gradients as param_groups")
         super().add_param_group(param_group)
+
+
+class _CheckAfterLoad:
+    """Hook of a replica's `load_state_dict`: compares what ranks have loaded (an all-reduce of two integers).
+
+    What one rank alone has loaded would be replaced by what the owners publish, but for its own shard.
+    """
+
+    def __init__(self, optimizer: GradientSharding | None) -> None:
+        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
+
+    def __call__(self, _model: nn.Module, _incompatible_keys: Any) -> None:
+        optimizer = None if self._optimizer is None else self._optimizer()
+        if optimizer is None or not torch.distributed.is_initialized():
+            return
+        loaded = {}
+        for bucket in optimizer.buckets:
+            flat = torch.view_as_real(bucket.whole) if bucket.whole.is_complex() else bucket.whole
+            bits = flat.view(INTEGERS[flat.element_size()]).sum(dtype=torch.int64)  # exact, whatever the order
+            loaded[f"loaded values, bucket {bucket.index}, sum of bits"] = str(int(bits))
+        with collective_call("load_state_dict of the model"):
+            optimizer.hierarchy.check_equal_on_all_ranks(loaded, optimizer._device)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Check nothing in a copy of the model, or in what is saved of it: the optimizer has no part in it."""
+        return _CheckAfterLoad, (None,)
 
 
 def find_optimizers(parameters: Iterable[nn.Parameter]) -> list[GradientSharding]:

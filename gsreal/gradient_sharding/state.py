@@ -14,7 +14,8 @@ recomputed, so that training continues exactly as without the migration.
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,11 +24,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from gsreal.gradient_sharding.bucket import Bucket, Piece, elementwise, split_pieces
+from gsreal.gradient_sharding.hierarchy import Hierarchy
 from gsreal.gradient_sharding.point_to_point import all_to_all_v
+from gsreal.gradient_sharding.push import Pusher
 from gssim.plan import splitting
-
-if TYPE_CHECKING:
-    from gsreal.gradient_sharding.sharding import GradientSharding
 
 COPIES = (torch.ops.aten.detach.default, torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
 """Operations applied to each piece."""
@@ -98,14 +98,27 @@ State = dict[str, Any]
 """State of one tensor, by key."""
 
 
+@dataclass(frozen=True, eq=False)
+class OptimizerParts:
+    """The parts of a `GradientSharding` that its state is read from and loaded into."""
+
+    buckets: Sequence[Bucket]
+    optimizer: torch.optim.Optimizer
+    param_groups: list[dict[str, Any]]
+    """Groups as the user sees and changes them."""
+    pusher: Pusher
+    hierarchy: Hierarchy
+    names: Mapping[nn.Parameter, str]
+
+
 # Whole ---------------------------------------------------------------------------------------------------------------
 
 
-def gather_state(sharding: "GradientSharding") -> dict[str, Any]:
+def gather_state(parts: OptimizerParts) -> dict[str, Any]:
     """Return every owner's state by parameter name (a collective: keys are exchanged, then values all-reduced)."""
     described: dict[str, dict[str, torch.dtype]] = {}
     others: dict[str, State] = {}
-    own = {name: (bucket, *_owned_state(sharding, bucket, p)) for name, bucket, p in _owned(sharding)}
+    own = {name: (bucket, *_owned_state(parts, bucket, p)) for name, bucket, p in _owned(parts)}
     descriptions = {
         name: (
             {key: value.dtype for key, value in values.items()},
@@ -113,15 +126,15 @@ def gather_state(sharding: "GradientSharding") -> dict[str, Any]:
         )
         for name, (_, values, rest) in own.items()
     }
-    for of_rank in sharding.hierarchy.gather_objects(descriptions):
+    for of_rank in parts.hierarchy.gather_objects(descriptions):
         for name, (dtypes, rest) in of_rank.items():
             described.setdefault(name, {}).update(dtypes)
             others.setdefault(name, {}).update(rest)
     states: dict[str, State] = {}
-    for bucket in sharding.buckets:
-        names = {parameter: sharding.names[parameter] for parameter in bucket.parameters}
+    for bucket in parts.buckets:
+        names = {parameter: parts.names[parameter] for parameter in bucket.parameters}
         keys = {key: dtype for name in names.values() for key, dtype in described.get(name, {}).items()}
-        gathered = {key: _gathered(sharding, bucket, key, keys[key]) for key in sorted(keys)}
+        gathered = {key: _gathered(parts, bucket, key, keys[key]) for key in sorted(keys)}
         for parameter, name in names.items():
             values = {key: gathered[key][bucket.slots[parameter]] for key in described.get(name, {})}
             state = {key: value.clone().view(parameter.shape) for key, value in values.items()}
@@ -130,46 +143,49 @@ def gather_state(sharding: "GradientSharding") -> dict[str, Any]:
                 state[key] = value.to(bucket.flat.device) if on_device else value
             if state:
                 states[name] = state
-    return {"state": states, "param_groups": _groups(sharding), "updates": sharding.pusher.steps}
+    return {"state": states, "param_groups": _groups(parts), "updates": parts.pusher.steps}
 
 
-def load_gathered_state(sharding: "GradientSharding", saved: dict[str, Any]) -> None:
-    """Load the own part of a result of `gather_state`; raise ValueError if it is another optimizer's or model's."""
-    _check_saved(sharding, saved)
-    load_groups(sharding, saved["param_groups"])
-    sharding.pusher.steps = saved.get("updates", 0)
+def load_gathered_state(parts: OptimizerParts, saved: dict[str, Any]) -> bool:
+    """Load the own part of a result of `gather_state`; return whether it has any, master copies included.
+
+    Raises ValueError if it is another optimizer's or model's.
+    """
+    _check_saved(saved)
+    load_groups(parts, saved["param_groups"])
+    parts.pusher.steps = saved.get("updates", 0)
     known = {name for group in saved["param_groups"] for name in group["params"]}
     if not any(set(state) - {MASTER} for state in saved["state"].values()):
-        sharding.state.clear()
+        parts.optimizer.state.clear()
         if not saved["state"]:
-            sharding.take_parameters()
-            return
+            return False
     else:
-        initialise(sharding.optimizer)
-    for bucket in sharding.buckets:
-        states = {p: _saved_state(saved["state"], known, sharding.names[p]) for p in bucket.parameters}
-        _separate(sharding, bucket, states)
+        initialise(parts.optimizer)
+    for bucket in parts.buckets:
+        states = {p: _saved_state(saved["state"], known, parts.names[p]) for p in bucket.parameters}
+        _separate(parts, bucket, states)
         for parameter, state in states.items():
             owned_piece = bucket.piece_of(parameter)
             if owned_piece is None:
                 continue
             piece, start, part = owned_piece
             if not set(state) - {MASTER}:  # no step has updated it
-                sharding.state.pop(piece.tensor, None)
-            values, rest = _state(sharding, bucket, piece, part)
-            _check_keys(state, {*values, *rest} - {MASTER}, sharding.names[parameter])
+                parts.optimizer.state.pop(piece.tensor, None)
+            values, rest = _state(parts, bucket, piece, part)
+            _check_keys(state, {*values, *rest} - {MASTER}, parts.names[parameter])
             for key, value in values.items():
                 if key not in state and not bucket.is_replica:
                     continue  # the model's state has brought it
                 source = parameter.detach() if key not in state else state[key]  # without a master: the parameter
-                _check_shape(source, parameter, key, sharding.names[parameter])
+                _check_shape(source, parameter, key, parts.names[parameter])
                 taken = source.reshape(-1)[start : start + part.stop - part.start]
                 value.copy_(taken.to(value.device, value.dtype))
             for key, value in rest.items():
-                _replace(sharding, piece, key, value, state[key])
+                _replace(parts, piece, key, value, state[key])
+    return True
 
 
-def _check_saved(sharding: "GradientSharding", saved: Any) -> None:
+def _check_saved(saved: Any) -> None:
     """Raise ValueError if this is not a result of `gather_state`, before anything is changed."""
     groups, states = (saved.get("param_groups"), saved.get("state")) if isinstance(saved, Mapping) else (None, None)
     if groups is None or not isinstance(states, Mapping):
@@ -181,11 +197,11 @@ def _check_saved(sharding: "GradientSharding", saved: Any) -> None:
         )
 
 
-def load_groups(sharding: "GradientSharding", saved: list[dict[str, Any]]) -> None:
+def load_groups(parts: OptimizerParts, saved: list[dict[str, Any]]) -> None:
     """Load the options of saved groups, such as learning rates; raise ValueError if their number differs."""
-    if len(saved) != len(sharding.param_groups):
-        raise ValueError(f"saved with {len(saved)} param_groups, but there are {len(sharding.param_groups)}")
-    for group, options in zip(sharding.param_groups, saved, strict=True):
+    if len(saved) != len(parts.param_groups):
+        raise ValueError(f"saved with {len(saved)} param_groups, but there are {len(parts.param_groups)}")
+    for group, options in zip(parts.param_groups, saved, strict=True):
         group.update({key: value for key, value in options.items() if key != "params"})
 
 
@@ -270,65 +286,65 @@ class Sharded:
     dcp.save({"model": model, "optimizer": optimizer.sharded()}, checkpoint_id=folder), and dcp.load alike.
     """
 
-    def __init__(self, sharding: "GradientSharding") -> None:
-        self.sharding = sharding
+    def __init__(self, parts: OptimizerParts) -> None:
+        self.parts = parts
         self._first: dict[Tensor, State] = {}
         """Initial state of tensors that have none yet, as last returned."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the own part: views, so that values are loaded in place."""
-        self._first = first_states(self.sharding.optimizer)
+        self._first = first_states(self.parts.optimizer)
         states: dict[str, Any] = {}
-        for name, bucket, parameter in _owned(self.sharding):
-            values, others = _owned_state(self.sharding, bucket, parameter, self._first)
+        for name, bucket, parameter in _owned(self.parts):
+            values, others = _owned_state(self.parts, bucket, parameter, self._first)
             start = bucket.owned(parameter)[0]
             owned = {key: PartialTensor({(start,): value}, (parameter.numel(),)) for key, value in values.items()}
             states[name] = owned | {key: _own_memory(value) for key, value in others.items()}
         # a tuple is saved as one object: its lists and numbers are replaced as a whole when it is loaded
-        updates = torch.tensor(self.sharding.pusher.steps)
-        return {"state": states, "param_groups": tuple(_groups(self.sharding)), "updates": updates}
+        updates = torch.tensor(self.parts.pusher.steps)
+        return {"state": states, "param_groups": tuple(_groups(self.parts)), "updates": updates}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Apply a loaded dictionary: the tensors of the state are in place already."""
-        sharding = self.sharding
-        load_groups(sharding, list(state_dict["param_groups"]))
-        sharding.pusher.steps = int(state_dict["updates"])
-        sharding.state.update(self._first)
+        parts = self.parts
+        load_groups(parts, list(state_dict["param_groups"]))
+        parts.pusher.steps = int(state_dict["updates"])
+        parts.optimizer.state.update(self._first)
         self._first = {}
-        for bucket in sharding.buckets:
-            states = {p: state_dict["state"].get(sharding.names[p], {}) for p in bucket.parameters}
-            _separate(sharding, bucket, states)
+        for bucket in parts.buckets:
+            states = {p: state_dict["state"].get(parts.names[p], {}) for p in bucket.parameters}
+            _separate(parts, bucket, states)
             for parameter in bucket.parameters:
                 owned_piece = bucket.piece_of(parameter)
                 if owned_piece is not None:
-                    for key, value in _state(sharding, bucket, owned_piece[0], owned_piece[2])[1].items():
-                        _replace(sharding, owned_piece[0], key, value, states[parameter][key])
+                    for key, value in _state(parts, bucket, owned_piece[0], owned_piece[2])[1].items():
+                        _replace(parts, owned_piece[0], key, value, states[parameter][key])
 
 
 # By parameter --------------------------------------------------------------------------------------------------------
 
 
-def _owned(sharding: "GradientSharding") -> list[tuple[str, Bucket, nn.Parameter]]:
+def _owned(parts: OptimizerParts) -> list[tuple[str, Bucket, nn.Parameter]]:
     """Return (name, bucket, parameter) of the parameters of which this rank owns elements."""
     return [
-        (sharding.names[parameter], bucket, parameter)
-        for bucket in sharding.buckets
+        (parts.names[parameter], bucket, parameter)
+        for bucket in parts.buckets
         for parameter in bucket.parameters
         if bucket.piece_of(parameter) is not None
     ]
 
 
 def _owned_state(
-    sharding: "GradientSharding", bucket: Bucket, parameter: nn.Parameter, first: Mapping[Tensor, State] | None = None
+    parts: OptimizerParts, bucket: Bucket, parameter: nn.Parameter, first: Mapping[Tensor, State] | None = None
 ) -> tuple[dict[str, Tensor], State]:
     """Return `_state` of the own part of a parameter."""
     owned_piece = bucket.piece_of(parameter)
     assert owned_piece is not None
-    return _state(sharding, bucket, owned_piece[0], owned_piece[2], first)
+    return _state(parts, bucket, owned_piece[0], owned_piece[2], first)
 
 
 def _state(
-    sharding: "GradientSharding",
+    parts: OptimizerParts,
     bucket: Bucket,
     piece: Piece,
     part: slice,
@@ -338,7 +354,7 @@ def _state(
 
     `first`: initial states of tensors that have none yet.
     """
-    state = sharding.optimizer.state.get(piece.tensor) or (first or {}).get(piece.tensor, {})
+    state = parts.optimizer.state.get(piece.tensor) or (first or {}).get(piece.tensor, {})
     flat = elementwise(state, piece)
     values = {key: value[part] for key, value in flat.items()}
     others = {key: value for key, value in state.items() if key not in values and value is not None}
@@ -347,21 +363,21 @@ def _state(
     return values, others
 
 
-def _gathered(sharding: "GradientSharding", bucket: Bucket, key: str, dtype: torch.dtype) -> Tensor:
+def _gathered(parts: OptimizerParts, bucket: Bucket, key: str, dtype: torch.dtype) -> Tensor:
     """Return all owners' values of a bucket: each adds its own to zeros."""
     flat = torch.zeros(bucket.whole.numel(), dtype=dtype, device=bucket.whole.device)
     for parameter in bucket.parameters:
         if bucket.piece_of(parameter) is None:
             continue
-        value = _owned_state(sharding, bucket, parameter)[0].get(key)
+        value = _owned_state(parts, bucket, parameter)[0].get(key)
         if value is not None:
             first = bucket.slots[parameter].start + bucket.owned(parameter)[0]
             flat[first : first + value.numel()] = value
-    sharding.hierarchy.all_reduce(flat)
+    parts.hierarchy.all_reduce(flat)
     return flat
 
 
-def _separate(sharding: "GradientSharding", bucket: Bucket, states: Mapping[nn.Parameter, State]) -> None:
+def _separate(parts: OptimizerParts, bucket: Bucket, states: Mapping[nn.Parameter, State]) -> None:
     """Split a bucket's pieces where parameters had unequal numbers of updates.
 
     By their states that are not elementwise.
@@ -372,7 +388,7 @@ def _separate(sharding: "GradientSharding", bucket: Bucket, states: Mapping[nn.P
     def kind(parameter: nn.Parameter) -> Any:
         return {key: _comparable(value) for key, value in states[parameter].items() if key != MASTER}
 
-    split_pieces(bucket, sharding.optimizer, kind)
+    split_pieces(bucket, parts.optimizer, kind)
 
 
 def _comparable(value: Any) -> Any:
@@ -387,14 +403,14 @@ def _own_memory(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def _groups(sharding: "GradientSharding") -> list[dict[str, Any]]:
+def _groups(parts: OptimizerParts) -> list[dict[str, Any]]:
     """Return the options of the groups, with the names of their parameters."""
     return [
         {
             **group,
-            "params": sorted(sharding.names[p] for b in sharding.buckets if b.group_index == number for p in b.slots),
+            "params": sorted(parts.names[p] for b in parts.buckets if b.group_index == number for p in b.slots),
         }
-        for number, group in enumerate(sharding.param_groups)
+        for number, group in enumerate(parts.param_groups)
     ]
 
 
@@ -424,12 +440,12 @@ def _check_shape(source: Tensor, parameter: nn.Parameter, key: str, name: str) -
         )
 
 
-def _replace(sharding: "GradientSharding", piece: Piece, key: str, value: Any, saved: Any) -> None:
+def _replace(parts: OptimizerParts, piece: Piece, key: str, value: Any, saved: Any) -> None:
     """Set a state of a piece that is not elementwise, such as the number of steps."""
     if isinstance(value, Tensor):
         value.copy_(torch.as_tensor(saved))
     else:
-        sharding.optimizer.state[piece.tensor][key] = saved
+        parts.optimizer.state[piece.tensor][key] = saved
 
 
 Range = tuple[int, int]

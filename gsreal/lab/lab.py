@@ -164,7 +164,13 @@ def run_lab(
     cannot be built.
     """
     lab = lab_of(loaded.scenario.cluster, where=loaded.file)
-    _warn_of_other_labs()
+    others = runs()
+    if others:
+        print(
+            f"gsreal: lab: {', '.join(others)}: running too, so that times are not comparable, or left by a killed "
+            "run, which `gsreal lab --clean` removes",
+            file=sys.stderr,
+        )
     with scratch_folder("gsreal-run-") as folder:
         file = Path(folder, "measured.json")
         arguments = [loaded.file, json.dumps(overrides), str(file), str(trace.absolute()) if trace else "", "", "0"]
@@ -202,16 +208,6 @@ def provenance(lab: Lab, links: Sequence[Verified], *, netem: bool) -> dict[str,
             for link in links
         ],
     }
-
-
-def _warn_of_other_labs() -> None:
-    others = runs()
-    if others:
-        print(
-            f"gsreal: lab: {', '.join(others)}: running too, so that times are not comparable, or left by a killed "
-            "run, which `gsreal lab --clean` removes",
-            file=sys.stderr,
-        )
 
 
 def warn_of_other_processors(clusters: Iterable[Cluster]) -> None:

@@ -22,17 +22,11 @@ from gsreal.methods.data_parallel import (
 from gsreal.methods.expert_parallel import divided_experts, load_experts
 from gsreal.methods.gradient_sharding import push_gradients, train_owned_layers
 from gsreal.methods.loss_parallel import Loss, divide_vocabulary
+from gsreal.methods.meshes import context_group, data_group, device_mesh, shard_group
 from gsreal.methods.pipelined import StageModules, pipeline_stages
 from gsreal.methods.ring_attention import observed_ring
 from gsreal.methods.tensor_slices import PartialGradients, slice_blocks, whole_parameter
-from gsreal.methods.training import (
-    LossScaler,
-    Training,
-    context_group,
-    data_group,
-    device_mesh,
-    shard_group,
-)
+from gsreal.methods.training import LossScaler, Training
 from gsreal.model_files.build import loss_of
 from gsreal.run.rank_speed import Rebalancer, SlowDevice
 from gssim.scenario import Scenario

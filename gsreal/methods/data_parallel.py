@@ -18,9 +18,10 @@ from gsreal.measure import Timeline
 from gsreal.methods.checkpointing import blocks_of
 from gsreal.methods.compressed import compressor_of
 from gsreal.methods.experts import PARAMETERS, experts_of
+from gsreal.methods.meshes import REPLICAS, data_group, data_mesh, expert_mesh, shard_mesh
 from gsreal.methods.optimizers import make_optimizer, replica_optimizer_of
 from gsreal.methods.periodic import Synchronization
-from gsreal.methods.training import REPLICAS, Training, data_group, data_mesh, expert_mesh, shard_mesh
+from gsreal.methods.training import Training
 from gsreal.model_files.build import DTYPES
 from gssim.plan import DDP_BUCKET_BYTES, MIB, Policies
 from gssim.scenario import Scenario, has_master_copy, reduce_precision

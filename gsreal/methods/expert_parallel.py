@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from gsreal.measure import Timeline
 from gsreal.methods.experts import PARAMETERS, GroupExchange, experts_of, replace_experts
+from gsreal.methods.meshes import DIVIDED, REPLICAS, expert_mesh
 from gsreal.methods.tensor_slices import Slice, mark
-from gsreal.methods.training import DIVIDED, REPLICAS, expert_mesh
 from gssim.plan import position_ranges
 from gssim.scenario import Scenario
 from gssim.scenario.expert_load import expert_rows, routed_experts

@@ -16,11 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gsreal.gradient_sharding import GradientSharding, shard_gradients
 from gsreal.gradient_sharding.point_to_point import all_gather_v
-from gsreal.gradient_sharding.side_stream import Observer
 from gsreal.measure import Timeline
 from gsreal.methods.checkpointing import blocks_of
+from gsreal.methods.meshes import data_mesh, device_mesh
 from gsreal.methods.optimizers import make_optimizer
-from gsreal.methods.training import Training, data_mesh, device_mesh
+from gsreal.methods.training import Training
 from gssim.plan import DATA_AXES, Policies
 from gssim.scenario import Scenario
 from gssim.workload import LayerInstance, gradient_order, unrolled
@@ -44,6 +44,13 @@ def pushing_optimizer(
     plan, policies = scenario.plan, scenario.policies
     ranks, mesh = policies.mesh.group(dist.get_rank(), *DATA_AXES), _mesh(policies, device)
     order = [layers[i].parameter_names[j] for i, j in gradient_order(layers)]
+    across, inside = mesh.get_group(0), mesh.get_group(1) if mesh.ndim > 1 else None
+
+    def observe(label: str, phase: str, *, intra_node: bool = False) -> AbstractContextManager[None]:
+        if phase != "exposed_communication":
+            return timeline.span(label, phase)
+        return timeline.span(label, phase, inside if intra_node else across)
+
     return shard_gradients(
         module,
         lambda shards: make_optimizer(scenario.workload, shards, device),
@@ -59,20 +66,8 @@ def pushing_optimizer(
         bucket_bytes=plan.bucket_bytes,
         first_bucket_bytes=plan.first_bucket_bytes,
         parameter_order=order,
-        observe=_observer(timeline, mesh),
+        observe=observe,
     )
-
-
-def _observer(timeline: Timeline, mesh: DeviceMesh) -> Observer:
-    """Return an observer that records spans; one that communicates, with its group: within a node or across nodes."""
-    across, inside = mesh.get_group(0), mesh.get_group(1) if mesh.ndim > 1 else None
-
-    def observe(label: str, phase: str, *, intra_node: bool = False) -> AbstractContextManager[None]:
-        if phase != "exposed_communication":
-            return timeline.span(label, phase)
-        return timeline.span(label, phase, inside if intra_node else across)
-
-    return observe
 
 
 def _mesh(policies: Policies, device: torch.device) -> DeviceMesh:

@@ -12,7 +12,7 @@ names.
 
 import copy
 import inspect
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -70,7 +70,12 @@ def stage_module(
     if model is not None and model.module.hugging_face is not None:
         _keep_hugging_face_layers(part, layers, model)
     elif isinstance(part, nn.Sequential) and not hasattr(part, "keep_layers"):
-        _keep_named_children(part, names)
+        is_kept = False  # a child without layers belongs to the layer before it
+        for name, child in list(part.named_children()):
+            has_layers = any(True for _ in child.parameters())
+            is_kept = name in names if has_layers or name in names else is_kept
+            if not is_kept:
+                setattr(part, name, nn.Identity())
     else:
         part.keep_layers(names)  # type: ignore[operator]
     return part
@@ -82,16 +87,6 @@ def tied_names(module: nn.Module) -> dict[str, frozenset[str]]:
     for name, parameter in module.named_parameters(remove_duplicate=False):
         by_parameter.setdefault(parameter, set()).add(name)
     return {name: frozenset(names) for names in by_parameter.values() if len(names) > 1 for name in names}
-
-
-def _keep_named_children(module: nn.Sequential, names: Collection[str]) -> None:
-    """Replace all layers of a chain but those named; a child between two layers belongs to the one before it."""
-    is_kept = False
-    for name, child in list(module.named_children()):
-        has_layers = any(True for _ in child.parameters())
-        is_kept = name in names if has_layers or name in names else is_kept
-        if not is_kept:
-            setattr(module, name, nn.Identity())
 
 
 # Hugging Face models --------------------------------------------------------------------------------------------------

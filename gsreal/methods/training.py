@@ -1,104 +1,27 @@
-"""One training step of a module prepared for a plan, and meshes of the plan's axes."""
+"""One training step of a module prepared for a plan."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from gsreal.gradient_sharding import GradientSharding
 from gsreal.gradient_sharding.master import MasterCopy
-from gsreal.machine import group_threads
 from gsreal.measure import Timeline
 from gsreal.model_files.build import autocast, logits_of, loss_of
 from gsreal.run.rank_speed import Rebalancer, SlowDevice
-from gssim.plan import Mesh, Policies, splitting
-from gssim.plan.mesh import AXES
+from gssim.plan import splitting
 
 if TYPE_CHECKING:
     from gsreal.methods.compressed import Compressor
     from gsreal.methods.expert_parallel import ExpertGradients, ShardedExpertGradients
     from gsreal.methods.periodic import Synchronization
     from gsreal.methods.tensor_slices import PartialGradients
-
-
-def device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
-    """Return the mesh of all ranks with every axis (of size one if the plan does not use it); cached."""
-    return _device_mesh(mesh, device.type)
-
-
-@cache
-def _device_mesh(mesh: Mesh, kind: str) -> DeviceMesh:
-    with group_threads():
-        return init_device_mesh(kind, mesh.sizes, mesh_dim_names=AXES)
-
-
-def data_mesh(policies: Policies, device: torch.device, axis: str) -> DeviceMesh:
-    """Return the ranks along a data axis that share this rank's part of the model, as a mesh of one axis.
-
-    With context parallelism these are all ranks.
-    """
-    if policies.replica_ranks == policies.ranks:
-        with group_threads():
-            return init_device_mesh(device.type, (policies.ranks,))
-    return device_mesh(policies.mesh, device)[axis]
-
-
-def data_group(policies: Policies, device: torch.device, axis: str) -> dist.ProcessGroup | None:
-    """Return the same ranks as a process group; None: all ranks."""
-    if policies.replica_ranks == policies.ranks:
-        return None
-    group: dist.ProcessGroup = data_mesh(policies, device, axis).get_group()
-    return group
-
-
-def context_group(policies: Policies, device: torch.device) -> dist.ProcessGroup:
-    """Return the ranks that divide this rank's sequences among them."""
-    group: dist.ProcessGroup | None = dist.group.WORLD
-    if policies.cp < policies.ranks:
-        group = device_mesh(policies.mesh, device)["cp"].get_group()
-    assert group is not None
-    return group
-
-
-def shard_mesh(policies: Policies, device: torch.device) -> DeviceMesh:
-    """Return replicas and shards as a mesh of two axes; parts of a sequence are on the latter, as in torchtitan."""
-    if policies.cp == 1:
-        return device_mesh(policies.mesh, device)["dp_replicate", "dp_shard"]
-    return _shard_mesh(policies.dp_replicate, policies.shards, device.type)
-
-
-@cache
-def _shard_mesh(replicas: int, shards: int, kind: str) -> DeviceMesh:
-    with group_threads():
-        return init_device_mesh(kind, (replicas, shards), mesh_dim_names=("dp_replicate", "dp_shard"))
-
-
-def shard_group(policies: Policies, device: torch.device) -> dist.ProcessGroup:
-    """Return the ranks among which this rank's replica of the state is sharded."""
-    group: dist.ProcessGroup = shard_mesh(policies, device)["dp_shard"].get_group()
-    return group
-
-
-REPLICAS, DIVIDED = "expert_replicas", "experts"
-
-
-def expert_mesh(policies: Policies, device: torch.device) -> DeviceMesh:
-    """Return the ranks that hold the same experts, and those that divide them, as two axes of a mesh; cached."""
-    return _expert_mesh(policies.pp, policies.data_ranks // policies.ep, policies.ep, device.type)
-
-
-@cache
-def _expert_mesh(stages: int, replicas: int, divided: int, kind: str) -> DeviceMesh:
-    names = ("pp", REPLICAS, DIVIDED)
-    with group_threads():
-        return init_device_mesh(kind, (stages, replicas, divided), mesh_dim_names=names)[REPLICAS, DIVIDED]
 
 
 def weighted(loss: Tensor, factor: float) -> Tensor:

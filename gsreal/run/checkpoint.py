@@ -370,7 +370,11 @@ def last_undamaged(
             continue
         try:
             progress = read_progress(path)
-            _check_files(path, progress)
+            for name, digest in progress.files.items():
+                if not OURS.fullmatch(name) or not (path / name).is_file():
+                    raise UserError(f"{path}: is damaged: {name[:80]} is missing")
+                if _digest(path / name) != digest:
+                    raise UserError(f"{path}: is damaged: {name} does not match its digest")
         except UserError as error:
             faults.append(str(error))
             tell(f"{error}; skipped for the one before it")
@@ -400,15 +404,6 @@ def read_progress(path: Path) -> Progress:
     if progress.step != _step_of(path):
         raise UserError(f"{path}: is not a checkpoint of gsreal: {PROGRESS}: step = {progress.step}")
     return progress
-
-
-def _check_files(path: Path, progress: Progress) -> None:
-    """Raise UserError if a file of a checkpoint does not match its digest."""
-    for name, digest in progress.files.items():
-        if not OURS.fullmatch(name) or not (path / name).is_file():
-            raise UserError(f"{path}: is damaged: {name[:80]} is missing")
-        if _digest(path / name) != digest:
-            raise UserError(f"{path}: is damaged: {name} does not match its digest")
 
 
 def _digest(file: Path) -> str:

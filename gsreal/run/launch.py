@@ -304,7 +304,10 @@ def _wait(
     while time.monotonic() < until_s:
         codes = [rank.process.poll() for rank in ranks]
         if progress is not None:
-            _print_progress(progress)
+            for line in progress:  # other lines stay in the log for the reason of a failure
+                if line.startswith("gsreal:"):
+                    sys.stderr.write(line)
+                    sys.stderr.flush()
         if None not in codes:
             break
         check()
@@ -316,14 +319,6 @@ def _wait(
             raise RunFailedError(f"no rank has made progress for {timeout_s:g} s (--timeout): {why or diagnosis}")
         time.sleep(LOOK_S)
     return [rank for rank in ranks if rank.process.returncode]
-
-
-def _print_progress(log: IO[str]) -> None:
-    """Print progress lines; everything else stays in the log for the reason of a failure."""
-    for line in log:
-        if line.startswith("gsreal:"):
-            sys.stderr.write(line)
-            sys.stderr.flush()
 
 
 def reason_of(reports: Path, dead: tuple[int, int] | None, log: str) -> str | None:
@@ -346,7 +341,8 @@ def reason_of(reports: Path, dead: tuple[int, int] | None, log: str) -> str | No
         return None
     rank, exit_code = dead
     cause = _signal(-exit_code) if exit_code < 0 else f"exit code {exit_code}"
-    said = _abort_messages(log)
+    words = re.compile(r"terminate called|what\(\):|Fatal Python error|malloc\(\)|free\(\)|double free|corrupt")
+    said = "; ".join(line.strip() for line in log.splitlines() if words.search(line))[:500]
     return f"rank {rank} died ({cause}{f': {said}' if said else ''})"
 
 
@@ -356,12 +352,3 @@ def _signal(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def _abort_messages(log: str) -> str:
-    """Return the last messages of C++ or of Python's interpreter before an abort, or nothing.
-
-    A signal alone explains little.
-    """
-    words = re.compile(r"terminate called|what\(\):|Fatal Python error|malloc\(\)|free\(\)|double free|corrupt")
-    return "; ".join(line.strip() for line in log.splitlines() if words.search(line))[:500]

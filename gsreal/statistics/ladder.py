@@ -233,7 +233,9 @@ def _traced(ladder: Ladder, family: str, rung: Training) -> Model:
     arguments = {**ladder.arguments, **rung.model}
     request = Request(
         model=ladder.model,
-        arguments=tuple(f"{name}={_toml(value)}" for name, value in arguments.items()),
+        arguments=tuple(
+            f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in arguments.items()
+        ),
         name=f"{family}-{rung.name}",
         vocabulary=ladder.vocabulary,
         maximum_sequence_length=256,
@@ -276,7 +278,3 @@ PAIR: Mapping[str, Any] = {
     },
     "links": [{"between": ["rank0", "rank1"], "bandwidth_bytes_per_s": 1e9, "latency_s": 1e-6, "source": "none"}],
 }
-
-
-def _toml(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

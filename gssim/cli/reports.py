@@ -29,7 +29,8 @@ def print_found(found: Found, question: str, run: Sequence[str]) -> None:
     console = plain_console(PIPE_WIDTH)
     if question:
         console.print(one_line(question), style="bold", highlight=False)
-    console.print(_counts(found), highlight=False)
+    left = f"; ended with {found.counts.left} of them still open" if found.counts.left else ""
+    console.print(f"{found.plans} plans{left}", highlight=False)  # not the simulated ones, as many as time allows
     if not found.best:
         for line in nothing_fits(found):
             console.print(line, highlight=False)
@@ -71,12 +72,6 @@ def left_out(found: Found) -> list[str]:
     lines = found.counts.left_out.lines()
     more = len(lines) - SHOWN_REASONS
     return [*lines[:SHOWN_REASONS], *([f"left out for {more} other reasons: see --json"] if more > 0 else [])]
-
-
-def _counts(found: Found) -> str:
-    """Return the number of plans, and of open ones. (The number of simulated plans depends on their speed.)"""
-    text = f"{found.plans} plans"
-    return f"{text}; ended with {found.counts.left} of them still open" if found.counts.left else text
 
 
 def _plan_table(found: Found, outcomes: Sequence[Outcome], title: str) -> Table:

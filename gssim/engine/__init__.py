@@ -5,8 +5,8 @@ from gssim.engine.host import Host, Load
 from gssim.engine.machine import SMALLEST_JITTER, DeadlockError, Machine
 from gssim.engine.memory_tracker import MemoryTracker, RecordingTracker, allocates_beside_compute, memory_after
 from gssim.engine.selection import CollectiveSchedule, Scheduler
+from gssim.engine.state import TaskSpan
 from gssim.engine.symmetry import RankClass, is_jittery
-from gssim.engine.vectorised_walk import TaskSpan
 
 __all__ = [
     "SMALLEST_JITTER",

@@ -9,23 +9,22 @@ allocates any.
 """
 
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gssim.engine.memory_tracker import RecordingTracker, allocates_beside_compute, memory_after
+from gssim.engine.rendezvous import RunningCollectives
+from gssim.engine.state import MachineState
 from gssim.engine.symmetry import is_jittery
 from gssim.program import Program, Task, each_once
 
-if TYPE_CHECKING:
-    from gssim.engine.machine import Machine
 
-
-def can_run_ahead(machine: "Machine", index: int) -> bool:
+def can_run_ahead(machine: MachineState, index: int) -> bool:
     """Return whether a class's streams can use the fast path; see [Note: ahead]."""
     beside = machine.program.once(allocates_beside_compute, machine.roles[index])
     return is_independent(machine, index) and not beside
 
 
-def is_independent(machine: "Machine", index: int) -> bool:
+def is_independent(machine: MachineState, index: int) -> bool:
     """Return whether nothing outside a class changes its task times between two collectives."""
     independent = not machine.hosts[machine.classes[index].host].coupled and not is_jittery(machine.devices[index])
     independent = independent and not isinstance(
@@ -38,7 +37,9 @@ def _is_slowed_by_pauses(program: Program, role: int) -> bool:
     return any(task.after_pauses for task in each_once(program.tasks[role]))
 
 
-def run_ahead(machine: "Machine", index: int, stream: str, steps: int) -> Generator[Any, Any, None]:
+def run_ahead(
+    machine: MachineState, running: RunningCollectives, index: int, stream: str, steps: int
+) -> Generator[Any, Any, None]:
     """Execute a stream's tasks on a clock of its own; see [Note: ahead]."""
     tasks, env, now_s = machine.tasks_of(index, stream), machine.env, machine.env.now
     for step in range(steps):
@@ -50,7 +51,7 @@ def run_ahead(machine: "Machine", index: int, stream: str, steps: int) -> Genera
                 now_s = max(now_s, machine.issued_s(index, task.issue, began_s))
             if task.communication is not None:
                 yield from machine.until(began_s)
-                yield from machine.communicate(index, stream, step, task)
+                yield from running.join(index, stream, step, task)
                 now_s = env.now
             if now_s > began_s:
                 machine.record_span(index, task, began_s, now_s)
@@ -65,7 +66,7 @@ def run_ahead(machine: "Machine", index: int, stream: str, steps: int) -> Genera
 
 
 def _dependencies_end(
-    machine: "Machine", index: int, stream: str, step: int, task: Task, now_s: float
+    machine: MachineState, index: int, stream: str, step: int, task: Task, now_s: float
 ) -> Generator[Any, Any, float]:
     """Wait until the ends of the dependencies on other streams are known; return the earliest time to start."""
     events = [machine.finished[index, step, each] for each in task.after]

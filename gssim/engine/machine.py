@@ -3,30 +3,24 @@ where that is exact.
 """
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 import simpy
 
-from gssim import collectives
 from gssim.cache import Shared
-from gssim.cluster import Cluster, Conditions, contention_groups, has_contention
-from gssim.cluster.contention import core_shares
-from gssim.engine.collective_instances import CollectiveInstance, arrange, router_of
+from gssim.cluster import Cluster, Conditions
 from gssim.engine.fast_path import can_run_ahead, is_independent, run_ahead
-from gssim.engine.host import Clock, Host, Load
-from gssim.engine.memory_tracker import MemoryTracker, memory_after
+from gssim.engine.memory_tracker import memory_after
 from gssim.engine.outline_walk import OutlineWalk, can_walk_outlines
-from gssim.engine.rendezvous import Rendezvous
-from gssim.engine.selection import CollectiveSchedule
-from gssim.engine.vectorised_walk import TaskSpan, VectorisedWalk, vectorised_walk_of
+from gssim.engine.rendezvous import RunningCollectives
+from gssim.engine.state import MachineState, TaskSpan
+from gssim.engine.vectorised_walk import VectorisedWalk, vectorised_walk_of
 from gssim.errors import RunFailedError
-from gssim.program import Issue, Program, Task, TaskId
+from gssim.program import Program, Task
 from gssim.result import Span
-from gssim.units import Floats
 
 STREAMS = ("compute", "communication", "replication")
 """Streams of every rank. `replication`: all-reduces over replicas, which on nccl have a communicator and a stream of
@@ -44,7 +38,7 @@ class DeadlockError(RunFailedError):
     """The program cannot end; the message names the waiting ranks and their causes."""
 
 
-class Machine:
+class Machine(MachineState):
     """All ranks of a program in simulated time: `run` executes it `steps` times and records spans and memory.
 
     Equal ranks are simulated once: everything by rank is by class here, in the order of `classes`. `outlined`: whether
@@ -62,46 +56,22 @@ class Machine:
         shared: Shared | None = None,
         outlined: bool = True,
     ) -> None:
-        self.env = Clock()
-        self._outlined = outlined
-        self.cluster, self.program, self.seed = cluster, program, seed
-        conditions = conditions or Conditions()
-        shared = shared or Shared()
-        router = router_of(cluster, conditions, shared)
-        self._settings = conditions, unfolded, shared
-        self.arranged = arranged = arrange(
-            self.env, cluster, program, router=router, conditions=conditions, shared=shared, unfolded=unfolded
-        )
-        self.classes, self.network = arranged.classes, arranged.network
-        self.hosts = self._hosts()
-        self.is_coupled = any(host.coupled for host in self.hosts.values())
-        self.roles = [program.role_of[each.representative] for each in self.classes]
-        self.devices = [cluster.type_of(each.representative) for each in self.classes]
-        self.memory = [MemoryTracker(dict(program.persistent[role])) for role in self.roles]
+        self._settings = conditions or Conditions(), unfolded, shared or Shared()
+        super().__init__(cluster, program, *self._settings)
+        self.seed, self._outlined = seed, outlined
         self.vectorised: VectorisedWalk | None = None
         """The vectorised walk over all classes, where it is used."""
         self.outline_walk: OutlineWalk | None = None
         """The walk of outlines, where it is used."""
-        self.ends_s: list[list[float]] = [[] for _ in self.classes]
-        self.rendezvous: dict[tuple[int, TaskId, int], Rendezvous] = {}
-        self.messages: dict[tuple[int, int], Rendezvous] = {}
-        """The latest message from class to class."""
-        self.finished: dict[tuple[int, int, TaskId], simpy.Event] = {}
-        self.waiting: dict[tuple[int, str], tuple[Task, Rendezvous | None]] = {}
+        self._collectives = RunningCollectives(self)
         self.steps = 0
-        self._recorded: list[TaskSpan] = []
         self.step_speed = [1.0 for _ in self.classes]
-        self._volumes: dict[int, float] = defaultdict(float)
-        self._hops: dict[int, collectives.Hops] = {}
-        self._loads: dict[CollectiveInstance, Load] = {}
         self._refill_due_s = [0.0 for _ in self.classes]
         """Extra compute time of each class still due for earlier pauses."""
         self._waited_s = [0.0 for _ in self.classes]
         """Time that each class has waited since its caches were last refilled."""
         self._compute_ended_s: dict[int, float] = {}
         """End of each class's latest compute."""
-        self._issued_s = [0.0 for _ in self.classes]
-        """Time at which each class's host had issued its latest task with an issue time."""
 
     @cached_property
     def random(self) -> list[np.random.Generator]:
@@ -109,89 +79,16 @@ class Machine:
         return [np.random.default_rng([self.seed, each.representative]) for each in self.classes]
 
     @cached_property
-    def instances(self) -> Mapping[TaskId, tuple[CollectiveInstance, ...]]:
-        """Instances of each collective of the program, by identity; one for each class of groups."""
-        return {name: self.arranged.of(each) for name, each in self.program.communications.items()}
-
-    @cached_property
-    def _instance_of(self) -> dict[tuple[int, TaskId], tuple[int, CollectiveInstance]]:
-        """Number and instance of a collective's instances in which a class takes part."""
-        return {
-            (rank_class.index, collective): (number, instance)
-            for collective, instances in self.instances.items()
-            for number, instance in enumerate(instances)
-            for rank_class in instance.classes
-        }
-
-    @cached_property
     def task_spans(self) -> list[TaskSpan]:
         """Busy intervals of the streams of each class; the walk of outlines leaves them to a run task by task."""
         if self.outline_walk is not None:
             return self._task_by_task().task_spans
-        return self.vectorised.task_spans() if self.vectorised is not None else self._recorded
+        return self.vectorised.task_spans() if self.vectorised is not None else self.recorded
 
     @property
     def spans(self) -> list[Span]:
         """The same, as they are shown."""
         return [each.span() for each in self.task_spans]
-
-    @property
-    def schedules(self) -> dict[str, CollectiveSchedule]:
-        """Schedule of each collective by label; with several instances, by label and number."""
-        return {
-            collective.label if len(instances) == 1 else f"{collective.label} ({number})": instance.schedule
-            for collective, instances in self.instances.items()
-            for number, instance in enumerate(instances)
-        }
-
-    def _hosts(self) -> dict[str, Host]:
-        """Return the hosts, or cores, of the classes' representatives."""
-        names = {rank_class.host for rank_class in self.classes}
-        devices: dict[str, int] = dict.fromkeys(names, 0)
-        coupled: dict[str, bool] = dict.fromkeys(names, False)
-        for device, host in zip(self.cluster.devices, contention_groups(self.cluster), strict=True):
-            if host in names:
-                devices[host] += 1
-                coupled[host] |= has_contention(self.cluster.device_types[device.type])
-        members: dict[str, dict[int, int]] = {name: {} for name in names}
-        for rank_class in self.classes:
-            members[rank_class.host][rank_class.index] = rank_class.on_host
-        shares = core_shares(self.cluster)
-        by_class = (
-            None
-            if shares is None
-            else {rank_class.index: shares[rank_class.representative] for rank_class in self.classes}
-        )
-        return {
-            name: Host(self.env, devices[name], members[name], coupled=coupled[name], core_share=by_class)
-            for name in sorted(names)
-        }
-
-    def set_communicating(self, instance: CollectiveInstance, change: int) -> None:
-        """Notify the hosts of a collective's members that it begins (`change` 1) or ends (-1)."""
-        if instance.communication.kind in collectives.COPIES:  # by the devices' own engines
-            return
-        if not self.is_coupled or not any(self.hosts[rank_class.host].coupled for rank_class in instance.classes):
-            return
-        if instance not in self._loads:
-            self._loads[instance] = instance.schedule.load(self.network)
-        for rank_class in instance.classes:
-            self.hosts[rank_class.host].communicate(rank_class.index, self._loads[instance], change)
-
-    def count_bytes(self, stage: collectives.Stage, times: int = 1) -> None:
-        """Count the bytes that a stage sends over its hops."""
-        self._hops[id(stage.hops)] = stage.hops
-        self._volumes[id(stage.hops)] += times * stage.size_bytes
-
-    def carried_by_rank(self) -> tuple[Floats, Floats]:
-        """Return the bytes sent and the bytes received by each rank."""
-        ranks = len(self.program.role_of)
-        total_sent, total_received = np.zeros(ranks), np.zeros(ranks)
-        for key, hops in self._hops.items():
-            sent, received = collectives.carried_by_rank(hops, ranks)
-            total_sent += self._volumes[key] * sent
-            total_received += self._volumes[key] * received
-        return total_sent, total_received
 
     def run(self, steps: int) -> None:
         """Execute the program `steps` times; raise DeadlockError where it cannot end."""
@@ -210,7 +107,9 @@ class Machine:
                 for each in awaited:
                     self.finished[rank_class.index, step, each] = self.env.event()
             streams = dict.fromkeys([*STREAMS, *(task.stream for task in tasks)])
-            run_stream: Work = partial(run_ahead, self) if can_run_ahead(self, rank_class.index) else self._stream
+            run_stream: Work = (
+                partial(run_ahead, self, self._collectives) if can_run_ahead(self, rank_class.index) else self._stream
+            )
             processes.extend(self.env.process(run_stream(rank_class.index, stream, steps)) for stream in streams)
         everything = self.env.all_of(processes)
         try:
@@ -274,11 +173,11 @@ class Machine:
         """Return the waiting ranks with stream, task and cause."""
         texts = []
         for index, stream in sorted(self.waiting):
-            task, instance = self.waiting[index, stream]
-            if instance is None:
+            task, members = self.waiting[index, stream]
+            if members is None:
                 cause = f"after {', '.join(repr(each.label) for each in task.after)}"
             else:
-                missing = sorted(self.classes[index_of_missing].representative for index_of_missing in instance.missing)
+                missing = sorted(self.classes[member].representative for member in members)
                 cause = f"for rank {', '.join(map(str, missing))}"
             texts.append(f"rank {self.classes[index].representative} ({stream}) at {task.label!r}, {cause}")
         return texts
@@ -296,7 +195,7 @@ class Machine:
                 began_s = self.env.now
                 memory.begin(stream, task.need)
                 if task.communication is not None:
-                    yield from self.communicate(index, stream, step, task)
+                    yield from self._collectives.join(index, stream, step, task)
                 elif task.duration_s > 0 or task.issue is not None:
                     yield from self._compute(index, task)
                 memory.end(stream)
@@ -307,15 +206,6 @@ class Machine:
                     finished.succeed(self.env.now)
             if stream == "compute":
                 self.ends_s[index].append(self.env.now)
-
-    def tasks_of(self, index: int, stream: str) -> list[Task]:
-        """Return the tasks of a class on a stream."""
-        return [task for task in self.program.tasks[self.roles[index]] if task.stream == stream]
-
-    def until(self, now_s: float) -> Generator[Any, Any, None]:
-        """Wait until the simulated clock has reached a time."""
-        if self.env.now < now_s:
-            yield self.env.at(now_s)
 
     def _await(self, index: int, stream: str, step: int, task: Task) -> Generator[Any, Any, None]:
         """Wait for the tasks on other streams on which this one depends."""
@@ -338,11 +228,6 @@ class Machine:
         if task.issue is not None:
             yield from self.until(self.issued_s(index, task.issue, began_s))
         self._compute_ended_s[index] = self.env.now
-
-    def issued_s(self, index: int, issue: Issue, began_s: float) -> float:
-        """Return the time at which the host has issued a task that the device begins at `began_s`."""
-        self._issued_s[index] = (self._issued_s[index] if issue.goes_on else began_s) + issue.host_s
-        return self._issued_s[index]
 
     def _occupy(self, index: int, alone_s: float) -> Generator[Any, Any, None]:
         """Take the time of a piece of compute, longer where others share its host."""
@@ -381,43 +266,6 @@ class Machine:
             return max(SMALLEST_JITTER, 1 + spread * float(self.random[index].standard_normal()))
         factor = self.step_speed[index] + (own * float(self.random[index].standard_normal()) if own else 0.0)
         return max(SMALLEST_JITTER, factor)
-
-    def communicate(self, index: int, stream: str, step: int, task: Task) -> Generator[Any, Any, None]:
-        """Join a collective, and wait until it is done."""
-        collective = task.communication
-        assert collective is not None
-        number, instance = self._instance_of[index, collective]
-        rendezvous = self.rendezvous.get((step, collective, number))
-        if rendezvous is None:
-            rendezvous = self.rendezvous[step, collective, number] = Rendezvous(self, instance)
-        self.waiting[index, stream] = (task, rendezvous)
-        if instance.is_message and instance.schedule.notices:
-            yield from self._queue_notice(index, rendezvous)
-        yield rendezvous.arrive(index)
-        del self.waiting[index, stream]
-
-    def _queue_notice(self, index: int, rendezvous: Rendezvous) -> Generator[Any, Any, None]:
-        """Delay a receive's notice behind the bytes of an earlier message to the same peer, if those are under way.
-
-        Both take the same connection: see [Note: notices] in `collectives.backend`.
-        """
-        rendezvous.post(index)
-        instance = rendezvous.instance
-        peer = next((each.index for each in instance.classes if each.index != index), index)
-        if index not in instance.receivers:
-            self.messages[index, peer] = rendezvous
-            return
-        before = self.messages.get((index, peer))
-        if before is not None and before.first_byte_s <= self.env.now and not before.done.triggered:
-            yield before.done
-
-    def record_span(
-        self, index: int, task: Task, began_s: float, end_s: float, *, awaited: TaskId | None = None
-    ) -> None:
-        """Record a busy interval of a stream: a task's, or that of its wait for another one."""
-        phase = task.phase if awaited is None else "exposed_communication"
-        rank = self.classes[index].representative
-        self._recorded.append(TaskSpan(rank, task.stream, task.id, phase, began_s, end_s, awaited))
 
 
 def _all_roles_compute(program: Program) -> bool:

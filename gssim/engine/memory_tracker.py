@@ -4,16 +4,13 @@ once.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from gssim.engine.task_groups import TaskGroup
 from gssim.memory import NOTHING, Footprint
 from gssim.program import Program, Task, parts_of
 from gssim.units import Floats, Ints
-
-if TYPE_CHECKING:
-    from gssim.engine.vectorised_walk import TaskGroup
 
 NOISE_BYTES = 1e-3
 """Amounts below this count as 0: expected message sizes are fractions, and allocating and freeing them in another order
@@ -213,7 +210,7 @@ class GroupPeaks:
         return {needs.categories[place] for place in np.flatnonzero(used).tolist()}
 
 
-def group_peaks_of(program: Program, task_group: "TaskGroup", steps: int) -> GroupPeaks:
+def group_peaks_of(program: Program, task_group: TaskGroup, steps: int) -> GroupPeaks:
     """Return the tracker of a task group's peaks over so many steps."""
     places = [
         place

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Generator, Iterator, Mapping, 
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from operator import add
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import simpy
 
@@ -26,12 +26,10 @@ from gssim.engine.collective_instances import CollectiveInstance
 from gssim.engine.fast_path import is_independent
 from gssim.engine.memory_tracker import allocates_beside_compute
 from gssim.engine.rendezvous import PreparedTransfer, carry_out, delays_on_idle_links, prepared_transfer
+from gssim.engine.state import MachineState
 from gssim.network import Prepared
 from gssim.program import Chunk, Outline, Program, Task, TaskId, Template, parts_of
 from gssim.result import PHASES
-
-if TYPE_CHECKING:
-    from gssim.engine.machine import Machine
 
 
 class _Piece(NamedTuple):
@@ -174,7 +172,7 @@ class _Role:
             streams[task.stream].append(_Operation(tuple(after), slot, -1, task, meeting))
 
 
-def can_walk_outlines(machine: "Machine") -> bool:
+def can_walk_outlines(machine: MachineState) -> bool:
     """Return whether a machine's program is made of outlines that can be walked; see [Note: outline]."""
     program = machine.program
     if not all(isinstance(tasks, Outline) for tasks in program.tasks):
@@ -196,7 +194,7 @@ def _role_of(program: Program, role: int) -> _Role:
 class OutlineWalk:
     """Executes the outlines of all classes of a machine."""
 
-    def __init__(self, machine: "Machine", steps: int) -> None:
+    def __init__(self, machine: MachineState, steps: int) -> None:
         self.machine, self.steps, self.env = machine, steps, machine.env
         self.finished = machine.env.event()
         self._ready: deque[_Stream] = deque()
@@ -428,7 +426,7 @@ class OutlineWalk:
     def _transfer(
         self, prepared: Prepared, reduction_s: float, streams: Sequence[_Stream], _event: simpy.Event | None
     ) -> None:
-        """Start the bytes of a collective."""
+        """Start the transfer of a collective's bytes."""
         end = partial(self._end, streams)
         if prepared.processor_s or reduction_s:
             end = partial(self._transferred, self.env.now + prepared.processor_s, reduction_s, streams)
@@ -501,9 +499,7 @@ class OutlineWalk:
 
 
 def _after_piece(rank: _Rank, piece: _Piece, began_s: float, seconds: dict[str, float] | None) -> float:
-    """Return the end of a task, which may wait for the host that issues it, as in `Machine.issued_s`; add its time to
-    its phase.
-    """
+    """Return the end of a task and add its time to its phase; it may wait for the host: see `MachineState.issued_s`."""
     now_s = reduce(add, piece.delays_s, began_s)
     if piece.host_s is not None:
         rank.issued_s = (rank.issued_s if piece.goes_on else began_s) + piece.host_s

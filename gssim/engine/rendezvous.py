@@ -3,23 +3,22 @@
 import math
 from collections.abc import Generator, Set
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import Any
 
 import simpy
 
 from gssim import collectives
 from gssim.engine.collective_instances import CollectiveInstance
+from gssim.engine.state import MachineState
 from gssim.network import Prepared
-from gssim.program import Program, TaskId
-
-if TYPE_CHECKING:
-    from gssim.engine.machine import Machine
+from gssim.program import Program, Task, TaskId
 
 
 class Rendezvous:
     """One execution of a collective: starts when its last member arrives, and ends for all at once."""
 
-    def __init__(self, machine: "Machine", instance: CollectiveInstance) -> None:
+    def __init__(self, machine: MachineState, instance: CollectiveInstance) -> None:
         self.machine, self.instance = machine, instance
         self.missing = {each.index for each in instance.classes}
         self.arrived_s: dict[int, float] = {}
@@ -28,7 +27,7 @@ class Rendezvous:
         self.done = machine.env.event()
 
     def post(self, rank_class: int) -> None:
-        """Record a member's post; its notice may be delayed, and the member arrives only then."""
+        """Record the time at which a member posts; it arrives later if its notice is delayed."""
         self.arrived_s[rank_class] = self.machine.env.now
 
     def arrive(self, rank_class: int) -> simpy.Event:
@@ -58,7 +57,57 @@ class Rendezvous:
         self.done.succeed()
 
 
-def carry_out(machine: "Machine", instance: CollectiveInstance, *, lead_s: float = 0.0) -> Generator[Any, Any, None]:
+class RunningCollectives:
+    """The collectives of a machine that is executed task by task, each begun by the first member that joins it."""
+
+    def __init__(self, machine: MachineState) -> None:
+        self.machine = machine
+        self._begun: dict[tuple[int, TaskId, int], Rendezvous] = {}
+        """By step, collective and number of the instance."""
+        self._messages: dict[tuple[int, int], Rendezvous] = {}
+        """The latest message from class to class."""
+
+    @cached_property
+    def _instance_of(self) -> dict[tuple[int, TaskId], tuple[int, CollectiveInstance]]:
+        """Number and instance of a collective's instances in which a class takes part."""
+        return {
+            (rank_class.index, collective): (number, instance)
+            for collective, instances in self.machine.instances.items()
+            for number, instance in enumerate(instances)
+            for rank_class in instance.classes
+        }
+
+    def join(self, index: int, stream: str, step: int, task: Task) -> Generator[Any, Any, None]:
+        """Join a collective, and wait until it is done."""
+        collective = task.communication
+        assert collective is not None
+        number, instance = self._instance_of[index, collective]
+        rendezvous = self._begun.get((step, collective, number))
+        if rendezvous is None:
+            rendezvous = self._begun[step, collective, number] = Rendezvous(self.machine, instance)
+        self.machine.waiting[index, stream] = (task, rendezvous.missing)
+        if instance.is_message and instance.schedule.notices:
+            yield from self._queue_notice(index, rendezvous)
+        yield rendezvous.arrive(index)
+        del self.machine.waiting[index, stream]
+
+    def _queue_notice(self, index: int, rendezvous: Rendezvous) -> Generator[Any, Any, None]:
+        """Delay a receive's notice behind the bytes of an earlier message to the same peer, if those are under way.
+
+        Both take the same connection: see [Note: notices] in `collectives.backend`.
+        """
+        rendezvous.post(index)
+        instance = rendezvous.instance
+        peer = next((each.index for each in instance.classes if each.index != index), index)
+        if index not in instance.receivers:
+            self._messages[index, peer] = rendezvous
+            return
+        before = self._messages.get((index, peer))
+        if before is not None and before.first_byte_s <= self.machine.env.now and not before.done.triggered:
+            yield before.done
+
+
+def carry_out(machine: MachineState, instance: CollectiveInstance, *, lead_s: float = 0.0) -> Generator[Any, Any, None]:
     """Take the simulated time of a collective; `lead_s`: time since its first receives were posted."""
     scheduled, env = instance.schedule, machine.env
     machine.set_communicating(instance, +1)
@@ -84,7 +133,7 @@ PreparedTransfer = tuple[tuple[float, ...], Prepared, float]
 """Delays before a collective's bytes, these, and the time of the reduction behind them."""
 
 
-def prepared_transfer(machine: "Machine", instance: CollectiveInstance) -> PreparedTransfer | None:
+def prepared_transfer(machine: MachineState, instance: CollectiveInstance) -> PreparedTransfer | None:
     """Return what a collective takes on idle links; None where it has several stages or groups of sessions."""
     schedule, network = instance.schedule, machine.network
     first = (schedule.fixed_s,) if schedule.fixed_s else ()
@@ -100,7 +149,7 @@ def prepared_transfer(machine: "Machine", instance: CollectiveInstance) -> Prepa
     return (*first, prepared.wait_s) if prepared.wait_s else first, prepared, reduction_s
 
 
-def delays_on_idle_links(machine: "Machine", transfer: PreparedTransfer) -> tuple[float, ...] | None:
+def delays_on_idle_links(machine: MachineState, transfer: PreparedTransfer) -> tuple[float, ...] | None:
     """Return the delays of a collective on idle links, to be added one after another as the clock would; None where
     it has several sessions.
     """
@@ -112,7 +161,7 @@ def delays_on_idle_links(machine: "Machine", transfer: PreparedTransfer) -> tupl
     return None if alone_s is None else (*first, max(alone_s, prepared.processor_s), *last)
 
 
-def links_used_in_turn(machine: "Machine") -> frozenset[int]:
+def links_used_in_turn(machine: MachineState) -> frozenset[int]:
     """Return the classes of links whose users never overlap, so that each finds them idle.
 
     That holds where one class of ranks takes part in all collectives that cross a link, and its own streams join them

@@ -9,16 +9,13 @@ that left the same one. Every sum is made in the same order as for one rank alon
 Many equal collectives side by side, such as those within each of many nodes, are no synchronisation of all: where no
 other traffic can cross their links meanwhile (see `links_used_in_turn`), each takes a time that is known beforehand,
 and ends so long after its last arrival. They are added up as vectors too, ahead of the clock.
-
-A stream's tasks are cut into segments without waits: a segment begins where the stream waits for others, and ends with
-a collective, or with a task that others wait for, so that they need not wait for more.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import simpy
@@ -26,117 +23,11 @@ import simpy
 from gssim.engine.collective_instances import CollectiveInstance
 from gssim.engine.memory_tracker import group_peaks_of
 from gssim.engine.rendezvous import carry_out, delays_on_idle_links, links_used_in_turn, prepared_transfer
-from gssim.program import Program, Task, TaskId
-from gssim.result import PHASES, Span
+from gssim.engine.state import MachineState, TaskSpan
+from gssim.engine.task_groups import Segment, TaskGroup, task_groups_of
+from gssim.program import TaskId
+from gssim.result import PHASES
 from gssim.units import Floats, Ints, distinct
-
-if TYPE_CHECKING:
-    from gssim.engine.machine import Machine
-
-
-class TaskSpan(NamedTuple):
-    """A busy interval of a stream: a task, or its wait for another one."""
-
-    rank: int
-    stream: str
-    task: TaskId
-    phase: str
-    start_s: float
-    end_s: float
-    awaited: TaskId | None = None
-    """The task that it waited for, where the interval is a wait."""
-
-    def span(self, zero_s: float = 0.0) -> Span:
-        """Return the interval as shown, in seconds since `zero_s`."""
-        if self.awaited is None or self.task.action == "wait":
-            label, general = self.task.label, self.task.general_labels
-        else:
-            label = f"wait {self.awaited.label}"
-            general = tuple(f"wait {each}" for each in self.awaited.general_labels)
-        start_s, end_s = self.start_s - zero_s, self.end_s - zero_s
-        return Span(self.rank, self.stream, label, self.phase, start_s, end_s, general)
-
-
-@dataclass(frozen=True, eq=False)
-class Segment:
-    """Consecutive tasks of a stream without a wait between them."""
-
-    number: int
-    """Index among all segments of the task group."""
-    stream: str
-    tasks: tuple[int, ...]
-    """Positions in the step; the last task may be a collective."""
-    after: tuple[TaskId, ...]
-    """Other streams' tasks on which the first task depends."""
-    communication: TaskId | None
-
-
-@dataclass(frozen=True, eq=False)
-class TaskGroup:
-    """Roles with the same tasks but for their times and memory."""
-
-    tasks: Sequence[Task]
-    """Tasks of the first role."""
-    roles: tuple[int, ...]
-    duration_s: Floats
-    """By task and role."""
-    host_s: Floats
-    """By task and role: time of the host to issue the task, 0 without."""
-    streams: Mapping[str, tuple[Segment, ...]]
-    segments: tuple[Segment, ...]
-    waiting: Mapping[int, tuple[int, ...]]
-    """By segment number: segments of the same step that wait for one of its tasks, once for each such task."""
-
-
-def task_groups_of(program: Program) -> tuple[TaskGroup, ...]:
-    """Return the task groups of a program's roles, in the order of their first roles."""
-    alike: dict[tuple[Any, ...], list[int]] = {}
-    for role, tasks in enumerate(program.tasks):
-        shape = tuple(
-            (task.id, task.phase, task.stream, task.communication, task.after, task.issue and task.issue.goes_on)
-            for task in tasks
-        )
-        alike.setdefault(shape, []).append(role)
-    return tuple(_task_group(program, roles) for roles in alike.values())
-
-
-def _task_group(program: Program, roles: Sequence[int]) -> TaskGroup:
-    tasks = program.tasks[roles[0]]
-    streams: dict[str, tuple[Segment, ...]] = {}
-    segments: list[Segment] = []
-    for stream in dict.fromkeys(task.stream for task in tasks):
-        streams[stream] = tuple(_segments(tasks, stream, len(segments)))
-        segments += streams[stream]
-    number_of = {tasks[task].id: segment.number for segment in segments for task in segment.tasks}
-    waiting: dict[int, list[int]] = {segment.number: [] for segment in segments}
-    for segment in segments:
-        for awaited in segment.after:
-            waiting[number_of[awaited]].append(segment.number)
-    return TaskGroup(
-        tasks,
-        tuple(roles),
-        np.array([[task.duration_s for task in program.tasks[role]] for role in roles]).T.copy(),
-        np.array([[task.issue.host_s if task.issue else 0.0 for task in program.tasks[role]] for role in roles]).T,
-        streams,
-        tuple(segments),
-        {number: tuple(found) for number, found in waiting.items()},
-    )
-
-
-def _segments(tasks: Sequence[Task], stream: str, first: int) -> list[Segment]:
-    parts: list[list[int]] = []
-    awaited = {each for task in tasks for each in task.after}
-    for place, task in enumerate(tasks):
-        if task.stream != stream:
-            continue
-        before = tasks[parts[-1][-1]] if parts else None
-        if before is None or task.after or before.communication is not None or before.id in awaited:
-            parts.append([])
-        parts[-1].append(place)
-    return [
-        Segment(first + i, stream, tuple(part), tasks[part[0]].after, tasks[part[-1]].communication)
-        for i, part in enumerate(parts)
-    ]
 
 
 @dataclass(eq=False)
@@ -201,7 +92,7 @@ class Ranks:
 class VectorisedWalk:
     """Executes all ranks of a machine, task group by task group."""
 
-    def __init__(self, machine: "Machine", ranks: Sequence[Ranks], steps: int) -> None:
+    def __init__(self, machine: MachineState, ranks: Sequence[Ranks], steps: int) -> None:
         self.machine, self.ranks, self.steps = machine, ranks, steps
         self.finished = machine.env.event()
         self._remaining = sum(each.needed.size for each in ranks)
@@ -246,7 +137,7 @@ class VectorisedWalk:
             if ranks.takes_time[place]:
                 now_s = now_s + ranks.duration_s[place, members]
             issue = tasks[place].issue
-            if issue is not None:  # as in `Machine.issued_s`
+            if issue is not None:  # as in `MachineState.issued_s`
                 host_s = ranks.task_group.host_s[place, ranks.columns][members]
                 ranks.issued_s[members] = (ranks.issued_s[members] if issue.goes_on else began_s) + host_s
                 now_s = np.maximum(now_s, ranks.issued_s[members])
@@ -502,7 +393,7 @@ class VectorisedWalk:
         return phases, begins_s, ends_s, there
 
 
-def vectorised_walk_of(machine: "Machine", steps: int) -> VectorisedWalk:
+def vectorised_walk_of(machine: MachineState, steps: int) -> VectorisedWalk:
     """Return the vectorised walk over all of a machine's classes."""
     task_groups = machine.program.once(task_groups_of)
     column = {role: (task_group, place) for task_group in task_groups for place, role in enumerate(task_group.roles)}

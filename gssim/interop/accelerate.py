@@ -144,7 +144,15 @@ def _precision_of_deepspeed(keys: Keys, training: Training) -> None:
 def deepspeed(keys: Keys) -> Training:
     """Return the training in a DeepSpeed configuration."""
     training = Training()
-    _batch_of_deepspeed(keys, training)
+    for name, key, sets in (
+        ("global_batch", "train_batch_size", "workload.global_batch_size"),
+        ("micro_batch", "train_micro_batch_size_per_gpu", "workload.global_batch_size"),
+        ("accumulation", "gradient_accumulation_steps", "plan.micro_batches"),
+    ):
+        if keys.raw(key) == "auto" and sets in keys.overridden:
+            keys.note(key, f"replaced by --set {sets}")
+        else:
+            setattr(training, name, keys.integer(key, sets=sets))
     _precision_of_deepspeed(keys, training)
     _stage_of_deepspeed(keys, training)
     _offload_of_deepspeed(keys, training)
@@ -170,18 +178,6 @@ def _ulysses(keys: Keys, training: Training, *names: str) -> None:
     ranks = keys.integer(*names, sets="plan.cp")
     if ranks is not None and ranks.value > 1:
         training.cp, training.context_exchange = ranks, Value("all-to-all", ranks.origin)
-
-
-def _batch_of_deepspeed(keys: Keys, training: Training) -> None:
-    for name, key, sets in (
-        ("global_batch", "train_batch_size", "workload.global_batch_size"),
-        ("micro_batch", "train_micro_batch_size_per_gpu", "workload.global_batch_size"),
-        ("accumulation", "gradient_accumulation_steps", "plan.micro_batches"),
-    ):
-        if keys.raw(key) == "auto" and sets in keys.overridden:
-            keys.note(key, f"replaced by --set {sets}")
-        else:
-            setattr(training, name, keys.integer(key, sets=sets))
 
 
 def _stage_of_deepspeed(keys: Keys, training: Training) -> None:

@@ -181,7 +181,9 @@ def _pairs(words: Sequence[str], script: Script) -> list[tuple[str, str | bool]]
         option = "" if word is None else _name(word)
         holds = word is not None and MARKS.fullmatch(word) is not None
         if holds and values == [] and FLAG.fullmatch(name) is None:
-            holds = _has_options(word, script)  # it is the value else
+            branch = script.branches.get(MARKS.findall(word or "")[0])
+            texts = () if branch is None else branch.alternatives
+            holds = any((text or "").lstrip().startswith("--") for text in texts)  # else it is the value
         if (option or word is None or holds) and values is not None:
             found.append((name, " ".join(values) if values else True))
             values = None
@@ -192,12 +194,6 @@ def _pairs(words: Sequence[str], script: Script) -> list[tuple[str, str | bool]]
         elif values is not None and word and not word.endswith(".py"):
             values.append(word)
     return found
-
-
-def _has_options(word: str | None, script: Script) -> bool:
-    """Return whether one of the texts that a mark may become is an option."""
-    branch = script.branches.get(MARKS.findall(word or "")[0])
-    return branch is not None and any((text or "").lstrip().startswith("--") for text in branch.alternatives)
 
 
 def _valued(value: str | bool, script: Script) -> Any:

@@ -116,12 +116,6 @@ def automodel(keys: Keys) -> Training:
     training.weight_decay = keys.number("optimizer.weight_decay", sets="workload.weight_decay")
     training.clip_norm = keys.number("clip_grad_norm.max_norm")
     training.seed = keys.integer("rng.seed", "seed", least=0)
-    _automodel_pipeline(keys, training)
-    keys.close(AUTOMODEL)
-    return training
-
-
-def _automodel_pipeline(keys: Keys, training: Training) -> None:
     if training.pp is not None and training.pp.value > 1:
         training.schedule = keys.choice(SCHEDULES, "distributed.pipeline.pp_schedule", sets="plan.schedule")
         key = "distributed.pipeline.pp_microbatch_size"
@@ -129,6 +123,8 @@ def _automodel_pipeline(keys: Keys, training: Training) -> None:
     training.sequence_parallel = keys.flag("distributed.sequence_parallel")
     if training.tp is None or training.tp.value == 1:
         training.sequence_parallel = None
+    keys.close(AUTOMODEL)
+    return training
 
 
 def _automodel_sharding(keys: Keys, training: Training, at: str) -> None:

@@ -16,7 +16,7 @@ from gssim.interop.hosts import Host, detected, of_nccl_xml, of_server, of_smi_m
 from gssim.interop.nccl_tests import fitted_constants, nccl_table
 from gssim.interop.reading import read_bounded
 from gssim.interop.servers import server_of
-from gssim.scenario.loading import toml
+from gssim.scenario.overrides import toml
 from gssim.units import parse_quantity, validated
 
 NCCL_ORDER = ("volta", "ampere", "hopper", "blackwell")

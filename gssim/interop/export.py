@@ -14,8 +14,8 @@ from gssim.errors import UserError
 from gssim.interop.script import DTYPES, training_script
 from gssim.plan import METHODS, Plan
 from gssim.scenario import Scenario, reduce_precision
-from gssim.scenario.loading import toml
-from gssim.scenario.scenario import Run
+from gssim.scenario.overrides import toml
+from gssim.scenario.run import Run
 from gssim.workload import Workload
 
 SHARDED = tuple(name for name, method in METHODS.items() if method.gradients == "reduce-scatter")
@@ -131,7 +131,7 @@ def _read_back_method(scenario: Scenario) -> str:
 
 
 def _refuse_contexts(scenario: Scenario, to: str) -> None:
-    """Refuse tensor and context parallelism that a program does not have so."""
+    """Refuse tensor and context parallelism in forms that a program does not have."""
     plan, policies = scenario.plan, scenario.policies
     _refuse(to, "plan.cp", policies.cp, policies.cp == 1 or to != "torchrun", "1")
     if policies.cp > 1 and to == "deepspeed":

@@ -55,15 +55,12 @@ def of_fabric_file(path: Path, text: str) -> Fabric:
     file = str(path)
     if path.suffix in (".yaml", ".yml", ".json"):
         data = parsed_json(text, file=file) if path.suffix == ".json" else parsed_yaml(text, file=file)
-        fabric = _of_labels(data["items"], file) if _has_items(data) else _of_yaml(data, file)
+        has_items = isinstance(data, Mapping) and isinstance(data.get("items"), list)
+        fabric = _of_labels(data["items"], file) if has_items else _of_yaml(data, file)
     else:
         fabric = _of_conf(text, file)
     _check(fabric, file)
     return fabric
-
-
-def _has_items(data: Any) -> bool:
-    return isinstance(data, Mapping) and isinstance(data.get("items"), list)
 
 
 def _of_conf(text: str, file: str) -> Fabric:

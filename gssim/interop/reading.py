@@ -126,7 +126,8 @@ def flattened(data: Any, *, file: str) -> dict[str, Any]:
     {'betas': [0.9, 0.95], 'zero_optimization.stage': 3}
     """
     if not isinstance(data, Mapping):
-        raise UserError(f"{file}: must hold a table of keys and values, it holds {_kind(data)}")
+        held = "nothing" if data is None else f"a {type(data).__name__}"
+        raise UserError(f"{file}: must hold a table of keys and values, it holds {held}")
     found: dict[str, Any] = {}
     _measure(data, file)
     waiting: list[tuple[str, Any]] = [("", data)]
@@ -155,10 +156,6 @@ def _measure(data: Any, file: str) -> None:
             return
         level = below
     raise UserError(f"{file}: is nested deeper than {MOST_NESTED} levels")
-
-
-def _kind(value: Any) -> str:
-    return "nothing" if value is None else f"a {type(value).__name__}"
 
 
 def shown(value: Any) -> str:

@@ -27,7 +27,7 @@ from gssim.interop.reading import (
 from gssim.interop.torchtitan import torchtitan
 from gssim.interop.training import Entry, Training, scenario_of
 from gssim.scenario import load_cluster, load_scenario
-from gssim.scenario.loading import parsed_override, toml
+from gssim.scenario.overrides import parsed_override, toml
 
 
 @dataclass(frozen=True)

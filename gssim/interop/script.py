@@ -117,7 +117,7 @@ def training_script(scenario: Scenario, micro: int, many: int) -> str:
         micro=micro,
         many=many,
         steps=scenario.run.warmup_steps + scenario.run.steps,
-        blocks=_list_of(blocks),
+        blocks="[\n" + indent("".join(f'"{name}",\n' for name in blocks), "    ") + "]",
         seed=scenario.run.seed,
         ranks=scenario.ranks,
         model=_model(scenario),
@@ -125,10 +125,6 @@ def training_script(scenario: Scenario, micro: int, many: int) -> str:
         sync=sync,
         backward=backward,
     )
-
-
-def _list_of(names: list[str]) -> str:
-    return "[\n" + indent("".join(f'"{name}",\n' for name in names), "    ") + "]"
 
 
 def _model(scenario: Scenario) -> str:

@@ -183,7 +183,14 @@ def scenario_of(
 
     `overrides`: what `--set` gives, by the scenario's key; it replaces what the file says.
     """
-    _check_architecture(training, keys, model)
+    known = sizes_of(model)  # sizes that the file says must be the model's
+    for name, value in training.architecture.items():
+        if name in known and known[name] != value.value:
+            _refuse(keys, value, f"the model '{model.name}' has {name} = {known[name]}; give the right one by --model")
+        elif name not in known and name.startswith("experts"):
+            _refuse(keys, value, f"the model '{model.name}' has no routed experts; give the right one by --model")
+        elif name not in known:
+            keys.note(value.origin.partition(" = ")[0], f"the model is --model ('{model.name}')")
     _check_clipping(training)
     for name, pending in PENDING.items():
         _check_pending(name, pending, training, keys)
@@ -204,18 +211,6 @@ def _refuse(keys: Keys, value: Value, reason: str, *replaced_by: str) -> None:
     """Refuse the key from which a value is; one that an option sets stands in the message as it is."""
     key = value.origin if value.origin.startswith("--set ") else value.origin.partition(" = ")[0]
     keys.refuse(key, reason, replaced_by=replaced_by)
-
-
-def _check_architecture(training: Training, keys: Keys, model: Model) -> None:
-    """Refuse sizes that are not those of the model."""
-    known = sizes_of(model)
-    for name, value in training.architecture.items():
-        if name in known and known[name] != value.value:
-            _refuse(keys, value, f"the model '{model.name}' has {name} = {known[name]}; give the right one by --model")
-        elif name not in known and name.startswith("experts"):
-            _refuse(keys, value, f"the model '{model.name}' has no routed experts; give the right one by --model")
-        elif name not in known:
-            keys.note(value.origin.partition(" = ")[0], f"the model is --model ('{model.name}')")
 
 
 def _check_clipping(training: Training) -> None:
@@ -269,18 +264,15 @@ def sizes_in(config: dict[str, Any]) -> dict[str, int]:
 def _check_pending(name: str, pending: Pending, training: Training, keys: Keys) -> None:
     """Refuse or list what the plan cannot say, unless it is off or the scenario has its key by now."""
     value: Value | None = getattr(training, name)
-    if value is None or value.value in pending.harmless or _has_key(pending.scenario_key):
+    table, _, key = pending.scenario_key.partition(".")
+    has_key = key in {each.name for each in fields({"plan": Plan, "workload": Workload}[table])}
+    if value is None or value.value in pending.harmless or has_key:
         return
     key = value.origin.partition(" = ")[0]
     if pending.approximated:
         keys.note(key, f"approximated: {pending.what} is not counted")
     else:
         keys.refuse(key, f"{pending.what} cannot be simulated yet")
-
-
-def _has_key(path: str) -> bool:
-    table, _, name = path.partition(".")
-    return name in {each.name for each in fields({"plan": Plan, "workload": Workload}[table])}
 
 
 def _plan(training: Training, keys: Keys, model: Model, cluster: Cluster, overrides: dict[str, Any]) -> list[Entry]:

@@ -20,7 +20,7 @@ from gssim.execution.files import read_rows
 from gssim.plan import METHODS, Plan
 from gssim.planner.batches import PLAN, Batches
 from gssim.scenario import Scenario, SearchSpace, check
-from gssim.scenario.loading import toml
+from gssim.scenario.overrides import toml
 
 NUMBER = re.compile(r"\d[\d.]*")
 

@@ -122,7 +122,7 @@ class Lowering:
         if self.divides_layers:
             return unrolled(held_slice(self.scenario, self.tensor_part))
         if self.scenario.policies.ep > 1:
-            return layers_with_experts(self.scenario, 0)
+            return layers_with_experts(self.scenario.workload, 0, ranks=self.policies.ep)
         return self.whole_layers
 
     @cached_property
@@ -146,7 +146,7 @@ class Lowering:
         """For each position among the ranks that divide experts, the first whose experts get as many rows."""
         if self.policies.ep == 1:
             return (0,)
-        rows = [rows_by_rank(self.scenario, each) for each in self.whole_expert_layers]
+        rows = [rows_by_rank(self.scenario.workload, each, ranks=self.policies.ep) for each in self.whole_expert_layers]
         return tuple(list(zip(*rows, strict=True)).index(column) for column in zip(*rows, strict=True))
 
     def expert_position(self, rank: int) -> int:
@@ -156,7 +156,7 @@ class Lowering:
     def _routed_layers(self, position: int) -> OwnedLayers:
         if position == 0:
             return OwnedLayers(self.layers)
-        layers = layers_with_experts(self.scenario, position)
+        layers = layers_with_experts(self.scenario.workload, position, ranks=self.policies.ep)
         if self.stages:
             every = held_layers(layers, self.scenario.stage_ranges)
             held = [instance for stage in self.stages for instance in every[stage.number]]

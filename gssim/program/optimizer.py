@@ -209,7 +209,12 @@ def _publish_replicas(low: Lowering) -> Sequence[Task]:
         return _broadcast_tensors(low)
     if low.flat_part:
         return _all_gather_flat(low)
-    return _publish_layers(low) if low.assigns_layers else []
+    if not low.assigns_layers:
+        return []
+    # each rank's updated layers are all-gathered into the flat replica by one ring
+    parts = tuple(float(sum(_elements(low, *layers)) * low.value_bytes) for layers in low.owned_ranges)
+    exchange = Communication("all-gather-v", low.group, sum(parts), part_bytes=parts)
+    return [collective_task(TaskId("publish"), exchange)]
 
 
 def _broadcast_tensors(low: Lowering) -> list[Task]:
@@ -266,15 +271,6 @@ def _all_gather_flat(low: Lowering) -> list[Task]:
             exchange = Communication("all-gather", group, ranks * elements * low.value_bytes, beside=tuple(beside))
             tasks.append(collective_task(TaskId("all-gather-parameters", part=len(tasks)), exchange))
     return tasks
-
-
-def _publish_layers(low: Lowering) -> list[Task]:
-    """Weight gradients assigned by layer: each rank's updated layers are all-gathered into the flat replica by one
-    ring.
-    """
-    parts = tuple(float(sum(_elements(low, *layers)) * low.value_bytes) for layers in low.owned_ranges)
-    exchange = Communication("all-gather-v", low.group, sum(parts), part_bytes=parts)
-    return [collective_task(TaskId("publish"), exchange)]
 
 
 def _elements(low: Lowering, first: int, last: int) -> list[int]:

@@ -415,21 +415,16 @@ def _tasks(low: Lowering, rank: int, alike: "_Alike", *, chunked: bool) -> list[
     tasks, ratio = optimize(low, rank, alike.steps[kind]), low.slowed.get(rank, 1.0)
     if ratio != 1:
         tasks = [replace(t, duration_s=ratio * t.duration_s) if t.phase in SLOWED_PHASES else t for t in tasks]
-    return [*tasks, *_share_compute_times(low)]
+    if low.scenario.plan.shares.replan:  # the batch split and the shard sizes follow the compute times
+        exchange = Communication("all-gather", low.group, REPORTED_BYTES * len(low.group))
+        tasks = [*tasks, collective_task(TaskId("share-compute-times"), exchange)]
+    return list(tasks)
 
 
 SLOWED_PHASES = (*COMPUTE_PHASES, *UPDATE_PHASES)
 """Phases whose tasks take longer on a slow rank."""
 REPORTED_BYTES = 16
 """Each rank reports two float64: the seconds of its forward and backward, and those of its update."""
-
-
-def _share_compute_times(low: Lowering) -> list[Task]:
-    """Return the all-gather of compute times that ends a step whose batch split and shard sizes are rebalanced."""
-    if not low.scenario.plan.shares.replan:
-        return []
-    exchange = Communication("all-gather", low.group, REPORTED_BYTES * len(low.group))
-    return [collective_task(TaskId("share-compute-times"), exchange)]
 
 
 class _RankKind(NamedTuple):

@@ -245,9 +245,10 @@ def after_inner_steps(program: Program, alone_s: Floats, *, count: int, shown: P
     roles = tuple(kinds.setdefault(key, len(kinds)) for key in keys)
     tasks = []
     for role, inner, seconds in kinds:
-        before = _waited(seconds, count - (shown is not None))
+        idle_steps = count - (shown is not None)
+        before = [Task(TaskId("inner-steps", part=idle_steps), "idle", duration_s=seconds)] if idle_steps else []
         if shown:
-            before += with_ids(shown.tasks[inner], _of_inner_step)
+            before += with_ids(shown.tasks[inner], lambda task: task._replace(inner=True))
         tasks.append((*before, *program.tasks[role]))
     return replace(
         program,
@@ -256,11 +257,3 @@ def after_inner_steps(program: Program, alone_s: Floats, *, count: int, shown: P
         roles=roles,
         tensors=tuple(program.tensors[role] for role, _, _ in kinds) if program.tensors else (),
     )
-
-
-def _waited(seconds: float, count: int) -> list[Task]:
-    return [Task(TaskId("inner-steps", part=count), "idle", duration_s=seconds)] if count else []
-
-
-def _of_inner_step(task: TaskId) -> TaskId:
-    return task._replace(inner=True)

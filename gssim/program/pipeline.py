@@ -20,7 +20,6 @@ from gssim.program.compressed import HALF_BYTES
 from gssim.program.lowering import Lowering
 from gssim.program.replicated import is_reduction
 from gssim.program.sharded import Gathered, reduce_stage_gradients, reshard_stage, unshard_stage
-from gssim.program.stage_boundary import Stage
 from gssim.program.task import BACKWARD, Chunk, MicroBatch, Task, TaskId, Template, collective_task, with_ids
 from gssim.scenario import tied_parameters
 from gssim.units import PRECISION_BYTES
@@ -41,7 +40,10 @@ def pipeline(low: Lowering, rank: int, stage_tasks: StageTasks, *, chunked: bool
     Sharded gradients are always reduced after the schedule; see [Note: stages] in `sharded`.
     """
     mesh = low.scenario.policies.mesh
-    stages = {stage.number: _stage_lowering(low, stage) for stage in low.stages}
+    if len(low.stages) == 1:
+        stages = {low.stages[0].number: low}
+    else:  # lowerings that all replicas share
+        stages = {stage.number: low.once_a_step(Lowering.of_stage, stage) for stage in low.stages}
     writer = _ScheduleWriter(low, rank, replicas_of(low, rank), stages, _output_bytes(low, rank), low.device(rank))
     writer.add(Task(TaskId("step-begin"), "idle"))
     actions = low.schedule[mesh.place(rank).pp]
@@ -84,11 +86,6 @@ def _sum_tied_gradients(low: Lowering, rank: int, replicas: Sequence[Sequence[in
         exchange = Communication("all-reduce", first, size, beside=tuple(others), half_precision=summed)
         tasks.append(collective_task(TaskId("all-reduce", layer=tied.name), exchange))
     return tasks
-
-
-def _stage_lowering(low: Lowering, stage: Stage) -> Lowering:
-    """Return the lowering of one of a rank's stages, shared by all replicas."""
-    return low if len(low.stages) == 1 else low.once_a_step(Lowering.of_stage, stage)
 
 
 @dataclass

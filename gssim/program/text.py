@@ -141,10 +141,10 @@ def _ranks(group: Sequence[int]) -> str:
 
 
 def _task(line: str) -> Task:
-    identity, separator, rest = _partition(line, "|")
-    if not separator:
+    identity, *rest = _divided(line, "|")
+    if not rest:
         raise ValueError("there is no bar behind its identity")
-    given = dict(_settings(_divided(rest, " ")))
+    given = dict(_settings(_divided("|".join(rest), " ")))
     points = [(float(size), float(value)) for size, value in _read_pairs(given.get("after_pauses", ""))]
     curve = Curve(sizes=tuple(s for s, _ in points), values=tuple(v for _, v in points)) if points else None
     issue = Issue(float(given["host_s"]), given["goes_on"] == "1") if "host_s" in given else None
@@ -210,11 +210,6 @@ def _read_ranks(text: str) -> Sequence[int]:
 
 def _unquoted(text: str) -> str:
     return str(json.loads(text)) if text.startswith('"') else text
-
-
-def _partition(text: str, separator: str) -> tuple[str, str, str]:
-    first, *rest = _divided(text, separator)
-    return first, separator if rest else "", separator.join(rest)
 
 
 def _divided(text: str, separator: str) -> list[str]:

@@ -10,14 +10,10 @@ as long as no expert has more rows than there are tokens.
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from gssim.errors import UserError
 from gssim.plan import splitting
 from gssim.workload import Layer, LayerInstance, Workload, sliced_layer, unrolled
-
-if TYPE_CHECKING:
-    from gssim.scenario.scenario import Scenario
 
 
 def expert_rows(
@@ -78,13 +74,13 @@ def routed_experts(rows: Sequence[int], tokens: int) -> list[list[int]]:
     return [slots[token::tokens] for token in range(tokens)]
 
 
-def layers_with_experts(scenario: "Scenario", position: int) -> tuple[LayerInstance, ...]:
-    """Return the layers of a rank at `position` among those that divide the experts: with its own experts alone.
+def layers_with_experts(workload: Workload, position: int, *, ranks: int) -> tuple[LayerInstance, ...]:
+    """Return the layers of a rank at `position` among the `ranks` that divide the experts: with its own experts alone.
 
     Assumes that all these ranks have as many samples: then its experts process, for each sample of its own, as many
     rows as one sample of each of the ranks sends them.
     """
-    model, ranks = scenario.workload.model, scenario.policies.ep
+    model = workload.model
     once: dict[tuple[int, int], Layer] = {}
     held = []
     for instance in unrolled(replace(model, layers=model.expert_layers, expert_layers=())):
@@ -93,16 +89,16 @@ def layers_with_experts(scenario: "Scenario", position: int) -> tuple[LayerInsta
             held.append(instance)
             continue
         experts = layer.units
-        rows = ranks * rows_by_rank(scenario, instance)[position]
+        rows = ranks * rows_by_rank(workload, instance, ranks=ranks)[position]
         if (id(layer), rows) not in once:
             once[id(layer), rows] = sliced_layer(layer, experts // ranks, 0, rows)
         held.append(replace(instance, layer=once[id(layer), rows]))
     return tuple(held)
 
 
-def rows_by_rank(scenario: "Scenario", instance: LayerInstance) -> tuple[int, ...]:
+def rows_by_rank(workload: Workload, instance: LayerInstance, *, ranks: int) -> tuple[int, ...]:
     """Return the rows that one sample sends to each of the ranks that divide the experts of a layer."""
-    rows = layer_rows(scenario.workload, instance.layer, instance.module)
+    rows = layer_rows(workload, instance.layer, instance.module)
     experts = len(rows)
-    units = experts // scenario.policies.ep
+    units = experts // ranks
     return tuple(sum(rows[first : first + units]) for first in range(0, experts, units))

@@ -10,18 +10,17 @@ which many scenarios have in common, by their digests.
 import hashlib
 import json
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
 from gssim.cache import Same, Shared
-from gssim.cluster import Cluster
+from gssim.cluster import Cluster, Conditions
 from gssim.cluster.topology import structure_of
-from gssim.workload import Model
+from gssim.plan import Plan, Policies, Push
+from gssim.scenario.run import Run
+from gssim.workload import Model, Workload
 from gssim.workload.gradient_statistics import GradientStatistics
-
-if TYPE_CHECKING:
-    from gssim.scenario.scenario import Scenario
 
 VERSION = 1
 """Version of the canonical data."""
@@ -74,14 +73,36 @@ LAYER_FIELDS = {
 """Traced fields of a layer that tell models apart; the others follow from the same module."""
 
 
-def canonical(scenario: "Scenario", shared: Shared) -> dict[str, Any]:
+class ScenarioParts(NamedTuple):
+    """A scenario's tables, and what its plan resolves to."""
+
+    name: str
+    question: str
+    cluster: Cluster
+    workload: Workload
+    plan: Plan
+    network: Conditions
+    run: Run
+    policies: Policies
+    push: Push
+    batch_sizes: tuple[int, ...]
+    """Samples of each rank in one step."""
+    shard_shares: tuple[float, ...]
+    """Fraction of the sharded state that each rank owns."""
+    owned_layers: tuple[tuple[int, int], ...]
+    """Layers whose weight gradients each rank computes, where ranks divide these."""
+    stage_sizes: list[int]
+    """Number of layers of each stage of a pipeline."""
+
+
+def canonical(scenario: ScenarioParts, shared: Shared) -> dict[str, Any]:
     """Return what a scenario asks, as canonical data: workload, resolved plan, structure of the cluster, run.
 
     Not part of it: rates and costs of devices and links, names, paths, data sets, and the search. See [Note: canonical
     data]; `shared`: cache of the parts that scenarios have in common.
     """
     workload, plan, policies, cluster = scenario.workload, scenario.plan, scenario.policies, scenario.cluster
-    ranks, model = scenario.ranks, workload.model
+    ranks, model = policies.ranks, workload.model
     unasked = {"model", "gradients", "data"}
     if workload.reduce_precision == workload.precision:  # what an absent key says too
         unasked.add("reduce_precision")
@@ -101,7 +122,7 @@ def canonical(scenario: "Scenario", shared: Shared) -> dict[str, Any]:
         | ({"sync_every_steps": policies.sync_every_steps} if policies.sync_every_steps else {}),
         "push": _fields(scenario.push),
         "shares": shares,
-        "stages": [len(stage) for stage in scenario.stages] if policies.pp > 1 else [],
+        "stages": scenario.stage_sizes,
         "cluster": shared.once(
             "identity of structure", (Same(cluster), ranks), lambda: _digest(_structure(cluster, ranks))
         ),
@@ -110,7 +131,7 @@ def canonical(scenario: "Scenario", shared: Shared) -> dict[str, Any]:
     }
 
 
-def scenario_id(scenario: "Scenario", shared: Shared) -> str:
+def scenario_id(scenario: ScenarioParts, shared: Shared) -> str:
     """Return the identity of a scenario: the digest of its canonical data."""
     return _digest(canonical(scenario, shared))
 
@@ -163,17 +184,13 @@ def _structure(cluster: Cluster, ranks: int) -> dict[str, Any]:
 
 # The whole scenario, as a Result stores it ----------------------------------------------------------------------------
 
-KEYS = ("name", "question", "cluster", "workload", "plan", "network", "run")
-"""Keys of a scenario, in the order of the Result."""
 
-
-def resolved(scenario: "Scenario", shared: Shared) -> dict[str, Any]:
+def resolved(scenario: ScenarioParts, shared: Shared) -> dict[str, Any]:
     """Return the whole scenario as plain data, as the Result stores it; it must not be changed.
 
     Tables and lists of what does not happen (conditions of the network, slow-downs, rebalancing) are left out.
     """
     cluster, model, plan, run = scenario.cluster, scenario.workload.model, scenario.plan, scenario.run
-    parts: dict[str, Any] = _dumped(scenario, exclude={"cluster": True, "search": True, "workload": {"model"}})
     policies = scenario.policies
     unused = {"uncut_reason", "adapted", "autocast"}
     unused |= set() if model.traced_autocast else {"traced_autocast"}
@@ -182,9 +199,15 @@ def resolved(scenario: "Scenario", shared: Shared) -> dict[str, Any]:
     unused |= set() if policies.ep > 1 else {"expert_layers"}
     unused |= set() if policies.cp > 1 else {"context_layers"}
     whole = shared.once("plain model", (Same(model), frozenset(unused)), lambda: _dumped(model, exclude=unused))
-    workload = {"model": whole} | parts["workload"]
-    clusters = {"cluster": shared.once("plain cluster", Same(cluster), lambda: _dumped(cluster))}
-    data = {key: ({**parts, **clusters, "workload": workload})[key] for key in KEYS}
+    data: dict[str, Any] = {
+        "name": scenario.name,
+        "question": scenario.question,
+        "cluster": shared.once("plain cluster", Same(cluster), lambda: _dumped(cluster)),
+        "workload": {"model": whole} | _dumped(scenario.workload, exclude={"model"}),
+        "plan": _dumped(plan),
+        "network": _dumped(scenario.network),
+        "run": _dumped(run),
+    }
     for table, key, is_absent in (
         (data, "network", not scenario.network),
         (data["run"], "evaluate_every_steps", run.evaluate_every_steps is None),

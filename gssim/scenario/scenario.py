@@ -1,6 +1,6 @@
 """The scenario: cluster, workload, plan and run length, with everything that follows from them before a simulation."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -11,74 +11,20 @@ from pydantic import AfterValidator
 
 from gssim.cache import Shared
 from gssim.cluster import Cluster, Conditions, DeviceType
+from gssim.errors import UserError
 from gssim.plan import METHODS, REPLICA_AXES, Plan, Policies, Push, resolve, resolved_push, splitting
 from gssim.result import Result
 from gssim.scenario.device_rates import sample_costs
 from gssim.scenario.expert_load import layers_with_experts
-from gssim.scenario.identity import calibration_id, resolved, scenario_id
+from gssim.scenario.identity import ScenarioParts, calibration_id, resolved, scenario_id
+from gssim.scenario.overrides import overrides_of
 from gssim.scenario.ownership import better_shard_shares, owned_shares, sample_room
+from gssim.scenario.run import Run
 from gssim.scenario.search_space import SearchSpace
 from gssim.scenario.stages import cut_layers, held_layers
-from gssim.units import RANGES, Count, PositiveInt, TimeRatio, excess, spec, spec_with_memory
+from gssim.units import spec_with_memory
 from gssim.workload import LayerInstance, Workload, unrolled
 from gssim.workload.gradient_statistics import GradientStatistics
-
-
-@spec
-class SlowDown:
-    """A rank that computes slower than its device for some steps."""
-
-    rank: Count
-    """Index of the rank."""
-    first_step: Count
-    """First slow step; counted steps start from 0."""
-    steps: PositiveInt | None = None
-    """Number of slow steps; absent: to the end of the run."""
-    compute_ratio: TimeRatio
-    """Time of its forwards, backwards and updates over the time without. (A real run computes that much more.)"""
-
-    def covers(self, step: int) -> bool:
-        """Return whether the rank is slow in a step."""
-        return self.first_step <= step and (self.steps is None or step < self.first_step + self.steps)
-
-
-@spec
-class Run:
-    """Length of a training run, its seed, and disturbances."""
-
-    steps: PositiveInt = 20
-    """Number of counted steps, after the warm-up."""
-    warmup_steps: Count = 5
-    """Number of steps before the counted ones."""
-    seed: Count = 0
-    """Seed of parameters, batches and all other randomness."""
-    evaluate_every_steps: PositiveInt | None = None
-    """Number of steps between evaluations on held-out data, from the warm-up's end, besides one after the last step
-    (real runs); absent: no evaluation."""
-    extrapolate_micro_batches: bool = False
-    """Simulate only as many micro-batches as fill the pipeline, and one period of its schedule more; the others take as
-    long as that period. Of memory, inputs and messages of the others are left out. Step times are within 0.5 % of those
-    of all micro-batches on NCCL; on gloo 1.5 % was seen. Predicted only: for long pipelines."""
-    slowdowns: tuple[SlowDown, ...] = ()
-    """Ranks that are slower than their devices for some steps, both predicted and in real runs."""
-
-    def __post_init__(self) -> None:
-        """Refuse too many steps, and slow-downs of one rank that multiply to more than one may be."""
-        if (why := excess("steps", self.warmup_steps + self.steps)) is not None:
-            raise ValueError(f"steps, warmup_steps: {why}")
-        for slowdown in self.slowdowns:
-            ratio = self.slowed(slowdown.first_step)[slowdown.rank]
-            if ratio > RANGES["ratio of times"][1]:
-                raise ValueError(f"slowdowns: together rank {slowdown.rank} takes {ratio:g} times as long in a step")
-
-    def slowed(self, step: int) -> dict[int, float]:
-        """Return the compute-time ratio of each rank that is slow in a counted step (from 0)."""
-        ratios: dict[int, float] = {}
-        for slowdown in self.slowdowns:
-            if slowdown.covers(step):
-                ratios[slowdown.rank] = ratios.get(slowdown.rank, 1.0) * slowdown.compute_ratio
-        return ratios
-
 
 LONGEST_NAME = 200
 """Bytes of a scenario's name: file systems allow 255, and the name of a Result's file adds its identity and source."""
@@ -102,6 +48,8 @@ class Source:
     overrides: tuple[str, ...]
     tables: Mapping[str, Any] | None = None
     """Keys and values as a file has them, where there is no file; `path` then only says where names are looked up."""
+    load: Callable[["Source"], "Scenario"] = field(kw_only=True, repr=False, compare=False)
+    """Function that loads a scenario from such a source."""
 
 
 def sequence_positions(policies: Policies, workload: Workload) -> int | None:
@@ -143,9 +91,10 @@ class Scenario:
 
         Raises UserError for an unknown key or a bad value, and for a scenario that was not loaded from a file.
         """
-        from gssim.scenario.loading import changed
-
-        return changed(self, changes)
+        source = self.source
+        if source is None:
+            raise UserError(f"{self.name}: was not loaded from a file; change what gssim.load returns")
+        return source.load(replace(source, overrides=(*source.overrides, *overrides_of(changes))))
 
     @cached_property
     def policies(self) -> Policies:
@@ -306,8 +255,8 @@ class Scenario:
 
         Raises UserError where the plan's stages do not fit the model.
         """
-        divided = self.policies.ep > 1
-        layers = layers_with_experts(self, 0) if divided else unrolled(self.workload.model)
+        ranks, workload = self.policies.ep, self.workload
+        layers = layers_with_experts(workload, 0, ranks=ranks) if ranks > 1 else unrolled(workload.model)
         return held_layers(layers, self.stage_ranges)
 
     @cached_property
@@ -334,7 +283,7 @@ class Scenario:
 
     def resolved(self, shared: Shared | None = None) -> dict[str, Any]:
         """Return the whole scenario as plain data, as the Result stores it; it must not be changed."""
-        return resolved(self, shared or Shared())
+        return resolved(self._parts(), shared or Shared())
 
     @cached_property
     def scenario_id(self) -> str:
@@ -343,7 +292,25 @@ class Scenario:
 
     def identity(self, shared: Shared) -> str:
         """Return the `scenario_id`; `shared`: cache of the parts that scenarios have in common."""
-        return scenario_id(self, shared)
+        return scenario_id(self._parts(), shared)
+
+    def _parts(self) -> ScenarioParts:
+        policies = self.policies
+        return ScenarioParts(
+            name=self.name,
+            question=self.question,
+            cluster=self.cluster,
+            workload=self.workload,
+            plan=self.plan,
+            network=self.network,
+            run=self.run,
+            policies=policies,
+            push=self.push,
+            batch_sizes=self.batch_sizes,
+            shard_shares=self.shard_shares,
+            owned_layers=self.owned_layers if policies.partition == "weight-gradient" else (),
+            stage_sizes=[len(stage) for stage in self.stages] if policies.pp > 1 else [],
+        )
 
 
 @spec_with_memory

@@ -9,7 +9,8 @@ from gssim.cache import Shared
 from gssim.errors import UserError
 from gssim.plan import METHODS, PREDICTED_ONLY, RUNS_WITH
 from gssim.scenario.device_rates import sample_costs
-from gssim.scenario.loading import load_scenario, overrides_of
+from gssim.scenario.loading import load_scenario
+from gssim.scenario.overrides import overrides_of
 
 FEATURES: dict[str, Mapping[str, Any]] = {
     "alone": {},

@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gssim.plan import splitting
 from gssim.scenario.device_rates import value_bytes
+from gssim.scenario.scenario import Scenario
 from gssim.units import PRECISION_BYTES
 from gssim.workload import (
     Buffer,
@@ -25,9 +26,6 @@ from gssim.workload import (
     layer_output,
     sliced_layer,
 )
-
-if TYPE_CHECKING:
-    from gssim.scenario.scenario import Scenario
 
 
 def units_of_ranks(units: int, parts: Sequence[float]) -> tuple[int, ...]:
@@ -234,7 +232,7 @@ def _busiest(layer: Layer, phase: str, first: int, last: int) -> int:
     return max((int(position) for position in born if first < position < last), key=lambda position: born[position])
 
 
-def held_slice(scenario: "Scenario", position: int) -> Model:
+def held_slice(scenario: Scenario, position: int) -> Model:
     """Return a scenario's model as the ranks at `position` of their tensor groups run it: blocks cut, or on parts of
     sequences.
     """

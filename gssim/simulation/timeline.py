@@ -43,7 +43,18 @@ def step_of(machine: Machine, number: int) -> Step:
 def _arrows(machine: Machine, task_spans: Sequence[TaskSpan], spans: Sequence[Span]) -> list[Arrow]:
     """Return arrows between the spans of one communication: they end at the same time, to the last bit."""
     by_end: dict[tuple[TaskId, int, float], list[int]] = defaultdict(list)
-    instances = _instances_of_spans(machine)
+    places = {
+        (each.index, collective): (collective, number)
+        for collective, instances in machine.instances.items()
+        for number, instance in enumerate(instances)
+        for each in instance.classes
+    }
+    instances = {
+        (each.representative, task.id): places[each.index, task.communication]
+        for each in machine.classes
+        for task in machine.program.tasks[machine.roles[each.index]]
+        if task.communication is not None
+    }
     for number, span in enumerate(task_spans):
         place = instances.get((span.rank, span.task))
         if place is not None and span.awaited is None:
@@ -53,22 +64,6 @@ def _arrows(machine: Machine, task_spans: Sequence[TaskSpan], spans: Sequence[Sp
         instance = machine.instances[collective][which]
         arrows += _message_arrows(machine, instance, spans, members) or arrows_among(spans, members, collective.label)
     return arrows
-
-
-def _instances_of_spans(machine: Machine) -> dict[tuple[int, TaskId], tuple[TaskId, int]]:
-    """Return the collective, and the number of its instance, in which each rank's task takes part."""
-    places = {
-        (each.index, collective): (collective, number)
-        for collective, instances in machine.instances.items()
-        for number, instance in enumerate(instances)
-        for each in instance.classes
-    }
-    return {
-        (each.representative, task.id): places[each.index, task.communication]
-        for each in machine.classes
-        for task in machine.program.tasks[machine.roles[each.index]]
-        if task.communication is not None
-    }
 
 
 def _message_arrows(

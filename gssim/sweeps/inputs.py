@@ -17,7 +17,7 @@ from gssim.cache import Shared
 from gssim.execution import code_digest
 from gssim.execution.files import scratch_folder
 from gssim.scenario import read_toml
-from gssim.scenario.loading import parsed_override
+from gssim.scenario.overrides import parsed_override
 from gssim.scenario.sweep import Point
 
 SUFFIXES = (".toml", ".json")

@@ -114,7 +114,7 @@ def test_a_new_key_changes_an_id_only_where_it_is_used():
 
 def test_canonical_data_are_json_without_loss():
     shares = {"batch": (0.625, 0.375), "shards": (0.7, 0.3)}
-    data = canonical(scenario_of(star(2), {"method": "gs", "shares": shares}), Shared())
+    data = canonical(scenario_of(star(2), {"method": "gs", "shares": shares})._parts(), Shared())
     text = json.dumps(data, sort_keys=True, allow_nan=False)
     assert json.dumps(json.loads(text), sort_keys=True) == text
     assert data["version"] == VERSION

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from gssim.scenario.loading import toml
+from gssim.scenario.overrides import toml
 
 NUMBERS = (
     0, -1, 1, 2, 3, 5, 8, 64, 1000, 2**31, 2**31 + 1, 2**53 + 1, 2**63, 10**7, 10**12, 10**15, 10**18, 10**40, 10**400,

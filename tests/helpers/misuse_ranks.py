@@ -4,6 +4,7 @@ None of them ends a process group or leaves a rank waiting, so that one start se
 what they showed to.
 """
 
+import copy
 import math
 import os
 import sys
@@ -190,6 +191,48 @@ def weights_that_are_none():
     refused("weights: (0.75, 0.25) on rank 1", optimizer.state_dict)
 
 
+@case
+def options_that_a_factory_chooses_by_shape_or_place():
+    def by_shape(tensors):
+        matrices = [p for p in tensors if p.dim() > 1]
+        groups = [{"params": matrices, "weight_decay": 5e-4}, {"params": [p for p in tensors if p.dim() < 2]}]
+        return torch.optim.SGD(groups, lr=0.1)
+
+    def by_place(tensors):
+        return torch.optim.SGD([{"params": [p], "lr": 0.1 * 0.9999**i} for i, p in enumerate(tensors)])
+
+    refused("chooses weight_decay by a tensor's shape", shard_gradients, mlp(), by_shape)
+    refused("chooses lr by a tensor's shape", shard_gradients, mlp(), by_place)
+
+
+@case
+def weights_that_are_set_after_the_backward():
+    model, reference = mlp(), mlp()
+    optimizer = shard_gradients(model, SGD)
+    cut = slice(2, 8) if dist.get_rank() else slice(0, 2)
+    inputs, targets = next(batches())
+    loss(model, inputs[cut], targets[cut]).backward()
+    optimizer.weights = [0.25, 0.75]
+    refused("set them before it", optimizer.step)
+    optimizer.zero_grad()
+    loss(model, inputs[cut], targets[cut]).backward()
+    optimizer.step()
+    train(reference, SGD(reference.parameters()), False, steps=1)
+    check_same(model, reference)
+
+
+@case
+def densities_that_are_no_fractions_and_orders_that_are_none():
+    refused("at most 1", shard_gradients, mlp(), SGD, push=Push(threshold=2.0, kind="target-density"))
+    refused("parameter_order must be", shard_gradients, mlp(), SGD, parameter_order=5)
+
+
+@case
+def a_model_wrapped_in_inference_mode():
+    with torch.inference_mode():
+        refused("inference_mode", shard_gradients, mlp(), SGD)
+
+
 # Models ---------------------------------------------------------------------------------------------------------------
 
 
@@ -260,6 +303,47 @@ def embeddings():
     sgd = partial(torch.optim.SGD, lr=0.1)
     alike(build=partial(Looked, sparse=True), factory=sgd, forms=REPLICATED)
     alike(build=partial(Looked, padding_idx=0), forms=REPLICATED)
+
+
+@case
+def values_that_are_transposed_in_place():
+    model = mlp()
+    optimizer = shard_gradients(model, SGD)
+    model[2].weight.data = model[2].weight.data.t()
+    refused("2.weight is no longer in its bucket", train, model, optimizer, True)
+
+
+@case
+def writes_to_parameters_that_have_no_values():
+    model = mlp()
+    optimizer = shard_gradients(model, SGD, parameters="sharded", units=[model[0], model[2]])
+    train(model, optimizer, True, steps=1)
+    model.load_state_dict({name: 2 * value for name, value in model.state_dict().items()})
+    train(model, optimizer, True, steps=1)
+    nn.init.zeros_(model[2].weight)
+    refused("2.weight was written to", train, model, optimizer, True)
+    refused("2.weight was written to", model.state_dict)
+
+
+@case
+def states_that_ranks_load_differently():
+    for form in REPLICATED:
+        model = mlp()
+        optimizer = shard_gradients(model, SGD, **form)
+        refused("ranks differ", model.load_state_dict, mlp(seed=dist.get_rank()).state_dict())
+        model.load_state_dict(mlp(seed=5).state_dict())
+        train(model, optimizer, True)
+        copied = copy.deepcopy(model)
+        if dist.get_rank():
+            copied.load_state_dict(mlp().state_dict())  # a copy is the rank's own
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    model = mlp()
+    optimizer = shard_gradients(model, SGD, group=group)
+    words = "every rank of the group must make this call"
+    if dist.get_rank():
+        refused(words, train, model, optimizer, True)
+    else:
+        refused(words, model.load_state_dict, mlp().state_dict())
 
 
 @case
@@ -476,6 +560,19 @@ def reading_pushed_gradients():
 
 
 @case
+def torchs_clipping_of_an_optimizers_shards():
+    for options in ({}, {"whole_tensors": True}, {"push": Push(threshold=0.0)}):
+        model = mlp()
+        optimizer = shard_gradients(model, SGD, **options)
+        loss(model, *own(*next(batches()))).backward()
+        shards = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        for foreach in (None, False):
+            words = "call the clip_grad_norm_ of what shard_gradients returned"
+            refused(words, nn.utils.clip_grad_norm_, shards, 1.0, foreach=foreach)
+        optimizer.step()
+
+
+@case
 def clipping_by_impossible_norms():
     model = mlp()
     optimizer = shard_gradients(model, SGD)
@@ -521,6 +618,10 @@ def options_that_differ_between_ranks_show_when_state_is_saved():
     optimizer = shard_gradients(model, SGD)
     optimizer.param_groups[0]["lr"] /= 1 + dist.get_rank()
     refused("lr of group 0", optimizer.state_dict)
+    refused("lr of group 0", optimizer.reshard, [0.7, 0.3])
+    optimizer = shard_gradients(mlp(), ADAM)
+    optimizer.param_groups[0]["betas"] = (0.9, 0.99 - 0.1 * dist.get_rank())
+    refused("betas of group 0", optimizer.state_dict)
 
 
 @case

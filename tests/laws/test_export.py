@@ -10,7 +10,7 @@ from gssim.errors import UserError
 from gssim.interop import EXPORTS, PROGRAMS, export_scenario, import_scenario
 from gssim.plan import METHODS
 from gssim.scenario import load_scenario
-from gssim.scenario.loading import toml
+from gssim.scenario.overrides import toml
 
 ROOT = Path(__file__).resolve().parents[2]
 TWO_HOSTS = ROOT / "scenarios/clusters/two-dgx-h100.toml"

@@ -33,6 +33,17 @@ def test_the_contracts_of_imports_are_kept():
     assert " 0 broken" in ended.stdout
 
 
+def test_no_import_goes_in_a_circle():
+    """Also of types alone, under `TYPE_CHECKING` or inside functions: what two modules need lies below both."""
+    grimp, networkx = pytest.importorskip("grimp"), pytest.importorskip("networkx")
+    imports = grimp.build_graph("gssim", "gsreal", "analysis", exclude_type_checking_imports=False, cache_dir=None)
+    arrows = [
+        (module, other) for module in imports.modules for other in imports.find_modules_directly_imported_by(module)
+    ]
+    circles = networkx.strongly_connected_components(networkx.DiGraph(arrows))
+    assert [sorted(circle) for circle in circles if len(circle) > 1] == []
+
+
 NAMED = re.compile(r"(?:gssim|gsreal|analysis)(?:\.[A-Za-z_]\w*)+")
 
 

@@ -1,10 +1,22 @@
-"""Laws of studies that train all ranks in one process: readings at equal samples, bytes and time."""
+"""Laws of studies that train all ranks in one process: losses at equal samples, bytes and time, time to equal loss."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from analysis import charts
-from analysis.study.rivals import Course, _after, findings, readings_of, winners_table, write_table
-from analysis.study.study import Study, Variant
+from analysis.study.equal_loss import (
+    map_findings,
+    map_points,
+    pushed_variants,
+    steps_to,
+    steps_to_equal_loss,
+    write_map,
+)
+from analysis.study.rivals import Course, _partly_dense, findings, readings_of, winners_table, write_table
+from analysis.study.study import Map, Study, Variant, load_study
 
 NETWORK = "a slow link"
 
@@ -62,7 +74,7 @@ def test_the_table_and_the_charts_have_every_variant():
 
 
 def test_steps_that_are_not_compressed_count_as_denses():
-    mean = _after(10, SMALL, DENSE)
+    mean = _partly_dense(0.1, SMALL, DENSE)
     assert mean.step_bytes == pytest.approx((90 * 10.0 + 10 * 1000.0) / 100)
     assert mean.step_time_s[NETWORK] == pytest.approx((90 * 0.1 + 10 * 1.0) / 100)
     assert mean.losses == SMALL.losses
@@ -76,6 +88,7 @@ VARIANTS = ({"name": "dense", "control": True}, {"name": "other"})
     ("changes", "message"),
     [
         ({"unequal_ratio": 0.5}, "needs together = true"),
+        ({"map": Map(bandwidth_bytes_per_s=(1.0, 2.0), latency_s=(0.0,))}, "needs together = true"),
         ({"together": True}, "list `elsewhere`"),
         ({"together": True, "calibrate": True, "elsewhere": (ELSEWHERE,)}, "leave out calibrate"),
     ],
@@ -85,3 +98,91 @@ def test_a_study_that_cannot_be_is_refused(changes, message):
     given = {"scenario": "x", "seeds": (0, 1), "dense": "dense", "silent": "other", "variants": variants}
     with pytest.raises(ValueError, match=message):
         Study(**given | changes)
+
+
+# Time to an equal loss -----------------------------------------------------------------------------------------------
+
+STUDY = Path(__file__).resolve().parents[2] / "scenarios" / "studies" / "rivals-gpt.toml"
+NAMES = ("dense", "LocalSGD, 8 steps", "GS, threshold inf")
+
+
+def test_steps_to_a_loss_are_linear_between_evaluations():
+    assert steps_to(2.5, (0, 10, 20), (4.0, 3.0, 2.0)) == 15
+    assert steps_to(5.0, (0, 10), (4.0, 3.0)) == 0
+    assert steps_to(3.5, (0, 10, 20), (4.0, 3.0, 4.0)) == 5  # the first time counts
+    assert steps_to(1.0, (0, 10), (4.0, 3.0)) == math.inf
+
+
+def test_the_equal_loss_of_a_seed_is_the_lowest_that_all_variants_reach():
+    steps = steps_to_equal_loss(ALL)
+    assert steps["silent"] == (100, 100, 100)
+    # dense falls from 5 to 1, 1.1 and 0.9; silent ends at 4, 4.1 and 3.9
+    assert steps["dense"] == pytest.approx((100 * 1 / 4, 100 * 0.9 / 3.9, 100 * 1.1 / 4.1))
+
+
+@pytest.fixture(scope="module")
+def mapped():
+    """Return the shipped study with three variants, their courses, and a map: two networks, two sets of devices."""
+    whole = load_study(STUDY)
+    variants = tuple(each for each in whole.study.variants if each.name in NAMES)
+    loaded = replace(whole, study=replace(whole.study, variants=variants))
+    ends = {"dense": (1.0, 1.1, 0.9), "LocalSGD, 8 steps": (2.0, 2.1, 1.9), "GS, threshold inf": (3.0, 3.1, 2.9)}
+    courses = [
+        replace(
+            course(name, ends=ends[name], step_bytes=1.0, step_time_s=1.0, density=0.0 if "GS" in name else None),
+            variant=next(each for each in variants if each.name == name),
+        )
+        for name in NAMES
+    ]
+    asked = Map(bandwidth_bytes_per_s=(1e5, 1e12), latency_s=(0.0,), slow_ratio=(1.0, 3.0))
+    return loaded, courses, map_points(loaded, courses, ('workload.gradients="transferred"',), asked)
+
+
+def test_where_links_bound_a_step_times_to_the_loss_are_those_of_the_bytes(mapped):
+    _, courses, points = mapped
+    steps = steps_to_equal_loss(courses)
+    slow_link, fast_link = points[:2]
+    assert (slow_link.bandwidth_bytes_per_s, fast_link.bandwidth_bytes_per_s) == (1e5, 1e12)
+    # LocalSGD sends the parameters once in eight steps
+    ratio = slow_link.step_time_s["dense"] / slow_link.step_time_s["LocalSGD, 8 steps"]
+    assert ratio == pytest.approx(8, rel=0.02)
+    assert slow_link.times_s["dense"] == pytest.approx([n * slow_link.step_time_s["dense"] for n in steps["dense"]])
+    assert (slow_link.fastest, fast_link.fastest) == ("LocalSGD, 8 steps", "dense")
+    assert fast_link.over_fastest("dense") == 1
+    assert fast_link.is_level("dense")
+    assert not slow_link.is_level("dense")
+
+
+def test_a_slow_device_has_fewer_samples_and_longer_steps(mapped):
+    _, _, points = mapped
+    equal, unequal = points[1], points[3]
+    assert unequal.slow_ratio == 3
+    # of 16 samples 5, 5, 4 and 2 instead of 4 each; the slow rank takes as long as for 6
+    for name in NAMES:
+        assert 1.1 < unequal.step_time_s[name] / equal.step_time_s[name] < 2
+
+
+def test_a_map_is_told_in_sentences_a_table_and_a_picture(mapped):
+    loaded, courses, points = mapped
+    assert pushed_variants(courses, loaded.study.silent) == []
+    said = map_findings(points, ["GS, threshold inf"])
+    assert said[0].startswith("With equal devices, fastest to the equal loss on 2 networks: ")
+    assert "With one device 3 times slower" in said[2]
+    assert len(write_map(points).splitlines()) == 1 + len(points) * len(NAMES)
+    drawn = charts.equal_loss_map(points, ["GS, threshold inf"], loaded.methods, said)
+    assert drawn.figure.axes[0].get_title(loc="left") == "Equal devices"
+    texts = [text.get_text() for text in drawn.figure.axes[0].texts]
+    assert "dense" in texts
+    assert any(text.startswith("GS: ") for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"bandwidth_bytes_per_s": (1.0, 1.0)}, "must ascend"),
+        ({"latency_s": (1.0, 0.5)}, "must ascend"),
+    ],
+)
+def test_a_map_whose_axes_do_not_ascend_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        Map(**{"bandwidth_bytes_per_s": (1.0, 2.0), "latency_s": (0.0,)} | changes)

@@ -8,7 +8,7 @@ import pytest
 from gssim.errors import UserError
 from gssim.plan import METHODS
 from gssim.scenario import load_scenario
-from gssim.scenario.loading import overrides_of
+from gssim.scenario.overrides import overrides_of
 from gssim.scenario.support import FEATURES, supported
 from gssim.simulation import simulate
 

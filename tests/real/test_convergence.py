@@ -29,7 +29,7 @@ from analysis.study.study import HERE, Elsewhere, Study, Trained, key_of, load_s
 from gssim.errors import UserError
 from gssim.result import Collective, Density, Evaluation, RankClass, Result
 from gssim.scenario import load_scenario
-from gssim.scenario.loading import as_overrides
+from gssim.scenario.overrides import as_overrides
 from gssim.simulation import simulate
 from gssim.units import validated
 

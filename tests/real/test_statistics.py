@@ -23,7 +23,7 @@ from gsreal.statistics.collect import APART, Replica, sampled_steps, take_statis
 from gsreal.statistics.records import BlockSketches, Feedback, partition, sketch, typical
 from gssim.plan import Push
 from gssim.scenario import Scenario, load_model, single_device
-from gssim.scenario.scenario import Run
+from gssim.scenario.run import Run
 from gssim.sparsity import push_density
 from gssim.units import validated
 from gssim.workload.gradient_statistics import SKETCH_EDGES, GradientStatistics, Sketch, read_gradients

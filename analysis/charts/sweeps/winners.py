@@ -120,7 +120,7 @@ def _pages(
     for number, page in enumerate(pages):
         name = "who_wins" + (f"-{first + number + 1}" if first + number else "")
         most = max(rates.get(place, 0) for place, _ in page)
-        where = f" At most {MOST_COLUMNS} of {most} bandwidths, evenly_spaced apart." if most > MOST_COLUMNS else ""
+        where = f" At most {MOST_COLUMNS} of {most} bandwidths, evenly spaced." if most > MOST_COLUMNS else ""
         where += note + (f" Page {number + 1} of {len(pages)}." if len(pages) > 1 else "")
         charts.append(_chart(name, page, layout, columns, where))
     return charts

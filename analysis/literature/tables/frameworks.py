@@ -291,7 +291,14 @@ DEEPSEEKS = {
 """Width, width of the maps of dense blocks, vocabulary, experts (run_pretrain_deepseekv2.sh); all have 128 heads."""
 
 
-def _simumax_shape(record: Mapping[str, str], tp: int) -> Shape:
+def simumax(record: Mapping[str, str], identity: str) -> Run:
+    """Return the run of a row; raise SkippedError for missing fields, or a plan that cannot be predicted.
+
+    Megatron-Core with Transformer Engine in bf16 (SimuMax, simu_tools/megatron_scripts): a distributed optimizer that
+    reduces in float after the backward, sequence parallelism, clipping, nothing recomputed.
+    """
+    tp, pp, dp, context = (count(record, key) or 1 for key in ("tp", "pp", "dp", "cp"))
+    ep = count(record, "ep") or 1
     model, length, layers = record["model"], count(record, "seq") or 4096, needed(record, "layers")
     if model in DEEPSEEKS:
         hidden, ffn, vocabulary, mixture = DEEPSEEKS[model]
@@ -303,7 +310,7 @@ def _simumax_shape(record: Mapping[str, str], tp: int) -> Shape:
         experts = latent = None
     else:
         raise SkippedError(f"the model {model}")
-    return Shape(
+    shape = Shape(
         kind="llama",
         layers=layers,
         hidden=hidden,
@@ -315,17 +322,6 @@ def _simumax_shape(record: Mapping[str, str], tp: int) -> Shape:
         latent=latent,
         experts=experts,
     )
-
-
-def simumax(record: Mapping[str, str], identity: str) -> Run:
-    """Return the run of a row; raise SkippedError for missing fields, or a plan that cannot be predicted.
-
-    Megatron-Core with Transformer Engine in bf16 (SimuMax, simu_tools/megatron_scripts): a distributed optimizer that
-    reduces in float after the backward, sequence parallelism, clipping, nothing recomputed.
-    """
-    tp, pp, dp, context = (count(record, key) or 1 for key in ("tp", "pp", "dp", "cp"))
-    ep = count(record, "ep") or 1
-    shape = _simumax_shape(record, tp)
     if shape.experts is not None and (ep == 1 or tp * context > 1):
         raise SkippedError("a mixture of experts that no ranks divide, or beside tensor or context parallelism")
     if tp * pp * dp * context != needed(record, "n_gpus"):

@@ -81,7 +81,7 @@ class ModelParts:
             return self.once(("context", own), lambda: self._new_context(own))
         if policies.ep > 1:
             place = policies.mesh.expert_position(rank)
-            return self.once(("experts", policies.ep, place), lambda: self._new_experts(plan, policies.ep, place))
+            return self.once(("experts", policies.ep, place), lambda: self._new_experts(policies.ep, place))
         if policies.tp == 1:
             return self.whole
         parts = self._slice_shares(plan, policies)
@@ -105,10 +105,10 @@ class ModelParts:
         layers = unrolled(context_part(self.model, positions))
         return Part(("context", positions), layers, tuple(instance.layer for instance in self.layers))
 
-    def _new_experts(self, plan: Plan, ranks: int, position: int) -> Part:
+    def _new_experts(self, ranks: int, position: int) -> Part:
         if not self.model.expert_layers:
             raise UserError("the model has no layers with divided experts")
-        layers = layers_with_experts(self.with_plan(plan), position)
+        layers = layers_with_experts(self.workload, position, ranks=ranks)
         return Part(("experts", ranks, position), layers, tuple(instance.layer for instance in self.layers))
 
     def _slice_shares(self, plan: Plan, policies: Policies) -> tuple[float, ...]:

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 
 from gssim.errors import UserError
-from gssim.scenario.loading import first_comment, read_toml, toml
+from gssim.scenario.loading import first_comment, read_toml
+from gssim.scenario.overrides import toml
 from gssim.scenario.sweep.conditions import condition
 from gssim.units import PositiveInt, excess, parse_quantity, quantity_of, spec, validated
 from gssim.workload import PATHS

@@ -13,7 +13,8 @@ from typing import Any
 
 from gssim.cache import Shared
 from gssim.errors import UserError
-from gssim.scenario.loading import as_overrides, load_scenario, parsed_override, read_toml
+from gssim.scenario.loading import load_scenario, read_toml
+from gssim.scenario.overrides import as_overrides, parsed_override
 from gssim.scenario.scenario import Loaded
 from gssim.scenario.sweep.conditions import Condition, condition
 from gssim.scenario.sweep.file import (

@@ -1,0 +1,72 @@
+"""Meshes and process groups of a plan's axes."""
+
+from functools import cache
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from gsreal.machine import group_threads
+from gssim.plan import Mesh, Policies
+from gssim.plan.mesh import AXES
+
+
+def device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
+    """Return the mesh of all ranks with every axis (of size one if the plan does not use it); cached."""
+    return _mesh(device.type, mesh.sizes, AXES)
+
+
+@cache
+def _mesh(kind: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    with group_threads():
+        return init_device_mesh(kind, sizes, mesh_dim_names=names)
+
+
+def data_mesh(policies: Policies, device: torch.device, axis: str) -> DeviceMesh:
+    """Return the ranks along a data axis that share this rank's part of the model, as a mesh of one axis.
+
+    With context parallelism these are all ranks.
+    """
+    if policies.replica_ranks == policies.ranks:
+        with group_threads():
+            return init_device_mesh(device.type, (policies.ranks,))
+    return device_mesh(policies.mesh, device)[axis]
+
+
+def data_group(policies: Policies, device: torch.device, axis: str) -> dist.ProcessGroup | None:
+    """Return the same ranks as a process group; None: all ranks."""
+    if policies.replica_ranks == policies.ranks:
+        return None
+    group: dist.ProcessGroup = data_mesh(policies, device, axis).get_group()
+    return group
+
+
+def context_group(policies: Policies, device: torch.device) -> dist.ProcessGroup:
+    """Return the ranks that divide this rank's sequences among them."""
+    group: dist.ProcessGroup | None = dist.group.WORLD
+    if policies.cp < policies.ranks:
+        group = device_mesh(policies.mesh, device)["cp"].get_group()
+    assert group is not None
+    return group
+
+
+def shard_mesh(policies: Policies, device: torch.device) -> DeviceMesh:
+    """Return replicas and shards as a mesh of two axes; parts of a sequence are on the latter, as in torchtitan."""
+    if policies.cp == 1:
+        return device_mesh(policies.mesh, device)["dp_replicate", "dp_shard"]
+    return _mesh(device.type, (policies.dp_replicate, policies.shards), ("dp_replicate", "dp_shard"))
+
+
+def shard_group(policies: Policies, device: torch.device) -> dist.ProcessGroup:
+    """Return the ranks among which this rank's replica of the state is sharded."""
+    group: dist.ProcessGroup = shard_mesh(policies, device)["dp_shard"].get_group()
+    return group
+
+
+REPLICAS, DIVIDED = "expert_replicas", "experts"
+
+
+def expert_mesh(policies: Policies, device: torch.device) -> DeviceMesh:
+    """Return the ranks that hold the same experts, and those that divide them, as two axes of a mesh; cached."""
+    sizes = policies.pp, policies.data_ranks // policies.ep, policies.ep
+    return _mesh(device.type, sizes, ("pp", REPLICAS, DIVIDED))[REPLICAS, DIVIDED]

@@ -1,0 +1,166 @@
+"""State of a simulated machine: its clock, classes of ranks, hosts and network, and what is recorded as it executes."""
+
+from collections import defaultdict
+from collections.abc import Generator, Mapping, Set
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import simpy
+
+from gssim import collectives
+from gssim.cache import Shared
+from gssim.cluster import Cluster, Conditions, contention_groups, has_contention
+from gssim.cluster.contention import core_shares
+from gssim.engine.collective_instances import CollectiveInstance, arrange, router_of
+from gssim.engine.host import Clock, Host, Load
+from gssim.engine.memory_tracker import MemoryTracker
+from gssim.engine.selection import CollectiveSchedule
+from gssim.program import Issue, Program, Task, TaskId
+from gssim.result import Span
+from gssim.units import Floats
+
+
+class TaskSpan(NamedTuple):
+    """A busy interval of a stream: a task, or its wait for another one."""
+
+    rank: int
+    stream: str
+    task: TaskId
+    phase: str
+    start_s: float
+    end_s: float
+    awaited: TaskId | None = None
+    """The task that it waited for, where the interval is a wait."""
+
+    def span(self, zero_s: float = 0.0) -> Span:
+        """Return the interval as shown, in seconds since `zero_s`."""
+        if self.awaited is None or self.task.action == "wait":
+            label, general = self.task.label, self.task.general_labels
+        else:
+            label = f"wait {self.awaited.label}"
+            general = tuple(f"wait {each}" for each in self.awaited.general_labels)
+        start_s, end_s = self.start_s - zero_s, self.end_s - zero_s
+        return Span(self.rank, self.stream, label, self.phase, start_s, end_s, general)
+
+
+class MachineState:
+    """The ranks of a program in simulated time, by class of equal ranks in the order of `classes`.
+
+    Ways to execute the program (task by task, ahead of the clock, vectorised, chunk by chunk) read and change it.
+    """
+
+    def __init__(
+        self, cluster: Cluster, program: Program, conditions: Conditions, unfolded: bool, shared: Shared
+    ) -> None:
+        self.env = Clock()
+        self.cluster, self.program = cluster, program
+        router = router_of(cluster, conditions, shared)
+        self.arranged = arrange(
+            self.env, cluster, program, router=router, conditions=conditions, shared=shared, unfolded=unfolded
+        )
+        self.classes, self.network = self.arranged.classes, self.arranged.network
+        self.hosts = self._hosts()
+        self.is_coupled = any(host.coupled for host in self.hosts.values())
+        self.roles = [program.role_of[each.representative] for each in self.classes]
+        self.devices = [cluster.type_of(each.representative) for each in self.classes]
+        self.memory = [MemoryTracker(dict(program.persistent[role])) for role in self.roles]
+        self.ends_s: list[list[float]] = [[] for _ in self.classes]
+        """Ends of the steps of each class."""
+        self.finished: dict[tuple[int, int, TaskId], simpy.Event] = {}
+        """End of each task that others of its class await, by class, step and task."""
+        self.waiting: dict[tuple[int, str], tuple[Task, Set[int] | None]] = {}
+        """By class and stream: the task that waits, and the classes that its collective waits for; None: it waits for
+        tasks of its own class.
+        """
+        self.recorded: list[TaskSpan] = []
+        self._volumes: dict[int, float] = defaultdict(float)
+        self._hops: dict[int, collectives.Hops] = {}
+        self._loads: dict[CollectiveInstance, Load] = {}
+        self._issued_s = [0.0 for _ in self.classes]
+        """Time at which each class's host had issued its latest task with an issue time."""
+
+    @cached_property
+    def instances(self) -> Mapping[TaskId, tuple[CollectiveInstance, ...]]:
+        """Instances of each collective of the program, by identity; one for each class of groups."""
+        return {name: self.arranged.of(each) for name, each in self.program.communications.items()}
+
+    @property
+    def schedules(self) -> dict[str, CollectiveSchedule]:
+        """Schedule of each collective by label; with several instances, by label and number."""
+        return {
+            collective.label if len(instances) == 1 else f"{collective.label} ({number})": instance.schedule
+            for collective, instances in self.instances.items()
+            for number, instance in enumerate(instances)
+        }
+
+    def _hosts(self) -> dict[str, Host]:
+        """Return the hosts, or cores, of the classes' representatives."""
+        names = {rank_class.host for rank_class in self.classes}
+        devices: dict[str, int] = dict.fromkeys(names, 0)
+        coupled: dict[str, bool] = dict.fromkeys(names, False)
+        for device, host in zip(self.cluster.devices, contention_groups(self.cluster), strict=True):
+            if host in names:
+                devices[host] += 1
+                coupled[host] |= has_contention(self.cluster.device_types[device.type])
+        members: dict[str, dict[int, int]] = {name: {} for name in names}
+        for rank_class in self.classes:
+            members[rank_class.host][rank_class.index] = rank_class.on_host
+        shares = core_shares(self.cluster)
+        by_class = (
+            None
+            if shares is None
+            else {rank_class.index: shares[rank_class.representative] for rank_class in self.classes}
+        )
+        return {
+            name: Host(self.env, devices[name], members[name], coupled=coupled[name], core_share=by_class)
+            for name in sorted(names)
+        }
+
+    def set_communicating(self, instance: CollectiveInstance, change: int) -> None:
+        """Notify the hosts of a collective's members that it begins (`change` 1) or ends (-1)."""
+        if instance.communication.kind in collectives.COPIES:  # by the devices' own engines
+            return
+        if not self.is_coupled or not any(self.hosts[rank_class.host].coupled for rank_class in instance.classes):
+            return
+        if instance not in self._loads:
+            self._loads[instance] = instance.schedule.load(self.network)
+        for rank_class in instance.classes:
+            self.hosts[rank_class.host].communicate(rank_class.index, self._loads[instance], change)
+
+    def count_bytes(self, stage: collectives.Stage, times: int = 1) -> None:
+        """Count the bytes that a stage sends over its hops."""
+        self._hops[id(stage.hops)] = stage.hops
+        self._volumes[id(stage.hops)] += times * stage.size_bytes
+
+    def carried_by_rank(self) -> tuple[Floats, Floats]:
+        """Return the bytes sent and the bytes received by each rank."""
+        ranks = len(self.program.role_of)
+        total_sent, total_received = np.zeros(ranks), np.zeros(ranks)
+        for key, hops in self._hops.items():
+            sent, received = collectives.carried_by_rank(hops, ranks)
+            total_sent += self._volumes[key] * sent
+            total_received += self._volumes[key] * received
+        return total_sent, total_received
+
+    def tasks_of(self, index: int, stream: str) -> list[Task]:
+        """Return the tasks of a class on a stream."""
+        return [task for task in self.program.tasks[self.roles[index]] if task.stream == stream]
+
+    def until(self, now_s: float) -> Generator[Any, Any, None]:
+        """Wait until the simulated clock has reached a time."""
+        if self.env.now < now_s:
+            yield self.env.at(now_s)
+
+    def issued_s(self, index: int, issue: Issue, began_s: float) -> float:
+        """Return the time at which the host has issued a task that the device begins at `began_s`."""
+        self._issued_s[index] = (self._issued_s[index] if issue.goes_on else began_s) + issue.host_s
+        return self._issued_s[index]
+
+    def record_span(
+        self, index: int, task: Task, began_s: float, end_s: float, *, awaited: TaskId | None = None
+    ) -> None:
+        """Record a busy interval of a stream: a task's, or that of its wait for another one."""
+        phase = task.phase if awaited is None else "exposed_communication"
+        rank = self.classes[index].representative
+        self.recorded.append(TaskSpan(rank, task.stream, task.id, phase, began_s, end_s, awaited))

@@ -1,0 +1,96 @@
+"""Task groups: roles with equal tasks, of which the vectorised walk adds up times, and the tracker memory, as vectors.
+
+A stream's tasks are cut into segments without waits: a segment begins where the stream waits for others, and ends with
+a collective, or with a task that others wait for, so that they need not wait for more.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gssim.program import Program, Task, TaskId
+from gssim.units import Floats
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """Consecutive tasks of a stream without a wait between them."""
+
+    number: int
+    """Index among all segments of the task group."""
+    stream: str
+    tasks: tuple[int, ...]
+    """Positions in the step; the last task may be a collective."""
+    after: tuple[TaskId, ...]
+    """Other streams' tasks on which the first task depends."""
+    communication: TaskId | None
+
+
+@dataclass(frozen=True, eq=False)
+class TaskGroup:
+    """Roles with the same tasks but for their times and memory."""
+
+    tasks: Sequence[Task]
+    """Tasks of the first role."""
+    roles: tuple[int, ...]
+    duration_s: Floats
+    """By task and role."""
+    host_s: Floats
+    """By task and role: time of the host to issue the task, 0 without."""
+    streams: Mapping[str, tuple[Segment, ...]]
+    segments: tuple[Segment, ...]
+    waiting: Mapping[int, tuple[int, ...]]
+    """By segment number: segments of the same step that wait for one of its tasks, once for each such task."""
+
+
+def task_groups_of(program: Program) -> tuple[TaskGroup, ...]:
+    """Return the task groups of a program's roles, in the order of their first roles."""
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for role, tasks in enumerate(program.tasks):
+        shape = tuple(
+            (task.id, task.phase, task.stream, task.communication, task.after, task.issue and task.issue.goes_on)
+            for task in tasks
+        )
+        alike.setdefault(shape, []).append(role)
+    return tuple(_task_group(program, roles) for roles in alike.values())
+
+
+def _task_group(program: Program, roles: Sequence[int]) -> TaskGroup:
+    tasks = program.tasks[roles[0]]
+    streams: dict[str, tuple[Segment, ...]] = {}
+    segments: list[Segment] = []
+    for stream in dict.fromkeys(task.stream for task in tasks):
+        streams[stream] = tuple(_segments(tasks, stream, len(segments)))
+        segments += streams[stream]
+    number_of = {tasks[task].id: segment.number for segment in segments for task in segment.tasks}
+    waiting: dict[int, list[int]] = {segment.number: [] for segment in segments}
+    for segment in segments:
+        for awaited in segment.after:
+            waiting[number_of[awaited]].append(segment.number)
+    return TaskGroup(
+        tasks,
+        tuple(roles),
+        np.array([[task.duration_s for task in program.tasks[role]] for role in roles]).T.copy(),
+        np.array([[task.issue.host_s if task.issue else 0.0 for task in program.tasks[role]] for role in roles]).T,
+        streams,
+        tuple(segments),
+        {number: tuple(found) for number, found in waiting.items()},
+    )
+
+
+def _segments(tasks: Sequence[Task], stream: str, first: int) -> list[Segment]:
+    parts: list[list[int]] = []
+    awaited = {each for task in tasks for each in task.after}
+    for place, task in enumerate(tasks):
+        if task.stream != stream:
+            continue
+        before = tasks[parts[-1][-1]] if parts else None
+        if before is None or task.after or before.communication is not None or before.id in awaited:
+            parts.append([])
+        parts[-1].append(place)
+    return [
+        Segment(first + i, stream, tuple(part), tasks[part[0]].after, tasks[part[-1]].communication)
+        for i, part in enumerate(parts)
+    ]
