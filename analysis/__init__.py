@@ -1,1 +1,1 @@
-"""Explains: predicted beside measured, as tables and charts."""
+"""Compares predictions with measurements, in tables and charts."""

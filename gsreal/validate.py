@@ -343,8 +343,8 @@ def settings_of(shapes: Sequence[Loaded], kind: str, out: Path) -> Settings:
     for name, values in (("sequence_length", lengths), ("precision", precisions)):
         if len(values) > 1:
             raise UserError(
-                f"validate: points with workload.{name} = {', '.join(map(str, values))}: one calibration has one; "
-                "choose by --only"
+                f"validate: points with workload.{name} = {', '.join(map(str, values))}: a calibration is for one "
+                "of them; select its points by --only"
             )
     models = {workload.model.name: workload.model for workload in workloads}
     files = []

@@ -267,7 +267,9 @@ def train(loaded: LoadedStudy, out: Path, *, again: bool = False) -> list[Traine
     """
     study = loaded.study
     cluster = [f"cluster={json.dumps(str(_calibrated(loaded, out)))}"] if study.calibrate else []
-    inputs = (*cluster, f"workload.gradients={json.dumps(str(_statistics(loaded, cluster, out)))}")
+    dense = next(variant for variant in study.variants if variant.name == study.dense)
+    statistics = statistics_of(loaded, dense, cluster, out)
+    inputs = (*cluster, f"workload.gradients={json.dumps(str(statistics))}")
     results: dict[tuple[str, int], Result] = {}
     progress = _Progress(len(study.seeds) * len(study.variants))
     for seed in study.seeds:
@@ -317,11 +319,6 @@ def _model_file(loaded: LoadedStudy) -> Path:
     if file is None:
         raise UserError(f"{loaded.file}: calibrate = true: needs a model file to measure; workload.model names none")
     return file
-
-
-def _statistics(loaded: LoadedStudy, inputs: Sequence[str], out: Path) -> Path:
-    dense = next(variant for variant in loaded.study.variants if variant.name == loaded.study.dense)
-    return statistics_of(loaded, dense, inputs, out)
 
 
 def statistics_of(loaded: LoadedStudy, trained: Variant, inputs: Sequence[str], out: Path) -> Path:

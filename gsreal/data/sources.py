@@ -125,14 +125,14 @@ def _digits(workload: Workload) -> Source:
     if isinstance(source, TokenInput):
         raise _cannot_read(source, "digits")
     if source.shape != (1, 8, 8) or source.classes < 10:
-        raise UserError("workload.data: the digits are images of 1x8x8 in 10 classes, the model takes others")
+        raise UserError("workload.data: the digits are 1x8x8 images of 10 classes, which are not what the model takes")
     return Digits(workload.global_batch_size)
 
 
 def _standard_library(workload: Workload, *, held_out: bool = False) -> Source:
     source, length = workload.model.input, workload.sequence_length or 1
     if isinstance(source, ImageInput):
-        raise UserError("workload.data: the digits are images of 1x8x8 in 10 classes, the model takes others")
+        raise UserError("workload.data: the digits are 1x8x8 images of 10 classes, which are not what the model takes")
     if source.vocabulary < _bytes_needed(source):
         raise _cannot_read(source, "stdlib-bytes")
     part = held_out_part if held_out else trained_part

@@ -88,7 +88,7 @@ class Compressor:
         raise NotImplementedError
 
     def rounds(self) -> Sequence[Callable[[Pending], None]]:
-        """Return what is done with every bucket after the backward, one after another."""
+        """Return the functions applied after the backward: each to all buckets, then the next one."""
         raise NotImplementedError
 
     def _end_all(self) -> None:

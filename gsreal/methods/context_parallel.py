@@ -72,7 +72,9 @@ def _attend(
     """Attend to whole sequences by `attention`, torch's function, whose other arguments are the same."""
     mask = others[0] if others else settings.get("attn_mask")
     if mask is not None or query.shape[2] != key.shape[2]:
-        raise UserError("plan.cp: an attention with a mask, or with other keys than its queries', cannot run in parts")
+        raise UserError(
+            "plan.cp: attention with a mask, or from one sequence to another, cannot be divided among ranks"
+        )
     parts.heads.add(gcd(query.shape[1], key.shape[1]))
     whole = [Mapped.apply(each, parts.to_heads, parts.to_parts) for each in (query, key, value)]
     return Mapped.apply(attention(*whole, *others, **settings), parts.to_parts, parts.to_heads)

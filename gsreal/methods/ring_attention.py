@@ -149,7 +149,9 @@ def attend_in_ring(ring: Ring, query: Tensor, key: Tensor, value: Tensor, *other
     names = ("attn_mask", "dropout_p", "is_causal")
     settings = dict(zip(names, others, strict=False)) | settings
     if settings.get("attn_mask") is not None or query.shape[2] != key.shape[2]:
-        raise UserError("plan.cp: an attention with a mask, or with other keys than its queries', cannot run in parts")
+        raise UserError(
+            "plan.cp: attention with a mask, or from one sequence to another, cannot be divided among ranks"
+        )
     if settings.get("dropout_p"):
         raise UserError("plan.context_exchange = 'ring': an attention with dropout cannot run in a ring yet")
     if query.device.type != "cpu":

@@ -22,8 +22,8 @@ def signals_ignored() -> Iterator[None]:
 def signals_deferred() -> Iterator[None]:
     """Defer termination signals and the user's interrupt until the end of the context.
 
-    Raised in callbacks that Python runs around a fork, where it can only report that it ignores exceptions, they would
-    be lost.
+    In callbacks that it runs around a fork, Python reports exceptions and ignores them: raised there, they would be
+    lost.
     """
     noted: list[int] = []
     before = {

@@ -97,7 +97,17 @@ def take_statistics(
         for threshold in (each for each in thresholds if each):
             for feedback in (False, True):
                 traces += taken(replace(push, threshold=threshold, error_feedback=feedback)).traces()
-    data = _head(scenario, courses) | {
+    workload, measured = scenario.workload, provenance(torch.device("cpu"))
+    data = {
+        "model": workload.model.name,
+        "precision": workload.precision,
+        "optimizer": workload.optimizer,
+        "learning_rate": workload.learning_rate,
+        "global_batch_size": workload.global_batch_size,
+        "sequence_length": workload.sequence_length,
+        "seed": scenario.run.seed,
+        "source": f"measured {measured['date']} by gsreal gradients, torch {measured['torch']}, "
+        f"{scenario.ranks} ranks, {courses} course{'s' if courses > 1 else ''}",
         "steps": steps,
         "sampled_steps": sampled,
         "first_step": min(push.warmup_steps, steps - 1),
@@ -132,22 +142,6 @@ def _half_decades(tensors: Gradients, low: float, high: float) -> tuple[float, .
     middle = float(np.median(magnitudes[magnitudes > 0])) if magnitudes.any() else 1.0
     first, last = (round(2 * math.log10(middle * factor)) for factor in (low, high))
     return tuple(float(f"{10 ** (k / 2):.4g}") for k in range(first, last + 1))
-
-
-def _head(scenario: Scenario, courses: int) -> dict[str, Any]:
-    workload = scenario.workload
-    measured = provenance(torch.device("cpu"))
-    return {
-        "model": workload.model.name,
-        "precision": workload.precision,
-        "optimizer": workload.optimizer,
-        "learning_rate": workload.learning_rate,
-        "global_batch_size": workload.global_batch_size,
-        "sequence_length": workload.sequence_length,
-        "seed": scenario.run.seed,
-        "source": f"measured {measured['date']} by gsreal gradients, torch {measured['torch']}, "
-        f"{scenario.ranks} ranks, {courses} course{'s' if courses > 1 else ''}",
-    }
 
 
 def write_statistics(path: Path, statistics: GradientStatistics) -> None:

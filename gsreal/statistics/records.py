@@ -49,10 +49,7 @@ class BlockSketches:
         self.sums, self.squares = self.sums + summed(magnitudes), self.squares + summed(magnitudes.square())
 
     def totals(self, blocks: slice) -> np.ndarray:
-        """Return mean and mean square magnitude of some of the blocks together.
-
-        And the fraction that reaches each edge.
-        """
+        """Return mean and mean square magnitude of some blocks together, and the fraction that reaches each edge."""
         totals = [self.sums[blocks].sum(), self.squares[blocks].sum(), *self.reached[blocks].sum(0)]
         return np.array(totals) / max(1, int(self.elements[blocks].sum()))
 

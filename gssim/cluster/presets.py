@@ -44,7 +44,7 @@ def expanded(kind: Kind, value: Any) -> Any:
     own = {key: value[key] for key in value if key != "preset"}
     replaced = [key for key in own if key in preset and key != "source"]
     if replaced and "source" not in own:
-        raise ValueError(f"source: missing; {replaced[0]} overrides that of preset {name!r}")
+        raise ValueError(f"source: missing; name the source of {replaced[0]}, which overrides that of preset {name!r}")
     if "source" in own:
         own["source"] = f"{own['source']}; the rest: {preset['source']}"
     return {**preset, **own}

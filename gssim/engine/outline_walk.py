@@ -426,7 +426,7 @@ class OutlineWalk:
     def _transfer(
         self, prepared: Prepared, reduction_s: float, streams: Sequence[_Stream], _event: simpy.Event | None
     ) -> None:
-        """Start the bytes of a collective."""
+        """Start the transfer of a collective's bytes."""
         end = partial(self._end, streams)
         if prepared.processor_s or reduction_s:
             end = partial(self._transferred, self.env.now + prepared.processor_s, reduction_s, streams)

@@ -27,7 +27,7 @@ class Rendezvous:
         self.done = machine.env.event()
 
     def post(self, rank_class: int) -> None:
-        """Record a member's post; its notice may be delayed, and the member arrives only then."""
+        """Record the time at which a member posts; it arrives later if its notice is delayed."""
         self.arrived_s[rank_class] = self.machine.env.now
 
     def arrive(self, rank_class: int) -> simpy.Event:

@@ -131,7 +131,7 @@ def _read_back_method(scenario: Scenario) -> str:
 
 
 def _refuse_contexts(scenario: Scenario, to: str) -> None:
-    """Refuse tensor and context parallelism that a program does not have so."""
+    """Refuse tensor and context parallelism in forms that a program does not have."""
     plan, policies = scenario.plan, scenario.policies
     _refuse(to, "plan.cp", policies.cp, policies.cp == 1 or to != "torchrun", "1")
     if policies.cp > 1 and to == "deepspeed":

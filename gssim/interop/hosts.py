@@ -103,7 +103,7 @@ def of_nccl_xml(text: str, *, file: str, gpu: str | None) -> Host:
     busids = [pci.get("busid", "").lower() for pci, _ in gpus]
     capabilities = {_int(each, "sm", file) for _, each in gpus}
     if len(capabilities) > 1:
-        raise UserError(f"{file}: sm = {sorted(capabilities)}: GPUs of two kinds in a host cannot be imported")
+        raise UserError(f"{file}: sm = {sorted(capabilities)}: a host with GPUs of different kinds cannot be imported")
     capability = capabilities.pop()
     device, defaults = _gpu_of(capability, gpu, file)
     found = Host(device, len(gpus), "pcie", None, 0, None, None, "", f"NCCL's topology file {Path(file).name}")

@@ -287,7 +287,7 @@ class Tokens:
 
 
 class Parser:
-    """Commands of a text."""
+    """Parses a text of shell into commands."""
 
     def __init__(self, text: str, file: str) -> None:
         self.tokens = Tokens(text, file)

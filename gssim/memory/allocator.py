@@ -72,7 +72,7 @@ def segment_bytes(size_bytes: int) -> int:
 
 
 def page_bytes(*, small: bool) -> int:
-    """Return the step in which an expandable segment grows."""
+    """Return the size by which an expandable segment grows."""
     return SMALL_SEGMENT_BYTES if small else LARGE_SEGMENT_BYTES
 
 

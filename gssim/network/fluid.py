@@ -234,8 +234,9 @@ class Network:
         return frozenset(link for transfer in self.active for link in transfer.links)
 
     def prepared(self, stage: Stage, pace: Pace) -> Prepared | None:
-        """Return a stage for `start`; None where its sessions start at several times, or its time depends on earlier
-        traffic (notices, segments of shaped links).
+        """Return a stage prepared for `start`; None where its time is not known beforehand.
+
+        That is: its sessions start at several times, or earlier traffic counts (notices, segments of shaped links).
         """
         groups = self.folded.of(stage).groups
         if len(groups) > 1 or pace.notices or pace.group_bytes:

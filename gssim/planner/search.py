@@ -7,7 +7,7 @@ simulated. The result is the same as that of simulating every plan.
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -49,27 +49,44 @@ OWN = "the scenario's own plan"
 
 def own_plan(loaded: Loaded, own: Candidate, shared: Shared) -> Counterpart:
     """Return the scenario's own plan, where it is not among those that fit."""
-    return _simulated(loaded, OWN, own, shared)
+    return _simulated(loaded, OWN, own, shared, {})
 
 
-def counterparts(loaded: Loaded, best: Candidate, shared: Shared) -> tuple[Counterpart, ...]:
-    """Return the best plan with even shares, and with shares in proportion to compute."""
+def counterparts(
+    loaded: Loaded, best: Candidate, shared: Shared, known: Mapping[str, Result]
+) -> tuple[Counterpart, ...]:
+    """Return the best plan with even shares, and with shares in proportion to compute.
+
+    `known`: Results of plans that were simulated, by scenario_id.
+    """
     even = {"batch": "even", "shards": "even"}
     compute = {"batch": "throughput", "shards": "compute" if METHODS[best.plan.method].is_gradient_sharding else "even"}
     return (
-        _with_shares(loaded, best, "the first with even shares", even, shared),
-        _with_shares(loaded, best, "the first with shares proportional to compute", compute, shared),
+        _with_shares(loaded, best, "the first with even shares", even, shared, known),
+        _with_shares(loaded, best, "the first with shares proportional to compute", compute, shared, known),
     )
 
 
-def _with_shares(loaded: Loaded, best: Candidate, name: str, rules: dict[str, str], shared: Shared) -> Counterpart:
+def _with_shares(
+    loaded: Loaded,
+    best: Candidate,
+    name: str,
+    rules: dict[str, str],
+    shared: Shared,
+    known: Mapping[str, Result],
+) -> Counterpart:
     table = {**best.table, "shares": rules}
-    return _simulated(loaded, name, Candidate(best.index, table, PLAN.validate_python(table)), shared)
+    return _simulated(loaded, name, Candidate(best.index, table, PLAN.validate_python(table)), shared, known)
 
 
-def _simulated(loaded: Loaded, name: str, candidate: Candidate, shared: Shared) -> Counterpart:
+def _simulated(
+    loaded: Loaded, name: str, candidate: Candidate, shared: Shared, known: Mapping[str, Result]
+) -> Counterpart:
     try:
-        return Counterpart(name, candidate, simulate(_with_plan(loaded, candidate), shared=shared).result)
+        changed = _with_plan(loaded, candidate)
+        # plans with thresholds were simulated without their lightest steps and their band
+        same = None if changed.statistics_needed else known.get(changed.scenario.identity(shared))
+        return Counterpart(name, candidate, same or simulate(changed, shared=shared).result)
     except UserError as error:
         return Counterpart(name, candidate, None, str(error).removeprefix(f"{loaded.file}: "))
 
@@ -245,7 +262,8 @@ class Search:
     def _counterparts(self, best: Candidate) -> tuple[Counterpart, ...]:
         """Return the best plan with other shares, and the scenario's own if it does not fit."""
         shared = Shared()
-        found = counterparts(self.loaded, best, shared)
+        known = {each.result.scenario_id: each.result for each in self.counts.outcomes}
+        found = counterparts(self.loaded, best, shared, known)
         if any(each.candidate.index == 0 for each in self.counts.outcomes):
             return found
         own = [own_plan(self.loaded, each, shared) for each in self.own]

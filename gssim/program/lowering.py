@@ -386,7 +386,10 @@ class Lowering:
 
     def samples(self, rank: int, micro_batch: MicroBatch) -> int:
         """Return the number of samples of a rank in a micro-batch."""
-        return splitting.split(self.batch_sizes[rank], splitting.even(micro_batch.count))[micro_batch.index]
+        return self.once_a_run(Lowering._split, self.batch_sizes[rank], micro_batch.count)[micro_batch.index]
+
+    def _split(self, samples: int, micro_batches: int) -> Sequence[int]:
+        return splitting.split(samples, splitting.even(micro_batches))
 
     def compute_kind(self, rank: int, micro_batch: MicroBatch) -> ComputeKind:
         """Return what a rank's forward and backward of a micro-batch depend on."""

@@ -408,7 +408,7 @@ def _tasks(low: Lowering, rank: int, alike: "_Alike", *, chunked: bool) -> list[
     if low.stages:
         parts = pipeline(low, rank, partial(_stage_tasks, rank=rank, alike=alike), chunked=chunked)
         return [*parts, *optimize(low, rank, [], replicas=replicas_of(low, rank))]
-    kind = _rank_kind(low, rank)
+    kind = low.once_a_run(_rank_kind, rank)
     if kind not in alike.steps:
         micro_batches = (_micro_batch(low, micro_batch, rank=rank, alike=alike) for micro_batch in low.micro_batches)
         alike.steps[kind] = [task for tasks in micro_batches for task in tasks]
@@ -481,7 +481,7 @@ class _Alike:
 
 def _micro_batch(low: Lowering, micro_batch: MicroBatch, *, rank: int, alike: _Alike) -> list[Task]:
     """Return the tasks of one micro-batch of a rank: all passes but the update."""
-    kind = _rank_kind(low, rank)
+    kind = low.once_a_run(_rank_kind, rank)
     if (kind, micro_batch) not in alike.micro_batches:
         several, number = _unnumbered(low, rank, kind, micro_batch, alike), micro_batch.number
         alike.micro_batches[kind, micro_batch] = (
@@ -494,7 +494,7 @@ def _stage_tasks(
     low: Lowering, micro_batch: MicroBatch, gathered: Gathered | None, *, rank: int, alike: _Alike
 ) -> list[Task]:
     """Return the tasks of one micro-batch of a rank's stage without its number, equal ones as the same list."""
-    return _unnumbered(low, rank, _rank_kind(low, rank), micro_batch, alike, gathered)
+    return _unnumbered(low, rank, low.once_a_run(_rank_kind, rank), micro_batch, alike, gathered)
 
 
 def _unnumbered(
@@ -590,7 +590,7 @@ def _mapped(parts: Sequence[Task | Chunk], change: Callable[[Task], Task]) -> li
         template = part.template
         if id(template) not in templates:
             templates[id(template)] = Template(tuple(map(change, template.tasks)))
-        result.append(replace(part, template=templates[id(template)]))
+        result.append(Chunk(templates[id(template)], part.micro_batch, part.stage))
     return result
 
 

@@ -13,7 +13,7 @@ from gssim import collectives
 from gssim.cache import Same
 from gssim.cluster import DeviceType
 from gssim.collectives import Communication
-from gssim.memory import input_bytes, release_of
+from gssim.memory import Footprint, input_bytes, release_of
 from gssim.plan import Action
 from gssim.plan.pipeline_schedule import Message
 from gssim.program.compressed import HALF_BYTES
@@ -104,10 +104,13 @@ class _ScheduleWriter:
     tasks: list[Task | Chunk] = field(default_factory=list)
     deferred: list[Task] = field(default_factory=list)
     """Tasks that run after the schedule."""
-    templates: dict[tuple[int, str], Template | None] = field(default_factory=dict)
-    """By identity of a stage's tasks, and direction; None where they cannot be a template."""
+    parts: dict[tuple[int, str], Template | Sequence[Task]] = field(default_factory=dict)
+    """Forwards and backwards, by identity of a stage's tasks and direction: templates, where they can be."""
     messages: dict[tuple[int, int], Communication] = field(default_factory=dict)
     """By source and target stage."""
+    message_ids: dict[Message, TaskId] = field(default_factory=dict)
+    releases: dict[tuple[str, int], Footprint] = field(default_factory=dict)
+    """Memory that the release of a message's tensor frees, by kind of message and source stage."""
     gathered: dict[int, Gathered] = field(default_factory=dict)
     """Units of each stage that are gathered now, by stage number."""
     copies: dict[int, list[Task]] = field(default_factory=dict)
@@ -120,7 +123,10 @@ class _ScheduleWriter:
     def add(self, *tasks: Task) -> None:
         """Append tasks."""
         self.tasks += tasks
-        self.latest = next((task.id for task in reversed(tasks) if task.stream == "compute"), self.latest)
+        for task in reversed(tasks):
+            if task.stream == "compute":
+                self.latest = task.id
+                return
 
     def add_action(self, action: Action, stage_tasks: StageTasks, *, chunked: bool) -> None:
         """Append the tasks of an action."""
@@ -153,19 +159,17 @@ class _ScheduleWriter:
         gathered = self.gathered_for(action) if low.reduces_after_schedule else None
         several = stage_tasks(low, micro_batch, gathered)
         key = (id(several), action.kind)
-        chunked = chunked and gathered is None
-        if chunked and key not in self.templates:
-            part = _direction(several, action)
-            plain = all(task.stream == "compute" and not task.after and not is_reduction(task) for task in part)
-            self.templates[key] = Template(tuple(part)) if plain else None
-        template = self.templates.get(key)
-        if template is not None:
-            chunk = Chunk(template, micro_batch.number, stage)
+        if key not in self.parts:
+            own = _direction(several, action)
+            plain = all(task.stream == "compute" and not task.after and not is_reduction(task) for task in own)
+            self.parts[key] = Template(tuple(own)) if plain and chunked and gathered is None else own
+        unnumbered = self.parts[key]
+        if isinstance(unnumbered, Template):
+            chunk = Chunk(unnumbered, micro_batch.number, stage)
             self.tasks.append(chunk)
             self.latest = chunk.last
             return
-        numbered = with_ids(several, partial(TaskId.at, micro_batch=micro_batch.number, stage=stage))
-        part = _direction(numbered, action)
+        part = with_ids(unnumbered, partial(TaskId.at, micro_batch=micro_batch.number, stage=stage))
         if not self.low.scenario.plan.overlap:
             self.deferred += [task for task in part if is_reduction(task)]
             part = [task for task in part if not is_reduction(task)]
@@ -195,9 +199,11 @@ class _ScheduleWriter:
 
     def message_id(self, message: Message) -> TaskId:
         """Return the identity of a message, the same on both sides."""
-        number = self.low.micro_batches[message.micro_batch].number
-        kind: Literal["activation", "gradient"] = "activation" if message.kind == "activation" else "gradient"
-        return TaskId(kind, stage=message.source, micro_batch=number)
+        if message not in self.message_ids:
+            number = self.low.micro_batches[message.micro_batch].number
+            kind: Literal["activation", "gradient"] = "activation" if message.kind == "activation" else "gradient"
+            self.message_ids[message] = TaskId(kind, stage=message.source, micro_batch=number)
+        return self.message_ids[message]
 
     def transfer_id(self, message: Message) -> TaskId:
         """Return the identity of the task that sends or receives a message."""
@@ -221,10 +227,12 @@ class _ScheduleWriter:
 
     def free(self, message: Message) -> None:
         """Append the release of a tensor that a stage has sent."""
-        stage = self.stages[message.source].stages[0]
-        category = stage.output[1] if message.kind == "activation" else "temporaries"
-        gone = release_of(self.size_bytes(message), category)
-        self.add(Task(self.message_id(message).serving("release"), "idle", need=gone))
+        key = (message.kind, message.source)
+        if key not in self.releases:
+            stage = self.stages[message.source].stages[0]
+            category = stage.output[1] if message.kind == "activation" else "temporaries"
+            self.releases[key] = release_of(self.size_bytes(message), category)
+        self.add(Task(self.message_id(message).serving("release"), "idle", need=self.releases[key]))
 
     def size_bytes(self, message: Message) -> float:
         """Return the size of a message: that of the output of its source, or of the input whose gradient it carries."""

@@ -66,7 +66,7 @@ class SearchSpace:
     one is possible."""
 
     def __post_init__(self) -> None:
-        """Refuse thresholds without a bound on density or loss, and half of such a bound."""
+        """Refuse thresholds without a bound on density or loss, and a bound that is half given."""
         if self.thresholds and not self.searches_thresholds:
             bounds = "set least_density, or study and most_loss_change, as well"
             raise ValueError(f"thresholds: they change the training; {bounds}")

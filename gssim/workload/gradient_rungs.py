@@ -211,7 +211,7 @@ def rung_of(
 
 
 def _falling(values: Floats) -> tuple[float, ...]:
-    """Return ratios that do not rise, to three digits."""
+    """Return the ratios, each at most the one before it, rounded to three digits."""
     return rounded(np.minimum.accumulate(np.clip(values, 0.0, 1.0)))
 
 

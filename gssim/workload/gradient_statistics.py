@@ -185,9 +185,9 @@ class GradientStatistics:
     def _check_tensor(self, name: str, tensor: TensorTrace) -> None:
         count = len(self.sampled_steps)
         if not tensor.blocks or any(len(block.sketches) != count for block in tensor.blocks):
-            raise ValueError(f"sketches of {name}: {count} (sampled_steps) are needed")
+            raise ValueError(f"sketches of {name}: {count} are needed, one for each of sampled_steps")
         if len(tensor.correlations) not in (0, count):
-            raise ValueError(f"correlations of {name}: {count} (sampled_steps) are needed, or none")
+            raise ValueError(f"correlations of {name}: {count} are needed, one for each of sampled_steps, or none")
 
     def _check_feedback(self, name: str, block: BlockTrace, *, needed: bool) -> None:
         rows = [(len(row.sent_ratios), len(row.sent_ratios)) for row in block.feedback]

@@ -238,7 +238,7 @@ class Workload:
 
 
 def _task_of(data: ImageFolder | Glue | TextFolder, source: TokenInput | ImageInput) -> str:
-    """Return the task that the data are for; text serves two."""
+    """Return the task that the data are for; of text, either of two."""
     if isinstance(data, TextFolder):
         return source.task if source.task in TEXT_TASKS else " or ".join(TEXT_TASKS)
     return "classification" if isinstance(data, ImageFolder) else "sequence-classification"

@@ -426,6 +426,12 @@ def faster_devices(cluster: Cluster) -> Cluster:
     return replace(cluster, device_types={**cluster.device_types, name: faster})
 
 
+def modules_of_stages(scenario: Scenario) -> list[int]:
+    """Return `plan.stages` as it resolves: a module that later stages have too (a rotary embedding) counts once."""
+    has_module = [bool(each.layer.modules) for each in unrolled(scenario.workload.model)]
+    return [sum(has_module[each.start : each.stop]) for each in scenario.stage_ranges]
+
+
 def slower_by(loaded: Loaded, cluster: Cluster, step_time_s: float) -> float:
     """Return by what part of `step_time_s` the step is longer on another cluster; negative where it is shorter.
 
@@ -434,8 +440,7 @@ def slower_by(loaded: Loaded, cluster: Cluster, step_time_s: float) -> float:
     """
     plan = loaded.scenario.plan
     if loaded.scenario.policies.mesh.pp > 1 and plan.stages is None:
-        counts = [sum(bool(instance.layer.modules) for instance in stage) for stage in loaded.scenario.stages]
-        plan = replace(plan, stages=tuple(counts))
+        plan = replace(plan, stages=tuple(modules_of_stages(loaded.scenario)))
     other = replace(loaded, scenario=replace(loaded.scenario, cluster=cluster, plan=plan))
     return simulate(other, spread=False).result.step_time_s / step_time_s - 1
 

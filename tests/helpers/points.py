@@ -409,7 +409,10 @@ def _later_keys(random: Random, model: Trained, workload: Table, plan: Table) ->
             workload["adapters"] = {"rank": random.choice([1, 4]), "alpha": random.choice([4.0, 16.0])}
             workload["adapters"]["targets"] = random.choice(["query-value", "all-linear"])
         elif workload["precision"] == "fp32" and "autocast" in text and (not divided or random.random() < 0.05):
-            workload["autocast"] = random.choice(["bf16", "fp16"])
+            autocast = random.choice(["bf16", "fp16"])
+            if whole or random.random() < 0.1:
+                workload["autocast"] = autocast
+                plan.pop("recompute", None)
     if plan.get("tp", 1) > 1 and model.lengths and random.random() < 0.5:
         plan["loss_parallel"] = True
     if workload["precision"] == "fp32" and random.random() < 0.03:
@@ -432,7 +435,8 @@ def _predicted_keys(random: Random, cluster: Table, workload: Table, plan: Table
     kept = method.gradients in ("local", "all-reduce", "reduce-scatter") and servers
     if random.random() < (0.3 if kept else 0.01):
         plan["offload"] = "optimizer"
-    whole = method.partition == "data" and method.gradients != "push"
+    whole = method.partition == "data" and method.parameters == "replicated" and method.gradients != "push"
+    whole = whole and not (method.compressor or method.compress or method.sync_every_steps or plan.get("ep", 1) > 1)
     if plan.get("offload") and random.random() < 0.8:
         cluster["host"] = {"memory_bytes": "100 GB", "memory_bandwidth_bytes_per_s": 10 ** random.uniform(9, 12)}
         cluster["host"]["source"] = "random"

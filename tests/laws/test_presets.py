@@ -124,7 +124,7 @@ REFUSED = [
     ({"device_types": {"a": "a100-smx-80"}}, "did you mean a100-sxm-80? allowed: v100-sxm2-32, "),
     ({"device_types": {"a": {"preset": "abacus"}}}, "device_types.a = {'preset': 'abacus'}: there is no preset 'abacus'"),
     ({"device_types": {"a": {"preset": 3}}}, "preset = 3: must be a name; allowed: v100-sxm2-32, "),
-    ({"device_types": {"a": {"preset": "t4", "memory_bytes": 1}}}, "source: missing; memory_bytes overrides that of preset 't4'"),
+    ({"device_types": {"a": {"preset": "t4", "memory_bytes": 1}}}, "source: missing; name the source of memory_bytes, which overrides that of preset 't4'"),
     ({"device_types": {"a": {"preset": "t4", "memory": 1}}}, "device_types.a.memory: unknown key; did you mean memory_bytes?"),
     ({"links": [{"between": ["x", "y"], "preset": "pcie9x16"}]}, "there is no preset 'pcie9x16' of links; did you mean pcie"),
     ({"links": [{"between": ["x", "y"]}]}, "links[0].bandwidth_bytes_per_s: missing"),

@@ -152,7 +152,11 @@ def test_weighted_means_of_the_ranks_are_the_whole_batchs_loss():
             {"data": "digits"},
             "vocabulary of 256 cannot read 'digits'; bytes need a vocabulary of 256",
         ),
-        (RESNET, {"data": "stdlib-bytes"}, "the digits are images of 1x8x8 in 10 classes, the model takes others"),
+        (
+            RESNET,
+            {"data": "stdlib-bytes"},
+            "the digits are 1x8x8 images of 10 classes, which are not what the model takes",
+        ),
     ],
 )
 def test_a_model_cannot_be_trained_on_the_other_kind_of_data(name, changes, message):

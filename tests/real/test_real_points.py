@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import tomli_w
+from point_checks import modules_of_stages
 from points import LATER, RECOMPUTING, random_real_point
 from real_runs import planted, predicted, predicted_peaks, run_cases
 
@@ -68,11 +69,10 @@ def cases_of(seeds: Sequence[int], folder: Path, *, ranks: int, wanted: int) -> 
             assert "\n" not in refusal
             refused[refusal.removeprefix(f"{path}: ")[:60]] += 1
             continue
-        case: Case = {"scenario": str(path), "overrides": []}
+        case: Case = {"scenario": str(path), "overrides": [], "onednn": "sequence_length" not in point["workload"]}
         scenario = load_scenario(path, gradients_needed=False).scenario
         if scenario.policies.pp > 1:  # else peaks' profile of scratch, in which layers take no time, cuts others
-            layers = [sum(bool(each.layer.modules) for each in stage) for stage in scenario.stages]
-            case["overrides"] = [f"plan.stages={layers}"]
+            case["overrides"] = [f"plan.stages={modules_of_stages(scenario)}"]
         if scenario.push.selects:
             statistics = planted(folder, str(path), [], density_of(scenario), name=f"{seed}-gradients")
             case["overrides"] += [f'workload.gradients="{statistics}"']

@@ -1,4 +1,4 @@
-"""A headline figure of a text, compared with ours; the scenarios to simulate it with, and its printed form."""
+"""Headline figures of publications: the scenarios that predict them, and the printed comparison with a prediction."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -45,18 +45,23 @@ class MemoryBounds:
         room = ratio * self.parts.types[rank].memory_bytes
 
         def too_many(samples: int) -> bool:
-            return self.least_bytes(plan, policies, rank, samples=samples) > room
+            return self._least_bytes_of(plan, policies, rank, part, owned, samples) > room
 
         total = self.parts.workload.global_batch_size
         return self.parts.once(key, lambda: bisect_left(range(total + 1), True, lo=1, key=too_many) - 1)
 
     def least_bytes(self, plan: Plan, policies: Policies, rank: int, *, samples: int) -> float:
         """Return the least memory of a rank with so many samples, including memory outside the allocator."""
+        part, owned = self.parts.part(plan, policies, rank), self._owned(plan, policies, rank)
+        return self._least_bytes_of(plan, policies, rank, part, owned, samples)
+
+    def _least_bytes_of(
+        self, plan: Plan, policies: Policies, rank: int, part: Part, owned: float, samples: int
+    ) -> float:
         device = self.parts.types[rank]
         always = device.context_bytes + device.workspace_bytes
         if policies.partition == "weight-gradient" or not samples:
             return always
-        part, owned = self.parts.part(plan, policies, rank), self._owned(plan, policies, rank)
         first, *others = splitting.split(samples, splitting.even(plan.micro_batches))
         peak = self._transient_bytes(plan, policies, part, first)
         if others:  # they start with gradients of earlier ones

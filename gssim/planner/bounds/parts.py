@@ -74,13 +74,8 @@ class ModelParts:
         """Return the part of a rank; raise UserError where the model cannot be cut so."""
         if policies.pp > 1:
             place = policies.mesh.place(rank).pp
-            stages = self.stages(plan, policies)[place :: policies.pp]
-            held = ("stages", tuple((stage[-1].index, len(stage)) for stage in stages), policies.tp, policies.ep)
-            layers = tuple(instance for stage in stages for instance in stage)
-            # layers with a copy of a tied parameter, or without a backward, are as measured but for that
-            traced = [self.layers[instance.index].layer for instance in layers]
-            wholes = tuple(None if t is i.layer else t for t, i in zip(traced, layers, strict=True))
-            return self.once(held, lambda: Part(held, layers, wholes, 1 / policies.tp))
+            own_key = ("part", self._cut_key(plan, policies), policies.tp, policies.ep, place)
+            return self.once(own_key, lambda: self._stage_part(plan, policies, place))
         if policies.cp > 1:
             own = sequence_positions(policies, self.workload) or 0
             return self.once(("context", own), lambda: self._new_context(own))
@@ -94,6 +89,15 @@ class ModelParts:
         positions = sequence_positions(policies, self.workload)
         key = ("slice", parts, position, positions, plan.loss_parallel)
         return self.once(key, lambda: self._new_slice(key, parts, position, positions, plan.loss_parallel))
+
+    def _stage_part(self, plan: Plan, policies: Policies, place: int) -> Part:
+        stages = self.stages(plan, policies)[place :: policies.pp]
+        held = ("stages", tuple((stage[-1].index, len(stage)) for stage in stages), policies.tp, policies.ep)
+        layers = tuple(instance for stage in stages for instance in stage)
+        # layers with a copy of a tied parameter, or without a backward, are as measured but for that
+        traced = [self.layers[instance.index].layer for instance in layers]
+        wholes = tuple(None if t is i.layer else t for t, i in zip(traced, layers, strict=True))
+        return self.once(held, lambda: Part(held, layers, wholes, 1 / policies.tp))
 
     def _new_context(self, positions: int) -> Part:
         if not self.model.context_layers:
@@ -126,17 +130,20 @@ class ModelParts:
 
     def stages(self, plan: Plan, policies: Policies) -> tuple[tuple[LayerInstance, ...], ...]:
         """Return the layers of every stage of a pipeline; raise UserError where the model cannot be cut so."""
-        sizes = self.batch_sizes(plan, policies)
-        key = ("stages", plan.stages, plan.schedule, plan.micro_batches, policies.mesh, sizes)
 
         def cut() -> tuple[tuple[tuple[LayerInstance, ...], ...], str | None]:
             cut = self.with_plan(plan)
             return cut.stages, stage_cut_error(self.layers, cut.stage_ranges)
 
-        stages, reason = self.once(key, cut)
+        stages, reason = self.once(self._cut_key(plan, policies), cut)
         if reason:
             raise UserError(f"the model is no chain that can be cut: {reason}")
         return stages
+
+    def _cut_key(self, plan: Plan, policies: Policies) -> Hashable:
+        """Return what the cut of a pipeline into stages depends on."""
+        sizes = self.batch_sizes(plan, policies)
+        return ("stages", plan.stages, plan.schedule, plan.micro_batches, policies.mesh, sizes)
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return the value of `make`, computed once per key."""
