@@ -259,7 +259,7 @@ def _study_of_rivals(loaded: "LoadedStudy", out: Path, *, again: bool) -> None:
             mapped = map_findings(points, ours)
             said += mapped
             write_text(out / "fastest_to_equal_loss.csv", write_map(points))
-            drawn.append(charts.equal_loss_map(points, ours, loaded.methods, mapped))
+            drawn.append(charts.equal_loss_map(points, ours, mapped))
         write_text(out / "findings.txt", "".join(f"{sentence}.\n" for sentence in said))
         pictures = charts.save_all(drawn, out)
     print("\n".join(map(one_line, winners.splitlines())))

@@ -1,9 +1,10 @@
 """Time of each method to an equal loss, by network and by how unequal the devices are.
 
 [Note: equal loss] A study's trainings say how many steps each variant needs; a simulation says how long a step takes on
-each network. For each seed, the loss is the lowest that all variants reach. Steps are read from the held-out losses,
-linear between evaluations. Assumptions: the steps that a variant needs depend neither on the network nor on how samples
-are divided among the ranks, and thresholded variants push the same fraction of the gradients everywhere.
+each network. For each seed, the equal loss is the one that dense training has after a third of its steps, which leaves
+the others three times as many steps to get there; one that does not needs infinite time. Steps are read from held-out
+losses, linear between evaluations. Assumptions: the steps that a variant needs depend neither on the network nor on how
+samples are divided among the ranks, and thresholded variants push the same fraction of the gradients everywhere.
 """
 
 import csv
@@ -20,10 +21,14 @@ from analysis.study.rows import paired_ratio
 from analysis.study.study import Elsewhere, LoadedStudy, Map, on_network, say
 from analysis.sweep_tables import bit_rate
 from gssim.cache import Shared
+from gssim.errors import UserError
 from gssim.plan import splitting
 from gssim.scenario import Scenario
 from gssim.simulation import simulate
 from gssim.units import human_seconds
+
+EQUAL_LOSS_RATIO = 1 / 3
+"""Fraction of dense's steps after which its loss is the one that all are compared at."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +50,16 @@ class MapPoint:
 
     def over_fastest(self, name: str) -> float:
         """Return a variant's time over that of the fastest: geometric mean over the seeds."""
+        if math.inf in self.times_s[name]:
+            return math.inf
         return paired_ratio(self.times_s[name], self.times_s[self.fastest]).mean
 
     def is_level(self, name: str) -> bool:
         """Return whether the paired 95 % interval of that ratio includes 1."""
-        return not paired_ratio(self.times_s[name], self.times_s[self.fastest]).low > 1
+        return (
+            math.isfinite(self.over_fastest(name))
+            and not paired_ratio(self.times_s[name], self.times_s[self.fastest]).low > 1
+        )
 
 
 def steps_to(loss: float, steps: Sequence[int], losses: Sequence[float]) -> float:
@@ -66,12 +76,22 @@ def steps_to(loss: float, steps: Sequence[int], losses: Sequence[float]) -> floa
     return math.inf
 
 
-def steps_to_equal_loss(courses: Sequence[Course]) -> dict[str, tuple[float, ...]]:
-    """Return the steps that each variant needs from every seed to the lowest loss that all reach from that seed."""
-    seeds = range(len(courses[0].losses))
-    equal = [max(min(each.losses[seed]) for each in courses) for seed in seeds]
+def steps_to_equal_loss(courses: Sequence[Course], dense: str) -> dict[str, tuple[float, ...]]:
+    """Return the steps that each variant needs from every seed to the equal loss; infinite where it does not get there.
+
+    Raises UserError where dense has not learned anything until then.
+    """
+    control = next(each for each in courses if each.variant.name == dense)
+    equal = control.at(EQUAL_LOSS_RATIO * control.last)
+    if any(loss >= losses[0] for loss, losses in zip(equal, control.losses, strict=True)):
+        raise UserError(
+            f"map: the loss of '{dense}' is not below the first one after a third of its steps; "
+            "allowed: a training that learns; run.steps or workload.learning_rate may be too small"
+        )
     return {
-        each.variant.name: tuple(steps_to(equal[seed], each.steps, each.losses[seed]) for seed in seeds)
+        each.variant.name: tuple(
+            steps_to(loss, each.steps, losses) for loss, losses in zip(equal, each.losses, strict=True)
+        )
         for each in courses
     }
 
@@ -81,7 +101,8 @@ def map_points(loaded: LoadedStudy, courses: Sequence[Course], inputs: tuple[str
 
     `inputs`: overrides that name the gradient statistics.
     """
-    study, steps = loaded.study, steps_to_equal_loss(courses)
+    study = loaded.study
+    steps = steps_to_equal_loss(courses, study.dense)
     networks = [
         Elsewhere(name=f"{bandwidth}, {latency}", bandwidth_bytes_per_s=bandwidth, latency_s=latency)
         for latency in asked.latency_s

@@ -103,7 +103,7 @@ class Study:
     """Whether all ranks are trained in one process, in turn and without messages: many seeds in little time. Losses are
     those of real runs; times are predicted, for the networks of `elsewhere` alone."""
     map: Map | None = None
-    """With `together`: where which variant needs the least time to the loss that all reach."""
+    """With `together`: on which network which variant is the first at the loss of dense after a third of its steps."""
     unequal_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
     """With `together`: fraction of every rank's samples that are of its own kind. Each batch's first samples, so many
     in all, are sorted (images by class, texts by their mean id) and divided in that order; the others as drawn."""
@@ -151,13 +151,6 @@ class LoadedStudy:
     def scenario_file(self) -> Path:
         """The scenario that variants override."""
         return self.file.parent / self.study.scenario
-
-    @property
-    def methods(self) -> dict[str, str]:
-        """Method of every variant, by its name."""
-        return {
-            each.name: self.load(each, seed=self.study.seeds[0]).scenario.plan.method for each in self.study.variants
-        }
 
     def overrides_of(self, variant: Variant, *, seed: int, density: float | None = None) -> list[str]:
         """Return the overrides of a training of the variant; `density`: the one measured for `density_of`."""

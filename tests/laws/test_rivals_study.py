@@ -17,6 +17,7 @@ from analysis.study.equal_loss import (
 )
 from analysis.study.rivals import Course, _partly_dense, findings, readings_of, winners_table, write_table
 from analysis.study.study import Map, Study, Variant, load_study
+from gssim.errors import UserError
 
 NETWORK = "a slow link"
 
@@ -113,11 +114,15 @@ def test_steps_to_a_loss_are_linear_between_evaluations():
     assert steps_to(1.0, (0, 10), (4.0, 3.0)) == math.inf
 
 
-def test_the_equal_loss_of_a_seed_is_the_lowest_that_all_variants_reach():
-    steps = steps_to_equal_loss(ALL)
-    assert steps["silent"] == (100, 100, 100)
-    # dense falls from 5 to 1, 1.1 and 0.9; silent ends at 4, 4.1 and 3.9
-    assert steps["dense"] == pytest.approx((100 * 1 / 4, 100 * 0.9 / 3.9, 100 * 1.1 / 4.1))
+def test_the_equal_loss_of_a_seed_is_what_dense_has_after_a_third_of_its_steps():
+    steps = steps_to_equal_loss(ALL, "dense")
+    assert steps["dense"] == pytest.approx((100 / 3,) * 3)
+    # dense falls from 5 to 1, 1.1 and 0.9, a third of it by 4, 3.9 and 4.1 thirds; pushed by 2, 1.9 and 2.1 in all
+    assert steps["pushed"] == pytest.approx((100 * 4 / 6, 100 * 3.9 / 5.7, 100 * 4.1 / 6.3))
+    assert steps["silent"] == (math.inf,) * 3
+    idle = course("dense", ends=(5.0, 5.0, 5.0), step_bytes=1.0, step_time_s=1.0)
+    with pytest.raises(UserError, match="map: the loss of 'dense' is not below the first one after a third"):
+        steps_to_equal_loss([idle], "dense")
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +131,7 @@ def mapped():
     whole = load_study(STUDY)
     variants = tuple(each for each in whole.study.variants if each.name in NAMES)
     loaded = replace(whole, study=replace(whole.study, variants=variants))
-    ends = {"dense": (1.0, 1.1, 0.9), "LocalSGD, 8 steps": (2.0, 2.1, 1.9), "GS, threshold inf": (3.0, 3.1, 2.9)}
+    ends = {"dense": (1.0, 1.1, 0.9), "LocalSGD, 8 steps": (2.0, 2.1, 1.9), "GS, threshold inf": (2.5, 2.6, 2.4)}
     courses = [
         replace(
             course(name, ends=ends[name], step_bytes=1.0, step_time_s=1.0, density=0.0 if "GS" in name else None),
@@ -140,7 +145,7 @@ def mapped():
 
 def test_where_links_bound_a_step_times_to_the_loss_are_those_of_the_bytes(mapped):
     _, courses, points = mapped
-    steps = steps_to_equal_loss(courses)
+    steps = steps_to_equal_loss(courses, "dense")
     slow_link, fast_link = points[:2]
     assert (slow_link.bandwidth_bytes_per_s, fast_link.bandwidth_bytes_per_s) == (1e5, 1e12)
     # LocalSGD sends the parameters once in eight steps
@@ -169,7 +174,7 @@ def test_a_map_is_told_in_sentences_a_table_and_a_picture(mapped):
     assert said[0].startswith("With equal devices, fastest to the equal loss on 2 networks: ")
     assert "With one device 3 times slower" in said[2]
     assert len(write_map(points).splitlines()) == 1 + len(points) * len(NAMES)
-    drawn = charts.equal_loss_map(points, ["GS, threshold inf"], loaded.methods, said)
+    drawn = charts.equal_loss_map(points, ["GS, threshold inf"], said)
     assert drawn.figure.axes[0].get_title(loc="left") == "Equal devices"
     texts = [text.get_text() for text in drawn.figure.axes[0].texts]
     assert "dense" in texts
