@@ -1,6 +1,7 @@
 """Launch scripts for several hosts: valid in their launcher's language, equal ranks, the command of the scenario."""
 
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -28,7 +29,7 @@ def script(launcher, *, path=GPUS, changes=CHANGES, image=None):
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_every_launcher_starts_the_scenario_on_its_hosts(launcher):
     text = script(launcher, image="registry/image:1" if launcher == "kubernetes" else None)
-    assert f"gsreal run {GPUS} --set cluster=" in text
+    assert f"gsreal run {GPUS} --set cluster=" in re.sub(r"['\"\\]", "", text)  # a path with spaces is quoted
     assert "--rdzv-backend c10d" in text
     assert "$HEAD:29500" in text.replace("\\", "")
     assert "--node-rank" not in text  # which torchrun ignores under c10d

@@ -419,7 +419,7 @@ def test_of_many_settings_those_that_are_drawn_are_spread_over_the_sweep_and_the
         f"{n} devices" for n in (2, 4, 8)
     }
     assert "9 of 123 settings, spread over the sweep." in notes["time_and_memory"]
-    assert "At most 12 of 40 bandwidths, evenly_spaced apart." in notes["who_wins"]
+    assert "At most 12 of 40 bandwidths, evenly spaced." in notes["who_wins"]
     ratios = [
         row | {LINK: None, "point": f"{i}", "group": f"oversubscription {i // 7}"} for i, row in enumerate(grid())
     ]

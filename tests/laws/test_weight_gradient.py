@@ -375,7 +375,6 @@ def test_frozen_layers_are_part_of_the_question():
     [
         (["h.9"], {}, r"frozen: 'h.9' matches no layer with parameters; they are h.0, h.1, h.2, h.3"),
         (["*"], {}, "frozen: all layers are; at least one must be trained"),
-        (["h.0"], {"recompute": "full"}, "plan.recompute = 'full': cannot run yet"),
         (
             ["h.0"],
             {"method": "powersgd"},

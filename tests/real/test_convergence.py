@@ -490,7 +490,7 @@ def test_an_interrupted_study_goes_on_where_it_was(tmp_path, monkeypatch):
 
     monkeypatch.setattr(study_module, "_gsreal", command)
     monkeypatch.setattr(
-        study_module, "_statistics", lambda loaded, inputs, out: SCENARIOS / "gradients" / "gpt-byte-1m.json"
+        study_module, "statistics_of", lambda loaded, dense, inputs, out: SCENARIOS / "gradients" / "gpt-byte-1m.json"
     )
     monkeypatch.setattr(study_module, "_predictions", lambda *_: {HERE: make_result(loss=0.0, step_time_s=0.1)})
     with pytest.raises(KeyboardInterrupt):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -376,7 +377,7 @@ gsreal.run.rank.run_on_rank(Path(sys.argv[2], "worked").touch, [])
 
 def test_a_rank_whose_launcher_was_killed_before_it_had_begun_does_nothing(tmp_path):
     (tmp_path / "orphan.py").write_text(ORPHAN)
-    line = f"{sys.executable} {tmp_path}/orphan.py $$ {tmp_path} & kill -9 $$"
+    line = f"{shlex.quote(sys.executable)} {tmp_path}/orphan.py $$ {tmp_path} & kill -9 $$"
     subprocess.run(["sh", "-c", line], env={**os.environ, "GSREAL_LAUNCHER": str(os.getpid())}, check=False)
     until = time.monotonic() + 60
     while not (tmp_path / "adopted").exists() and time.monotonic() < until:
