@@ -388,8 +388,10 @@ def _tag(option: Any) -> object:
 
 
 def _allowed(table: Any, place: tuple[Any, ...]) -> str:
-    if not is_dataclass(table):
+    tables = [option for option in _options(table) if is_dataclass(option)]
+    if len(tables) != 1:
         return "unknown here"
+    (table,) = tables
     names = [field.name for field in fields(table)]
     close = difflib.get_close_matches(str(place[-1]), names, n=1)
     hint = f"did you mean {close[0]}? " if close else ""

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from itertools import cycle
+from math import isinf
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -85,14 +86,15 @@ def equal_loss_map(points: Sequence[MapPoint], ours: Sequence[str], said: Sequen
 def _draw_cell(axes: Axes, column: int, row: int, point: MapPoint, ours: Sequence[str], colour: str) -> None:
     """Draw a cell in the fastest variant's colour: the variant, and what the best of ours takes beside it."""
     fastest = point.fastest
-    best = min(ours, key=point.over_fastest)
+    ratio = min(map(point.over_fastest, ours), default=None)
     is_level = any(point.is_level(name) for name in ours)
     tint = MOST_TINT if is_level else LEAST_TINT
     tinted = [1 - tint * (1 - channel) for channel in to_rgb(colour)]
     axes.add_patch(Rectangle((column, row), 1, 1, facecolor=tinted, edgecolor="white", linewidth=1.5))
     name = fastest.split(", ")[0] if label_width_in(fastest) * CELL_POINTS / LABEL_POINTS > CELL_IN - 0.1 else fastest
-    level = "GS is fastest" if fastest in ours else "GS is as fast"
-    below = level if is_level else f"GS: {point.over_fastest(best):.3g} times"
+    below = "" if ratio is None else "GS: not reached" if isinf(ratio) else f"GS: {ratio:.3g} times"
+    if is_level:
+        below = "GS is fastest" if fastest in ours else "GS is as fast"
     axes.text(column + 0.5, row + 0.64, plain(name), ha="center", va="center", fontsize=CELL_POINTS, fontweight="bold")
     axes.text(column + 0.5, row + 0.3, below, ha="center", va="center", fontsize=CELL_POINTS)
 

@@ -161,27 +161,31 @@ def map_findings(points: Sequence[MapPoint], ours: Sequence[str]) -> list[str]:
         counts = Counter(point.fastest for point in of_ratio).most_common()
         fastest = ", ".join(f"'{name}' on {count}" for name, count in counts)
         said.append(f"With {devices}, fastest to the equal loss on {len(of_ratio)} networks: {fastest}")
+        if not ours:
+            continue
         level = [point for point in of_ratio if any(point.is_level(name) for name in ours)]
         ratios = [min(point.over_fastest(name) for name in ours) for point in of_ratio]
         worst = of_ratio[ratios.index(max(ratios))]
-        said.append(
-            f"Thresholded Gradient Sharding with {devices}: fastest or not told from it on {len(level)} of these; its "
-            f"best variant takes {min(ratios):.2f} to {max(ratios):.2f} times as long as the fastest, the most at "
-            f"{bit_rate(worst.bandwidth_bytes_per_s)} and {human_seconds(worst.latency_s)}"
-        )
+        where = f"the most at {bit_rate(worst.bandwidth_bytes_per_s)} and {human_seconds(worst.latency_s)}"
+        longer = f"its best variant takes {min(ratios):.2f} to {max(ratios):.2f} times as long as the fastest, {where}"
+        if math.inf in ratios:  # reached or not, it is the same steps everywhere
+            longer = "no variant of it reaches that loss from every seed"
+        near = f"fastest or not told from it on {len(level)} of these"
+        said.append(f"Thresholded Gradient Sharding with {devices}: {near}; {longer}")
     return said
 
 
 def write_map(points: Sequence[MapPoint]) -> str:
-    """Return a line for every point and variant as CSV."""
+    """Return a line for every point and variant as CSV; times are empty where the equal loss is not reached."""
     stream = io.StringIO()
     head = ["slow_ratio", "bandwidth_bytes_per_s", "latency_s", "variant", "step_time_s", "time_s", "time_ratio"]
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow([*head, "is_fastest", "is_level"])
     for point in points:
         for name, times_s in point.times_s.items():
-            time_s = math.exp(fmean(map(math.log, times_s)))
             where = [point.slow_ratio, point.bandwidth_bytes_per_s, point.latency_s, name, point.step_time_s[name]]
-            ratio, is_fastest = point.over_fastest(name), name == point.fastest
-            writer.writerow([*where, f"{time_s:.6g}", f"{ratio:.4f}", is_fastest, point.is_level(name)])
+            figures: list[str | None] = [None, None]
+            if math.inf not in times_s:
+                figures = [f"{math.exp(fmean(map(math.log, times_s))):.6g}", f"{point.over_fastest(name):.4f}"]
+            writer.writerow([*where, *figures, name == point.fastest, point.is_level(name)])
     return stream.getvalue()

@@ -1,6 +1,7 @@
 """Laws of studies that train all ranks in one process: losses at equal samples, bytes and time, time to equal loss."""
 
 import math
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from analysis.study.equal_loss import (
 from analysis.study.rivals import Course, _partly_dense, findings, readings_of, winners_table, write_table
 from analysis.study.study import Map, Study, Variant, load_study
 from gssim.errors import UserError
+from gssim.units import validated
 
 NETWORK = "a slow link"
 
@@ -179,6 +181,29 @@ def test_a_map_is_told_in_sentences_a_table_and_a_picture(mapped):
     texts = [text.get_text() for text in drawn.figure.axes[0].texts]
     assert "dense" in texts
     assert any(text.startswith("GS: ") for text in texts)
+
+
+def test_a_map_without_thresholds_or_with_some_that_do_not_get_there_says_so(mapped):
+    _, _, points = mapped
+    assert [sentence.split(",")[0] for sentence in map_findings(points, [])] == [
+        "With equal devices",
+        "With one device 3 times slower than the others",
+    ]
+    silent = "GS, threshold inf"
+    never = [replace(point, times_s=dict(point.times_s) | {silent: (math.inf, 1.0, 1.0)}) for point in points]
+    said = map_findings(never, [silent])
+    assert "no variant of it reaches that loss from every seed" in said[1]
+    assert ",,,False,False" in write_map(never)
+    for ours, below in (([], ""), ([silent], "GS: not reached")):
+        texts = [text.get_text() for text in charts.equal_loss_map(never, ours, said).figure.axes[0].texts]
+        assert texts[1] == below
+
+
+def test_an_unknown_key_of_a_map_is_told_with_those_that_there_are():
+    given = tomllib.loads(STUDY.read_text(encoding="utf-8"))
+    given["map"]["latency_ms"] = [1]
+    with pytest.raises(UserError, match=r"map\.latency_ms: unknown key; did you mean latency_s\? allowed: bandwidth"):
+        validated(Study, given, file="study.toml")
 
 
 @pytest.mark.parametrize(
