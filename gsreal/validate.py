@@ -35,7 +35,7 @@ from gsreal.run.forked import Forked, module_run
 from gsreal.run.launch import Guard, check_real, launch
 from gssim.errors import RunFailedError, UserError, one_line
 from gssim.execution import FileStore
-from gssim.execution.files import locked, scratch_folder
+from gssim.execution.files import locked, scratch_folder, write_text
 from gssim.result import BUSY_RATIO, Result, file_name, read_result
 from gssim.scenario import Loaded, load_cluster
 from gssim.scenario.sweep import SEPARATOR, Point, chosen, load_sweep, loaded_point, points_of
@@ -108,6 +108,7 @@ class Session:
         self.request, self.began_s, self.out = request, began_s, request.out
         self.results, self.cluster = self.out / "results", self.out / "cluster.toml"
         self.sweep = request.sweep
+        self.device, self.forks = device_and_forks(request.kind)
         # this machine is not measured yet: any cluster of as many equal devices has the same plans
         self.left_out: dict[str, str] = {}
         shapes = self.loaded_points(unmeasured(request.kind, request.ranks))
@@ -183,38 +184,39 @@ class Session:
 
     def calibrate(self) -> None:
         """Write the cluster file of this machine, unless it is there with all that the points need."""
-        name = device_name(torch.device(self.request.kind))
         if self.cluster.exists():
-            read_previous(self.cluster, name)  # raises for another machine's
+            read_previous(self.cluster, self.device)  # raises for another machine's
             cluster, wanted = load_cluster(self.cluster), self.settings
-            device = cluster.device_types[name]
+            device = cluster.device_types[self.device]
             models = {profile.model for profile in device.profiles if profile.precision == wanted.precision}
             profiled = {Path(file).stem for file in wanted.models} <= models
             if len(cluster.devices) == self.request.ranks and profiled and {*wanted.optimizers} <= {*device.optimizers}:
                 return
         self.say("calibrating this machine: arithmetic, memory, layers")
-        measured = measure(replace(self.settings, only="devices"), ranks=self.request.ranks, forked=True)
+        measured = measure(replace(self.settings, only="devices"), ranks=self.request.ranks, forked=self.forks)
         write_cluster(self.cluster, cluster_data(measured, self.settings))
 
     def calibrate_links(self) -> None:
         """Add messages and wrappers to the cluster file, unless they are there."""
-        before = read_previous(self.cluster, device_name(torch.device(self.request.kind)))
+        before = read_previous(self.cluster, self.device)
         if "backend_cost" in before:
             return
         self.say("calibrating communication")
-        measured = measure(replace(self.settings, only="links"), ranks=self.request.ranks, forked=True)
+        measured = measure(replace(self.settings, only="links"), ranks=self.request.ranks, forked=self.forks)
         write_cluster(self.cluster, with_communication(before, measured))
 
     def calibrate_again(self) -> None:
         """Average another measurement of the layers into the cluster file, up to `ROUNDS` of them."""
-        before = read_previous(self.cluster, device_name(torch.device(self.request.kind)))
+        before = read_previous(self.cluster, self.device)
         counts = [
             profile.get("measurements", 1) for kind in before["device_types"].values() for profile in kind["profiles"]
         ]
         if min(counts, default=ROUNDS) >= ROUNDS:
             return
         self.say("calibrating layers again, for a machine drifts")
-        measured = measure(replace(self.settings, only="layers", memory=False), ranks=self.request.ranks, forked=True)
+        measured = measure(
+            replace(self.settings, only="layers", memory=False), ranks=self.request.ranks, forked=self.forks
+        )
         write_cluster(self.cluster, averaged(before, measured, where=str(self.cluster)))
 
     def load_rows(self) -> list[Row]:
@@ -252,7 +254,9 @@ class Session:
             file = Path(folder, "measured.json")
             arguments = [str(row.point.file), json.dumps(row.point.overrides), str(file), "", "", "0"]
             try:
-                launch("gsreal.run.worker", arguments, ranks=row.loaded.scenario.ranks, guard=Guard(), forked=True)
+                launch(
+                    "gsreal.run.worker", arguments, ranks=row.loaded.scenario.ranks, guard=Guard(), forked=self.forks
+                )
             except RunFailedError as error:
                 self.failed.append(row.name)
                 self.say(f"{row.name}: failed: {error}")
@@ -417,6 +421,28 @@ def run_module(module: str, arguments: Sequence[str]) -> None:
         if code:
             lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
             raise RunFailedError(f"{module} {arguments[0]}: {lines[-1] if lines else f'exit status {code}'}")
+
+
+def device_and_forks(kind: str) -> tuple[str, bool]:
+    """Return the name of this machine's devices, and whether ranks can be forks of this process.
+
+    CUDA does not survive a fork, and torch may have initialised it here to count devices (without NVML it does). So a
+    fork tries to use a GPU; this process must not, unless that fails.
+    """
+    device = torch.device(kind)
+    if kind == "cpu":
+        return device_name(device), True
+    with scratch_folder("gsreal-run-") as folder:
+        name = Path(folder, "name")
+
+        def use_device() -> None:
+            weight = torch.ones(64, 64, device=device, requires_grad=True)
+            (weight @ weight).sum().backward()
+            write_text(name, device_name(device))
+
+        if not Forked(use_device, Path(folder, "log.txt")).wait():
+            return name.read_text(encoding="utf-8"), True
+    return device_name(device), False
 
 
 def device_kind(asked: str) -> str:

@@ -25,7 +25,14 @@ from gsreal.calibrate.communication import (
     communication_cost,
 )
 from gsreal.calibrate.profile import neighbour_slowdown, profile_model, trained_between
-from gsreal.calibrate.wrappers import cut_block_cost, gradient_hook_cost, sharded_unit_cost
+from gsreal.calibrate.wrappers import (
+    cut_block_cost,
+    flat_unit_cost,
+    gradient_hook_cost,
+    replica_hook_cost,
+    sharded_unit_cost,
+    step_cost,
+)
 from gsreal.machine import device_name, provenance
 from gsreal.measure import MemoryCounter
 from gsreal.run.rank import run_on_rank
@@ -80,7 +87,8 @@ def _device_costs(bench: Bench) -> dict[str, Any]:
         optimizers = bench.alone(lambda: {name: optimizer_cost(bench, name) for name in bench.settings.optimizers})
     bench.say("thresholding")
     compression = bench.alone(lambda: compression_cost(bench))
-    return {"device": device, "optimizers": optimizers, "compression": compression}
+    step_s = step_cost(bench)
+    return {"device": (device or {}) | {"step_s": step_s}, "optimizers": optimizers, "compression": compression}
 
 
 def _layer_costs(bench: Bench, counter: MemoryCounter) -> dict[str, Any]:
@@ -122,6 +130,7 @@ def _communication_costs(bench: Bench) -> dict[str, Any]:
     slowdown = communicating_slowdown(bench)
     bench.say("sharding wrappers")
     sharded_unit, sharded_tensor_s = sharded_unit_cost(bench)
+    flat_unit = flat_unit_cost(bench)
     bench.say("DTensor's own time")
     cut_block = cut_block_cost(bench)
     return by_nccl | {
@@ -129,8 +138,10 @@ def _communication_costs(bench: Bench) -> dict[str, Any]:
         "communication": communication,
         "communicating_slowdown_ratio": slowdown,
         "sharded_unit": sharded_unit,
+        "flat_unit": flat_unit,
         "sharded_tensor_s": sharded_tensor_s,
         "gradient_hook_s": gradient_hook_cost(bench),
+        "replica_hook_s": replica_hook_cost(bench),
     }
 
 

@@ -2,6 +2,7 @@
 
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from gsreal.gradient_sharding.messages import Encoding, Scratch, mark, mean_magnitudes, quantile
 from gsreal.lab.throttle import device_time_s
-from gsreal.machine import settle
+from gsreal.machine import settle, usable_cores
 from gsreal.methods.compressed import orthogonalize, take_largest
 from gsreal.methods.optimizers import make_optimizer
 from gsreal.model_files.build import DTYPES, build_module, logits_of, loss_of, random_batch
@@ -143,9 +144,17 @@ def _bare_cluster(settings: Settings, ranks: int) -> Cluster:
         backend="gloo",
         device_types={"device": nothing},
         devices=devices,
-        cores_per_rank=1 if settings.kind == "cpu" else 0,
+        cores_per_rank=cores_per_rank(settings.kind, ranks),
         source="not measured yet",
     )
+
+
+def cores_per_rank(kind: str, ranks: int) -> int:
+    """Return the number of cores to which each rank is pinned: one of a CPU; of a GPU's host an even part of all.
+
+    Its threads, of which several issue operations, would otherwise move among all cores.
+    """
+    return 1 if kind == "cpu" else len(usable_cores()) // ranks
 
 
 def optimizer_alone(name: str, parameters: Any, device: torch.device) -> torch.optim.Optimizer:
@@ -177,13 +186,16 @@ def batch_of(bench: Bench, model: Model, batch_size: int) -> tuple[Tensor, Tenso
     return inputs.to(bench.device), targets.to(bench.device)
 
 
-def step_marks(bench: Bench, module: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, tuple[Any, Any]]:
-    """Return (start, end) marks of a forward and of its backward without hooks."""
-    began = now(bench.device)
+def step_marks(
+    bench: Bench, module: nn.Module, batch: tuple[Tensor, Tensor], *, on_host: bool = False
+) -> dict[str, tuple[Any, Any]]:
+    """Return (start, end) marks of a forward and of its backward without hooks, of the device's or the host's time."""
+    device = torch.device("cpu") if on_host else bench.device
+    began = now(device)
     loss = loss_of(logits_of(module(batch[0])), batch[1])
-    turned = now(bench.device)
+    turned = now(device)
     loss.backward()
-    ended = now(bench.device)
+    ended = now(device)
     bench.finish()
     return {"f": (began, turned), "b": (turned, ended)}
 
@@ -209,6 +221,15 @@ def elapsed_s(start: Any, end: Any) -> float:
     return end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
 
 
+CYCLES_PER_S = 2e9
+"""No GPU's clock is faster."""
+
+
+def hold_device(seconds: float) -> None:
+    """Let the GPU idle for about so long, while the host issues what follows: then no operation waits for the host."""
+    torch.cuda._sleep(int(seconds * CYCLES_PER_S))
+
+
 ELEMENTS = 2**20
 REPEATS = 9
 FEW, MANY = 0.01, 0.2
@@ -222,6 +243,7 @@ def compression_cost(bench: Bench) -> dict[str, Any]:
     call_s = bench.time_s(lambda: mark(gradient[:64], [(slice(0, 64), 0.5)], scratch), repeats=51)
     return {
         "call_s": call_s,
+        **(_message_calls(bench, gradient[:64], scratch, call_s) if bench.device.type == "cuda" else {}),
         **_sending(bench, gradient, scratch, call_s),
         **_receiving(bench, gradient, scratch, call_s),
         **_largest(bench, gradient, call_s),
@@ -233,6 +255,18 @@ def _pack(gradient: Tensor, scratch: Scratch, kind: str, density: float, *, clea
     """Find and pack the elements above 1 - `density`, which is this fraction of those uniform in 0 to 1."""
     flags = mark(gradient, [(slice(0, gradient.numel()), 1 - density)], scratch)
     return Encoding(kind, gradient.dtype, scratch).pack(gradient, flags, clear=clear)
+
+
+def _message_calls(bench: Bench, few: Tensor, scratch: Scratch, call_s: float) -> dict[str, float]:
+    """Return the fixed times of packing and of adding a message on a GPU: that to launch many operations."""
+    encoding, owned = Encoding("coo", few.dtype, scratch), torch.zeros_like(few)
+    message, entries = _pack(few, scratch, "coo", 0.5)
+    pack_s = bench.time_s(lambda: _pack(few, scratch, "coo", 0.5), repeats=51)
+    return {
+        "pack_call_s": max(0.0, pack_s - call_s),
+        "add_call_s": bench.time_s(lambda: encoding.add(owned, message, entries, 0.5), repeats=51),
+        "add_dense_call_s": bench.time_s(lambda: owned.add_(few.to(owned.dtype), alpha=0.5), repeats=51),
+    }
 
 
 def _sending(bench: Bench, gradient: Tensor, scratch: Scratch, call_s: float) -> dict[str, float]:
@@ -335,6 +369,7 @@ OPTIMIZER_ELEMENTS = (2**14, 2**17, 2**20, 2**22, 2**24)
 
 def device_rates(bench: Bench) -> dict[str, float]:
     """Return matrix and copy rates, the time to issue one small operation, and the device's memory."""
+    workspace_bytes = _workspace_bytes(bench.device)  # before others of the libraries' calls
     small = torch.ones(8, device=bench.device)
 
     def issue() -> None:  # operations with almost no work
@@ -345,8 +380,8 @@ def device_rates(bench: Bench) -> dict[str, float]:
         "peak_flop_per_s": matrix_rate(bench),
         "memory_bandwidth_bytes_per_s": _copy_rate(bench),
         "operation_overhead_s": bench.time_s(issue, repeats=7) / 1000,
-        "workspace_bytes": float(_workspace_bytes(bench.device)),
-        "memory_bytes": float(_memory_bytes(bench.device)),
+        "workspace_bytes": workspace_bytes,
+        "memory_bytes": _memory_bytes(bench.device),
     }
     if bench.device.type == "cuda":
         properties = torch.cuda.get_device_properties(bench.device)
@@ -379,11 +414,12 @@ def _workspace_bytes(device: torch.device) -> int:
     """
     if device.type != "cuda":
         return 0
+    before = torch.cuda.memory_allocated()
     layer = nn.Linear(1024, 1024, device=device)
     layer(torch.ones(64, 1024, device=device)).sum().backward()
     del layer
     torch.cuda.synchronize()
-    return int(torch.cuda.memory_allocated())
+    return int(torch.cuda.memory_allocated()) - before
 
 
 def _memory_bytes(device: torch.device) -> int:
@@ -394,17 +430,54 @@ def _memory_bytes(device: torch.device) -> int:
 
 
 def optimizer_cost(bench: Bench, name: str) -> dict[str, Any]:
-    """Return the time per additional tensor, and of one tensor by its elements."""
+    """Return the time per additional tensor, and of one tensor by its elements.
 
-    def step_s(tensors: int, elements: int) -> float:
+    On a GPU, device and host time of an update are measured apart: the host usually issues it before the backward ends.
+    """
+
+    def step_s(tensors: int, elements: int) -> tuple[float, float]:
         parameters = [nn.Parameter(torch.zeros(elements, device=bench.device)) for _ in range(tensors)]
+        gradients = [torch.ones_like(parameter) for parameter in parameters]
         optimizer = optimizer_alone(name, parameters, bench.device)
-        for parameter in parameters:
-            parameter.grad = torch.ones_like(parameter)
-        optimizer.step()  # makes its state
-        return bench.cold_time_s(optimizer.step)
 
-    tensor_s = (step_s(65, 64) - step_s(1, 64)) / 64
+        def update() -> None:  # as a training does on a GPU, whose host this takes a while
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+        update()  # makes its state
+        if bench.device.type == "cuda":
+            return _issued_and_run_s(bench, update)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        return bench.cold_time_s(optimizer.step), 0.0
+
+    (one_s, one_host_s), (many_s, many_host_s) = step_s(1, 64), step_s(65, 64)
+    tensor_s, tensor_host_s = (max(0.0, value / 64) for value in (many_s - one_s, many_host_s - one_host_s))
     largest = [elements for elements in OPTIMIZER_ELEMENTS if elements <= (2**24 if bench.ranks < 8 else 2**22)]
-    values = [max(1e-9, step_s(1, elements) - tensor_s) for elements in largest]
-    return {"tensor_s": max(0.0, tensor_s), "elements_s": {"sizes": largest, "values": values}}
+    values = [max(1e-9, step_s(1, elements)[0] - tensor_s) for elements in largest]
+    cost: dict[str, Any] = {"tensor_s": tensor_s, "elements_s": {"sizes": largest, "values": values}}
+    if bench.device.type == "cuda":
+        cost |= {"host_s": max(0.0, one_host_s - tensor_host_s), "host_tensor_s": tensor_host_s}
+    return cost
+
+
+def _issued_and_run_s(bench: Bench, call: Callable[[], object]) -> tuple[float, float]:
+    """Return the median time of a call on the GPU, and of its host to issue it, with cold caches."""
+    times: list[tuple[float, float]] = []
+    for _ in range(REPEATS):
+        bench.displace()
+        bench.finish()
+        began_s = time.perf_counter()
+        call()
+        host_s = time.perf_counter() - began_s
+        bench.displace()
+        hold_device(2 * host_s)
+        began = now(bench.device)
+        call()
+        ended = now(bench.device)
+        bench.finish()
+        times.append((elapsed_s(began, ended), host_s))
+    run_s, issued_s = (statistics.median(values) for values in zip(*times, strict=True))
+    return run_s, issued_s

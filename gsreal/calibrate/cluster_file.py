@@ -9,7 +9,7 @@ from typing import Any
 
 import tomli_w
 
-from gsreal.calibrate.bench import Settings
+from gsreal.calibrate.bench import Settings, cores_per_rank
 from gsreal.run.launch import Guard, launch
 from gssim.cluster import Cluster
 from gssim.errors import UserError
@@ -31,7 +31,14 @@ def measure(settings: Settings, *, ranks: int, forked: bool = False) -> dict[str
 
 
 LINK_KEYS = ("bandwidth_bytes_per_s", "latency_s")
-COMMUNICATING = ("communicating_slowdown_ratio", "gradient_hook_s", "sharded_unit", "cut_block")
+COMMUNICATING = (
+    "communicating_slowdown_ratio",
+    "gradient_hook_s",
+    "replica_hook_s",
+    "sharded_unit",
+    "flat_unit",
+    "cut_block",
+)
 """Costs of a device type that are measured with the links."""
 DRIFTING = ("neighbour_slowdown_ratio", "step_jitter_ratio", "task_jitter_ratio")
 
@@ -49,7 +56,7 @@ def cluster_data(measured: dict[str, Any], settings: Settings) -> dict[str, Any]
     data: dict[str, Any] = {
         "name": f"this machine: {measured['ranks']} x {measured['name']}",
         "backend": "gloo",
-        "cores_per_rank": 1 if settings.kind == "cpu" else 0,
+        "cores_per_rank": cores_per_rank(settings.kind, measured["ranks"]),
         "source": source,
         "device_types": {measured["name"]: device_type_data(measured, settings, source)},
         "devices": [{"name": name, "type": measured["name"], "host": "this"} for name in names],
@@ -107,6 +114,8 @@ def device_type_data(measured: dict[str, Any], settings: Settings, source: str) 
         "compression": measured["compression"],
         "profiles": measured["profiles"],
     }
+    if "step_s" in device:
+        data["step_s"] = device["step_s"]
     if "resident_threads" in device:
         data["resident_threads"] = int(device["resident_threads"])
     for key in (*COMMUNICATING, *DRIFTING):
@@ -156,6 +165,7 @@ def averaged(data: dict[str, Any], measured: dict[str, Any], *, where: str) -> d
     return data
 
 
+HOST = {"forward_host_s", "backward_host_s"}
 MEMORY = ("forward_peak_bytes", "backward_peak_bytes", "scratch_bytes")
 PROFILE_KEYS = ("model", "precision", "sequence_length")
 
@@ -163,7 +173,7 @@ PROFILE_KEYS = ("model", "precision", "sequence_length")
 def _average(old: dict[str, Any], new: dict[str, Any], where: str) -> None:
     count = old.get("measurements", 1)
     for name, layer in new["layers"].items():
-        for key in ("forward_s", "backward_s"):
+        for key in ("forward_s", "backward_s", *(HOST & layer.keys() & old["layers"][name].keys())):
             curve = old["layers"][name][key]
             if curve["sizes"] != layer[key]["sizes"]:
                 raise UserError(f"{where}: was measured at batch sizes {curve['sizes']}; give the same again")

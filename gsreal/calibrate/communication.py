@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gsreal.calibrate.bench import Bench, batch_of, middle_batch_size, step_marks, trained, update
 from gsreal.gradient_sharding.point_to_point import all_gather_v, all_to_all_v, reduce_scatter_v
+from gsreal.run.rank import gather_json
 from gssim.plan import ranges
 from gssim.plan.splitting import even
 from gssim.workload import Model
@@ -82,6 +83,10 @@ def _reduced_s(payload: torch.Tensor) -> float:
 
 REPEATS, WARMUPS = 21, 2
 EXCHANGE_BYTES = tuple(2**k for k in (12, 14, 16, 18, 20, 22))
+STAGED_BYTES = (*EXCHANGE_BYTES, 2**25)
+"""For GPUs, whose messages are copied through the host's memory: at a lower rate, once they outgrow its caches."""
+SMALL_BYTES = EXCHANGE_BYTES[:3]
+"""Sizes that give a call's fixed time."""
 POSTED_BYTES = tuple(2**k for k in (12, 14, 16, 18, 20))
 """Sizes that sockets accept at once on any current system."""
 OVERFLOWING_BYTES = 2**24
@@ -117,13 +122,26 @@ def communication_cost(bench: Bench) -> dict[str, Any]:
     A collective is modelled as  t = overhead + rounds * latency + max(carried / bandwidth, handled * processor_byte).
     On a loopback the processors are the limit; the bandwidth is the highest of any kind.
     """
+    group = dist.group.WORLD
+    assert group is not None
+    on_gpu = bench.device.type == "cuda"
+    lines = _lines(bench, group, STAGED_BYTES if on_gpu else EXCHANGE_BYTES)
+    costs = costs_of(lines, bench.ranks)
+    if on_gpu and bench.ranks > 2:
+        costs |= overheads_of(_lines(bench, dist.new_group([0, 1]), SMALL_BYTES), lines, bench.ranks)
+    return costs | _posting_cost(bench)
+
+
+def _lines(bench: Bench, group: dist.ProcessGroup, sizes: Sequence[int]) -> dict[str, Line]:
+    """Return the time of each kind of call among a group, by its size (a collective of all ranks)."""
     lines = {}
-    for kind, make in _calls(bench).items():
+    makers = _calls(bench, group) if bench.rank in dist.get_process_group_ranks(group) else _absent(bench)
+    for kind, make in makers.items():
         try:
-            lines[kind] = line_through(EXCHANGE_BYTES, [_synchronised_s(bench, make(size)) for size in EXCHANGE_BYTES])
-        except RuntimeError as error:  # the same on every rank, before anything is sent
+            lines[kind] = line_through(sizes, [_synchronised_s(bench, make(size)) for size in sizes])
+        except RuntimeError as error:  # the same on every rank
             bench.say(f"without {kind}: {str(error).splitlines()[0]}")
-    return costs_of(lines, bench.ranks) | _posting_cost(bench)
+    return lines
 
 
 ALL_REDUCES = {"all-reduce": torch.float32, "all-reduce bf16": torch.bfloat16, "all-reduce fp16": torch.float16}
@@ -168,6 +186,22 @@ def costs_of(lines: dict[str, Line], ranks: int) -> dict[str, Any]:
     }
 
 
+def overheads_of(of_two: dict[str, Line], of_all: dict[str, Line], ranks: int) -> dict[str, Any]:
+    """Return a link's latency, the overheads of calls between two ranks, and those that each further rank adds.
+
+    A GPU's messages over gloo are copied to and from the host's memory one by one, so that those of a ring take longer
+    the more ranks it has.
+    """
+    measured = ((2, of_two), (ranks, of_all))
+    latency_s = min(line.fixed_s / shapes(n)[kind].rounds for n, lines in measured for kind, line in lines.items())
+    two, whole = (
+        {kind: max(0.0, line.fixed_s - shapes(n)[kind].rounds * latency_s) for kind, line in lines.items()}
+        for n, lines in measured
+    )
+    added = {kind: max(0.0, whole[kind] - two[kind]) / (ranks - 2) for kind in of_two if kind in whole}
+    return {"latency_s": latency_s, "overhead_s": whole | two, "overhead_rank_s": added}
+
+
 def line_through(sizes: Sequence[int], times: Sequence[float]) -> Line:
     """Return the line through the times, each point weighted by its own size of error."""
     x, y = np.array(sizes, dtype=float), np.array(times)
@@ -195,13 +229,22 @@ def _synchronised_s(bench: Bench, call: Callable[[], object]) -> float:
     time. Times are of one host's clock.
     """
     moments = torch.zeros(2, REPEATS + WARMUPS, dtype=torch.float64)
+    refusal = None
     dist.barrier()
     for repeat in range(REPEATS + WARMUPS):
         _compute(bench)
         began = time.monotonic()
-        if call() is not ABSENT:
+        try:
+            took_part = call() is not ABSENT
+        except RuntimeError as error:  # before anything is sent: the backend does not take such tensors
+            refusal = error
+            break
+        if took_part:
             bench.finish()
             moments[:, repeat] = torch.tensor([began, time.monotonic()], dtype=torch.float64)
+    refusals = gather_json(str(refusal) if refusal else "")  # ranks that are absent from the call do not see it
+    if any(refusals):
+        raise RuntimeError(next(filter(None, refusals)))
     dist.all_reduce(moments, op=dist.ReduceOp.MAX)
     return _mean((moments[1] - moments[0])[WARMUPS:].tolist())
 
@@ -217,7 +260,9 @@ def _compute(bench: Bench) -> None:
 
 def _posting_cost(bench: Bench) -> dict[str, float]:
     """Return the time of posting, by size up to the amount that sockets accept at once, and that amount."""
-    line = line_through(POSTED_BYTES, [_posting_s(bench, size) for size in POSTED_BYTES])
+    # a GPU's messages are copied to the host's memory before they are posted, whatever their size
+    sizes = (*POSTED_BYTES, OVERFLOWING_BYTES) if bench.device.type == "cuda" else POSTED_BYTES
+    line = line_through(sizes, [_posting_s(bench, size) for size in sizes])
     limit_bytes = (_posting_s(bench, OVERFLOWING_BYTES) - line.fixed_s) / line.byte_s
     # each additional message: sent and received, all by the next rank
     few, many = (_mean([_posted_s(bench, count) for _ in range(REPEATS)]) for count in (1, MANY_MESSAGES))
@@ -259,18 +304,21 @@ def _posted_s(bench: Bench, count: int) -> float:
     return took_s
 
 
-def _exchange(bench: Bench, size_bytes: int, *, wait: bool = True) -> Callable[[], object]:
-    """Return a call in which every rank sends `size_bytes` to the next one.
+def _exchange(
+    bench: Bench, size_bytes: int, *, group: dist.ProcessGroup | None = None, wait: bool = True
+) -> Callable[[], object]:
+    """Return a call in which every rank of a group, by default of all, sends `size_bytes` to the next one.
 
     And waits or returns the pending exchange.
     """
     outgoing, incoming = (torch.zeros(size_bytes // 4, device=bench.device) for _ in range(2))
-    sends: list[Tensor | None] = [None] * bench.ranks
-    receives: list[Tensor | None] = [None] * bench.ranks
-    sends[(bench.rank + 1) % bench.ranks] = outgoing
-    receives[(bench.rank - 1) % bench.ranks] = incoming
-    group = dist.group.WORLD
+    group = group or dist.group.WORLD
     assert group is not None
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    sends: list[Tensor | None] = [None] * ranks
+    receives: list[Tensor | None] = [None] * ranks
+    sends[(rank + 1) % ranks] = outgoing
+    receives[(rank - 1) % ranks] = incoming
 
     def call() -> object:
         pending = all_to_all_v(sends, receives, group=group, declared_bytes=0)
@@ -287,15 +335,29 @@ Makers = dict[str, Callable[[int], Callable[[], object]]]
 """By kind: from a size to a call of it."""
 
 
-def _one_way_calls(bench: Bench) -> Makers:
+def _absent(bench: Bench) -> Makers:
+    """Return as many makers of calls in which this rank takes no part."""
+    return {kind: lambda _size: lambda: ABSENT for kind in _kinds(bench)}
+
+
+def _kinds(bench: Bench) -> tuple[str, ...]:
+    """Return the kinds of calls that are measured, in order.
+
+    gloo reads a message to one rank as the host's memory, and fails where it is a GPU's.
+    """
+    return tuple(kind for kind in shapes(2) if kind != "send" or bench.device.type == "cpu")
+
+
+def _one_way_calls(bench: Bench, group: dist.ProcessGroup) -> Makers:
     """Return the makers of calls in which one rank sends.
 
     The sender alternates: a rank that never waits for the others would run ahead of them.
     """
+    ranks = dist.get_process_group_ranks(group)
 
     def send(size: int) -> Callable[[], object]:
         message = torch.zeros(size // 4, device=bench.device)
-        ways = itertools.cycle(((0, 1), (1, 0)))
+        ways = itertools.cycle(((ranks[0], ranks[1]), (ranks[1], ranks[0])))
 
         def call() -> object:
             source, target = next(ways)
@@ -307,15 +369,15 @@ def _one_way_calls(bench: Bench) -> Makers:
 
     def broadcast(size: int) -> Callable[[], object]:
         message = torch.zeros(size // 4, device=bench.device)
-        roots = itertools.cycle(range(bench.ranks))
-        return lambda: dist.broadcast(message, next(roots))
+        roots = itertools.cycle(ranks)
+        return lambda: dist.broadcast(message, next(roots), group=group)
 
     return {"send": send, "broadcast": broadcast}
 
 
-def _calls(bench: Bench) -> Makers:
-    """Return the makers of calls of a size, by kind."""
-    n, device = bench.ranks, bench.device
+def _calls(bench: Bench, group: dist.ProcessGroup) -> Makers:
+    """Return the makers of calls of a size among a group of which this rank is a member, by kind."""
+    n, rank, device = dist.get_world_size(group), dist.get_rank(group), bench.device
 
     def buffers(size: int) -> tuple[Tensor, Tensor]:
         whole = torch.zeros(size // 4 // n * n, device=device)
@@ -323,36 +385,32 @@ def _calls(bench: Bench) -> Makers:
 
     def all_reduce(size: int, dtype: torch.dtype) -> Callable[[], object]:
         whole = torch.zeros(size // dtype.itemsize // n * n, dtype=dtype, device=device)
-        return lambda: dist.all_reduce(whole)
+        return lambda: dist.all_reduce(whole, group=group)
 
     def all_gather(size: int) -> Callable[[], object]:
         whole, part = buffers(size)
-        return lambda: dist.all_gather_into_tensor(whole, part)
+        return lambda: dist.all_gather_into_tensor(whole, part, group=group)
 
     def reduce_scatter(size: int) -> Callable[[], object]:
         whole, part = buffers(size)
-        return lambda: dist.reduce_scatter_tensor(part, whole)
+        return lambda: dist.reduce_scatter_tensor(part, whole, group=group)
 
     def gather_unevenly(size: int) -> Callable[[], object]:
         whole, _ = buffers(size)
-        group = dist.group.WORLD
-        assert group is not None
         return lambda: all_gather_v(whole, ranges(whole.numel(), even(n)), group=group)
 
     def reduce_unevenly(size: int) -> Callable[[], object]:
         whole, part = buffers(size)
-        group = dist.group.WORLD
-        assert group is not None
         return lambda: reduce_scatter_v(part, whole, ranges(whole.numel(), even(n)), group=group)
 
     def exchange(size: int) -> Callable[[], object]:
         outgoing, incoming = (torch.zeros(size // 4, device=device) for _ in range(2))
-        gone, come = ([size // 4 if i == (bench.rank + k) % n else 0 for i in range(n)] for k in (1, -1))
-        return lambda: dist.all_to_all_single(incoming, outgoing, come, gone)
+        gone, come = ([size // 4 if i == (rank + k) % n else 0 for i in range(n)] for k in (1, -1))
+        return lambda: dist.all_to_all_single(incoming, outgoing, come, gone, group=group)
 
-    return {
-        "all-to-all-v": lambda size: _exchange(bench, size),
-        **_one_way_calls(bench),
+    makers: Makers = {
+        "all-to-all-v": lambda size: _exchange(bench, size, group=group),
+        **_one_way_calls(bench, group),
         **{kind: partial(all_reduce, dtype=dtype) for kind, dtype in ALL_REDUCES.items()},
         "reduce-scatter": reduce_scatter,
         "all-gather": all_gather,
@@ -360,6 +418,7 @@ def _calls(bench: Bench) -> Makers:
         "reduce-scatter-v": reduce_unevenly,
         "all-to-all": exchange,
     }
+    return {kind: makers[kind] for kind in _kinds(bench)}
 
 
 NCCL_BYTES = tuple(2**k for k in range(10, 29))

@@ -1,11 +1,12 @@
 """Profiles of a model's layers: time of each layer alone and beside busy neighbours, jitter, and kernel workspace."""
 
+import math
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -20,6 +21,7 @@ from gsreal.calibrate.bench import (
     Settings,
     batch_of,
     elapsed_s,
+    hold_device,
     middle_batch_size,
     now,
     step_marks,
@@ -65,7 +67,7 @@ def profile_model(bench: Bench, model: Model, counter: MemoryCounter) -> tuple[d
     profile = _profile(model, bench.settings, times, peaks, scratch or {})
     if excess:
         profile["pause_excess_s"] = excess
-    profile["neighbour_slowdown_ratio"] = _ratio(times, together)
+    profile["neighbour_slowdown_ratio"] = _ratio(times, together, bench.ranks)
     return profile, _jitter(times, lateness)
 
 
@@ -94,16 +96,22 @@ class _Step:
     seconds: dict[tuple[int, str], float]
     unobserved: dict[str, float]
     lasted_s: float
-    """Wall-clock time of the unobserved step: with the bursts of a slowed-down device's sleep."""
+    """Wall-clock time of an unobserved step: with the bursts of a slowed-down device's sleep."""
+    free_s: float
+    """Time of an unobserved step on the device; on a GPU, with its waits for the host."""
+    host: dict[tuple[int, str], float] = field(default_factory=dict)
+    """On a GPU: seconds of the host by (layer, phase)."""
+    unobserved_host: dict[str, float] = field(default_factory=dict)
+    """On a GPU: seconds of the host by phase of an adjacent step without hooks."""
 
     @property
     def unobserved_s(self) -> float:
         """Seconds of the step without hooks."""
         return sum(self.unobserved.values())
 
-    def observed_s(self, phase: str) -> float:
+    def observed_s(self, phase: str, *, on_host: bool = False) -> float:
         """Seconds of a phase of the observed step: longer than the unobserved one's by the cost of the hooks."""
-        return sum(seconds for (_, each), seconds in self.seconds.items() if each == phase)
+        return sum(seconds for (_, each), seconds in (self.host if on_host else self.seconds).items() if each == phase)
 
 
 def neighbour_slowdown(bench: Bench, model: Model) -> float:
@@ -111,7 +119,7 @@ def neighbour_slowdown(bench: Bench, model: Model) -> float:
     module, optimizer, names = trained(bench, model)
     middle = middle_batch_size(bench)
     batches = {middle: batch_of(bench, model, middle)}
-    return _ratio(*_in_turns(bench, module, optimizer, names, batches))
+    return _ratio(*_in_turns(bench, module, optimizer, names, batches), bench.ranks)
 
 
 def _in_turns(
@@ -147,6 +155,8 @@ def _timed(
 
     `together`: all ranks take part, and begin each step at the same time, as in training.
     """
+    if bench.device.type == "cuda":
+        return _timed_on_gpu(bench, module, optimizer, names, batch, steps, together=together)
     steps_done = []
     for step in range(steps + 1):
         seconds = _observed(bench, module, names, batch)
@@ -154,18 +164,62 @@ def _timed(
         if together:
             dist.barrier()
         start_s = time.perf_counter()
-        unobserved = step_marks(bench, module, batch)
+        unobserved = _by_phase(step_marks(bench, module, batch))
         lasted_s = time.perf_counter() - start_s
         update(bench, optimizer)
         if step >= 1:
-            steps_done.append(
-                _Step(
-                    {place: sum(elapsed_s(*mark) for mark in marks) for place, marks in seconds.items()},
-                    {phase: elapsed_s(*marks) for phase, marks in unobserved.items()},
-                    lasted_s,
-                )
-            )
+            steps_done.append(_Step(seconds, unobserved, lasted_s, sum(unobserved.values())))
     return steps_done
+
+
+HEAD_START_RATIO = 1.5
+"""Time for which a GPU is held, over the time that the host took to issue a step."""
+
+
+def _timed_on_gpu(
+    bench: Bench,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    names: list[str],
+    batch: tuple[Tensor, Tensor],
+    steps: int,
+    *,
+    together: bool,
+) -> list[_Step]:
+    """Return the same of a GPU, on which the host's time to issue operations and their own are measured apart.
+
+    Of a small model the host issues operations more slowly than the device runs them, of a large one far ahead of it.
+    The device's own time is that of steps which the host has issued while the device was held. `together`: only of
+    steps as they are, for ranks that share a GPU would be held up by each other.
+    """
+    steps_done = []
+    for step in range(steps + 1):
+        host, unobserved_host, seconds, unobserved = {}, {}, {}, {}
+        if not together:
+            host = _observed(bench, module, names, batch, on_host=True)
+            update(bench, optimizer)
+            unobserved_host = _by_phase(step_marks(bench, module, batch, on_host=True))
+            update(bench, optimizer)
+            head_start_s = HEAD_START_RATIO * sum(host.values())
+            hold_device(head_start_s)
+            seconds = _observed(bench, module, names, batch)
+            update(bench, optimizer)
+            hold_device(head_start_s)
+            unobserved = _by_phase(step_marks(bench, module, batch))
+            update(bench, optimizer)
+        else:
+            dist.barrier()
+        start_s = time.perf_counter()
+        free_s = sum(_by_phase(step_marks(bench, module, batch)).values())
+        lasted_s = time.perf_counter() - start_s
+        update(bench, optimizer)
+        if step >= 1:
+            steps_done.append(_Step(seconds, unobserved, lasted_s, free_s, host, unobserved_host))
+    return steps_done
+
+
+def _by_phase(marks: dict[str, tuple[Any, Any]]) -> dict[str, float]:
+    return {phase: elapsed_s(*each) for phase, each in marks.items()}
 
 
 def _pause_excess(
@@ -193,25 +247,27 @@ def _pause_excess(
 
 
 def _observed(
-    bench: Bench, module: nn.Module, names: list[str], batch: tuple[Tensor, Tensor]
-) -> dict[tuple[int, str], list[tuple[Any, Any]]]:
-    """Return (start, end) marks of every (layer, phase) of one forward and backward."""
+    bench: Bench, module: nn.Module, names: list[str], batch: tuple[Tensor, Tensor], *, on_host: bool = False
+) -> dict[tuple[int, str], float]:
+    """Return the seconds of every (layer, phase) of one forward and backward, on the device or its host."""
     entered: list[tuple[tuple[int, str], Any]] = []
+    device = torch.device("cpu") if on_host else bench.device
 
     def enter(layer: int, phase: str) -> None:
-        entered.append(((layer, phase), now(bench.device)))
+        entered.append(((layer, phase), now(device)))
 
     with layer_boundaries(module, names, enter=enter) as out:
-        began = now(bench.device)
+        began = now(device)
         loss = loss_of(out(logits_of(module(batch[0]))), batch[1])
         enter(len(names), "b")
         loss.backward()
-        ended = now(bench.device)
+        ended = now(device)
+    bench.finish()
     entered[0] = (entered[0][0], began)
-    intervals: dict[tuple[int, str], list[tuple[Any, Any]]] = defaultdict(list)
+    seconds: dict[tuple[int, str], float] = defaultdict(float)
     for (place, start), end in zip(entered, [*(mark for _, mark in entered[1:]), ended], strict=True):
-        intervals[place].append((start, end))
-    return intervals
+        seconds[place] += elapsed_s(start, end)
+    return seconds
 
 
 def _layer_peaks(
@@ -264,6 +320,8 @@ def _profile(
                 for b in sizes
             ]
             entry[f"{key}_s"] = {"sizes": sizes, "values": values}
+            if all(step.host for b in sizes for step in times[b]):
+                entry[f"{key}_host_s"] = {"sizes": sizes, "values": [_host_s(times[b], indices, phase) for b in sizes]}
             if name in scratch:
                 entry["scratch_bytes"] = scratch[name]
             elif all(peaks.get(b) for b in sizes):
@@ -274,6 +332,13 @@ def _profile(
     if model.input.kind == "tokens":
         profile["sequence_length"] = settings.sequence_length
     return profile
+
+
+def _host_s(steps: list[_Step], indices: Sequence[int], phase: str) -> float:
+    """Return the host's median time to issue a phase of one of these layers, without the hooks."""
+    observed_s = statistics.median(statistics.fmean(step.host.get((i, phase), 0.0) for i in indices) for step in steps)
+    unobserved_s = statistics.median(step.unobserved_host[phase] for step in steps)
+    return observed_s * unobserved_s / statistics.median(step.observed_s(phase, on_host=True) for step in steps)
 
 
 def _unobserved_ratio(steps: list[_Step], phase: str) -> float:
@@ -312,7 +377,7 @@ def _jitter(times: dict[int, list[_Step]], lateness: float | None) -> tuple[floa
     """
     shared, own = [], []
     for steps in times.values():
-        totals = [step.unobserved_s for step in steps]
+        totals = [step.free_s for step in steps]
         middle = {place: statistics.median(step.seconds[place] for step in steps) for place in steps[0].seconds}
         total = sum(middle.values())
         weights = {place: value / total for place, value in middle.items() if value > 0.02 * total}
@@ -326,12 +391,16 @@ def _jitter(times: dict[int, list[_Step]], lateness: float | None) -> tuple[floa
     return statistics.median(shared), statistics.median(own)
 
 
-def _ratio(times: dict[int, list[_Step]], together: dict[int, list[_Step]]) -> float:
-    """Return a step's time beside busy neighbours over its time alone, at least 1: the median over batch sizes."""
+def _ratio(times: dict[int, list[_Step]], together: dict[int, list[_Step]], ranks: int) -> float:
+    """Return a step's time beside busy neighbours over its time alone, at least 1: the median over batch sizes.
+
+    Of ranks that share a GPU: over the device's own time, and at most their number, as if they took turns. Where the
+    host is slower than the device nevertheless, a smaller ratio would do as well.
+    """
     ratios = [
-        statistics.median(step.unobserved_s for step in together[b])
-        / statistics.median(step.unobserved_s for step in steps)
+        statistics.median(step.free_s for step in together[b]) / statistics.median(step.unobserved_s for step in steps)
         for b, steps in times.items()
         if steps and together.get(b)
     ]
-    return max(1.0, statistics.median(ratios)) if ratios else 1.0
+    most = float(ranks) if any(step.host for steps in times.values() for step in steps) else math.inf
+    return min(most, max(1.0, statistics.median(ratios))) if ratios else 1.0

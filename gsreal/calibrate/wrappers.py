@@ -2,7 +2,8 @@
 
 import statistics
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,7 +16,9 @@ from gsreal.gradient_sharding import shard_gradients
 from gsreal.lab.throttle import device_time_s
 from gsreal.measure import Timeline
 from gsreal.methods.tensor_slices import cut_of, distribute, slices_of
+from gsreal.methods.training import Training, Weights
 from gsreal.models import TransformerBlock
+from gsreal.run.progress import note_progress
 
 BLOCKS, PAIRS, SUMS = 2, 2, 4
 """Consecutive blocks; in each, pairs of maps sliced by columns and by rows, and sums over ranks."""
@@ -133,6 +136,8 @@ class _Unit(nn.Module):
 
 
 UNITS = 6
+Parts = tuple[float, float, float]
+"""Seconds of forward, backward and update."""
 
 
 def sharded_unit_cost(bench: Bench) -> tuple[dict[str, float], dict[str, float]]:
@@ -143,19 +148,9 @@ def sharded_unit_cost(bench: Bench) -> tuple[dict[str, float], dict[str, float]]
     Differences between stacks of tiny units, wrapped and plain, without the time inside collectives. An optimizer pays
     for every operation on a DTensor: AdamW has a dozen, SGD one or two.
     """
-    units = UNITS
-    few, many = (_wrapped_minus_plain(bench, units, tensors, 64) for tensors in (2, 12))
-    large = _wrapped_minus_plain(bench, units, 2, 2**17)
-    tensor = [(m - f) / 10 for m, f in zip(many, few, strict=True)]
-    copied_byte_s = (large[0] + large[1] - few[0] - few[1]) / (2 * 2 * 2**17 * 4)
-    unit = {
-        "forward_unit_s": max(0.0, few[0] - 2 * tensor[0]),
-        "forward_tensor_s": max(0.0, tensor[0]),
-        "backward_unit_s": max(0.0, few[1] - 2 * tensor[1]),
-        "backward_tensor_s": max(0.0, tensor[1]),
-        "copied_byte_s": max(0.0, copied_byte_s),
-    }
-    added = {"adamw": tensor[2]} | {
+    few, many = (_wrapped_minus_plain(bench, UNITS, tensors, 64) for tensors in (2, 12))
+    unit = _unit_cost(few, many, _wrapped_minus_plain(bench, UNITS, 2, 2**17))
+    added = {"adamw": (many[2] - few[2]) / 10} | {
         name: _sharded_tensor_s(bench, name) for name in bench.settings.optimizers if name != "adamw"
     }
     return unit, {name: max(0.0, seconds) for name, seconds in added.items()}
@@ -167,14 +162,86 @@ def _sharded_tensor_s(bench: Bench, optimizer: str) -> float:
     return (many - few) / 10
 
 
-def _wrapped_minus_plain(
-    bench: Bench, units: int, tensors: int, elements: int, optimizer: str = "adamw"
-) -> tuple[float, float, float]:
-    """Return the overhead of wrapping one unit in (forward, backward, optimizer)."""
+def flat_unit_cost(bench: Bench) -> dict[str, float]:
+    """Return the host's time for a unit of parameters that Gradient Sharding gathers, per unit, tensor and byte."""
+    few, many = (_wrapped_minus_plain(bench, UNITS, tensors, 64, wrap=_sharded_by_push) for tensors in (2, 12))
+    large = _wrapped_minus_plain(bench, UNITS, 2, 2**17, wrap=_sharded_by_push)
+    return _unit_cost(few, many, large)
+
+
+def _unit_cost(few: Parts, many: Parts, large: Parts) -> dict[str, float]:
+    """Return a unit's costs from the added time of units of 2 and of 12 tiny tensors, and of 2 of 2**17 elements."""
+    tensor = [(m - f) / 10 for m, f in zip(many, few, strict=True)]
+    copied_byte_s = (large[0] + large[1] - few[0] - few[1]) / (2 * 2 * 2**17 * 4)
+    return {
+        "forward_unit_s": max(0.0, few[0] - 2 * tensor[0]),
+        "forward_tensor_s": max(0.0, tensor[0]),
+        "backward_unit_s": max(0.0, few[1] - 2 * tensor[1]),
+        "backward_tensor_s": max(0.0, tensor[1]),
+        "copied_byte_s": max(0.0, copied_byte_s),
+    }
+
+
+Wrap = Callable[["Bench", "_Stack", str, Callable[[], Any]], torch.optim.Optimizer]
+"""Wraps a stack, and returns its optimizer of that name; the time in a context is not the wrapper's."""
+
+
+def _fully_sharded(bench: Bench, wrapped: _Stack, optimizer: str, left_out: Callable[[], Any]) -> torch.optim.Optimizer:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
+    class AllGather(DefaultAllGather):
+        def __call__(self, *args: Any, **kwargs: Any) -> None:
+            with left_out():
+                _await(super().__call__(*args, **kwargs))
+
+    class ReduceScatter(DefaultReduceScatter):
+        def __call__(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+            with left_out():
+                _await(super().__call__(*args, **kwargs))
+
+    mesh = init_device_mesh(bench.device.type, (bench.ranks,))
+    for unit in wrapped.units:
+        fully_shard(unit, mesh=mesh, reshard_after_forward=False)
+        unit.set_custom_all_gather(AllGather())  # type: ignore[operator]
+        unit.set_custom_reduce_scatter(ReduceScatter())  # type: ignore[operator]
+    fully_shard(wrapped, mesh=mesh, reshard_after_forward=False)
+    return optimizer_alone(optimizer, wrapped.parameters(), bench.device)
+
+
+def _await(work: dist.Work | None) -> None:
+    """Wait for a collective that FSDP2 starts on a GPU, and would await in its own time."""
+    if work is not None:
+        work.wait()
+
+
+def _sharded_by_push(
+    bench: Bench, wrapped: _Stack, optimizer: str, left_out: Callable[[], Any]
+) -> torch.optim.Optimizer:
+    def observe(label: str, phase: str, *, intra_node: bool = False) -> AbstractContextManager[None]:
+        outside: AbstractContextManager[None] = left_out()
+        return outside if phase == "exposed_communication" else nullcontext()
+
+    return shard_gradients(
+        wrapped,
+        lambda shards: optimizer_alone(optimizer, shards, bench.device),
+        parameters="sharded",
+        units=list(wrapped.units),
+        observe=observe,
+    )
+
+
+def _wrapped_minus_plain(
+    bench: Bench,
+    units: int,
+    tensors: int,
+    elements: int,
+    optimizer: str = "adamw",
+    *,
+    wrap: Wrap = _fully_sharded,
+) -> Parts:
+    """Return the overhead of wrapping one unit in (forward, backward, optimizer)."""
     spent = [0.0]
 
     @contextmanager
@@ -183,24 +250,11 @@ def _wrapped_minus_plain(
         yield
         spent[0] += device_time_s() - began
 
-    class AllGather(DefaultAllGather):
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            with left_out():
-                return super().__call__(*args, **kwargs)
-
-    class ReduceScatter(DefaultReduceScatter):
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            with left_out():
-                return super().__call__(*args, **kwargs)
-
     plain, wrapped = (_Stack(units, tensors, elements).to(bench.device) for _ in range(2))
-    mesh = init_device_mesh(bench.device.type, (bench.ranks,))
-    for unit in wrapped.units:
-        fully_shard(unit, mesh=mesh, reshard_after_forward=False)
-        unit.set_custom_all_gather(AllGather())  # type: ignore[operator]
-        unit.set_custom_reduce_scatter(ReduceScatter())  # type: ignore[operator]
-    fully_shard(wrapped, mesh=mesh, reshard_after_forward=False)
-    optimizers = [optimizer_alone(optimizer, module.parameters(), bench.device) for module in (plain, wrapped)]
+    optimizers = (
+        optimizer_alone(optimizer, plain.parameters(), bench.device),
+        wrap(bench, wrapped, optimizer, left_out),
+    )
     times_s: list[list[list[float]]] = [[[], [], []], [[], [], []]]
     for step in range(WARMUPS + STEPS):
         for module, updates, parts in zip((plain, wrapped), optimizers, times_s, strict=True):
@@ -237,29 +291,133 @@ def _step_parts(
 
 
 def gradient_hook_cost(bench: Bench) -> float:
-    """Return the time that collecting one gradient adds to the backward under Gradient Sharding, without copying."""
-    tensors = 48
+    """Return the time that collecting one gradient adds to a step under Gradient Sharding, without copying.
+
+    That is what it does in the backward, and in its own step apart from the parts that it observes: the update, and
+    exchanges.
+    """
     group = dist.new_group([0])  # every rank must call it; only rank 0 uses it
 
-    def backward_s(sharded: bool) -> float:
-        module = _Stack(1, tensors, 64).to(bench.device)
-        optimizer = None
-        if sharded:
-            optimizer = shard_gradients(module, lambda shard: torch.optim.SGD(shard, lr=0.1), group=group)
-        times = []
-        for step in range(25):
-            total = module(torch.ones(1, device=bench.device)).sum()
-            bench.displace()
+    def sharded(module: nn.Module) -> tuple[nn.Module, Callable[[], float]]:
+        observed = [0.0]
+
+        @contextmanager
+        def left_out(label: str, phase: str, *, intra_node: bool = False) -> Any:
             bench.finish()
             began = device_time_s()
-            total.backward()
+            yield
             bench.finish()
-            if step >= 5:
-                times.append(device_time_s() - began)
-            if optimizer is not None:
-                optimizer.step()
-            module.zero_grad(set_to_none=True)
-        return statistics.median(times)
+            observed[0] += device_time_s() - began
 
-    cost_s = bench.alone(lambda: max(0.0, (backward_s(True) - backward_s(False)) / tensors))
+        optimizer = shard_gradients(module, lambda shard: torch.optim.SGD(shard, lr=0.1), group=group, observe=left_out)
+
+        def step() -> float:
+            observed[0] = 0.0
+            optimizer.step()
+            return observed[0]
+
+        return module, step
+
+    tensors = 48
+    cost_s = bench.alone(lambda: (_backward_s(bench, tensors, sharded) - _backward_s(bench, tensors)) / tensors)
+    return max(0.0, float(cost_s or 0.0))
+
+
+LOOP_STEPS = 60
+
+
+def step_cost(bench: Bench) -> float:
+    """Return the host's time for a training step besides forward, backward and update: the batch, the loss, the marks.
+
+    That of a loop whose model is one tiny map, less that of the three alone.
+    """
+    cost_s = bench.alone(lambda: max(0.0, _loop_step_s(bench) - _bare_step_s(bench)))
     return float(cost_s or 0.0)
+
+
+def _loop_step_s(bench: Bench) -> float:
+    module = nn.Linear(8, 8).to(bench.device)
+    timeline = Timeline(bench.rank, bench.device)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    training = Training(module, optimizer, timeline, scale=1.0, loss=lambda logits, _targets: logits.sum())
+    batch, weights = torch.ones(2, 2, 8), Weights((1.0,) * bench.ranks)
+    inputs, targets = batch.pin_memory() if bench.device.type == "cuda" else batch
+    losses = []
+
+    def step() -> None:
+        training.slow_down(1.0)
+        on_device = [each.to(bench.device, non_blocking=True) for each in (inputs, targets)]
+        loss = training.step(on_device[0], on_device[1], weights, bench.rank)
+        losses.append(loss * weights.ranks[bench.rank])
+        note_progress("a step of the loop done")
+
+    timeline.restart()
+    return _mean_s(bench, step)
+
+
+def _bare_step_s(bench: Bench) -> float:
+    module = nn.Linear(8, 8).to(bench.device)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    inputs = torch.ones(2, 8, device=bench.device)
+
+    def step() -> None:
+        module(inputs).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return _mean_s(bench, step)
+
+
+def _mean_s(bench: Bench, step: Callable[[], None]) -> float:
+    """Return the median time of a step among many in a row, of which none waits for a GPU."""
+    moments = []
+    for _ in range(LOOP_STEPS):
+        step()
+        moments.append(device_time_s())
+    bench.finish()
+    return statistics.median(after - before for before, after in pairwise(moments))
+
+
+FEW_TENSORS, MANY_TENSORS = 8, 48
+
+
+def replica_hook_cost(bench: Bench) -> float:
+    """Return the time that one gradient adds to the backward under DistributedDataParallel, without its all-reduce."""
+    group = dist.new_group([0])
+
+    def replicated(module: nn.Module) -> tuple[nn.Module, None]:
+        return nn.parallel.DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=True), None
+
+    def added_s(tensors: int) -> float:
+        return _backward_s(bench, tensors, replicated) - _backward_s(bench, tensors)
+
+    cost_s = bench.alone(lambda: (added_s(MANY_TENSORS) - added_s(FEW_TENSORS)) / (MANY_TENSORS - FEW_TENSORS))
+    return max(0.0, float(cost_s or 0.0))
+
+
+def _backward_s(
+    bench: Bench,
+    tensors: int,
+    wrap: Callable[[nn.Module], tuple[nn.Module, Callable[[], float] | None]] | None = None,
+) -> float:
+    """Return the median time of a backward through a unit of so many tensors, in a wrapper.
+
+    With the time of the step that `wrap` returns, less the seconds that this step returns.
+    """
+    module: nn.Module = _Stack(1, tensors, 64).to(bench.device)
+    finish = None
+    if wrap is not None:
+        module, finish = wrap(module)
+    times = []
+    for step in range(25):
+        total = module(torch.ones(1, device=bench.device)).sum()
+        bench.displace()
+        bench.finish()
+        began = device_time_s()
+        total.backward()
+        left_out_s = finish() if finish else 0.0
+        bench.finish()
+        if step >= 5:
+            times.append(device_time_s() - began - left_out_s)
+        module.zero_grad(set_to_none=True)
+    return statistics.median(times)

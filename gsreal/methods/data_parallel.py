@@ -23,6 +23,7 @@ from gsreal.methods.optimizers import make_optimizer, replica_optimizer_of
 from gsreal.methods.periodic import Synchronization
 from gsreal.methods.training import Training
 from gsreal.model_files.build import DTYPES
+from gssim.errors import UserError
 from gssim.plan import DDP_BUCKET_BYTES, MIB, Policies
 from gssim.scenario import Scenario, has_master_copy, reduce_precision
 from gssim.workload import Workload
@@ -57,13 +58,18 @@ def all_reduce_gradients(scenario: Scenario, module: nn.Module, timeline: Timeli
     bucket's reduction is awaited as soon as it starts.
     """
     last: list[Any] = []
+    seen: set[Tensor] = set()
 
-    def note(_parameter: Tensor) -> None:
+    def note(parameter: Tensor) -> None:
         if wrapped.require_backward_grad_sync:
             last[:] = [timeline.mark()]
+            seen.add(parameter)
+            if len(seen) == len(handles):  # it is the last one, here and in every other backward: the rest cost time
+                for each in seen - {parameter}:
+                    handles.pop(each).remove()
+                seen.clear()
 
-    for parameter in trained(module):
-        parameter.register_post_accumulate_grad_hook(note)
+    handles: dict[Tensor, Any] = {p: p.register_post_accumulate_grad_hook(note) for p in trained(module)}
     cap = scenario.plan.bucket_bytes
     options: dict[str, Any] = {} if cap == DDP_BUCKET_BYTES else {"bucket_cap_mb": cap / MIB}
     options["process_group"] = data_group(scenario.policies, device, "dp_replicate")
@@ -339,12 +345,20 @@ def _observe(
             timeline.between("all-reduce", "exposed_communication", scattered[0], group=replicas)
 
     units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
-    for group in chain.from_iterable(unit._get_fsdp_state()._fsdp_param_groups for unit in units):
+    for group in chain.from_iterable(_groups_of(unit) for unit in units):
         # not by the units' own methods: a block with divided experts has two groups
         group._all_gather_comm, group._reduce_scatter_comm = ObservedAllGather(), ObservedReduceScatter()
     if replicas is not None:
         for unit in units:
             unit.set_all_reduce_hook(all_reduced)
+
+
+def _groups_of(unit: Any) -> list[Any]:
+    """Return FSDP2's groups of parameters in a unit, of which torch before 2.13 has at most one."""
+    state = unit._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group else []
 
 
 def _expert_placement(
@@ -353,7 +367,13 @@ def _expert_placement(
     """Return the function by which FSDP2 shards divided experts among the ranks that hold the same ones."""
     if policies.ep == 1:
         return None
-    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+    except ImportError:
+        raise UserError(
+            f"plan.ep = {policies.ep}: FSDP2 of torch {torch.__version__} cannot shard experts among fewer ranks than "
+            "the rest: it can be predicted, but not run; use torch 2.13 or later, or a method without shards"
+        ) from None
 
     own = {id(getattr(inner, name)) for _, inner in experts_of(module) for name in PARAMETERS}
     shared = FSDPMeshInfo(expert_mesh(policies, device)[REPLICAS], shard_mesh_dim=0)

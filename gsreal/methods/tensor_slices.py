@@ -545,15 +545,19 @@ def _observed_parts(mesh: DeviceMesh, timeline: Timeline) -> SequenceParts:
     """Return the division of sequences among the ranks of a mesh by torch's functional collectives, as spans."""
     from torch.distributed import _functional_collectives as functional
 
+    # torch before 2.13 has only the names with `tensor`
+    gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+    scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+
     group = mesh.get_group()
 
     def all_gather(part: Tensor) -> Tensor:
         with timeline.span("all-gather sequence", "exposed_communication", group):
-            return functional.wait_tensor(functional.all_gather_single(part, 0, (mesh, 0)))
+            return functional.wait_tensor(gather(part, 0, (mesh, 0)))
 
     def reduce_scatter(whole: Tensor) -> Tensor:
         with timeline.span("reduce-scatter sequence", "exposed_communication", group):
-            return functional.wait_tensor(functional.reduce_scatter_single(whole, "sum", 0, (mesh, 0)))
+            return functional.wait_tensor(scatter(whole, "sum", 0, (mesh, 0)))
 
     return SequenceParts(mesh.size(), mesh.get_local_rank(), all_gather, reduce_scatter)
 

@@ -70,7 +70,8 @@ class Feed:
     def at(self, step: int) -> Batch:
         """Return this rank's inputs and targets of a step, and the weights of ranks and micro-batches in its loss."""
         inputs, targets, weights = self._prepared.pop(step) if step in self._prepared else self._make_batch(step)
-        return inputs.to(self.device), targets.to(self.device), weights
+        # a copy from pinned memory does not make the host wait for the device
+        return inputs.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True), weights
 
     def _make_batch(self, step: int) -> Batch:
         seed = self.scenario.run.seed
@@ -87,6 +88,8 @@ class Feed:
         # a rank holds no more than its stage needs
         inputs = inputs if self.reads else inputs.new_empty(0)
         targets = targets if self.counts[self.rank] else targets.new_empty(0)
+        if self.device.type == "cuda":
+            inputs, targets = inputs.pin_memory(), targets.pin_memory()
         return inputs, targets, weights
 
     def _place(self, rank: int) -> tuple[int, int, bool]:

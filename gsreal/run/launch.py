@@ -47,6 +47,7 @@ def check_real(loaded: Loaded) -> None:
     check_fused(ours, where=where)
     check_scaled_clipping(ours, where=where)
     check_offload(ours, where=where)
+    check_gloo_on_gpus(ours, where=where)
     check_samples(ours, where=where)
 
 
@@ -107,6 +108,26 @@ def check_offload(scenario: Scenario, *, where: str) -> None:
                 f"{where}: workload.{key} = {getattr(workload, key)!r}: gradients in the hosts' memory (plan.offload = "
                 f"'{plan.offload}') are summed by no NCCL collective: it can be predicted, but not run; leave it out"
             )
+
+
+def check_gloo_on_gpus(scenario: Scenario, *, where: str) -> None:
+    """Raise UserError for collectives of torch's own that gloo does not carry between GPUs: they end in a crash.
+
+    It reads messages of a pipeline, and those of functional all-gathers, as if they were in the host's memory.
+    """
+    cluster, plan = scenario.cluster, scenario.plan
+    if cluster.backend != "gloo" or cluster.type_of(0).kind != "cuda":
+        return
+    if scenario.policies.pp > 1:
+        raise UserError(
+            f"{where}: plan.pp = {scenario.policies.pp}: pipelines on GPUs can be predicted, but not run, with "
+            "cluster.backend = 'gloo'; allowed: 1, or backend 'nccl' with a GPU for each rank"
+        )
+    if plan.sequence_parallel and scenario.policies.tp > 1:
+        raise UserError(
+            f"{where}: plan.sequence_parallel = true: on GPUs it can be predicted, but not run, with cluster.backend = "
+            "'gloo'; allowed: false, or backend 'nccl' with a GPU for each rank"
+        )
 
 
 def check_samples(scenario: Scenario, *, where: str) -> None:

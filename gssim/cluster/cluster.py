@@ -74,6 +74,9 @@ class DeviceType:
     """Achieved memory bandwidth of memory-bound operations, usually less than a data sheet's."""
     operation_overhead_s: Seconds = 0.0
     """Host time to launch one operation; a step is never faster than its launches."""
+    step_s: Seconds | None = None
+    """Host time of a training loop in each step besides forward, backward and update: for the batch, the loss and
+    records of it. Absent: none."""
     workspace_bytes: Bytes = 0.0
     """Memory that libraries allocate and keep (cuBLAS workspaces); it counts as allocated."""
     resident_threads: PositiveInt | None = None
@@ -105,10 +108,14 @@ class DeviceType:
     """Measured on this device; absent: the backend's costs."""
     sharded_unit: ShardedUnitCost | None = None
     """Measured; absent: no extra time."""
+    flat_unit: ShardedUnitCost | None = None
+    """The same of units of parameters that Gradient Sharding gathers (`gs_z3`), their gradients' hooks included."""
     cut_block: CutBlockCost | None = None
     """Measured; absent: no extra time."""
     gradient_hook_s: Seconds = 0.0
     """Host time of one gradient hook (per parameter and backward) in the methods that communicate gradients."""
+    replica_hook_s: Seconds | None = None
+    """The same under DistributedDataParallel; absent: `gradient_hook_s`."""
     profiles: tuple[Profile, ...] = ()
     """Measured layers, by model; without them, a roofline of the rates above is used."""
     price_usd_per_h: NonNegativeFloat | None = None
@@ -134,6 +141,9 @@ class DeviceType:
             "resident_threads",
             "fp32_efficiency_ratio",
             "float8_ratio",
+            "replica_hook_s",
+            "step_s",
+            "flat_unit",
         )
         data: dict[str, Any] = inner(self)
         return {
@@ -195,6 +205,9 @@ class BackendCost:
     overhead_s: dict[str, Seconds] = field(default_factory=dict)
     """Per call, by collective kind, in addition to link latencies; `default` for all others. Collectives made of
     point-to-point messages have the costs of the uneven kind: an all-gather those of all-gather-v."""
+    overhead_rank_s: dict[str, Seconds] = field(default_factory=dict)
+    """The same for each rank of the group beyond two. GPUs' messages over gloo are copied through the host's memory one
+    by one."""
     message_s: Seconds = 0.0
     """Fixed time of a message in addition to the latency of its path, and of a receiver's notice: the threads that it
     wakes. Where a link's latency was measured from rank to rank, it includes this."""
@@ -224,7 +237,7 @@ class BackendCost:
     @model_serializer(mode="wrap")
     def _as_measured(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Return plain data without absent costs."""
-        optional = ("message_s", "posting_message_s", "posting_limit_bytes", "processor_byte_s")
+        optional = ("overhead_rank_s", "message_s", "posting_message_s", "posting_limit_bytes", "processor_byte_s")
         data: dict[str, Any] = inner(self)
         return {key: value for key, value in data.items() if value or key not in optional}
 

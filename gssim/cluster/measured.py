@@ -122,6 +122,11 @@ class LayerProfile:
     """Time of the forward of the whole batch."""
     backward_s: Curve
     """Time of the backward; of a checkpointed block without its recomputed forward."""
+    forward_host_s: Curve | None = None
+    """Of a GPU: time of the host to issue the forward's operations, which it does ahead of the device where it can;
+    `forward_s` is then the device's own time. Absent: `forward_s` has waits for the host in it."""
+    backward_host_s: Curve | None = None
+    """The same of the backward."""
     forward_peak_bytes: Curve | None = None
     """Peak of allocated bytes during the forward, above those at its start; kernel workspaces included."""
     backward_peak_bytes: Curve | None = None
@@ -131,6 +136,12 @@ class LayerProfile:
     parameters are frozen, `frozen` itself, `deepest` of the trained layers, or `untrained` (as are all before it).
     Absent: not measured by operation; the peaks bound them.
     """
+
+    @model_serializer(mode="wrap")
+    def _as_measured(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Return plain data without absent times of the host."""
+        data: dict[str, Any] = inner(self)
+        return {key: value for key, value in data.items() if value is not None or not key.endswith("_host_s")}
 
 
 @spec
@@ -167,6 +178,17 @@ class OptimizerCost:
     """Extra time for each tensor that is a DTensor (as FSDP2's parameters are)."""
     elements_s: Curve
     """Time by the number of updated elements."""
+    host_s: Seconds | None = None
+    """Of a GPU: time of the host to issue an update, whatever its tensors; the times above are then the device's own.
+    Absent: they have waits for the host in them."""
+    host_tensor_s: Seconds | None = None
+    """The same for each tensor."""
+
+    @model_serializer(mode="wrap")
+    def _as_measured(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Return plain data without absent times of the host."""
+        data: dict[str, Any] = inner(self)
+        return {key: value for key, value in data.items() if value is not None or not key.startswith("host_")}
 
 
 @spec
@@ -209,6 +231,12 @@ class CompressionCost:
     """Gather values and their indices: per element sent."""
     scatter_element_s: Seconds
     """Scatter-add at the owner: per element received."""
+    pack_call_s: Seconds | None = None
+    """Fixed part of packing a message, of a GPU: to launch its operations. Absent: `call_s`."""
+    add_call_s: Seconds | None = None
+    """Fixed part of adding a message; absent: `call_s`."""
+    add_dense_call_s: Seconds | None = None
+    """Fixed part of adding a dense message; absent: that of one operation."""
     clear_element_s: Seconds | None = None
     """With error feedback: clear what is sent, per element sent."""
     residual_element_s: Seconds | None = None

@@ -109,12 +109,16 @@ def staging_bytes(communication: Communication, backend: str, *, kind: str = "cp
     return size if backend == "gloo" and communication.kind in staged else 0
 
 
-def overhead_s(cluster: Cluster, kind: str, half_precision: str = "") -> float:
-    """Return the fixed time of one call of a collective, in addition to its links' latencies.
+def overhead_s(cluster: Cluster, kind: str, half_precision: str = "", *, ranks: int = 2) -> float:
+    """Return the fixed time of one call of a collective of so many ranks, in addition to its links' latencies.
 
     `half_precision`: of the elements that are summed, if bf16 or fp16.
     """
-    return _by_kind(cluster.backend_cost.overhead_s, kind, half_precision) if cluster.backend_cost else 0.0
+    cost = cluster.backend_cost
+    if cost is None:
+        return 0.0
+    added_s = max(0, ranks - 2) * _by_kind(cost.overhead_rank_s, kind, half_precision)
+    return _by_kind(cost.overhead_s, kind, half_precision) + added_s
 
 
 def _by_kind(values: Mapping[str, float], kind: str, half_precision: str) -> float:

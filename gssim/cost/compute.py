@@ -72,6 +72,24 @@ def issue_time_s(
     return (_work(layer, phase, selective=selective).operations + sums) * device.operation_overhead_s
 
 
+def measured_issue_s(
+    device: DeviceType, workload: Workload, layer: Layer, *, phase: str, batch_size: int, selective: bool = False
+) -> float | None:
+    """Return a GPU's host time to issue a layer's phase as its profile has it; None where it has none.
+
+    What is recomputed takes the fraction of the forward's that it has of its operations.
+    """
+    profile = layer_profile(device, workload, layer)
+    curve = None
+    if profile is not None:
+        curve = profile.backward_host_s if phase == "b" else profile.forward_host_s
+    if curve is None:
+        return None
+    work, forward = (_work(layer, each, selective=selective).operations for each in (phase, "f"))
+    within = min(max(batch_size, curve.sizes[0]), curve.sizes[-1])  # it hardly depends on the batch
+    return curve.at(within) * (work / forward if phase == "r" and forward else 1.0)
+
+
 class Work(NamedTuple):
     """FLOP, memory traffic and operations of a layer's phase."""
 
@@ -201,17 +219,35 @@ def optimizer_time_s(
         return 0.0
     optimizer, decay = workload.optimizer, workload.weight_decay
     implementation = implementation_on(device.kind, workload.optimizer_implementation)
-    default = implementation == implementation_on(device.kind, "default")
-    cost: OptimizerCost | None = device.optimizers.get(optimizer if default else f"{optimizer} {implementation}")
+    cost = _measured_optimizer(device, workload)
     if cost is not None:
-        host_s = tensors * cost.tensor_s + sharded_tensors * cost.sharded_tensor_s
-        return host_s + cost.elements_s.at(elements)
+        of_tensors_s = tensors * cost.tensor_s
+        if cost.host_s is None:
+            of_tensors_s += sharded_tensors * cost.sharded_tensor_s
+        return of_tensors_s + cost.elements_s.at(elements)
     values = optimizer_moved_values(optimizer, implementation=implementation, weight_decay=decay)
     operations = optimizer_operations(
         optimizer, implementation=implementation, tensors=tensors, device_kind=device.kind, weight_decay=decay
     )
     moved_bytes = values * master_bytes(workload) * elements
     return moved_bytes / device.memory_bandwidth_bytes_per_s + operations * device.operation_overhead_s
+
+
+def _measured_optimizer(device: DeviceType, workload: Workload) -> OptimizerCost | None:
+    optimizer = workload.optimizer
+    implementation = implementation_on(device.kind, workload.optimizer_implementation)
+    default = implementation == implementation_on(device.kind, "default")
+    return device.optimizers.get(optimizer if default else f"{optimizer} {implementation}")
+
+
+def optimizer_issue_s(
+    device: DeviceType, workload: Workload, *, tensors: int, sharded_tensors: int = 0
+) -> float | None:
+    """Return a GPU's host time to issue an update of so many tensors; None where it is not measured apart."""
+    cost = _measured_optimizer(device, workload)
+    if cost is None or cost.host_s is None or not tensors:
+        return None
+    return cost.host_s + tensors * (cost.host_tensor_s or 0.0) + sharded_tensors * cost.sharded_tensor_s
 
 
 def master_copy_time_s(device: DeviceType, workload: Workload, *, elements: int, tensors: int, casts: int) -> float:
@@ -327,7 +363,7 @@ def pack_time_s(
     if cost is None:
         size = entries * (2 * value + INDEX_BYTES + written) + bits
         return _streamed_s(device, size, operations=4)
-    pack_s = cost.call_s + entries * cost.pack_element_s
+    pack_s = (cost.call_s if cost.pack_call_s is None else cost.pack_call_s) + entries * cost.pack_element_s
     if encoding == "bitmap":
         pack_s += bits * cost.pack_bit_s if cost.pack_bit_s is not None else _streamed_s(device, bits)
     if clears:
@@ -345,13 +381,15 @@ def unpack_time_s(device: DeviceType, *, encoding: str, elements: Amount, entrie
     """
     if not np.any(elements):
         return 0 * elements
-    if encoding == "dense":
-        return _streamed_s(device, 3 * value * elements, operations=1)
     cost = device.compression
+    if encoding == "dense":
+        if cost is not None and cost.add_dense_call_s is not None:
+            return cost.add_dense_call_s + _streamed_s(device, 3 * value * elements)
+        return _streamed_s(device, 3 * value * elements, operations=1)
     bits = elements if encoding == "bitmap" else 0 * elements
     if cost is None:
         return _streamed_s(device, 64.0 * entries + 2 * bits, operations=1)
-    unpack_s = cost.call_s + entries * cost.scatter_element_s
+    unpack_s = (cost.call_s if cost.add_call_s is None else cost.add_call_s) + entries * cost.scatter_element_s
     if encoding == "bitmap":
         unpack_s += bits * cost.unpack_bit_s if cost.unpack_bit_s is not None else _streamed_s(device, 2 * bits)
     return unpack_s
@@ -427,14 +465,30 @@ def _streamed_s(device: DeviceType, size_bytes: Amount, *, operations: int = 0) 
     return size_bytes / device.memory_bandwidth_bytes_per_s + operations * device.operation_overhead_s
 
 
-def sharded_unit_time_s(device: DeviceType, *, phase: str, tensors: int, copied_bytes: float) -> float:
-    """Return the host time and copies of one FSDP2 unit in a forward (`f`) or backward (`b`)."""
+def sharded_unit_copy_s(device: DeviceType, copied_bytes: float) -> float:
+    """Return the time of an FSDP2 unit's copies; without a measured cost, with that to launch ten operations."""
     cost: ShardedUnitCost | None = device.sharded_unit
     if cost is None:
         return copy_time_s(device, copied_bytes) + 10 * device.operation_overhead_s
+    return copied_bytes * cost.copied_byte_s
+
+
+def sharded_unit_host_s(device: DeviceType, *, phase: str, tensors: int) -> float:
+    """Return the host time of an FSDP2 unit in a forward (`f`) or backward (`b`); 0 where it is not measured."""
+    return _unit_host_s(device.sharded_unit, phase, tensors)
+
+
+def flat_unit_host_s(device: DeviceType, *, phase: str, tensors: int) -> float:
+    """Return the host time of a unit that Gradient Sharding gathers; 0 where it is not measured."""
+    return _unit_host_s(device.flat_unit, phase, tensors)
+
+
+def _unit_host_s(cost: ShardedUnitCost | None, phase: str, tensors: int) -> float:
+    if cost is None:
+        return 0.0
     if phase == "f":
-        return cost.forward_unit_s + tensors * cost.forward_tensor_s + copied_bytes * cost.copied_byte_s
-    return cost.backward_unit_s + tensors * cost.backward_tensor_s + copied_bytes * cost.copied_byte_s
+        return cost.forward_unit_s + tensors * cost.forward_tensor_s
+    return cost.backward_unit_s + tensors * cost.backward_tensor_s
 
 
 def cut_pairs_time_s(device: DeviceType, *, phase: str, pairs: int, sum_bytes: float) -> float:

@@ -169,7 +169,7 @@ class Scheduler:
         fixed_s = (
             choice.latency_s
             + self._long_distance_s(stages)
-            + collectives.overhead_s(self.cluster, communication.carried_kind)
+            + collectives.overhead_s(self.cluster, communication.carried_kind, ranks=len(communication.group))
         )
         return CollectiveSchedule(name, stages, fixed_s, factor, path_latency=False)
 
@@ -328,7 +328,7 @@ class Scheduler:
         return CollectiveSchedule(
             name,
             tuple(self._with_queueing(stage) for stage in stages),
-            collectives.overhead_s(self.cluster, kind, half_precision),
+            collectives.overhead_s(self.cluster, kind, half_precision, ranks=len(communication.group)),
             processor_byte_s=collectives.processor_byte_s(self.cluster, kind, half_precision),
             message_s=collectives.message_s(self.cluster),
             notices=collectives.has_notices(self.cluster.backend),

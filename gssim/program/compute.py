@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 from gssim import cost
 from gssim.cache import Same
@@ -26,8 +26,14 @@ from gssim.program.kernel_workspace import scratch_events
 from gssim.program.lowering import Lowering
 from gssim.program.stage_boundary import stage_timeline
 from gssim.program.task import BACKWARD, PASSES, Issue, MicroBatch, Task, TaskId
-from gssim.program.tensor_slices import SLICE_COLLECTIVES, sum_positions, with_all_reduces, with_host_time
-from gssim.scenario.device_rates import pause_excess
+from gssim.program.tensor_slices import (
+    SLICE_COLLECTIVES,
+    slicing_host_s,
+    sum_positions,
+    with_all_reduces,
+    with_host_time,
+)
+from gssim.scenario.device_rates import has_host_times, pause_excess
 from gssim.workload import LayerInstance
 
 PHASE_NAMES = {"f": "forward", "r": "backward", "b": "backward"}
@@ -122,7 +128,7 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
         own_layers, value_bytes=low.value_bytes, given_back=given_back, given_back_of_slices=of_slices
     )
     buckets = _bucket_events(low) if in_buckets and low.policies.gradients == "push" else {}
-    hook_s = low.device(rank).gradient_hook_s if in_buckets else 0.0
+    hook_s = _hook_s(low, rank) if in_buckets else 0.0
     excess = pause_excess(low.device(rank), low.scenario.workload)
     once: dict[tuple[object, ...], tuple[list[Task], list[int]]] = {}
 
@@ -132,21 +138,22 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
         key = (phase, id(instance.layer), cut, *map(id, events))
         if key not in once:
             taken, scratch = scratch_events(low, rank, instance, phase, samples, kept)
-            alone_s = _layer_s(low, rank, instance, phase, samples)
-            duration_s = with_host_time(low, rank, instance, phase, samples, alone_s=alone_s)
-            if phase == "b":
-                duration_s += hook_s * len(instance.layer.parameters)
-                if added and not adds_itself:
-                    size, tensors = instance.layer.elements * low.value_bytes, len(instance.layer.parameters)
-                    duration_s += cost.accumulation_time_s(low.device(rank), size, tensors=tensors)
+            timing = _timing(low, rank, instance, phase, samples, hook_s=hook_s)
+            duration_s = timing.device_s
+            if phase == "b" and added and not adds_itself:
+                size, tensors = instance.layer.elements * low.value_bytes, len(instance.layer.parameters)
+                duration_s += cost.accumulation_time_s(low.device(rank), size, tensors=tensors)
             last = max((event.position for event in events), default=0)
             ends = sorted({min(position, last) for position in cut} | {last})
             parts = _split(phase, [*events, *taken], scratch, duration_s, ends)
-            busy_s, host_s = _issue(low, rank, instance, phase, samples)
-            if host_s > busy_s:
-                device_s, shares = duration_s - alone_s + busy_s, _operation_shares(events, ends)
+            if timing.host_s:
+                shares = _operation_shares(events, ends)
                 parts = [
-                    replace(task, duration_s=device_s * share, issue=Issue(host_s * share, goes_on=place > 0))
+                    replace(
+                        task,
+                        duration_s=duration_s * share,
+                        issue=Issue(timing.host_s * share, goes_on=timing.is_ahead or place > 0),
+                    )
                     for place, (task, share) in enumerate(zip(parts, shares, strict=True))
                 ]
             once[key] = parts, ends
@@ -234,14 +241,50 @@ def _layer_s(
     )
 
 
-def _issue(low: Lowering, rank: int, instance: LayerInstance, phase: str, samples: int) -> tuple[float, float]:
-    """Return device and host time of a phase with sums over ranks; zeros for a phase without."""
-    sums = len(sum_positions(instance.layer, phase))
-    if not sums:
-        return 0.0, 0.0
+def _hook_s(low: Lowering, rank: int) -> float:
+    """Return the host's time of a hook that collects a gradient."""
+    device = low.device(rank)
+    own = device.replica_hook_s if low.policies.gradients == "all-reduce" else None
+    return device.gradient_hook_s if own is None else own
+
+
+class _Timing(NamedTuple):
+    """Times of a layer's phase on the device, and of the host to issue it, where parts of it may wait for that."""
+
+    device_s: float
+    host_s: float = 0.0
+    is_ahead: bool = False
+    """Whether the host issues it right after what it issued before, ahead of the device."""
+
+
+def _timing(low: Lowering, rank: int, instance: LayerInstance, phase: str, samples: int, *, hook_s: float) -> _Timing:
+    """Return the times of a phase; `hook_s`: the host's time of the hook that collects a gradient.
+
+    A profile of a GPU may have both times apart. Else the device's includes the host's, unless sums over ranks, which
+    the device waits for, divide the phase.
+    """
     device, workload, selective = low.device(rank), low.scenario.workload, low.selective
+    alone_s = _layer_s(low, rank, instance, phase, samples)
+    hooks_s = hook_s * len(instance.layer.parameters) if phase == "b" else 0.0
+    whole = low.whole_layer(instance) or instance.layer
+    issue_s = cost.measured_issue_s(device, workload, whole, phase=phase, batch_size=samples, selective=selective)
+    if issue_s is not None:
+        return _Timing(alone_s, issue_s + slicing_host_s(low, rank, instance, phase, samples) + hooks_s, is_ahead=True)
+    duration_s = with_host_time(low, rank, instance, phase, samples, alone_s=alone_s) + hooks_s
+    sums = len(sum_positions(instance.layer, phase))
     host_s = cost.issue_time_s(device, workload, instance.layer, phase=phase, sums=sums, selective=selective)
-    return (_layer_s(low, rank, instance, phase, samples, issued=False) if host_s else 0.0), host_s
+    busy_s = _layer_s(low, rank, instance, phase, samples, issued=False) if sums and host_s else 0.0
+    return _Timing(duration_s - alone_s + busy_s, host_s) if sums and host_s > busy_s else _Timing(duration_s)
+
+
+def beside_host(low: Lowering, rank: int, *, device_s: float, host_s: float) -> dict[str, Any]:
+    """Return the duration of work that takes a device and its host so long, as fields of a task.
+
+    The host of a GPU issues it ahead, where the profile has the host's times apart; else one comes after the other.
+    """
+    if has_host_times(low.device(rank), low.scenario.workload):
+        return {"duration_s": device_s, "issue": Issue(host_s, goes_on=True)}
+    return {"duration_s": host_s + device_s}
 
 
 def _operation_shares(events: Sequence[Event], ends: Sequence[int]) -> list[float]:

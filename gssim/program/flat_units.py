@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from gssim import cost
 from gssim.memory import Event, footprint
-from gssim.program.compute import backward_begin, forward_id, pass_ends
+from gssim.program.compute import backward_begin, beside_host, forward_id, pass_ends
 from gssim.program.lowering import Lowering
 from gssim.program.push import send_bucket
 from gssim.program.sharded import gather_id, insert_beside
@@ -90,7 +90,8 @@ def _end_of_backward(low: Lowering, rank: int, unit: FlatUnit, *, leaves: bool) 
     events += [Event(1, unit.size_bytes, "buckets"), Event(2, -unit.size_bytes, "gradients", tensors)]
     copy_s = cost.copy_time_s(low.device(rank), unit.size_bytes)
     collect = TaskId("collect", bucket=unit.bucket.index)
-    return Task(collect, "backward", duration_s=copy_s, need=footprint(events))
+    host_s = cost.flat_unit_host_s(low.device(rank), phase="b", tensors=len(unit.bucket.members))
+    return Task(collect, "backward", need=footprint(events), **beside_host(low, rank, device_s=copy_s, host_s=host_s))
 
 
 # Parameters ----------------------------------------------------------------------------------------------------------
@@ -158,7 +159,9 @@ def _gather(low: Lowering, rank: int, unit: FlatUnit, phase: str) -> list[Task]:
     moved_bytes = owned[low.position(rank)] * (low.master_bytes + low.value_bytes) / 2  # one read, the other written
     copy_s = cost.copy_time_s(low.device(rank), moved_bytes)
     need = footprint([Event(0, unit.size_bytes, "gathered_parameters")])
-    issue = Task(own.serving("issue"), phase, duration_s=copy_s, need=need)
+    host_s = cost.flat_unit_host_s(low.device(rank), phase="f", tensors=len(unit.bucket.members))
+    host_s = host_s if phase == "forward" else 0.0  # that of a backward is measured with its own gather
+    issue = Task(own.serving("issue"), phase, need=need, **beside_host(low, rank, device_s=copy_s, host_s=host_s))
     if not low.overlaps:
         return [issue, collective_task(own, exchange)]
     return [issue, collective_task(own, exchange, "communication", after=(issue.id,))]

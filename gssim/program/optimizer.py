@@ -16,7 +16,7 @@ from gssim.program.offload import around_update, host_bytes, updating_device
 from gssim.program.periodic import outer_memory, outer_tensors, synchronize_parameters, unsent_tensors
 from gssim.program.publish import publish
 from gssim.program.sharded import owned_rows, units
-from gssim.program.task import Bucket, Task, TaskId, collective_task
+from gssim.program.task import Bucket, Issue, Task, TaskId, collective_task
 from gssim.program.tensor_slices import sum_partial_gradients
 from gssim.scenario.tensor_slices import native_tensors
 from gssim.workload import VALUES_KEPT, implementation_on, optimizer_state_bytes
@@ -185,7 +185,9 @@ def _update(low: Lowering, rank: int, owned: Sequence[int], part: int | None, *,
     if low.policies.ep > 1 and low.policies.gradients == "reduce-scatter":  # see [Note: experts] in `sharded`
         of_experts = sum(unit.shard_bytes for unit in units(low) if unit.experts)
         duration_s += cost.copy_time_s(device, of_experts)
-    return Task(TaskId("optimizer", part=part), "optimizer", duration_s=duration_s, need=footprint(events))
+    issue_s = cost.optimizer_issue_s(device, workload, tensors=len(owned), sharded_tensors=distributed)
+    issue = None if issue_s is None else Issue(issue_s, goes_on=True)
+    return Task(TaskId("optimizer", part=part), "optimizer", duration_s=duration_s, need=footprint(events), issue=issue)
 
 
 def _casts_gradients(low: Lowering) -> bool:

@@ -44,6 +44,7 @@ from gssim.program.stage_boundary import stages_of
 from gssim.program.task import (
     Chunk,
     Collectives,
+    Issue,
     MicroBatch,
     Outline,
     Program,
@@ -412,15 +413,52 @@ def _tasks(low: Lowering, rank: int, alike: "_Alike", *, chunked: bool) -> list[
     if kind not in alike.steps:
         micro_batches = (_micro_batch(low, micro_batch, rank=rank, alike=alike) for micro_batch in low.micro_batches)
         alike.steps[kind] = [task for tasks in micro_batches for task in tasks]
-    tasks, ratio = optimize(low, rank, alike.steps[kind]), low.slowed.get(rank, 1.0)
+    tasks, ratio = [*_load_batch(low, rank), *optimize(low, rank, alike.steps[kind])], low.slowed.get(rank, 1.0)
     if ratio != 1:
         tasks = [replace(t, duration_s=ratio * t.duration_s) if t.phase in SLOWED_PHASES else t for t in tasks]
     if low.scenario.plan.shares.replan:  # the batch split and the shard sizes follow the compute times
         exchange = Communication("all-gather", low.group, REPORTED_BYTES * len(low.group))
         tasks = [*tasks, collective_task(TaskId("share-compute-times"), exchange)]
-    return list(tasks)
+    return [*_with_host_waits(tasks)] if low.scenario.cluster.backend == "gloo" else [*tasks]
 
 
+def _load_batch(low: Lowering, rank: int) -> list[Task]:
+    """Return what the training loop does in a step besides forward, backward and update, where that is measured."""
+    device = low.device(rank)
+    if device.step_s is None:
+        return []
+    if device.kind == "cuda":
+        return [Task(TaskId("load-batch"), "idle", issue=Issue(device.step_s, goes_on=True))]
+    return [Task(TaskId("load-batch"), "idle", duration_s=device.step_s)]
+
+
+def _with_host_waits(tasks: Sequence[Task]) -> list[Task]:
+    """Return a rank's tasks, whose host waits for every exchange on gloo: what follows it is issued after it.
+
+    Gradients to be pushed are copied to the host's memory, too. What ends a step delays the next one's first task.
+    """
+    compute = [task for task in tasks if task.stream == "compute"]
+    issued = [place for place, task in enumerate(compute) if task.issue is not None]
+    if not issued:
+        return [*tasks]
+    waits = any(map(_holds_host, compute[issued[-1] + 1 :]))
+    found = []
+    for task in tasks:
+        if task.stream == "compute":
+            waits = waits or _holds_host(task)
+            if task.issue is not None:
+                task = replace(task, issue=replace(task.issue, goes_on=task.issue.goes_on and not waits))
+                waits = False
+        found.append(task)
+    return found
+
+
+def _holds_host(task: Task) -> bool:
+    return task.communication is not None or bool(task.after) or task.phase in HOLDING_PHASES
+
+
+HOLDING_PHASES = ("compression", "exposed_communication")
+"""Phases in which a host handles messages of gloo, and waits for the device meanwhile."""
 SLOWED_PHASES = (*COMPUTE_PHASES, *UPDATE_PHASES)
 """Phases whose tasks take longer on a slow rank."""
 REPORTED_BYTES = 16

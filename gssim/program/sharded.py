@@ -42,12 +42,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gssim import cost
 from gssim.collectives import Communication
 from gssim.memory import NOTHING, Event, Footprint, footprint
-from gssim.program.compute import backward_begin, forward_id, pass_ends
+from gssim.program.compute import backward_begin, beside_host, forward_id, pass_ends
 from gssim.program.lowering import Lowering
 from gssim.program.offload import COPY_TO_DEVICE, COPY_TO_HOST, copy, updating_device
 from gssim.program.task import MicroBatch, Task, TaskId, collective_task
@@ -459,9 +459,7 @@ def _reduce_scatter(
     copy = Task(
         reduce.serving("copy-in"),
         "backward",
-        duration_s=cost.sharded_unit_time_s(
-            low.device(rank), phase="b", tensors=len(unit.tensors.trained), copied_bytes=copied_bytes
-        ),
+        **_wrapping(low, rank, phase="b", tensors=len(unit.tensors.trained), copied_bytes=copied_bytes),
         after=tuple(_reduce_id(each) for each in freed if overlaps and each.ranks > 1),
         need=_need(
             unit.gathered(0, sign=-1),
@@ -713,6 +711,14 @@ def _fetch_id(unit: Unit, phase: str) -> TaskId:
     return TaskId(COPY_TO_DEVICE, layer=unit.name, during="backward" if phase == "backward" else "")
 
 
+def _wrapping(low: Lowering, rank: int, *, phase: str, tensors: int, copied_bytes: float) -> dict[str, Any]:
+    """Return the duration of FSDP2's own work for a unit, as fields of a task."""
+    device = low.device(rank)
+    copy_s = cost.sharded_unit_copy_s(device, copied_bytes)
+    host_s = cost.sharded_unit_host_s(device, phase=phase, tensors=tensors)
+    return beside_host(low, rank, device_s=copy_s, host_s=host_s)
+
+
 def _fetched_tensors(unit: Unit) -> list[Event]:
     """Return the allocations of a unit's shards on the device, and of their casts, parameter by parameter."""
     events = []
@@ -734,9 +740,7 @@ def _copy_out(low: Lowering, rank: int, unit: Unit, phase: str, freed_bytes: int
     return Task(
         gather.serving("copy-out"),
         phase,
-        duration_s=cost.sharded_unit_time_s(
-            low.device(rank), phase="f", tensors=len(unit.parameters), copied_bytes=unit.padded_bytes
-        ),
+        **_wrapping(low, rank, phase="f", tensors=len(unit.parameters), copied_bytes=unit.padded_bytes),
         after=after,
         need=_need(
             unit.gathered(0, sign=1),

@@ -60,6 +60,7 @@ Operation = Literal[
     "rotate",
     "attend",
     "sum-gradients",
+    "load-batch",
     "step-begin",
     "forward-begin",
     "forward-end",
@@ -77,7 +78,8 @@ block of attention to those that have come; `sum-gradients`: of gradients of wha
 `count-rows`, `dispatch`, `combine`: of rows that ranks send to the experts of others, and back. `copy-to-host`,
 `copy-to-device`: of state that is kept in the host's memory. `parameters`:
 updated tensors that ZeRO-1 broadcasts, all together. `outer`: the synchronization of parameters that ends an outer
-step; `inner-steps`: `part` steps before it, which a rank does alone. `other`: in a program written by hand, whose
+step; `inner-steps`: `part` steps before it, which a rank does alone. `load-batch`: what a training loop does in a step
+besides forward, backward and update. `other`: in a program written by hand, whose
 labels are `layer`."""
 Action = Literal[
     "",
@@ -126,6 +128,7 @@ _OPERATION_TEXTS: Mapping[Operation, str] = {
     "count-rows": "count rows",
     "exchange-heads": "all-to-all",
     "sum-gradients": "all-reduce partial gradients",
+    "load-batch": "load batch",
     "step-begin": "begin",
     "forward-begin": "forward begin",
     "forward-end": "forward end",

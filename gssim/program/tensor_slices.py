@@ -166,7 +166,15 @@ def _sum_bytes(low: Lowering, reduction: Reduction, samples: int) -> float:
 def with_host_time(
     low: Lowering, rank: int, instance: LayerInstance, phase: str, samples: int, *, alone_s: float
 ) -> float:
-    """Return the time of a layer's phase that takes `alone_s`, plus the host's overhead where the layer is sliced.
+    """Return the time of a layer's phase that takes `alone_s`, plus the host's overhead where the layer is sliced."""
+    layer, device = instance.layer, low.device(rank)
+    host_s = slicing_host_s(low, rank, instance, phase, samples)
+    operations = layer.backward_operations if phase == "b" else layer.forward_operations
+    return cost.with_host_time_s(device, alone_s, host_s=host_s, operations=operations)
+
+
+def slicing_host_s(low: Lowering, rank: int, instance: LayerInstance, phase: str, samples: int) -> float:
+    """Return the host's overhead in a layer's phase where the layer is sliced; else 0.
 
     That is DTensor's own time for each pair of sliced maps, of which each has one sum in the forward. A GPU waits for
     sums while the host issues the next operations, so that the host's time for the sums counts here too; on a CPU it is
@@ -175,7 +183,7 @@ def with_host_time(
     layer, device = instance.layer, low.device(rank)
     # those of context parallelism and of experts are plain calls of the backend
     if not layer.reductions or low.policies.cp > 1 or low.policies.ep > 1:
-        return alone_s
+        return 0.0
     host_s = 0.0
     if layer.linear and low.policies.cuts_natively:  # DTensor
         # a pair of maps ends in one all-reduce, or one reduce-scatter, in the forward
@@ -185,8 +193,7 @@ def with_host_time(
     if device.kind != "cpu":
         sizes = [_sum_bytes(low, each, samples) for each in _reductions(layer, phase)]
         host_s += sum(cost.cut_sum_time_s(device, sum_bytes=size) for size in sizes)
-    operations = layer.backward_operations if phase == "b" else layer.forward_operations
-    return cost.with_host_time_s(device, alone_s, host_s=host_s, operations=operations)
+    return host_s
 
 
 def unmeasured_host_time(scenario: Scenario) -> tuple[str, ...]:

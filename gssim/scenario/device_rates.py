@@ -59,6 +59,12 @@ def layer_profile(device: DeviceType, workload: Workload, layer: Layer) -> Layer
     return None
 
 
+def has_host_times(device: DeviceType, workload: Workload) -> bool:
+    """Return whether the profile of a workload on a GPU has the host's time apart from the device's own."""
+    profile = next((profile for profile in device.profiles if _is_of(profile, workload)), None)
+    return profile is not None and all(each.forward_host_s is not None for each in profile.layers.values())
+
+
 def pause_excess(device: DeviceType, workload: Workload) -> Curve | None:
     """Return the slowdown of compute after a pause, by the pause's seconds, where it is measured."""
     found = next((profile for profile in device.profiles if _is_of(profile, workload)), None)

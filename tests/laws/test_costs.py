@@ -177,9 +177,10 @@ def test_a_sharded_unit_costs_by_phase():
         forward_unit_s=1.0, forward_tensor_s=0.1, backward_unit_s=2.0, backward_tensor_s=0.2, copied_byte_s=0.001
     )
     measured = replace(device(), sharded_unit=cost)
-    found = [costs.sharded_unit_time_s(measured, phase=p, tensors=3, copied_bytes=100) for p in "fb"]
-    assert found == pytest.approx([1.4, 2.7])
-    assert costs.sharded_unit_time_s(device(), phase="f", tensors=3, copied_bytes=1e9) == pytest.approx(2.0)
+    assert [costs.sharded_unit_host_s(measured, phase=p, tensors=3) for p in "fb"] == pytest.approx([1.3, 2.6])
+    assert costs.sharded_unit_copy_s(measured, 100) == pytest.approx(0.1)
+    assert costs.sharded_unit_host_s(device(), phase="f", tensors=3) == 0
+    assert costs.sharded_unit_copy_s(device(), 1e9) == pytest.approx(2.0)
 
 
 def cut_block(*values: float) -> CutBlockCost:

@@ -104,7 +104,9 @@ def test_slow_drift_is_no_jitter():
 
 def test_jitter_that_all_layers_share_is_told_from_their_own():
     shared = [1.0, 1.1, 0.9, 1.05, 0.95, 1.1, 0.9, 1.0] * 6
-    steps = [_Step({(i, "f"): factor for i in range(10)}, {"f": 10 * factor}, 10 * factor) for factor in shared]
+    steps = [
+        _Step({(i, "f"): factor for i in range(10)}, {"f": 10 * factor}, 10 * factor, 10 * factor) for factor in shared
+    ]
     step_jitter, task_jitter = _jitter({8: steps}, None)
     assert step_jitter == pytest.approx(_spread(shared), rel=0.05)
     assert task_jitter < 0.1 * step_jitter
@@ -112,7 +114,7 @@ def test_jitter_that_all_layers_share_is_told_from_their_own():
 
 
 def test_what_observation_costs_is_taken_out():
-    steps = [_Step({(0, "f"): 1.0, (0, "b"): 2.0}, {"f": 0.9, "b": 1.6}, 2.5)] * 5
+    steps = [_Step({(0, "f"): 1.0, (0, "b"): 2.0}, {"f": 0.9, "b": 1.6}, 2.5, 2.5)] * 5
     assert _unobserved_ratio(steps, "f") == pytest.approx(0.9)
     assert _unobserved_ratio(steps, "b") == pytest.approx(0.8)
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 import uuid
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,10 +26,13 @@ from small_models import kept
 from gsreal import cli
 from gsreal.machine import device_name, usable_cores
 from gsreal.model_files.trace import Request, write_model
-from gsreal.run.launch import reason_of
+from gsreal.run.launch import check_gloo_on_gpus, reason_of
+from gssim.errors import UserError
+from gssim.plan import Plan
 from gssim.result import PHASES, Result, read_result
 from gssim.result.trace import process_of
-from gssim.scenario import load_model
+from gssim.scenario import load_model, load_scenario
+from gssim.units import validated
 from gssim.workload import Module
 
 pytestmark = pytest.mark.real
@@ -550,6 +555,27 @@ def test_more_ranks_than_devices(refusal, files):
 def test_a_cluster_of_gpus_on_a_machine_without(refusal):
     path = SCENARIOS / "gpt2-unequal-gpus.toml"
     assert refusal("run", path).startswith(f"{path}: cluster: its devices are GPUs, but this machine has none; use")
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        ({"method": "pipeline", "micro_batches": 2}, "plan.pp = 2: pipelines on GPUs can be predicted, but not run"),
+        ({"method": "tensor", "sequence_parallel": True}, "plan.sequence_parallel = true: on GPUs it can be predicted"),
+        ({"method": "tensor"}, ""),
+    ],
+    ids=str,
+)
+def test_what_gloo_does_not_carry_between_gpus(plan, said):
+    """torch hands gloo the addresses of a GPU's tensors, which it reads as the host's: a run ends in a crash (seen)."""
+    scenario = load_scenario(SCENARIOS / "demo.toml", gradients_needed=False).scenario
+    (core,) = scenario.cluster.device_types.values()
+    gpu = replace(core, kind="cuda")
+    cluster = replace(scenario.cluster, device_types=dict.fromkeys(scenario.cluster.device_types, gpu))
+    on_gpus = replace(scenario, cluster=cluster, plan=validated(Plan, plan, file="plan"))
+    for each, message in ((on_gpus, said), (replace(on_gpus, cluster=replace(cluster, backend="nccl")), "")):
+        with pytest.raises(UserError, match=re.escape(message)) if message else nullcontext():
+            check_gloo_on_gpus(each, where="file")
 
 
 def test_a_fused_sgd_on_the_shards_of_fsdp2(refusal, files):

@@ -202,6 +202,25 @@ def test_ranks_are_not_forked_from_a_process_that_would_make_them_otherwise(monk
         check_environment()
 
 
+@pytest.mark.parametrize("survives", [True, False])
+def test_ranks_of_a_gpu_are_forked_where_a_fork_can_use_it(monkeypatch, survives):
+    """torch may have initialised CUDA to count devices: then the process asks for the device itself, and forks none."""
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    this, asked = os.getpid(), []
+
+    def name_of(_device):
+        if os.getpid() != this and not survives:
+            raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+        asked.append(os.getpid())
+        return "a-gpu"
+
+    monkeypatch.setattr(validate, "device_name", name_of)
+    monkeypatch.setattr(validate.torch, "ones", lambda *size, **_device: torch.zeros(*size, requires_grad=True))
+    assert validate.device_and_forks("cuda") == ("a-gpu", survives)
+    assert asked == ([] if survives else [this])
+
+
 def test_of_two_measurements_the_one_with_less_waiting_for_cores_is_kept_at_every_moment(tmp_path, monkeypatch):
     waits = iter((0.5, 0.7, 0.2))
 
@@ -228,7 +247,8 @@ def test_a_plan_of_one_device_runs_before_communication_is_measured(tmp_path, mo
     whole = recorded_calibration()
     communicating = ("communication", "sharded_tensor_s", *COMMUNICATING)
     parts = {"devices": {key: value for key, value in whole.items() if key not in communicating}}
-    parts["links"] = {key: whole[key] for key in (*communicating, "name", "ranks", "memory_counter", "provenance")}
+    of_links = (*communicating, "name", "ranks", "memory_counter", "provenance")
+    parts["links"] = {key: whole[key] for key in of_links if key in whole}
     happened = []
 
     def measure(settings, **_how):
@@ -259,7 +279,8 @@ def recorded_calibration():
     sharded = {name: cost.pop("sharded_tensor_s") for name, cost in costs["optimizers"].items()}
     device = {key: costs[key] for key in ("memory_bytes", "memory_bandwidth_bytes_per_s", "operation_overhead_s")}
     device |= {"peak_flop_per_s": costs["peak_flop_per_s"]["fp32"], "workspace_bytes": costs["workspace_bytes"]}
-    found = {key: costs[key] for key in (*COMMUNICATING, *DRIFTING, "optimizers", "compression", "profiles")}
+    keys = (*COMMUNICATING, *DRIFTING, "optimizers", "compression", "profiles")
+    found = {key: costs[key] for key in keys if key in costs}
     return found | {
         "name": device_name(torch.device("cpu")),
         "ranks": 2,

@@ -1,0 +1,138 @@
+"""GPUs whose profile has the host's time to issue operations apart from the device's own: the slower sets the pace."""
+
+from dataclasses import replace
+
+import pytest
+from strategies import device_type, loaded_of, scenario_of, star
+
+from gssim import collectives
+from gssim.program.passes import lower
+from gssim.simulation import simulate
+
+PASSES = 10
+"""Forwards and backwards of the hand-made model's five layers."""
+TENSORS = 6
+OPTIMIZER = {
+    "tensor_s": 0.0,
+    "elements_s": {"sizes": [1], "values": [0.25 / 168]},
+    "host_s": 3.0,
+    "host_tensor_s": 0.5,
+}
+UPDATE_S, UPDATE_HOST_S = 0.25, 3.0 + TENSORS * 0.5
+"""Of all 168 elements."""
+
+
+def curve(seconds: float) -> dict[str, list[float]]:
+    return {"sizes": [1, 8], "values": [seconds, seconds]}
+
+
+def gpus(ranks: int, *, run_s: float, issue_s: float, backend: str = "nccl", **changes):
+    layer = {
+        "forward_s": curve(run_s),
+        "backward_s": curve(run_s),
+        "forward_host_s": curve(issue_s),
+        "backward_host_s": curve(issue_s),
+    }
+    profile = {"model": "tiny", "precision": "fp32", "sequence_length": 4}
+    profile["layers"] = dict.fromkeys(("embedding", "h", "head", "loss"), layer)
+    of_gpu = {"kind": "cuda", "profiles": [profile], "optimizers": {"adamw": OPTIMIZER}, "operation_overhead_s": 1e-3}
+    cluster = {"bandwidth": changes.pop("bandwidth", 1e12)}
+    return star(ranks, types={"gpu": device_type(**(of_gpu | changes))}, backend=backend, **cluster)
+
+
+def step_s(cluster, plan=None, **workload) -> float:
+    return simulate(loaded_of(scenario_of(cluster, plan or {"method": "single"}, **workload))).result.step_time_s
+
+
+def test_the_slower_of_device_and_host_sets_the_pace():
+    assert step_s(gpus(1, run_s=4.0, issue_s=1.0)) == pytest.approx(PASSES * 4.0 + UPDATE_S)
+    assert step_s(gpus(1, run_s=1.0, issue_s=4.0)) == pytest.approx(PASSES * 4.0 + UPDATE_HOST_S)
+
+
+def test_a_host_that_was_ahead_may_fall_behind():
+    """The update is issued while the device still runs the backward, as far as the host got ahead."""
+    assert step_s(gpus(1, run_s=1.5, issue_s=1.0)) == pytest.approx(max(PASSES * 1.0 + UPDATE_HOST_S, 15.0 + UPDATE_S))
+
+
+def test_what_a_loop_does_besides_is_hidden_behind_a_slow_device():
+    assert step_s(gpus(1, run_s=4.0, issue_s=1.0, step_s=2.0)) == pytest.approx(PASSES * 4.0 + UPDATE_S)
+    assert step_s(gpus(1, run_s=1.0, issue_s=4.0, step_s=2.0)) == pytest.approx(PASSES * 4.0 + UPDATE_HOST_S + 2.0)
+    cores = [star(1, types={"core": device_type(step_s=seconds)}) for seconds in (0.0, 2.0)]
+    assert step_s(cores[1]) - step_s(cores[0]) == pytest.approx(2.0)
+
+
+def test_hooks_of_replicas_take_the_hosts_time():
+    hooked = {"gradient_hook_s": 0.1, "replica_hook_s": 0.2}
+    slow, fast = ({"run_s": 4.0, "issue_s": 1.0}, {"run_s": 1.0, "issue_s": 4.0})
+    plans = {"ddp": TENSORS * 0.2, "gs": TENSORS * 0.1}
+    for method, hooks_s in plans.items():
+        added = [step_s(gpus(2, **each, **hooked), {"method": method}) for each in (slow, fast)]
+        bare = [step_s(gpus(2, **each), {"method": method}) for each in (slow, fast)]
+        assert added[0] == pytest.approx(bare[0])
+        assert added[1] - bare[1] == pytest.approx(hooks_s)
+
+
+UNIT = {
+    "forward_unit_s": 1.0,
+    "forward_tensor_s": 0.0,
+    "backward_unit_s": 2.0,
+    "backward_tensor_s": 0.0,
+    "copied_byte_s": 0.0,
+}
+
+
+@pytest.mark.parametrize(("method", "key"), [("zero2", "sharded_unit"), ("gs_z3", "flat_unit")])
+def test_a_units_own_work_is_the_hosts(method, key):
+    """Of three units: two blocks and the root."""
+    slow, fast = (
+        [step_s(gpus(2, run_s=run_s, issue_s=issue_s, **unit), {"method": method}) for unit in ({}, {key: UNIT})]
+        for run_s, issue_s in ((100.0, 1.0), (1.0, 100.0))
+    )
+    assert slow[1] == pytest.approx(slow[0], rel=1e-3)
+    assert fast[1] - fast[0] == pytest.approx(3 * (1.0 + 2.0), rel=1e-2)
+
+
+def issued(backend: str, method: str) -> list[tuple[str, bool]]:
+    """Return the labels of the first rank's issued tasks, and whether each goes on after the one before."""
+    cluster = gpus(2, run_s=1.0, issue_s=1.0, backend=backend)
+    return [
+        (task.label, task.issue.goes_on)
+        for task in lower(scenario_of(cluster, {"method": method})).tasks[0]
+        if task.issue is not None
+    ]
+
+
+def test_a_host_waits_for_exchanges_on_gloo_alone():
+    assert all(goes_on for _, goes_on in issued("nccl", "ddp"))
+    waiting = [label for label, goes_on in issued("gloo", "ddp") if not goes_on]
+    assert waiting == ["optimizer"]
+
+
+def test_what_ends_a_step_on_gloo_delays_the_next_ones_first_task():
+    """Updated parameters are published after the update."""
+    found = issued("gloo", "gs")
+    assert found[0] == ("forward embedding", False)
+    assert ("optimizer", False) in found
+
+
+@pytest.mark.parametrize("method", ["ddp", "zero3", "gs", "gs_z3"])
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_equal_ranks_stand_for_one_another(method, backend):
+    cluster = gpus(4, run_s=2e-3, issue_s=3e-3, backend=backend, bandwidth=1e5, step_s=1e-3, flat_unit=UNIT)
+    loaded = loaded_of(scenario_of(cluster, {"method": method}))
+    folded, unfolded = (simulate(loaded, unfolded=each).result for each in (False, True))
+    assert folded.step_time_s == pytest.approx(unfolded.step_time_s)
+
+
+def test_a_profile_without_the_hosts_times_says_nothing_of_them():
+    cluster = gpus(1, run_s=1.0, issue_s=1.0)
+    (device,) = cluster.device_types.values()
+    (profile,) = device.profiles
+    bare = replace(profile.layers["h"], forward_host_s=None, backward_host_s=None)
+    assert not {"forward_host_s", "backward_host_s"} & set(type(bare).__pydantic_serializer__.to_python(bare))
+
+
+def test_each_rank_beyond_two_adds_to_a_calls_overhead():
+    cost = {"overhead_s": {"all-gather-v": 1.0}, "overhead_rank_s": {"all-gather-v": 0.5}, "source": "-"}
+    cluster = star(4, backend_cost=cost)
+    assert [collectives.overhead_s(cluster, "all-gather-v", ranks=n) for n in (1, 2, 4)] == [1.0, 1.0, 2.0]
