@@ -97,8 +97,8 @@ class _Step:
     unobserved: dict[str, float]
     lasted_s: float
     """Wall-clock time of an unobserved step: with the bursts of a slowed-down device's sleep."""
-    free_s: float
-    """Time of an unobserved step on the device; on a GPU, with its waits for the host."""
+    elapsed_device_s: float
+    """Time of an unobserved step by the device's clock; a GPU's has its waits for the host in it."""
     host: dict[tuple[int, str], float] = field(default_factory=dict)
     """On a GPU: seconds of the host by (layer, phase)."""
     unobserved_host: dict[str, float] = field(default_factory=dict)
@@ -210,11 +210,11 @@ def _timed_on_gpu(
         else:
             dist.barrier()
         start_s = time.perf_counter()
-        free_s = sum(_by_phase(step_marks(bench, module, batch)).values())
+        elapsed_device_s = sum(_by_phase(step_marks(bench, module, batch)).values())
         lasted_s = time.perf_counter() - start_s
         update(bench, optimizer)
         if step >= 1:
-            steps_done.append(_Step(seconds, unobserved, lasted_s, free_s, host, unobserved_host))
+            steps_done.append(_Step(seconds, unobserved, lasted_s, elapsed_device_s, host, unobserved_host))
     return steps_done
 
 
@@ -377,7 +377,7 @@ def _jitter(times: dict[int, list[_Step]], lateness: float | None) -> tuple[floa
     """
     shared, own = [], []
     for steps in times.values():
-        totals = [step.free_s for step in steps]
+        totals = [step.elapsed_device_s for step in steps]
         middle = {place: statistics.median(step.seconds[place] for step in steps) for place in steps[0].seconds}
         total = sum(middle.values())
         weights = {place: value / total for place, value in middle.items() if value > 0.02 * total}
@@ -398,7 +398,8 @@ def _ratio(times: dict[int, list[_Step]], together: dict[int, list[_Step]], rank
     host is slower than the device nevertheless, a smaller ratio would do as well.
     """
     ratios = [
-        statistics.median(step.free_s for step in together[b]) / statistics.median(step.unobserved_s for step in steps)
+        statistics.median(step.elapsed_device_s for step in together[b])
+        / statistics.median(step.unobserved_s for step in steps)
         for b, steps in times.items()
         if steps and together.get(b)
     ]
