@@ -178,16 +178,22 @@ def _unpacking_s(low: Lowering, place: int, device_type: str) -> Floats:
 def unpack(low: Lowering, rank: int, bucket: Bucket) -> Task:
     """Return the task that writes the received messages of a bucket to the replica, and frees all messages.
 
-    torch writes at int64 indices: those of COO are cast, on a CPU in chunks.
+    torch writes at int64 indices: those of COO are cast, on a CPU in chunks; those of a bitmap are listed, on a CPU by
+    numpy.
     """
     device, own, messages = low.device(rank), low.node(rank), published(low, low.place(rank))
-    most = encodings.CHUNK_ELEMENTS if device.kind == "cpu" else math.inf
-    indexed = messages.encoding[bucket.index] == encodings.ENCODINGS.index("coo")
+    on_cpu, encoding = device.kind == "cpu", messages.encoding[bucket.index]
+    most = encodings.CHUNK_ELEMENTS if on_cpu else math.inf
+    indexed = encoding == encodings.ENCODINGS.index("coo") if on_cpu else encoding != DENSE
     indexed[own] = False
     places = min(float(messages.entries[bucket.index].max(where=indexed, initial=0.0)), most)
     others_bytes, own_bytes, unpack_s, _ = low.once_a_step(_of_rank, rank)
     given_back = others_bytes[bucket.index] + own_bytes[bucket.index]
-    cast = [Event(0, INDEX_BYTES * places, "temporaries"), Event(1, -INDEX_BYTES * places, "temporaries")]
+    stream = _side_stream(low, rank)
+    cast = [
+        Event(0, INDEX_BYTES * places, "temporaries", stream=stream),
+        Event(1, -INDEX_BYTES * places, "temporaries"),
+    ]
     need = footprint([*cast, Event(2, -given_back, "communication")])
     put = _publish_id(bucket).serving("put")
     return Task(put, "compression", duration_s=unpack_s[bucket.index], need=need)
@@ -206,7 +212,7 @@ def publish(low: Lowering, rank: int, tasks: Sequence[Task], update: Task) -> li
         return [*tasks, update]
     sends: Sequence[Task]
     sends, waits = low.once_a_step(_publish_tasks, rank if low.thresholds_publish else low.group[low.place(rank)])
-    if not low.policies.publish_overlaps:
+    if not _overlaps(low):
         return [*tasks, update, *sends]
     if sends and not _posts_messages(low):  # a CPU's compute stream posts the messages itself
         first, *others = sends
@@ -221,7 +227,7 @@ PUBLISH_BEGIN = TaskId("publish-begin")
 
 def _publish_tasks(low: Lowering, rank: int) -> tuple[list[Task], dict[TaskId, list[Task]]]:
     """Return the tasks that publish, and those that wait for them, by the forward that they precede."""
-    overlaps = low.policies.publish_overlaps
+    overlaps = _overlaps(low)
     order = low.buckets[::-1] if overlaps else low.buckets
     sends = threshold_and_pack(low, rank, order) if low.thresholds_publish else []
     waits: dict[TaskId, list[Task]] = defaultdict(list)
@@ -257,14 +263,28 @@ def _bucket_exchanges(low: Lowering, rank: int, bucket: Bucket) -> list[Task]:
     return _on_communication_stream(low, tasks)
 
 
+def _overlaps(low: Lowering) -> bool:
+    """Return whether the next forward begins before published parameters have come.
+
+    A GPU's messages over gloo are copied through the host's memory, for which the host waits.
+    """
+    staged = low.scenario.cluster.backend == "gloo" and low.device(low.group[0]).kind == "cuda"
+    return low.policies.publish_overlaps and not staged
+
+
+def _side_stream(low: Lowering, rank: int) -> str:
+    """Return the stream in which others' messages are received and unpacked: a GPU has one for what may overlap."""
+    return "publish" if low.policies.publish_overlaps and low.device(rank).kind == "cuda" else ""
+
+
 def _posts_messages(low: Lowering) -> bool:
     """Return whether messages are posted, and waited for later; see [Note: publish beside the forward]."""
-    return low.policies.publish_overlaps and low.scenario.cluster.backend == "gloo"
+    return _overlaps(low) and low.scenario.cluster.backend == "gloo"
 
 
 def _on_communication_stream(low: Lowering, tasks: list[Task]) -> list[Task]:
     """Return tasks moved to the communication stream if publishing overlaps, except the posting of messages."""
-    if not low.policies.publish_overlaps:
+    if not _overlaps(low):
         return tasks
     return [
         replace(task, stream="communication") if task.communication or not _posts_messages(low) else task
@@ -284,7 +304,7 @@ def _exchange_across_nodes(low: Lowering, rank: int, bucket: Bucket) -> list[Tas
         low, bucket, rank, own, "all-gather-v", sum(owned) * low.value_bytes, data_dependent=thresholded, **carried
     )
     received = received_bytes(low, bucket, rank) if thresholded else 0.0
-    need = footprint([Event(0, received, "communication")])
+    need = footprint([Event(0, received, "communication", stream=_side_stream(low, rank))])
     if not _posts_messages(low):
         ring = collective_task(own, exchange, communication=communication, need=need)
         return [ring, unpack(low, rank, bucket)] if thresholded else [ring]

@@ -29,7 +29,6 @@ OTHERWISE = {
     "2-zero3-sel": (0.017, 0.03),
     "1-single-full": (0.013, 0.03),
     "1-single-sel": (0.014, 0.03),
-    "2-gs-publish-overlap": (0.01, 0.14),  # messages of the side stream have segments of their own: 22 MiB
     "1-single-resnet": (0.021, 0.2),  # no profile of it: cuDNN's workspace is unknown
     "large-four-ranks--gs": (0.01, 0.045),  # a segment of 20 MiB
 }
