@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -427,7 +428,7 @@ def device_and_forks(kind: str) -> tuple[str, bool]:
     """Return the name of this machine's devices, and whether ranks can be forks of this process.
 
     CUDA does not survive a fork, and torch may have initialised it here to count devices (without NVML it does). So a
-    fork tries to use a GPU; this process must not, unless that fails.
+    fork tries CUDA first; this process uses it only if that fails.
     """
     device = torch.device(kind)
     if kind == "cpu":
@@ -440,8 +441,9 @@ def device_and_forks(kind: str) -> tuple[str, bool]:
             (weight @ weight).sum().backward()
             write_text(name, device_name(device))
 
-        if not Forked(use_device, Path(folder, "log.txt")).wait():
-            return name.read_text(encoding="utf-8"), True
+        with suppress(RunFailedError):  # this process cannot be forked
+            if not Forked(use_device, Path(folder, "log.txt")).wait():
+                return name.read_text(encoding="utf-8"), True
     return device_name(device), False
 
 

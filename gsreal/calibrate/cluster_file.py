@@ -155,6 +155,8 @@ def averaged(data: dict[str, Any], measured: dict[str, Any], *, where: str) -> d
     other_keys = [key for key in PROFILE_KEYS if key != "precision"]
     for new in measured["profiles"]:
         same = [old for old in device["profiles"] if all(old.get(key) == new.get(key) for key in PROFILE_KEYS)]
+        if same and _has_host_times(same[0]) != _has_host_times(new):
+            raise UserError(f"{where}: its profile of {new['model']} has other times of the host; calibrate anew")
         if same:
             _average(same[0], new, where)
         elif any(all(old.get(key) == new.get(key) for key in other_keys) for old in device["profiles"]):
@@ -168,6 +170,10 @@ def averaged(data: dict[str, Any], measured: dict[str, Any], *, where: str) -> d
 HOST = {"forward_host_s", "backward_host_s"}
 MEMORY = ("forward_peak_bytes", "backward_peak_bytes", "scratch_bytes")
 PROFILE_KEYS = ("model", "precision", "sequence_length")
+
+
+def _has_host_times(profile: dict[str, Any]) -> bool:
+    return any(HOST & layer.keys() for layer in profile["layers"].values())
 
 
 def _average(old: dict[str, Any], new: dict[str, Any], where: str) -> None:

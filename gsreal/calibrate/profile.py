@@ -394,8 +394,8 @@ def _jitter(times: dict[int, list[_Step]], lateness: float | None) -> tuple[floa
 def _ratio(times: dict[int, list[_Step]], together: dict[int, list[_Step]], ranks: int) -> float:
     """Return a step's time beside busy neighbours over its time alone, at least 1: the median over batch sizes.
 
-    Of ranks that share a GPU: over the device's own time, and at most their number, as if they took turns. Where the
-    host is slower than the device nevertheless, a smaller ratio would do as well.
+    Of ranks that share a GPU: over the device's own time, and at most their number, as if they took turns. If the host
+    is the slower one, the true ratio may be smaller.
     """
     ratios = [
         statistics.median(step.elapsed_device_s for step in together[b])

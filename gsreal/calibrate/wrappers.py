@@ -293,8 +293,7 @@ def _step_parts(
 def gradient_hook_cost(bench: Bench) -> float:
     """Return the time that collecting one gradient adds to a step under Gradient Sharding, without copying.
 
-    That is what it does in the backward, and in its own step apart from the parts that it observes: the update, and
-    exchanges.
+    That is the hook's time in the backward, and `optimizer.step()` without its update and exchanges.
     """
     group = dist.new_group([0])  # every rank must call it; only rank 0 uses it
 

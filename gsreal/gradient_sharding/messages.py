@@ -67,7 +67,7 @@ def scratch_by_dtype(buckets: Sequence[Bucket]) -> dict[torch.dtype, Scratch]:
 def count(flags: Tensor) -> int:
     """Return the number of set flags; on a CPU by numpy, which is several times as fast.
 
-    On a GPU torch's `count_nonzero` would compare them first, with a result of their size.
+    On a GPU torch 2.11's `count_nonzero` compares them first, with a result of their size.
     """
     return int(np.count_nonzero(flags.numpy())) if is_on_host(flags) else int(flags.sum())
 

@@ -336,7 +336,7 @@ class Pusher:
         for owner, (first, last) in enumerate(bucket.ranges):
             if owner != self.rank:
                 flags = mark(accumulated.part(first, last), clip_ranges(thresholds, first, last), scratch)
-                counts[owner] = flags.count_nonzero()
+                counts[owner] = flags.sum()
         entries: list[int] = counts.tolist()
         return entries
 

@@ -75,8 +75,8 @@ class DeviceType:
     operation_overhead_s: Seconds = 0.0
     """Host time to launch one operation; a step is never faster than its launches."""
     step_s: Seconds | None = None
-    """Host time of a training loop in each step besides forward, backward and update: for the batch, the loss and
-    records of it. Absent: none."""
+    """Host time of a training loop in each step besides forward, backward and update: the batch, the loss, its logging.
+    Absent: none."""
     workspace_bytes: Bytes = 0.0
     """Memory that libraries allocate and keep (cuBLAS workspaces); it counts as allocated."""
     resident_threads: PositiveInt | None = None
@@ -109,11 +109,13 @@ class DeviceType:
     sharded_unit: ShardedUnitCost | None = None
     """Measured; absent: no extra time."""
     flat_unit: ShardedUnitCost | None = None
-    """The same of units of parameters that Gradient Sharding gathers (`gs_z3`), their gradients' hooks included."""
+    """Measured, of units that Gradient Sharding gathers (`gs_z3`), gradient hooks included; their copies go by the
+    memory's bandwidth, not by `copied_byte_s`. Absent: no extra time."""
     cut_block: CutBlockCost | None = None
     """Measured; absent: no extra time."""
     gradient_hook_s: Seconds = 0.0
-    """Host time of one gradient hook (per parameter and backward) in the methods that communicate gradients."""
+    """Host time of one gradient hook (per parameter and backward) in the methods that communicate gradients; under
+    Gradient Sharding with what its step does for each parameter besides the update."""
     replica_hook_s: Seconds | None = None
     """The same under DistributedDataParallel; absent: `gradient_hook_s`."""
     profiles: tuple[Profile, ...] = ()
@@ -206,8 +208,8 @@ class BackendCost:
     """Per call, by collective kind, in addition to link latencies; `default` for all others. Collectives made of
     point-to-point messages have the costs of the uneven kind: an all-gather those of all-gather-v."""
     overhead_rank_s: dict[str, Seconds] = field(default_factory=dict)
-    """The same for each rank of the group beyond two. GPUs' messages over gloo are copied through the host's memory one
-    by one."""
+    """Added to `overhead_s` for each rank of the group beyond two: messages of GPUs over gloo are copied one by one
+    through the host's memory."""
     message_s: Seconds = 0.0
     """Fixed time of a message in addition to the latency of its path, and of a receiver's notice: the threads that it
     wakes. Where a link's latency was measured from rank to rank, it includes this."""

@@ -123,8 +123,8 @@ class LayerProfile:
     backward_s: Curve
     """Time of the backward; of a checkpointed block without its recomputed forward."""
     forward_host_s: Curve | None = None
-    """Of a GPU: time of the host to issue the forward's operations, which it does ahead of the device where it can;
-    `forward_s` is then the device's own time. Absent: `forward_s` has waits for the host in it."""
+    """On a GPU: host time to issue the forward's operations, ahead of the device where it can; `forward_s` is then the
+    device's own time. Absent: `forward_s` has waits for the host in it."""
     backward_host_s: Curve | None = None
     """The same of the backward."""
     forward_peak_bytes: Curve | None = None
@@ -179,10 +179,10 @@ class OptimizerCost:
     elements_s: Curve
     """Time by the number of updated elements."""
     host_s: Seconds | None = None
-    """Of a GPU: time of the host to issue an update, whatever its tensors; the times above are then the device's own.
-    Absent: they have waits for the host in them."""
+    """On a GPU: host time to issue an update, whatever its tensors; the times above are then the device's own. Absent:
+    they have waits for the host in them."""
     host_tensor_s: Seconds | None = None
-    """The same for each tensor."""
+    """Added to `host_s` for each tensor."""
 
     @model_serializer(mode="wrap")
     def _as_measured(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -266,7 +266,7 @@ class CompressionCost:
 
 @spec
 class ShardedUnitCost:
-    """Host time that FSDP2 adds for each sharded unit and each parameter in it, without the communication."""
+    """Host time that a wrapper (FSDP2) adds for each sharded unit and each parameter in it, without communication."""
 
     forward_unit_s: Seconds
     """For each unit and forward."""

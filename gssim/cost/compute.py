@@ -77,7 +77,7 @@ def measured_issue_s(
 ) -> float | None:
     """Return a GPU's host time to issue a layer's phase as its profile has it; None where it has none.
 
-    What is recomputed takes the fraction of the forward's that it has of its operations.
+    Recomputation takes the forward's, scaled by its share of the operations.
     """
     profile = layer_profile(device, workload, layer)
     curve = None

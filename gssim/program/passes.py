@@ -408,7 +408,7 @@ def _tasks(low: Lowering, rank: int, alike: "_Alike", *, chunked: bool) -> list[
     """Return the tasks of a rank's step; `chunked`: as parts of an outline, where it has stages."""
     if low.stages:
         parts = pipeline(low, rank, partial(_stage_tasks, rank=rank, alike=alike), chunked=chunked)
-        return [*parts, *optimize(low, rank, [], replicas=replicas_of(low, rank))]
+        return [*_load_batch(low, rank), *parts, *optimize(low, rank, [], replicas=replicas_of(low, rank))]
     kind = low.once_a_run(_rank_kind, rank)
     if kind not in alike.steps:
         micro_batches = (_micro_batch(low, micro_batch, rank=rank, alike=alike) for micro_batch in low.micro_batches)
@@ -435,7 +435,8 @@ def _load_batch(low: Lowering, rank: int) -> list[Task]:
 def _with_host_waits(tasks: Sequence[Task]) -> list[Task]:
     """Return a rank's tasks, whose host waits for every exchange on gloo: what follows it is issued after it.
 
-    Gradients to be pushed are copied to the host's memory, too. What ends a step delays the next one's first task.
+    Gradients to be pushed are copied to the host's memory, too. An exchange that ends a step holds up the next one's
+    first task.
     """
     compute = [task for task in tasks if task.stream == "compute"]
     issued = [place for place, task in enumerate(compute) if task.issue is not None]

@@ -273,7 +273,7 @@ def _overlaps(low: Lowering) -> bool:
 
 
 def _side_stream(low: Lowering, rank: int) -> str:
-    """Return the stream in which others' messages are received and unpacked: a GPU has one for what may overlap."""
+    """Return the stream in which others' messages are received and unpacked: on a GPU another, if it may overlap."""
     return "publish" if low.policies.publish_overlaps and low.device(rank).kind == "cuda" else ""
 
 

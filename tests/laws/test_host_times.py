@@ -57,8 +57,10 @@ def test_a_host_that_was_ahead_may_fall_behind():
 def test_what_a_loop_does_besides_is_hidden_behind_a_slow_device():
     assert step_s(gpus(1, run_s=4.0, issue_s=1.0, step_s=2.0)) == pytest.approx(PASSES * 4.0 + UPDATE_S)
     assert step_s(gpus(1, run_s=1.0, issue_s=4.0, step_s=2.0)) == pytest.approx(PASSES * 4.0 + UPDATE_HOST_S + 2.0)
-    cores = [star(1, types={"core": device_type(step_s=seconds)}) for seconds in (0.0, 2.0)]
-    assert step_s(cores[1]) - step_s(cores[0]) == pytest.approx(2.0)
+    pipeline = {"method": "pipeline", "micro_batches": 2}
+    for ranks, plan in ((1, None), (2, pipeline)):
+        cores = [star(ranks, types={"core": device_type(step_s=seconds)}) for seconds in (0.0, 2.0)]
+        assert step_s(cores[1], plan) - step_s(cores[0], plan) == pytest.approx(2.0)
 
 
 def test_hooks_of_replicas_take_the_hosts_time():

@@ -202,7 +202,7 @@ def test_ranks_are_not_forked_from_a_process_that_would_make_them_otherwise(monk
         check_environment()
 
 
-@pytest.mark.parametrize("survives", [True, False])
+@pytest.mark.parametrize("survives", [True, False, None], ids=["yes", "no", "no-fork-at-all"])
 def test_ranks_of_a_gpu_are_forked_where_a_fork_can_use_it(monkeypatch, survives):
     """torch may have initialised CUDA to count devices: then the process asks for the device itself, and forks none."""
     for name, value in ENVIRONMENT.items():
@@ -216,8 +216,10 @@ def test_ranks_of_a_gpu_are_forked_where_a_fork_can_use_it(monkeypatch, survives
         return "a-gpu"
 
     monkeypatch.setattr(validate, "device_name", name_of)
+    if survives is None:
+        monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr(validate.torch, "ones", lambda *size, **_device: torch.zeros(*size, requires_grad=True))
-    assert validate.device_and_forks("cuda") == ("a-gpu", survives)
+    assert validate.device_and_forks("cuda") == ("a-gpu", bool(survives))
     assert asked == ([] if survives else [this])
 
 
