@@ -87,8 +87,8 @@ def _device_costs(bench: Bench) -> dict[str, Any]:
         optimizers = bench.alone(lambda: {name: optimizer_cost(bench, name) for name in bench.settings.optimizers})
     bench.say("thresholding")
     compression = bench.alone(lambda: compression_cost(bench))
-    step_s = step_cost(bench)
-    return {"device": (device or {}) | {"step_s": step_s}, "optimizers": optimizers, "compression": compression}
+    device = (device or {}) | {"step_host_s": step_cost(bench)}
+    return {"device": device, "optimizers": optimizers, "compression": compression}
 
 
 def _layer_costs(bench: Bench, counter: MemoryCounter) -> dict[str, Any]:

@@ -114,8 +114,8 @@ def device_type_data(measured: dict[str, Any], settings: Settings, source: str) 
         "compression": measured["compression"],
         "profiles": measured["profiles"],
     }
-    if "step_s" in device:
-        data["step_s"] = device["step_s"]
+    if "step_host_s" in device:
+        data["step_host_s"] = device["step_host_s"]
     if "resident_threads" in device:
         data["resident_threads"] = int(device["resident_threads"])
     for key in (*COMMUNICATING, *DRIFTING):

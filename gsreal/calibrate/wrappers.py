@@ -149,7 +149,9 @@ def sharded_unit_cost(bench: Bench) -> tuple[dict[str, float], dict[str, float]]
     for every operation on a DTensor: AdamW has a dozen, SGD one or two.
     """
     few, many = (_wrapped_minus_plain(bench, UNITS, tensors, 64) for tensors in (2, 12))
-    unit = _unit_cost(few, many, _wrapped_minus_plain(bench, UNITS, 2, 2**17))
+    large = _wrapped_minus_plain(bench, UNITS, 2, 2**17)
+    copied_byte_s = (large[0] + large[1] - few[0] - few[1]) / (2 * 2 * 2**17 * 4)
+    unit = _unit_cost(few, many) | {"copied_byte_s": max(0.0, copied_byte_s)}
     added = {"adamw": (many[2] - few[2]) / 10} | {
         name: _sharded_tensor_s(bench, name) for name in bench.settings.optimizers if name != "adamw"
     }
@@ -163,22 +165,18 @@ def _sharded_tensor_s(bench: Bench, optimizer: str) -> float:
 
 
 def flat_unit_cost(bench: Bench) -> dict[str, float]:
-    """Return the host's time for a unit of parameters that Gradient Sharding gathers, per unit, tensor and byte."""
-    few, many = (_wrapped_minus_plain(bench, UNITS, tensors, 64, wrap=_sharded_by_push) for tensors in (2, 12))
-    large = _wrapped_minus_plain(bench, UNITS, 2, 2**17, wrap=_sharded_by_push)
-    return _unit_cost(few, many, large)
+    """Return the host's time for a unit of parameters that Gradient Sharding gathers, per unit and tensor."""
+    return _unit_cost(*(_wrapped_minus_plain(bench, UNITS, tensors, 64, wrap=_sharded_by_push) for tensors in (2, 12)))
 
 
-def _unit_cost(few: Parts, many: Parts, large: Parts) -> dict[str, float]:
-    """Return a unit's costs from the added time of units of 2 and of 12 tiny tensors, and of 2 of 2**17 elements."""
+def _unit_cost(few: Parts, many: Parts) -> dict[str, float]:
+    """Return a unit's costs from the added time of units of 2 and of 12 tiny tensors."""
     tensor = [(m - f) / 10 for m, f in zip(many, few, strict=True)]
-    copied_byte_s = (large[0] + large[1] - few[0] - few[1]) / (2 * 2 * 2**17 * 4)
     return {
         "forward_unit_s": max(0.0, few[0] - 2 * tensor[0]),
         "forward_tensor_s": max(0.0, tensor[0]),
         "backward_unit_s": max(0.0, few[1] - 2 * tensor[1]),
         "backward_tensor_s": max(0.0, tensor[1]),
-        "copied_byte_s": max(0.0, copied_byte_s),
     }
 
 

@@ -20,6 +20,7 @@ from gssim.cluster.measured import (
     Profile,
     ShardedUnitCost,
     Slowdown,
+    UnitCost,
 )
 from gssim.cluster.nccl_tuning import GENERATIONS, NcclTuning
 from gssim.cluster.presets import expanded
@@ -74,7 +75,7 @@ class DeviceType:
     """Achieved memory bandwidth of memory-bound operations, usually less than a data sheet's."""
     operation_overhead_s: Seconds = 0.0
     """Host time to launch one operation; a step is never faster than its launches."""
-    step_s: Seconds | None = None
+    step_host_s: Seconds | None = None
     """Host time of a training loop in each step besides forward, backward and update: the batch, the loss, its logging.
     Absent: none."""
     workspace_bytes: Bytes = 0.0
@@ -108,9 +109,8 @@ class DeviceType:
     """Measured on this device; absent: the backend's costs."""
     sharded_unit: ShardedUnitCost | None = None
     """Measured; absent: no extra time."""
-    flat_unit: ShardedUnitCost | None = None
-    """Measured, of units that Gradient Sharding gathers (`gs_z3`), gradient hooks included; their copies go by the
-    memory's bandwidth, not by `copied_byte_s`. Absent: no extra time."""
+    flat_unit: UnitCost | None = None
+    """Measured, of units that Gradient Sharding gathers (`gs_z3`), gradient hooks included; absent: no extra time."""
     cut_block: CutBlockCost | None = None
     """Measured; absent: no extra time."""
     gradient_hook_s: Seconds = 0.0
@@ -144,7 +144,7 @@ class DeviceType:
             "fp32_efficiency_ratio",
             "float8_ratio",
             "replica_hook_s",
-            "step_s",
+            "step_host_s",
             "flat_unit",
         )
         data: dict[str, Any] = inner(self)

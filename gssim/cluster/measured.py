@@ -265,8 +265,10 @@ class CompressionCost:
 
 
 @spec
-class ShardedUnitCost:
-    """Host time that a wrapper (FSDP2) adds for each sharded unit and each parameter in it, without communication."""
+class UnitCost:
+    """Host time that a wrapper adds for each unit of parameters that it gathers, and each parameter in it, without the
+    communication.
+    """
 
     forward_unit_s: Seconds
     """For each unit and forward."""
@@ -276,6 +278,12 @@ class ShardedUnitCost:
     """For each unit and backward."""
     backward_tensor_s: Seconds
     """For each parameter of a unit and backward."""
+
+
+@spec
+class ShardedUnitCost(UnitCost):
+    """The same of FSDP2, with its copies."""
+
     copied_byte_s: Seconds
     """Per byte that is copied into or out of a communication buffer."""
 

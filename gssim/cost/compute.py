@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from gssim.cluster import Curve, DeviceType
-from gssim.cluster.measured import CutBlockCost, OptimizerCost, ShardedUnitCost
+from gssim.cluster.measured import CutBlockCost, OptimizerCost, ShardedUnitCost, UnitCost
 from gssim.plan import INDEX_BYTES
 from gssim.scenario import achieved_flop_per_s, has_master_copy, layer_profile, master_bytes, value_bytes
 from gssim.scenario.device_rates import product_precision
@@ -483,7 +483,7 @@ def flat_unit_host_s(device: DeviceType, *, phase: str, tensors: int) -> float:
     return _unit_host_s(device.flat_unit, phase, tensors)
 
 
-def _unit_host_s(cost: ShardedUnitCost | None, phase: str, tensors: int) -> float:
+def _unit_host_s(cost: UnitCost | None, phase: str, tensors: int) -> float:
     if cost is None:
         return 0.0
     if phase == "f":

@@ -425,11 +425,11 @@ def _tasks(low: Lowering, rank: int, alike: "_Alike", *, chunked: bool) -> list[
 def _load_batch(low: Lowering, rank: int) -> list[Task]:
     """Return what the training loop does in a step besides forward, backward and update, where that is measured."""
     device = low.device(rank)
-    if device.step_s is None:
+    if device.step_host_s is None:
         return []
     if device.kind == "cuda":
-        return [Task(TaskId("load-batch"), "idle", issue=Issue(device.step_s, goes_on=True))]
-    return [Task(TaskId("load-batch"), "idle", duration_s=device.step_s)]
+        return [Task(TaskId("load-batch"), "idle", issue=Issue(device.step_host_s, goes_on=True))]
+    return [Task(TaskId("load-batch"), "idle", duration_s=device.step_host_s)]
 
 
 def _with_host_waits(tasks: Sequence[Task]) -> list[Task]:

@@ -55,11 +55,11 @@ def test_a_host_that_was_ahead_may_fall_behind():
 
 
 def test_what_a_loop_does_besides_is_hidden_behind_a_slow_device():
-    assert step_s(gpus(1, run_s=4.0, issue_s=1.0, step_s=2.0)) == pytest.approx(PASSES * 4.0 + UPDATE_S)
-    assert step_s(gpus(1, run_s=1.0, issue_s=4.0, step_s=2.0)) == pytest.approx(PASSES * 4.0 + UPDATE_HOST_S + 2.0)
+    assert step_s(gpus(1, run_s=4.0, issue_s=1.0, step_host_s=2.0)) == pytest.approx(PASSES * 4.0 + UPDATE_S)
+    assert step_s(gpus(1, run_s=1.0, issue_s=4.0, step_host_s=2.0)) == pytest.approx(PASSES * 4.0 + UPDATE_HOST_S + 2.0)
     pipeline = {"method": "pipeline", "micro_batches": 2}
     for ranks, plan in ((1, None), (2, pipeline)):
-        cores = [star(ranks, types={"core": device_type(step_s=seconds)}) for seconds in (0.0, 2.0)]
+        cores = [star(ranks, types={"core": device_type(step_host_s=seconds)}) for seconds in (0.0, 2.0)]
         assert step_s(cores[1], plan) - step_s(cores[0], plan) == pytest.approx(2.0)
 
 
@@ -79,15 +79,16 @@ UNIT = {
     "forward_tensor_s": 0.0,
     "backward_unit_s": 2.0,
     "backward_tensor_s": 0.0,
-    "copied_byte_s": 0.0,
 }
+COPIES = {"sharded_unit": {"copied_byte_s": 0.0}, "flat_unit": {}}
 
 
 @pytest.mark.parametrize(("method", "key"), [("zero2", "sharded_unit"), ("gs_z3", "flat_unit")])
 def test_a_units_own_work_is_the_hosts(method, key):
     """Of three units: two blocks and the root."""
+    costs = {key: UNIT | COPIES[key]}
     slow, fast = (
-        [step_s(gpus(2, run_s=run_s, issue_s=issue_s, **unit), {"method": method}) for unit in ({}, {key: UNIT})]
+        [step_s(gpus(2, run_s=run_s, issue_s=issue_s, **unit), {"method": method}) for unit in ({}, costs)]
         for run_s, issue_s in ((100.0, 1.0), (1.0, 100.0))
     )
     assert slow[1] == pytest.approx(slow[0], rel=1e-3)
@@ -120,7 +121,7 @@ def test_what_ends_a_step_on_gloo_delays_the_next_ones_first_task():
 @pytest.mark.parametrize("method", ["ddp", "zero3", "gs", "gs_z3"])
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_equal_ranks_stand_for_one_another(method, backend):
-    cluster = gpus(4, run_s=2e-3, issue_s=3e-3, backend=backend, bandwidth=1e5, step_s=1e-3, flat_unit=UNIT)
+    cluster = gpus(4, run_s=2e-3, issue_s=3e-3, backend=backend, bandwidth=1e5, step_host_s=1e-3, flat_unit=UNIT)
     loaded = loaded_of(scenario_of(cluster, {"method": method}))
     folded, unfolded = (simulate(loaded, unfolded=each).result for each in (False, True))
     assert folded.step_time_s == pytest.approx(unfolded.step_time_s)

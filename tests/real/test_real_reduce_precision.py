@@ -54,10 +54,12 @@ def check(name: str, case: dict[str, Any], found: dict[str, Any]) -> None:
     entries = sorted([list(entry.key) for entry in predicted(case).collectives], key=str)
     assert json.loads(json.dumps(entries)) == sorted(found["collectives"], key=str)
     # how long a wide copy of a bucket lives beside the backward depends on rates, which are not this machine's: on a
-    # busy one, a copy of 2 MB was still there when the next was made
-    lowest, highest = (0.96, 1.12) if name in ("ddp-wide", "pipeline-wide") else (0.999, 1.001)
+    # busy one, one was still there when the next was made
+    copies = name in ("ddp-wide", "pipeline-wide")
+    later = max(size for kind, _, size, _ in entries if kind == "all-reduce") if copies else 0
     for peak, seen in zip(predicted_peaks(case), found["peaks"], strict=True):
-        assert lowest <= seen / peak <= highest
+        near = pytest.approx(peak, rel=0.04 if copies else 0.001)
+        assert near in (seen, seen - later)
     assert found["replicas_equal"]
     least, largest = ROUNDING[name.rpartition("-")[2]]
     assert least <= found["difference"] / found["largest_parameter"] <= largest
