@@ -23,18 +23,27 @@ class Latent:
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """Experts in place of the perceptrons of all blocks but the first ones."""
+    """Experts in place of the perceptrons of all blocks but the first ones.
+
+    The last three say how Megatron-LM runs them (core/transformer/moe: experts.py, token_dispatcher.py, moe_utils.py).
+    """
 
     count: int
     chosen: int
     """Experts of a token."""
     width: int
-    shared_width: int
-    """Width of the expert that all tokens take besides."""
+    shared_width: int = 0
+    """Width of the expert that all tokens take besides; 0: there is none."""
     dense_blocks: int = 1
     """Number of blocks, the first ones, that have a plain perceptron."""
-    capacity_ratio: float = 1.0
-    """Rows of each expert over an even share of them."""
+    capacity_ratio: float | None = None
+    """Rows of each expert over an even share of them; None: no token is dropped, and loads are balanced."""
+    grouped: bool = True
+    """The products of a rank's experts are one call; else experts run one after another."""
+    gathers_tokens: bool = False
+    """Ranks gather all tokens and pick those of their experts (`allgather`); else they send tokens (`alltoall`)."""
+    fused_permutation: bool = True
+    """Tokens are sorted by expert in one kernel; else by a mask, its transpose, selected indices and a gather."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +69,9 @@ class Shape:
     latent: Latent | None = None
     """The attention's projections are narrow ones of DeepSeek's kind."""
     experts: Experts | None = None
-    """Mixtures of experts; with `latent` alone."""
+    """Mixtures of experts."""
+    biased: bool = True
+    """Whether linear layers of a `gpt` have a bias."""
 
     @property
     def ties(self) -> bool:
@@ -89,6 +100,11 @@ class Shape:
             return first + last.layers * 12 * last.hidden**2
         if self.latent is not None and self.experts is not None:
             return self._latent_parameters(self.latent, self.experts)
+        if self.experts is not None:
+            experts = self.experts
+            routed = h * experts.count + maps * h * (experts.count * experts.width + experts.shared_width)
+            plain = replace(self, experts=None).parameters
+            return plain + (self.layers - experts.dense_blocks) * (routed - maps * h * self.ffn)
         block = 2 * h * h + 2 * h * self.kv_width + maps * h * self.ffn
         if self.kind == "gpt":
             block += 4 * h + 2 * h + 2 * self.kv_width + self.ffn + h
@@ -248,6 +264,8 @@ class Run:
     pp: int = 1
     ep: int = 1
     """Ranks that divide experts, of those of `dp`."""
+    etp: int | None = None
+    """Tensor ranks that divide each expert; absent: all."""
     chunks: int = 1
     """Pipeline stages per rank (virtual stages)."""
     blocks_of_stages: tuple[int, ...] | None = None

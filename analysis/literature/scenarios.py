@@ -22,7 +22,7 @@ from pydantic import TypeAdapter
 
 import gssim
 from analysis.literature.kernels import KernelUse
-from analysis.literature.mixture import weight_shapes
+from analysis.literature.mixture import ExpertRanks, weight_shapes
 from analysis.literature.platforms import (
     Platform,
     Server,
@@ -81,7 +81,9 @@ def tables_of(run: Run) -> dict[str, Any]:
     context, software = run.software.context_ranks, run.software
     ties = run.shape.ties and (run.pp == 1 or run.sums_tied_gradients)
     use = _kernel_use(run) if software.kernels is not None else None
-    model = transformer(run.shape, software, tp=run.tp, tied=ties, across=ties and run.pp > 1, use=use)
+    divided = ExpertRanks(run.ep, run.etp) if run.shape.experts is not None else None
+    across = ties and run.pp > 1
+    model = transformer(run.shape, software, tp=run.tp, tied=ties, across=across, use=use, divided=divided)
     figures = [f"{run.step_s:.6g} s a step"] if run.step_s else []
     if run.memory_bytes and run.memory_metric:
         rank = "the last rank" if run.memory_of == "last" else "the rank that needs most"
@@ -260,6 +262,8 @@ def plan_of(run: Run) -> dict[str, Any]:
         plan |= {"dp_shard": run.shards, "dp_replicate": run.dp * run.software.context_ranks // run.shards}
     if run.ep > 1:
         plan["ep"] = run.ep
+        if run.etp not in (None, run.tp):
+            plan["etp"] = run.etp
     if run.flat_optimizer and run.method == "zero1":
         plan["zero1_implementation"] = "megatron"
     if run.pp > 1:

@@ -11,6 +11,7 @@ models are small: step times are bound by the host, which issues the kernels.
 import math
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Literal
 
 from analysis.literature.platforms import first_attention_ratio_of, float8_ratio_of
@@ -112,10 +113,9 @@ def _mpt_software(record: Mapping[str, str]) -> Software:
 
 GPUS = {"a100": "A100-SXM-80GB", "h100": "H100-SXM-80GB", "gb200": "GB200"}
 """GPU by the part of the platform's name that identifies it."""
-VOCABULARIES = {"gpt": 50257, "bert": 30522}
-"""Vocabularies of the tests' tokenisers, GPT-2's and BERT's, where a row states no other."""
+VOCABULARIES = {"gpt": 50257, "moe": 50257, "bert": 30522, "mixtral": 32000}
+"""Vocabularies of the tests' tokenisers, GPT-2's, BERT's and Mixtral's, where a row states no other."""
 NOT_PLAIN = {
-    "num-experts": "a mixture of experts",
     "optimizer-cpu-offload": "an optimizer on the host",
     "fine-grained-activation-offloading": "activations go to the host",
     "external-cuda-graph": "CUDA graphs",
@@ -155,20 +155,26 @@ def _assumed(record: Mapping[str, str]) -> Mapping[str, str]:
     if not any(part in record["platform"] for part in GPUS):
         filled["platform"] += " a100"
     if record["n_gpus_source"].startswith("unknown") or not count(record, "nodes"):
-        axes = ("tensor-model", "pipeline-model", "context")
-        ranks = math.lcm(8, math.prod(count(record, f"{each}-parallel-size") or 1 for each in axes))
+        sizes = {axis: count(record, f"{axis}-parallel-size") or 1 for axis in (*AXES, "expert-model")}
+        of_experts = sizes["expert-model"] * (count(record, "expert-tensor-parallel-size") or sizes["tensor-model"])
+        ranks = math.lcm(8, math.prod(sizes[axis] for axis in AXES), sizes["pipeline-model"] * of_experts)
         filled["global-batch-size"] = filled["global-batch-size"] or str(ranks * needed(filled, "micro-batch-size"))
         filled |= {"nodes": str(ranks // 8), "gpus_per_node": "8"}
     return filled
 
 
+AXES = ("tensor-model", "pipeline-model", "context")
+"""Of the columns that end in -parallel-size."""
+
+
 def _megatron_run(record: Mapping[str, str], identity: str) -> Run:
-    axes = ("tensor-model", "pipeline-model", "context")
-    tp, pp, context = (count(record, f"{each}-parallel-size") or 1 for each in axes)
+    tp, pp, context = (count(record, f"{axis}-parallel-size") or 1 for axis in AXES)
     ranks = needed(record, "nodes") * needed(record, "gpus_per_node")
     dp = divided(ranks, tp * pp * context, "GPUs")
     micro = needed(record, "micro-batch-size")
     shape = _shape(record, tp)
+    ep = count(record, "expert-model-parallel-size") or 1
+    method = method_of(dp * context, tp, pp, _replicas(record, pp))
     return Run(
         identity=record["test_case"] + " " + record["platform"] if record["test_case"] else identity,
         source=f"Megatron-LM tests, {record['family']} on {_gpu(record['platform'])}",
@@ -176,10 +182,13 @@ def _megatron_run(record: Mapping[str, str], identity: str) -> Run:
         per_node=count(record, "gpus_per_node"),
         shape=shape,
         software=_software(record, tp, context),
-        method=method_of(dp * context, tp, pp, _replicas(record, pp)),
+        method=method,
+        flat_optimizer=method == "zero1" and shape.experts is not None,
         dp=dp,
         tp=tp,
         pp=pp,
+        ep=ep if shape.experts is not None else 1,
+        etp=count(record, "expert-tensor-parallel-size"),
         chunks=_chunks(record, shape.layers, pp),
         micro_batch=micro,
         micro_batches=micro_batches_of(needed(record, "global-batch-size"), dp, micro),
@@ -196,9 +205,11 @@ def _megatron_run(record: Mapping[str, str], identity: str) -> Run:
 
 def _refuse(record: Mapping[str, str]) -> None:
     if record["family"] not in VOCABULARIES:
-        raise SkippedError(f"neither a plain GPT nor a BERT ({record['family'] or 'no family'})")
+        raise SkippedError(f"neither a GPT nor a BERT ({record['family'] or 'no family'})")
     if "grpo" in record["test_case"]:
         raise SkippedError("not plain training (GRPO)")
+    if any(part in record["test_case"] for part in PREDICT_SEVERAL_TOKENS):
+        raise SkippedError("a layer that predicts further tokens (multi-token prediction)")
     for key, reason in NOT_PLAIN.items():
         if record[key] not in ("", "False"):
             raise SkippedError(reason)
@@ -216,6 +227,40 @@ def _replicas(record: Mapping[str, str], pp: int) -> MethodName:
     return "zero1" if record["use-distributed-optimizer"] == "True" or own else "ddp"
 
 
+LATENT_TESTS = {
+    "deepseek_proxy_fsdp": (Latent(query_rank=256, kv_rank=128), 1, 1024),
+    "tp2_pp2_ep4_etp1": (Latent(), 1, 1024),
+    "tp4_ep2_etp2_pp2": (None, 0, 512),
+}
+"""What the table does not tell of tests, by a part of their names: attention, blocks without experts, width of the
+shared expert (Megatron-LM, tests/functional_tests/test_cases/moe, model_config.yaml)."""
+PREDICT_SEVERAL_TOKENS = ("ep4_etp1_memory_speed", "mtp_resume", "selective_recompute_experimental", "deepseekv3_proxy")
+"""Parts of names of tests with `mtp-num-layers`, of which the table has no column (model_config.yaml)."""
+SEND_TOKENS = ("a2a", "alltoall", "etp2_pp2", "mixtral", "deepseek_proxy", "tp2_pp2_ep4_etp1")
+"""Parts of names of tests whose `moe-token-dispatcher-type` is not the default, `allgather` (model_config.yaml)."""
+
+
+def _experts(record: Mapping[str, str]) -> tuple[Experts | None, Latent | None]:
+    """Return the experts of a test and its latent attention; None where it has none."""
+    several = count(record, "num-experts")
+    if several is None:
+        return None, None
+    test = record["test_case"]
+    latent, dense, shared = next((known for part, known in LATENT_TESTS.items() if part in test), (None, 0, 0))
+    width = count(record, "moe-ffn-hidden-size") or count(record, "ffn-hidden-size")
+    experts = Experts(
+        count=several,
+        chosen=count(record, "moe-router-topk") or 2,
+        width=width or 4 * needed(record, "hidden-size"),
+        shared_width=shared,
+        dense_blocks=dense,
+        grouped=record["moe-grouped-gemm"] == "True",
+        gathers_tokens=not any(part in test for part in SEND_TOKENS),
+        fused_permutation=latent is not None,
+    )
+    return experts, latent
+
+
 def _gpu(platform: str) -> str:
     gpu = next((gpu for part, gpu in GPUS.items() if part in platform), None)
     if gpu is None:
@@ -227,6 +272,7 @@ def _shape(record: Mapping[str, str], tp: int) -> Shape:
     hidden, heads = needed(record, "hidden-size"), needed(record, "num-attention-heads")
     vocabulary = count(record, "vocab-size") or VOCABULARIES[record["family"]]
     grouped = record["group-query-attention"] == "True"
+    experts, latent = _experts(record)
     return Shape(
         kind="llama" if record["swiglu"] == "True" else "gpt",  # gated maps come with the rest of a Llama's block
         layers=count(record, "num-layers") or needed(record, "encoder-num-layers"),
@@ -237,6 +283,9 @@ def _shape(record: Mapping[str, str], tp: int) -> Shape:
         vocabulary=padded(vocabulary, tp),
         sequence_length=needed(record, "seq-length"),
         tied=record["untie-embeddings-and-output-weights"] != "True",
+        latent=latent,
+        experts=experts,
+        biased=record["disable-bias-linear"] != "True",
     )
 
 
@@ -302,7 +351,7 @@ def simumax(record: Mapping[str, str], identity: str) -> Run:
     model, length, layers = record["model"], count(record, "seq") or 4096, needed(record, "layers")
     if model in DEEPSEEKS:
         hidden, ffn, vocabulary, mixture = DEEPSEEKS[model]
-        experts: Experts | None = mixture
+        experts: Experts | None = replace(mixture, capacity_ratio=1.0)  # moe-pad-expert-input-to-capacity
         heads = kv_heads = 128
         latent: Latent | None = Latent()
     elif model in LLAMAS:
