@@ -180,22 +180,30 @@ def routed_maps(builder: OperationBuilder) -> list[Operation]:
         moved = total([rows], 2)
         exchanged = [
             Operation(name="dispatched", reads=("map_norm", "probabilities"), output=gathered, kernels=3),
-            replace(permuted("permuted", "dispatched", moved, rows), kernels=sorting),
+            replace(permuted("permuted", "dispatched", moved, rows), kernels=sorting, backward_kernels=2),
             *processed,
-            replace(permuted("unpermuted", "expert_down", total([moved, gathered]), gathered), kernels=returning),
+            replace(
+                permuted("unpermuted", "expert_down", total([moved, gathered]), gathered),
+                kernels=returning,
+                backward_kernels=2,
+            ),
             Operation(name="combined", reads=("unpermuted",), output=tokens),
         ]
     else:
         sent = row_bytes(hidden / tensor_ranks, value)
         first = permuted("permuted", "map_norm", total([tokens, sent]), sent)
         exchanged = [
-            replace(first, reads=("map_norm", "probabilities"), kernels=sorting),
+            replace(first, reads=("map_norm", "probabilities"), kernels=sorting, backward_kernels=2),
             Operation(name="dispatched", reads=("permuted",), output=rows),
             permuted("sorted", "dispatched", total([rows], 2), rows),
             *processed,
             permuted("by_rank", "expert_down", total([rows], 2), rows),
             Operation(name="combined", reads=("by_rank",), output=sent),
-            replace(permuted("unpermuted", "combined", total([tokens, sent]), tokens), kernels=returning),
+            replace(
+                permuted("unpermuted", "combined", total([tokens, sent]), tokens),
+                kernels=returning,
+                backward_kernels=2,
+            ),
         ]
     shared = _gated_maps(builder, "map_norm", experts.shared_width, "shared_") if experts.shared_width else []
     joined = [replace(builder.add("joined", (exchanged[-1].name, "shared_down")), passes_gradient=True)]

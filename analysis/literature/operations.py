@@ -109,6 +109,8 @@ class Operation:
     passes_gradient: bool = False
     """Whether the gradient of its output is also that of its inputs, without a copy (a sum)."""
     kernels: int = 1
+    """Operations that the host launches in the forward; twice as many in the backward, unless given."""
+    backward_kernels: int | None = None
     backward_scratch: Polynomial = ZERO_BYTES
     """Bytes that exist during its backward alone."""
     reduced: Polynomial | None = None
@@ -237,7 +239,10 @@ class LayerOperations:
             saved_bytes=total(operation.output for operation in every if operation.name in self._saved()),
             output_bytes=every[-1].output,
             forward_operations=sum(operation.kernels for operation in every),
-            backward_operations=sum(2 * operation.kernels for operation in every),
+            backward_operations=sum(
+                2 * operation.kernels if operation.backward_kernels is None else operation.backward_kernels
+                for operation in every
+            ),
             recompute_flop=total(operation.flop for operation in again),
             recompute_bytes=total(total([operation.operands, operation.streamed]) for operation in again),
             recompute_streamed_bytes=total(operation.streamed for operation in again),

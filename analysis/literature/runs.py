@@ -209,6 +209,16 @@ class Software:
     """Queries, keys and values are one product of the input, and so are the gate and the other map (Megatron-LM)."""
     kernels: str | None = None
     """Machine whose measured rates of kernels by shape are used, see `kernels`; absent: the device's own rate."""
+    flash_calls: int = 1
+    """Operations that the host launches for the forward of flash attention."""
+    rotary_calls: int = 0
+    """The same to turn queries and keys of a `gpt` by their positions; 0: positions are learned."""
+    checks_norms_over: int | None = None
+    """Queries and keys are normalised, and in each forward the weights of these norms are compared with those of so
+    many ranks (Megatron-LM, core/transformer/attention.py, `run_realtime_tests`, of --test-mode)."""
+    compiled_loss: bool = False
+    """An in-place loss is compiled, and then in place no more: its exponentials are a second tensor (Megatron-LM,
+    core/fusions/fused_cross_entropy.py)."""
     operation_overhead_s: float | None = None
     """Host time to launch an operation, where the hosts that ran it are known to take another than the device's."""
     parallel_loss: bool = False

@@ -48,6 +48,7 @@ class TransformerBuilder(OperationBuilder):
             saves=(*reads, "context"),
             also_saved=self.token_bytes(shape.heads, value=FLOAT),
             kept=True,
+            kernels=self.software.flash_calls,
         )
 
     def ring(self) -> tuple[Polynomial, Polynomial]:
@@ -151,7 +152,8 @@ class TransformerBuilder(OperationBuilder):
             *([self.input_gathering()] if self.software.partitioned else []),
             self.norm("attention_norm", INPUT, *(["gathered"] if self.software.partitioned else [])),
             self.linear("qkv", "attention_norm", h, h + 2 * self.shape.kv_width, by_rows=False),
-            *self.attention(("qkv",)),
+            *self.turned(),
+            *self.attention(("turned" if self._turns else "qkv",)),
             self.linear("out", "context", h, h, by_rows=True),
             self.add("attended", ("out", INPUT)),
             self.norm("map_norm", "attended"),
@@ -167,6 +169,31 @@ class TransformerBuilder(OperationBuilder):
             self.linear("down", "gelu", ffn, h, by_rows=True),
             self.add("mapped", ("down", "attended"), last=True),
         )
+
+    @property
+    def _turns(self) -> bool:
+        return self.software.rotary_calls > 0 or self.software.checks_norms_over is not None
+
+    def turned(self) -> list[Operation]:
+        """Return what a `gpt` does to queries and keys before the attention, where it does anything."""
+        if not self._turns:
+            return []
+        ranks, size = self.software.checks_norms_over, self.token_bytes(self.shape.hidden + self.shape.kv_width)
+        norms, compared = (2 * 2, 2 * 2 + 4 * ranks) if ranks is not None else (0, 0)
+        rotary = self.software.rotary_calls
+        return [
+            Operation(
+                name="turned",
+                reads=("qkv",),
+                output=self.token_bytes(self.shape.hidden + 2 * self.shape.kv_width),
+                streamed=total([size], 2),
+                backward_streamed=total([size], 5 if norms else 2),
+                saves=("qkv",) if norms else (),
+                # two norms of two operations; stacked, gathered and compared one by one, with the host waiting
+                kernels=rotary + norms + compared,
+                backward_kernels=2 * (rotary + norms),
+            )
+        ]
 
     def llama_block(self) -> tuple[Operation, ...]:
         """Return the operations of a Llama block, with the selective recomputation of torchtitan.
@@ -311,6 +338,11 @@ class TransformerBuilder(OperationBuilder):
                 passes_gradient=True,
                 kernels=2,
             )
+            if self.software.compiled_loss:
+                size = self.token_bytes(vocabulary, value=FLOAT)
+                second = Operation(name="exponentials", reads=("float_logits",), output=size, saves=("exponentials",))
+                in_place = replace(in_place, reads=("float_logits", "exponentials"), saves=(), kernels=1)
+                return (replace(self._cast(vocabulary), kernels=0), second, in_place)
             return (self._cast(vocabulary, saves=("float_logits",)), in_place)
         return (self._cast(vocabulary), *self._softmax_and_loss(vocabulary))
 

@@ -289,12 +289,47 @@ def _shape(record: Mapping[str, str], tp: int) -> Shape:
     )
 
 
+FLASH_CALLS = 9
+"""Operations of Transformer Engine's flash attention: copies of queries, keys and values to the kernel's layout, the
+kernel, and a copy of its result (pytorch/attention/dot_product_attention/backends.py, FlashAttention.forward); and four
+of the generator's state, which is read and set before and behind it for the dropout (Megatron-LM,
+core/tensor_parallel/random.py, CudaRNGStatesTracker.fork)."""
+RING_CALLS, RING_STEP_CALLS = 3, 7
+"""The same in addition in a ring: parts put in order and joined before it; and in each of its other steps a message
+each way, halves copied, a kernel, and corrections of the sums and of the result (context_parallel.py)."""
+
+
+def _fuses_attention(record: Mapping[str, str]) -> bool:
+    """Return whether a test's scores stay on the chip.
+
+    What chooses by itself did not, in deterministic mode, in the long-term container of before November 2025: all
+    figures of the cluster named dracooci are of then (Megatron-LM, 23a1dcaf74, the container; adc69dba2d, the names).
+    """
+    if record["attention-backend"] in ("unfused", "local") or record["transformer-impl"] == "local":
+        return False
+    old = "lts" in record["platform"] and "dracooci" in record["platform"]
+    return not (old and record["attention-backend"] in ("", "auto"))
+
+
 def _software(record: Mapping[str, str], tp: int, context: int) -> Software:
     if record["fp8-format"] and float8_ratio_of(_gpu(record["platform"])) is None:
         raise SkippedError("a GPU whose rate in float8 platforms.toml does not know")
-    fused = record["attention-backend"] not in ("unfused", "local") and record["transformer-impl"] != "local"
+    test = record["test_case"]
+    fused = _fuses_attention(record)
+    rotary = 0
+    if record["position-embedding-type"] == "rope":
+        rotary = 6 if "no_fusion" in test else 2  # of eager operations, as in a Llama's block; a kernel each
+    compared = None
+    if "qk_layernorm_test_mode" in test:
+        ranks = needed(record, "nodes") * needed(record, "gpus_per_node")
+        compared = tp + ranks // (tp * (count(record, "pipeline-model-parallel-size") or 1))
+    ring = 2 if "a2a_p2p" in test else context  # of two levels, of which one exchanges heads
     return Software(
         flash_attention=fused,
+        flash_calls=FLASH_CALLS + (RING_CALLS + RING_STEP_CALLS * (ring - 1) if context > 1 else 0) if fused else 1,
+        rotary_calls=rotary,
+        checks_norms_over=compared,
+        compiled_loss="cross_entropy_loss_fusion" in test,
         early_stop=False,
         float8_maps=bool(record["fp8-format"]),
         sequence_parallel=tp > 1 and record["sequence-parallel"] == "True",
