@@ -135,7 +135,7 @@ def routed_maps(builder: OperationBuilder) -> list[Operation]:
     """Return the operations from a block's second norm to the sum of what a token's experts return."""
     shape, experts = builder.shape, builder.shape.experts
     assert experts is not None
-    hidden, value, gated = shape.hidden, builder.value, shape.kind == "llama"
+    hidden, value, gated = shape.hidden, builder.value, shape.kind == "llama" or shape.gated
     tensor_ranks, divides_each = builder.split.ranks, builder.expert_tensor_ranks
     of_rows = divides_each / tensor_ranks
     tokens, rows = builder.unsplit_bytes(hidden), row_bytes(of_rows * hidden, value)
@@ -239,9 +239,9 @@ def _grouped(
     """Return the products of all experts of a rank, each of its own rows; widths are those of the rank."""
     slowdowns = (1.0, 1.0, 1.0)
     of_rows = builder.expert_tensor_ranks / builder.split.ranks
+    held = experts.count // builder.expert_ranks
     if builder.use is not None and builder.kernels is not None:
         use = builder.use
-        held = experts.count // use.expert_ranks
         rows = ceil(use.micro_batch * builder.shape.sequence_length * experts.chosen / experts.count)
         size = (held, rows * use.expert_ranks, outputs, inputs)
         rates = (builder.kernels.grouped_flop_per_s(stage, size) for stage in ("fwd", "bwd_grad_act", "bwd_grad_w"))
@@ -258,7 +258,8 @@ def _grouped(
         saves=(reads,),
         weights=(Weight(name="{}." + name + ".weight", shape=(1, outputs, inputs), per_expert=True),),
         kept=True,
-        kernels=3 if experts.grouped else 3 * experts.count // builder.expert_ranks,
+        # a call of cuBLAS for each expert all the same (Transformer Engine, common/gemm, multi_stream_cublas_gemm)
+        kernels=2 + held if experts.grouped else 3 * held,
     )
 
 

@@ -72,6 +72,8 @@ class Shape:
     """Mixtures of experts."""
     biased: bool = True
     """Whether linear layers of a `gpt` have a bias."""
+    gated: bool = False
+    """Whether the perceptron of a `gpt` is gated (SwiGLU), with its two first maps in one product."""
 
     @property
     def ties(self) -> bool:
@@ -92,7 +94,7 @@ class Shape:
         >>> round(gpt3.parameters / 1e9, 1)
         174.6
         """
-        h, maps = self.hidden, 2 if self.kind == "gpt" else 3
+        h, maps = self.hidden, 3 if self.kind == "llama" or self.gated else 2
         ends = (1 if self.ties else 2) * self.vocabulary * h
         if self.windows is not None:
             last = self.windows.shape
@@ -211,6 +213,8 @@ class Software:
     """Machine whose measured rates of kernels by shape are used, see `kernels`; absent: the device's own rate."""
     flash_calls: int = 1
     """Operations that the host launches for the forward of flash attention."""
+    message_calls: int = 0
+    """The same for a message between stages of a pipeline, at both ends, where the host's overhead is known."""
     rotary_calls: int = 0
     """The same to turn queries and keys of a `gpt` by their positions; 0: positions are learned."""
     checks_norms_over: int | None = None
@@ -298,6 +302,10 @@ class Run:
     """Largest norm of all gradients, to which they are scaled down."""
     flat_optimizer: bool = False
     """For `zero1`: Megatron-LM's distributed optimizer, whose gradients are in one buffer that is reduce-scattered."""
+    deferred_outputs: int = 0
+    """Micro-batches of which the gradients of the logits are kept, with what the output layer read, to the step's end,
+    where that layer's weight gets its gradient from them (Megatron-LM, core/tensor_parallel/layers.py,
+    `wgrad_deferral_limit`)."""
     float_reduction: bool = False
     """Gradients are reduced in float."""
     calibration: bool = False

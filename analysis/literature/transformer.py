@@ -157,13 +157,13 @@ class TransformerBuilder(OperationBuilder):
             self.linear("out", "context", h, h, by_rows=True),
             self.add("attended", ("out", INPUT)),
             self.norm("map_norm", "attended"),
-            self.linear("up", "map_norm", h, ffn, by_rows=False),
+            self.linear("up", "map_norm", h, (1 + self.shape.gated) * ffn, by_rows=False),
             Operation(
                 name="gelu",
                 reads=("up",),
                 output=self.token_bytes(ffn),
-                streamed=self.token_bytes(2 * ffn),
-                backward_streamed=self.token_bytes(3 * ffn),
+                streamed=self.token_bytes((2 + self.shape.gated) * ffn),
+                backward_streamed=self.token_bytes((3 + 2 * self.shape.gated) * ffn),
                 saves=("up",),
             ),
             self.linear("down", "gelu", ffn, h, by_rows=True),
@@ -340,7 +340,8 @@ class TransformerBuilder(OperationBuilder):
             )
             if self.software.compiled_loss:
                 size = self.token_bytes(vocabulary, value=FLOAT)
-                second = Operation(name="exponentials", reads=("float_logits",), output=size, saves=("exponentials",))
+                reads = ("float_logits", "logits")  # the caller holds these
+                second = Operation(name="exponentials", reads=reads, output=size, saves=("exponentials",))
                 in_place = replace(in_place, reads=("float_logits", "exponentials"), saves=(), kernels=1)
                 return (replace(self._cast(vocabulary), kernels=0), second, in_place)
             return (self._cast(vocabulary, saves=("float_logits",)), in_place)

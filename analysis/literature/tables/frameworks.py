@@ -177,7 +177,7 @@ def _megatron_run(record: Mapping[str, str], identity: str) -> Run:
     method = method_of(dp * context, tp, pp, _replicas(record, pp))
     return Run(
         identity=record["test_case"] + " " + record["platform"] if record["test_case"] else identity,
-        source=f"Megatron-LM tests, {record['family']} on {_gpu(record['platform'])}",
+        source=f"Megatron-LM tests, {record['family']} on {_gpu(record['platform'])}{_steadiness(record)}",
         gpu=_gpu(record["platform"]),
         per_node=count(record, "gpus_per_node"),
         shape=shape,
@@ -193,6 +193,7 @@ def _megatron_run(record: Mapping[str, str], identity: str) -> Run:
         micro_batch=micro,
         micro_batches=micro_batches_of(needed(record, "global-batch-size"), dp, micro),
         recompute=_recompute(record),
+        deferred_outputs=DEFERRED_OUTPUTS if "defer_embedding_wgrad" in record["test_case"] else 0,
         # in a pipeline, gradients are reduced after the schedule
         overlap=record["overlap-grad-reduce"] == "True" and pp == 1,
         step_s=positive(record, "iter_time_median_s"),
@@ -201,6 +202,21 @@ def _megatron_run(record: Mapping[str, str], identity: str) -> Run:
         memory_of="last",
         calibration=f"{record['test_case']} {record['platform']}" in OVERHEAD_TESTS,
     )
+
+
+DEFERRED_OUTPUTS = 2
+"""`wgrad-deferral-limit` of the tests with `defer-embedding-wgrad-compute` (Megatron-LM, model_config.yaml)."""
+STEADY_RATIO = 0.8
+"""Of the shortest step over the median one; steps of a test that has its machine for itself differ by a tenth."""
+
+
+def _steadiness(record: Mapping[str, str]) -> str:
+    """Return words for a test whose steps took by turns far longer: others used the host, or it had too few cores.
+
+    Such are nearly all on one node of GB200; what they would have taken alone is not known, and they are told apart.
+    """
+    median_s, least_s = positive(record, "iter_time_median_s"), positive(record, "iter_time_min_s")
+    return ", steps of uneven lengths" if median_s and least_s and least_s < STEADY_RATIO * median_s else ""
 
 
 def _refuse(record: Mapping[str, str]) -> None:
@@ -273,8 +289,10 @@ def _shape(record: Mapping[str, str], tp: int) -> Shape:
     vocabulary = count(record, "vocab-size") or VOCABULARIES[record["family"]]
     grouped = record["group-query-attention"] == "True"
     experts, latent = _experts(record)
+    gated = record["swiglu"] == "True"
     return Shape(
-        kind="llama" if record["swiglu"] == "True" else "gpt",  # gated maps come with the rest of a Llama's block
+        kind="llama" if gated and count(record, "num-experts") else "gpt",  # those with experts have RMS norms too
+        gated=gated,
         layers=count(record, "num-layers") or needed(record, "encoder-num-layers"),
         hidden=hidden,
         heads=heads,
@@ -297,6 +315,13 @@ core/tensor_parallel/random.py, CudaRNGStatesTracker.fork)."""
 RING_CALLS, RING_STEP_CALLS = 3, 7
 """The same in addition in a ring: parts put in order and joined before it; and in each of its other steps a message
 each way, halves copied, a kernel, and corrections of the sums and of the result (context_parallel.py)."""
+
+
+MESSAGE_CALLS = 9
+"""Operations for a message between stages: the receiver's buffer, its call, waiting, and a view of what came; the
+sender's call, waiting, and letting go of what it sent; the group of calls, and the device synchronised behind it
+(Megatron-LM, core/pipeline_parallel/p2p_communication.py, `_communicate`, and schedules.py,
+`deallocate_output_tensor`)."""
 
 
 def _fuses_attention(record: Mapping[str, str]) -> bool:
@@ -327,6 +352,7 @@ def _software(record: Mapping[str, str], tp: int, context: int) -> Software:
     return Software(
         flash_attention=fused,
         flash_calls=FLASH_CALLS + (RING_CALLS + RING_STEP_CALLS * (ring - 1) if context > 1 else 0) if fused else 1,
+        message_calls=MESSAGE_CALLS,
         rotary_calls=rotary,
         checks_norms_over=compared,
         compiled_loss="cross_entropy_loss_fusion" in test,
