@@ -47,6 +47,14 @@ class Experts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Decoder:
+    """Blocks behind an encoder, which attend to its output too (Raffel et al. 2020, T5, arXiv:1910.10683)."""
+
+    layers: int
+    sequence_length: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Shape:
     """Hyper-parameters of a decoder (or encoder) of equal blocks."""
 
@@ -66,6 +74,8 @@ class Shape:
     windows: "Windows | None" = None
     """The last blocks of an image generator, of another shape; its loss is the mean of what they return."""
 
+    decoder: Decoder | None = None
+    """A decoder behind the blocks, which are then an encoder."""
     latent: Latent | None = None
     """The attention's projections are narrow ones of DeepSeek's kind."""
     experts: Experts | None = None
@@ -102,6 +112,9 @@ class Shape:
             return first + last.layers * 12 * last.hidden**2
         if self.latent is not None and self.experts is not None:
             return self._latent_parameters(self.latent, self.experts)
+        if self.decoder is not None:
+            block = (16 + (maps - 2)) * h * h + maps * h * (self.ffn - 4 * h)
+            return replace(self, decoder=None).parameters + self.decoder.layers * block
         if self.experts is not None:
             experts = self.experts
             routed = h * experts.count + maps * h * (experts.count * experts.width + experts.shared_width)

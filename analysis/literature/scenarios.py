@@ -70,6 +70,8 @@ def _check_consistency(run: Run) -> None:
         raise SkippedError("heads do not divide evenly")
     if shape.sequence_length % software.context_ranks:
         raise SkippedError("sequences do not divide evenly")
+    if shape.decoder is not None and run.pp > 1:
+        raise SkippedError("an encoder and a decoder on several stages")
     if run.pp * run.chunks > shape.layers:
         raise SkippedError("more stages than layers")
 

@@ -195,6 +195,87 @@ class TransformerBuilder(OperationBuilder):
             )
         ]
 
+    def decoder_block(self, encoder: "TransformerBuilder") -> tuple[Operation, ...]:
+        """Return the operations of a block that attends to its own sequence, and to the output of an encoder."""
+        h, own = self.shape.hidden, self.gpt_block()
+        place = [operation.name for operation in own].index("map_norm")
+        keys = encoder.linear("cross_keys", "cross_norm", h, 2 * h, by_rows=False)
+        behind = [
+            replace(each, reads=tuple("crossed" if name == "attended" else name for name in each.reads))
+            for each in own[place:]
+        ]
+        behind[0] = replace(behind[0], saves=("crossed",))
+        return (
+            *own[:place],
+            self.norm("cross_norm", "attended"),
+            self.linear("cross_query", "cross_norm", h, h, by_rows=False),
+            replace(keys, saves=()),  # the encoder's output, which is there anyway
+            *self.cross_attention(encoder.shape.sequence_length),
+            self.linear("cross_out", "cross_context", h, h, by_rows=True),
+            self.add("crossed", ("cross_out", "attended")),
+            *behind,
+        )
+
+    def cross_attention(self, others: int) -> list[Operation]:
+        """Return the operations from queries to the context of `others` positions of another sequence, unmasked."""
+        h, v, heads = self.shape.hidden, self.value, self.shape.heads
+        flop = self.token_bytes(2 * h * others, value=1)
+        weights = self.token_bytes(heads * others)
+        masks = self.token_bytes(heads * others, value=1)
+        reads = ("cross_query", "cross_keys")
+        if self.software.flash_attention:
+            return [
+                Operation(
+                    name="cross_context",
+                    reads=reads,
+                    output=self.token_bytes(h),
+                    flop=total([flop], 2),
+                    backward_flop=total([flop], 5),
+                    saves=(*reads, "cross_context"),
+                    also_saved=self.token_bytes(heads, value=FLOAT),
+                    kernels=self.software.flash_calls,
+                )
+            ]
+        passes = 2 if self.software.fused_softmax else 4
+        return [
+            Operation(
+                name="cross_scores",
+                reads=reads,
+                output=weights,
+                flop=flop,
+                streamed=weights,
+                backward_streamed=total([weights], 2),
+                saves=reads,
+                kernels=4,
+            ),
+            Operation(
+                name="cross_softmax",
+                reads=("cross_scores",),
+                output=weights,
+                streamed=total([weights], passes),
+                backward_streamed=total([weights], passes + 1),
+                saves=("cross_softmax",),
+            ),
+            Operation(
+                name="cross_dropout",
+                reads=("cross_softmax",),
+                output=weights,
+                streamed=total([weights], 2 + 1 / v),
+                backward_streamed=total([weights], 2 + 1 / v),
+                also_saved=masks,
+            ),
+            Operation(
+                name="cross_context",
+                reads=("cross_dropout", "cross_keys"),
+                output=self.token_bytes(h),
+                flop=flop,
+                streamed=weights,
+                backward_streamed=total([weights], 2),
+                saves=("cross_dropout", "cross_keys"),
+                kernels=4,
+            ),
+        ]
+
     def llama_block(self) -> tuple[Operation, ...]:
         """Return the operations of a Llama block, with the selective recomputation of torchtitan.
 
@@ -401,6 +482,9 @@ def layers_of(
     )
     block = builder.block()
     last, blocks = builder, shape.layers
+    if shape.decoder is not None:
+        inner = replace(shape, decoder=None, sequence_length=shape.decoder.sequence_length)
+        last = TransformerBuilder(inner, software, ranks, use, (1, inner.sequence_length))
     if shape.windows is not None:
         windows = shape.windows
         last = TransformerBuilder(windows.shape, software, ranks, use, (windows.count, windows.shape.sequence_length))
@@ -413,7 +497,13 @@ def layers_of(
     parts = [("embedding", builder, builder.embedding(), ["embedding"])]
     if modules:
         parts.append(("blocks.0", builder, block, modules))
-    if shape.windows is not None:
+    if shape.decoder is not None:
+        (tokens,) = last.embedding()  # of the same weights
+        parts.append(("decoder_embedding", last, (replace(tokens, weights=()),), ["decoder_embedding"]))
+        inside = [f"decoder.{number}" for number in range(shape.decoder.layers)]
+        parts.append(("decoder.0", last, last.decoder_block(builder), inside))
+        parts.append(("head", last, last.head(tied=tied), ["head"]))
+    elif shape.windows is not None:
         inside = [f"windows.{number}" for number in range(shape.layers - blocks)]
         parts += [("windows.0", last, last.block(), inside), ("head", last, last.mean_loss(), ["head"])]
     else:

@@ -9,6 +9,7 @@ import pytest
 from analysis.literature.runs import Run
 from analysis.literature.scenarios import predict, tables_of
 from analysis.literature.tables.reading import read_table
+from gssim.workload import Polynomial
 
 ROW = {
     "family": "gpt",
@@ -135,3 +136,37 @@ def test_a_gated_perceptron_of_a_gpt_has_no_other_norms_or_positions(tmp_path):
 def test_tests_whose_steps_differ_much_are_scored_apart(tmp_path, least_s, steady):
     run = run_of(tmp_path, iter_time_min_s=least_s)
     assert run.source.endswith("H100-SXM-80GB") == steady
+
+
+def test_a_decoder_behind_an_encoder_attends_to_both(tmp_path):
+    """Of T5: 12 h^2 parameters an encoder's block, 16 h^2 a decoder's, whose operations are more.
+
+    There are three products, a norm, an attention and an addition more than in an encoder's.
+    """
+    change = {"encoder-num-layers": "3", "decoder-num-layers": "2", "num-layers": "", "decoder-seq-length": "128"}
+    run = run_of(tmp_path, change | {"attention-backend": "unfused", "seq-length": ""}, family="t5")
+    assert run.shape.decoder is not None
+    h, vocabulary = run.shape.hidden, run.shape.vocabulary
+    assert run.shape.parameters == pytest.approx((3 * 12 + 2 * 16) * h * h + (vocabulary + 512) * h, rel=0.01)
+    model = tables_of(run)["workload"]["model"]
+    encoder, decoder = (
+        next(each for each in model["layers"] if each["name"] == f"{name}.0") for name in ("blocks", "decoder")
+    )
+    more = 2 + 3 * 3 + 10 + 3
+    assert decoder["forward_operations"] - encoder["forward_operations"] == more
+    assert len(decoder["modules"]) == 2
+
+
+def test_attention_to_an_encoder_grows_with_both_sequences(tmp_path):
+    change = {"encoder-num-layers": "1", "decoder-num-layers": "2", "num-layers": "", "attention-backend": "unfused"}
+    flop = {}
+    for length in (64, 128):
+        run = run_of(tmp_path, change | {"decoder-seq-length": str(length)}, family="t5")
+        model = tables_of(run)["workload"]["model"]
+        decoder = next(each for each in model["layers"] if each["name"] == "decoder.0")
+        flop[length] = Polynomial.parse(decoder["forward_flop"]).at(b=1, s=512)
+    h, maps = 256, 2 * 256 * 1024
+    of_keys = 512 * 2 * 256 * 512  # of the encoder's output, whatever reads them
+    for length, found in flop.items():
+        products = length * 2 * (6 * h * h + maps)
+        assert found == pytest.approx(of_keys + products + 4 * h * length * (length + 512), rel=1e-6)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Literal
 
 from analysis.literature.platforms import first_attention_ratio_of, float8_ratio_of
-from analysis.literature.runs import Experts, Latent, Run, Shape, SkippedError, Software, UnscoredError, gpt
+from analysis.literature.runs import Decoder, Experts, Latent, Run, Shape, SkippedError, Software, UnscoredError, gpt
 from analysis.literature.tables.fields import (
     count,
     divided,
@@ -113,8 +113,11 @@ def _mpt_software(record: Mapping[str, str]) -> Software:
 
 GPUS = {"a100": "A100-SXM-80GB", "h100": "H100-SXM-80GB", "gb200": "GB200"}
 """GPU by the part of the platform's name that identifies it."""
-VOCABULARIES = {"gpt": 50257, "moe": 50257, "bert": 30522, "mixtral": 32000}
-"""Vocabularies of the tests' tokenisers, GPT-2's, BERT's and Mixtral's, where a row states no other."""
+VOCABULARIES = {"gpt": 50257, "moe": 50257, "bert": 30522, "t5": 28996 + 100, "mixtral": 32000}
+"""Vocabularies of the tests' tokenisers, GPT-2's, BERT's (for T5 that with cases, and 100 more) and Mixtral's, where a
+row states no other."""
+ENCODER_LENGTH = 512
+"""`encoder-seq-length` of the tests of T5, of which the table has no column (Megatron-LM, model_config.yaml)."""
 NOT_PLAIN = {
     "optimizer-cpu-offload": "an optimizer on the host",
     "fine-grained-activation-offloading": "activations go to the host",
@@ -221,7 +224,7 @@ def _steadiness(record: Mapping[str, str]) -> str:
 
 def _refuse(record: Mapping[str, str]) -> None:
     if record["family"] not in VOCABULARIES:
-        raise SkippedError(f"neither a GPT nor a BERT ({record['family'] or 'no family'})")
+        raise SkippedError(f"neither a GPT, a BERT nor a T5 ({record['family'] or 'no family'})")
     if "grpo" in record["test_case"]:
         raise SkippedError("not plain training (GRPO)")
     if any(part in record["test_case"] for part in PREDICT_SEVERAL_TOKENS):
@@ -290,6 +293,10 @@ def _shape(record: Mapping[str, str], tp: int) -> Shape:
     grouped = record["group-query-attention"] == "True"
     experts, latent = _experts(record)
     gated = record["swiglu"] == "True"
+    decoder = None
+    if record["family"] == "t5":
+        lengths = needed(record, "decoder-num-layers"), needed(record, "decoder-seq-length")
+        decoder = Decoder(layers=lengths[0], sequence_length=lengths[1])
     return Shape(
         kind="llama" if gated and count(record, "num-experts") else "gpt",  # those with experts have RMS norms too
         gated=gated,
@@ -299,7 +306,8 @@ def _shape(record: Mapping[str, str], tp: int) -> Shape:
         kv_heads=(count(record, "num-query-groups") or heads) if grouped else heads,
         ffn=count(record, "ffn-hidden-size") or 4 * hidden,
         vocabulary=padded(vocabulary, tp),
-        sequence_length=needed(record, "seq-length"),
+        sequence_length=ENCODER_LENGTH if decoder else needed(record, "seq-length"),
+        decoder=decoder,
         tied=record["untie-embeddings-and-output-weights"] != "True",
         latent=latent,
         experts=experts,
