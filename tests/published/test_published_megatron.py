@@ -170,3 +170,16 @@ def test_attention_to_an_encoder_grows_with_both_sequences(tmp_path):
     for length, found in flop.items():
         products = length * 2 * (6 * h * h + maps)
         assert found == pytest.approx(of_keys + products + 4 * h * length * (length + 512), rel=1e-6)
+
+
+@pytest.mark.parametrize(("test", "ranks"), [("gpt_small", 8), ("gpt_small_1node", 4)])
+def test_recipes_tell_the_nodes_of_a_tests_second_half(tmp_path, test, ranks):
+    change = {"nodes": "", "gpus_per_node": "", "n_gpus_source": "unknown"}
+    run = run_of(tmp_path, change, test_case=test, platform="dev_dgx_gb200_2nd")
+    assert (run.ranks, run.per_node) == (ranks, 4)
+
+
+def test_release_tests_do_not_say_on_how_many_gpus(tmp_path):
+    change = {"nodes": "", "gpus_per_node": "", "n_gpus_source": "unknown"}
+    with pytest.raises(AssertionError, match="on how many GPUs"):
+        run_of(tmp_path, change, test_case="gpt_release", platform="dev_dgx_gb200")

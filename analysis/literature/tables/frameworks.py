@@ -142,6 +142,7 @@ def megatron_tests(record: Mapping[str, str], identity: str) -> Run:
     Where a row does not say on what it ran, it can still be written, for eight or as many A100 as its plan needs.
     """
     _refuse(record)
+    record = _by_recipe(record)
     unscored = []
     if record["n_gpus_source"].startswith("unknown") or not count(record, "nodes"):
         unscored.append("the row does not say on how many GPUs")
@@ -151,6 +152,22 @@ def megatron_tests(record: Mapping[str, str], identity: str) -> Run:
     if unscored:
         raise UnscoredError(unscored[0], run)
     return run
+
+
+def _by_recipe(record: Mapping[str, str]) -> Mapping[str, str]:
+    """Return a row with the GPUs that the recipes of GB200 name: two nodes of four, or one where the test says so.
+
+    Source: Megatron-LM, tests/test_utils/recipes/gb200/gpt.yaml, moe.yaml, and those that end in -1node. The table
+    does not look them up for the second half of a test, which goes on from a checkpoint.
+    """
+    known = not record["n_gpus_source"].startswith("unknown") and count(record, "nodes")
+    named = (
+        record["family"] in ("gpt", "moe") and "gb200" in record["platform"] and "release" not in record["test_case"]
+    )
+    if known or not named:
+        return record
+    nodes = "1" if "_1node" in record["test_case"] else "2"
+    return defaultdict(str, record) | {"nodes": nodes, "gpus_per_node": "4", "n_gpus_source": "recipe"}
 
 
 def _assumed(record: Mapping[str, str]) -> Mapping[str, str]:
