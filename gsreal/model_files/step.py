@@ -490,6 +490,8 @@ def _record_operations(
             record.frozen[name] = (layer, tuple(parameter.shape))
         elif parameter.grad is None:
             raise UserError(f"{where}: the parameter {name!r} gets no gradient (unused or frozen); not supported")
+    if not record.parameters:
+        raise UserError(f"{where}: the module has no parameters to train: all are frozen")
 
 
 def record_backward(recorder: Recorder, module: nn.Module, inputs: Tensor, targets: Tensor) -> None:
