@@ -119,6 +119,7 @@ class CollectiveRecorder(TorchDispatchMode):
 
 
 def _process_group(args: Sequence[Any]) -> dist.ProcessGroup | None:
+    """Return the group among a c10d operation's arguments, in which it is a script object; None if it has none."""
     for arg in args:
         if isinstance(arg, torch.ScriptObject):
             with suppress(RuntimeError):

@@ -60,21 +60,18 @@ def _representatives(layers: Sequence[Layer]) -> dict[int, int]:
     Adjacent layers may differ: that shows only in where buffers end that are passed to other layers.
     """
     first_of: dict[str, int] = {}
-    return {
-        index: first_of.setdefault(_operations_key(layer), index)
-        for index, layer in enumerate(layers)
-        if index > 0 and layer.parameters
-    }
-
-
-def _operations_key(layer: Layer) -> str:
-    buffers = [
-        replace(buffer, freed=Moment(buffer.freed.phase, 0, buffer.freed.layer_offset))
-        if buffer.freed.layer_offset
-        else buffer
-        for buffer in layer.buffers
-    ]
-    return repr(replace(layer, name="", modules=(), buffers=tuple(buffers)))
+    representatives = {}
+    for index, layer in enumerate(layers):
+        if index > 0 and layer.parameters:
+            buffers = tuple(
+                replace(buffer, freed=Moment(buffer.freed.phase, 0, buffer.freed.layer_offset))
+                if buffer.freed.layer_offset
+                else buffer
+                for buffer in layer.buffers
+            )
+            operations = repr(replace(layer, name="", modules=(), buffers=buffers))
+            representatives[index] = first_of.setdefault(operations, index)
+    return representatives
 
 
 def recorded(
