@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from analysis.literature.builder import OperationBuilder
 from analysis.literature.kernels import KernelUse
-from analysis.literature.mixture import latent_block, undivided, with_exchanges
+from analysis.literature.mixture import ExpertRanks, latent_block, routed_maps, undivided, with_exchanges
 from analysis.literature.operations import (
     FLOAT,
     INPUT,
@@ -48,6 +48,7 @@ class TransformerBuilder(OperationBuilder):
             saves=(*reads, "context"),
             also_saved=self.token_bytes(shape.heads, value=FLOAT),
             kept=True,
+            kernels=self.software.flash_calls,
         )
 
     def ring(self) -> tuple[Polynomial, Polynomial]:
@@ -133,11 +134,16 @@ class TransformerBuilder(OperationBuilder):
 
     # Blocks ----------------------------------------------------------------------------------------------------------
 
-    def block(self) -> tuple[Operation, ...]:
-        """Return the operations of a block."""
+    def block(self, *, routed: bool = False) -> tuple[Operation, ...]:
+        """Return the operations of a block; `routed`: its perceptron is a mixture of experts."""
         if self.shape.latent is not None:
-            return latent_block(self, routed=False)
-        return self.gpt_block() if self.shape.kind == "gpt" else self.llama_block()
+            return latent_block(self, routed=routed)
+        dense = self.gpt_block() if self.shape.kind == "gpt" else self.llama_block()
+        if not routed:
+            return dense
+        place = [operation.name for operation in dense].index("map_norm")
+        maps = routed_maps(self)
+        return (*dense[: place + 1], *maps, self.add("mapped", (maps[-1].name, "attended"), last=True))
 
     def gpt_block(self) -> tuple[Operation, ...]:
         """Return the operations of a GPT block with pre-normalisation."""
@@ -146,22 +152,129 @@ class TransformerBuilder(OperationBuilder):
             *([self.input_gathering()] if self.software.partitioned else []),
             self.norm("attention_norm", INPUT, *(["gathered"] if self.software.partitioned else [])),
             self.linear("qkv", "attention_norm", h, h + 2 * self.shape.kv_width, by_rows=False),
-            *self.attention(("qkv",)),
+            *self.turned(),
+            *self.attention(("turned" if self._turns else "qkv",)),
             self.linear("out", "context", h, h, by_rows=True),
             self.add("attended", ("out", INPUT)),
             self.norm("map_norm", "attended"),
-            self.linear("up", "map_norm", h, ffn, by_rows=False),
+            self.linear("up", "map_norm", h, (1 + self.shape.gated) * ffn, by_rows=False),
             Operation(
                 name="gelu",
                 reads=("up",),
                 output=self.token_bytes(ffn),
-                streamed=self.token_bytes(2 * ffn),
-                backward_streamed=self.token_bytes(3 * ffn),
+                streamed=self.token_bytes((2 + self.shape.gated) * ffn),
+                backward_streamed=self.token_bytes((3 + 2 * self.shape.gated) * ffn),
                 saves=("up",),
             ),
             self.linear("down", "gelu", ffn, h, by_rows=True),
             self.add("mapped", ("down", "attended"), last=True),
         )
+
+    @property
+    def _turns(self) -> bool:
+        return self.software.rotary_calls > 0 or self.software.checks_norms_over is not None
+
+    def turned(self) -> list[Operation]:
+        """Return what a `gpt` does to queries and keys before the attention, where it does anything."""
+        if not self._turns:
+            return []
+        ranks, size = self.software.checks_norms_over, self.token_bytes(self.shape.hidden + self.shape.kv_width)
+        norms, compared = (2 * 2, 2 * 2 + 4 * ranks) if ranks is not None else (0, 0)
+        rotary = self.software.rotary_calls
+        return [
+            Operation(
+                name="turned",
+                reads=("qkv",),
+                output=self.token_bytes(self.shape.hidden + 2 * self.shape.kv_width),
+                streamed=total([size], 2),
+                backward_streamed=total([size], 5 if norms else 2),
+                saves=("qkv",) if norms else (),
+                # two norms of two operations; stacked, gathered and compared one by one, with the host waiting
+                kernels=rotary + norms + compared,
+                backward_kernels=2 * (rotary + norms),
+            )
+        ]
+
+    def decoder_block(self, encoder: "TransformerBuilder") -> tuple[Operation, ...]:
+        """Return the operations of a block that attends to its own sequence, and to the output of an encoder."""
+        h, own = self.shape.hidden, self.gpt_block()
+        place = [operation.name for operation in own].index("map_norm")
+        keys = encoder.linear("cross_keys", "cross_norm", h, 2 * h, by_rows=False)
+        behind = [
+            replace(each, reads=tuple("crossed" if name == "attended" else name for name in each.reads))
+            for each in own[place:]
+        ]
+        behind[0] = replace(behind[0], saves=("crossed",))
+        return (
+            *own[:place],
+            self.norm("cross_norm", "attended"),
+            self.linear("cross_query", "cross_norm", h, h, by_rows=False),
+            replace(keys, saves=()),  # the encoder's output, which is there anyway
+            *self.cross_attention(encoder.shape.sequence_length),
+            self.linear("cross_out", "cross_context", h, h, by_rows=True),
+            self.add("crossed", ("cross_out", "attended")),
+            *behind,
+        )
+
+    def cross_attention(self, others: int) -> list[Operation]:
+        """Return the operations from queries to the context of `others` positions of another sequence, unmasked."""
+        h, v, heads = self.shape.hidden, self.value, self.shape.heads
+        flop = self.token_bytes(2 * h * others, value=1)
+        weights = self.token_bytes(heads * others)
+        masks = self.token_bytes(heads * others, value=1)
+        reads = ("cross_query", "cross_keys")
+        if self.software.flash_attention:
+            return [
+                Operation(
+                    name="cross_context",
+                    reads=reads,
+                    output=self.token_bytes(h),
+                    flop=total([flop], 2),
+                    backward_flop=total([flop], 5),
+                    saves=(*reads, "cross_context"),
+                    also_saved=self.token_bytes(heads, value=FLOAT),
+                    kernels=self.software.flash_calls,
+                )
+            ]
+        passes = 2 if self.software.fused_softmax else 4
+        return [
+            Operation(
+                name="cross_scores",
+                reads=reads,
+                output=weights,
+                flop=flop,
+                streamed=weights,
+                backward_streamed=total([weights], 2),
+                saves=reads,
+                kernels=4,
+            ),
+            Operation(
+                name="cross_softmax",
+                reads=("cross_scores",),
+                output=weights,
+                streamed=total([weights], passes),
+                backward_streamed=total([weights], passes + 1),
+                saves=("cross_softmax",),
+            ),
+            Operation(
+                name="cross_dropout",
+                reads=("cross_softmax",),
+                output=weights,
+                streamed=total([weights], 2 + 1 / v),
+                backward_streamed=total([weights], 2 + 1 / v),
+                also_saved=masks,
+            ),
+            Operation(
+                name="cross_context",
+                reads=("cross_dropout", "cross_keys"),
+                output=self.token_bytes(h),
+                flop=flop,
+                streamed=weights,
+                backward_streamed=total([weights], 2),
+                saves=("cross_dropout", "cross_keys"),
+                kernels=4,
+            ),
+        ]
 
     def llama_block(self) -> tuple[Operation, ...]:
         """Return the operations of a Llama block, with the selective recomputation of torchtitan.
@@ -306,6 +419,12 @@ class TransformerBuilder(OperationBuilder):
                 passes_gradient=True,
                 kernels=2,
             )
+            if self.software.compiled_loss:
+                size = self.token_bytes(vocabulary, value=FLOAT)
+                reads = ("float_logits", "logits")  # the caller holds these
+                second = Operation(name="exponentials", reads=reads, output=size, saves=("exponentials",))
+                in_place = replace(in_place, reads=("float_logits", "exponentials"), saves=(), kernels=1)
+                return (replace(self._cast(vocabulary), kernels=0), second, in_place)
             return (self._cast(vocabulary, saves=("float_logits",)), in_place)
         return (self._cast(vocabulary), *self._softmax_and_loss(vocabulary))
 
@@ -344,12 +463,28 @@ class TransformerBuilder(OperationBuilder):
 
 
 def layers_of(
-    shape: Shape, software: Software, ranks: int, *, tied: bool, across: bool = False, use: KernelUse | None = None
+    shape: Shape,
+    software: Software,
+    ranks: int,
+    *,
+    tied: bool,
+    across: bool = False,
+    use: KernelUse | None = None,
+    divided: ExpertRanks | None = None,
 ) -> tuple[Layer, ...]:
-    """Return the layers of a model (embedding, blocks, head with the loss), split over `ranks` tensor ranks."""
-    builder = TransformerBuilder(shape, software, ranks, use)
+    """Return the layers of a model (embedding, blocks, head with the loss), split over `ranks` tensor ranks.
+
+    `divided`: how ranks divide experts; then layers are those of one rank, whose units are experts.
+    """
+    of = divided or ExpertRanks()
+    builder = TransformerBuilder(
+        shape, software, ranks, use, alone=divided is not None, expert_tensor_ranks=of.each, expert_ranks=of.ranks
+    )
     block = builder.block()
     last, blocks = builder, shape.layers
+    if shape.decoder is not None:
+        inner = replace(shape, decoder=None, sequence_length=shape.decoder.sequence_length)
+        last = TransformerBuilder(inner, software, ranks, use, (1, inner.sequence_length))
     if shape.windows is not None:
         windows = shape.windows
         last = TransformerBuilder(windows.shape, software, ranks, use, (windows.count, windows.shape.sequence_length))
@@ -359,14 +494,22 @@ def layers_of(
     routed = shape.experts
     blocks = blocks if routed is None else routed.dense_blocks
     modules = [f"blocks.{number}" for number in range(blocks)]
-    parts = [("embedding", builder, builder.embedding(), ["embedding"]), ("blocks.0", builder, block, modules)]
-    if shape.windows is not None:
+    parts = [("embedding", builder, builder.embedding(), ["embedding"])]
+    if modules:
+        parts.append(("blocks.0", builder, block, modules))
+    if shape.decoder is not None:
+        (tokens,) = last.embedding()  # of the same weights
+        parts.append(("decoder_embedding", last, (replace(tokens, weights=()),), ["decoder_embedding"]))
+        inside = [f"decoder.{number}" for number in range(shape.decoder.layers)]
+        parts.append(("decoder.0", last, last.decoder_block(builder), inside))
+        parts.append(("head", last, last.head(tied=tied), ["head"]))
+    elif shape.windows is not None:
         inside = [f"windows.{number}" for number in range(shape.layers - blocks)]
         parts += [("windows.0", last, last.block(), inside), ("head", last, last.mean_loss(), ["head"])]
     else:
         if routed is not None:
             sparse = [f"blocks.{number}" for number in range(blocks, shape.layers)]
-            parts.append((f"blocks.{blocks}.0", builder, latent_block(builder, routed=True), sparse))
+            parts.append((f"blocks.{blocks}.0", builder, builder.block(routed=True), sparse))
         parts.append(("head", builder, builder.head(tied=tied), ["head"]))
     layers = [
         LayerOperations(
@@ -381,8 +524,7 @@ def layers_of(
         for name, of, operations, names in parts
     ]
     if routed is not None:
-        row = builder.value * shape.hidden
-        layers[2] = with_exchanges(layers[2], parts[2][2], routed, row)
+        layers[-2] = with_exchanges(layers[-2], parts[-2][2], builder)
     if across:
         layers[-1] = _with_tied_gradient(builder, layers[-1])
     return tuple(layers)
@@ -403,18 +545,30 @@ def _with_tied_gradient(builder: TransformerBuilder, head: Layer) -> Layer:
 
 @lru_cache(maxsize=16)
 def transformer(
-    shape: Shape, software: Software, *, tp: int, tied: bool, across: bool = False, use: KernelUse | None = None
+    shape: Shape,
+    software: Software,
+    *,
+    tp: int,
+    tied: bool,
+    across: bool = False,
+    use: KernelUse | None = None,
+    divided: ExpertRanks | None = None,
 ) -> Model:
     """Return the model; `tp`: number of tensor ranks that its layers can be split over; `tied`: see `head`.
 
     `across`: whether embedding and head, if tied, may be on different stages of a pipeline, of which each has a copy.
-    `use`: what measured rates of kernels depend on, where the software names a machine that has them.
+    `use`: what measured rates of kernels depend on, where the software names a machine that has them. `divided`: how
+    ranks divide the experts of a model that has these.
 
     Equal arguments return the same object, so that results derived from it are cached.
     """
     length = shape.sequence_length // software.context_ranks
     layers = layers_of(shape, software, 1, tied=tied, across=across, use=use)
-    divided = shape.experts is not None
+    own = layers_of(shape, software, tp, tied=tied, across=across, use=use, divided=divided) if divided else ()
+    if divided is not None:
+        sliced = tuple(undivided(layer, length) for layer in own) if tp > 1 else ()
+    else:
+        sliced = layers_of(shape, software, tp, tied=tied, across=across, use=use) if tp > 1 else ()
     return Model(
         name=f"{shape.kind} {shape.layers} x {shape.hidden}",
         source="published hyper-parameters, by analysis/literature/transformer.py",
@@ -423,8 +577,9 @@ def transformer(
         traced_precision=software.precision,
         traced_batch_sizes=(1,),
         traced_sequence_lengths=(length,),
-        exact_sequence=not divided,
+        exact_sequence=divided is None,
         layers=tuple(undivided(layer, length) for layer in layers),
-        expert_layers=layers if divided else (),
-        sliced_layers=layers_of(shape, software, tp, tied=tied, across=across, use=use) if tp > 1 else (),
+        expert_layers=own if divided is not None and divided.ranks > 1 else (),
+        expert_tensor_ranks=tp if divided is not None and divided.ranks > 1 else 1,
+        sliced_layers=sliced,
     )

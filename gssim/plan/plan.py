@@ -304,6 +304,10 @@ class Plan:
     """Ranks that divide the routed experts of each mixture-of-experts layer: so many data ranks in a row. Tokens are
     sent to the ranks of their experts and back by all-to-alls; gradients of experts are reduced, and their
     parameters and optimizer states sharded where the method shards these, among the ranks that hold the same ones."""
+    etp: PositiveInt | None = None
+    """Ranks of a tensor group that divide each expert, where `ep` divides experts too; absent: all. With fewer, the
+    others hold experts of their own, and `ep` counts them too: Megatron-LM's `expert-tensor-parallel-size` (predicted
+    only)."""
     partition: Partition | None = None
     """Split by samples, or of the weight gradients of the same samples. Absent: the method's."""
     parameters: ParameterPolicy | None = None

@@ -119,10 +119,10 @@ class Lowering:
         """Unrolled layers of the model or of the stages, numbered from 0; of sliced blocks, the units that are held."""
         if self.stages:
             return tuple(replace(instance, index=i) for i, instance in enumerate(self._stage_layers))
-        if self.divides_layers:
-            return unrolled(held_slice(self.scenario, self.tensor_part))
         if self.scenario.policies.ep > 1:
             return layers_with_experts(self.scenario.workload, 0, ranks=self.policies.ep)
+        if self.divides_layers:
+            return unrolled(held_slice(self.scenario, self.tensor_part))
         return self.whole_layers
 
     @cached_property
@@ -133,8 +133,12 @@ class Lowering:
 
     @cached_property
     def expert_groups(self) -> tuple[Sequence[int], ...]:
-        """Groups of ranks that divide experts among them."""
-        return tuple(dict.fromkeys(self.policies.mesh.expert_group(rank) for rank in self.group))
+        """Groups of ranks that divide experts among them; where tensor ranks hold different ones, all of the stage."""
+        ranks: Sequence[int] = self.group
+        if self.policies.etp is not None:
+            tensor_ranks = self.policies.tp
+            ranks = [rank - self.tensor_part + place for rank in self.group for place in range(tensor_ranks)]
+        return tuple(dict.fromkeys(self.policies.mesh.expert_group(rank) for rank in ranks))
 
     @cached_property
     def expert_replicas(self) -> tuple[Sequence[int], ...]:
@@ -551,7 +555,7 @@ class Lowering:
     @cached_property
     def flat_expert_part(self) -> int:
         """The same of divided experts, among the ranks that hold the same ones."""
-        return self._even_part(len(self.group) // self.policies.ep, of_experts=True) if self.flat_part else 0
+        return self._even_part(len(self.expert_replicas[0]), of_experts=True) if self.flat_part else 0
 
     def _even_part(self, ranks: int, *, of_experts: bool) -> int:
         own = [each.elements for _, each in self.parameters if self._is_of_experts(each) == of_experts]

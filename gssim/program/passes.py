@@ -399,7 +399,7 @@ def _lowerings(
 
 def _held_stages(scenario: Scenario, part: int) -> Sequence[Sequence[LayerInstance]]:
     """Return the layers of every stage of a pipeline; where blocks are sliced, as held by the ranks with that slice."""
-    if scenario.policies.tp == 1:
+    if scenario.policies.tp == 1 or scenario.policies.ep > 1:
         return scenario.stages
     return held_layers(unrolled(held_slice(scenario, part)), scenario.stage_ranges)
 

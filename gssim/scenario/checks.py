@@ -614,6 +614,13 @@ def _check_experts(scenario: Scenario, policies: Policies, file: str) -> None:
         return
     where = f"{file}: plan.ep = {ranks}"
     _check_expert_load(scenario, ranks, where, file)
+    cut_for = workload.model.expert_tensor_ranks
+    if cut_for != policies.tp:
+        raise UserError(
+            f"{where}: cannot run yet with plan.tp = {policies.tp}: the layers with divided experts of "
+            f"'{workload.model.name}' are cut for {cut_for} tensor ranks (workload.model.expert_tensor_ranks); "
+            f"allowed: {cut_for}"
+        )
     if len(set(scenario.batch_sizes)) > 1:
         raise UserError(
             f"{where}: ranks that divide experts need as many samples each, and have "
@@ -621,10 +628,11 @@ def _check_experts(scenario: Scenario, policies: Policies, file: str) -> None:
         )
     reduced = None if workload.reduce_precision == workload.precision else workload.reduce_precision
     flat = scenario.plan.zero1_implementation == "megatron"
+    whole = policies.gradients in ("all-reduce", "local") and policies.optimizer_state == "replicated"
     for name, value in (
         ("clip_norm", None if flat else workload.clip_norm),
         ("loss_scale", workload.loss_scale),
-        ("gradient_precision", None if flat else workload.gradient_precision),
+        ("gradient_precision", None if flat or whole else workload.gradient_precision),
         ("reduce_precision", None if flat else reduced),
     ):
         if value is not None:
