@@ -240,6 +240,12 @@ def _check_periods(scenario: Scenario, policies: Policies, file: str) -> None:
         )
     if run.extrapolate_micro_batches:
         raise UserError(f"{file}: run.extrapolate_micro_batches = True: cannot run yet with {method}; allowed: false")
+    layers = sum(bool(each.layer.parameters) for each in unrolled(scenario.workload.model))
+    if policies.in_fragments and scenario.plan.streaming.fragments > layers:
+        raise UserError(
+            f"{file}: plan.streaming.fragments = {scenario.plan.streaming.fragments}: the model has {layers} layers "
+            f"with parameters, none of which is cut; allowed: at most {layers}"
+        )
     if min(scenario.batch_sizes) == 0:
         raise UserError(
             f"{file}: plan.shares.batch: rank {scenario.batch_sizes.index(0)} has no samples, and {method} averages "
