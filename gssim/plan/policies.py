@@ -58,6 +58,8 @@ class Policies:
     """Steps from one synchronization of the parameters to the next; None: ranks' parameters are always equal."""
     outer_optimizer: Literal["nesterov", "sparse"] | None = None
     """What a synchronization does with the ranks' changes of the parameters; None: parameters are averaged instead."""
+    in_fragments: bool = False
+    """Whether a synchronization is cut in fragments, whose exchanges go on behind the steps that follow."""
     exchange: str = "backend"
     """`point-to-point` or `backend`."""
     ep: int = 1
@@ -160,6 +162,7 @@ def resolve(plan: Plan, *, devices: int, hosts: Sequence[str] = (), backend: str
         compressor=method.compressor,
         sync_every_steps=plan.sync_every_steps or method.sync_every_steps,
         outer_optimizer=method.outer_optimizer,
+        in_fragments=method.in_fragments,
         publish_overlaps=publishes and plan.overlap and bool(plan.publish.overlap),
         sequence_parallel=plan.sequence_parallel,
         ep=plan.ep,
@@ -376,6 +379,7 @@ def _refuse_periods(plan: Plan, policies: Policies, file: str) -> None:
                 f"{file}: plan.{key}: method '{plan.method}' has no such outer optimizer; allowed with "
                 f"{', '.join(outer)}"
             )
+    _refuse_fragments(plan, policies, file)
     chosen = plan.sparse_outer
     if chosen.chunk_entries > chosen.chunk_elements:
         raise UserError(
@@ -399,6 +403,35 @@ def _refuse_periods(plan: Plan, policies: Policies, file: str) -> None:
         raise UserError(
             f"{file}: plan.shares.replan = True: ranks of method '{plan.method}' do not meet in every step; "
             "allowed: false"
+        )
+
+
+def _refuse_fragments(plan: Plan, policies: Policies, file: str) -> None:
+    """Refuse fragments where there are none, or whose synchronizations do not follow one another in a period."""
+    every, streaming = policies.sync_every_steps or 1, plan.streaming
+    if not policies.in_fragments:
+        if streaming != Plan(method=plan.method).streaming:
+            names = ", ".join(name for name, method in METHODS.items() if method.in_fragments)
+            raise UserError(
+                f"{file}: plan.streaming: method '{plan.method}' synchronizes no fragments; allowed with {names}"
+            )
+        return
+    if streaming.fragments > every:
+        raise UserError(
+            f"{file}: plan.streaming.fragments = {streaming.fragments}: each is synchronized in a step of its own, and "
+            f"a period has {every} steps (plan.sync_every_steps); allowed: at most {every}"
+        )
+    apart = every // streaming.fragments
+    if streaming.delay_steps >= apart:
+        raise UserError(
+            f"{file}: plan.streaming.delay_steps = {streaming.delay_steps}: {streaming.fragments} fragments are "
+            f"synchronized in {every} steps (plan.sync_every_steps), one begins after the one before has ended; "
+            f"allowed: less than {apart}"
+        )
+    if streaming.delay_steps and not plan.overlap:
+        raise UserError(
+            f"{file}: plan.overlap = False: exchanges go on behind {streaming.delay_steps} steps "
+            "(plan.streaming.delay_steps); allowed: true, or no such steps"
         )
 
 

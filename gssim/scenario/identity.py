@@ -235,6 +235,7 @@ def resolved(scenario: ScenarioParts, shared: Shared) -> dict[str, Any]:
         (data["plan"], "sync_every_steps", plan.sync_every_steps is None),
         (data["plan"]["outer"], "precision", plan.outer.precision == "fp32"),
         (data["plan"], "outer", scenario.policies.outer_optimizer != "nesterov"),
+        (data["plan"], "streaming", not scenario.policies.in_fragments),
         (data["plan"], "sparse_outer", scenario.policies.outer_optimizer != "sparse"),
         (data["plan"], "sequence_parallel", not plan.sequence_parallel),
         (data["plan"], "ep", plan.ep == 1),
