@@ -215,6 +215,19 @@ def mark(method: str, points: float = 8) -> dict[str, Any]:
     return {"marker": marker, "color": colour, "markersize": size, "markeredgecolor": "white", "markeredgewidth": 0.7}
 
 
+def draw_bar(
+    axes: Axes, colour: str, *, hatch: str = "", hatch_colour: str = "0.2", edge_points: float = 0.6, **place: Any
+) -> None:
+    """Draw a horizontal bar with an edge; `place`: y, height, left and width, as matplotlib takes them.
+
+    A patch has one colour for edge and hatching: so hatching is a patch of its own.
+    """
+    axes.barh(**place, color=colour, linewidth=0)
+    if hatch:
+        axes.barh(**place, fill=False, linewidth=0, hatch=hatch, edgecolor=hatch_colour)
+    axes.barh(**place, fill=False, linewidth=edge_points, edgecolor="0.2")
+
+
 def plain(text: str) -> str:
     """Return text with dollar signs escaped, which would start a formula."""
     return text.replace("$", r"\$")

@@ -62,6 +62,18 @@ def _attention(builder: OperationBuilder, latent: Latent) -> list[Operation]:
     joined = builder.streamed(size(2 * queries), calls=2)
     copied = builder.streamed(size(2 * values))
     forward, backward = _attention_flop(builder, latent)
+    flash = Operation(
+        name="context",
+        reads=("queries", "keys", "values"),
+        output=size(values),
+        flop=builder.score_bytes(forward),
+        backward_flop=builder.score_bytes(backward),
+        operands=size(2 * queries + 2 * values),
+        saves=("queries", "keys", "values", "context"),
+        also_saved=size(shape.heads, value=FLOAT),
+        kept=True,
+        kernels=builder.software.flash_calls,
+    )
     return [
         builder.whole_linear("query_down", "attention_norm", shape.hidden, latent.query_rank),
         builder.norm("query_norm", "query_down", width=latent.query_rank),
@@ -76,16 +88,44 @@ def _attention(builder: OperationBuilder, latent: Latent) -> list[Operation]:
             name="keys", reads=("kv_up", "kv_down"), output=size(queries), streamed=joined, backward_streamed=joined
         ),
         Operation(name="values", reads=("kv_up",), output=size(values), streamed=copied, backward_streamed=copied),
+        *([flash] if builder.software.flash_attention else _unfused(builder, latent)),
+    ]
+
+
+def _unfused(builder: OperationBuilder, latent: Latent) -> list[Operation]:
+    """Return attention whose scores are written to memory, without dropout."""
+    shape, scores = builder.shape, builder.score_bytes(builder.value)
+    head, values = latent.plain_width + latent.rotary_width, shape.heads * latent.value_width
+    return [
+        Operation(
+            name="scores",
+            reads=("queries", "keys"),
+            output=scores,
+            flop=builder.score_bytes(2 * head),
+            streamed=scores,
+            backward_streamed=total([scores], 2),
+            saves=("queries", "keys"),
+            kept=True,
+            kernels=4,
+        ),
+        Operation(
+            name="softmax",
+            reads=("scores",),
+            output=scores,
+            streamed=total([scores], 2),
+            backward_streamed=total([scores], 3),
+            saves=("softmax",),
+        ),
         Operation(
             name="context",
-            reads=("queries", "keys", "values"),
-            output=size(values),
-            flop=builder.score_bytes(forward),
-            backward_flop=builder.score_bytes(backward),
-            operands=size(2 * queries + 2 * values),
-            saves=("queries", "keys", "values", "context"),
-            also_saved=size(shape.heads, value=FLOAT),
+            reads=("softmax", "values"),
+            output=builder.token_bytes(values),
+            flop=builder.score_bytes(2 * latent.value_width),
+            streamed=total([builder.token_bytes(2 * values), scores]),
+            backward_streamed=total([builder.token_bytes(2 * values), scores], 2),
+            saves=("softmax", "values"),
             kept=True,
+            kernels=4,
         ),
     ]
 

@@ -74,6 +74,11 @@ class Shape:
     windows: "Windows | None" = None
     """The last blocks of an image generator, of another shape; its loss is the mean of what they return."""
 
+    further: int = 0
+    """Blocks behind the others, of which each predicts one more token with the output layer of all (DeepSeek-AI 2024,
+    DeepSeek-V3, arXiv:2412.19437, section 2.2); only the first is modelled exactly."""
+    embeds_again: bool = False
+    """Whether these have a copy of the embedding, as on another stage."""
     decoder: Decoder | None = None
     """A decoder behind the blocks, which are then an encoder."""
     latent: Latent | None = None
@@ -224,6 +229,8 @@ class Software:
     """Queries, keys and values are one product of the input, and so are the gate and the other map (Megatron-LM)."""
     kernels: str | None = None
     """Machine whose measured rates of kernels by shape are used, see `kernels`; absent: the device's own rate."""
+    graphs_attention: bool = False
+    """The attention, with its norm and the sum behind it, is a CUDA graph, which the host launches at once."""
     flash_calls: int = 1
     """Operations that the host launches for the forward of flash attention."""
     message_calls: int = 0

@@ -299,7 +299,7 @@ def stages_of(run: Run) -> tuple[int, ...]:
     stages, blocks = run.pp * run.chunks, run.shape.layers
     counts = list(run.blocks_of_stages or (blocks * (i + 1) // stages - blocks * i // stages for i in range(stages)))
     counts[0] += 1
-    counts[-1] += 1
+    counts[-1] += 1 + run.shape.further
     return tuple(counts)
 
 

@@ -137,13 +137,21 @@ class TransformerBuilder(OperationBuilder):
     def block(self, *, routed: bool = False) -> tuple[Operation, ...]:
         """Return the operations of a block; `routed`: its perceptron is a mixture of experts."""
         if self.shape.latent is not None:
-            return latent_block(self, routed=routed)
+            return self.graphed(latent_block(self, routed=routed))
         dense = self.gpt_block() if self.shape.kind == "gpt" else self.llama_block()
         if not routed:
-            return dense
+            return self.graphed(dense)
         place = [operation.name for operation in dense].index("map_norm")
         maps = routed_maps(self)
-        return (*dense[: place + 1], *maps, self.add("mapped", (maps[-1].name, "attended"), last=True))
+        return self.graphed((*dense[: place + 1], *maps, self.add("mapped", (maps[-1].name, "attended"), last=True)))
+
+    def graphed(self, block: tuple[Operation, ...]) -> tuple[Operation, ...]:
+        """Return a block whose attention, up to the sum behind it, is one launch each way if it is a CUDA graph."""
+        if not self.software.graphs_attention:
+            return block
+        place = [operation.name for operation in block].index("attended")
+        first, *others = (replace(each, kernels=0, backward_kernels=0) for each in block[: place + 1])
+        return (replace(first, kernels=1, backward_kernels=1), *others, *block[place + 1 :])
 
     def gpt_block(self) -> tuple[Operation, ...]:
         """Return the operations of a GPT block with pre-normalisation."""
@@ -194,6 +202,41 @@ class TransformerBuilder(OperationBuilder):
                 backward_kernels=2 * (rotary + norms),
             )
         ]
+
+    def further_block(self, *, routed: bool) -> tuple[Operation, ...]:
+        """Return a block that predicts one more token, from what the one before returns and the next one's embedding.
+
+        Both are normalised and joined, and a product makes them as wide as one; the output has a norm of its own
+        (Megatron-LM, core/transformer/multi_token_prediction.py).
+        """
+        h, size = self.shape.hidden, self.unsplit_bytes
+        embedded = self.embedding()[0]
+        block = [
+            replace(each, reads=tuple("projected" if name == INPUT else name for name in each.reads))
+            for each in self.block(routed=routed)
+        ]
+        # the product is cut by columns, and gathered
+        projected = replace(self.linear("projected", "joined_inputs", 2 * h, h, by_rows=False), output=size(h))
+        renamed = {"attention_norm": "projected", "attended": "projected"}
+        block = [
+            replace(each, saves=tuple(renamed[each.name] if name == INPUT else name for name in each.saves))
+            for each in block
+        ]
+        return (
+            replace(embedded, weights=embedded.weights[:1] if self.shape.embeds_again else ()),
+            self.norm("embedded_norm", "embedding"),
+            self.norm("hidden_norm", INPUT),
+            Operation(
+                name="joined_inputs",
+                reads=("embedded_norm", "hidden_norm"),
+                output=size(2 * h),
+                streamed=size(4 * h),
+                backward_streamed=size(4 * h),
+            ),
+            projected,
+            *block,
+            self.norm("further_norm", "mapped"),
+        )
 
     def decoder_block(self, encoder: "TransformerBuilder") -> tuple[Operation, ...]:
         """Return the operations of a block that attends to its own sequence, and to the output of an encoder."""
@@ -387,7 +430,27 @@ class TransformerBuilder(OperationBuilder):
         if self.software.dummy_gradients:
             dummy = self.split.size(one=self.value * h * vocabulary)
             logits = replace(logits, backward_scratch=total([logits.backward_scratch, dummy]))
-        return (self.norm("norm", INPUT), logits, *self.loss(vocabulary))
+        operations = (self.norm("norm", INPUT), logits, *self.loss(vocabulary))
+        further = [
+            replace(
+                each,
+                name=f"further{number}_{each.name}",
+                reads=tuple(name if name == INPUT else f"further{number}_{name}" for name in each.reads),
+                saves=tuple(name if name == INPUT else f"further{number}_{name}" for name in each.saves),
+                weights=(),
+            )
+            for number in range(self.shape.further)
+            for each in operations[1:]
+        ]
+        further = [
+            replace(
+                each,
+                reads=tuple(INPUT if name.endswith("_norm") else name for name in each.reads),
+                saves=tuple(INPUT if name.endswith("_norm") else name for name in each.saves),
+            )
+            for each in further
+        ]
+        return (*further, *operations)
 
     def loss(self, vocabulary: int) -> tuple[Operation, ...]:
         """Return the operations from the logits to the loss, for a vocabulary of this size.
@@ -462,6 +525,43 @@ class TransformerBuilder(OperationBuilder):
         return (shifted, softmax, loss) if parallel else (softmax, loss)
 
 
+Part = tuple[str, TransformerBuilder, tuple[Operation, ...], list[str]]
+
+
+def _parts(builder: TransformerBuilder, *, tied: bool) -> list[Part]:
+    """Return name, builder, operations and modules of each layer, or of equal ones in a row."""
+    shape, last, blocks = builder.shape, builder, builder.shape.layers
+    if shape.decoder is not None:
+        inner = replace(shape, decoder=None, sequence_length=shape.decoder.sequence_length)
+        last = TransformerBuilder(inner, builder.software, builder.split.ranks, builder.use, (1, inner.sequence_length))
+    elif shape.windows is not None:
+        part = shape.windows.shape
+        windows = (shape.windows.count, part.sequence_length)
+        last = TransformerBuilder(part, builder.software, builder.split.ranks, builder.use, windows)
+        blocks -= part.layers
+    elif shape.experts is not None:
+        blocks = shape.experts.dense_blocks
+    parts: list[Part] = [("embedding", builder, builder.embedding(), ["embedding"])]
+    if blocks:
+        parts.append(("blocks.0", builder, builder.block(), [f"blocks.{number}" for number in range(blocks)]))
+    if shape.decoder is not None:
+        (tokens,) = last.embedding()  # of the same weights
+        parts.append(("decoder_embedding", last, (replace(tokens, weights=()),), ["decoder_embedding"]))
+        inside = [f"decoder.{number}" for number in range(shape.decoder.layers)]
+        parts.append(("decoder.0", last, last.decoder_block(builder), inside))
+    elif shape.windows is not None:
+        inside = [f"windows.{number}" for number in range(shape.layers - blocks)]
+        parts.append(("windows.0", last, last.block(), inside))
+    elif shape.experts is not None:
+        sparse = [f"blocks.{number}" for number in range(blocks, shape.layers)]
+        parts.append((f"blocks.{blocks}.0", builder, builder.block(routed=True), sparse))
+    if shape.further:
+        more = [f"further.{number}" for number in range(shape.further)]
+        parts.append(("further.0", builder, builder.further_block(routed=shape.experts is not None), more))
+    head = last.mean_loss() if shape.windows is not None else last.head(tied=tied)
+    return [*parts, ("head", last, head, ["head"])]
+
+
 def layers_of(
     shape: Shape,
     software: Software,
@@ -480,37 +580,10 @@ def layers_of(
     builder = TransformerBuilder(
         shape, software, ranks, use, alone=divided is not None, expert_tensor_ranks=of.each, expert_ranks=of.ranks
     )
-    block = builder.block()
-    last, blocks = builder, shape.layers
-    if shape.decoder is not None:
-        inner = replace(shape, decoder=None, sequence_length=shape.decoder.sequence_length)
-        last = TransformerBuilder(inner, software, ranks, use, (1, inner.sequence_length))
-    if shape.windows is not None:
-        windows = shape.windows
-        last = TransformerBuilder(windows.shape, software, ranks, use, (windows.count, windows.shape.sequence_length))
-        blocks -= windows.shape.layers
     # index, in the backward of the layer before, at which the gradient of a block's input is freed
+    block = builder.block()
     freed_at = next(len(block) - 1 - i for i, operation in enumerate(block) if operation.name == "map_norm")
-    routed = shape.experts
-    blocks = blocks if routed is None else routed.dense_blocks
-    modules = [f"blocks.{number}" for number in range(blocks)]
-    parts = [("embedding", builder, builder.embedding(), ["embedding"])]
-    if modules:
-        parts.append(("blocks.0", builder, block, modules))
-    if shape.decoder is not None:
-        (tokens,) = last.embedding()  # of the same weights
-        parts.append(("decoder_embedding", last, (replace(tokens, weights=()),), ["decoder_embedding"]))
-        inside = [f"decoder.{number}" for number in range(shape.decoder.layers)]
-        parts.append(("decoder.0", last, last.decoder_block(builder), inside))
-        parts.append(("head", last, last.head(tied=tied), ["head"]))
-    elif shape.windows is not None:
-        inside = [f"windows.{number}" for number in range(shape.layers - blocks)]
-        parts += [("windows.0", last, last.block(), inside), ("head", last, last.mean_loss(), ["head"])]
-    else:
-        if routed is not None:
-            sparse = [f"blocks.{number}" for number in range(blocks, shape.layers)]
-            parts.append((f"blocks.{blocks}.0", builder, builder.block(routed=True), sparse))
-        parts.append(("head", builder, builder.head(tied=tied), ["head"]))
+    parts = _parts(builder, tied=tied)
     layers = [
         LayerOperations(
             operations, of.split, software.early_stop, software.gathers_alone, software.recomputes_attention
@@ -523,8 +596,9 @@ def layers_of(
         )
         for name, of, operations, names in parts
     ]
-    if routed is not None:
-        layers[-2] = with_exchanges(layers[-2], parts[-2][2], builder)
+    for place, (_, _, operations, _) in enumerate(parts):
+        if any(operation.name == "router" for operation in operations):
+            layers[place] = with_exchanges(layers[place], operations, builder)
     if across:
         layers[-1] = _with_tied_gradient(builder, layers[-1])
     return tuple(layers)

@@ -83,12 +83,14 @@ def chrome_trace(step: Step, result: Result) -> str:
 def _trace(step: Step, result: Result) -> dict[str, Any]:
     times_s = [span.start_s for span in step.spans] + [began_s for began_s, _ in step.bounds_s.values()]
     zero = _Clock(min(map(_ticks, times_s), default=0))
-    threads = _threads(step)
+    streams = {(span.rank, span.stream) for span in step.spans} | {(rank, STREAMS[0]) for rank in step.bounds_s}
+    first = process_of(max((rank for rank, _ in streams), default=0)) + 1
+    in_order = sorted(streams, key=lambda stream: (stream[0], _place(stream[1])))
+    threads = {stream: first + number for number, stream in enumerate(in_order)}
     placed = _placed(step.spans)
     events = [
         *_names(step, threads),
-        *(_complete(step.spans[number], ticks, threads, zero) for number, ticks in placed.items()),
-        *_bounds(step, threads, zero),
+        *_spans(step, placed, threads, zero),
         *_flows(step, placed, threads, zero),
         *_counters(step, threads, zero),
     ]
@@ -117,12 +119,6 @@ class _Clock:
 Threads = Mapping[tuple[int, str], int]
 """Thread id of each rank's stream. Perfetto identifies threads by it alone: ids are unique over all ranks, and differ
 from process ids, which would denote main threads."""
-
-
-def _threads(step: Step) -> Threads:
-    places = {(span.rank, span.stream) for span in step.spans} | {(rank, STREAMS[0]) for rank in step.bounds_s}
-    first = process_of(max((rank for rank, _ in places), default=0)) + 1
-    return {place: first + number for number, place in enumerate(sorted(places, key=lambda p: (p[0], _place(p[1]))))}
 
 
 def _place(stream: str) -> tuple[int, str]:
@@ -177,21 +173,22 @@ def _placed(spans: Sequence[Span]) -> dict[int, tuple[int, int]]:
     return placed
 
 
-def _complete(span: Span, ticks: tuple[int, int], threads: Threads, zero: _Clock) -> dict[str, Any]:
-    start, end = ticks
-    return {
-        "ph": "X",
-        "name": span.label,
-        "cat": span.phase,
-        "pid": process_of(span.rank),
-        "tid": threads[span.rank, span.stream],
-        "ts": zero.us(start),
-        "dur": (end - start) / TICKS_PER_US,
-        **({"args": {"general_labels": list(span.general_labels)}} if span.general_labels else {}),
-    }
-
-
-def _bounds(step: Step, threads: Threads, zero: _Clock) -> Iterable[dict[str, Any]]:
+def _spans(
+    step: Step, placed: Mapping[int, tuple[int, int]], threads: Threads, zero: _Clock
+) -> Iterable[dict[str, Any]]:
+    """Yield all spans, and the moments at which each rank's step begins and ends."""
+    for number, (start, end) in placed.items():
+        span = step.spans[number]
+        yield {
+            "ph": "X",
+            "name": span.label,
+            "cat": span.phase,
+            "pid": process_of(span.rank),
+            "tid": threads[span.rank, span.stream],
+            "ts": zero.us(start),
+            "dur": (end - start) / TICKS_PER_US,
+            **({"args": {"general_labels": list(span.general_labels)}} if span.general_labels else {}),
+        }
     for rank, bounds_s in sorted(step.bounds_s.items()):
         place = {"pid": process_of(rank), "tid": threads[rank, STREAMS[0]]}
         for name, time_s in zip(("step begins", "step ends"), bounds_s, strict=True):

@@ -8,9 +8,10 @@ import pytest
 
 import gssim
 from analysis.literature.runs import Run
-from analysis.literature.scenarios import emit, scenario_of
+from analysis.literature.scenarios import emit, scenario_of, tables_of
 from analysis.literature.tables.reading import read_table
 from gsreal.run.launch import check_predicted_only
+from gssim.workload import Polynomial
 
 ROW = {
     "family": "moe",
@@ -145,8 +146,9 @@ def test_tests_of_experts_are_written_and_read_again(tmp_path):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"test_case": "gpt3_tp2_pp2_ep4_etp1_memory_speed"}, "a layer that predicts further tokens"),
         ({"optimizer": "muon"}, "the optimizer muon"),
+        ({"cuda_graph_impl": "transformer_engine"}, "CUDA graphs"),
+        ({"fine_grained_activation_offloading": "True"}, "activations go to the host"),
     ],
     ids=str,
 )
@@ -175,3 +177,60 @@ def test_plans_that_cannot_divide_experts_so_are_refused(tmp_path, plan, message
 def test_experts_beside_tensor_ranks_are_predicted_only(tmp_path):
     with pytest.raises(gssim.UserError, match=r"plan\.ep = 2 beside plan\.tp = 2: can be predicted, but not run"):
         check_predicted_only(scenario_of(run_of(tmp_path)), where="t.toml")
+
+
+LATENT = {"swiglu": "True", "untie_embeddings_and_output_weights": "True", "attention_backend": "unfused"}
+NAME = "gpt3_tp2_pp2_ep4_etp1"
+"""Of tests with latent attention, a first block without experts, and a shared expert."""
+
+
+def test_a_block_that_predicts_a_further_token_is_one_more_with_logits_of_its_own(tmp_path):
+    plain, further = (run_of(tmp_path, **LATENT, test_case=NAME + end) for end in ("", "_memory_speed"))
+    assert (plain.shape.further, further.shape.further) == (0, 1)
+    names = [[layer["name"] for layer in tables_of(run)["workload"]["model"]["layers"]] for run in (plain, further)]
+    assert names[1] == [*names[0][:-1], "further.0", "head"]
+    head, more = (tables_of(run)["workload"]["model"]["layers"][-1] for run in (plain, further))
+    tokens = Polynomial.parse(more["forward_flop"]).at(b=1, s=128) / Polynomial.parse(head["forward_flop"]).at(
+        b=1, s=128
+    )
+    assert tokens == 2
+    assert more["parameters"] == head["parameters"]
+
+
+def test_a_further_block_on_another_stage_has_a_copy_of_the_embedding(tmp_path):
+    asked = LATENT | {"expert_model_parallel_size": "2", "test_case": NAME + "_memory_speed"}
+    run = run_of(tmp_path, **asked, pipeline_model_parallel_size="2")
+    alone = run_of(tmp_path, **asked)
+    copied = f"{run.shape.vocabulary}x256"
+    found = [
+        [each for each in layer["parameters"] if each.split()[1] == copied]
+        for each_run in (run, alone)
+        for layer in tables_of(each_run)["workload"]["model"]["layers"]
+        if layer["name"] == "further.0"
+    ]
+    assert [len(each) for each in found] == [1, 0]
+
+
+def test_unfused_latent_attention_keeps_its_scores(tmp_path):
+    """The softmax of 8 heads on 128 x 128 positions, in place of flash attention's result and statistics."""
+    saved = []
+    for backend in ("unfused", "flash"):
+        run = run_of(tmp_path, **(LATENT | {"attention_backend": backend}), test_case=NAME)
+        layers = tables_of(run)["workload"]["model"]["layers"]
+        block = next(each for each in layers if each["name"] == "blocks.0")
+        saved.append(Polynomial.parse(block["saved_bytes"]).at(b=1, s=128))
+    assert saved[0] - saved[1] == 8 * 128 * 128 * 2  # the context is saved in both, by the map behind it
+
+
+def test_a_graphed_attention_is_one_launch_each_way(tmp_path):
+    asked = LATENT | {"cuda_graph_impl": "transformer_engine"}
+    graphed = run_of(tmp_path, **asked, test_case=NAME + "_attn_cudagraph")
+    plain = run_of(tmp_path, **LATENT, test_case=NAME)
+    layers = [
+        next(each for each in tables_of(run)["workload"]["model"]["layers"] if each["name"] == "blocks.0")
+        for run in (plain, graphed)
+    ]
+    assert layers[1]["forward_operations"] < layers[0]["forward_operations"] / 2
+    assert {name for name in layers[0] if layers[0][name] != layers[1].get(name)} == {
+        name for name in layers[0] if name.endswith("_operations")
+    }

@@ -127,6 +127,8 @@ NOT_PLAIN = {
 """Reason for skipping a row, by the column that then has a value."""
 
 
+GRAPHED_TEST = "attn_cudagraph"
+"""Part of the name of the test whose graphs are of the attention alone (model_config.yaml, `cuda-graph-modules`)."""
 OPERATION_OVERHEADS_S = {"A100-SXM-80GB": 57e-6, "H100-SXM-80GB": 33e-6, "GB200": 45e-6}
 """Host time to launch an operation on the machines of the tests, by GPU: each set by hand to one test."""
 OVERHEAD_TESTS = tuple(
@@ -244,10 +246,8 @@ def _refuse(record: Mapping[str, str]) -> None:
         raise SkippedError(f"neither a GPT, a BERT nor a T5 ({record['family'] or 'no family'})")
     if "grpo" in record["test_case"]:
         raise SkippedError("not plain training (GRPO)")
-    if any(part in record["test_case"] for part in PREDICT_SEVERAL_TOKENS):
-        raise SkippedError("a layer that predicts further tokens (multi-token prediction)")
     for key, reason in NOT_PLAIN.items():
-        if record[key] not in ("", "False"):
+        if record[key] not in ("", "False") and not (key == "cuda-graph-impl" and GRAPHED_TEST in record["test_case"]):
             raise SkippedError(reason)
     if record["optimizer"] not in ("", "adam"):
         raise SkippedError(f"the optimizer {record['optimizer']}")
@@ -266,13 +266,14 @@ def _replicas(record: Mapping[str, str], pp: int) -> MethodName:
 LATENT_TESTS = {
     "deepseek_proxy_fsdp": (Latent(query_rank=256, kv_rank=128), 1, 1024),
     "tp2_pp2_ep4_etp1": (Latent(), 1, 1024),
+    "deepseekv3_proxy": (Latent(), 3, 2048),
     "tp4_ep2_etp2_pp2": (None, 0, 512),
 }
 """What the table does not tell of tests, by a part of their names: attention, blocks without experts, width of the
 shared expert (Megatron-LM, tests/functional_tests/test_cases/moe, model_config.yaml)."""
 PREDICT_SEVERAL_TOKENS = ("ep4_etp1_memory_speed", "mtp_resume", "selective_recompute_experimental", "deepseekv3_proxy")
-"""Parts of names of tests with `mtp-num-layers`, of which the table has no column (model_config.yaml)."""
-SEND_TOKENS = ("a2a", "alltoall", "etp2_pp2", "mixtral", "deepseek_proxy", "tp2_pp2_ep4_etp1")
+"""Parts of names of tests with `mtp-num-layers` of 1, of which the table has no column (model_config.yaml)."""
+SEND_TOKENS = ("a2a", "alltoall", "etp2_pp2", "mixtral", "deepseek", "tp2_pp2_ep4_etp1")
 """Parts of names of tests whose `moe-token-dispatcher-type` is not the default, `allgather` (model_config.yaml)."""
 
 
@@ -309,6 +310,7 @@ def _shape(record: Mapping[str, str], tp: int) -> Shape:
     vocabulary = count(record, "vocab-size") or VOCABULARIES[record["family"]]
     grouped = record["group-query-attention"] == "True"
     experts, latent = _experts(record)
+    further = int(any(part in record["test_case"] for part in PREDICT_SEVERAL_TOKENS))
     gated = record["swiglu"] == "True"
     decoder = None
     if record["family"] == "t5":
@@ -328,6 +330,8 @@ def _shape(record: Mapping[str, str], tp: int) -> Shape:
         tied=record["untie-embeddings-and-output-weights"] != "True",
         latent=latent,
         experts=experts,
+        further=further,
+        embeds_again=further > 0 and (count(record, "pipeline-model-parallel-size") or 1) > 1,
         biased=record["disable-bias-linear"] != "True",
     )
 
@@ -376,6 +380,7 @@ def _software(record: Mapping[str, str], tp: int, context: int) -> Software:
     ring = 2 if "a2a_p2p" in test else context  # of two levels, of which one exchanges heads
     return Software(
         flash_attention=fused,
+        graphs_attention=GRAPHED_TEST in test,
         flash_calls=FLASH_CALLS + (RING_CALLS + RING_STEP_CALLS * (ring - 1) if context > 1 else 0) if fused else 1,
         message_calls=MESSAGE_CALLS,
         rotary_calls=rotary,
