@@ -22,7 +22,8 @@ def api_page(root: Path = ROOT) -> str:
     parts = ["# The Python API", "Made by `python -m analysis.api_page > gssim/API.md` from the docstrings."]
     for package in PACKAGES:
         tree = _parsed(root, package)
-        names = _public_names(tree)
+        assigned = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
+        names: list[str] = ast.literal_eval(assigned["__all__"])
         parts += [f"## `{package}`", _described(tree)]
         for name in names:
             parts += _section(name, definition_of(root, package, name))
@@ -44,14 +45,6 @@ def _parsed(root: Path, module: str) -> ast.Module:
     path = root.joinpath(*module.split("."))
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     return ast.parse(file.read_text(encoding="utf-8"))
-
-
-def _public_names(tree: ast.Module) -> list[str]:
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            names: list[str] = ast.literal_eval(node.value)
-            return names
-    raise LookupError("no __all__")
 
 
 def _section(name: str, node: Definition) -> Iterator[str]:

@@ -90,20 +90,15 @@ def _annotated(base: Any, *notes: Any, link: Any) -> str:
             return f'{unit}, such as `"{example.strip(chr(39))}"`'
         if described and base is not float and not is_dataclass(base):
             return f"text: {described}"
-    limits = [limit for note in notes if isinstance(note, FieldInfo) for limit in _field_limits(note)]
-    return " ".join([value_in_words(base, link), " and ".join(limits)]).strip()
-
-
-def _field_limits(note: FieldInfo) -> list[str]:
     limits = []
-    for constraint in note.metadata:
+    for constraint in (each for note in notes if isinstance(note, FieldInfo) for each in note.metadata):
         for name, sign in COMPARISONS.items():
             limit = getattr(constraint, name, None)
             if limit is not None and limit not in (MOST, *UNSAID):
                 limits.append(f"{sign} {limit:g}")
         if (fewest := getattr(constraint, "min_length", None)) is not None:
             limits.append(f"(at least {fewest})")
-    return limits
+    return " ".join([value_in_words(base, link), " and ".join(limits)]).strip()
 
 
 def default_in_words(name: str, field: FieldInfo) -> str:

@@ -189,22 +189,17 @@ def _checked(row: Row, path: Path) -> Row:
     for column in POINT_COLUMNS:
         if row[column] is None and column != "variant":
             raise UserError(f"{path}: {column}: a row has none")
-    if row["status"] in (FITS, NOT_FITTING):
-        _check_answered(row, path)
+    if row["status"] in (FITS, NOT_FITTING):  # the row of a prediction
+        for column, least in ANSWERED.items():
+            value = row[column]
+            if value is None or not least <= value < inf:
+                raise UserError(f"{path}: {row['point']}: {column} = {value}: must be finite and at least {least}")
+        lacking = [column for column in OF_A_DEVICE if row[column] is None]
+        if lacking and len(lacking) < len(OF_A_DEVICE):
+            raise UserError(
+                f"{path}: {row['point']}: {lacking[0]}: missing, though others of {', '.join(OF_A_DEVICE)} are not"
+            )
     return row
-
-
-def _check_answered(row: Row, path: Path) -> None:
-    """Raise UserError where the row of a prediction lacks what it must have."""
-    for column, least in ANSWERED.items():
-        value = row[column]
-        if value is None or not least <= value < inf:
-            raise UserError(f"{path}: {row['point']}: {column} = {value}: must be finite and at least {least}")
-    lacking = [column for column in OF_A_DEVICE if row[column] is None]
-    if lacking and len(lacking) < len(OF_A_DEVICE):
-        raise UserError(
-            f"{path}: {row['point']}: {lacking[0]}: missing, though others of {', '.join(OF_A_DEVICE)} are not"
-        )
 
 
 OF_A_DEVICE = ("capacity_bytes", "margin_bytes", "tightest_device")

@@ -91,8 +91,8 @@ def print_result(result: Result) -> None:
     if result.divisions:
         console.print(_division_table(result))
     console.print(_rank_table(result))
-    title = "one step" if result.periods is None else "one outer step"
-    console.print(_collective_table(result, title))
+    several = "one outer step" if result.periods is None or not result.periods.begin_steps else "one period"
+    console.print(_collective_table(result, "one step" if result.periods is None else several))
     if any(link.bytes for link in result.links):
         console.print(_link_table(result))
 
@@ -161,6 +161,17 @@ def _periods(result: Result) -> list[str]:
         return []
     inner = "" if periods.inner_step_time_s is None else f"inner step {human_seconds(periods.inner_step_time_s)}, "
     mean_bytes = periods.outer_bytes / periods.every_steps
+    if periods.begin_steps:
+        begin = "" if periods.begin_step_time_s is None else f"begin step {human_seconds(periods.begin_step_time_s)}, "
+        fragments = ", ".join(
+            f"{first}" if first == last else f"{first} to {last}"
+            for first, last in zip(periods.begin_steps, periods.outer_steps, strict=True)
+        )
+        return [
+            f"{inner}{begin}outer step {human_seconds(periods.outer_step_time_s)}; of every {periods.every_steps} "
+            f"steps, fragments are exchanged from the end of step {fragments}; {human_bytes(periods.outer_bytes)} "
+            f"synchronized in a period, {human_bytes(mean_bytes)} in the mean step"
+        ]
     return [
         f"{inner}outer step {human_seconds(periods.outer_step_time_s)}, every {periods.every_steps} steps; "
         f"{human_bytes(periods.outer_bytes)} synchronized in an outer step, {human_bytes(mean_bytes)} in the mean step"

@@ -139,6 +139,7 @@ MARKS = dict(
             ("X", "#56B4E9"),
             ("o", "#E69F00"),
             ("s", "#E69F00"),
+            ("v", "#E69F00"),
             ("^", "#E69F00"),
             ("^", "#009E73"),
             ("<", "#CC79A7"),
@@ -212,6 +213,19 @@ def mark(method: str, points: float = 8) -> dict[str, Any]:
     marker, colour = MARKS.get(method, OTHER_MARK)
     size = 1.5 * points if marker == "*" else points  # a star of equal width looks smaller
     return {"marker": marker, "color": colour, "markersize": size, "markeredgecolor": "white", "markeredgewidth": 0.7}
+
+
+def draw_bar(
+    axes: Axes, colour: str, *, hatch: str = "", hatch_colour: str = "0.2", edge_points: float = 0.6, **place: Any
+) -> None:
+    """Draw a horizontal bar with an edge; `place`: y, height, left and width, as matplotlib takes them.
+
+    A patch has one colour for edge and hatching: so hatching is a patch of its own.
+    """
+    axes.barh(**place, color=colour, linewidth=0)
+    if hatch:
+        axes.barh(**place, fill=False, linewidth=0, hatch=hatch, edgecolor=hatch_colour)
+    axes.barh(**place, fill=False, linewidth=edge_points, edgecolor="0.2")
 
 
 def plain(text: str) -> str:

@@ -73,7 +73,8 @@ def equal_loss_map(points: Sequence[MapPoint], ours: Sequence[str], said: Sequen
             axes.set_xlim(0, len(bandwidths))
             axes.set_ylim(0, len(latencies))
             axes.set_xticks([i + 0.5 for i in range(len(bandwidths))], [bit_rate(each) for each in bandwidths])
-            axes.set_yticks([i + 0.5 for i in range(len(latencies))], [_short_time(each) for each in latencies])
+            times = [human_seconds(each).replace(".00", "") for each in latencies]
+            axes.set_yticks([i + 0.5 for i in range(len(latencies))], times)
             axes.tick_params(length=0)
             axes.set_ylabel("latency of a link")
             devices = "Equal devices" if slow_ratio == 1 else f"One device {slow_ratio:g} times slower than the others"
@@ -97,7 +98,3 @@ def _draw_cell(axes: Axes, column: int, row: int, point: MapPoint, ours: Sequenc
         below = "GS is fastest" if fastest in ours else "GS is as fast"
     axes.text(column + 0.5, row + 0.64, plain(name), ha="center", va="center", fontsize=CELL_POINTS, fontweight="bold")
     axes.text(column + 0.5, row + 0.3, below, ha="center", va="center", fontsize=CELL_POINTS)
-
-
-def _short_time(seconds: float) -> str:
-    return human_seconds(seconds).replace(".00", "")

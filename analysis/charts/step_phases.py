@@ -16,6 +16,7 @@ from analysis.charts.drawing import (
     LOG_FROM_RATIO,
     STYLE,
     TIME_UNITS,
+    draw_bar,
     in_order,
     label_width_in,
     mark,
@@ -227,7 +228,15 @@ def _phase_panel(axes: Axes, rows: Sequence[dict[str, Any]], labels: Sequence[st
     unit, factor = unit_for(longest_s, TIME_UNITS)
     for i, row in enumerate(rows):
         for side, y in (("predicted", i - 0.19), ("measured", i + 0.19)):
-            _phase_bar(axes, row, side, y, factor)
+            left = 0.0
+            for phase in MEASURED_PHASES:
+                time = (row.get(f"{phase}_{side}_s") or 0.0) / factor
+                if time > 0:
+                    colour, hatch = PHASE_COLOURS[phase], "////" if side == "predicted" else ""
+                    hatch_colour = "white" if phase in DARK_PHASES else "0.2"
+                    place = {"y": y, "height": 0.36, "left": left, "width": time}
+                    draw_bar(axes, colour, hatch=hatch, hatch_colour=hatch_colour, **place)
+                left += time
             total = _total_s(row, side) / factor
             text = f"{side} {total:.3g} {unit}"
             axes.annotate(text, (total, y), (5, 0), textcoords="offset points", va="center", annotation_clip=False)
@@ -238,20 +247,6 @@ def _phase_panel(axes: Axes, rows: Sequence[dict[str, Any]], labels: Sequence[st
     axes.set_xlabel(f"time of one step ({unit})")
     axes.grid(axis="x", color="0.9", linewidth=0.6)
     axes.set_axisbelow(True)
-
-
-def _phase_bar(axes: Axes, row: dict[str, Any], side: str, y: float, factor: float) -> None:
-    left = 0.0
-    for phase in MEASURED_PHASES:
-        time = (row.get(f"{phase}_{side}_s") or 0.0) / factor
-        if time > 0:
-            place: dict[str, Any] = {"y": y, "width": time, "left": left, "height": 0.36}
-            axes.barh(**place, color=PHASE_COLOURS[phase], linewidth=0)
-            if side == "predicted":  # a patch has one colour for edge and hatching: so hatching is a patch of its own
-                hatching = "white" if phase in DARK_PHASES else "0.2"
-                axes.barh(**place, fill=False, linewidth=0, hatch="////", edgecolor=hatching)
-            axes.barh(**place, fill=False, linewidth=0.6, edgecolor="0.2")
-        left += time
 
 
 def _total_s(row: dict[str, Any], side: str) -> float:
@@ -346,12 +341,19 @@ def _side(axes: Axes, side: str, step: Step, rank: int, y: float, unit: tuple[st
 def _block(axes: Axes, block: Block, place: tuple[float, float], factor: float, *, hatched: bool, faint: bool) -> None:
     y, height = place
     left, width = block.start_s / factor, (block.end_s - block.start_s) / factor
-    bar: dict[str, Any] = {"y": y, "width": width, "left": left, "height": height, "align": "edge"}
     dark = block.phase in DARK_PHASES
-    axes.barh(**bar, color="#DDBBCC" if faint else PHASE_COLOURS[block.phase], linewidth=0)
-    if hatched:  # a patch has one colour for edge and hatching
-        axes.barh(**bar, fill=False, linewidth=0, hatch="////", edgecolor="#FFFFFF50" if dark else "#00000028")
-    axes.barh(**bar, fill=False, linewidth=0.5, edgecolor="0.2")
+    draw_bar(
+        axes,
+        "#DDBBCC" if faint else PHASE_COLOURS[block.phase],
+        hatch="////" if hatched else "",
+        hatch_colour="#FFFFFF50" if dark else "#00000028",
+        edge_points=0.5,
+        y=y,
+        height=height,
+        left=left,
+        width=width,
+        align="edge",
+    )
     text = plain(block.label.replace("_", " "))
     room_in = PANEL_IN * width / axes.get_xlim()[1]
     if label_width_in(text) + TEXT_MARGIN_IN <= room_in:

@@ -68,11 +68,10 @@ def sweep_explorer(sweep: SweepTable, *, name: str = "") -> list[Part]:
     columns = [column for column in columns if len(set(column["values"]) - {None}) > 1]
     texts = {"method": "method", "cluster": "cluster", "model": "model", "group": "group", "status": "does it fit?"}
     words = {key: [str(row[key] or "none") for row in rows] for key in texts}
-    words |= {
-        axis: ["none" if row[axis] is None else _worded(row[axis]) for row in rows]
-        for axis in axes
-        if axis not in texts and len({row[axis] for row in rows}) <= MOST_FILTERED
-    }
+    for axis in axes:
+        if axis not in texts and len({row[axis] for row in rows}) <= MOST_FILTERED:
+            values = ["none" if row[axis] is None else row[axis] for row in rows]
+            words[axis] = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in values]
     coloured = [_texts(key, texts.get(key, key), values) for key, values in words.items() if len(set(values)) > 1]
     columns += [column for column in coloured if column["key"] not in {each["key"] for each in columns}]
     columns += [column | {"key": f"{column['key']} (filter)"} for column in coloured if column["key"] in numeric]
@@ -250,10 +249,6 @@ def _natural(word: str) -> tuple[bool, float, str]:
         return (False, float(word), word)
     except ValueError:
         return (True, 0.0, word)
-
-
-def _worded(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _colour(columns: Sequence[Mapping[str, Any]]) -> str | None:

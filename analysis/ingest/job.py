@@ -6,7 +6,7 @@ median difference of the ends of the collectives they share, which all members l
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -149,7 +149,11 @@ def _of_ranks(traces: Sequence[RankTrace], loaded: Loaded) -> Ingested:
         raise UserError(f"{traces[0].path}: a step of no length")
     total = scenario.workload.global_batch_size
     phases = [_phases(trace, counted) for trace in traces]
-    mean = {name: fmean(each.get(name, 0.0) for each in phases) for name in _names(phases)}
+    mean = {
+        name: fmean(each.get(name, 0.0) for each in phases)
+        for name in MEASURED_PHASES
+        if name in PHASES or any(name in each for each in phases)
+    }
     collectives, steady = _collectives(meetings, counted)
     if steady < len(counted):
         partial["steps with other collectives than most"] += len(counted) - steady
@@ -192,12 +196,6 @@ def _of_ranks(traces: Sequence[RankTrace], loaded: Loaded) -> Ingested:
 
 
 # Phases ---------------------------------------------------------------------------------------------------------------
-
-
-def _names(phases: Iterable[dict[str, float]]) -> list[str]:
-    """Return the phases that occur, those that every Result has first."""
-    present = {name for each in phases for name in each}
-    return [name for name in MEASURED_PHASES if name in PHASES or name in present]
 
 
 def _phases(trace: RankTrace, counted: range) -> dict[str, float]:

@@ -20,8 +20,14 @@ class OperationBuilder:
         ranks: int,
         use: KernelUse | None = None,
         windows: tuple[int, int] | None = None,
+        *,
+        alone: bool = False,
+        expert_tensor_ranks: int | None = None,
+        expert_ranks: int = 1,
     ) -> None:
-        self.shape, self.software, self.split = shape, software, TensorSplit(ranks, windows)
+        self.shape, self.software, self.split = shape, software, TensorSplit(ranks, windows, alone)
+        self.expert_tensor_ranks = expert_tensor_ranks or ranks
+        self.expert_ranks = expert_ranks
         self.use = use
         self.kernels = kernels_of(use.machine) if use is not None else None
         self.value = PRECISION_BYTES[software.precision]
@@ -146,7 +152,7 @@ class OperationBuilder:
         """Return a linear layer, split by columns (outputs) or by rows (inputs: tensor ranks then all-reduce)."""
         size = self.token_bytes
         weights = [Weight(name="{}." + name + ".weight", shape=(outputs, inputs), sharded_dim=1 if by_rows else 0)]
-        if self.shape.kind == "gpt":
+        if self.shape.kind == "gpt" and self.shape.biased:
             weights.append(Weight(name="{}." + name + ".bias", shape=(outputs,), sharded_dim=None if by_rows else 0))
         slowdowns = self.product_slowdowns(inputs, outputs, by_rows=by_rows)
         output = size(outputs, shared=not by_rows)
@@ -168,6 +174,27 @@ class OperationBuilder:
             backward_scratch=reduced if self.software.gathers_alone and not by_rows else ZERO_BYTES,
             reduced=reduced if by_rows else None,
             backward_reduced=None if by_rows or self.is_gathered(reads) else reduced,
+        )
+
+    def whole_linear(self, name: str, reads: str, inputs: int, outputs: int) -> Operation:
+        """Return a linear layer without bias of which each tensor rank has all, for its own part of the sequence.
+
+        Without sequence parallelism all ranks compute the same.
+        """
+        slowdowns = self.product_slowdowns(inputs * self.split.ranks, outputs, by_rows=True)
+        flop = self.unsplit_bytes(2 * inputs * outputs, value=1)
+        matrix = self.split.size(one=self.value * inputs * outputs, shared=False)
+        return Operation(
+            name=name,
+            reads=(reads,),
+            output=self.unsplit_bytes(outputs),
+            flop=total([flop], slowdowns[0]),
+            backward_flop=total([flop], slowdowns[1] + slowdowns[2]),
+            operands=total([matrix, self.unsplit_bytes(inputs + outputs)]),
+            saves=(reads,),
+            weights=(Weight(name="{}." + name + ".weight", shape=(outputs, inputs)),),
+            kept=True,
+            kernels=1 if self.software.compiled else 3,
         )
 
     def add(self, name: str, reads: tuple[str, str], *, last: bool = False) -> Operation:

@@ -27,6 +27,8 @@ class TensorSplit:
     ranks: int = 1
     windows: tuple[int, int] | None = None
     """Number and length of a sample's windows, which then take the place of its sequence."""
+    alone: bool = False
+    """Sizes are those of one of the ranks, not of each unit that it holds (which are then experts)."""
 
     def size(self, *, one: float = 0, bs: float = 0, bss: float = 0, shared: bool = True) -> Polynomial:
         """Return one + bs * b * s + bss * b * s^2 bytes; `shared`: each rank stores its part of it (a unit).
@@ -40,7 +42,7 @@ class TensorSplit:
             count, length = self.windows
             coefficients = [(one, 0, 0), (count * length * (bs + bss * length), 1, 0)]
         terms = tuple((math.ceil(value / parts), i, j) for value, i, j in coefficients if value) or ZERO_BYTES.terms
-        return Polynomial((), terms) if shared and self.ranks > 1 else Polynomial(terms)
+        return Polynomial((), terms) if shared and self.ranks > 1 and not self.alone else Polynomial(terms)
 
 
 def total(sizes: Iterable[Polynomial], factor: float = 1) -> Polynomial:
@@ -68,14 +70,17 @@ class Weight:
     per_expert: bool = False
     """Whether ranks divide it by its first dimension, which has one place for each expert."""
 
-    def parameter(self, ranks: int, moment: Moment) -> Parameter:
-        """Return the parameter as a model file has it; sizes that `ranks` does not divide are padded."""
+    def parameter(self, ranks: int, moment: Moment, *, alone: bool = False) -> Parameter:
+        """Return the parameter as a model file has it; sizes that `ranks` does not divide are padded.
+
+        `alone`: as one of the ranks has it.
+        """
         if self.per_expert:
             return Parameter(self.name, self.shape, moment, moment, 0)
         if self.sharded_dim is None or ranks == 1:
             return Parameter(self.name, self.shape, moment, moment)
         sizes = (math.ceil(n / ranks) if i == self.sharded_dim else n for i, n in enumerate(self.shape))
-        return Parameter(self.name, tuple(sizes), moment, moment, self.sharded_dim)
+        return Parameter(self.name, tuple(sizes), moment, moment, None if alone else self.sharded_dim)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +109,8 @@ class Operation:
     passes_gradient: bool = False
     """Whether the gradient of its output is also that of its inputs, without a copy (a sum)."""
     kernels: int = 1
+    """Operations that the host launches in the forward; twice as many in the backward, unless given."""
+    backward_kernels: int | None = None
     backward_scratch: Polynomial = ZERO_BYTES
     """Bytes that exist during its backward alone."""
     reduced: Polynomial | None = None
@@ -216,7 +223,7 @@ class LayerOperations:
             modules=tuple(modules),
             block=block,
             parameters=tuple(
-                weight.parameter(self.split.ranks, Moment("b", self.last - place))
+                weight.parameter(self.split.ranks, Moment("b", self.last - place), alone=self.split.alone)
                 for place, operation in enumerate(every)
                 for weight in operation.weights
             ),
@@ -232,7 +239,10 @@ class LayerOperations:
             saved_bytes=total(operation.output for operation in every if operation.name in self._saved()),
             output_bytes=every[-1].output,
             forward_operations=sum(operation.kernels for operation in every),
-            backward_operations=sum(2 * operation.kernels for operation in every),
+            backward_operations=sum(
+                2 * operation.kernels if operation.backward_kernels is None else operation.backward_kernels
+                for operation in every
+            ),
             recompute_flop=total(operation.flop for operation in again),
             recompute_bytes=total(total([operation.operands, operation.streamed]) for operation in again),
             recompute_streamed_bytes=total(operation.streamed for operation in again),
@@ -244,9 +254,9 @@ class LayerOperations:
             selective_operations=sum(operation.kernels for operation in rerun),
             selective_positions=self.kept_positions,
             buffers=tuple(self.buffers(input_bytes, freed_at)),
-            units=self.split.ranks if self.split.ranks > 1 else None,
+            units=self.split.ranks if self.split.ranks > 1 and not self.split.alone else None,
             reductions=tuple(self._reductions()) if self.split.ranks > 1 else (),
-            linear=True if self.split.ranks > 1 else None,
+            linear=True if self.split.ranks > 1 and not self.split.alone else None,
         )
 
     def _gathers(self) -> Iterable[Reduction]:

@@ -23,18 +23,35 @@ class Latent:
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """Experts in place of the perceptrons of all blocks but the first ones."""
+    """Experts in place of the perceptrons of all blocks but the first ones.
+
+    The last three say how Megatron-LM runs them (core/transformer/moe: experts.py, token_dispatcher.py, moe_utils.py).
+    """
 
     count: int
     chosen: int
     """Experts of a token."""
     width: int
-    shared_width: int
-    """Width of the expert that all tokens take besides."""
+    shared_width: int = 0
+    """Width of the expert that all tokens take besides; 0: there is none."""
     dense_blocks: int = 1
     """Number of blocks, the first ones, that have a plain perceptron."""
-    capacity_ratio: float = 1.0
-    """Rows of each expert over an even share of them."""
+    capacity_ratio: float | None = None
+    """Rows of each expert over an even share of them; None: no token is dropped, and loads are balanced."""
+    grouped: bool = True
+    """The products of a rank's experts are one call; else experts run one after another."""
+    gathers_tokens: bool = False
+    """Ranks gather all tokens and pick those of their experts (`allgather`); else they send tokens (`alltoall`)."""
+    fused_permutation: bool = True
+    """Tokens are sorted by expert in one kernel; else by a mask, its transpose, selected indices and a gather."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoder:
+    """Blocks behind an encoder, which attend to its output too (Raffel et al. 2020, T5, arXiv:1910.10683)."""
+
+    layers: int
+    sequence_length: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,10 +74,21 @@ class Shape:
     windows: "Windows | None" = None
     """The last blocks of an image generator, of another shape; its loss is the mean of what they return."""
 
+    further: int = 0
+    """Blocks behind the others, of which each predicts one more token with the output layer of all (DeepSeek-AI 2024,
+    DeepSeek-V3, arXiv:2412.19437, section 2.2); only the first is modelled exactly."""
+    embeds_again: bool = False
+    """Whether these have a copy of the embedding, as on another stage."""
+    decoder: Decoder | None = None
+    """A decoder behind the blocks, which are then an encoder."""
     latent: Latent | None = None
     """The attention's projections are narrow ones of DeepSeek's kind."""
     experts: Experts | None = None
-    """Mixtures of experts; with `latent` alone."""
+    """Mixtures of experts."""
+    biased: bool = True
+    """Whether linear layers of a `gpt` have a bias."""
+    gated: bool = False
+    """Whether the perceptron of a `gpt` is gated (SwiGLU), with its two first maps in one product."""
 
     @property
     def ties(self) -> bool:
@@ -81,7 +109,7 @@ class Shape:
         >>> round(gpt3.parameters / 1e9, 1)
         174.6
         """
-        h, maps = self.hidden, 2 if self.kind == "gpt" else 3
+        h, maps = self.hidden, 3 if self.kind == "llama" or self.gated else 2
         ends = (1 if self.ties else 2) * self.vocabulary * h
         if self.windows is not None:
             last = self.windows.shape
@@ -89,6 +117,14 @@ class Shape:
             return first + last.layers * 12 * last.hidden**2
         if self.latent is not None and self.experts is not None:
             return self._latent_parameters(self.latent, self.experts)
+        if self.decoder is not None:
+            block = (16 + (maps - 2)) * h * h + maps * h * (self.ffn - 4 * h)
+            return replace(self, decoder=None).parameters + self.decoder.layers * block
+        if self.experts is not None:
+            experts = self.experts
+            routed = h * experts.count + maps * h * (experts.count * experts.width + experts.shared_width)
+            plain = replace(self, experts=None).parameters
+            return plain + (self.layers - experts.dense_blocks) * (routed - maps * h * self.ffn)
         block = 2 * h * h + 2 * h * self.kv_width + maps * h * self.ffn
         if self.kind == "gpt":
             block += 4 * h + 2 * h + 2 * self.kv_width + self.ffn + h
@@ -193,6 +229,20 @@ class Software:
     """Queries, keys and values are one product of the input, and so are the gate and the other map (Megatron-LM)."""
     kernels: str | None = None
     """Machine whose measured rates of kernels by shape are used, see `kernels`; absent: the device's own rate."""
+    graphs_attention: bool = False
+    """The attention, with its norm and the sum behind it, is a CUDA graph, which the host launches at once."""
+    flash_calls: int = 1
+    """Operations that the host launches for the forward of flash attention."""
+    message_calls: int = 0
+    """The same for a message between stages of a pipeline, at both ends, where the host's overhead is known."""
+    rotary_calls: int = 0
+    """The same to turn queries and keys of a `gpt` by their positions; 0: positions are learned."""
+    checks_norms_over: int | None = None
+    """Queries and keys are normalised, and in each forward the weights of these norms are compared with those of so
+    many ranks (Megatron-LM, core/transformer/attention.py, `run_realtime_tests`, of --test-mode)."""
+    compiled_loss: bool = False
+    """An in-place loss is compiled, and then in place no more: its exponentials are a second tensor (Megatron-LM,
+    core/fusions/fused_cross_entropy.py)."""
     operation_overhead_s: float | None = None
     """Host time to launch an operation, where the hosts that ran it are known to take another than the device's."""
     parallel_loss: bool = False
@@ -248,6 +298,8 @@ class Run:
     pp: int = 1
     ep: int = 1
     """Ranks that divide experts, of those of `dp`."""
+    etp: int | None = None
+    """Tensor ranks that divide each expert; absent: all."""
     chunks: int = 1
     """Pipeline stages per rank (virtual stages)."""
     blocks_of_stages: tuple[int, ...] | None = None
@@ -270,6 +322,10 @@ class Run:
     """Largest norm of all gradients, to which they are scaled down."""
     flat_optimizer: bool = False
     """For `zero1`: Megatron-LM's distributed optimizer, whose gradients are in one buffer that is reduce-scattered."""
+    deferred_outputs: int = 0
+    """Micro-batches of which the gradients of the logits are kept, with what the output layer read, to the step's end,
+    where that layer's weight gets its gradient from them (Megatron-LM, core/tensor_parallel/layers.py,
+    `wgrad_deferral_limit`)."""
     float_reduction: bool = False
     """Gradients are reduced in float."""
     calibration: bool = False

@@ -22,7 +22,7 @@ from pydantic import TypeAdapter
 
 import gssim
 from analysis.literature.kernels import KernelUse
-from analysis.literature.mixture import weight_shapes
+from analysis.literature.mixture import ExpertRanks, weight_shapes
 from analysis.literature.platforms import (
     Platform,
     Server,
@@ -70,6 +70,8 @@ def _check_consistency(run: Run) -> None:
         raise SkippedError("heads do not divide evenly")
     if shape.sequence_length % software.context_ranks:
         raise SkippedError("sequences do not divide evenly")
+    if shape.decoder is not None and run.pp > 1:
+        raise SkippedError("an encoder and a decoder on several stages")
     if run.pp * run.chunks > shape.layers:
         raise SkippedError("more stages than layers")
 
@@ -81,7 +83,9 @@ def tables_of(run: Run) -> dict[str, Any]:
     context, software = run.software.context_ranks, run.software
     ties = run.shape.ties and (run.pp == 1 or run.sums_tied_gradients)
     use = _kernel_use(run) if software.kernels is not None else None
-    model = transformer(run.shape, software, tp=run.tp, tied=ties, across=ties and run.pp > 1, use=use)
+    divided = ExpertRanks(run.ep, run.etp) if run.shape.experts is not None else None
+    across = ties and run.pp > 1
+    model = transformer(run.shape, software, tp=run.tp, tied=ties, across=across, use=use, divided=divided)
     figures = [f"{run.step_s:.6g} s a step"] if run.step_s else []
     if run.memory_bytes and run.memory_metric:
         rank = "the last rank" if run.memory_of == "last" else "the rank that needs most"
@@ -122,7 +126,11 @@ def _cluster_tables_of(run: Run) -> dict[str, Any]:
     if platform is not None and platform.calls:
         ranks = run.tp if run.tp > 1 else run.dp * software.context_ranks
         cluster["backend_cost"] = _call_overheads(platform, ranks, run.ep)
-    if software.operation_overhead_s is None and not software.dummy_gradients and not software.float8_maps:
+    if run.pp > 1 and software.message_calls and software.operation_overhead_s is not None:
+        posting_s = software.message_calls * software.operation_overhead_s
+        cluster["backend_cost"] = {"posting_s": posting_s, "source": f"{run.source}: messages between stages"}
+    kept = run.deferred_outputs
+    if software.operation_overhead_s is None and not software.dummy_gradients and not software.float8_maps and not kept:
         return cluster
     known = validated(Cluster, cluster, file=run.identity).device_types
     for name, device in cluster["device_types"].items():
@@ -136,6 +144,10 @@ def _cluster_tables_of(run: Run) -> dict[str, Any]:
         if software.dummy_gradients:
             changes["workspace_bytes"] = known[name].workspace_bytes + _dummy_gradient_bytes(run)
             changes["source"] += ": dummy gradients of Transformer Engine"
+        if kept:
+            workspace_bytes = changes.get("workspace_bytes", known[name].workspace_bytes)
+            changes["workspace_bytes"] = workspace_bytes + kept * _deferred_bytes(run)
+            changes["source"] += f": what {kept} micro-batches keep of the output layer, as of the last stage"
         cluster["device_types"][name] = ({"preset": device} if isinstance(device, str) else device) | changes
     return cluster
 
@@ -154,6 +166,12 @@ def _call_overheads(platform: Platform, ranks: int, expert_ranks: int) -> dict[s
         for among in [expert_ranks if kind in fixed else ranks]
     }
     return {"overhead_s": overhead_s, "source": "analysis/literature/platforms.toml"}
+
+
+def _deferred_bytes(run: Run) -> int:
+    """Return the bytes of a micro-batch's gradient of the logits, on a tensor rank, and of the output layer's input."""
+    tokens = run.micro_batch * run.shape.sequence_length // run.software.context_ranks
+    return PRECISION_BYTES[run.software.precision] * tokens * (run.shape.vocabulary // run.tp + run.shape.hidden)
 
 
 def _dummy_gradient_bytes(run: Run) -> int:
@@ -260,6 +278,8 @@ def plan_of(run: Run) -> dict[str, Any]:
         plan |= {"dp_shard": run.shards, "dp_replicate": run.dp * run.software.context_ranks // run.shards}
     if run.ep > 1:
         plan["ep"] = run.ep
+        if run.etp not in (None, run.tp):
+            plan["etp"] = run.etp
     if run.flat_optimizer and run.method == "zero1":
         plan["zero1_implementation"] = "megatron"
     if run.pp > 1:
@@ -279,7 +299,7 @@ def stages_of(run: Run) -> tuple[int, ...]:
     stages, blocks = run.pp * run.chunks, run.shape.layers
     counts = list(run.blocks_of_stages or (blocks * (i + 1) // stages - blocks * i // stages for i in range(stages)))
     counts[0] += 1
-    counts[-1] += 1
+    counts[-1] += 1 + run.shape.further
     return tuple(counts)
 
 

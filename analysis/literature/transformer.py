@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from analysis.literature.builder import OperationBuilder
 from analysis.literature.kernels import KernelUse
-from analysis.literature.mixture import latent_block, undivided, with_exchanges
+from analysis.literature.mixture import ExpertRanks, latent_block, routed_maps, undivided, with_exchanges
 from analysis.literature.operations import (
     FLOAT,
     INPUT,
@@ -48,6 +48,7 @@ class TransformerBuilder(OperationBuilder):
             saves=(*reads, "context"),
             also_saved=self.token_bytes(shape.heads, value=FLOAT),
             kept=True,
+            kernels=self.software.flash_calls,
         )
 
     def ring(self) -> tuple[Polynomial, Polynomial]:
@@ -133,11 +134,24 @@ class TransformerBuilder(OperationBuilder):
 
     # Blocks ----------------------------------------------------------------------------------------------------------
 
-    def block(self) -> tuple[Operation, ...]:
-        """Return the operations of a block."""
+    def block(self, *, routed: bool = False) -> tuple[Operation, ...]:
+        """Return the operations of a block; `routed`: its perceptron is a mixture of experts."""
         if self.shape.latent is not None:
-            return latent_block(self, routed=False)
-        return self.gpt_block() if self.shape.kind == "gpt" else self.llama_block()
+            return self.graphed(latent_block(self, routed=routed))
+        dense = self.gpt_block() if self.shape.kind == "gpt" else self.llama_block()
+        if not routed:
+            return self.graphed(dense)
+        place = [operation.name for operation in dense].index("map_norm")
+        maps = routed_maps(self)
+        return self.graphed((*dense[: place + 1], *maps, self.add("mapped", (maps[-1].name, "attended"), last=True)))
+
+    def graphed(self, block: tuple[Operation, ...]) -> tuple[Operation, ...]:
+        """Return a block whose attention, up to the sum behind it, is one launch each way if it is a CUDA graph."""
+        if not self.software.graphs_attention:
+            return block
+        place = [operation.name for operation in block].index("attended")
+        first, *others = (replace(each, kernels=0, backward_kernels=0) for each in block[: place + 1])
+        return (replace(first, kernels=1, backward_kernels=1), *others, *block[place + 1 :])
 
     def gpt_block(self) -> tuple[Operation, ...]:
         """Return the operations of a GPT block with pre-normalisation."""
@@ -146,22 +160,164 @@ class TransformerBuilder(OperationBuilder):
             *([self.input_gathering()] if self.software.partitioned else []),
             self.norm("attention_norm", INPUT, *(["gathered"] if self.software.partitioned else [])),
             self.linear("qkv", "attention_norm", h, h + 2 * self.shape.kv_width, by_rows=False),
-            *self.attention(("qkv",)),
+            *self.turned(),
+            *self.attention(("turned" if self._turns else "qkv",)),
             self.linear("out", "context", h, h, by_rows=True),
             self.add("attended", ("out", INPUT)),
             self.norm("map_norm", "attended"),
-            self.linear("up", "map_norm", h, ffn, by_rows=False),
+            self.linear("up", "map_norm", h, (1 + self.shape.gated) * ffn, by_rows=False),
             Operation(
                 name="gelu",
                 reads=("up",),
                 output=self.token_bytes(ffn),
-                streamed=self.token_bytes(2 * ffn),
-                backward_streamed=self.token_bytes(3 * ffn),
+                streamed=self.token_bytes((2 + self.shape.gated) * ffn),
+                backward_streamed=self.token_bytes((3 + 2 * self.shape.gated) * ffn),
                 saves=("up",),
             ),
             self.linear("down", "gelu", ffn, h, by_rows=True),
             self.add("mapped", ("down", "attended"), last=True),
         )
+
+    @property
+    def _turns(self) -> bool:
+        return self.software.rotary_calls > 0 or self.software.checks_norms_over is not None
+
+    def turned(self) -> list[Operation]:
+        """Return what a `gpt` does to queries and keys before the attention, where it does anything."""
+        if not self._turns:
+            return []
+        ranks, size = self.software.checks_norms_over, self.token_bytes(self.shape.hidden + self.shape.kv_width)
+        norms, compared = (2 * 2, 2 * 2 + 4 * ranks) if ranks is not None else (0, 0)
+        rotary = self.software.rotary_calls
+        return [
+            Operation(
+                name="turned",
+                reads=("qkv",),
+                output=self.token_bytes(self.shape.hidden + 2 * self.shape.kv_width),
+                streamed=total([size], 2),
+                backward_streamed=total([size], 5 if norms else 2),
+                saves=("qkv",) if norms else (),
+                # two norms of two operations; stacked, gathered and compared one by one, with the host waiting
+                kernels=rotary + norms + compared,
+                backward_kernels=2 * (rotary + norms),
+            )
+        ]
+
+    def further_block(self, *, routed: bool) -> tuple[Operation, ...]:
+        """Return a block that predicts one more token, from what the one before returns and the next one's embedding.
+
+        Both are normalised and joined, and a product makes them as wide as one; the output has a norm of its own
+        (Megatron-LM, core/transformer/multi_token_prediction.py).
+        """
+        h, size = self.shape.hidden, self.unsplit_bytes
+        embedded = self.embedding()[0]
+        block = [
+            replace(each, reads=tuple("projected" if name == INPUT else name for name in each.reads))
+            for each in self.block(routed=routed)
+        ]
+        # the product is cut by columns, and gathered
+        projected = replace(self.linear("projected", "joined_inputs", 2 * h, h, by_rows=False), output=size(h))
+        renamed = {"attention_norm": "projected", "attended": "projected"}
+        block = [
+            replace(each, saves=tuple(renamed[each.name] if name == INPUT else name for name in each.saves))
+            for each in block
+        ]
+        return (
+            replace(embedded, weights=embedded.weights[:1] if self.shape.embeds_again else ()),
+            self.norm("embedded_norm", "embedding"),
+            self.norm("hidden_norm", INPUT),
+            Operation(
+                name="joined_inputs",
+                reads=("embedded_norm", "hidden_norm"),
+                output=size(2 * h),
+                streamed=size(4 * h),
+                backward_streamed=size(4 * h),
+            ),
+            projected,
+            *block,
+            self.norm("further_norm", "mapped"),
+        )
+
+    def decoder_block(self, encoder: "TransformerBuilder") -> tuple[Operation, ...]:
+        """Return the operations of a block that attends to its own sequence, and to the output of an encoder."""
+        h, own = self.shape.hidden, self.gpt_block()
+        place = [operation.name for operation in own].index("map_norm")
+        keys = encoder.linear("cross_keys", "cross_norm", h, 2 * h, by_rows=False)
+        behind = [
+            replace(each, reads=tuple("crossed" if name == "attended" else name for name in each.reads))
+            for each in own[place:]
+        ]
+        behind[0] = replace(behind[0], saves=("crossed",))
+        return (
+            *own[:place],
+            self.norm("cross_norm", "attended"),
+            self.linear("cross_query", "cross_norm", h, h, by_rows=False),
+            replace(keys, saves=()),  # the encoder's output, which is there anyway
+            *self.cross_attention(encoder.shape.sequence_length),
+            self.linear("cross_out", "cross_context", h, h, by_rows=True),
+            self.add("crossed", ("cross_out", "attended")),
+            *behind,
+        )
+
+    def cross_attention(self, others: int) -> list[Operation]:
+        """Return the operations from queries to the context of `others` positions of another sequence, unmasked."""
+        h, v, heads = self.shape.hidden, self.value, self.shape.heads
+        flop = self.token_bytes(2 * h * others, value=1)
+        weights = self.token_bytes(heads * others)
+        masks = self.token_bytes(heads * others, value=1)
+        reads = ("cross_query", "cross_keys")
+        if self.software.flash_attention:
+            return [
+                Operation(
+                    name="cross_context",
+                    reads=reads,
+                    output=self.token_bytes(h),
+                    flop=total([flop], 2),
+                    backward_flop=total([flop], 5),
+                    saves=(*reads, "cross_context"),
+                    also_saved=self.token_bytes(heads, value=FLOAT),
+                    kernels=self.software.flash_calls,
+                )
+            ]
+        passes = 2 if self.software.fused_softmax else 4
+        return [
+            Operation(
+                name="cross_scores",
+                reads=reads,
+                output=weights,
+                flop=flop,
+                streamed=weights,
+                backward_streamed=total([weights], 2),
+                saves=reads,
+                kernels=4,
+            ),
+            Operation(
+                name="cross_softmax",
+                reads=("cross_scores",),
+                output=weights,
+                streamed=total([weights], passes),
+                backward_streamed=total([weights], passes + 1),
+                saves=("cross_softmax",),
+            ),
+            Operation(
+                name="cross_dropout",
+                reads=("cross_softmax",),
+                output=weights,
+                streamed=total([weights], 2 + 1 / v),
+                backward_streamed=total([weights], 2 + 1 / v),
+                also_saved=masks,
+            ),
+            Operation(
+                name="cross_context",
+                reads=("cross_dropout", "cross_keys"),
+                output=self.token_bytes(h),
+                flop=flop,
+                streamed=weights,
+                backward_streamed=total([weights], 2),
+                saves=("cross_dropout", "cross_keys"),
+                kernels=4,
+            ),
+        ]
 
     def llama_block(self) -> tuple[Operation, ...]:
         """Return the operations of a Llama block, with the selective recomputation of torchtitan.
@@ -274,7 +430,27 @@ class TransformerBuilder(OperationBuilder):
         if self.software.dummy_gradients:
             dummy = self.split.size(one=self.value * h * vocabulary)
             logits = replace(logits, backward_scratch=total([logits.backward_scratch, dummy]))
-        return (self.norm("norm", INPUT), logits, *self.loss(vocabulary))
+        operations = (self.norm("norm", INPUT), logits, *self.loss(vocabulary))
+        further = [
+            replace(
+                each,
+                name=f"further{number}_{each.name}",
+                reads=tuple(name if name == INPUT else f"further{number}_{name}" for name in each.reads),
+                saves=tuple(name if name == INPUT else f"further{number}_{name}" for name in each.saves),
+                weights=(),
+            )
+            for number in range(self.shape.further)
+            for each in operations[1:]
+        ]
+        further = [
+            replace(
+                each,
+                reads=tuple(INPUT if name.endswith("_norm") else name for name in each.reads),
+                saves=tuple(INPUT if name.endswith("_norm") else name for name in each.saves),
+            )
+            for each in further
+        ]
+        return (*further, *operations)
 
     def loss(self, vocabulary: int) -> tuple[Operation, ...]:
         """Return the operations from the logits to the loss, for a vocabulary of this size.
@@ -306,6 +482,12 @@ class TransformerBuilder(OperationBuilder):
                 passes_gradient=True,
                 kernels=2,
             )
+            if self.software.compiled_loss:
+                size = self.token_bytes(vocabulary, value=FLOAT)
+                reads = ("float_logits", "logits")  # the caller holds these
+                second = Operation(name="exponentials", reads=reads, output=size, saves=("exponentials",))
+                in_place = replace(in_place, reads=("float_logits", "exponentials"), saves=(), kernels=1)
+                return (replace(self._cast(vocabulary), kernels=0), second, in_place)
             return (self._cast(vocabulary, saves=("float_logits",)), in_place)
         return (self._cast(vocabulary), *self._softmax_and_loss(vocabulary))
 
@@ -343,31 +525,65 @@ class TransformerBuilder(OperationBuilder):
         return (shifted, softmax, loss) if parallel else (softmax, loss)
 
 
-def layers_of(
-    shape: Shape, software: Software, ranks: int, *, tied: bool, across: bool = False, use: KernelUse | None = None
-) -> tuple[Layer, ...]:
-    """Return the layers of a model (embedding, blocks, head with the loss), split over `ranks` tensor ranks."""
-    builder = TransformerBuilder(shape, software, ranks, use)
-    block = builder.block()
-    last, blocks = builder, shape.layers
-    if shape.windows is not None:
-        windows = shape.windows
-        last = TransformerBuilder(windows.shape, software, ranks, use, (windows.count, windows.shape.sequence_length))
-        blocks -= windows.shape.layers
-    # index, in the backward of the layer before, at which the gradient of a block's input is freed
-    freed_at = next(len(block) - 1 - i for i, operation in enumerate(block) if operation.name == "map_norm")
-    routed = shape.experts
-    blocks = blocks if routed is None else routed.dense_blocks
-    modules = [f"blocks.{number}" for number in range(blocks)]
-    parts = [("embedding", builder, builder.embedding(), ["embedding"]), ("blocks.0", builder, block, modules)]
-    if shape.windows is not None:
+Part = tuple[str, TransformerBuilder, tuple[Operation, ...], list[str]]
+
+
+def _parts(builder: TransformerBuilder, *, tied: bool) -> list[Part]:
+    """Return name, builder, operations and modules of each layer, or of equal ones in a row."""
+    shape, last, blocks = builder.shape, builder, builder.shape.layers
+    if shape.decoder is not None:
+        inner = replace(shape, decoder=None, sequence_length=shape.decoder.sequence_length)
+        last = TransformerBuilder(inner, builder.software, builder.split.ranks, builder.use, (1, inner.sequence_length))
+    elif shape.windows is not None:
+        part = shape.windows.shape
+        windows = (shape.windows.count, part.sequence_length)
+        last = TransformerBuilder(part, builder.software, builder.split.ranks, builder.use, windows)
+        blocks -= part.layers
+    elif shape.experts is not None:
+        blocks = shape.experts.dense_blocks
+    parts: list[Part] = [("embedding", builder, builder.embedding(), ["embedding"])]
+    if blocks:
+        parts.append(("blocks.0", builder, builder.block(), [f"blocks.{number}" for number in range(blocks)]))
+    if shape.decoder is not None:
+        (tokens,) = last.embedding()  # of the same weights
+        parts.append(("decoder_embedding", last, (replace(tokens, weights=()),), ["decoder_embedding"]))
+        inside = [f"decoder.{number}" for number in range(shape.decoder.layers)]
+        parts.append(("decoder.0", last, last.decoder_block(builder), inside))
+    elif shape.windows is not None:
         inside = [f"windows.{number}" for number in range(shape.layers - blocks)]
-        parts += [("windows.0", last, last.block(), inside), ("head", last, last.mean_loss(), ["head"])]
-    else:
-        if routed is not None:
-            sparse = [f"blocks.{number}" for number in range(blocks, shape.layers)]
-            parts.append((f"blocks.{blocks}.0", builder, latent_block(builder, routed=True), sparse))
-        parts.append(("head", builder, builder.head(tied=tied), ["head"]))
+        parts.append(("windows.0", last, last.block(), inside))
+    elif shape.experts is not None:
+        sparse = [f"blocks.{number}" for number in range(blocks, shape.layers)]
+        parts.append((f"blocks.{blocks}.0", builder, builder.block(routed=True), sparse))
+    if shape.further:
+        more = [f"further.{number}" for number in range(shape.further)]
+        parts.append(("further.0", builder, builder.further_block(routed=shape.experts is not None), more))
+    head = last.mean_loss() if shape.windows is not None else last.head(tied=tied)
+    return [*parts, ("head", last, head, ["head"])]
+
+
+def layers_of(
+    shape: Shape,
+    software: Software,
+    ranks: int,
+    *,
+    tied: bool,
+    across: bool = False,
+    use: KernelUse | None = None,
+    divided: ExpertRanks | None = None,
+) -> tuple[Layer, ...]:
+    """Return the layers of a model (embedding, blocks, head with the loss), split over `ranks` tensor ranks.
+
+    `divided`: how ranks divide experts; then layers are those of one rank, whose units are experts.
+    """
+    of = divided or ExpertRanks()
+    builder = TransformerBuilder(
+        shape, software, ranks, use, alone=divided is not None, expert_tensor_ranks=of.each, expert_ranks=of.ranks
+    )
+    # index, in the backward of the layer before, at which the gradient of a block's input is freed
+    block = builder.block()
+    freed_at = next(len(block) - 1 - i for i, operation in enumerate(block) if operation.name == "map_norm")
+    parts = _parts(builder, tied=tied)
     layers = [
         LayerOperations(
             operations, of.split, software.early_stop, software.gathers_alone, software.recomputes_attention
@@ -380,9 +596,9 @@ def layers_of(
         )
         for name, of, operations, names in parts
     ]
-    if routed is not None:
-        row = builder.value * shape.hidden
-        layers[2] = with_exchanges(layers[2], parts[2][2], routed, row)
+    for place, (_, _, operations, _) in enumerate(parts):
+        if any(operation.name == "router" for operation in operations):
+            layers[place] = with_exchanges(layers[place], operations, builder)
     if across:
         layers[-1] = _with_tied_gradient(builder, layers[-1])
     return tuple(layers)
@@ -403,18 +619,30 @@ def _with_tied_gradient(builder: TransformerBuilder, head: Layer) -> Layer:
 
 @lru_cache(maxsize=16)
 def transformer(
-    shape: Shape, software: Software, *, tp: int, tied: bool, across: bool = False, use: KernelUse | None = None
+    shape: Shape,
+    software: Software,
+    *,
+    tp: int,
+    tied: bool,
+    across: bool = False,
+    use: KernelUse | None = None,
+    divided: ExpertRanks | None = None,
 ) -> Model:
     """Return the model; `tp`: number of tensor ranks that its layers can be split over; `tied`: see `head`.
 
     `across`: whether embedding and head, if tied, may be on different stages of a pipeline, of which each has a copy.
-    `use`: what measured rates of kernels depend on, where the software names a machine that has them.
+    `use`: what measured rates of kernels depend on, where the software names a machine that has them. `divided`: how
+    ranks divide the experts of a model that has these.
 
     Equal arguments return the same object, so that results derived from it are cached.
     """
     length = shape.sequence_length // software.context_ranks
     layers = layers_of(shape, software, 1, tied=tied, across=across, use=use)
-    divided = shape.experts is not None
+    own = layers_of(shape, software, tp, tied=tied, across=across, use=use, divided=divided) if divided else ()
+    if divided is not None:
+        sliced = tuple(undivided(layer, length) for layer in own) if tp > 1 else ()
+    else:
+        sliced = layers_of(shape, software, tp, tied=tied, across=across, use=use) if tp > 1 else ()
     return Model(
         name=f"{shape.kind} {shape.layers} x {shape.hidden}",
         source="published hyper-parameters, by analysis/literature/transformer.py",
@@ -423,8 +651,9 @@ def transformer(
         traced_precision=software.precision,
         traced_batch_sizes=(1,),
         traced_sequence_lengths=(length,),
-        exact_sequence=not divided,
+        exact_sequence=divided is None,
         layers=tuple(undivided(layer, length) for layer in layers),
-        expert_layers=layers if divided else (),
-        sliced_layers=layers_of(shape, software, tp, tied=tied, across=across, use=use) if tp > 1 else (),
+        expert_layers=own if divided is not None and divided.ranks > 1 else (),
+        expert_tensor_ranks=tp if divided is not None and divided.ranks > 1 else 1,
+        sliced_layers=sliced,
     )

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -322,8 +323,11 @@ def statistics_of(loaded: LoadedStudy, trained: Variant, inputs: Sequence[str], 
     file, study = out / "gradients.json", loaded.study
     thresholded = [v for v in study.variants if loaded.load(v, seed=0).statistics_needed]
     extra = (*inputs, f"workload.gradients={json.dumps(str(file))}")
-    if file.exists() and _loads(loaded, thresholded, extra):
-        return file
+    if file.exists():
+        with suppress(UserError):  # statistics that do not suit the variants are taken again
+            for variant in thresholded:
+                loaded.load(variant, seed=study.seeds[0], extra=extra, predicts=True)
+            return file
     arguments = [str(loaded.scenario_file)]
     for override in [*loaded.overrides_of(trained, seed=max(study.seeds) + 1), *inputs]:
         arguments += ["--set", override]
@@ -332,15 +336,6 @@ def statistics_of(loaded: LoadedStudy, trained: Variant, inputs: Sequence[str], 
     for variant in thresholded:  # refused now, not after all trainings
         loaded.load(variant, seed=study.seeds[0], extra=extra, predicts=True)
     return file
-
-
-def _loads(loaded: LoadedStudy, variants: Sequence[Variant], extra: tuple[str, ...]) -> bool:
-    try:
-        for variant in variants:
-            loaded.load(variant, seed=loaded.study.seeds[0], extra=extra, predicts=True)
-    except UserError:
-        return False
-    return True
 
 
 # Trainings -----------------------------------------------------------------------------------------------------------
@@ -399,14 +394,13 @@ def trainings_in(folder: Path) -> FileStore[Result]:
 
 def key_of(scenario_id: str, scenario: Mapping[str, Any]) -> object:
     """Return the key of a training: the scenario, and what else of it decides what is trained and evaluated."""
-    parts = json.dumps([_without_paths(scenario.get(part)) for part in KEPT_PARTS], sort_keys=True)
-    return scenario_id, parts
-
-
-def _without_paths(part: Any) -> Any:
-    """Return a part of a scenario without file paths, and without the model, which is part of the id."""
-    left_out = ("gradients", "model")
-    return {key: value for key, value in part.items() if key not in left_out} if isinstance(part, dict) else part
+    left_out = ("gradients", "model")  # a path, and what is part of the id
+    tables = [scenario.get(part) for part in KEPT_PARTS]
+    kept = [
+        {key: value for key, value in table.items() if key not in left_out} if isinstance(table, dict) else table
+        for table in tables
+    ]
+    return scenario_id, json.dumps(kept, sort_keys=True)
 
 
 def _gsreal(arguments: Sequence[str]) -> None:

@@ -385,12 +385,15 @@ def device_rates(bench: Bench) -> dict[str, float]:
         "memory_bandwidth_bytes_per_s": _copy_rate(bench),
         "operation_overhead_s": bench.time_s(issue, repeats=7) / 1000,
         "workspace_bytes": workspace_bytes,
-        "memory_bytes": _memory_bytes(bench.device),
     }
     if bench.device.type == "cuda":
         properties = torch.cuda.get_device_properties(bench.device)
-        each = properties.max_threads_per_multi_processor
-        rates["resident_threads"] = properties.multi_processor_count * each
+        rates["memory_bytes"] = int(properties.total_memory)
+        threads = properties.max_threads_per_multi_processor
+        rates["resident_threads"] = properties.multi_processor_count * threads
+    else:
+        text = Path("/proc/meminfo").read_text(encoding="utf-8")
+        rates["memory_bytes"] = int(text.split("MemTotal:")[1].split()[0]) * 1024
     return rates
 
 
@@ -424,13 +427,6 @@ def _workspace_bytes(device: torch.device) -> int:
     del layer
     torch.cuda.synchronize()
     return int(torch.cuda.memory_allocated()) - before
-
-
-def _memory_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    text = Path("/proc/meminfo").read_text(encoding="utf-8")
-    return int(text.split("MemTotal:")[1].split()[0]) * 1024
 
 
 def optimizer_cost(bench: Bench, name: str) -> dict[str, Any]:

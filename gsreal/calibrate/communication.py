@@ -135,7 +135,9 @@ def communication_cost(bench: Bench) -> dict[str, Any]:
 def _lines(bench: Bench, group: dist.ProcessGroup, sizes: Sequence[int]) -> dict[str, Line]:
     """Return the time of each kind of call among a group, by its size (a collective of all ranks)."""
     lines = {}
-    makers = _calls(bench, group) if bench.rank in dist.get_process_group_ranks(group) else _absent(bench)
+    makers: Makers = {kind: lambda _size: lambda: ABSENT for kind in _kinds(bench)}
+    if bench.rank in dist.get_process_group_ranks(group):
+        makers = _calls(bench, group)
     for kind, make in makers.items():
         try:
             lines[kind] = line_through(sizes, [_synchronised_s(bench, make(size)) for size in sizes])
@@ -333,11 +335,6 @@ ABSENT = object()
 """Result of a call on a rank that takes no part in it."""
 Makers = dict[str, Callable[[int], Callable[[], object]]]
 """By kind: from a size to a call of it."""
-
-
-def _absent(bench: Bench) -> Makers:
-    """Return as many makers of calls in which this rank takes no part."""
-    return {kind: lambda _size: lambda: ABSENT for kind in _kinds(bench)}
 
 
 def _kinds(bench: Bench) -> tuple[str, ...]:

@@ -307,21 +307,14 @@ def _profile(
     for instance in unrolled(model):
         members[instance.layer.name].append(instance.index)
     sizes = sorted(times)
-    scales = {(b, phase): _unobserved_ratio(times[b], phase) for b in sizes for phase in ("f", "b")}
     layers: dict[str, Any] = {}
     for name, indices in members.items():
         entry = {}
         for phase, key in (("f", "forward"), ("b", "backward")):
-            values = [
-                scales[b, phase]
-                * statistics.median(
-                    statistics.fmean(step.seconds.get((i, phase), 0.0) for i in indices) for step in times[b]
-                )
-                for b in sizes
-            ]
-            entry[f"{key}_s"] = {"sizes": sizes, "values": values}
+            entry[f"{key}_s"] = {"sizes": sizes, "values": [_layer_s(times[b], indices, phase) for b in sizes]}
             if all(step.host for b in sizes for step in times[b]):
-                entry[f"{key}_host_s"] = {"sizes": sizes, "values": [_host_s(times[b], indices, phase) for b in sizes]}
+                values = [_layer_s(times[b], indices, phase, on_host=True) for b in sizes]
+                entry[f"{key}_host_s"] = {"sizes": sizes, "values": values}
             if name in scratch:
                 entry["scratch_bytes"] = scratch[name]
             elif all(peaks.get(b) for b in sizes):
@@ -334,17 +327,18 @@ def _profile(
     return profile
 
 
-def _host_s(steps: list[_Step], indices: Sequence[int], phase: str) -> float:
-    """Return the host's median time to issue a phase of one of these layers, without the hooks."""
-    observed_s = statistics.median(statistics.fmean(step.host.get((i, phase), 0.0) for i in indices) for step in steps)
-    unobserved_s = statistics.median(step.unobserved_host[phase] for step in steps)
-    return observed_s * unobserved_s / statistics.median(step.observed_s(phase, on_host=True) for step in steps)
+def _layer_s(steps: list[_Step], indices: Sequence[int], phase: str, *, on_host: bool = False) -> float:
+    """Return the median time of a phase of one of these layers, on the device or to issue it on the host.
 
-
-def _unobserved_ratio(steps: list[_Step], phase: str) -> float:
-    """Return a phase's time without hooks at every layer over its time with them, measured in turns."""
-    unobserved_s = statistics.median(step.unobserved[phase] for step in steps)
-    return unobserved_s / statistics.median(step.observed_s(phase) for step in steps)
+    Hooks at every layer make it longer: it is scaled by the time of the whole phase without them over that with them,
+    which were measured in turns.
+    """
+    layer_s = statistics.median(
+        statistics.fmean((step.host if on_host else step.seconds).get((i, phase), 0.0) for i in indices)
+        for step in steps
+    )
+    unobserved_s = statistics.median((step.unobserved_host if on_host else step.unobserved)[phase] for step in steps)
+    return layer_s * unobserved_s / statistics.median(step.observed_s(phase, on_host=on_host) for step in steps)
 
 
 def _spread(values: Sequence[float]) -> float:

@@ -48,7 +48,7 @@ def cut_block_cost(bench: Bench) -> dict[str, Any]:
 def _curves(bench: Bench, group: Any) -> dict[str, Any]:
     timeline = Timeline(bench.rank, torch.device("cpu"), device_time_s)  # the host's clock, on a GPU too
     mesh = DeviceMesh.from_group(group, bench.device.type)
-    plain, cut = (_blocks(bench, each, timeline) for each in (None, mesh))
+    plain, cut = _blocks(bench, None, timeline), _blocks(bench, mesh, timeline)
     inputs = [torch.randn(SAMPLES, tokens, WIDTH, device=bench.device, requires_grad=True) for tokens in TOKENS]
     points = [_added_s(bench, (plain, cut), x, group, timeline) for x in inputs]
     sizes = [float(x.numel() * x.element_size()) for x in inputs]
@@ -141,27 +141,21 @@ Parts = tuple[float, float, float]
 
 
 def sharded_unit_cost(bench: Bench) -> tuple[dict[str, float], dict[str, float]]:
-    """Return FSDP2's own time per unit, per tensor and per byte.
-
-    And the overhead of a DTensor in each optimizer's step.
+    """Return FSDP2's own time per unit, per tensor and per byte, and a DTensor's in each optimizer's step.
 
     Differences between stacks of tiny units, wrapped and plain, without the time inside collectives. An optimizer pays
     for every operation on a DTensor: AdamW has a dozen, SGD one or two.
     """
-    few, many = (_wrapped_minus_plain(bench, UNITS, tensors, 64) for tensors in (2, 12))
+    stacks = {
+        optimizer: [_wrapped_minus_plain(bench, UNITS, tensors, 64, optimizer) for tensors in (2, 12)]
+        for optimizer in dict.fromkeys(["adamw", *bench.settings.optimizers])
+    }
+    few, many = stacks["adamw"]
     large = _wrapped_minus_plain(bench, UNITS, 2, 2**17)
     copied_byte_s = (large[0] + large[1] - few[0] - few[1]) / (2 * 2 * 2**17 * 4)
     unit = _unit_cost(few, many) | {"copied_byte_s": max(0.0, copied_byte_s)}
-    added = {"adamw": (many[2] - few[2]) / 10} | {
-        name: _sharded_tensor_s(bench, name) for name in bench.settings.optimizers if name != "adamw"
-    }
-    return unit, {name: max(0.0, seconds) for name, seconds in added.items()}
-
-
-def _sharded_tensor_s(bench: Bench, optimizer: str) -> float:
-    """Return the overhead of a DTensor in a step of the optimizer."""
-    few, many = (_wrapped_minus_plain(bench, UNITS, tensors, 64, optimizer)[2] for tensors in (2, 12))
-    return (many - few) / 10
+    added = {optimizer: (many[2] - few[2]) / 10 for optimizer, (few, many) in stacks.items()}
+    return unit, {optimizer: max(0.0, seconds) for optimizer, seconds in added.items()}
 
 
 def flat_unit_cost(bench: Bench) -> dict[str, float]:

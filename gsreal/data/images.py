@@ -37,7 +37,7 @@ class Images:
             raise UserError(
                 f"workload.data.kind = 'image-folder': has 1 or 3 channels, the model takes {self.shape[0]}"
             )
-        self.mean, self.std = (_of_channels(values, self.shape[0]) for values in (data.mean, data.std))
+        self.mean, self.std = _of_channels(data.mean, self.shape[0]), _of_channels(data.std, self.shape[0])
         self.index = Index(data)
         if len(self.index.classes) != model.classes:
             raise UserError(

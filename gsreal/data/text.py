@@ -215,7 +215,11 @@ def token_stream(data: TextFolder, chosen: Tokeniser) -> NDArray[np.unsignedinte
     The file of tokens is identified by the texts' names, sizes and modification times, and by the tokeniser's content.
     """
     files = text_files(Path(data.folder))
-    file = (cache_folder() if data.cache is None else Path(data.cache)) / f"{_identity(data, files)}.tokens"
+    digest = hashlib.sha256(Path(data.tokenizer).read_bytes() if data.tokenizer else b"bytes")
+    for path in files:
+        state = path.stat()
+        digest.update(f"{path.absolute()}\0{state.st_size}\0{state.st_mtime_ns}\n".encode(errors="surrogateescape"))
+    file = (cache_folder() if data.cache is None else Path(data.cache)) / f"{digest.hexdigest()[:32]}.tokens"
     dtype: Any = np.uint8 if chosen.size <= 2**8 else np.uint16 if chosen.size <= 2**16 else np.uint32
     if not file.exists():
         print(f"gsreal: makes tokens of {len(files)} files in {data.folder}, once: {file}", file=sys.stderr, flush=True)
@@ -233,15 +237,6 @@ def text_files(folder: Path) -> list[Path]:
     if not files:
         raise UserError(f"workload.data.folder = '{folder}': holds no files of text ({', '.join(SUFFIXES)})")
     return files
-
-
-def _identity(data: TextFolder, files: list[Path]) -> str:
-    """Return a digest that identifies these texts and this tokeniser."""
-    digest = hashlib.sha256(Path(data.tokenizer).read_bytes() if data.tokenizer else b"bytes")
-    for path in files:
-        state = path.stat()
-        digest.update(f"{path.absolute()}\0{state.st_size}\0{state.st_mtime_ns}\n".encode(errors="surrogateescape"))
-    return digest.hexdigest()[:32]
 
 
 def _write(made: Path, files: list[Path], chosen: Tokeniser, dtype: Any) -> None:

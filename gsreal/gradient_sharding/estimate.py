@@ -1,7 +1,7 @@
 """Estimate of the memory and traffic of training with Gradient Sharding before it runs, by closed forms."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -126,8 +126,11 @@ def memory_and_traffic(
     flat, scalars, sgd = _state_bytes(optimizer_factory, param_groups, {size.dtype for size in sizes})
     state_bytes = sum(int(flat[size.dtype] * size.own) + scalars[size.dtype] for size in sizes)
     if whole_tensors:
-        owned = [p for bucket, size in zip(buckets, sizes, strict=True) for p in size.owned(bucket, rank)]
-        state_bytes = sum(_tensor_state_bytes(optimizer_factory, param_groups, Counter(owned)))
+        owned = Counter(p for bucket, size in zip(buckets, sizes, strict=True) for p in size.owned(bucket, rank))
+        state_bytes = 0
+        for (shape, dtype), count in owned.items():
+            _, state = _probe_optimizer(optimizer_factory, param_groups, shape, dtype)
+            state_bytes += count * sum(t.numel() * t.element_size() for t in state)
     rules = resolved_push(push or Push(), sgd=sgd)
     return Needs(
         parameters_bytes=sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers())),
@@ -244,11 +247,10 @@ def _state_bytes(
     flat: dict[torch.dtype, float] = {}
     scalars: dict[torch.dtype, int] = {}
     for dtype in dtypes:
-        probe, optimizer = _probe_optimizer(factory, groups, SHAPE, dtype)
+        optimizer, state = _probe_optimizer(factory, groups, SHAPE, dtype)
         sgd = isinstance(optimizer, torch.optim.SGD)
-        tensors = [value for value in optimizer.state[probe].values() if isinstance(value, Tensor)]
-        flat[dtype] = sum(v.numel() * v.element_size() for v in tensors if v.shape == probe.shape) / PROBE_ELEMENTS
-        scalars[dtype] = sum(v.numel() * v.element_size() for v in tensors if v.shape != probe.shape)
+        flat[dtype] = sum(t.numel() * t.element_size() for t in state if t.shape == SHAPE) / PROBE_ELEMENTS
+        scalars[dtype] = sum(t.numel() * t.element_size() for t in state if t.shape != SHAPE)
     return flat, scalars, sgd
 
 
@@ -257,23 +259,11 @@ def _probe_optimizer(
     groups: Sequence[Mapping[str, Any]] | None,
     shape: torch.Size,
     dtype: torch.dtype,
-) -> tuple[nn.Parameter, torch.optim.Optimizer]:
-    """Return a parameter of a shape, and its optimizer after a step with zero gradients."""
+) -> tuple[torch.optim.Optimizer, list[Tensor]]:
+    """Return the optimizer of one parameter of a shape after a step with zero gradients, and its state's tensors."""
     probe = nn.Parameter(torch.zeros(shape, dtype=master_type(dtype)))
     probe.grad = torch.zeros_like(probe)
     rest = [{**group, "params": []} for group in groups[1:]] if groups else []
     optimizer = factory([{**groups[0], "params": [probe]}, *rest] if groups else [probe])
     optimizer.step()
-    return probe, optimizer
-
-
-def _tensor_state_bytes(
-    factory: Callable[[list[Any]], torch.optim.Optimizer],
-    groups: Sequence[Mapping[str, Any]] | None,
-    owned: Mapping[tuple[torch.Size, torch.dtype], int],
-) -> Iterator[int]:
-    """Give the optimizer's bytes for whole parameters, by shape, type and number."""
-    for (shape, dtype), count in owned.items():
-        probe, optimizer = _probe_optimizer(factory, groups, shape, dtype)
-        tensors = [value for value in optimizer.state[probe].values() if isinstance(value, Tensor)]
-        yield count * sum(value.numel() * value.element_size() for value in tensors)
+    return optimizer, [value for value in optimizer.state[probe].values() if isinstance(value, Tensor)]

@@ -77,8 +77,10 @@ class MasterCopy(torch.optim.Optimizer):
         self.publish()
 
     @torch.no_grad()
-    def publish(self) -> None:
-        """Cast the master copies to the parameters, after they were changed by others than `step`."""
+    def publish(self, parameters: Iterable[Tensor] | None = None) -> None:
+        """Cast the master copies to the parameters, all or some, after they were changed by others than `step`."""
+        chosen = None if parameters is None else set(map(id, parameters))
         for parameter, master in self.pairs():
-            parameter.copy_(master)
+            if chosen is None or id(parameter) in chosen:
+                parameter.copy_(master)
         self._seen = self._now()

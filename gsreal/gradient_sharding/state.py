@@ -154,7 +154,7 @@ def load_gathered_state(parts: OptimizerParts, saved: dict[str, Any]) -> bool:
     _check_saved(saved)
     load_groups(parts, saved["param_groups"])
     parts.pusher.steps = saved.get("updates", 0)
-    known = {name for group in saved["param_groups"] for name in group["params"]}
+    known = {*saved["state"], *(name for group in saved["param_groups"] for name in group["params"])}
     if not any(set(state) - {MASTER} for state in saved["state"].values()):
         parts.optimizer.state.clear()
         if not saved["state"]:
@@ -162,27 +162,44 @@ def load_gathered_state(parts: OptimizerParts, saved: dict[str, Any]) -> bool:
     else:
         initialise(parts.optimizer)
     for bucket in parts.buckets:
-        states = {p: _saved_state(saved["state"], known, parts.names[p]) for p in bucket.parameters}
+        for name in (parts.names[parameter] for parameter in bucket.parameters):
+            if name not in known:
+                raise ValueError(f"nothing was saved of parameter '{name}': another model")
+        states = {p: saved["state"].get(parts.names[p], {}) for p in bucket.parameters}  # empty: no step has updated it
         _separate(parts, bucket, states)
         for parameter, state in states.items():
-            owned_piece = bucket.piece_of(parameter)
-            if owned_piece is None:
-                continue
-            piece, start, part = owned_piece
-            if not set(state) - {MASTER}:  # no step has updated it
-                parts.optimizer.state.pop(piece.tensor, None)
-            values, rest = _state(parts, bucket, piece, part)
-            _check_keys(state, {*values, *rest} - {MASTER}, parts.names[parameter])
-            for key, value in values.items():
-                if key not in state and not bucket.is_replica:
-                    continue  # the model's state has brought it
-                source = parameter.detach() if key not in state else state[key]  # without a master: the parameter
-                _check_shape(source, parameter, key, parts.names[parameter])
-                taken = source.reshape(-1)[start : start + part.stop - part.start]
-                value.copy_(taken.to(value.device, value.dtype))
-            for key, value in rest.items():
-                _replace(parts, piece, key, value, state[key])
+            _load_state(parts, bucket, parameter, state)
     return True
+
+
+def _load_state(parts: OptimizerParts, bucket: Bucket, parameter: nn.Parameter, saved: State) -> None:
+    """Load the own part of a parameter's saved state, if this rank owns any of it.
+
+    Raises ValueError if it is another optimizer's or model's.
+    """
+    owned_piece = bucket.piece_of(parameter)
+    if owned_piece is None:
+        return
+    name, (piece, start, part) = parts.names[parameter], owned_piece
+    if not set(saved) - {MASTER}:  # no step has updated it
+        parts.optimizer.state.pop(piece.tensor, None)
+    values, rest = _state(parts, bucket, piece, part)
+    missing = sorted({*values, *rest} - {MASTER} - set(saved))
+    if missing:
+        raise ValueError(f"nothing was saved of '{missing[0]}' of parameter '{name}': another optimizer or model")
+    for key, value in values.items():
+        if key not in saved and not bucket.is_replica:
+            continue  # the model's state has brought it
+        source = parameter.detach() if key not in saved else saved[key]  # without a master: the parameter
+        if source.numel() != parameter.numel():
+            raise ValueError(
+                f"'{key}' of parameter '{name}' was saved in shape {tuple(source.shape)}, but the model has "
+                f"{tuple(parameter.shape)}: another model"
+            )
+        taken = source.reshape(-1)[start : start + part.stop - part.start]
+        value.copy_(taken.to(value.device, value.dtype))
+    for key, value in rest.items():
+        _replace(parts, piece, key, value, saved[key])
 
 
 def _check_saved(saved: Any) -> None:
@@ -380,22 +397,17 @@ def _gathered(parts: OptimizerParts, bucket: Bucket, key: str, dtype: torch.dtyp
 def _separate(parts: OptimizerParts, bucket: Bucket, states: Mapping[nn.Parameter, State]) -> None:
     """Split a bucket's pieces where parameters had unequal numbers of updates.
 
-    By their states that are not elementwise.
-
     Parameters of which this rank owns nothing do not count.
     """
 
-    def kind(parameter: nn.Parameter) -> Any:
-        return {key: _comparable(value) for key, value in states[parameter].items() if key != MASTER}
+    def kind(parameter: nn.Parameter) -> Any:  # states that are not elementwise, and of the others that they exist
+        return {
+            key: (value.item() if value.dim() == 0 else None) if isinstance(value, Tensor) else value
+            for key, value in states[parameter].items()
+            if key != MASTER
+        }
 
     split_pieces(bucket, parts.optimizer, kind)
-
-
-def _comparable(value: Any) -> Any:
-    """Return a value by which states are compared; of elementwise ones, only that they exist."""
-    if isinstance(value, Tensor):
-        return value.item() if value.dim() == 0 else None
-    return value
 
 
 def _own_memory(value: Any) -> Any:
@@ -412,32 +424,6 @@ def _groups(parts: OptimizerParts) -> list[dict[str, Any]]:
         }
         for number, group in enumerate(parts.param_groups)
     ]
-
-
-def _saved_state(saved: Mapping[str, State], known: set[str], name: str) -> State:
-    """Return the saved state of a parameter, empty if no step had updated it.
-
-    Raise ValueError if the name is unknown.
-    """
-    if name not in saved and name not in known:
-        raise ValueError(f"nothing was saved of parameter '{name}': another model")
-    return saved.get(name, {})
-
-
-def _check_keys(state: State, keys: set[str], name: str) -> None:
-    """Raise ValueError if a key is missing from the saved state of a parameter."""
-    missing = sorted(keys - set(state))
-    if missing:
-        raise ValueError(f"nothing was saved of '{missing[0]}' of parameter '{name}': another optimizer or model")
-
-
-def _check_shape(source: Tensor, parameter: nn.Parameter, key: str, name: str) -> None:
-    """Raise ValueError if an elementwise state was saved of a parameter of another size."""
-    if source.numel() != parameter.numel():
-        raise ValueError(
-            f"'{key}' of parameter '{name}' was saved in shape {tuple(source.shape)}, but the model has "
-            f"{tuple(parameter.shape)}: another model"
-        )
 
 
 def _replace(parts: OptimizerParts, piece: Piece, key: str, value: Any, saved: Any) -> None:

@@ -204,9 +204,20 @@ def network_of(cluster: Cluster, run_id: str, *, where: str = "cluster") -> Netw
         Node(name, f"{PREFIX}{run_id}-{i}", f"10.77.0.{i + 1}" if i < devices else None)
         for i, name in enumerate(wiring.names)
     )
-    pairs = [pair for pair in edges if pair[0] < pair[1]]
-    wires = tuple(_wire(nodes, number, edges[a, b], edges[b, a]) for number, (a, b) in enumerate(pairs))
-    return Network(run_id, nodes, wires, tuple(_routes(nodes, devices, edges, dict(zip(pairs, wires, strict=True)))))
+    wires: dict[tuple[int, int], Wire] = {}
+    for number, (a, b) in enumerate(pair for pair in edges if pair[0] < pair[1]):
+        there, back = (
+            End(
+                namespace=nodes[edge.source].namespace,
+                interface=f"wire{number}",
+                address=f"10.78.{number // 64}.{number % 64 * 4 + 1 + side}",
+                rate_bytes_per_s=edge.rate_bytes_per_s,
+                delay_s=edge.latency_s if edge.latency_s >= LEAST_DELAY_S else 0.0,
+            )
+            for side, edge in enumerate((edges[a, b], edges[b, a]))
+        )
+        wires[a, b] = Wire((nodes[a].name, nodes[b].name), (there, back))
+    return Network(run_id, nodes, tuple(wires.values()), tuple(_routes(nodes, devices, edges, wires)))
 
 
 def _edges(cluster: Cluster, where: str) -> dict[tuple[int, int], _Edge]:
@@ -231,21 +242,6 @@ def _edges(cluster: Cluster, where: str) -> dict[tuple[int, int], _Edge]:
     if apart:
         raise UserError(f"{where}: no link leads from '{wiring.names[0]}' to '{apart[0]}': {can}")
     return edges
-
-
-def _wire(nodes: tuple[Node, ...], number: int, there: _Edge, back: _Edge) -> Wire:
-    block = f"10.78.{number // 64}."
-    ends = tuple(
-        End(
-            namespace=nodes[edge.source].namespace,
-            interface=f"wire{number}",
-            address=f"{block}{number % 64 * 4 + 1 + side}",
-            rate_bytes_per_s=edge.rate_bytes_per_s,
-            delay_s=edge.latency_s if edge.latency_s >= LEAST_DELAY_S else 0.0,
-        )
-        for side, edge in enumerate((there, back))
-    )
-    return Wire((nodes[there.source].name, nodes[there.target].name), (ends[0], ends[1]))
 
 
 def _next_hops(target: int, edges: dict[tuple[int, int], _Edge]) -> dict[int, int]:

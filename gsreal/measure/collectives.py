@@ -94,51 +94,37 @@ class CollectiveRecorder(TorchDispatchMode):
     def _record_functional(self, name: str, args: Sequence[Any], result: Any) -> None:
         if name not in FUNCTIONAL_KINDS:
             return  # waits and wrappers
+        from torch._C._distributed_c10d import _resolve_process_group
+
         sizes = [sum(t.numel() * t.element_size() for t in tree_leaves(each)) for each in (args[0], result)]
-        self.seen.append(ObservedCollective(FUNCTIONAL_KINDS[name], _functional_group(args), max(sizes)))
+        group = _resolve_process_group(args[-1]) if isinstance(args[-1], str) else args[-1]  # type: ignore[arg-type]
+        ranks = tuple(sorted(dist.get_process_group_ranks(group)))
+        self.seen.append(ObservedCollective(FUNCTIONAL_KINDS[name], ranks, max(sizes)))
 
     def _record(self, name: str, args: Sequence[Any]) -> None:
         tensors = [tree_leaves(arg) for arg in args]
         sizes = [sum(t.numel() * t.element_size() for t in leaves if isinstance(t, Tensor)) for leaves in tensors]
-        if name == "send":
-            self._sent(sizes[0], _ends_of(args))
-        elif name == "alltoall_base_" and self._logical is not None:
-            self._logical.sent_bytes += sizes[1]
+        group = _process_group(args)
+        if self._logical is not None and name in ("send", "alltoall_base_"):
+            self._logical.sent_bytes += sizes[0 if name == "send" else 1]
+        elif name == "send":
+            to = next(arg for arg in args if isinstance(arg, int))  # the receiver's index in the group
+            receiver = dist.get_process_group_ranks(group)[to]
+            self.seen.append(ObservedCollective("send", tuple(sorted((dist.get_rank(), receiver))), sizes[0]))
         elif name not in ("recv_", "recv_any_source_"):
             kind = KINDS.get(name, name)
             size = max(sizes) if kind in LARGER_SIDE else sizes[0]
-            group = _process_group(args)
             ranks = tuple(sorted(dist.get_process_group_ranks(group))) if group is not None else ()
             self.seen.append(ObservedCollective(kind, ranks, 0 if kind == "barrier" else size))
 
-    def _sent(self, size: int, group: tuple[int, ...]) -> None:
-        if self._logical is not None:
-            self._logical.sent_bytes += size
-        else:
-            self.seen.append(ObservedCollective("send", group, size))
-
-
-def _ends_of(args: Sequence[Any]) -> tuple[int, ...]:
-    """Return the ranks of a message: this one, and the one whose index in the group it names."""
-    group = _process_group(args)
-    places = [arg for arg in args if isinstance(arg, int)]
-    return tuple(sorted((dist.get_rank(), dist.get_process_group_ranks(group)[places[0]])))
-
 
 def _process_group(args: Sequence[Any]) -> dist.ProcessGroup | None:
+    """Return the group among a c10d operation's arguments, in which it is a script object; None if it has none."""
     for arg in args:
         if isinstance(arg, torch.ScriptObject):
             with suppress(RuntimeError):
                 return dist.ProcessGroup.unbox(arg)
     return None
-
-
-def _functional_group(args: Sequence[Any]) -> tuple[int, ...]:
-    """Return the ranks of the group that a functional collective names, or is passed."""
-    from torch._C._distributed_c10d import _resolve_process_group
-
-    group = args[-1] if not isinstance(args[-1], str) else _resolve_process_group(args[-1])  # type: ignore[arg-type]
-    return tuple(sorted(dist.get_process_group_ranks(group)))
 
 
 @dataclass

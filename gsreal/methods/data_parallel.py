@@ -127,34 +127,30 @@ def cast_all_reduce(
     replicas: dist.ProcessGroup,
     timeline: Timeline,
 ) -> bool:
-    """Register a hook that all-reduces buckets in another precision, if the scenario asks for it; return whether."""
+    """Register a hook that all-reduces buckets in another precision, if the scenario asks for it; return whether.
+
+    It is what torch's bf16_compress_hook and fp16_compress_hook are made of: it casts a bucket, divides it by the
+    number of replicas, all-reduces it, and casts it back. Here its spans are recorded too.
+    """
     workload = scenario.workload
     cast_to = scenario.policies.compress
     if cast_to is None and reduce_precision(workload) != workload.precision:
         cast_to = reduce_precision(workload)
-    if cast_to is not None:
-        hook = _compressed_all_reduce(cast_to, replicas, timeline, overlap=scenario.plan.overlap)
-        wrapped.register_comm_hook(None, hook)
-    return cast_to is not None
-
-
-def _compressed_all_reduce(precision: str, group: dist.ProcessGroup, timeline: Timeline, *, overlap: bool) -> Hook:
-    """Return a DistributedDataParallel hook that all-reduces a bucket in another precision, and records its spans.
-
-    It is what torch's bf16_compress_hook and fp16_compress_hook are made of: it casts a bucket, divides it by the
-    number of replicas, all-reduces it, and casts it back.
-    """
+    if cast_to is None:
+        return False
+    dtype = DTYPES[cast_to]
 
     # DDP reads these annotations
     def compressed(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
         with timeline.span(f"compress bucket {bucket.index()}", "compression"):
-            pending = _compress_hook(DTYPES[precision], group, bucket)
-        if not overlap:
-            with timeline.span(f"all-reduce bucket {bucket.index()}", "exposed_communication", group):
+            pending = _compress_hook(dtype, replicas, bucket)
+        if not scenario.plan.overlap:
+            with timeline.span(f"all-reduce bucket {bucket.index()}", "exposed_communication", replicas):
                 pending.wait()
         return pending
 
-    return compressed
+    wrapped.register_comm_hook(None, compressed)
+    return True
 
 
 def _blocking_all_reduce(group: dist.ProcessGroup, timeline: Timeline) -> Hook:

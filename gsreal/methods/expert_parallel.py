@@ -3,8 +3,7 @@
 The exchanges themselves are in `gsreal.methods.experts`.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -31,20 +30,9 @@ def divide_experts(scenario: Scenario, module: nn.Module, timeline: Timeline, gr
     for layer, inner in _with_layers(scenario.workload, module):
         experts = inner.gate_up_proj.shape[0]
         own = range(position * experts // ranks, (position + 1) * experts // ranks)
-        replace_experts(inner, own, GroupExchange(group, _spans(timeline, layer, group)))
+        replace_experts(inner, own, GroupExchange(group, timeline, layer))
         for name in PARAMETERS:
             mark(inner, name, Slice(0, experts, ((own.start, own.stop),)), group)
-
-
-def _spans(timeline: Timeline, layer: str, group: dist.ProcessGroup) -> Callable[[str], AbstractContextManager[None]]:
-    """Return the span of an exchange of a layer, by its kind; its label is that of a prediction."""
-
-    def span(kind: str) -> AbstractContextManager[None]:
-        passed = "backward " if torch._C._current_graph_task_id() >= 0 else ""
-        label = f"count rows {layer}" if kind == "counts" else f"{kind} {passed}{layer}"
-        return timeline.span(label, "exposed_communication", group)
-
-    return span
 
 
 def _with_layers(workload: Workload, module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -15,6 +15,7 @@ Hugging Face's decoders (Mixtral, DeepSeek-V3, Qwen3-MoE).
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gsreal.gradient_sharding.point_to_point import LogicalCollective, announce
+from gsreal.measure import Timeline
 from gsreal.methods.mapped import Mapped
 
 
@@ -159,19 +161,16 @@ def _forward(inner: Any, experts: int, exchange: Exchange | None, x: Tensor, ind
 
 
 class GroupExchange:
-    """All-to-alls of `torch.distributed` among the ranks of a group, recorded as spans of a timeline.
+    """All-to-alls of `torch.distributed` of a layer among the ranks of a group, recorded as spans of a timeline."""
 
-    `span`: returns the context of an operation on rows, "dispatch" or "combine", or of "counts".
-    """
-
-    def __init__(self, group: dist.ProcessGroup, span: Callable[[str], Any]) -> None:
-        self.group, self.span = group, span
+    def __init__(self, group: dist.ProcessGroup, timeline: Timeline, layer: str) -> None:
+        self.group, self.timeline, self.layer = group, timeline, layer
         self.ranks = tuple(sorted(dist.get_process_group_ranks(group)))
 
     def share_counts(self, counts: Tensor) -> tuple[Tensor, Splits]:
         """Return the rows that each rank sends to each own expert, and all splits."""
         received = torch.empty_like(counts)
-        with self.span("counts"):
+        with self._span(f"count rows {self.layer}"):
             dist.all_to_all_single(received, counts, group=self.group)
         ranks = len(self.ranks)
         sent_here = received.view(ranks, -1)
@@ -185,6 +184,10 @@ class GroupExchange:
         row_bytes = result.element_size() * (rows[:1].numel() or result[:1].numel())
         kept = sent[dist.get_rank(self.group)] * row_bytes
         entry = LogicalCollective("all-to-all-v", self.ranks, rows.numel() * rows.element_size(), True, kept)
-        with self.span("combine" if back else "dispatch"), announce(entry):
+        passed = "backward " if torch._C._current_graph_task_id() >= 0 else ""
+        with self._span(f"{'combine' if back else 'dispatch'} {passed}{self.layer}"), announce(entry):
             dist.all_to_all_single(result, rows.contiguous(), list(received), list(sent), group=self.group)
         return result
+
+    def _span(self, label: str) -> AbstractContextManager[None]:
+        return self.timeline.span(label, "exposed_communication", self.group)  # labelled as in a prediction

@@ -1,10 +1,12 @@
-"""Periodic synchronization of replicated parameters: local SGD, and the outer steps of DiLoCo and SparseLoCo.
+"""Periodic synchronization of replicated parameters: local SGD; outer steps of DiLoCo, streamed or not, and SparseLoCo.
 
 What happens in an outer step, and in which order, is in [Note: periods] of `gssim.program.periodic`.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 
 from gsreal.gradient_sharding.master import MasterCopy, master_type
 from gsreal.measure import Timeline
-from gssim.plan import assign_buckets
+from gssim.plan import fragments_of
 from gssim.plan.plan import (
     INT8_BLOCK_ELEMENTS,
     INT8_SCALE_BYTES,
@@ -22,13 +24,30 @@ from gssim.plan.plan import (
     sparse_message_bytes,
 )
 from gssim.scenario import Scenario
+from gssim.workload import unrolled
 
 LARGEST = 127
 """Largest integer of a quantized change; -128 is not used."""
 
 
+class Exchange(NamedTuple):
+    """A bucket's exchange in flight."""
+
+    work: dist.Work
+    own: Tensor
+    """What this rank sends."""
+    received: Tensor
+    """Where the sum comes, or all ranks' messages."""
+    began: Any
+    """Mark of its beginning."""
+
+
 class Synchronization:
-    """Counts the steps of a training, and ends every n-th of them with a synchronization (a collective)."""
+    """Counts the steps of a training, and synchronizes the parameters after some of them (a collective).
+
+    After every n-th all of them; or, where the plan cuts them in fragments, each of these at a step of its own, and
+    behind the steps that follow.
+    """
 
     def __init__(
         self,
@@ -39,31 +58,49 @@ class Synchronization:
         *,
         rank: int,
     ) -> None:
-        self.every = scenario.policies.sync_every_steps or 1
+        plan, policies = scenario.plan, scenario.policies
+        self.every = policies.sync_every_steps or 1
         self.steps = 0
         self.module, self.optimizer, self.timeline = module, optimizer, timeline
         self.weight = scenario.batch_sizes[rank] / sum(scenario.batch_sizes) if scenario.ranks > 1 else 1.0
         self.alone = scenario.ranks == 1
-        kind = None if self.alone else scenario.policies.outer_optimizer
-        self.outer = scenario.plan.outer if kind == "nesterov" else None
-        self.sparse = scenario.plan.sparse_outer if kind == "sparse" else None
+        kind = None if self.alone else policies.outer_optimizer
+        self.outer = plan.outer if kind == "nesterov" else None
+        self.sparse = plan.sparse_outer if kind == "sparse" else None
         self.gathers = self.sparse is not None or (self.outer is not None and self.outer.precision == "int8")
         """Whether ranks gather each other's messages, of bytes, instead of adding up tensors."""
-        tensors = list(module.parameters())
-        sizes = [each.numel() * master_type(each.dtype).itemsize for each in tensors]
-        cap = scenario.plan.bucket_bytes
-        self.buckets = assign_buckets(sizes, first_bytes=cap, cap_bytes=cap)
+        self.in_fragments = policies.in_fragments
+        self.local_ratio = plan.streaming.local_ratio if policies.in_fragments else 0.0
+        """Part of a rank's own parameters after a synchronization."""
+        layers = [each.index for each in unrolled(scenario.workload.model) for _ in each.layer.parameters]
+        sizes = [each.numel() * master_type(each.dtype).itemsize for each in module.parameters()]
+        fragments = fragments_of(plan, policies, layers=layers, sizes_bytes=sizes)
+        self.buckets = [bucket for fragment in fragments for bucket in fragment.buckets]
+        """Positions of the tensors of every bucket, in the module's order."""
+        numbers = iter(range(len(self.buckets)))
+        self.schedule = [
+            (fragment.begin_step, fragment.end_step, [next(numbers) for _ in fragment.buckets])
+            for fragment in fragments
+        ]
+        """Of every fragment: the steps of a period, from 1, that begin and end its exchange, and its buckets."""
         buckets = self._values() if kind else []
         self.outer_parameters = [torch.cat([each.reshape(-1) for each in bucket]) for bucket in buckets]
         """Parameters after the last synchronization, by bucket; empty without an outer optimizer."""
         self.momentum = [torch.zeros_like(each) for each in self.outer_parameters] if self.outer else []
         self.unsent = [_chunks(self.sparse, each) for each in self.outer_parameters] if self.sparse else []
         """Changes that this rank has not sent yet, by bucket, in whole chunks."""
+        self.in_flight: dict[int, Exchange] = {}
+        """By bucket."""
 
     @property
     def state(self) -> list[Tensor]:
         """Tensors that are kept between steps."""
         return [*self.outer_parameters, *self.momentum, *self.unsent]
+
+    @property
+    def measured_steps(self) -> int:
+        """Number of steps that end with a period in which all is exchanged, and most is held: the last, or all."""
+        return self.every if self.in_fragments else 1
 
     def _values(self) -> list[list[Tensor]]:
         """Return what is synchronized of every bucket: parameters, or their master copies."""
@@ -75,36 +112,73 @@ class Synchronization:
 
     @contextmanager
     def from_step(self, step: int) -> Iterator[None]:
-        """Number the steps inside from `step` on: measurements repeat steps of either kind."""
+        """Number the steps inside from `step` on: measurements repeat steps of any kind.
+
+        An exchange that is in flight is dropped, and must not be one of theirs.
+        """
+        self.finish()
+        self.in_flight.clear()
         before, self.steps = self.steps, step
         yield
         self.steps = before
 
+    def finish(self) -> None:
+        """Wait for exchanges in flight, whose sums are used in a later step."""
+        for each in self.in_flight.values():
+            each.work.wait()
+
     @torch.no_grad()
     def after_step(self) -> None:
-        """Count a step; synchronize where it is an outer one."""
+        """Count a step; begin and end what is due after it."""
         self.steps += 1
-        numbers = self.due()
-        if not numbers:
-            return
-        for number in numbers:
-            flat = self.offered(number)
-            with self.timeline.span(f"outer step bucket {number}", "exposed_communication", dist.group.WORLD):
-                if self.gathers:
-                    own, flat = flat, flat.new_empty(dist.get_world_size() * flat.numel())
-                    dist.all_gather_into_tensor(flat, own)
-                    del own
-                else:
-                    dist.all_reduce(flat)
-            self.take(number, flat)
-            del flat  # before the next bucket's, or both would be held at once
-        if isinstance(self.optimizer, MasterCopy):
-            self.optimizer.publish()
-        self._broadcast_buffers()
+        begun, ended = self.due()
+        for number in begun:
+            self._begin(number)
+            if number in ended:
+                self._end(number, f"outer step bucket {number}", waits_only=False)
+        for number in ended:
+            if number in self.in_flight:
+                self._end(number, f"wait for outer step bucket {number}", waits_only=True)
+        if ended and isinstance(self.optimizer, MasterCopy):
+            parameters = list(self.module.parameters())
+            positions = chain.from_iterable(self.buckets[number] for number in ended)
+            self.optimizer.publish([parameters[position] for position in positions])
+        if not self.alone and self.steps % self.every == 0:
+            self._broadcast_buffers()
 
-    def due(self) -> Sequence[int]:
-        """Return the buckets that are synchronized after the step that was counted last; none after an inner one."""
-        return () if self.alone or self.steps % self.every else range(len(self.buckets))
+    def _begin(self, number: int) -> None:
+        """Begin the exchange of a bucket."""
+        own = self.offered(number)
+        began, received = self.timeline.mark(), own
+        if self.gathers:
+            received = own.new_empty(dist.get_world_size() * own.numel())
+            work = dist.all_gather_into_tensor(received, own, async_op=True)
+        else:
+            work = dist.all_reduce(own, async_op=True)
+        assert work is not None
+        self.in_flight[number] = Exchange(work, own, received, began)
+
+    def _end(self, number: int, label: str, *, waits_only: bool) -> None:
+        """Wait for the exchange of a bucket, and take its result.
+
+        `waits_only`: the span of that label is the wait alone, not the whole exchange.
+        """
+        exchange = self.in_flight.pop(number)
+        began = self.timeline.mark() if waits_only else exchange.began
+        exchange.work.wait()
+        self.timeline.between(label, "exposed_communication", began, group=dist.group.WORLD)
+        received = exchange.received
+        del exchange  # what this rank sent is free before the result is used
+        self.take(number, received)
+
+    def due(self) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the buckets whose exchange begins after the step that was counted last, and those whose ends then."""
+        step = (self.steps - 1) % self.every + 1
+        schedule = () if self.alone else self.schedule
+        begun, ended = (
+            [number for *steps, numbers in schedule if steps[place] == step for number in numbers] for place in (0, 1)
+        )
+        return begun, ended
 
     @torch.no_grad()
     def offered(self, number: int) -> Tensor:
@@ -148,7 +222,10 @@ class Synchronization:
                 flat = parameters.add_(flat, alpha=-self.outer.learning_rate)
             parts = flat.split([each.numel() for each in bucket])
             for each, part in zip(bucket, parts, strict=True):
-                each.copy_(part.view_as(each))
+                if self.local_ratio:
+                    each.lerp_(part.view_as(each), 1 - self.local_ratio)
+                else:
+                    each.copy_(part.view_as(each))
 
     def _broadcast_buffers(self) -> None:
         """Replace the module's buffers by the first rank's, those of a data type together."""

@@ -570,22 +570,17 @@ def distribute(block: nn.Module, cut: Cut, held: range, mesh: DeviceMesh, timeli
     from torch.distributed.tensor.parallel import parallelize_module
 
     slices = slices_of(block, held)
-    for path in cut.parts:
-        _sort_by_ranks(block.get_submodule(path), mesh.size(), cut.parts[path])
+    for path, count in cut.parts.items():
+        with torch.no_grad():
+            for parameter in block.get_submodule(path).parameters():  # from (part, rank, row) to (rank, part, row)
+                rows = parameter.unflatten(0, (count, mesh.size(), -1))
+                parameter.copy_(rows.transpose(0, 1).flatten(0, 2))
     columns, rows = _observed_styles(timeline, mesh.get_group())
     plan = {path: columns() for path in cut.columns} | {path: rows() for path in cut.rows}
     parallelize_module(block, mesh, plan)
     cut.resize(block, len(held))
     for (path, name), part in slices.items():
         mark(block.get_submodule(path), name, part, mesh.get_group())
-
-
-def _sort_by_ranks(module: nn.Module, ranks: int, parts: int) -> None:
-    """Reorder a linear map's rows from (part, rank, its rows) to (rank, part, its rows)."""
-    with torch.no_grad():
-        for parameter in module.parameters():
-            rows = parameter.unflatten(0, (parts, ranks, -1))
-            parameter.copy_(rows.transpose(0, 1).flatten(0, 2))
 
 
 def _observed_styles(timeline: Timeline, group: dist.ProcessGroup) -> tuple[type, type]:

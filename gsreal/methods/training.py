@@ -173,6 +173,8 @@ class Training:
         """
         if isinstance(self.optimizer, GradientSharding):
             self.optimizer.finish()
+        if self.periods is not None:
+            self.periods.finish()
 
     def _micro_batches(
         self, inputs: Tensor, targets: Tensor, weights: Sequence[float]

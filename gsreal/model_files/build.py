@@ -14,7 +14,7 @@ real run of whole sequences does not.
 import importlib
 import os
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -126,17 +126,14 @@ def sequences_not_packed() -> Iterator[None]:
     if original is None:  # versions before it looked for no packed sequences
         yield
         return
-    with mock.patch.object(masking_utils, PACKED, _finding_none(original)):
-        yield
 
-
-def _finding_none(original: Callable[[Tensor], Tensor | None]) -> Callable[..., None]:
-    def find(position_ids: Tensor, *_args: Any, **_settings: Any) -> None:
+    def find_none(position_ids: Tensor, *_args: Any, **_settings: Any) -> None:
         indices = original(position_ids)
         if indices is not None:
             (indices[:, -1] == 0).all()  # the value that it would read
 
-    return find
+    with mock.patch.object(masking_utils, PACKED, find_none):
+        yield
 
 
 VARIABLE = "GSREAL_TRUST_CODE"

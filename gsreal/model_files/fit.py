@@ -9,7 +9,7 @@ from math import lcm, prod
 from operator import mul
 from typing import Any
 
-from gsreal.model_files.recorder import Recomputation, Record, StorageLife, Work
+from gsreal.model_files.recorder import Recomputation, Record, Work
 from gsreal.model_files.step import LOSS
 from gssim.workload import Buffer, Layer, Moment, Parameter, Polynomial, Reduction
 
@@ -160,6 +160,7 @@ def _moment(at: tuple[int, str, int] | None, layer: int) -> Moment:
 def fit_buffers(everything: dict[Shape, Record], checked: Shape, index: int, name: str) -> tuple[Buffer, ...]:
     """Return the buffers that a layer creates, their sizes as functions of the shape."""
     first = next(iter(everything.values()))
+    last = len(first.modules)
     buffers = []
     for number, alive in enumerate(first.alive):
         if alive.born[0] != index or (alive.freed == alive.born and alive.size_bytes == 0):
@@ -168,7 +169,9 @@ def fit_buffers(everything: dict[Shape, Record], checked: Shape, index: int, nam
         lives = {(record.alive[number].born, record.alive[number].freed) for record in everything.values()}
         if len(lives) > 1:
             raise NoPolynomialError(f"{name}: the lifetime of a buffer depends on batch size or sequence length")
-        is_cached = len(set(sizes.values())) == 1 and _is_cached(first, alive, index)
+        # a cast of parameters, of constant size, lives to the end of the forward; see [Note: autocast]
+        ends_with_forward = index < last and alive.freed is not None and alive.freed[:2] == (last, "f")
+        is_cached = first.autocast is not None and len(set(sizes.values())) == 1 and ends_with_forward
         is_saved = alive.born[1] == "f" and (alive.freed is None or alive.freed[1] == "b")
         buffers.append(
             Buffer(
@@ -179,13 +182,6 @@ def fit_buffers(everything: dict[Shape, Record], checked: Shape, index: int, nam
             )
         )
     return tuple(buffers)
-
-
-def _is_cached(record: Record, alive: StorageLife, index: int) -> bool:
-    """Return whether a buffer of constant size lives to the end of the forward: a cast; see [Note: autocast]."""
-    last = len(record.modules)
-    freed = alive.freed
-    return record.autocast is not None and index < last and freed is not None and freed[:2] == (last, "f")
 
 
 def fit_polynomial(values: dict[Shape, int], checked: Shape, what: str) -> Polynomial:

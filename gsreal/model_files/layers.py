@@ -46,10 +46,6 @@ def _wrapped_stack(module: nn.Module) -> bool:
 
     One that also adds, activates or normalises (a block whose convolutions are a stack) is a layer itself.
     """
-    children = [child for child in module.children() if not _is_identity(child)]
+    skipped = (nn.Identity, *CONTAINERS)  # where they are empty they stand in place of a layer
+    children = [child for child in module.children() if not isinstance(child, skipped) or any(child.children())]
     return len(children) == 1 and isinstance(children[0], CONTAINERS) and _is_stack(children[0])
-
-
-def _is_identity(module: nn.Module) -> bool:
-    """Return whether a module is an identity that stands in place of another layer."""
-    return isinstance(module, (nn.Identity, *CONTAINERS)) and not any(True for _ in module.modules() if _ is not module)

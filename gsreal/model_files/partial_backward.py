@@ -5,16 +5,16 @@ gradients on), and each layer alone (it gets its weight gradients, but its input
 range of layers that a rank owns in `gssim.workload.owned`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 from torch import Tensor, nn
 
-from gsreal.model_files.build import example_batch, logits_of, loss_of
+from gsreal.model_files.build import example_batch
 from gsreal.model_files.fit import NoPolynomialError, Shape, fit_buffers, fit_polynomial, parameters_of
 from gsreal.model_files.recorder import Record, Recorder
-from gsreal.model_files.step import fake_module, known_storages, layer_boundaries, without_values
+from gsreal.model_files.step import fake_module, known_storages, record_backward, without_values
 from gssim.workload import Layer, Model, Moment, PartialBackward, layer_input_gradient, layer_output
 
 Records = dict[Shape, Record]
@@ -60,21 +60,18 @@ def _representatives(layers: Sequence[Layer]) -> dict[int, int]:
     Adjacent layers may differ: that shows only in where buffers end that are passed to other layers.
     """
     first_of: dict[str, int] = {}
-    return {
-        index: first_of.setdefault(_operations_key(layer), index)
-        for index, layer in enumerate(layers)
-        if index > 0 and layer.parameters
-    }
-
-
-def _operations_key(layer: Layer) -> str:
-    buffers = [
-        replace(buffer, freed=Moment(buffer.freed.phase, 0, buffer.freed.layer_offset))
-        if buffer.freed.layer_offset
-        else buffer
-        for buffer in layer.buffers
-    ]
-    return repr(replace(layer, name="", modules=(), buffers=tuple(buffers)))
+    representatives = {}
+    for index, layer in enumerate(layers):
+        if index > 0 and layer.parameters:
+            buffers = tuple(
+                replace(buffer, freed=Moment(buffer.freed.phase, 0, buffer.freed.layer_offset))
+                if buffer.freed.layer_offset
+                else buffer
+                for buffer in layer.buffers
+            )
+            operations = repr(replace(layer, name="", modules=(), buffers=buffers))
+            representatives[index] = first_of.setdefault(operations, index)
+    return representatives
 
 
 def recorded(
@@ -105,40 +102,11 @@ def record_trained(
     To be called under fake tensors; it freezes the module's other parameters.
     """
     record = Record(names, blocks=set())
-    recorder = Recorder(record, known_storages(module, inputs, targets))
-    ready: dict[str, tuple[int, str, int]] = {}
-    handles = []
     for name, parameter in module.named_parameters():
         parameter.grad = None
         parameter.requires_grad_(name in trained)
-        if name in trained:
-            hook = _noting(ready, name, recorder.now)
-            handles.append(parameter.register_post_accumulate_grad_hook(hook))
-    with recorder, layer_boundaries(module, names, enter=recorder.enter) as out:
-        loss = loss_of(out(logits_of(module(inputs))), targets)
-        if trained:
-            recorder.enter(len(names), "b")
-            loss.backward()
-    for handle in handles:
-        handle.remove()
-    gradients = set()
-    for name, parameter in module.named_parameters():
-        if parameter.grad is not None:
-            alive = recorder.live[parameter.grad.untyped_storage()._cdata]
-            gradients.add(id(alive))
-            layer = recorder.first_use[parameter.untyped_storage()._cdata]
-            record.parameters[name] = (layer, tuple(parameter.shape), alive.born, ready[name])
-    record.alive = [alive for alive in record.alive if id(alive) not in gradients]
+    record_backward(Recorder(record, known_storages(module, inputs, targets)), module, inputs, targets)
     return record
-
-
-def _noting(
-    ready: dict[str, tuple[int, str, int]], name: str, now: Callable[[], tuple[int, str, int]]
-) -> Callable[[Tensor], None]:
-    def hook(_parameter: Tensor) -> None:
-        ready[name] = now()
-
-    return hook
 
 
 def _fitted(layers: Sequence[Layer], steps: Mapping[int, Records], checked: Shape) -> list[Layer]:

@@ -40,7 +40,10 @@ def with_fewer_blocks(model: Model, where: str) -> tuple[Model, Stack] | None:
     with without_values(model):
         whole = fake_module(model, where)
         stack = _stack(whole)
-        if stack is None or stack.count <= KEPT or not _all_alike(whole, stack):
+        if stack is None or stack.count <= KEPT:
+            return None
+        blocks = [whole.get_submodule(f"{stack.path}.{i}") for i in range(stack.count)]
+        if not all(_alike(block, blocks[0], i) for i, block in enumerate(blocks)):
             return None
         for module in _siblings(model.module, stack.count):
             short = replace(model, module=module)
@@ -74,31 +77,23 @@ def _siblings(module: Module, count: int) -> Iterator[Module]:
         yield replace(module, hugging_face=replace(source, config={**settings, key: KEPT}))
 
 
-def _all_alike(module: nn.Module, stack: Stack) -> bool:
-    first = module.get_submodule(f"{stack.path}.0")
-    return all(_alike(module.get_submodule(f"{stack.path}.{i}"), first, i) for i in range(stack.count))
-
-
 def _alike(block: nn.Module, first: nn.Module, number: int) -> bool:
     """Return whether a block is configured like the stack's first, except for its own number."""
     modules, others = dict(block.named_modules()), dict(first.named_modules())
-    return (
-        modules.keys() == others.keys()
-        and _shapes(block) == _shapes(first)
-        and all(_same_settings(modules[name], others[name], number) for name in modules)
-    )
+    if modules.keys() != others.keys() or _shapes(block) != _shapes(first):
+        return False
+    for name, module in modules.items():
+        own, firsts = _settings(module), _settings(others[name])
+        if type(module) is not type(others[name]) or own.keys() != firsts.keys():
+            return False
+        if not all(value == firsts[key] or (value == number and firsts[key] == 0) for key, value in own.items()):
+            return False
+    return True
 
 
 def _shapes(module: nn.Module) -> dict[str, tuple[Any, ...]]:
     tensors = [*module.named_parameters(), *module.named_buffers()]
     return {name: (tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for name, tensor in tensors}
-
-
-def _same_settings(module: nn.Module, other: nn.Module, number: int) -> bool:
-    settings, others = _settings(module), _settings(other)
-    if type(module) is not type(other) or settings.keys() != others.keys():
-        return False
-    return all(value == others[key] or (value == number and others[key] == 0) for key, value in settings.items())
 
 
 def _settings(module: nn.Module) -> dict[str, Any]:

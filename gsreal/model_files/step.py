@@ -430,7 +430,14 @@ def _record_saved(
 
     hooks = saved_tensors_hooks(pack, lambda tensor: tensor)
     with recorder, hooks, layer_boundaries(module, record.modules, enter=recorder.enter) as out:
-        handles = _book_outputs(record, module)
+        handles = []
+        for layer, name in enumerate(record.modules):
+
+            def note_output(_module: nn.Module, _args: Any, output: Any, layer: int = layer) -> None:
+                tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
+                record.output[layer] = sum(t.numel() * t.element_size() for t in tensors[:1])
+
+            handles.append(module.get_submodule(name).register_forward_hook(note_output))
         with autocast(record.autocast):
             logits = out(logits_of(module(inputs)))
             loss = loss_of(logits, targets)
@@ -471,56 +478,51 @@ def _record_unsaved(
             alive.unsaved = record.counted[place][bisect_right(seen.counted[place], position) - 1]
 
 
-def _book_outputs(record: Record, module: nn.Module) -> list[Any]:
-    inner = dict(module.named_modules())
-
-    def after(layer: int) -> Any:
-        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-            tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
-            record.output[layer] = sum(t.numel() * t.element_size() for t in tensors[:1])
-
-        return hook
-
-    return [inner[name].register_forward_hook(after(i)) for i, name in enumerate(record.modules)]
-
-
 def _record_operations(
     record: Record, module: nn.Module, inputs: Tensor, targets: Tensor, where: str, stand_in: _ReductionRecorder
 ) -> None:
     """Record every operation and every storage of one forward and backward."""
-    known = known_storages(module, inputs, targets)
-    stand_in.recorder = recorder = Recorder(record, known)
+    stand_in.recorder = recorder = Recorder(record, known_storages(module, inputs, targets))
+    record_backward(recorder, module, inputs, targets)
+    for name, parameter in module.named_parameters():
+        if not parameter.requires_grad:
+            layer = recorder.first_use.get(parameter.untyped_storage()._cdata, 0)
+            record.frozen[name] = (layer, tuple(parameter.shape))
+        elif parameter.grad is None:
+            raise UserError(f"{where}: the parameter {name!r} gets no gradient (unused or frozen); not supported")
+    if not record.parameters:
+        raise UserError(f"{where}: the module has no parameters to train: all are frozen")
+
+
+def record_backward(recorder: Recorder, module: nn.Module, inputs: Tensor, targets: Tensor) -> None:
+    """Record a forward, and the backward of the parameters that require gradients, if any.
+
+    To be called under fake tensors, of a module without gradients. They are not among the record's `alive`, but in its
+    `parameters`, with the moments at which each is created and is ready.
+    """
+    record = recorder.record
     ready: dict[str, tuple[int, str, int]] = {}
     handles = []
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
 
-            def hook(_parameter: Tensor, name: str = name) -> None:
+            def note_ready(_parameter: Tensor, name: str = name) -> None:
                 ready[name] = recorder.now()
 
-            handles.append(parameter.register_post_accumulate_grad_hook(hook))
+            handles.append(parameter.register_post_accumulate_grad_hook(note_ready))
     with recorder, layer_boundaries(module, record.modules, enter=recorder.enter) as out:
         with autocast(record.autocast):
             loss = loss_of(out(logits_of(module(inputs))), targets)
-        recorder.enter(len(record.modules), "b")
-        loss.backward()
+        if handles:
+            recorder.enter(len(record.modules), "b")
+            loss.backward()
     for handle in handles:
         handle.remove()
-    _book_gradients(record, recorder, module, ready, where)
-
-
-def _book_gradients(
-    record: Record, recorder: Recorder, module: nn.Module, ready: dict[str, tuple[int, str, int]], where: str
-) -> None:
     gradients = set()
     for name, parameter in module.named_parameters():
-        layer = recorder.first_use.get(parameter.untyped_storage()._cdata, 0)
-        if not parameter.requires_grad:
-            record.frozen[name] = (layer, tuple(parameter.shape))
-            continue
-        if parameter.grad is None:
-            raise UserError(f"{where}: the parameter {name!r} gets no gradient (unused or frozen); not supported")
-        alive = recorder.live[parameter.grad.untyped_storage()._cdata]
-        gradients.add(id(alive))
-        record.parameters[name] = (layer, tuple(parameter.shape), alive.born, ready[name])
+        if parameter.grad is not None:
+            alive = recorder.live[parameter.grad.untyped_storage()._cdata]
+            gradients.add(id(alive))
+            layer = recorder.first_use.get(parameter.untyped_storage()._cdata, 0)
+            record.parameters[name] = (layer, tuple(parameter.shape), alive.born, ready[name])
     record.alive = [alive for alive in record.alive if id(alive) not in gradients]

@@ -66,8 +66,11 @@ def trace(model: Model, *, where: str, on_counted: Callable[[OperationCounts], N
     `on_counted` is called with the operations of the largest step. Raises UserError if the module cannot be built, if
     its cost is not a polynomial in the batch size, and for an operation whose cost is unknown.
     """
-    lengths = _sequence_lengths(model)
-    checked = (CHECKED_BATCH_SIZE, model.input.maximum_sequence_length if isinstance(model.input, TokenInput) else None)
+    lengths: tuple[int | None, ...] = (None,)
+    longest = model.input.maximum_sequence_length if isinstance(model.input, TokenInput) else None
+    if longest is not None:
+        lengths = tuple(sorted({max(8, longest // 8), max(12, longest // 4), max(16, longest // 2)}))
+    checked = (CHECKED_BATCH_SIZE, longest)
     try:
         traced = _layers(model, lengths, checked, where, on_counted)
     except NoPolynomialError as error:
@@ -403,13 +406,6 @@ def _with_module_buffers(layers: Sequence[Layer], model: Model, where: str) -> l
     ]
 
 
-def _sequence_lengths(model: Model) -> tuple[int | None, ...]:
-    if not isinstance(model.input, TokenInput):
-        return (None,)
-    longest = model.input.maximum_sequence_length
-    return tuple(sorted({max(8, longest // 8), max(12, longest // 4), max(16, longest // 2)}))
-
-
 CLASSIFICATION = "sequence-classification"
 AUTO_CLASSES = {
     "next-token": "AutoModelForCausalLM",
@@ -459,7 +455,10 @@ def traced_model(request: Request, *, on_counted: Callable[[OperationCounts], No
     if model.traced_precision not in DTYPES:
         raise UserError(f"{where}: traced_precision = {model.traced_precision!r}: allowed: {', '.join(DTYPES)}")
     if request.sequence_length is not None:
-        _check_length(model, request.sequence_length, where)
+        longest = model.input.maximum_sequence_length if isinstance(model.input, TokenInput) else 0
+        if not 1 <= request.sequence_length <= longest:
+            allowed = f"at least 1 and at most {longest}" if longest else "left out: the input is images"
+            raise UserError(f"{where}: --sequence-length {request.sequence_length}: must be {allowed}")
         traced = trace_at_length(model, request.sequence_length, where=where, on_counted=on_counted)
     else:
         traced = trace(model, where=where, on_counted=on_counted)
@@ -486,15 +485,16 @@ def check_options(request: Request) -> None:
         raise UserError(f"gsreal trace {request.model}: {option}: has no effect on this model; leave it out")
 
 
-def _check_length(model: Model, length: int, where: str) -> None:
-    longest = model.input.maximum_sequence_length if isinstance(model.input, TokenInput) else 0
-    if not 1 <= length <= longest:
-        allowed = f"at least 1 and at most {longest}" if longest else "left out: the input is images"
-        raise UserError(f"{where}: --sequence-length {length}: must be {allowed}")
-
-
 def _untraced(request: Request, where: str) -> Model:
-    arguments = dict(_argument(text, where) for text in request.arguments)
+    arguments: dict[str, Any] = {}
+    for text in request.arguments:
+        key, separator, value = text.partition("=")
+        if not separator:
+            raise UserError(f"{where}: --argument {text}: must be NAME=VALUE")
+        try:
+            arguments[key] = tomllib.loads(f"value = {value}")["value"]
+        except tomllib.TOMLDecodeError:  # a string without quotes
+            arguments[key] = value
     if request.model.startswith("hf:"):
         if request.image is not None:
             arguments = {"num_labels": _classes(request, 10), **arguments}
@@ -520,16 +520,6 @@ def _untraced(request: Request, where: str) -> Model:
         "layers": (),
     }
     return validated(Model, data, file=where)
-
-
-def _argument(text: str, where: str) -> tuple[str, Any]:
-    key, separator, value = text.partition("=")
-    if not separator:
-        raise UserError(f"{where}: --argument {text}: must be NAME=VALUE")
-    try:
-        return key, tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        return key, value
 
 
 def _input(request: Request, where: str) -> dict[str, Any]:

@@ -200,7 +200,16 @@ class Reader(FileSystemReader):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self._metadata = _metadata_in(folder / ".metadata")
+        file = folder / METADATA
+        try:
+            with file.open("rb") as stream:
+                self._metadata = _Unpickler(stream).load()
+        except _ForbiddenNameError as error:
+            raise UserError(f"{file}: {error}") from None
+        except Exception as error:  # a damaged pickle raises anything
+            raise UserError(f"{file}: does not describe a checkpoint: {type(error).__name__}: {error}") from None
+        if not isinstance(self._metadata, Metadata):
+            raise UserError(f"{file}: does not describe a checkpoint, but is a {type(self._metadata).__name__}")
 
     def read_metadata(self, *_args: Any, **_settings: Any) -> Metadata:
         """Return the metadata of the checkpoint."""
@@ -219,19 +228,6 @@ class Planner(DefaultLoadPlanner):
         torch.save(torch.load(value, weights_only=True), plain)
         plain.seek(0)
         super().load_bytes(read_item, plain)
-
-
-def _metadata_in(file: Path) -> Metadata:
-    try:
-        with file.open("rb") as stream:
-            metadata = _Unpickler(stream).load()
-    except _ForbiddenNameError as error:
-        raise UserError(f"{file}: {error}") from None
-    except Exception as error:  # a damaged pickle raises anything
-        raise UserError(f"{file}: does not describe a checkpoint: {type(error).__name__}: {error}") from None
-    if not isinstance(metadata, Metadata):
-        raise UserError(f"{file}: does not describe a checkpoint, but is a {type(metadata).__name__}")
-    return metadata
 
 
 KEPT = 2
@@ -283,6 +279,8 @@ class Checkpoints:
 
         One of the final step is skipped: ranks restarted after it have yet to measure.
         """
+        from torch.distributed.checkpoint.state_dict_loader import load
+
         rank, total = dist.get_rank(), scenario.run.warmup_steps + scenario.run.steps
         last: tuple[Path, Progress] | None = None
         if rank == 0:
@@ -293,9 +291,12 @@ class Checkpoints:
         last_saved = gather_json(last and [str(last[0]), asdict(last[1])])[0]
         if last_saved is None:
             return Progress()
-        path, progress = last_saved[0], TypeAdapter(Progress).validate_python(last_saved[1])
+        path, progress = Path(last_saved[0]), TypeAdapter(Progress).validate_python(last_saved[1])
         _restore_shares(training, progress, progress.step - scenario.run.warmup_steps)
-        _load(training, Path(path), scenario.run.seed, progress)
+        with _raise_with_reason(path, "read"):
+            load(_state_of(training), storage_reader=Reader(path), planner=Planner())
+        if not (progress.ranks == dist.get_world_size() and _read_own(training, path)):
+            torch.manual_seed(hash((scenario.run.seed, progress.step, rank)))
         if rank == 0:
             print(f"gsreal: resumed at step {progress.step}", file=sys.stderr, flush=True)
         return progress
@@ -529,15 +530,6 @@ def _restore_shares(training: Training, progress: Progress, step: int) -> None:
     follower.go_on(step, progress.samples, progress.shard_shares)
     if isinstance(optimizer, GradientSharding) and progress.shard_shares != owned:
         optimizer.reshard(progress.shard_shares)
-
-
-def _load(training: Training, path: Path, seed: int, progress: Progress) -> None:
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    with _raise_with_reason(path, "read"):
-        load(_state_of(training), storage_reader=Reader(path), planner=Planner())
-    if not (progress.ranks == dist.get_world_size() and _read_own(training, path)):
-        torch.manual_seed(hash((seed, progress.step, dist.get_rank())))
 
 
 def _own_file(folder: Path) -> Path:

@@ -144,11 +144,15 @@ class HeldOut:
 
     def sums(self, module: nn.Module) -> Tensor:
         """Return the sums over this rank's part that `evaluation` takes, without side effects on the training."""
+        from torch.distributed.fsdp import FSDPModule
+
         module.eval()
         with torch.no_grad():
             sums = torch.stack([self._sums(module, *batch) for batch in self._batches()]).sum(0)
         module.train()
-        _free_gathered(module)
+        for unit in module.modules():
+            if isinstance(unit, FSDPModule):
+                unit.reshard()  # it kept its parameters gathered for a backward: the next step gathers them as usual
         return sums
 
     def evaluation(self, sums: Tensor, *, step: int) -> Evaluation:
@@ -174,12 +178,3 @@ class HeldOut:
         loss = float(loss_of(logits, targets)) * terms if terms else 0.0
         right = int((logits.argmax(-1) == targets).sum()) if self.classifies else 0
         return torch.tensor([loss, terms, right, len(targets)], dtype=torch.float64, device=self.device)
-
-
-def _free_gathered(module: nn.Module) -> None:
-    """Free parameters that FSDP2 keeps gathered for a backward: the next step gathers them as usual."""
-    from torch.distributed.fsdp import FSDPModule
-
-    for unit in module.modules():
-        if isinstance(unit, FSDPModule):
-            unit.reshard()

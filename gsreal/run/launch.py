@@ -53,6 +53,11 @@ def check_real(loaded: Loaded) -> None:
 
 def check_predicted_only(scenario: Scenario, *, where: str) -> None:
     """Raise UserError for values that can only be predicted."""
+    if scenario.policies.ep > 1 and scenario.policies.tp > 1:
+        raise UserError(
+            f"{where}: plan.ep = {scenario.policies.ep} beside plan.tp = {scenario.policies.tp}: can be predicted, but "
+            "not run; allowed: one of them"
+        )
     for layer in scenario.workload.model.expert_layers:
         if layer.expert_capacity_ratio is not None:
             raise UserError(

@@ -97,8 +97,10 @@ def check_addresses() -> None:
     first = os.environ.get("GROUP_RANK", "0") == "0"
     head = os.environ.get("MASTER_ADDR", "")
     own_name = socket.gethostname()
+    head_addresses = [ipaddress.ip_address(address) for address in _addresses(head)]
+    is_loopback = bool(head_addresses) and all(address.is_loopback for address in head_addresses)
     # the first node may know its own name as an address of the loopback, which serves to reach itself
-    if _is_loopback(head) and not (first and head.split(".")[0] == own_name.split(".")[0]):
+    if is_loopback and not (first and head.split(".")[0] == own_name.split(".")[0]):
         raise UserError(
             f"MASTER_ADDR = {head!r}: an address of the loopback here, so that this node would wait for itself; name "
             "the first node by an address that the others reach"
@@ -117,11 +119,6 @@ def _addresses(name: str) -> list[str]:
         return [str(info[4][0]).partition("%")[0] for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
     except OSError:
         return []
-
-
-def _is_loopback(name: str) -> bool:
-    addresses = _addresses(name)
-    return bool(addresses) and all(ipaddress.ip_address(address).is_loopback for address in addresses)
 
 
 def _can_bind(name: str) -> bool:

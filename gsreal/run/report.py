@@ -15,7 +15,8 @@ from gsreal.measure import ObservedCollective, RankStep, collectives_of
 from gsreal.methods.training import Training
 from gsreal.run.feed import HeldOut
 from gssim.errors import UserError
-from gssim.result import Collective, Density, Division, Evaluation, Periods, RankClass, Result
+from gssim.plan import fragment_steps
+from gssim.result import Collective, Density, Division, Evaluation, Periods, RankClass, Result, fragment_periods
 from gssim.scenario import Loaded, Scenario
 
 
@@ -122,7 +123,7 @@ def outer_steps(scenario: Scenario, counted: int) -> list[bool] | None:
 def _periods(
     scenario: Scenario, times_s: Sequence[float], collectives: Sequence[Collective], sent: Sequence[float | None]
 ) -> Periods | None:
-    """Return the times of inner and outer steps, and bytes of the latter; None without periods.
+    """Return the times of inner and outer steps, and the bytes of a period; None without periods.
 
     `sent`: bytes that each rank's device sent in a mean step, where they are counted.
     """
@@ -130,13 +131,23 @@ def _periods(
     if outer is None:
         return None
     every = scenario.policies.sync_every_steps or 1
-    inner_s, outer_s = ([s for s, each in zip(times_s, outer, strict=True) if each is kind] for kind in (False, True))
     known = [each for each in sent if each is not None]
+    outer_bytes = float(sum(each.bytes * each.count for each in collectives))
+    if scenario.policies.in_fragments:
+        return fragment_periods(
+            times_s,
+            last=scenario.run.warmup_steps + scenario.run.steps,
+            every=every,
+            fragments=fragment_steps(scenario.plan, scenario.policies),
+            outer_bytes=outer_bytes,
+            outer_bytes_sent=max(known) * every if known else None,
+        )
+    inner_s, outer_s = ([s for s, each in zip(times_s, outer, strict=True) if each is kind] for kind in (False, True))
     return Periods(
         every_steps=every,
         inner_step_time_s=median(inner_s) if inner_s else None,
         outer_step_time_s=median(outer_s),
-        outer_bytes=sum(each.bytes * each.count for each in collectives),
+        outer_bytes=outer_bytes,
         outer_bytes_sent=max(known) * len(times_s) / sum(outer) if known else None,
     )
 
@@ -149,7 +160,7 @@ def result_of(loaded: Loaded, reports: list[RankReport], device: torch.device) -
     collectives = collectives_of([report.seen for report in reports])
     sent = [report.carried_by_step[0] if report.carried_by_step else None for report in reports]
     periods = _periods(scenario, times, collectives, sent)
-    step_time_s = None if periods is None else periods.mean(periods.inner_step_time_s or 0.0, periods.outer_step_time_s)
+    step_time_s = None if periods is None else periods.step_time_s
     total, divisions = scenario.workload.global_batch_size, reports[0].divisions
     samples = divisions[-1].samples if divisions else scenario.batch_sizes
     shard_shares = divisions[-1].shard_shares if divisions else scenario.shard_shares

@@ -29,7 +29,7 @@ from gsreal.measure import (
     step_of_rank,
 )
 from gsreal.methods.apply import prepare
-from gsreal.methods.training import Training
+from gsreal.methods.training import Training, Weights
 from gsreal.model_files.build import DTYPES, build_module
 from gsreal.run.checkpoint import Checkpoints, Progress
 from gsreal.run.feed import Feed
@@ -128,11 +128,17 @@ def measure(
 
 
 def _phases(scenario: Scenario, spans: list[Span], ends_s: list[float]) -> dict[str, float]:
-    """Return the phases of a typical step, or, in a run of periods, those of a mean step of typical inner and outer."""
+    """Return the phases of a typical step, or, in a run of periods, those of a mean step of typical inner and outer.
+
+    Where fragments are synchronized: of typical steps of each place in a period.
+    """
     outer = outer_steps(scenario, len(ends_s) - 1)
     if outer is None or all(outer):
         return typical_phases(spans, ends_s)
-    every = scenario.policies.sync_every_steps or 1
+    every, counted = scenario.policies.sync_every_steps or 1, range(len(outer))
+    if scenario.policies.in_fragments:
+        steps = [typical_phases(spans, ends_s, [n % every == place for n in counted]) for place in range(every)]
+        return {name: sum(each[name] for each in steps) / every for name in steps[0]}
     inner_s, outer_s = (typical_phases(spans, ends_s, [each is kind for each in outer]) for kind in (False, True))
     return {name: ((every - 1) * inner_s[name] + outer_s[name]) / every for name in inner_s}
 
@@ -140,6 +146,14 @@ def _phases(scenario: Scenario, spans: list[Span], ends_s: list[float]) -> dict[
 def _synchronizing(training: Training, steps: int = 1) -> AbstractContextManager[None]:
     """Return a context in which the last of so many steps is an outer one, in a run of periods."""
     return training.periods.from_step(training.periods.every - steps) if training.periods else nullcontext()
+
+
+def synchronized_step(training: Training, inputs: Tensor, targets: Tensor, weights: Weights, rank: int) -> None:
+    """Train one more step; in a run of periods an outer one, or all of a period, where fragments are synchronized."""
+    steps = training.periods.measured_steps if training.periods else 1
+    with _synchronizing(training, steps):
+        for _ in range(steps):
+            training.step(inputs, targets, weights, rank)
 
 
 def build(scenario: Scenario, timeline: Timeline, device: torch.device) -> Training:
@@ -244,7 +258,7 @@ def _follow(training: Training, feed: Feed, step: int) -> None:
 
 
 def _peak(training: Training, feed: Feed, counter: MemoryCounter, rank: int) -> tuple[int, int | None]:
-    """Return (allocated, reserved) peak bytes: medians of three more steps.
+    """Return (allocated, reserved) peak bytes: medians of three more steps, or periods, where these differ.
 
     gloo's threads may hold a buffer a moment longer than the call that used it, so that single steps vary.
     """
@@ -260,8 +274,7 @@ def _peak(training: Training, feed: Feed, counter: MemoryCounter, rank: int) -> 
         tensors += training.periods.state if training.periods else []
         tensors += training.compressor.state if training.compressor else []
         tensors += [*sharding.pusher.persistent_tensors, *sharding.publisher.persistent_tensors] if sharding else []
-        with _synchronizing(training):
-            peaks.append(counter.peak_of(partial(training.step, inputs, targets, weights, rank), tensors))
+        peaks.append(counter.peak_of(partial(synchronized_step, training, inputs, targets, weights, rank), tensors))
         note_progress(f"step {step + 1} of those for memory done")
     reserved = [peak for _, peak in peaks if peak is not None]
     return sorted(peak for peak, _ in peaks)[1], sorted(reserved)[1] if reserved else None
@@ -287,8 +300,8 @@ def _collectives(
     if sharding:
         sharding.reset_counts()
     inputs, targets, weights = feed.at(2)
-    with CollectiveRecorder() as recorder, _synchronizing(training):
-        training.step(inputs, targets, weights, rank)
+    with CollectiveRecorder() as recorder:
+        synchronized_step(training, inputs, targets, weights, rank)
     training.finish()
     for kind, sent in _sent(training).items():
         dependent = [entry for entry in recorder.seen if entry.data_dependent and entry.kind == kind]
@@ -314,12 +327,16 @@ def _step(
     scenario: Scenario, training: Training, feed: Feed, counter: MemoryCounter, rank: int, ends_s: list[float]
 ) -> RankStep:
     """Return a timed step of median length, with the memory of one more; in a run of periods, an inner step and the
-    outer one after it.
+    outer one after it, or, where fragments are synchronized, the last whole period.
     """
     inputs, targets, weights = feed.at(1)
     outer = outer_steps(scenario, len(ends_s) - 1)
     number, steps = median_step(ends_s, outer), 1
-    if outer is not None and number > 0 and not outer[number - 1]:
+    if outer is not None and scenario.policies.in_fragments:
+        last = max(n for n, each in enumerate(outer) if each)
+        steps = min(scenario.policies.sync_every_steps or 1, last + 1)
+        number = last + 1 - steps
+    elif outer is not None and number > 0 and not outer[number - 1]:
         number, steps = number - 1, 2
 
     def again() -> None:

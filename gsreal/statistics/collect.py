@@ -147,19 +147,15 @@ def _half_decades(tensors: Gradients, low: float, high: float) -> tuple[float, .
 def write_statistics(path: Path, statistics: GradientStatistics) -> None:
     """Write the statistics as JSON atomically, a line for each parameter."""
     rows = asdict(statistics)
-    traces = [
-        "  " + _braced({name: value for name, value in trace.items() if name != "tensors"}, tensors=trace["tensors"])
-        for trace in rows.pop("traces")
-    ]
+    traces = []
+    for trace in rows.pop("traces"):
+        tensors = _lines(trace.pop("tensors"))
+        fields = [f"{json.dumps(name)}: {_json(value)}" for name, value in trace.items()]
+        traces.append("  {" + ", ".join([*fields, f'"tensors": {tensors}']) + "}")
     changes = rows.pop("changes")
     lines = [f" {json.dumps(name)}: {_json(value)}" for name, value in rows.items()]
     lines += [' "traces": [\n' + ",\n".join(traces) + "\n ]", ' "changes": ' + _lines(changes)]
     write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
-
-
-def _braced(head: dict[str, Any], *, tensors: dict[str, Any]) -> str:
-    fields = [f"{json.dumps(name)}: {_json(value)}" for name, value in head.items()]
-    return "{" + ", ".join([*fields, f'"tensors": {_lines(tensors)}']) + "}"
 
 
 def _lines(tensors: dict[str, Any]) -> str:

@@ -232,10 +232,15 @@ class GradientBook:
     def _block(self, looks: list[list["_Look"]], part: slice) -> dict[str, Any]:
         """Return the records of a range of blocks, as a BlockTrace."""
         fields: dict[str, Any] = {"sketches": [sketch([look.sketches for look in every], part) for every in looks]}
-        if self.thresholds:
-            fields["feedback"] = [_feedback(every, part) for every in looks]
-        if self.multiples:
-            fields["relative"] = [_relative(every, part) for every in looks]
+        if self.thresholds:  # each a FeedbackDensity
+            sent = [[_ratios(look, look.reached.sent, part) for look in every if look.reached] for every in looks]
+            fields["feedback"] = [{"sent_ratios": _rounded(typical(courses))} for courses in sent]
+        if self.multiples:  # each a RelativeDensity
+            sent = [[_ratios(look, look.reached.relative, part) for look in every if look.reached] for every in looks]
+            fields["relative"] = [
+                {"sent_ratios": _rounded(plain), "feedback_ratios": _rounded(kept)}
+                for plain, kept in map(typical, sent)
+            ]
         return fields | ({"first": sketch([self.first], part)} if self.first else {})
 
 
@@ -282,18 +287,6 @@ class _Page:
     def correlation(self) -> float:
         """Return the mean cosine of two of the gradients."""
         return min(1.0, max(-1.0, self.cosines / self.pairs))
-
-
-def _feedback(looks: Sequence[_Look], blocks: slice) -> dict[str, Any]:
-    """Return the densities with error feedback of a range of blocks, as a FeedbackDensity."""
-    sent = typical([_ratios(look, look.reached.sent, blocks) for look in looks if look.reached])
-    return {"sent_ratios": _rounded(sent)}
-
-
-def _relative(looks: Sequence[_Look], blocks: slice) -> dict[str, Any]:
-    """Return the densities of relative thresholds of a range of blocks, as a RelativeDensity."""
-    plain, kept = typical([_ratios(look, look.reached.relative, blocks) for look in looks if look.reached])
-    return {"sent_ratios": _rounded(plain), "feedback_ratios": _rounded(kept)}
 
 
 def _ratios(look: _Look, counts: np.ndarray, blocks: slice) -> np.ndarray:

@@ -258,6 +258,8 @@ class Apart:
             Synchronization(scenario, module, optimizer, Timeline(0, CPU), rank=rank)
             for rank, (module, optimizer) in enumerate(pairs)
         ]
+        self.in_flight: dict[int, Tensor] = {}
+        """Sums of buckets whose exchange has begun, and has not ended."""
 
     def train(self, step: int) -> None:
         """Train one step."""
@@ -267,9 +269,12 @@ class Apart:
             loss_of(logits_of(module(inputs)), targets).backward()
             optimizer.step()
             self.periods[rank].steps += 1
-        for number in self.periods[0].due():
+        begun, ended = self.periods[0].due()
+        for number in begun:
             parts = [each.offered(number) for each in self.periods]
-            total = torch.cat(parts) if self.periods[0].gathers else torch.stack(parts).sum(0)
+            self.in_flight[number] = torch.cat(parts) if self.periods[0].gathers else torch.stack(parts).sum(0)
+        for number in ended:
+            total = self.in_flight.pop(number)
             for each in self.periods:
                 each.take(number, total.clone())
 

@@ -187,9 +187,11 @@ class Machine(MachineState):
         tasks = self.tasks_of(index, stream)
         jitter, memory = self.devices[index].step_jitter_ratio, self.memory[index]
         for step in range(steps):
-            if stream == "compute" and jitter:
-                self.step_speed[index] = 1 + jitter * float(self.random[index].standard_normal())
+            drawn: int | None = -1  # no step of a period: of each, speeds are drawn anew
             for task in tasks:
+                if jitter and stream == "compute" and task.id.step != drawn:
+                    drawn = task.id.step
+                    self.step_speed[index] = 1 + jitter * float(self.random[index].standard_normal())
                 if task.after:
                     yield from self._await(index, stream, step, task)
                 began_s = self.env.now

@@ -148,13 +148,13 @@ def _begin(state: Any, stopped: Connection, inherited: Sequence[Connection]) -> 
     for connection in inherited:
         connection.close()
     _STATE[0] = state
-    threading.Thread(target=_end_with_parent, args=(stopped,), daemon=True).start()
 
+    def end_with_parent() -> None:
+        parent = parent_process()
+        wait_for([stopped, *([parent.sentinel] if parent is not None else [])])
+        os._exit(1)
 
-def _end_with_parent(stopped: Connection) -> None:
-    parent = parent_process()
-    wait_for([stopped, *([parent.sentinel] if parent is not None else [])])
-    os._exit(1)
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 class DaskWorkers:

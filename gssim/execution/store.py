@@ -67,10 +67,13 @@ class RecordStore:
         self.folder = folder
         self._places: dict[str, tuple[Path, int]] = {}
         for file in sorted(folder.glob(PATTERN)):
-            for place, line in _lines(file):
-                entry = _read(line)
-                if entry is not None and entry[0] in wanted:
-                    self._places[entry[0]] = (file, place)
+            place = 0
+            with file.open("rb") as stream:
+                for line in stream:
+                    entry = _read(line) if line.endswith(b"\n") else None
+                    if entry is not None and entry[0] in wanted:
+                        self._places[entry[0]] = (file, place)
+                    place += len(line)
         self._stream: BinaryIO | None = None
 
     def __contains__(self, key: str) -> bool:
@@ -120,16 +123,6 @@ class RecordStore:
             file.unlink(missing_ok=True)
         with suppress(OSError):
             self.folder.rmdir()
-
-
-def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the complete lines of a file, with their offsets."""
-    place = 0
-    with file.open("rb") as stream:
-        for line in stream:
-            if line.endswith(b"\n"):
-                yield place, line
-            place += len(line)
 
 
 def _read(line: bytes) -> tuple[str, Record] | None:

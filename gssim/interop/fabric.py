@@ -121,23 +121,19 @@ def _of_yaml(data: Any, file: str) -> Fabric:
     fabric.listed += [f"topology {entry.get('topology')}: another one counts" for entry in tables if entry is not table]
     blocks = []
     kind = "tree" if table.get("tree") else "block"
-    entries = _entries(table[kind], "switches" if kind == "tree" else "blocks", file)
-    for entry in entries:
-        name = entry.get("switch" if kind == "tree" else "block")
-        nodes, children = entry.get("nodes"), entry.get("children")
+    listed = "switches" if kind == "tree" else "blocks"
+    parts = table[kind].get(listed) if isinstance(table[kind], Mapping) else None
+    if not isinstance(parts, list) or not all(isinstance(part, Mapping) for part in parts):
+        raise UserError(f"{file}: {listed}: must be a list of tables")
+    for part in parts:
+        name = part.get("switch" if kind == "tree" else "block")
+        nodes, children = part.get("nodes"), part.get("children")
         if not isinstance(name, str) or not isinstance(nodes or children, str) or (nodes and children):
             raise UserError(f"{file}: {one_line(str(name), 60)}: needs a name, and nodes or children, one of them")
         blocks += [name] if kind == "block" else []
         _hang(fabric, name, nodes, children, file)
     _join_blocks(fabric, blocks)
     return fabric
-
-
-def _entries(table: Any, name: str, file: str) -> list[Mapping[str, Any]]:
-    entries = table.get(name) if isinstance(table, Mapping) else None
-    if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
-        raise UserError(f"{file}: {name}: must be a list of tables")
-    return entries
 
 
 def _of_labels(items: Sequence[Any], file: str) -> Fabric:
@@ -148,9 +144,11 @@ def _of_labels(items: Sequence[Any], file: str) -> Fabric:
         labels = meta.get("labels") if isinstance(meta, Mapping) else None
         if not isinstance(labels, Mapping) or not isinstance(meta, Mapping):
             raise UserError(f"{file}: a node has no metadata.labels")
-        tiers = {
-            _level(match[1]): str(value) for key, value in labels.items() if (match := TIER.match(str(key))) is not None
-        }
+        tiers = {}
+        for key, value in labels.items():
+            if (match := TIER.match(str(key))) is not None:
+                level = int(match[1]) if re.fullmatch(r"[0-9]{1,3}", match[1]) else ORDER.get(match[1], 5)
+                tiers[level] = str(value)
         name = str(meta.get("name"))
         if not tiers:
             raise UserError(f"{file}: {one_line(name, 60)}: has no label fabric.topograph.run/tier-0")
@@ -159,10 +157,6 @@ def _of_labels(items: Sequence[Any], file: str) -> Fabric:
         for child, parent in pairwise(path):
             fabric.put(child, parent)
     return fabric
-
-
-def _level(text: str) -> int:
-    return int(text) if re.fullmatch(r"[0-9]{1,3}", text) else ORDER.get(text, 5)
 
 
 def _check(fabric: Fabric, file: str) -> None:

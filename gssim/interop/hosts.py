@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
@@ -293,7 +294,11 @@ def detected(*, proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> Host:
     else:
         host = _processor(proc)
     cards = [card for card in sorted(sys.glob("class/net/*")) if (card / "device").exists()]
-    speeds = {card.name: speed for card in cards if (speed := _speed_of(card)) > 0}
+    speeds = {}
+    for card in cards:
+        with suppress(OSError, ValueError):  # a card that is down has no speed
+            speeds[card.name] = int((card / "speed").read_text())
+    speeds = {name: speed for name, speed in speeds.items() if speed > 0}
     if speeds:
         name = max(speeds, key=lambda each: speeds[each])
         host.defaults.append(f"network card {name} of {speeds[name]} Mbit/s: used where hosts are joined")
@@ -301,13 +306,6 @@ def detected(*, proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> Host:
             host.nics, host.nic_link = 1, card_link(name, speeds[name] / 1000)
             host.pcie_link = host.pcie_link or "pcie4x16"
     return host
-
-
-def _speed_of(card: Path) -> int:
-    try:
-        return int((card / "speed").read_text())
-    except (OSError, ValueError):  # a card that is down has none
-        return 0
 
 
 def _smi(*arguments: str) -> str:

@@ -37,18 +37,16 @@ def nccl_table(path: Path) -> NcclTable:
     `time(ns)`. Raises UserError for other files, and for fewer than four sizes.
     """
     text = read_bounded(path)
-    is_log = re.search(r"^#\s+size\s+count\s+type", text, re.MULTILINE) is not None
-    rows = _rows_of_log(text) if is_log else _rows_of_csv(text, str(path))
+    if re.search(r"^#\s+size\s+count\s+type", text, re.MULTILINE):
+        # lines such as `1048576 262144 float sum -1 92.8 11.3 19.8 0 ...`: bytes first, microseconds after the root
+        line = re.compile(r"^\s*(\d+)\s+\d+\s+\S+\s+\S+\s+-?\d+\s+([0-9.]+)\s", re.MULTILINE)
+        rows = [(float(size), float(time) * 1e-6) for size, time in line.findall(text) if float(size) and float(time)]
+    else:
+        rows = _rows_of_csv(text, str(path))
     if len({size for size, _ in rows}) < 4:
         raise UserError(f"{path}: {len(rows)} sizes with a time: four constants need at least four")
     listed = set(re.findall(r"^#\s+Rank\s+(\d+)\s", text, re.MULTILINE))
     return NcclTable(path.name, tuple(rows), len(listed) or None)
-
-
-def _rows_of_log(text: str) -> list[tuple[float, float]]:
-    """Return (bytes, seconds) of lines such as `1048576 262144 float sum -1 92.8 11.3 19.8 0 ...`, in microseconds."""
-    line = re.compile(r"^\s*(\d+)\s+\d+\s+\S+\s+\S+\s+-?\d+\s+([0-9.]+)\s", re.MULTILINE)
-    return [(float(size), float(time) * 1e-6) for size, time in line.findall(text) if float(size) and float(time)]
 
 
 def _rows_of_csv(text: str, file: str) -> list[tuple[float, float]]:

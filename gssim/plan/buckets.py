@@ -62,6 +62,49 @@ def assign_buckets(sizes_bytes: Sequence[float], *, first_bytes: float, cap_byte
 
 
 @dataclass(frozen=True)
+class Fragment:
+    """Parameters that are synchronized together, once in a period, and when; see `Streaming`."""
+
+    begin_step: int
+    """Step of a period, from 1, after which their changes are sent."""
+    end_step: int
+    """Step after which they are updated; where it is the same one, ranks wait for the exchange."""
+    buckets: tuple[tuple[int, ...], ...]
+    """Positions of the tensors in the model's order, by bucket."""
+
+
+def fragment_steps(plan: Plan, policies: Policies) -> tuple[tuple[int, int], ...]:
+    """Return (step that begins its exchange, step that ends it) of every fragment, from 1 in a period."""
+    every, streaming = policies.sync_every_steps or 1, plan.streaming
+    if not policies.in_fragments:
+        return ((every, every),)
+    ends = [(number + 1) * every // streaming.fragments for number in range(streaming.fragments)]
+    return tuple((end - streaming.delay_steps, end) for end in ends)
+
+
+def fragments_of(
+    plan: Plan, policies: Policies, *, layers: Sequence[int], sizes_bytes: Sequence[float]
+) -> tuple[Fragment, ...]:
+    """Return the fragments of a model whose parameters are synchronized periodically: a single one, unless the plan
+    cuts it.
+
+    Args:
+        plan: how many fragments there are, and the size of their buckets.
+        policies: of that plan.
+        layers: the layer of every tensor, in the model's order.
+        sizes_bytes: the size of every tensor, as it is synchronized.
+    """
+    steps, cap = fragment_steps(plan, policies), plan.bucket_bytes
+    places = {layer: place for place, layer in enumerate(dict.fromkeys(layers))}
+    fragments = []
+    for number, (begin, end) in enumerate(steps):
+        own = [i for i, layer in enumerate(layers) if places[layer] % len(steps) == number]
+        buckets = assign_buckets([sizes_bytes[i] for i in own], first_bytes=cap, cap_bytes=cap)
+        fragments.append(Fragment(begin, end, tuple(tuple(own[i] for i in bucket) for bucket in buckets)))
+    return tuple(fragments)
+
+
+@dataclass(frozen=True)
 class Division:
     """The ranges of a bucket: by local rank, and inside each by node."""
 

@@ -35,6 +35,9 @@ class Mesh:
     tp: int = 1
     ep: int = 1
     """Data ranks in a row that divide experts among them: no axis of its own, but a part of the data axes."""
+    etp: int | None = None
+    """Ranks of a tensor group that divide each of these experts; None: all. The others hold other experts: `ep` is then
+    of the axes data and tensor together, of which the ranks in a row are `etp` to an expert."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -74,16 +77,24 @@ class Mesh:
 
     def expert_position(self, rank: int) -> int:
         """Return the position of a rank among those that divide experts with it."""
-        return self.data_rank(rank) % self.ep
+        return rank // (self.cp * self._expert_ranks) % self.ep
+
+    @property
+    def _expert_ranks(self) -> int:
+        return self.etp or self.tp
 
     def expert_group(self, rank: int) -> Sequence[int]:
-        """Return the ranks that divide experts with a rank: data ranks in a row.
+        """Return the ranks that divide experts with a rank: data ranks in a row, or tensor ranks too.
 
         >>> Mesh(dp_replicate=4, ep=2).expert_group(3)
         range(2, 4)
+        >>> mesh = Mesh(dp_replicate=4, tp=2, ep=4, etp=1)
+        >>> mesh.expert_group(3), mesh.expert_replicas(3)
+        (range(0, 4), range(3, 8, 4))
         """
-        first = rank - self.tp * self.expert_position(rank)
-        return range(first, first + self.tp * (self.ep - 1) + 1, self.tp)
+        step = self._expert_ranks
+        first = rank - step * self.expert_position(rank)
+        return range(first, first + step * (self.ep - 1) + 1, step)
 
     def expert_replicas(self, rank: int) -> Sequence[int]:
         """Return the ranks that hold the same experts as a rank.
@@ -91,8 +102,10 @@ class Mesh:
         >>> Mesh(dp_replicate=4, ep=2).expert_replicas(3)
         range(1, 4, 2)
         """
-        first = rank - self.tp * (self.data_rank(rank) - self.expert_position(rank))
-        return range(first, first + self.tp * (self.data_ranks - self.ep) + 1, self.tp * self.ep)
+        step = self._expert_ranks * self.ep
+        every = self.tp * self.data_ranks
+        first = rank - rank % every // step * step
+        return range(first, first + every - step + 1, step)
 
     def group(self, rank: int, *axes: str) -> Sequence[int]:
         """Return the sorted ranks that differ from `rank` on no axis but the given ones.

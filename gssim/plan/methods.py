@@ -32,6 +32,9 @@ class Method:
     outer_optimizer: Literal["nesterov", "sparse"] | None = None
     """What a synchronization does with the ranks' changes of the parameters: an outer Nesterov step follows their mean;
     or the largest are added, with error feedback. None: parameters are averaged instead."""
+    in_fragments: bool = False
+    """A synchronization is cut in fragments of the parameters, at different steps, whose exchanges go on behind the
+    steps that follow; else all parameters are synchronized at once, while ranks wait."""
     push_axis: str = "dp_shard"
     """Data axis along which gradients are pushed to their owners."""
     slices: str = "even"
@@ -142,6 +145,16 @@ METHODS: dict[str, Method] = {
             "DiLoCo: ranks train apart; every few steps an outer Nesterov step follows their mean change.",
             "gsreal.methods.periodic",
             outer_optimizer="nesterov",
+            axis="dp_replicate",
+            searched=False,
+            **_PERIODIC,
+        ),
+        Method(
+            "streaming_diloco",
+            "Streaming DiLoCo: as DiLoCo, but fragment by fragment, whose exchanges overlap with the next steps.",
+            "gsreal.methods.periodic",
+            outer_optimizer="nesterov",
+            in_fragments=True,
             axis="dp_replicate",
             searched=False,
             **_PERIODIC,

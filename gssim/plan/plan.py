@@ -121,6 +121,25 @@ class Outer:
     optimizer's precision."""
 
 
+@spec
+class Streaming:
+    """Fragments of `streaming_diloco` (Douillard et al. 2025, arXiv:2501.18512).
+
+    The i-th layer with parameters belongs to fragment i modulo `fragments` (their strided pattern). Each fragment is
+    synchronized once every `sync_every_steps` = H steps: of n fragments the k-th, from 1, sends its changes after step
+    k * H // n - `delay_steps` of a period, and is updated after step k * H // n.
+    """
+
+    fragments: PositiveInt = 2
+    """At most as many as the model has layers with parameters."""
+    delay_steps: Annotated[int, Field(ge=0)] = 1
+    """Steps behind which a fragment's exchange goes on. Fewer than `sync_every_steps` // `fragments`, so that one
+    fragment at a time is under way, and none at the end of a period. 0: ranks wait for it."""
+    local_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    """Part a of a rank's own parameters after an update: a * its own + (1 - a) * outer parameters. 0: the outer ones
+    alone, without the steps that were trained during the exchange."""
+
+
 INT8_BLOCK_ELEMENTS, INT8_SCALE_BYTES = 1024, 4
 """Elements that share a scale in `Outer.precision = "int8"`, and its size."""
 
@@ -304,6 +323,10 @@ class Plan:
     """Ranks that divide the routed experts of each mixture-of-experts layer: so many data ranks in a row. Tokens are
     sent to the ranks of their experts and back by all-to-alls; gradients of experts are reduced, and their
     parameters and optimizer states sharded where the method shards these, among the ranks that hold the same ones."""
+    etp: PositiveInt | None = None
+    """Ranks of a tensor group that divide each expert, where `ep` divides experts too; absent: all. With fewer, the
+    others hold experts of their own, and `ep` counts them too: Megatron-LM's `expert-tensor-parallel-size` (predicted
+    only)."""
     partition: Partition | None = None
     """Split by samples, or of the weight gradients of the same samples. Absent: the method's."""
     parameters: ParameterPolicy | None = None
@@ -312,10 +335,13 @@ class Plan:
     """Synchronization of the gradients; `periodic`: of the parameters instead, every `sync_every_steps`. Absent: the
     method's."""
     sync_every_steps: PositiveInt | None = None
-    """Steps from one synchronization of the parameters to the next, under `local_sgd`, `diloco` and `sparse_loco`: step
-    n of a training, the warm-up's included, ends with one where it divides n. Absent: 8 for these, else none."""
+    """Steps from one synchronization of the parameters to the next, under `local_sgd`, `diloco`, `streaming_diloco` and
+    `sparse_loco`: step n of a training, the warm-up's included, ends with one where it divides n (`streaming_diloco`:
+    with that of the last fragment). Absent: 8 for these, else none."""
     outer: Outer = field(default_factory=Outer)
-    """Outer optimizer of `diloco`."""
+    """Outer optimizer of `diloco` and `streaming_diloco`."""
+    streaming: Streaming = field(default_factory=Streaming)
+    """Fragments of `streaming_diloco`."""
     sparse_outer: SparseOuter = field(default_factory=SparseOuter)
     """Outer step of `sparse_loco`."""
     compress: Literal["bf16", "fp16"] | None = None

@@ -58,10 +58,14 @@ class Policies:
     """Steps from one synchronization of the parameters to the next; None: ranks' parameters are always equal."""
     outer_optimizer: Literal["nesterov", "sparse"] | None = None
     """What a synchronization does with the ranks' changes of the parameters; None: parameters are averaged instead."""
+    in_fragments: bool = False
+    """Whether a synchronization is cut in fragments, whose exchanges go on behind the steps that follow."""
     exchange: str = "backend"
     """`point-to-point` or `backend`."""
     ep: int = 1
     """Data ranks in a row that divide the experts of each layer among them."""
+    etp: int | None = None
+    """Ranks of a tensor group that divide each of these experts; None: all."""
     sequence_parallel: bool = False
     """Whether the ranks of the axis tp divide sequences among them between the cut parts of blocks."""
     cp: int = 1
@@ -89,7 +93,13 @@ class Policies:
     def mesh(self) -> Mesh:
         """The mesh of the parallel axes."""
         return Mesh(
-            pp=self.pp, dp_replicate=self.dp_replicate, dp_shard=self.dp_shard, cp=self.cp, tp=self.tp, ep=self.ep
+            pp=self.pp,
+            dp_replicate=self.dp_replicate,
+            dp_shard=self.dp_shard,
+            cp=self.cp,
+            tp=self.tp,
+            ep=self.ep,
+            etp=self.etp,
         )
 
     @property
@@ -152,9 +162,11 @@ def resolve(plan: Plan, *, devices: int, hosts: Sequence[str] = (), backend: str
         compressor=method.compressor,
         sync_every_steps=plan.sync_every_steps or method.sync_every_steps,
         outer_optimizer=method.outer_optimizer,
+        in_fragments=method.in_fragments,
         publish_overlaps=publishes and plan.overlap and bool(plan.publish.overlap),
         sequence_parallel=plan.sequence_parallel,
         ep=plan.ep,
+        etp=None if plan.ep == 1 or plan.etp == plan.tp else plan.etp,
         ring=plan.cp > 1 and plan.context_exchange == "ring",
         zigzag=plan.cp > 1 and plan.context_exchange == "ring" and plan.context_split == "zigzag",
     )
@@ -298,7 +310,9 @@ def _refuse_combination(plan: Plan, policies: Policies, file: str) -> None:
 def _refuse_divided_experts(plan: Plan, policies: Policies, file: str) -> None:
     """Refuse expert parallelism that does not divide the data ranks, or beside policies that it cannot run with yet."""
     where = f"{file}: plan.ep = {policies.ep}"
-    replicated = policies.gradients == "all-reduce"
+    # one tensor group has nobody to reduce gradients with, and its ranks may divide experts
+    alone = policies.gradients == "local" and policies.etp is not None
+    replicated = policies.gradients == "all-reduce" or alone
     if not replicated and policies.gradients != "reduce-scatter":
         raise UserError(
             f"{where}: cannot run yet with method '{plan.method}'; allowed today: methods that all-reduce or "
@@ -313,14 +327,7 @@ def _refuse_divided_experts(plan: Plan, policies: Policies, file: str) -> None:
         raise UserError(
             f"{where}: cannot run yet with plan.dp_replicate = {policies.dp_replicate} beside shards; allowed today: 1"
         )
-    if policies.data_ranks % policies.ep:
-        raise UserError(
-            f"{where}: experts are divided among data ranks in a row, of which there are {policies.data_ranks}; "
-            "allowed: a divisor of these"
-        )
-    for axis in ("tp", "cp"):
-        if getattr(policies, axis) > 1:
-            raise UserError(f"{where}: cannot run yet with plan.{axis} = {getattr(policies, axis)}; allowed today: 1")
+    _refuse_expert_axes(plan, policies, file, replicated=replicated)
     if policies.compress:
         raise UserError(
             f"{where}: gradients of experts cannot be compressed yet (plan.compress, or method 'half'); leave it out"
@@ -329,6 +336,32 @@ def _refuse_divided_experts(plan: Plan, policies: Policies, file: str) -> None:
         raise UserError(f"{where}: cannot run yet with plan.gradient_sync = 'micro-batch'; allowed today: 'step'")
     if plan.shares.replan:
         raise UserError(f"{where}: plan.shares.replan = True: ranks that divide experts need as many samples each")
+
+
+def _refuse_expert_axes(plan: Plan, policies: Policies, file: str, *, replicated: bool) -> None:
+    """Refuse axes that experts cannot be divided on; `replicated`: whether gradients are, after they are reduced."""
+    where = f"{file}: plan.ep = {policies.ep}"
+    if policies.etp is None and policies.data_ranks % policies.ep:
+        raise UserError(
+            f"{where}: experts are divided among data ranks in a row, of which there are {policies.data_ranks}; "
+            "allowed: a divisor of these"
+        )
+    if policies.etp is not None:
+        divided = policies.etp * policies.ep
+        if policies.tp % policies.etp or policies.tp * policies.data_ranks % divided or divided % policies.tp:
+            raise UserError(
+                f"{file}: plan.etp = {policies.etp}: must divide plan.tp = {policies.tp}, and times {policies.ep} "
+                f"(plan.ep) be a multiple of that and a divisor of the {policies.tp * policies.data_ranks} ranks of "
+                "tensor groups and data; leave it out for all ranks of a tensor group"
+            )
+    flat = plan.zero1_implementation == "megatron" or policies.optimizer_state == "replicated"
+    if policies.tp > 1 and not (replicated and flat):
+        raise UserError(
+            f"{where}: cannot run yet with plan.tp = {policies.tp} and method '{plan.method}'; allowed today: 'ddp', "
+            "or 'zero1' with plan.zero1_implementation = 'megatron'"
+        )
+    if policies.cp > 1:
+        raise UserError(f"{where}: cannot run yet with plan.cp = {policies.cp}; allowed today: 1")
 
 
 def _refuse_periods(plan: Plan, policies: Policies, file: str) -> None:
@@ -346,6 +379,7 @@ def _refuse_periods(plan: Plan, policies: Policies, file: str) -> None:
                 f"{file}: plan.{key}: method '{plan.method}' has no such outer optimizer; allowed with "
                 f"{', '.join(outer)}"
             )
+    _refuse_fragments(plan, policies, file)
     chosen = plan.sparse_outer
     if chosen.chunk_entries > chosen.chunk_elements:
         raise UserError(
@@ -369,6 +403,35 @@ def _refuse_periods(plan: Plan, policies: Policies, file: str) -> None:
         raise UserError(
             f"{file}: plan.shares.replan = True: ranks of method '{plan.method}' do not meet in every step; "
             "allowed: false"
+        )
+
+
+def _refuse_fragments(plan: Plan, policies: Policies, file: str) -> None:
+    """Refuse fragments where there are none, or whose synchronizations do not follow one another in a period."""
+    every, streaming = policies.sync_every_steps or 1, plan.streaming
+    if not policies.in_fragments:
+        if streaming != Plan(method=plan.method).streaming:
+            names = ", ".join(name for name, method in METHODS.items() if method.in_fragments)
+            raise UserError(
+                f"{file}: plan.streaming: method '{plan.method}' synchronizes no fragments; allowed with {names}"
+            )
+        return
+    if streaming.fragments > every:
+        raise UserError(
+            f"{file}: plan.streaming.fragments = {streaming.fragments}: each is synchronized in a step of its own, and "
+            f"a period has {every} steps (plan.sync_every_steps); allowed: at most {every}"
+        )
+    apart = every // streaming.fragments
+    if streaming.delay_steps >= apart:
+        raise UserError(
+            f"{file}: plan.streaming.delay_steps = {streaming.delay_steps}: {streaming.fragments} fragments are "
+            f"synchronized in {every} steps (plan.sync_every_steps), one begins after the one before has ended; "
+            f"allowed: less than {apart}"
+        )
+    if streaming.delay_steps and not plan.overlap:
+        raise UserError(
+            f"{file}: plan.overlap = False: exchanges go on behind {streaming.delay_steps} steps "
+            "(plan.streaming.delay_steps); allowed: true, or no such steps"
         )
 
 

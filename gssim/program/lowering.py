@@ -78,6 +78,8 @@ class Lowering:
     """Cache shared with other steps and other scenarios."""
     slowed: Mapping[int, float] = field(default_factory=dict)
     """Time of forward, backward and update over the device's, by rank, for ranks slower than their device."""
+    slowed_steps: Sequence[Mapping[int, float]] = ()
+    """The same in each step of a period, where a program is of all of them; empty: `slowed` holds in all."""
 
     _of_step: dict[Hashable, object] = field(default_factory=dict)
     """Values of functions that differ from step to step, by function and arguments."""
@@ -90,7 +92,8 @@ class Lowering:
     def at_step(self, step: int) -> "Lowering":
         """Return the lowering of another step; cached is only what is equal in all steps."""
         other = copy(self)
-        for name, value in (("step", step), ("_of_step", {})):
+        slowed = self.slowed_steps[step % len(self.slowed_steps)] if self.slowed_steps else self.slowed
+        for name, value in (("step", step), ("_of_step", {}), ("slowed", slowed)):
             object.__setattr__(other, name, value)
         return other
 
@@ -119,10 +122,10 @@ class Lowering:
         """Unrolled layers of the model or of the stages, numbered from 0; of sliced blocks, the units that are held."""
         if self.stages:
             return tuple(replace(instance, index=i) for i, instance in enumerate(self._stage_layers))
-        if self.divides_layers:
-            return unrolled(held_slice(self.scenario, self.tensor_part))
         if self.scenario.policies.ep > 1:
             return layers_with_experts(self.scenario.workload, 0, ranks=self.policies.ep)
+        if self.divides_layers:
+            return unrolled(held_slice(self.scenario, self.tensor_part))
         return self.whole_layers
 
     @cached_property
@@ -133,8 +136,12 @@ class Lowering:
 
     @cached_property
     def expert_groups(self) -> tuple[Sequence[int], ...]:
-        """Groups of ranks that divide experts among them."""
-        return tuple(dict.fromkeys(self.policies.mesh.expert_group(rank) for rank in self.group))
+        """Groups of ranks that divide experts among them; where tensor ranks hold different ones, all of the stage."""
+        ranks: Sequence[int] = self.group
+        if self.policies.etp is not None:
+            tensor_ranks = self.policies.tp
+            ranks = [rank - self.tensor_part + place for rank in self.group for place in range(tensor_ranks)]
+        return tuple(dict.fromkeys(self.policies.mesh.expert_group(rank) for rank in ranks))
 
     @cached_property
     def expert_replicas(self) -> tuple[Sequence[int], ...]:
@@ -264,9 +271,12 @@ class Lowering:
 
     @property
     def synchronizes(self) -> bool:
-        """Whether this step ends with a synchronization of the parameters; see `gssim.program.periodic`."""
+        """Whether this step ends with a synchronization of the parameters; see `gssim.program.periodic`.
+
+        Where fragments are synchronized, programs are of whole periods, and all alike.
+        """
         every = self.policies.sync_every_steps
-        return every is not None and (self.step + 1) % every == 0
+        return every is not None and (self.policies.in_fragments or (self.step + 1) % every == 0)
 
     @cached_property
     def overlaps(self) -> bool:
@@ -551,7 +561,7 @@ class Lowering:
     @cached_property
     def flat_expert_part(self) -> int:
         """The same of divided experts, among the ranks that hold the same ones."""
-        return self._even_part(len(self.group) // self.policies.ep, of_experts=True) if self.flat_part else 0
+        return self._even_part(len(self.expert_replicas[0]), of_experts=True) if self.flat_part else 0
 
     def _even_part(self, ranks: int, *, of_experts: bool) -> int:
         own = [each.elements for _, each in self.parameters if self._is_of_experts(each) == of_experts]
@@ -601,8 +611,8 @@ class Lowering:
             columns.append(by_data)
         if self.offload:
             columns.append(np.array([self.ranks_on_host(rank) for rank in self.group]))
-        if self.slowed:
-            ratios = [self.slowed.get(rank, 1.0) for rank in self.group]
+        for slowed in filter(None, self.slowed_steps or [self.slowed]):
+            ratios = [slowed.get(rank, 1.0) for rank in self.group]
             columns.append(np.array([sorted(set(ratios)).index(ratio) for ratio in ratios]))
         columns += [
             np.array([place(rank) for rank in self.group]) for place in (self.expert_position, self.ring_position)

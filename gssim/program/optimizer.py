@@ -89,8 +89,7 @@ def _parameters(low: Lowering, owned: Sequence[int]) -> Sequence[float]:
 
 def _flat_elements(low: Lowering) -> list[int]:
     """Return the elements of the flat buffer of all parameters, and of that of divided experts, if there is one."""
-    ranks = len(low.group)
-    parts = [low.flat_part * ranks, low.flat_expert_part * (ranks // low.policies.ep)]
+    parts = [low.flat_part * len(low.group), low.flat_expert_part * len(low.expert_replicas[0])]
     return [elements for elements in parts if elements]
 
 

@@ -135,7 +135,8 @@ class Steps:
     """Programs of a run's steps, lowered on first use; everything that is equal in all steps is computed once.
 
     `unfolded`: every rank has a role of its own. `slowed`: compute and update time of a rank over that of its device,
-    by rank. `shared`: cache shared with other scenarios.
+    by rank; `slowed_steps`: the same in each step of a period, where programs are of whole ones. `shared`: cache shared
+    with other scenarios.
     """
 
     def __init__(
@@ -145,6 +146,7 @@ class Steps:
         *,
         unfolded: bool = False,
         slowed: Mapping[int, float] | None = None,
+        slowed_steps: Sequence[Mapping[int, float]] = (),
         shared: Shared | None = None,
     ) -> None:
         self.scenario, self.unfolded, slowed = scenario, unfolded, slowed or {}
@@ -153,7 +155,7 @@ class Steps:
         """Number of slices of the model that one lowering stands for."""
         shared = shared or Shared()
         self._lowerings = [
-            replace(low, shared=shared)
+            replace(low, shared=shared, slowed_steps=slowed_steps)
             for low in _lowerings(scenario, statistics, 0, scenario.policies.tp // self._copies, slowed)
         ]
         self._programs: dict[int, Program] = {}
@@ -171,7 +173,8 @@ class Steps:
     def program(self, step: int) -> Program:
         """Return the program of a step, counted from 0 with the warm-up's.
 
-        Steps differ only where push or publish are thresholded, or where parameters are synchronized periodically.
+        Steps differ only where push or publish are thresholded, or where parameters are synchronized periodically. Of
+        ranks that synchronize fragments it is the program of a period, whatever the step.
         """
         first = self.first_equal(step)
         if first not in self._programs:
@@ -399,16 +402,35 @@ def _lowerings(
 
 def _held_stages(scenario: Scenario, part: int) -> Sequence[Sequence[LayerInstance]]:
     """Return the layers of every stage of a pipeline; where blocks are sliced, as held by the ranks with that slice."""
-    if scenario.policies.tp == 1:
+    if scenario.policies.tp == 1 or scenario.policies.ep > 1:
         return scenario.stages
     return held_layers(unrolled(held_slice(scenario, part)), scenario.stage_ranges)
 
 
 def _tasks(low: Lowering, rank: int, alike: "_Alike", *, chunked: bool) -> list[Task | Chunk]:
-    """Return the tasks of a rank's step; `chunked`: as parts of an outline, where it has stages."""
+    """Return the tasks of a rank's step; `chunked`: as parts of an outline, where it has stages.
+
+    Where fragments are synchronized: of a period. Exchanges go on from one step to another, and have no step in their
+    identity.
+    """
+    if low.policies.in_fragments:
+        tasks: list[Task | Chunk] = []
+        for step in range(low.policies.sync_every_steps or 1):
+            tasks += with_ids(_step_tasks(low.at_step(step), rank, alike), partial(_in_step, step=step + 1))
+        return tasks
     if low.stages:
         parts = pipeline(low, rank, partial(_stage_tasks, rank=rank, alike=alike), chunked=chunked)
         return [*_load_batch(low, rank), *parts, *optimize(low, rank, [], replicas=replicas_of(low, rank))]
+    return [*_step_tasks(low, rank, alike)]
+
+
+def _in_step(name: TaskId, *, step: int) -> TaskId:
+    """Return the identity of a task in a step of a period; that of a fragment's exchange is unique in the period."""
+    return name if name.op == "outer" and not name.action else name._replace(step=step)
+
+
+def _step_tasks(low: Lowering, rank: int, alike: "_Alike") -> list[Task]:
+    """Return the tasks of a rank's step on the whole model."""
     kind = low.once_a_run(_rank_kind, rank)
     if kind not in alike.steps:
         micro_batches = (_micro_batch(low, micro_batch, rank=rank, alike=alike) for micro_batch in low.micro_batches)

@@ -1,4 +1,4 @@
-"""Periodic synchronization of replicated parameters: local SGD, DiLoCo and SparseLoCo.
+"""Periodic synchronization of replicated parameters: local SGD, DiLoCo, Streaming DiLoCo and SparseLoCo.
 
 [Note: periods] Ranks train apart: inner steps communicate nothing, not even module buffers. An outer step is an inner
 one that ends with a synchronization, bucket by bucket and one after another, each bucket of whole tensors in the
@@ -14,19 +14,29 @@ With `outer.precision = "int8"` each rank quantizes w * (outer - parameters) and
 of integers and scales); g is the sum of what all have sent, its own included. Errors of rounding are not fed back.
 Messages of `sparse_loco` are gathered and added in the same way; what is left out or rounded stays in e.
 
+    streaming_diloco: after the step that begins a fragment's exchange, g as above, of these parameters; after the step
+                that ends it, m and outer as above, and parameters = a * parameters + (1 - a) * outer
+
+Streaming DiLoCo cuts the parameters in fragments (`Streaming`): each is synchronized as all are under `diloco`, at a
+step of its own. Its buckets are copied in after the step that begins its exchange, which goes on on the communication
+streams behind the steps that follow; the step that ends it waits for each bucket in turn and updates it. Messages live
+all that time. A program of such ranks is a whole period: steps differ in what they begin and end, and exchanges in
+flight slow down the steps behind which they go on.
+
 w is a rank's part of the batch, so that with one step in a period, and without momentum, SGD trains as under `ddp`. The
 state of the inner optimizer stays on its rank; gradients are clipped by the norm of a rank's own. Module buffers are
 those of the first rank afterwards. Sources: Stich 2018, arXiv:1805.09767; Douillard et al. 2023,
-arXiv:2311.08105, whose outer optimizer is torch's SGD with `nesterov`; Sarfi et al. 2025, arXiv:2508.15706, where e is
-each rank's own too and takes the place of the momentum, but w, there 1 / ranks, is a factor on the sum.
+arXiv:2311.08105, whose outer optimizer is torch's SGD with `nesterov`; Douillard et al. 2025, arXiv:2501.18512,
+algorithm 2 (torchft's local_sgd.py has the same steps); Sarfi et al. 2025, arXiv:2508.15706, where e is each rank's own
+too and takes the place of the momentum, but w, there 1 / ranks, is a factor on the sum.
 """
 
 from dataclasses import replace
 
-from gssim import cost
+from gssim import collectives, cost
 from gssim.collectives import Communication
 from gssim.memory import Event, footprint
-from gssim.plan import assign_buckets
+from gssim.plan import Fragment, fragments_of
 from gssim.plan.plan import INT8_BLOCK_ELEMENTS, INT8_SCALE_BYTES, chunks_of, int8_blocks, sparse_message_bytes
 from gssim.program.lowering import Lowering
 from gssim.program.replicated import broadcast_buffers
@@ -50,45 +60,68 @@ into, and the numbers of operations of each."""
 
 
 def synchronize_parameters(low: Lowering, rank: int) -> list[Task]:
-    """Return the tasks that end an outer step on a rank; none in an inner step. See [Note: periods]."""
-    if not low.synchronizes or len(low.group) == 1:
+    """Return the tasks with which a step ends on a rank: those of the buckets whose exchange it begins or ends.
+
+    None in an inner step. See [Note: periods].
+    """
+    every = low.policies.sync_every_steps
+    if every is None or len(low.group) == 1:
         return []
-    device, outer = low.device(rank), low.policies.outer_optimizer
+    step = low.step % every + 1
+    at_once = collectives.at_once(low.scenario.cluster.backend)
     tasks: list[Task] = []
-    for number, tensors in enumerate(low.once_a_run(_buckets)):
-        elements = sum(tensors)
-        size = float(elements * low.master_bytes)
-        pass_s = size / device.memory_bandwidth_bytes_per_s
-        own = TaskId("outer", bucket=number)
-        if outer == "sparse":
-            tasks += _largest(low, rank, number, tensors)
-            continue
-        if outer and low.scenario.plan.outer.precision == "int8":
-            tasks += _quantized(low, rank, number, tensors)
-            continue
-        exchange = Communication("all-reduce", low.group, size)
-        back_s = 2 * pass_s + len(tensors) * device.operation_overhead_s
-        if outer:
-            back_s += UPDATE_PASSES * pass_s + 4 * device.operation_overhead_s
-        back_s += cost.master_copy_time_s(
-            device, low.scenario.workload, elements=elements, tensors=len(tensors), casts=1
-        )
-        tasks += [
-            Task(
-                own.serving("copy-in"),
-                "optimizer",
-                duration_s=(OUTER_PASSES if outer else MEAN_PASSES) * pass_s + 2 * device.operation_overhead_s,
-                need=footprint([Event(0, size, "communication")]),
-            ),
-            collective_task(own, exchange),
-            Task(
-                own.serving("copy-out"),
-                "optimizer",
-                duration_s=back_s,
-                need=footprint([Event(1, -size, "communication")]),
-            ),
-        ]
-    return [*tasks, *broadcast_buffers(low)]
+    number = 0
+    for fragment in low.once_a_run(_fragments):
+        for tensors in _elements(low, fragment):
+            if step in (fragment.begin_step, fragment.end_step):
+                copied_in, exchange, copied_out = _bucket_tasks(low, rank, number, tensors)
+                if fragment.begin_step == fragment.end_step:
+                    tasks += [copied_in, exchange, copied_out]
+                elif step == fragment.begin_step:
+                    stream = f"communication {number % at_once}" if at_once > 1 else "communication"
+                    tasks += [copied_in, replace(exchange, stream=stream, after=(copied_in.id,))]
+                else:
+                    waited = Task(exchange.id.serving("wait"), "exposed_communication", after=(exchange.id,))
+                    tasks += [waited, copied_out]
+            number += 1
+    return [*tasks, *broadcast_buffers(low)] if step == every else tasks
+
+
+def _bucket_tasks(low: Lowering, rank: int, number: int, tensors: tuple[int, ...]) -> list[Task]:
+    """Return the tasks of a bucket: copy in, exchange, and update and copy out; see [Note: periods]."""
+    device, outer = low.device(rank), low.policies.outer_optimizer
+    if outer == "sparse":
+        return _largest(low, rank, number, tensors)
+    if outer and low.scenario.plan.outer.precision == "int8":
+        return _quantized(low, rank, number, tensors)
+    elements = sum(tensors)
+    size = float(elements * low.master_bytes)
+    pass_s = size / device.memory_bandwidth_bytes_per_s
+    back_s = (2 + _mixing_passes(low)) * pass_s + len(tensors) * device.operation_overhead_s
+    if outer:
+        back_s += UPDATE_PASSES * pass_s + 4 * device.operation_overhead_s
+    back_s += cost.master_copy_time_s(device, low.scenario.workload, elements=elements, tensors=len(tensors), casts=1)
+    own = TaskId("outer", bucket=number)
+    return [
+        Task(
+            own.serving("copy-in"),
+            "optimizer",
+            duration_s=(OUTER_PASSES if outer else MEAN_PASSES) * pass_s + 2 * device.operation_overhead_s,
+            need=footprint([Event(0, size, "communication")]),
+        ),
+        collective_task(own, Communication("all-reduce", low.group, size)),
+        Task(
+            own.serving("copy-out"),
+            "optimizer",
+            duration_s=back_s,
+            need=footprint([Event(1, -size, "communication")]),
+        ),
+    ]
+
+
+def _mixing_passes(low: Lowering) -> int:
+    """Return the reads of a rank's own parameters, where outer ones are mixed with them and not copied over them."""
+    return 1 if low.policies.in_fragments and low.scenario.plan.streaming.local_ratio else 0
 
 
 def _quantized(low: Lowering, rank: int, number: int, tensors: tuple[int, ...]) -> list[Task]:
@@ -125,7 +158,8 @@ def _quantized(low: Lowering, rank: int, number: int, tensors: tuple[int, ...]) 
         Task(
             own.serving("copy-out"),
             "optimizer",
-            duration_s=((1 + 6 * ranks) * padded + ranks * message + (2 + UPDATE_PASSES) * size) * byte_s
+            duration_s=((1 + 6 * ranks) * padded + ranks * message) * byte_s
+            + (2 + UPDATE_PASSES + _mixing_passes(low)) * size * byte_s
             + (5 + 3 * ranks + len(tensors)) * call_s
             + master_s,
             need=footprint(
@@ -201,12 +235,21 @@ def _largest(low: Lowering, rank: int, number: int, tensors: tuple[int, ...]) ->
     ]
 
 
+def _fragments(low: Lowering) -> tuple[Fragment, ...]:
+    """Return what is synchronized together, and when."""
+    layers = [instance.index for instance, _ in low.parameters]
+    sizes = [parameter.elements * low.master_bytes for _, parameter in low.parameters]
+    return fragments_of(low.scenario.plan, low.policies, layers=layers, sizes_bytes=sizes)
+
+
+def _elements(low: Lowering, fragment: Fragment) -> list[tuple[int, ...]]:
+    """Return the elements of each tensor of every bucket of a fragment."""
+    return [tuple(low.parameters[position][1].elements for position in bucket) for bucket in fragment.buckets]
+
+
 def _buckets(low: Lowering) -> tuple[tuple[int, ...], ...]:
-    """Return the elements of each tensor of every bucket, in the model's order."""
-    tensors = [parameter.elements for _, parameter in low.parameters]
-    cap = low.scenario.plan.bucket_bytes
-    buckets = assign_buckets([n * low.master_bytes for n in tensors], first_bytes=cap, cap_bytes=cap)
-    return tuple(tuple(tensors[position] for position in bucket) for bucket in buckets)
+    """Return the elements of each tensor of every bucket, fragment after fragment."""
+    return tuple(bucket for fragment in low.once_a_run(_fragments) for bucket in _elements(low, fragment))
 
 
 def outer_tensors(low: Lowering) -> list[float]:

@@ -195,6 +195,8 @@ class TaskId(NamedTuple):
     """Messages that it waits for."""
     inner: bool = False
     """Whether it is of an inner step that a trace shows before an outer one."""
+    step: int | None = None
+    """Step of a period, from 1, where a program is of a whole one."""
 
     def at(self, *, micro_batch: int | None = None, stage: int | None = None) -> "TaskId":
         """Return the same operation in a micro-batch, or of a stage.
@@ -274,6 +276,8 @@ class TaskId(NamedTuple):
             yield f"of {_ranks_text(self.group)}"
         if self.inner:
             yield "(inner step)"
+        if self.step is not None:
+            yield f"step {self.step}"
 
 
 def _ranks_text(group: Sequence[int]) -> str:
@@ -584,6 +588,7 @@ def _counted(communications: Iterable[Communication]) -> Sequence[tuple[Communic
 class Program:
     """One training step of every rank: tasks, the collectives that they name, and persistent memory.
 
+    Where ranks synchronize fragments of the parameters (`policies.in_fragments`), all steps of a period.
     Ranks with equal inputs have one role, and are lowered once.
     """
 

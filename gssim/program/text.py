@@ -20,7 +20,7 @@ from gssim.program.task import Action, Issue, Operation, Program, Task, TaskId
 
 PLAIN = re.compile(r"[\w.{}*/-]+")
 """Text that needs no quotes."""
-NUMBERS = ("bucket", "part", "place", "samples", "micro_batch", "stage")
+NUMBERS = ("bucket", "part", "place", "samples", "micro_batch", "stage", "step")
 
 
 def program_text(program: Program, rank: int) -> str:

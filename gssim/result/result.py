@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, field
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from gssim.errors import UserError
@@ -305,21 +305,87 @@ class Periods:
     every_steps: PositiveInt
     """Steps of a period: the last of them is an outer step."""
     inner_step_time_s: Amount | None = None
-    """Median, over steps, of the ranks' mean time of an inner step; absent where all steps are outer ones."""
+    """Median, over steps, of the ranks' mean time of an inner step; absent where there are none. Where fragments are
+    synchronized, it and the other times are means over the steps of a period that are of a kind, each of them the
+    median over the run's periods; exchanges may be in flight behind inner steps."""
+    begin_step_time_s: Amount | None = None
+    """The same of a step that begins the exchange of a fragment, for which a later step waits; absent where there are
+    none."""
     outer_step_time_s: Amount
-    """The same of an outer step: its own training, the wait for other ranks, and the synchronization."""
+    """The same of an outer step: its own training, the wait for other ranks and for the exchange, and the update of
+    what is synchronized."""
+    begin_steps: tuple[PositiveInt, ...] = ()
+    """Steps of a period, from 1, that begin the exchange of a fragment; empty where the last step synchronizes all."""
+    outer_steps: tuple[PositiveInt, ...] = ()
+    """Those that end one, fragment by fragment."""
     outer_bytes: Amount
-    """Sizes of an outer step's collectives: the tensors that ranks have in common afterwards."""
+    """Sizes of the collectives of a period: the tensors that ranks have in common after an outer step."""
     outer_bytes_sent: Amount | None = None
-    """Bytes that the rank that sends most sends in an outer step (simulated, or counted in the lab)."""
+    """Bytes that the rank that sends most sends in a period (simulated, or counted in the lab)."""
 
-    def mean(self, inner: float, outer: float) -> float:
-        """Return the mean over a period of a figure of inner steps and of outer ones.
+    def mean(self, inner: float, outer: float, begin: float = 0.0) -> float:
+        """Return the mean over a period of a figure of inner steps, of outer ones, and of those that begin an exchange.
 
         >>> Periods(every_steps=4, inner_step_time_s=1.0, outer_step_time_s=3.0, outer_bytes=8.0).mean(1.0, 3.0)
         1.5
         """
-        return ((self.every_steps - 1) * inner + outer) / self.every_steps
+        outers = len(self.outer_steps) or 1
+        begins = len(set(self.begin_steps) - set(self.outer_steps))
+        inners = self.every_steps - outers - begins
+        return (inners * inner + begins * begin + outers * outer) / self.every_steps
+
+    @property
+    def step_time_s(self) -> float:
+        """Mean time of the steps of a period."""
+        return self.mean(self.inner_step_time_s or 0.0, self.outer_step_time_s, self.begin_step_time_s or 0.0)
+
+
+def fragment_periods(
+    times_s: Sequence[float],
+    *,
+    last: int,
+    every: int,
+    fragments: Sequence[tuple[int, int]],
+    outer_bytes: float,
+    outer_bytes_sent: float | None,
+) -> Periods:
+    """Return the kinds of steps of a run that synchronizes fragments of the parameters.
+
+    Args:
+        times_s: the ranks' mean times of steps that follow one another, at least a period.
+        last: number of the last of them in the training, from 1.
+        every: steps of a period.
+        fragments: the step of a period, from 1, that begins the exchange of each fragment, and the one that ends it.
+        outer_bytes: as in `Periods`.
+        outer_bytes_sent: likewise.
+
+    >>> periods = fragment_periods(
+    ...     [1.0, 2.0, 4.0, 1.0, 2.0, 6.0], last=6, every=3, fragments=[(2, 3)], outer_bytes=8.0, outer_bytes_sent=None
+    ... )
+    >>> periods.inner_step_time_s, periods.begin_step_time_s, periods.outer_step_time_s
+    (1.0, 2.0, 5.0)
+    """
+    first = last - len(times_s)
+    by_step: dict[int, list[float]] = defaultdict(list)
+    for number, time_s in enumerate(times_s):
+        by_step[(first + number) % every + 1].append(time_s)
+    ends = {end for _, end in fragments}
+    begins = {begin for begin, _ in fragments} - ends
+
+    def mean_s(steps: Iterable[int]) -> float | None:
+        medians_s = [median(by_step[step]) for step in steps]
+        return fmean(medians_s) if medians_s else None
+
+    return Periods(
+        every_steps=every,
+        inner_step_time_s=mean_s(sorted(by_step.keys() - begins - ends)),
+        begin_step_time_s=mean_s(sorted(begins)),
+        outer_step_time_s=mean_s(sorted(ends)) or 0.0,
+        begin_steps=tuple(begin for begin, _ in fragments),
+        outer_steps=tuple(end for _, end in fragments),
+        outer_bytes=outer_bytes,
+        outer_bytes_sent=outer_bytes_sent,
+    )
 
 
 @spec
@@ -336,7 +402,7 @@ class Result:
     scenario: dict[str, Any]
     """The whole scenario, as plain data."""
     step_time_s: Amount
-    """Median of the run's steps; where they have `periods`, the mean of a period of median steps of both kinds."""
+    """Median of the run's steps; where they have `periods`, the mean of a period of median steps of all kinds."""
     step_time_p10_s: Amount
     """Tenth percentile of the run's steps."""
     step_times_s: tuple[Amount, ...] = ()
@@ -359,7 +425,8 @@ class Result:
     """Range of the prediction, where gradient statistics were transferred from other models."""
     periods: Periods | None = None
     """Times and bytes of inner and outer steps, where parameters are synchronized periodically. All else in a Result is
-    then the mean over a period's steps, but for memory and collectives, which are an outer step's."""
+    then the mean over a period's steps, but for memory and collectives, which are an outer step's, or, where fragments
+    are synchronized, those of a whole period."""
     collectives: tuple[Collective, ...]
     """Collectives of a step, equal ones once with their number."""
     links: tuple[LinkUse, ...] = ()
@@ -393,6 +460,9 @@ class Result:
         data = asdict(self)
         if self.periods is None:
             del data["periods"]
+        elif not self.periods.begin_steps:
+            for name in ("begin_step_time_s", "begin_steps", "outer_steps"):
+                del data["periods"][name]
         if self.band is None:
             del data["band"]
         if self.does_not_fit is not None and self.does_not_fit.memory == "device":

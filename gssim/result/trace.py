@@ -83,7 +83,10 @@ def chrome_trace(step: Step, result: Result) -> str:
 def _trace(step: Step, result: Result) -> dict[str, Any]:
     times_s = [span.start_s for span in step.spans] + [began_s for began_s, _ in step.bounds_s.values()]
     zero = _Clock(min(map(_ticks, times_s), default=0))
-    threads = _threads(step)
+    streams = {(span.rank, span.stream) for span in step.spans} | {(rank, STREAMS[0]) for rank in step.bounds_s}
+    first = process_of(max((rank for rank, _ in streams), default=0)) + 1
+    in_order = sorted(streams, key=lambda stream: (stream[0], _place(stream[1])))
+    threads = {stream: first + number for number, stream in enumerate(in_order)}
     placed = _placed(step.spans)
     events = [
         *_names(step, threads),
@@ -117,12 +120,6 @@ class _Clock:
 Threads = Mapping[tuple[int, str], int]
 """Thread id of each rank's stream. Perfetto identifies threads by it alone: ids are unique over all ranks, and differ
 from process ids, which would denote main threads."""
-
-
-def _threads(step: Step) -> Threads:
-    places = {(span.rank, span.stream) for span in step.spans} | {(rank, STREAMS[0]) for rank in step.bounds_s}
-    first = process_of(max((rank for rank, _ in places), default=0)) + 1
-    return {place: first + number for number, place in enumerate(sorted(places, key=lambda p: (p[0], _place(p[1]))))}
 
 
 def _place(stream: str) -> tuple[int, str]:

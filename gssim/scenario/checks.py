@@ -240,6 +240,12 @@ def _check_periods(scenario: Scenario, policies: Policies, file: str) -> None:
         )
     if run.extrapolate_micro_batches:
         raise UserError(f"{file}: run.extrapolate_micro_batches = True: cannot run yet with {method}; allowed: false")
+    layers = sum(bool(each.layer.parameters) for each in unrolled(scenario.workload.model))
+    if policies.in_fragments and scenario.plan.streaming.fragments > layers:
+        raise UserError(
+            f"{file}: plan.streaming.fragments = {scenario.plan.streaming.fragments}: the model has {layers} layers "
+            f"with parameters, none of which is cut; allowed: at most {layers}"
+        )
     if min(scenario.batch_sizes) == 0:
         raise UserError(
             f"{file}: plan.shares.batch: rank {scenario.batch_sizes.index(0)} has no samples, and {method} averages "
@@ -363,7 +369,9 @@ def _check_pipeline_policies(plan: Plan, policies: Policies, file: str) -> None:
             f"allowed today: pipeline, or {', '.join(methods)} for replicas of one"
         )
     if (policies.gradients != "local") != (replicas > 1):
-        wanted = ", ".join(methods) if replicas > 1 else f"pipeline, or {_data_axis(plan)} of at least 2"
+        axis = METHODS[plan.method].axis  # along which the method has several ranks of each stage
+        several = f"plan.{axis if axis in DATA_AXES else 'dp_replicate'}"
+        wanted = ", ".join(methods) if replicas > 1 else f"pipeline, or {several} of at least 2"
         raise UserError(f"{where}: method '{plan.method}' for {replicas} replica(s) of a pipeline; allowed: {wanted}")
     if policies.gradient_sync != "step":
         raise UserError(
@@ -402,12 +410,6 @@ def _check_sharded_stages(scenario: Scenario, file: str) -> None:
                     f"{where}: gradients of {tied.name}, which stages on several ranks use, cannot be summed yet where "
                     "they are pushed; allowed: ddp, zero1, zero2, zero3"
                 )
-
-
-def _data_axis(plan: Plan) -> str:
-    """Return the key of the data axis along which a method has several ranks of each stage."""
-    axis = METHODS[plan.method].axis
-    return f"plan.{axis if axis in DATA_AXES else 'dp_replicate'}"
 
 
 def _check_stages(scenario: Scenario, ranks: int, file: str) -> None:
@@ -618,6 +620,13 @@ def _check_experts(scenario: Scenario, policies: Policies, file: str) -> None:
         return
     where = f"{file}: plan.ep = {ranks}"
     _check_expert_load(scenario, ranks, where, file)
+    cut_for = workload.model.expert_tensor_ranks
+    if cut_for != policies.tp:
+        raise UserError(
+            f"{where}: cannot run yet with plan.tp = {policies.tp}: the layers with divided experts of "
+            f"'{workload.model.name}' are cut for {cut_for} tensor ranks (workload.model.expert_tensor_ranks); "
+            f"allowed: {cut_for}"
+        )
     if len(set(scenario.batch_sizes)) > 1:
         raise UserError(
             f"{where}: ranks that divide experts need as many samples each, and have "
@@ -625,10 +634,11 @@ def _check_experts(scenario: Scenario, policies: Policies, file: str) -> None:
         )
     reduced = None if workload.reduce_precision == workload.precision else workload.reduce_precision
     flat = scenario.plan.zero1_implementation == "megatron"
+    whole = policies.gradients in ("all-reduce", "local") and policies.optimizer_state == "replicated"
     for name, value in (
         ("clip_norm", None if flat else workload.clip_norm),
         ("loss_scale", workload.loss_scale),
-        ("gradient_precision", None if flat else workload.gradient_precision),
+        ("gradient_precision", None if flat or whole else workload.gradient_precision),
         ("reduce_precision", None if flat else reduced),
     ):
         if value is not None:

@@ -48,6 +48,7 @@ UNASKED_OF_MODEL = {
     "sequence_layers",
     "context_layers",
     "expert_layers",
+    "expert_tensor_ranks",
     "adapted",
     "autocast",
     "whole_layers",
@@ -196,7 +197,7 @@ def resolved(scenario: ScenarioParts, shared: Shared) -> dict[str, Any]:
     unused |= set() if model.traced_autocast else {"traced_autocast"}
     unused |= set() if model.whole_layers else {"whole_layers"}
     unused |= set() if policies.sequence_parallel else {"sequence_layers"}
-    unused |= set() if policies.ep > 1 else {"expert_layers"}
+    unused |= set() if policies.ep > 1 else {"expert_layers", "expert_tensor_ranks"}
     unused |= set() if policies.cp > 1 else {"context_layers"}
     whole = shared.once("plain model", (Same(model), frozenset(unused)), lambda: _dumped(model, exclude=unused))
     data: dict[str, Any] = {
@@ -234,9 +235,11 @@ def resolved(scenario: ScenarioParts, shared: Shared) -> dict[str, Any]:
         (data["plan"], "sync_every_steps", plan.sync_every_steps is None),
         (data["plan"]["outer"], "precision", plan.outer.precision == "fp32"),
         (data["plan"], "outer", scenario.policies.outer_optimizer != "nesterov"),
+        (data["plan"], "streaming", not scenario.policies.in_fragments),
         (data["plan"], "sparse_outer", scenario.policies.outer_optimizer != "sparse"),
         (data["plan"], "sequence_parallel", not plan.sequence_parallel),
         (data["plan"], "ep", plan.ep == 1),
+        (data["plan"], "etp", plan.etp is None),
         (data["workload"], "expert_load", scenario.workload.expert_load == "balanced"),
         (data["workload"], "expert_routing", scenario.workload.expert_routing == "router"),
         (data["plan"], "cp", plan.cp == 1),

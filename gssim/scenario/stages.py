@@ -59,8 +59,12 @@ def cut_layers(
             raise UserError(
                 f"plan.pp = {len(devices)}: {stages} stages, but the model has {len(units)} layers (no loss)"
             )
-        rows = [_slowest_layer_times_s(types, workload, chain, samples) for types in devices]
-        rows = [[sum(row[unit.start : unit.stop]) for unit in units] for row in rows]
+        rows = []
+        for types in devices:
+            distinct = {id(device): device for device in types}.values()
+            times_s = zip(*(layer_costs_s(device, workload, chain, samples) for device in distinct), strict=True)
+            slowest_s = [max(layer) for layer in times_s]
+            rows.append([sum(slowest_s[unit.start : unit.stop]) for unit in units])
         unit_counts = splitting.balanced_stages([rows[stage % len(rows)] for stage in range(stages)])
         ends = [sum(unit_counts[: i + 1]) for i in range(len(unit_counts))]
         starts = [units[i].start for i in (0, *ends[:-1])]
@@ -83,14 +87,6 @@ def _inseparable(layers: Sequence[LayerInstance]) -> list[range]:
         else:
             units.append(range(instance.index, max(instance.index, last) + 1))
     return units
-
-
-def _slowest_layer_times_s(
-    types: Sequence[DeviceType], workload: Workload, layers: Sequence[LayerInstance], samples: int
-) -> list[float]:
-    """Return each layer's time on the slowest of a rank's devices."""
-    distinct = {id(device): device for device in types}.values()
-    return [max(times) for times in zip(*(layer_costs_s(t, workload, layers, samples) for t in distinct), strict=True)]
 
 
 # Parameters and tensors that stages have in common --------------------------------------------------------------------

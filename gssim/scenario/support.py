@@ -75,12 +75,9 @@ def supported(path: Path, overrides: tuple[str, ...] = ()) -> Iterator[Support]:
                 reason = None
             except UserError as error:
                 reason = str(error).removeprefix(f"{base.file}: ")
-            yield Support(method, feature, reason, reason or _only_predicted(changes))
-
-
-def _only_predicted(changes: Mapping[str, Any]) -> str | None:
-    """Return why a real run refuses changes that can be predicted; None where it takes them."""
-    for key, value in changes.items():
-        if (key, value) in PREDICTED_ONLY and RUNS_WITH.get((key, value)) not in changes:
-            return f"{key} = '{value}': {PREDICTED_ONLY[key, value]}"
-    return None
+            refused = (
+                f"{key} = '{value}': {PREDICTED_ONLY[key, value]}"
+                for key, value in changes.items()
+                if (key, value) in PREDICTED_ONLY and RUNS_WITH.get((key, value)) not in changes
+            )
+            yield Support(method, feature, reason, reason or next(refused, None))

@@ -5,6 +5,10 @@ after the sum of its inner ones. One period stands for all that have the same sl
 last rank has ended the outer step; a rank's own outer step is what of it its inner steps leave. Times of steps are
 means over ranks, as those of real runs are, and the step time of the run is the mean of a period: H - 1 median inner
 steps and a median outer one.
+
+Where fragments are synchronized, exchanges are in flight behind inner steps, and slow them down: a whole period is
+simulated as one program, until it is steady, and a rank's steps end with their tasks on its compute stream. No exchange
+is in flight from a period to the next. Here too one period stands for all that have the same slow ranks.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +19,8 @@ from statistics import median
 import numpy as np
 
 from gssim.cache import Shared
-from gssim.result import PHASES, Periods, Result
+from gssim.plan import fragment_steps
+from gssim.result import PHASES, Periods, Result, fragment_periods
 from gssim.scenario import Scenario
 from gssim.simulation.report import cost_usd, energy_j
 from gssim.units import Floats
@@ -102,39 +107,124 @@ def periodic_result(
         outer_bytes=sum(each.bytes * each.count for each in result.collectives),
         outer_bytes_sent=max((each.bytes_sent or 0.0 for each in result.ranks), default=0.0),
     )
-    step_time_s = periods.mean(periods.inner_step_time_s or 0.0, periods.outer_step_time_s)
+    step_time_s = periods.step_time_s
+    by_rank = [_phases(each.phases_s, typical, each.ranks[0], step_time_s) for each in result.ranks]
+    varies = len(by_slowed) > 1 or any(any(key) for key in by_slowed)
+    results = [period.result for period in by_slowed.values()]
+    mean = _of_mean_step(scenario, result, results, periods, step_time_s, by_rank, times_s, shared, varies=varies)
+    return mean, typical
+
+
+@dataclass(frozen=True)
+class FragmentPeriod:
+    """A period in which fragments of the parameters are synchronized."""
+
+    times_s: Sequence[float]
+    """Mean over ranks of every step of it."""
+    result: Result
+    """Result of the whole period as if it were one step."""
+
+
+def fragments_result(
+    scenario: Scenario, period_of: Callable[[tuple[Slowed, ...]], FragmentPeriod], shared: Shared
+) -> tuple[Result, FragmentPeriod]:
+    """Return the Result of a run whose periods synchronize fragments, and a period of median length.
+
+    See [Note: periods simulated].
+
+    Args:
+        scenario: whose plan synchronizes fragments.
+        period_of: returns a period, given the ranks that are slow in each of its steps; it is called once for each.
+        shared: cache of the parts that scenarios have in common.
+    """
+    every, run = scenario.policies.sync_every_steps or 1, scenario.run
+    slowed = slowed_steps(scenario)
+    by_slowed: dict[tuple[Slowed, ...], FragmentPeriod] = {}
+    times_s: list[float] = []
+    counted: list[FragmentPeriod] = []
+    for first in range(0, len(slowed), every):
+        own = slowed[first : first + every]
+        numbers = [first + step - run.warmup_steps for step in range(len(own))]
+        if numbers[-1] < 0:
+            continue
+        key = (*own, *[()] * (every - len(own)))  # the run may end within a period
+        if key not in by_slowed:
+            by_slowed[key] = period_of(key)
+        times_s += [by_slowed[key].times_s[step] for step, number in enumerate(numbers) if number >= 0]
+        counted.append(by_slowed[key])
+    ordered = sorted(counted, key=lambda each: sum(each.times_s))
+    typical = ordered[(len(ordered) - 1) // 2]
+    result, steps = typical.result, fragment_steps(scenario.plan, scenario.policies)
+    periods = fragment_periods(
+        times_s,
+        last=len(slowed),
+        every=every,
+        fragments=steps,
+        outer_bytes=sum(each.bytes * each.count for each in result.collectives),
+        outer_bytes_sent=max((each.bytes_sent or 0.0 for each in result.ranks), default=0.0),
+    )
+    step_time_s = periods.step_time_s
+    by_rank = [_scaled(each.phases_s, step_time_s) for each in result.ranks]
+    varies = len(by_slowed) > 1 or any(any(key) for key in by_slowed)
+    results = [period.result for period in by_slowed.values()]
+    mean = _of_mean_step(scenario, result, results, periods, step_time_s, by_rank, times_s, shared, varies=varies)
+    return mean, typical
+
+
+def _of_mean_step(
+    scenario: Scenario,
+    whole: Result,
+    results: Sequence[Result],
+    periods: Periods,
+    step_time_s: float,
+    by_rank: Sequence[Mapping[str, float]],
+    times_s: Sequence[float],
+    shared: Shared,
+    *,
+    varies: bool,
+) -> Result:
+    """Return the Result of the mean step of a run.
+
+    Args:
+        scenario: what was asked.
+        whole: Result of a typical period as if it were one step.
+        results: those of all distinct periods.
+        periods: times and bytes of the kinds of steps.
+        step_time_s: time of the mean step.
+        by_rank: phases of it for each of the ranks of `whole`, in seconds.
+        times_s: all timed steps.
+        shared: cache of the parts that scenarios have in common.
+        varies: whether periods differ.
+    """
+    every = periods.every_steps
     ranks = tuple(
         replace(
             each,
-            phases_s=_phases(each.phases_s, typical, each.ranks[0], step_time_s),
+            phases_s=dict(phases_s),
             bytes_sent=(each.bytes_sent or 0.0) / every,
             bytes_received=(each.bytes_received or 0.0) / every,
         )
-        for each in result.ranks
+        for each, phases_s in zip(whole.ranks, by_rank, strict=True)
     )
     count = sum(each.count for each in ranks)
     phases = {name: sum(each.phases_s[name] * each.count for each in ranks) / count for name in PHASES}
-    misfits = [period.result.does_not_fit for period in by_slowed.values() if period.result.does_not_fit]
-    varies = len(by_slowed) > 1 or any(any(key) for key in by_slowed)
-    return (
-        replace(
-            result,
-            scenario_id=scenario.identity(shared),
-            scenario=scenario.resolved(shared),
-            step_time_s=step_time_s,
-            step_time_p10_s=sorted(times_s)[len(times_s) // 10],
-            step_times_s=tuple(times_s) if varies else (),
-            phases_s=phases,
-            fits=not misfits,
-            does_not_fit=max(misfits, key=lambda fit: fit.excess_bytes, default=None),
-            throughput_samples_per_s=scenario.workload.global_batch_size / step_time_s,
-            periods=periods,
-            links=tuple(replace(link, bytes=link.bytes / every) for link in result.links),
-            ranks=ranks,
-            cost_usd_per_step=cost_usd(scenario, step_time_s),
-            energy_j_per_step=energy_j(scenario, step_time_s, ranks),
-        ),
-        typical,
+    misfits = [each.does_not_fit for each in results if each.does_not_fit]
+    return replace(
+        whole,
+        scenario_id=scenario.identity(shared),
+        scenario=scenario.resolved(shared),
+        step_time_s=step_time_s,
+        step_time_p10_s=sorted(times_s)[len(times_s) // 10],
+        step_times_s=tuple(times_s) if varies else (),
+        phases_s=phases,
+        fits=not misfits,
+        does_not_fit=max(misfits, key=lambda fit: fit.excess_bytes, default=None),
+        throughput_samples_per_s=scenario.workload.global_batch_size / step_time_s,
+        periods=periods,
+        links=tuple(replace(link, bytes=link.bytes / every) for link in whole.links),
+        ranks=ranks,
+        cost_usd_per_step=cost_usd(scenario, step_time_s),
+        energy_j_per_step=energy_j(scenario, step_time_s, ranks),
     )
 
 
@@ -149,5 +239,10 @@ def _phases(whole: Mapping[str, float], period: Period, rank: int, step_time_s: 
     for step in period.inner:
         for name in PHASES:
             phases[name] += float(step.phases_s[name][rank])
-    scale = step_time_s / sum(phases.values())
-    return {name: value * scale for name, value in phases.items()}
+    return _scaled(phases, step_time_s)
+
+
+def _scaled(phases_s: Mapping[str, float], step_time_s: float) -> dict[str, float]:
+    """Return phases that add up to a step."""
+    scale = step_time_s / sum(phases_s.values())
+    return {name: value * scale for name, value in phases_s.items()}

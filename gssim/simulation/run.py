@@ -25,7 +25,15 @@ from gssim.scenario import Loaded, Scenario
 from gssim.scenario.device_rates import with_profile_slowdowns
 from gssim.simulation.extrapolation import extrapolated, simulated_counts, with_micro_batches
 from gssim.simulation.footprint import MemoryFootprint, footprints_of, host_misfit, tightest_margin, worst_misfit
-from gssim.simulation.periodic_run import InnerStep, Period, Slowed, alone_s, periodic_result
+from gssim.simulation.periodic_run import (
+    FragmentPeriod,
+    InnerStep,
+    Period,
+    Slowed,
+    alone_s,
+    fragments_result,
+    periodic_result,
+)
 from gssim.simulation.report import (
     WAITING_PHASES,
     collectives_of,
@@ -230,6 +238,8 @@ def no_collection() -> Iterator[None]:
 
 def _simulated(loaded: Loaded, unfolded: bool, shared: Shared, *, spread: bool) -> Simulated:
     scenario = loaded.scenario
+    if scenario.policies.in_fragments:
+        return _in_fragments(loaded, unfolded, shared)
     if scenario.policies.sync_every_steps:
         return _periodic(loaded, unfolded, shared)
     if scenario.run.slowdowns or scenario.plan.shares.replan:
@@ -283,13 +293,19 @@ MAX_CACHED_RUNS = 4
 """Number of cached runs of other scenarios with their programs: those of many ranks are large."""
 
 
-def _steps(loaded: Loaded, unfolded: bool, shared: Shared, slowed: Mapping[int, float]) -> Steps:
-    """Return the programs of a run, shared by all scenarios with the same lowering key."""
+def _steps(
+    loaded: Loaded, unfolded: bool, shared: Shared, slowed: Mapping[int, float], slowed_steps: Sequence[Slowed] = ()
+) -> Steps:
+    """Return the programs of a run, shared by all scenarios with the same lowering key.
+
+    `slowed_steps`: slow ranks of every step of a period, where programs are of whole ones.
+    """
     scenario, statistics = loaded.scenario, loaded.gradients if loaded.statistics_needed else None
-    key = (*lowering_key(scenario, statistics, shared), unfolded, tuple(sorted(slowed.items())))
+    key = (*lowering_key(scenario, statistics, shared), unfolded, tuple(sorted(slowed.items())), tuple(slowed_steps))
 
     def new_steps() -> Steps:
-        return Steps(scenario, statistics, unfolded=unfolded, slowed=slowed, shared=shared)
+        by_step = list(map(dict, slowed_steps))
+        return Steps(scenario, statistics, unfolded=unfolded, slowed=slowed, slowed_steps=by_step, shared=shared)
 
     return shared.once("steps", key, new_steps, most=MAX_CACHED_RUNS)
 
@@ -392,6 +408,47 @@ def _periodic(loaded: Loaded, unfolded: bool, shared: Shared) -> Simulated:
     apart_s = alone_s(typical.inner[:-1], ranks)
     shown = after_inner_steps(steps.program(every - 1), apart_s, count=len(typical.inner), shown=steps.program(0))
     return Simulated(result, runs[id(typical)], shown)
+
+
+def _in_fragments(loaded: Loaded, unfolded: bool, shared: Shared) -> Simulated:
+    """Return the prediction where fragments of the parameters are synchronized; see [Note: periods simulated]."""
+    scenario = loaded.scenario
+    runs: dict[int, _SteadyRun] = {}
+    """By identity of the period."""
+
+    def period_of(slowed: tuple[Slowed, ...]) -> FragmentPeriod:
+        steps = _steps(loaded, unfolded, shared, {}, slowed if any(slowed) else ())
+        steady = _run(scenario, steps.program(0), unfolded, shared)
+        result = _result(loaded, steady, steady, [steps.traffic(0)], steady, shared, 0.0, sized=True)
+        period = FragmentPeriod(_times_of_steps(steady).tolist(), result)
+        runs[id(period)] = steady
+        return period
+
+    result, typical = fragments_result(scenario, period_of, shared)
+    return Simulated(result, runs[id(typical)])
+
+
+def _times_of_steps(steady: _SteadyRun) -> Floats:
+    """Return the ranks' mean time of every step of a steady period: over the counted ones the mean, or median."""
+    scenario, every = steady.scenario, steady.scenario.policies.sync_every_steps or 1
+    spans: dict[int, list[TaskSpan]] = defaultdict(list)
+    for span in steady.machine.task_spans:
+        if span.stream == "compute":
+            spans[span.rank].append(span)
+    sum_s = np.zeros((len(steady.times_s), every))
+    for each in steady.machine.classes:
+        own_spans, ends_s = spans[each.representative], np.array(steady.ends_s[each.index])
+        span_ends_s = np.array([span.end_s for span in own_spans])
+        periods = np.searchsorted(ends_s, span_ends_s, side="left") - 1
+        steps = np.array([span.task.step or every for span in own_spans])
+        for number in range(len(steady.times_s)):
+            is_counted = periods == number
+            latest_s = np.full(every + 1, ends_s[number])
+            np.maximum.at(latest_s, steps[is_counted], span_ends_s[is_counted])
+            latest_s[-1] = ends_s[number + 1]
+            sum_s[number] += len(each.members) * np.diff(np.maximum.accumulate(latest_s))
+    times_s: Floats = (np.median if steady.jittery else np.mean)(sum_s, axis=0) / scenario.ranks
+    return times_s
 
 
 def _run(

@@ -201,6 +201,8 @@ class Model:
     """The same with sequences divided among these ranks, see [Note: sequence parts]; empty: they cannot be."""
     expert_layers: tuple[Layer, ...] = ()
     """The layers with their routed experts divided among ranks, see [Note: routed rows]; empty: they cannot be."""
+    expert_tensor_ranks: PositiveInt = 1
+    """Tensor ranks for which `expert_layers` are cut: they have the sizes, the rows and the sums of one of so many."""
     context_layers: tuple[Layer, ...] = ()
     """The layers with whole blocks on parts of the sequences, see [Note: context]; empty: they cannot run so."""
     adapted: tuple[AdaptedLayers, ...] = ()
@@ -234,10 +236,12 @@ class Model:
 
     @model_serializer(mode="wrap")
     def _without_absent(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Return plain data without values of buffers that are all floating-point."""
+        """Return plain data without values of buffers that are all floating-point, and without what is as usual."""
         data: dict[str, Any] = inner(self)
         if not data.get("buffer_values"):
             data.pop("buffer_values", None)
+        if data.get("expert_tensor_ranks") == 1:
+            data.pop("expert_tensor_ranks")
         return data
 
     def buffer_sizes(self, value_bytes: int) -> tuple[int, ...]:

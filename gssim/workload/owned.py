@@ -164,14 +164,10 @@ def _adapted_to_neighbours(beside: Sequence[Layer | None], around: tuple[str, st
         freed = _gradient_freed(layer, before, around[0])
         if freed:
             buffers[buffers.index(back)] = replace(back, freed=replace(freed, layer_offset=-1))
-    return replace(run, buffers=tuple(map(_held_until_phase_end, buffers)))
-
-
-def _held_until_phase_end(buffer: Buffer) -> Buffer:
-    freed = buffer.freed
-    if freed.phase == "f" and freed.layer_offset > 0:
-        return replace(buffer, freed=replace(freed, position=LAST))
-    return buffer
+    for number, buffer in enumerate(buffers):
+        if buffer.freed.phase == "f" and buffer.freed.layer_offset > 0:
+            buffers[number] = replace(buffer, freed=replace(buffer.freed, position=LAST))
+    return replace(run, buffers=tuple(buffers))
 
 
 def _in_role(layer: Layer, role: str) -> Layer:

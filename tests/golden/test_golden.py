@@ -9,7 +9,6 @@ import math
 import os
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -53,7 +52,7 @@ def compact(path):
             for entry in result.ranks
         ],
         "links": {link.name: [link.bytes, link.utilisation_ratio] for link in result.links},
-    } | ({} if result.periods is None else {"periods": asdict(result.periods)})
+    } | ({} if result.periods is None else {"periods": json.loads(json.dumps(result.to_dict()["periods"]))})
 
 
 def ranks_of(ranks):

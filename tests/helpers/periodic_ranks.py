@@ -18,6 +18,7 @@ from gsreal.run.feed import Feed
 from gsreal.run.rank import run_on_rank
 from gsreal.run.worker import build
 from gssim.scenario import Scenario, single_device
+from gssim.workload import unrolled
 
 STEPS = 7
 
@@ -27,7 +28,7 @@ def main(cases_file: str, out: str) -> None:
     for name, scenario in scenarios_in(cases_file):
         rank = dist.get_rank()
         together = trained(scenario, rank, steps=STEPS)
-        expected = written_out(scenario)
+        expected = (streamed if scenario.policies.in_fragments else written_out)(scenario)
         own = max(float((p - together[key]).abs().max()) for key, p in expected[rank].items())
         other = expected[(rank + 1) % scenario.ranks]
         apart = max(float((p - together[key]).abs().max()) for key, p in other.items())
@@ -56,12 +57,12 @@ def written_out(scenario: Scenario) -> list[dict[str, Tensor]]:
         if (step + 1) % (policies.sync_every_steps or 1):
             continue
         with torch.no_grad():
-            means = means_of(replicas, shares)
+            means = means_of([list(each.module.parameters()) for each in replicas], shares)
             changes = [whole.detach() - mean for whole, mean in zip(outer, means, strict=True)]
             if policies.outer_optimizer == "sparse":
                 changes = largest_changes(scenario, replicas, outer, shares, unsent)
             elif settings.precision == "int8":
-                changes = rounded_changes(replicas, outer, shares)
+                changes = rounded_changes([list(each.module.parameters()) for each in replicas], outer, shares)
             for whole, change in zip(outer, changes, strict=True):
                 whole.grad = change
             if policies.outer_optimizer:
@@ -70,6 +71,41 @@ def written_out(scenario: Scenario) -> list[dict[str, Tensor]]:
             for replica in replicas:
                 for parameter, mean in zip(replica.module.parameters(), means, strict=True):
                     parameter.copy_(mean)
+    return [full_parameters(replica.module) for replica in replicas]
+
+
+def streamed(scenario: Scenario) -> list[dict[str, Tensor]]:
+    """Return the same of Streaming DiLoCo: every fragment is sent after one step, and updated after a later one."""
+    every, settings, streaming = scenario.policies.sync_every_steps or 1, scenario.plan.outer, scenario.plan.streaming
+    replicas = [build(single_device(scenario), Timeline(0, CPU), CPU) for _ in range(scenario.ranks)]
+    feeds = [Feed(scenario, rank, CPU) for rank in range(scenario.ranks)]
+    shares = [samples / sum(scenario.batch_sizes) for samples in scenario.batch_sizes]
+    layers = [layer for layer in unrolled(scenario.workload.model) if layer.layer.parameters]
+    of_layer = [place for place, layer in enumerate(layers) for _ in layer.layer.parameters]
+    fragments = []
+    for number in range(streaming.fragments):
+        own = [i for i, place in enumerate(of_layer) if place % streaming.fragments == number]
+        outer = [list(replicas[0].module.parameters())[i].detach().clone().requires_grad_() for i in own]
+        optimizer = torch.optim.SGD(
+            outer, lr=settings.learning_rate, momentum=settings.momentum, nesterov=settings.momentum > 0
+        )
+        fragments.append((int((number + 1) * every / streaming.fragments), own, outer, optimizer))
+    for step in range(STEPS):
+        inner_steps(scenario, replicas, feeds, step)
+        for last, own, outer, optimizer in fragments:
+            every_own = [[list(replica.module.parameters())[i] for i in own] for replica in replicas]
+            if (step + 1 + streaming.delay_steps - last) % every == 0:
+                means = zip(outer, means_of(every_own, shares), strict=True)
+                changes = [(whole - mean).detach() for whole, mean in means]
+                if settings.precision == "int8":
+                    changes = rounded_changes(every_own, outer, shares)
+                for whole, change in zip(outer, changes, strict=True):
+                    whole.grad = change
+            if (step + 1 - last) % every == 0:
+                optimizer.step()
+                with torch.no_grad():
+                    for parameter, whole in ((p, w) for ps in every_own for p, w in zip(ps, outer, strict=True)):
+                        parameter.copy_(streaming.local_ratio * parameter + (1 - streaming.local_ratio) * whole)
     return [full_parameters(replica.module) for replica in replicas]
 
 
@@ -84,17 +120,17 @@ def inner_steps(scenario: Scenario, replicas: list[Any], feeds: list[Feed], step
         replica.optimizer.zero_grad()
 
 
-def means_of(replicas: list[Any], shares: list[float]) -> list[Tensor]:
-    """Return the weighted mean of every parameter over the replicas."""
-    columns = zip(*(replica.module.parameters() for replica in replicas), strict=True)
+def means_of(replicas: list[list[Any]], shares: list[float]) -> list[Tensor]:
+    """Return the weighted mean of every parameter over the replicas, of which these are the parameters."""
+    columns = zip(*replicas, strict=True)
     return [sum((share * p for share, p in zip(shares, each, strict=True)), torch.zeros(())) for each in columns]
 
 
-def rounded_changes(replicas: list[Any], outer: list[Any], shares: list[float]) -> list[Any]:
+def rounded_changes(replicas: list[list[Any]], outer: list[Any], shares: list[float]) -> list[Any]:
     """Return the sum of all ranks' weighted changes, each rounded to 255 levels in blocks of 1024 (one bucket)."""
     total = torch.zeros(sum(whole.numel() for whole in outer), dtype=outer[0].dtype)
-    for share, replica in zip(shares, replicas, strict=True):
-        pairs = zip(outer, replica.module.parameters(), strict=True)
+    for share, parameters in zip(shares, replicas, strict=True):
+        pairs = zip(outer, parameters, strict=True)
         change = torch.cat([(share * (whole.detach() - own.detach())).view(-1) for whole, own in pairs])
         for block, out in zip(change.split(1024), total.split(1024), strict=True):
             scale = float((block.abs().max() / 127).float())

@@ -479,6 +479,8 @@ def assert_same_as_unfolded(folded: Result, unfolded: Result) -> None:
     if folded.periods and unfolded.periods:
         mine, other = asdict(folded.periods), asdict(unfolded.periods)
         assert (mine["inner_step_time_s"] is None) == (other["inner_step_time_s"] is None)
+        for steps in ("begin_steps", "outer_steps"):
+            assert mine.pop(steps) == other.pop(steps)
         assert {k: v or 0.0 for k, v in mine.items()} == pytest.approx(
             {k: v or 0.0 for k, v in other.items()}, rel=RELATIVE
         )

@@ -21,7 +21,7 @@ from gsreal.measure import CollectiveRecorder, MemoryCounter, Timeline, collecti
 from gsreal.methods.apply import full_parameters
 from gsreal.run.feed import Feed
 from gsreal.run.rank import run_on_rank
-from gsreal.run.worker import build
+from gsreal.run.worker import build, synchronized_step
 from gssim.cache import Shared
 from gssim.scenario import load_scenario, single_device
 
@@ -85,13 +85,16 @@ def run_case(case: dict[str, Any], counter: MemoryCounter) -> dict[str, Any]:
 
         return counter.peak_of(train, [])[0]
 
+    def peak_of_period(step: int) -> int:
+        """Of an outer step, or a period, in which all is synchronized: then most is held."""
+        return counter.peak_of(lambda: synchronized_step(training, *feed.at(step), rank), [])[0]
+
     peaks = [peak_of(step) for step in range(STEPS)][2:]  # the first steps make what later ones find
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, losses)
-    if training.periods is not None:  # ranks' parameters are equal, and most is held, after a synchronization
-        training.periods.every = 1
+    if training.periods is not None:  # ranks' parameters are equal after a synchronization
+        peak_of = peak_of_period
         peak_of(STEPS)
-        losses.pop()
         peaks = []
     if training.compressor is not None:  # what it keeps is made in the first steps that it compresses
         peaks = []
@@ -105,7 +108,7 @@ def run_case(case: dict[str, Any], counter: MemoryCounter) -> dict[str, Any]:
     inputs, targets, weights = feed.at(STEPS + len(peaks))
     before = timeline.spans_so_far
     with CollectiveRecorder() as recorder:
-        training.step(inputs, targets, weights, rank)
+        synchronized_step(training, inputs, targets, weights, rank)
         if case.get("plant"):
             dist.all_reduce(torch.ones(7))
     training.finish()
@@ -115,7 +118,10 @@ def run_case(case: dict[str, Any], counter: MemoryCounter) -> dict[str, Any]:
     dist.all_gather_object(all_peaks, min(peaks))
     # float sums differ between ranks by the order of addition alone
     same = [None] * dist.get_world_size()
-    dist.all_gather_object(same, {name: float(p.double().sum()) for name, p in parameters.items()})
+    replicated = parameters
+    if training.periods is not None and training.periods.in_fragments:  # ranks' own parameters are mixed with these
+        replicated = dict(enumerate(training.periods.outer_parameters))
+    dist.all_gather_object(same, {name: float(p.double().sum()) for name, p in replicated.items()})
     difference, size, ratio = against_single_device(scenario, parameters) if rank == 0 else (0.0, 0.0, 0.0)
     return {
         "losses": [sum(each) for each in zip(*parts, strict=True)],

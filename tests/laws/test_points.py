@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 import tomli_w
 from point_checks import assert_same_as_unfolded, faster_devices, faster_links, faults_of, slower_by
-from points import LATER, SCENARIOS, random_point
+from points import LATER, SCENARIOS, STREAMED, random_point
 
 from gssim.cache import Shared
 from gssim.engine import machine
@@ -28,10 +28,10 @@ from gssim.scenario import load_scenario
 from gssim.simulation import simulate
 from gssim.terminal import print_result
 
-FEW, FEW_DEVICES = (*range(40), *range(LATER, LATER + 20)), 4
+FEW, FEW_DEVICES = (*range(40), *range(LATER, LATER + 20), *range(STREAMED, STREAMED + 10)), 4
 """Seeds of the small form, and how many devices their points have at most."""
-MANY = [range(first, first + 500) for first in (*range(1000, 8000, 1000), *range(LATER, LATER + 4000, 1000))]
-"""Of the large one: 5,500."""
+MANY = [range(first, first + 500) for first in (*range(1000, 8000, 1000), *range(LATER, LATER + 4000, 1000), STREAMED)]
+"""Of the large one: 6,000."""
 USUAL_DEVICES, MOST_DEVICES = 8, 32
 """Of its points, four in five have at most so many devices, one in five more."""
 LONGEST_REFUSAL = 300

@@ -165,6 +165,12 @@ class Unused(Shortcut):
         self.spare = nn.Linear(2, 2)
 
 
+class Frozen(Shortcut):
+    def __init__(self):
+        super().__init__()
+        self.requires_grad_(False)
+
+
 class Cubic(Shortcut):
     """Its cost is no polynomial of the traced degree in the batch size."""
 
@@ -553,6 +559,7 @@ FAULTS = {
         "forward or loss fails on the stated input: Expected input batch_size (16) to match target batch_size (2)",
     ),
     "nothing-to-train": (("torch.nn.Flatten", *IMAGE), "the module has no parameters to train"),
+    "all-frozen": ((f"{__name__}.Frozen", *IMAGE), "the module has no parameters to train: all are frozen"),
     "unused-parameter": ((f"{__name__}.Unused", *IMAGE), "the parameter 'spare.weight' gets no gradient"),
     "runs-twice": ((f"{__name__}.Again", *IMAGE), "the module 'steps.0' runs more than once in a forward"),
     "no-polynomial": ((f"{__name__}.Cubic", *IMAGE), "is no polynomial in batch size and sequence length"),

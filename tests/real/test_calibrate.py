@@ -14,7 +14,7 @@ import torch
 
 from gsreal.calibrate.cluster_file import averaged, write_all_reduces
 from gsreal.calibrate.communication import _mean, line_through
-from gsreal.calibrate.profile import _jitter, _spread, _Step, _unobserved_ratio
+from gsreal.calibrate.profile import _jitter, _layer_s, _spread, _Step
 from gssim.cluster.measured import CutBlockCost
 from gssim.errors import UserError
 from gssim.interop.nccl_tests import nccl_table
@@ -115,8 +115,8 @@ def test_jitter_that_all_layers_share_is_told_from_their_own():
 
 def test_what_observation_costs_is_taken_out():
     steps = [_Step({(0, "f"): 1.0, (0, "b"): 2.0}, {"f": 0.9, "b": 1.6}, 2.5, 2.5)] * 5
-    assert _unobserved_ratio(steps, "f") == pytest.approx(0.9)
-    assert _unobserved_ratio(steps, "b") == pytest.approx(0.8)
+    assert _layer_s(steps, [0], "f") == pytest.approx(0.9)
+    assert _layer_s(steps, [0], "b") == pytest.approx(1.6)
 
 
 @pytest.mark.real

@@ -1,7 +1,6 @@
 """Chart of peak memory by category of the device with the least headroom, for each plan, against its capacity."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import matplotlib as mpl
 from matplotlib.artist import Artist
@@ -10,7 +9,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from analysis.charts.drawing import BYTE_UNITS, LABEL_POINTS, STYLE, Chart, label_width_in, plain, unit_for
+from analysis.charts.drawing import BYTE_UNITS, LABEL_POINTS, STYLE, Chart, draw_bar, label_width_in, plain, unit_for
 from analysis.charts.sweeps.panels import Size, add_axes, listed, sheet, subset_note
 from analysis.sweep_tables import (
     FITS,
@@ -151,7 +150,13 @@ def _panel(axes: Axes, bars: Sequence[tuple[str, Row]], shown: Sequence[str]) ->
     longest = max([*needed, *near])
     unit, factor = unit_for(longest, BYTE_UNITS)
     for y, (_, row) in enumerate(bars):
-        _bar(axes, y, row, shown, factor)
+        left = 0.0
+        for category, size in _drawn(row, shown).items():
+            colour, hatch = LOOKS[category]
+            hatch_colour = "white" if category in DARK else "0.25"
+            place = {"y": y, "height": 0.72, "left": left, "width": size / factor}
+            draw_bar(axes, colour, hatch=hatch, hatch_colour=hatch_colour, **place)
+            left += size / factor
         capacity = row["capacity_bytes"]
         if capacity in near:
             axes.plot([capacity / factor] * 2, [y - 0.48, y + 0.48], color="black", linewidth=3, zorder=5)
@@ -187,18 +192,6 @@ def _needed(row: Row) -> str:
     """Return needed memory and capacity of the tightest device, as text."""
     needed = row["capacity_bytes"] - row["margin_bytes"]
     return f"{human_bytes(needed)} of {human_bytes(row['capacity_bytes'])}, {row['tightest_device']}"
-
-
-def _bar(axes: Axes, y: float, row: Row, shown: Sequence[str], factor: float) -> None:
-    left = 0.0
-    for category, size in _drawn(row, shown).items():
-        colour, hatch = LOOKS[category]
-        place: dict[str, Any] = {"y": y, "width": size / factor, "left": left, "height": 0.72}
-        axes.barh(**place, color=colour, linewidth=0)
-        if hatch:  # a patch has one colour for edge and hatching
-            axes.barh(**place, fill=False, linewidth=0, hatch=hatch, edgecolor="white" if category in DARK else "0.25")
-        axes.barh(**place, fill=False, linewidth=0.6, edgecolor="0.2")
-        left += size / factor
 
 
 def _drawn(row: Row, shown: Sequence[str]) -> dict[str, float]:

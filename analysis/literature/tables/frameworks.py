@@ -11,10 +11,11 @@ models are small: step times are bound by the host, which issues the kernels.
 import math
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Literal
 
 from analysis.literature.platforms import first_attention_ratio_of, float8_ratio_of
-from analysis.literature.runs import Experts, Latent, Run, Shape, SkippedError, Software, UnscoredError, gpt
+from analysis.literature.runs import Decoder, Experts, Latent, Run, Shape, SkippedError, Software, UnscoredError, gpt
 from analysis.literature.tables.fields import (
     count,
     divided,
@@ -112,10 +113,12 @@ def _mpt_software(record: Mapping[str, str]) -> Software:
 
 GPUS = {"a100": "A100-SXM-80GB", "h100": "H100-SXM-80GB", "gb200": "GB200"}
 """GPU by the part of the platform's name that identifies it."""
-VOCABULARIES = {"gpt": 50257, "bert": 30522}
-"""Vocabularies of the tests' tokenisers, GPT-2's and BERT's, where a row states no other."""
+VOCABULARIES = {"gpt": 50257, "moe": 50257, "bert": 30522, "t5": 28996 + 100, "mixtral": 32000}
+"""Vocabularies of the tests' tokenisers, GPT-2's, BERT's (for T5 that with cases, and 100 more) and Mixtral's, where a
+row states no other."""
+ENCODER_LENGTH = 512
+"""`encoder-seq-length` of the tests of T5, of which the table has no column (Megatron-LM, model_config.yaml)."""
 NOT_PLAIN = {
-    "num-experts": "a mixture of experts",
     "optimizer-cpu-offload": "an optimizer on the host",
     "fine-grained-activation-offloading": "activations go to the host",
     "external-cuda-graph": "CUDA graphs",
@@ -124,6 +127,8 @@ NOT_PLAIN = {
 """Reason for skipping a row, by the column that then has a value."""
 
 
+GRAPHED_TEST = "attn_cudagraph"
+"""Part of the name of the test whose graphs are of the attention alone (model_config.yaml, `cuda-graph-modules`)."""
 OPERATION_OVERHEADS_S = {"A100-SXM-80GB": 57e-6, "H100-SXM-80GB": 33e-6, "GB200": 45e-6}
 """Host time to launch an operation on the machines of the tests, by GPU: each set by hand to one test."""
 OVERHEAD_TESTS = tuple(
@@ -139,6 +144,7 @@ def megatron_tests(record: Mapping[str, str], identity: str) -> Run:
     Where a row does not say on what it ran, it can still be written, for eight or as many A100 as its plan needs.
     """
     _refuse(record)
+    record = _by_recipe(record)
     unscored = []
     if record["n_gpus_source"].startswith("unknown") or not count(record, "nodes"):
         unscored.append("the row does not say on how many GPUs")
@@ -150,40 +156,66 @@ def megatron_tests(record: Mapping[str, str], identity: str) -> Run:
     return run
 
 
+def _by_recipe(record: Mapping[str, str]) -> Mapping[str, str]:
+    """Return a row with the GPUs that the recipes of GB200 name: two nodes of four, or one where the test says so.
+
+    Source: Megatron-LM, tests/test_utils/recipes/gb200/gpt.yaml, moe.yaml, and those that end in -1node. The table
+    does not look them up for the second half of a test, which goes on from a checkpoint.
+    """
+    known = not record["n_gpus_source"].startswith("unknown") and count(record, "nodes")
+    named = (
+        record["family"] in ("gpt", "moe") and "gb200" in record["platform"] and "release" not in record["test_case"]
+    )
+    if known or not named:
+        return record
+    nodes = "1" if "_1node" in record["test_case"] else "2"
+    return defaultdict(str, record) | {"nodes": nodes, "gpus_per_node": "4", "n_gpus_source": "recipe"}
+
+
 def _assumed(record: Mapping[str, str]) -> Mapping[str, str]:
     filled = defaultdict(str, record)
     if not any(part in record["platform"] for part in GPUS):
         filled["platform"] += " a100"
     if record["n_gpus_source"].startswith("unknown") or not count(record, "nodes"):
-        axes = ("tensor-model", "pipeline-model", "context")
-        ranks = math.lcm(8, math.prod(count(record, f"{each}-parallel-size") or 1 for each in axes))
+        sizes = {axis: count(record, f"{axis}-parallel-size") or 1 for axis in (*AXES, "expert-model")}
+        of_experts = sizes["expert-model"] * (count(record, "expert-tensor-parallel-size") or sizes["tensor-model"])
+        ranks = math.lcm(8, math.prod(sizes[axis] for axis in AXES), sizes["pipeline-model"] * of_experts)
         filled["global-batch-size"] = filled["global-batch-size"] or str(ranks * needed(filled, "micro-batch-size"))
         filled |= {"nodes": str(ranks // 8), "gpus_per_node": "8"}
     return filled
 
 
+AXES = ("tensor-model", "pipeline-model", "context")
+"""Of the columns that end in -parallel-size."""
+
+
 def _megatron_run(record: Mapping[str, str], identity: str) -> Run:
-    axes = ("tensor-model", "pipeline-model", "context")
-    tp, pp, context = (count(record, f"{each}-parallel-size") or 1 for each in axes)
+    tp, pp, context = (count(record, f"{axis}-parallel-size") or 1 for axis in AXES)
     ranks = needed(record, "nodes") * needed(record, "gpus_per_node")
     dp = divided(ranks, tp * pp * context, "GPUs")
     micro = needed(record, "micro-batch-size")
     shape = _shape(record, tp)
+    ep = count(record, "expert-model-parallel-size") or 1
+    method = method_of(dp * context, tp, pp, _replicas(record, pp))
     return Run(
         identity=record["test_case"] + " " + record["platform"] if record["test_case"] else identity,
-        source=f"Megatron-LM tests, {record['family']} on {_gpu(record['platform'])}",
+        source=f"Megatron-LM tests, {record['family']} on {_gpu(record['platform'])}{_steadiness(record)}",
         gpu=_gpu(record["platform"]),
         per_node=count(record, "gpus_per_node"),
         shape=shape,
         software=_software(record, tp, context),
-        method=method_of(dp * context, tp, pp, _replicas(record, pp)),
+        method=method,
+        flat_optimizer=method == "zero1" and shape.experts is not None,
         dp=dp,
         tp=tp,
         pp=pp,
+        ep=ep if shape.experts is not None else 1,
+        etp=count(record, "expert-tensor-parallel-size"),
         chunks=_chunks(record, shape.layers, pp),
         micro_batch=micro,
         micro_batches=micro_batches_of(needed(record, "global-batch-size"), dp, micro),
         recompute=_recompute(record),
+        deferred_outputs=DEFERRED_OUTPUTS if "defer_embedding_wgrad" in record["test_case"] else 0,
         # in a pipeline, gradients are reduced after the schedule
         overlap=record["overlap-grad-reduce"] == "True" and pp == 1,
         step_s=positive(record, "iter_time_median_s"),
@@ -194,13 +226,28 @@ def _megatron_run(record: Mapping[str, str], identity: str) -> Run:
     )
 
 
+DEFERRED_OUTPUTS = 2
+"""`wgrad-deferral-limit` of the tests with `defer-embedding-wgrad-compute` (Megatron-LM, model_config.yaml)."""
+STEADY_RATIO = 0.8
+"""Of the shortest step over the median one; steps of a test that has its machine for itself differ by a tenth."""
+
+
+def _steadiness(record: Mapping[str, str]) -> str:
+    """Return words for a test whose steps took by turns far longer: others used the host, or it had too few cores.
+
+    Such are nearly all on one node of GB200; what they would have taken alone is not known, and they are told apart.
+    """
+    median_s, least_s = positive(record, "iter_time_median_s"), positive(record, "iter_time_min_s")
+    return ", steps of uneven lengths" if median_s and least_s and least_s < STEADY_RATIO * median_s else ""
+
+
 def _refuse(record: Mapping[str, str]) -> None:
     if record["family"] not in VOCABULARIES:
-        raise SkippedError(f"neither a plain GPT nor a BERT ({record['family'] or 'no family'})")
+        raise SkippedError(f"neither a GPT, a BERT nor a T5 ({record['family'] or 'no family'})")
     if "grpo" in record["test_case"]:
         raise SkippedError("not plain training (GRPO)")
     for key, reason in NOT_PLAIN.items():
-        if record[key] not in ("", "False"):
+        if record[key] not in ("", "False") and not (key == "cuda-graph-impl" and GRAPHED_TEST in record["test_case"]):
             raise SkippedError(reason)
     if record["optimizer"] not in ("", "adam"):
         raise SkippedError(f"the optimizer {record['optimizer']}")
@@ -216,6 +263,41 @@ def _replicas(record: Mapping[str, str], pp: int) -> MethodName:
     return "zero1" if record["use-distributed-optimizer"] == "True" or own else "ddp"
 
 
+LATENT_TESTS = {
+    "deepseek_proxy_fsdp": (Latent(query_rank=256, kv_rank=128), 1, 1024),
+    "tp2_pp2_ep4_etp1": (Latent(), 1, 1024),
+    "deepseekv3_proxy": (Latent(), 3, 2048),
+    "tp4_ep2_etp2_pp2": (None, 0, 512),
+}
+"""What the table does not tell of tests, by a part of their names: attention, blocks without experts, width of the
+shared expert (Megatron-LM, tests/functional_tests/test_cases/moe, model_config.yaml)."""
+PREDICT_SEVERAL_TOKENS = ("ep4_etp1_memory_speed", "mtp_resume", "selective_recompute_experimental", "deepseekv3_proxy")
+"""Parts of names of tests with `mtp-num-layers` of 1, of which the table has no column (model_config.yaml)."""
+SEND_TOKENS = ("a2a", "alltoall", "etp2_pp2", "mixtral", "deepseek", "tp2_pp2_ep4_etp1")
+"""Parts of names of tests whose `moe-token-dispatcher-type` is not the default, `allgather` (model_config.yaml)."""
+
+
+def _experts(record: Mapping[str, str]) -> tuple[Experts | None, Latent | None]:
+    """Return the experts of a test and its latent attention; None where it has none."""
+    several = count(record, "num-experts")
+    if several is None:
+        return None, None
+    test = record["test_case"]
+    latent, dense, shared = next((known for part, known in LATENT_TESTS.items() if part in test), (None, 0, 0))
+    width = count(record, "moe-ffn-hidden-size") or count(record, "ffn-hidden-size")
+    experts = Experts(
+        count=several,
+        chosen=count(record, "moe-router-topk") or 2,
+        width=width or 4 * needed(record, "hidden-size"),
+        shared_width=shared,
+        dense_blocks=dense,
+        grouped=record["moe-grouped-gemm"] == "True",
+        gathers_tokens=not any(part in test for part in SEND_TOKENS),
+        fused_permutation=latent is not None,
+    )
+    return experts, latent
+
+
 def _gpu(platform: str) -> str:
     gpu = next((gpu for part, gpu in GPUS.items() if part in platform), None)
     if gpu is None:
@@ -227,25 +309,83 @@ def _shape(record: Mapping[str, str], tp: int) -> Shape:
     hidden, heads = needed(record, "hidden-size"), needed(record, "num-attention-heads")
     vocabulary = count(record, "vocab-size") or VOCABULARIES[record["family"]]
     grouped = record["group-query-attention"] == "True"
+    experts, latent = _experts(record)
+    further = int(any(part in record["test_case"] for part in PREDICT_SEVERAL_TOKENS))
+    gated = record["swiglu"] == "True"
+    decoder = None
+    if record["family"] == "t5":
+        lengths = needed(record, "decoder-num-layers"), needed(record, "decoder-seq-length")
+        decoder = Decoder(layers=lengths[0], sequence_length=lengths[1])
     return Shape(
-        kind="llama" if record["swiglu"] == "True" else "gpt",  # gated maps come with the rest of a Llama's block
+        kind="llama" if gated and count(record, "num-experts") else "gpt",  # those with experts have RMS norms too
+        gated=gated,
         layers=count(record, "num-layers") or needed(record, "encoder-num-layers"),
         hidden=hidden,
         heads=heads,
         kv_heads=(count(record, "num-query-groups") or heads) if grouped else heads,
         ffn=count(record, "ffn-hidden-size") or 4 * hidden,
         vocabulary=padded(vocabulary, tp),
-        sequence_length=needed(record, "seq-length"),
+        sequence_length=ENCODER_LENGTH if decoder else needed(record, "seq-length"),
+        decoder=decoder,
         tied=record["untie-embeddings-and-output-weights"] != "True",
+        latent=latent,
+        experts=experts,
+        further=further,
+        embeds_again=further > 0 and (count(record, "pipeline-model-parallel-size") or 1) > 1,
+        biased=record["disable-bias-linear"] != "True",
     )
+
+
+FLASH_CALLS = 9
+"""Operations of Transformer Engine's flash attention: copies of queries, keys and values to the kernel's layout, the
+kernel, and a copy of its result (pytorch/attention/dot_product_attention/backends.py, FlashAttention.forward); and four
+of the generator's state, which is read and set before and behind it for the dropout (Megatron-LM,
+core/tensor_parallel/random.py, CudaRNGStatesTracker.fork)."""
+RING_CALLS, RING_STEP_CALLS = 3, 7
+"""The same in addition in a ring: parts put in order and joined before it; and in each of its other steps a message
+each way, halves copied, a kernel, and corrections of the sums and of the result (context_parallel.py)."""
+
+
+MESSAGE_CALLS = 9
+"""Operations for a message between stages: the receiver's buffer, its call, waiting, and a view of what came; the
+sender's call, waiting, and letting go of what it sent; the group of calls, and the device synchronised behind it
+(Megatron-LM, core/pipeline_parallel/p2p_communication.py, `_communicate`, and schedules.py,
+`deallocate_output_tensor`)."""
+
+
+def _fuses_attention(record: Mapping[str, str]) -> bool:
+    """Return whether a test's scores stay on the chip.
+
+    What chooses by itself did not, in deterministic mode, in the long-term container of before November 2025: all
+    figures of the cluster named dracooci are of then (Megatron-LM, 23a1dcaf74, the container; adc69dba2d, the names).
+    """
+    if record["attention-backend"] in ("unfused", "local") or record["transformer-impl"] == "local":
+        return False
+    old = "lts" in record["platform"] and "dracooci" in record["platform"]
+    return not (old and record["attention-backend"] in ("", "auto"))
 
 
 def _software(record: Mapping[str, str], tp: int, context: int) -> Software:
     if record["fp8-format"] and float8_ratio_of(_gpu(record["platform"])) is None:
         raise SkippedError("a GPU whose rate in float8 platforms.toml does not know")
-    fused = record["attention-backend"] not in ("unfused", "local") and record["transformer-impl"] != "local"
+    test = record["test_case"]
+    fused = _fuses_attention(record)
+    rotary = 0
+    if record["position-embedding-type"] == "rope":
+        rotary = 6 if "no_fusion" in test else 2  # of eager operations, as in a Llama's block; a kernel each
+    compared = None
+    if "qk_layernorm_test_mode" in test:
+        ranks = needed(record, "nodes") * needed(record, "gpus_per_node")
+        compared = tp + ranks // (tp * (count(record, "pipeline-model-parallel-size") or 1))
+    ring = 2 if "a2a_p2p" in test else context  # of two levels, of which one exchanges heads
     return Software(
         flash_attention=fused,
+        graphs_attention=GRAPHED_TEST in test,
+        flash_calls=FLASH_CALLS + (RING_CALLS + RING_STEP_CALLS * (ring - 1) if context > 1 else 0) if fused else 1,
+        message_calls=MESSAGE_CALLS,
+        rotary_calls=rotary,
+        checks_norms_over=compared,
+        compiled_loss="cross_entropy_loss_fusion" in test,
         early_stop=False,
         float8_maps=bool(record["fp8-format"]),
         sequence_parallel=tp > 1 and record["sequence-parallel"] == "True",
@@ -302,7 +442,7 @@ def simumax(record: Mapping[str, str], identity: str) -> Run:
     model, length, layers = record["model"], count(record, "seq") or 4096, needed(record, "layers")
     if model in DEEPSEEKS:
         hidden, ffn, vocabulary, mixture = DEEPSEEKS[model]
-        experts: Experts | None = mixture
+        experts: Experts | None = replace(mixture, capacity_ratio=1.0)  # moe-pad-expert-input-to-capacity
         heads = kv_heads = 128
         latent: Latent | None = Latent()
     elif model in LLAMAS:

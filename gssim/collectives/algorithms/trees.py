@@ -13,15 +13,15 @@ CHUNK_BYTES = 2**19
 
 def binomial(members: Members, communication: Communication) -> tuple[Stage, ...]:
     """Broadcast in which every rank that has the data sends to one more in each step; a reduce runs backwards."""
-    stages = [Stage(hops, communication.size_bytes) for hops in _binomial_hops(members)]
-    if communication.kind != "reduce":
-        return tuple(stages)
-    size = communication.size_bytes
-    return tuple(Stage(hops, size, reduced_bytes=size) for hops in _reversed_binomial_hops(members))
+    backwards, size = communication.kind == "reduce", communication.size_bytes
+    reduced = size if backwards else 0.0
+    return tuple(Stage(hops, size, reduced_bytes=reduced) for hops in _binomial_hops(members, backwards))
 
 
 @cached_hops
-def _binomial_hops(members: Members) -> tuple[Hops, ...]:
+def _binomial_hops(members: Members, backwards: bool) -> tuple[Hops, ...]:
+    if backwards:
+        return tuple(Hops(hops.target, hops.source, hops.weight) for hops in reversed(_binomial_hops(members, False)))
     steps, reach = [], 1
     while reach < members.count:
         senders = np.arange(min(reach, members.count - reach))
@@ -43,17 +43,12 @@ def binomial_at_once(members: Members, communication: Communication) -> tuple[St
 @cached_hops
 def _levels(members: Members) -> tuple[Hops, ...]:
     """Return the tree's hops by the depth of their senders: the number of ones in a sender's position."""
-    steps = _binomial_hops(members)
+    steps = _binomial_hops(members, False)
     senders = np.concatenate([np.arange(len(hops.source)) for hops in steps])
     source, target = (np.concatenate([getattr(hops, end) for hops in steps]) for end in ("source", "target"))
     depth = np.array([int(sender).bit_count() for sender in senders])
     by_level = [np.flatnonzero(depth == level) for level in range(int(depth.max()) + 1)]
     return tuple(Hops(source[hops], target[hops], np.ones(len(hops))) for hops in by_level)
-
-
-@cached_hops
-def _reversed_binomial_hops(members: Members) -> tuple[Hops, ...]:
-    return tuple(Hops(hops.target, hops.source, hops.weight) for hops in reversed(_binomial_hops(members)))
 
 
 def chain(members: Members, communication: Communication) -> tuple[Stage, ...]:

@@ -50,7 +50,7 @@ class TrafficBounds:
 
         `busy_s`: least compute time of the first rank, added to blocking communication.
         """
-        unlike = plan.shares.replan  # from step to step
+        unlike = plan.shares.replan or policies.in_fragments  # from step to step
         if policies.ranks == 1 or policies.pp > 1 or policies.ranks > MAX_RANKS or unlike:
             return 0.0
         try:
