@@ -152,14 +152,18 @@ class OperationBuilder:
         *,
         by_rows: bool,
         kept: bool = True,
+        wide: bool = False,
     ) -> Operation:
-        """Return a linear layer, split by columns (outputs) or by rows (inputs: tensor ranks then all-reduce)."""
+        """Return a linear layer, split by columns (outputs) or by rows (inputs: tensor ranks then all-reduce).
+
+        `wide`: its product is in 16 bits even if those of blocks are in float8.
+        """
         size = self.token_bytes
         weights = [Weight(name="{}." + name + ".weight", shape=(outputs, inputs), sharded_dim=1 if by_rows else 0)]
         if self.shape.kind == "gpt" and self.shape.biased:
             weights.append(Weight(name="{}." + name + ".bias", shape=(outputs,), sharded_dim=None if by_rows else 0))
         slowdowns = self.product_slowdowns(inputs, outputs, by_rows=by_rows)
-        maps, cast = (1, 0) if self.software.compiled else (3, FLOAT8_CALLS * self.software.float8_maps)
+        maps, cast = (1, 0) if self.software.compiled else (3, FLOAT8_CALLS * (self.software.float8_maps and not wide))
         output = size(outputs, shared=not by_rows)
         # in a ring, the all-reduce is a reduce-scatter and an all-gather, which sequence parallelism separates
         reduced = size(outputs if by_rows else inputs, shared=False)
