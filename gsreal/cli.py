@@ -449,7 +449,7 @@ def calibrate_command(
     _check_writable(out)
     if precision not in DTYPES:
         raise UserError(f"--precision {precision}: allowed: {', '.join(DTYPES)}")
-    sizes = _increasing_integers(batch_sizes, "--batch-sizes")
+    sizes = tuple(sorted(map(int, _numbers(batch_sizes, "--batch-sizes", whole=True))))
     _check_models(sequence_length, models or [])
     names = tuple(map(str, models or []))
     if lab is not None:
@@ -555,22 +555,17 @@ def _check_timeout(timeout_s: float) -> None:
         raise UserError(f"--timeout {timeout_s:g}: must be seconds, more than 0")
 
 
-def _numbers(text: str, option: str) -> list[float]:
+def _numbers(text: str, option: str, *, whole: bool = False) -> list[float]:
+    """Return the distinct numbers of an option, separated by commas: of at least 0, or `whole` ones of at least 1."""
     try:
         numbers = [float(part) for part in text.split(",")]
     except ValueError:
         numbers = [-1.0]
     if not all(0 <= number < math.inf for number in numbers) or len(set(numbers)) < len(numbers):
         raise UserError(f"{option} {text}: must be distinct numbers of at least 0, separated by commas")
-    return numbers
-
-
-def _increasing_integers(text: str, option: str) -> tuple[int, ...]:
-    """Return increasing whole numbers from 1 on."""
-    numbers = sorted(_numbers(text, option))
-    if numbers[0] < 1 or any(number % 1 for number in numbers):
+    if whole and any(number < 1 or number % 1 for number in numbers):
         raise UserError(f"{option} {text}: must be whole numbers of at least 1")
-    return tuple(map(int, numbers))
+    return numbers
 
 
 @app.command("trace")

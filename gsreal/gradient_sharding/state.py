@@ -151,13 +151,20 @@ def load_gathered_state(parts: OptimizerParts, saved: dict[str, Any]) -> bool:
 
     Raises ValueError if it is another optimizer's or model's.
     """
-    _check_saved(saved)
-    load_groups(parts, saved["param_groups"])
+    groups, states = (saved.get("param_groups"), saved.get("state")) if isinstance(saved, Mapping) else (None, None)
+    if groups is None or not isinstance(states, Mapping):
+        raise ValueError("this is no state_dict of an optimizer: it must have 'state' and 'param_groups'")
+    if not all(isinstance(name, str) for group in groups for name in group["params"]):
+        raise ValueError(
+            "this state_dict has parameters by number, as torch's own optimizers save them: give them names (rename "
+            "each number in 'state' and 'param_groups' by the order of model.named_parameters())"
+        )
+    load_groups(parts, groups)
     parts.pusher.steps = saved.get("updates", 0)
-    known = {*saved["state"], *(name for group in saved["param_groups"] for name in group["params"])}
-    if not any(set(state) - {MASTER} for state in saved["state"].values()):
+    known = {*states, *(name for group in groups for name in group["params"])}
+    if not any(set(state) - {MASTER} for state in states.values()):
         parts.optimizer.state.clear()
-        if not saved["state"]:
+        if not states:
             return False
     else:
         initialise(parts.optimizer)
@@ -165,9 +172,9 @@ def load_gathered_state(parts: OptimizerParts, saved: dict[str, Any]) -> bool:
         for name in (parts.names[parameter] for parameter in bucket.parameters):
             if name not in known:
                 raise ValueError(f"nothing was saved of parameter '{name}': another model")
-        states = {p: saved["state"].get(parts.names[p], {}) for p in bucket.parameters}  # empty: no step has updated it
-        _separate(parts, bucket, states)
-        for parameter, state in states.items():
+        loaded = {p: states.get(parts.names[p], {}) for p in bucket.parameters}  # empty: no step has updated it
+        _separate(parts, bucket, loaded)
+        for parameter, state in loaded.items():
             _load_state(parts, bucket, parameter, state)
     return True
 
@@ -200,18 +207,6 @@ def _load_state(parts: OptimizerParts, bucket: Bucket, parameter: nn.Parameter, 
         value.copy_(taken.to(value.device, value.dtype))
     for key, value in rest.items():
         _replace(parts, piece, key, value, saved[key])
-
-
-def _check_saved(saved: Any) -> None:
-    """Raise ValueError if this is not a result of `gather_state`, before anything is changed."""
-    groups, states = (saved.get("param_groups"), saved.get("state")) if isinstance(saved, Mapping) else (None, None)
-    if groups is None or not isinstance(states, Mapping):
-        raise ValueError("this is no state_dict of an optimizer: it must have 'state' and 'param_groups'")
-    if not all(isinstance(name, str) for group in groups for name in group["params"]):
-        raise ValueError(
-            "this state_dict has parameters by number, as torch's own optimizers save them: give them names (rename "
-            "each number in 'state' and 'param_groups' by the order of model.named_parameters())"
-        )
 
 
 def load_groups(parts: OptimizerParts, saved: list[dict[str, Any]]) -> None:

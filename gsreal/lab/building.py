@@ -260,6 +260,7 @@ def _without_signals(call: Callable[..., object], *arguments: object) -> None:
 
 
 def _settle() -> None:
+    """Write the settings of the current network namespace, as far as its kernel has them."""
     for name, value in SETTINGS.items():
         path = Path("/proc/sys/net", name)
         if path.exists():

@@ -17,7 +17,7 @@ import heapq
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -217,7 +217,15 @@ def network_of(cluster: Cluster, run_id: str, *, where: str = "cluster") -> Netw
             for side, edge in enumerate((edges[a, b], edges[b, a]))
         )
         wires[a, b] = Wire((nodes[a].name, nodes[b].name), (there, back))
-    return Network(run_id, nodes, tuple(wires.values()), tuple(_routes(nodes, devices, edges, wires)))
+    routes = []
+    for target in range(devices):
+        address = nodes[target].address
+        assert address is not None, "every device has one"
+        for node, following in sorted(_next_hops(target, edges).items()):
+            ends = wires[min(node, following), max(node, following)].ends
+            here, there = ends if node < following else ends[::-1]
+            routes.append(Route(here.namespace, address, there.address, here.interface, nodes[node].address))
+    return Network(run_id, nodes, tuple(wires.values()), tuple(routes))
 
 
 def _edges(cluster: Cluster, where: str) -> dict[tuple[int, int], _Edge]:
@@ -261,21 +269,6 @@ def _next_hops(target: int, edges: dict[tuple[int, int], _Edge]) -> dict[int, in
                 heapq.heappush(queue, (links + 1, latency_s + edge.latency_s, edge.source, node))
     del hops[target]
     return hops
-
-
-def _routes(
-    nodes: tuple[Node, ...],
-    devices: int,
-    edges: dict[tuple[int, int], _Edge],
-    wires: dict[tuple[int, int], Wire],
-) -> Iterator[Route]:
-    for target in range(devices):
-        address = nodes[target].address
-        assert address is not None, "every device has one"
-        for node, following in sorted(_next_hops(target, edges).items()):
-            ends = wires[min(node, following), max(node, following)].ends
-            here, there = ends if node < following else ends[::-1]
-            yield Route(here.namespace, address, there.address, here.interface, nodes[node].address)
 
 
 QUEUE_FRAMES = 10_000

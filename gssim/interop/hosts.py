@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -239,7 +239,7 @@ def of_smi_matrix(text: str, *, file: str, gpu: str | None) -> Host:
         raise UserError(f"{file}: the matrix lacks a row of its {len(gpus)} GPUs, or has more than {MOST_GPUS}")
     server = of_server(server_of(gpu))
     server.devices, server.source = len(gpus), f"`nvidia-smi topo -m` in {Path(file).name}; rates: {server.source}"
-    _smi_inside(server, _smi_pairs(rows, gpus, names, file), server_of(gpu))
+    _join_gpus(server, rows, names, server_of(gpu), file=file)
     cards = len(names) - len(gpus)
     while cards > 1 and len(gpus) % cards:
         cards -= 1
@@ -250,31 +250,28 @@ def of_smi_matrix(text: str, *, file: str, gpu: str | None) -> Host:
     return server
 
 
-def _smi_pairs(
-    rows: dict[str, list[str]], gpus: Sequence[str], names: Sequence[str], file: str
-) -> dict[tuple[int, int], int]:
-    """Return the number of NVLinks between GPUs by pair."""
-    pairs = {}
+def _join_gpus(
+    host: Host, rows: Mapping[str, Sequence[str]], names: Sequence[str], server: Server, *, file: str
+) -> None:
+    """Set how GPUs are joined inside a host by the matrix's cells, of which `NV4` stands for four NVLinks."""
+    gpus = list(rows)
+    links: dict[tuple[int, int], int] = {}
     for a, b in combinations(range(len(gpus)), 2):
         cell = rows[gpus[a]][names.index(gpus[b])]
         if rows[gpus[b]][names.index(gpus[a])] != cell:
             raise UserError(f"{file}: GPU{a} and GPU{b}: the matrix is not symmetric")
         if match := re.fullmatch(r"NV([0-9]{1,2})", cell):
-            pairs[a, b] = int(match[1])
+            links[a, b] = int(match[1])
         elif cell not in ("PIX", "PXB", "PHB", "NODE", "SYS"):
             raise UserError(f"{file}: GPU{a} and GPU{b}: {one_line(cell, 20)!r}: no such connection")
-    return pairs
-
-
-def _smi_inside(host: Host, pairs: dict[tuple[int, int], int], server: Server) -> None:
-    all_joined = len(pairs) == host.devices * (host.devices - 1) // 2
-    if not pairs:
-        host.inside, host.inside_link = ("pcie", server.pcie_link) if host.devices > 1 else ("none", None)
-    elif all_joined and len(set(pairs.values())) == 1 and host.devices > 2:
+    all_joined = len(links) == len(gpus) * (len(gpus) - 1) // 2
+    if not links:
+        host.inside, host.inside_link = ("pcie", server.pcie_link) if len(gpus) > 1 else ("none", None)
+    elif all_joined and len(set(links.values())) == 1 and len(gpus) > 2:
         host.inside, host.inside_link = "nvswitch", server.inside_link
     else:
         capability = next((sm for sm, name in GPU_OF_CAPABILITY.items() if server.device.startswith(name)), 80)
-        _joined_by_pairs(host, pairs, lambda count: _nvlink(capability, count))
+        _joined_by_pairs(host, links, lambda count: _nvlink(capability, count))
 
 
 # The machine itself ---------------------------------------------------------------------------------------------------

@@ -90,8 +90,7 @@ def _trace(step: Step, result: Result) -> dict[str, Any]:
     placed = _placed(step.spans)
     events = [
         *_names(step, threads),
-        *(_complete(step.spans[number], ticks, threads, zero) for number, ticks in placed.items()),
-        *_bounds(step, threads, zero),
+        *_spans(step, placed, threads, zero),
         *_flows(step, placed, threads, zero),
         *_counters(step, threads, zero),
     ]
@@ -174,21 +173,22 @@ def _placed(spans: Sequence[Span]) -> dict[int, tuple[int, int]]:
     return placed
 
 
-def _complete(span: Span, ticks: tuple[int, int], threads: Threads, zero: _Clock) -> dict[str, Any]:
-    start, end = ticks
-    return {
-        "ph": "X",
-        "name": span.label,
-        "cat": span.phase,
-        "pid": process_of(span.rank),
-        "tid": threads[span.rank, span.stream],
-        "ts": zero.us(start),
-        "dur": (end - start) / TICKS_PER_US,
-        **({"args": {"general_labels": list(span.general_labels)}} if span.general_labels else {}),
-    }
-
-
-def _bounds(step: Step, threads: Threads, zero: _Clock) -> Iterable[dict[str, Any]]:
+def _spans(
+    step: Step, placed: Mapping[int, tuple[int, int]], threads: Threads, zero: _Clock
+) -> Iterable[dict[str, Any]]:
+    """Yield all spans, and the moments at which each rank's step begins and ends."""
+    for number, (start, end) in placed.items():
+        span = step.spans[number]
+        yield {
+            "ph": "X",
+            "name": span.label,
+            "cat": span.phase,
+            "pid": process_of(span.rank),
+            "tid": threads[span.rank, span.stream],
+            "ts": zero.us(start),
+            "dur": (end - start) / TICKS_PER_US,
+            **({"args": {"general_labels": list(span.general_labels)}} if span.general_labels else {}),
+        }
     for rank, bounds_s in sorted(step.bounds_s.items()):
         place = {"pid": process_of(rank), "tid": threads[rank, STREAMS[0]]}
         for name, time_s in zip(("step begins", "step ends"), bounds_s, strict=True):

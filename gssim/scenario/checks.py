@@ -437,7 +437,14 @@ def _check_push(scenario: Scenario, policies: Policies, file: str) -> None:
     plan, push = scenario.plan, scenario.plan.push
     if policies.gradients == "push":
         _check_threshold(scenario, file)
-        _check_indices(scenario, file)
+        # COO's indices cannot address shards that are too long, judged by the largest tensor
+        tensors = (each.elements for layer in scenario.workload.model.layers for each in layer.parameters)
+        largest = max(tensors, default=0)
+        for name, table in (("push", push), ("publish", plan.publish)):
+            if table.selects and table.encoding == "coo" and largest > MOST_INDEXED:
+                elements = largest * max(scenario.shard_shares)
+                if elements > MOST_INDEXED:
+                    raise UserError(f"{file}: plan.{name}.{coo_range_error(elements)}")
         return
     default = Plan(method=plan.method).push
     for key in ("threshold", *NEED_A_THRESHOLD, "encoding"):
@@ -447,18 +454,6 @@ def _check_push(scenario: Scenario, policies: Policies, file: str) -> None:
                 f"{file}: plan.push.{key} = {value!r}: method '{plan.method}' pushes no gradients; "
                 "allowed with gs, gs_z3, gs_hier"
             )
-
-
-def _check_indices(scenario: Scenario, file: str) -> None:
-    """Refuse COO for shards that are longer than its indices can address, judged by the largest tensor."""
-    largest = max(
-        (parameter.elements for layer in scenario.workload.model.layers for parameter in layer.parameters), default=0
-    )
-    for name, table in (("push", scenario.plan.push), ("publish", scenario.plan.publish)):
-        if table.selects and table.encoding == "coo" and largest > MOST_INDEXED:
-            elements = largest * max(scenario.shard_shares)
-            if elements > MOST_INDEXED:
-                raise UserError(f"{file}: plan.{name}.{coo_range_error(elements)}")
 
 
 def _check_publish(scenario: Scenario, policies: Policies, file: str) -> None:
