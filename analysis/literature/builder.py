@@ -9,6 +9,10 @@ from analysis.literature.runs import Shape, Software
 from gssim.units import PRECISION_BYTES
 from gssim.workload import Polynomial
 
+FLOAT8_CALLS = 3
+"""Operations that cast what a product reads to float8, by the scale of its own largest value: that, the scale and the
+cast (Transformer Engine, pytorch/csrc/quantizer.cpp, Float8CurrentScalingQuantizer); the weight's stays cast."""
+
 
 class OperationBuilder:
     """Builds operations that blocks are made of, for one model, whole or split over `ranks` tensor ranks."""
@@ -148,13 +152,18 @@ class OperationBuilder:
         *,
         by_rows: bool,
         kept: bool = True,
+        wide: bool = False,
     ) -> Operation:
-        """Return a linear layer, split by columns (outputs) or by rows (inputs: tensor ranks then all-reduce)."""
+        """Return a linear layer, split by columns (outputs) or by rows (inputs: tensor ranks then all-reduce).
+
+        `wide`: its product is in 16 bits even if those of blocks are in float8.
+        """
         size = self.token_bytes
         weights = [Weight(name="{}." + name + ".weight", shape=(outputs, inputs), sharded_dim=1 if by_rows else 0)]
         if self.shape.kind == "gpt" and self.shape.biased:
             weights.append(Weight(name="{}." + name + ".bias", shape=(outputs,), sharded_dim=None if by_rows else 0))
         slowdowns = self.product_slowdowns(inputs, outputs, by_rows=by_rows)
+        maps, cast = (1, 0) if self.software.compiled else (3, FLOAT8_CALLS * (self.software.float8_maps and not wide))
         output = size(outputs, shared=not by_rows)
         # in a ring, the all-reduce is a reduce-scatter and an all-gather, which sequence parallelism separates
         reduced = size(outputs if by_rows else inputs, shared=False)
@@ -169,7 +178,8 @@ class OperationBuilder:
             saves=(reads,),
             weights=tuple(weights),
             kept=kept,
-            kernels=1 if self.software.compiled else 3,
+            kernels=maps + cast,
+            backward_kernels=2 * maps + cast,
             # the gathered input, of which only this rank's part is saved
             backward_scratch=reduced if self.software.gathers_alone and not by_rows else ZERO_BYTES,
             reduced=reduced if by_rows else None,

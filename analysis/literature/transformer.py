@@ -423,7 +423,7 @@ class TransformerBuilder(OperationBuilder):
         h, vocabulary = self.shape.hidden, self.shape.vocabulary
         if self.shape.predicted is not None:
             vocabulary = round(vocabulary * self.shape.predicted / self.shape.sequence_length)
-        logits = self.linear("logits", "norm", h, vocabulary, by_rows=False)
+        logits = self.linear("logits", "norm", h, vocabulary, by_rows=False, wide=True)
         logits = replace(logits, weights=() if tied else logits.weights[:1])
         if self.software.loss_gradient_in_place:
             logits = replace(logits, saves=(*logits.saves, "logits"))

@@ -416,17 +416,12 @@ def _tasks(low: Lowering, rank: int, alike: "_Alike", *, chunked: bool) -> list[
     if low.policies.in_fragments:
         tasks: list[Task | Chunk] = []
         for step in range(low.policies.sync_every_steps or 1):
-            tasks += with_ids(_step_tasks(low.at_step(step), rank, alike), partial(_in_step, step=step + 1))
+            tasks += with_ids(_step_tasks(low.at_step(step), rank, alike), partial(TaskId.in_step, step=step + 1))
         return tasks
     if low.stages:
         parts = pipeline(low, rank, partial(_stage_tasks, rank=rank, alike=alike), chunked=chunked)
         return [*_load_batch(low, rank), *parts, *optimize(low, rank, [], replicas=replicas_of(low, rank))]
     return [*_step_tasks(low, rank, alike)]
-
-
-def _in_step(name: TaskId, *, step: int) -> TaskId:
-    """Return the identity of a task in a step of a period; that of a fragment's exchange is unique in the period."""
-    return name if name.op == "outer" and not name.action else name._replace(step=step)
 
 
 def _step_tasks(low: Lowering, rank: int, alike: "_Alike") -> list[Task]:

@@ -207,6 +207,14 @@ class TaskId(NamedTuple):
         number = self.micro_batch if micro_batch is None else micro_batch
         return TaskId._make((*self[:8], number, self.stage if stage is None else stage, *self[10:]))
 
+    def in_step(self, *, step: int) -> "TaskId":
+        """Return the same operation in a step of a period; a fragment's exchange goes on behind several, and has none.
+
+        >>> TaskId("optimizer").in_step(step=3).label, TaskId("outer", bucket=0).in_step(step=3).label
+        ('optimizer step 3', 'outer step bucket 0')
+        """
+        return self if self.op == "outer" and not self.action else self._replace(step=step)
+
     def serving(self, action: Action) -> "TaskId":
         """Return the identity of the task that does something for this one.
 

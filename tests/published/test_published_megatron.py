@@ -183,3 +183,17 @@ def test_release_tests_do_not_say_on_how_many_gpus(tmp_path):
     change = {"nodes": "", "gpus_per_node": "", "n_gpus_source": "unknown"}
     with pytest.raises(AssertionError, match="on how many GPUs"):
         run_of(tmp_path, change, test_case="gpt_release", platform="dev_dgx_gb200")
+
+
+@pytest.mark.parametrize("part", ["mla", "gdn", "dsa", "modelopt_distill"])
+def test_models_of_other_kinds_are_known_by_name_alone(tmp_path, part):
+    for end in ("", "_1node"):
+        with pytest.raises(AssertionError, match=r"attention|teaches"):
+            run_of(tmp_path, test_case=f"gpt3_te_tp2_{part}{end}")
+
+
+def test_products_in_float8_are_cast_before_them(tmp_path):
+    """What four products of a block read, and their gradients: three operations each."""
+    plain, float8 = (run_of(tmp_path, {"fp8-format": word}) for word in ("", "hybrid"))
+    difference_s = predict(float8).step_s - predict(plain).step_s
+    assert difference_s == pytest.approx(4 * 2 * 3 * passes(float8) * OVERHEAD_S, rel=0.01)

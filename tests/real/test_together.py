@@ -26,6 +26,7 @@ CASES = {
     "local_sgd": ["plan.method=local_sgd", "plan.sync_every_steps=3"],
     "diloco": ["plan.method=diloco", "plan.sync_every_steps=3"],
     "diloco, int8": ["plan.method=diloco", "plan.sync_every_steps=3", "plan.outer.precision=int8"],
+    "streaming_diloco": ["plan.method=streaming_diloco", "plan.sync_every_steps=4"],
     "pushed": ["plan.push.threshold=1e-3"],
     "with error feedback": ["plan.push.threshold=1e-3", "plan.push.error_feedback=true"],
     "thresholded publish": ["plan.push.threshold=1e-3", "plan.publish.threshold=5e-4"],

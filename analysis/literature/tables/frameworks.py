@@ -246,6 +246,9 @@ def _refuse(record: Mapping[str, str]) -> None:
         raise SkippedError(f"neither a GPT, a BERT nor a T5 ({record['family'] or 'no family'})")
     if "grpo" in record["test_case"]:
         raise SkippedError("not plain training (GRPO)")
+    for part, reason in OTHER_TESTS.items():
+        if part in f"{record['test_case']}_":
+            raise SkippedError(reason)
     for key, reason in NOT_PLAIN.items():
         if record[key] not in ("", "False") and not (key == "cuda-graph-impl" and GRAPHED_TEST in record["test_case"]):
             raise SkippedError(reason)
@@ -263,6 +266,13 @@ def _replicas(record: Mapping[str, str], pp: int) -> MethodName:
     return "zero1" if record["use-distributed-optimizer"] == "True" or own else "ddp"
 
 
+OTHER_TESTS = {
+    "_mla_": "latent attention in blocks whose other parts the row does not say",
+    "_gdn_": "an attention that is not modelled (gated delta nets)",
+    "_dsa_": "an attention that is not modelled (sparse)",
+    "_distill_": "a second model that teaches",
+}
+"""Reason for skipping tests of which the table has no column, by a part of their names (model_config.yaml)."""
 LATENT_TESTS = {
     "deepseek_proxy_fsdp": (Latent(query_rank=256, kv_rank=128), 1, 1024),
     "tp2_pp2_ep4_etp1": (Latent(), 1, 1024),
