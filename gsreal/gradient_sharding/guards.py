@@ -82,6 +82,14 @@ class ModelGuard:
         for parameter, name in self.names.items():
             if parameter not in now:
                 raise RuntimeError(f"{name} is no longer in the model, which would not train: {REMEDY}")
+        for unit in (bucket for bucket in self.buckets if not bucket.has_values_between_steps):
+            for parameter in unit.parameters:
+                if now[parameter] != self.names[parameter]:
+                    raise RuntimeError(
+                        f"{self.names[parameter]} became {now[parameter]} where its parameters are sharded: between "
+                        "steps it has no values that pruning or a parametrization could read. Apply these before "
+                        "shard_gradients"
+                    )
 
     # Master copies ----------------------------------------------------------------------------------------------------
 

@@ -113,10 +113,12 @@ def _is_sibling(made: nn.Module, whole: nn.Module, stack: Stack) -> bool:
     return rest == other and all(_alike(made.get_submodule(f"{stack.path}.{i}"), block, i) for i in range(KEPT))
 
 
-def repeat_blocks(layers: Sequence[Layer], stack: Stack) -> list[Layer] | None:
+def repeat_blocks(layers: Sequence[Layer], stack: Stack, *, neighbours_differ: bool = False) -> list[Layer] | None:
     """Return the layers (one for each module) of the whole model, from those of the one with `KEPT` blocks.
 
     None if its middle blocks differ, or use tensors of distant layers: all of the model must be traced.
+    `neighbours_differ`: the one beside the first or the last block may differ from the others by what that block does,
+    as the last one of divided sequences gathers them. Only of blocks that are known to be alike otherwise.
     """
     paths = [f"{stack.path}.{i}" for i in range(KEPT)]
     places = [i for i, layer in enumerate(layers) if layer.modules and layer.modules[0] in paths]
@@ -126,7 +128,8 @@ def repeat_blocks(layers: Sequence[Layer], stack: Stack) -> list[Layer] | None:
         return None
     first, last = places[0], places[-1]
     middle = layers[first + 1 : last]
-    if len({merge_key(layer) for layer in middle}) > 1:
+    keys = [merge_key(layer) for layer in middle]
+    if keys[1] not in (keys[0], keys[2]) or (not neighbours_differ and keys[0] != keys[2]):
         return None
     gap = _Gap(after=first + KEPT // 2, before_last=last, more=stack.count - KEPT)
     try:

@@ -121,11 +121,11 @@ def _layers(
     if sibling is not None:
         short, stack = sibling
         traced, largest = _traced(short, lengths, checked, where)
-        longer = [repeat_blocks(each, stack) for each in traced]
-        if longer[0] is not None and longer[1] is not None:
+        whole, sliced = (repeat_blocks(each, stack) for each in traced[:2])
+        if whole is not None and sliced is not None:
             on_counted(OperationCounts(*checked, _operations(largest, stack)))
-            # of divided sequences, blocks may differ where the last one gathers them: such are not traced
-            return _by_field(longer, model, where)
+            divided = [repeat_blocks(each, stack, neighbours_differ=True) for each in traced[2:]]
+            return _by_field([whole, sliced, *divided], model, where)
     traced, largest = _traced(model, lengths, checked, where)
     on_counted(OperationCounts(*checked, _operations(largest, None)))
     return _by_field(traced, model, where)

@@ -96,6 +96,8 @@ def _trace(step: Step, result: Result) -> dict[str, Any]:
     ]
     about = {key: getattr(result, key) for key in ("source", "scenario_id", "calibration_id", "step_time_s")}
     about["name"] = result.scenario.get("name")
+    if result.periods is not None and result.periods.begin_steps:  # a whole period is shown
+        about["step_time_s"] = result.periods.every_steps * result.step_time_s
     if result.source == "measured":
         about["result"] = result.to_dict()  # so that the trace alone can be compared
     about["step_start_s"] = -zero.zero / TICKS_PER_S

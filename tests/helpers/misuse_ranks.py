@@ -15,6 +15,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+import torch.nn.utils.prune
 from library_ranks import report
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -353,6 +354,24 @@ def a_part_of_a_sharded_model_called_by_itself():
     inputs = own(next(batches())[0])[0]
     refused("4 was called outside of a forward of the model", lambda: model[2:](inputs.repeat(1, 2)))
     train(model, optimizer, True, steps=1)
+
+
+@case
+def pruning_after_sharding():
+    """Masks are made of the largest values, which parameters that are sharded do not have between steps."""
+    for form in FORMS:
+        model = mlp()
+        options = {**form, "units": form["units"](model)} if "units" in form else form
+        optimizer = shard_gradients(model, SGD, **options)
+        nn.utils.prune.l1_unstructured(model[2], "weight", amount=0.5)
+        inputs, targets = own(*next(batches()))
+        loss(model, inputs, targets).backward()
+        if "units" in form:
+            refused("2.weight became 2.weight_orig where its parameters are sharded", optimizer.step)
+        else:
+            optimizer.step()
+            assert (model[2].weight_mask == 0).sum() == 128
+    dist.barrier()
 
 
 # Loops ----------------------------------------------------------------------------------------------------------------

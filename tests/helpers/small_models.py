@@ -1,7 +1,11 @@
 """Model files of small configurations of the families that ship, traced as `gsreal trace` does."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
+from gsreal.model_files import trace
 from gsreal.model_files.trace import Request, traced_model, write_model
 from gssim.execution.files import write_text
 
@@ -72,6 +76,23 @@ VOCABULARY = 256
 
 KEPT = Path(__file__).resolve().parent / "models" / "of_tests"
 """Model files that real tests run, traced when the tests were written; a slow test traces them again."""
+
+
+@contextmanager
+def whole_layers_alone(*, sliced: bool = False) -> Iterator[None]:
+    """Trace layers whole (and, if `sliced`, under tensor parallelism) alone, in a third of the time.
+
+    What divides sequences, contexts and experts is left out.
+    """
+    left_out = ["traced_context", "traced_parts", "_traced_experts", *([] if sliced else ["_traced_cut"])]
+    patches = [patch.object(trace, name, lambda *_given: []) for name in left_out]
+    for each in patches:
+        each.start()
+    try:
+        yield
+    finally:
+        for each in patches:
+            each.stop()
 
 
 def kept(request: Request) -> Path:

@@ -1,5 +1,6 @@
 """Laws of Streaming DiLoCo: by DiLoCo where all is synchronized at once, by closed forms, and what it refuses."""
 
+import json
 from dataclasses import asdict
 
 import pytest
@@ -7,6 +8,7 @@ from strategies import device_type, loaded_of, scenario_of, star, tiny_model
 
 from gssim.errors import UserError
 from gssim.plan import METHODS, fragments_of
+from gssim.result import chrome_trace
 from gssim.simulation import simulate, traced
 
 SIZE = 4 * tiny_model().elements
@@ -155,7 +157,11 @@ def test_a_folded_period_is_the_unfolded_one(settings):
 
 
 def test_a_trace_shows_a_whole_period():
-    spans = traced(simulated(bucket_bytes=100)).spans
+    found = simulated(bucket_bytes=100)
+    shown = traced(found)
+    spans, about = shown.spans, json.loads(chrome_trace(shown, found.result))["otherData"]
+    assert about["step_time_s"] == pytest.approx(4 * found.result.step_time_s)
+    assert about["step_time_s"] == pytest.approx(max(end for _, end in shown.bounds_s.values()))
     labels = [span.label for span in spans if span.rank == 0]
     assert {f"optimizer step {step}" for step in range(1, 5)} <= set(labels)
     assert "outer step bucket 0" in labels

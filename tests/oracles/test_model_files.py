@@ -2,6 +2,7 @@
 
 from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -9,6 +10,7 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'gssim[models]'")
 
 import torch
+from small_models import whole_layers_alone
 from test_trace import at, counted_peak_bytes, flop_of, real_step, replayed_peak_bytes, request_for
 from torch import nn
 
@@ -98,7 +100,11 @@ def sibling(family: str) -> Model:
     return traced_model(request_for(model, **given, task=task, vocabulary=64, image=None, sequence_length=LENGTH))
 
 
-traced = cache(sibling)
+@cache
+def traced(family: str) -> Model:
+    """Return a sibling traced whole and under tensor parallelism."""
+    with whole_layers_alone(sliced=True):
+        return sibling(family)
 
 
 SLOW = ("bert", "gpt2")
@@ -136,14 +142,25 @@ def test_a_siblings_replayed_peak_is_the_counted_one(family, recompute):
     assert found == pytest.approx(counted_peak_bytes(model, shape, recompute=recompute), rel=5e-3)
 
 
-@pytest.mark.parametrize(
-    "family", ["gpt", *(pytest.param(family, marks=pytest.mark.slow) for family in ("llama", "gpt2", "bert"))]
-)
-def test_repeating_a_middle_block_says_what_tracing_all_blocks_says(family, monkeypatch):
-    with monkeypatch.context() as patched:
-        patched.setattr(tracer, "with_fewer_blocks", lambda _model, _where: None)
-        assert sibling(family) == traced(family)
-    assert with_fewer_blocks(traced(family), "here") is not None
+def all_blocks_of(family: str) -> Model:
+    """Return a sibling of which every block is traced."""
+    with patch.object(tracer, "with_fewer_blocks", lambda _model, _where: None):
+        return sibling(family)
+
+
+def test_repeating_a_middle_block_says_what_tracing_all_blocks_says():
+    with whole_layers_alone(sliced=True):
+        assert all_blocks_of("gpt") == traced("gpt")
+    assert with_fewer_blocks(traced("gpt"), "here") is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt", "llama", "gpt2", "bert"])
+def test_repeating_a_middle_block_says_of_divided_sequences_too_what_tracing_all_blocks_says(family):
+    whole = all_blocks_of(family)
+    assert sibling(family) == whole
+    assert whole.sequence_layers
+    assert whole.context_layers
 
 
 @pytest.mark.parametrize("family", kinds())

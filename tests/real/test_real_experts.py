@@ -10,7 +10,6 @@ from real_runs import (
     predicted_peaks,
     run_cases,
     scenario_file,
-    slow_where,
     star,
     tolerance_of,
 )
@@ -57,17 +56,31 @@ CASES = {
 """By name: the ranks that divide the experts (0: all), and what is changed."""
 
 
-@pytest.fixture(scope="module", params=[2, slow_where(3, slow=[3]), slow_where(4, slow=[4])])
+FEW = (
+    "all-skewed-adamw",
+    "all-accumulated-recomputed-sgd",
+    "all-without-overlap-sgd",
+    "all-kept-accumulated-sgd",
+    "all-mixtral-sharded-sgd",
+    "all-dense-first-sharded-state-sgd",
+)
+"""Cases on two ranks that are not slow: every method and model once."""
+
+
+@pytest.fixture(
+    scope="module", params=[(2, FEW), *(pytest.param((n, tuple(CASES)), marks=[pytest.mark.slow]) for n in (2, 3, 4))]
+)
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict]:
     """Run all cases of one number of ranks in one launch; return (cases, what they showed)."""
-    ranks: int = request.param
+    ranks, names = request.param
     cases = {
         name: {
             "scenario": scenario_file("moe-experts.toml"),
             "overrides": [star(ranks), *USUAL, *overrides, f"plan.ep={divided or ranks}"],
         }
         for name, (divided, overrides) in CASES.items()
-        if divided in (0, ranks // 2)
+        if name in names
+        and divided in (0, ranks // 2)
         and (ranks == 4 or STAGED[0] not in overrides)
         and not (ranks == 3 and {*MIXTRAL, *DENSE} & {*overrides})  # of four and of eight experts
     }

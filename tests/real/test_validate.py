@@ -101,7 +101,7 @@ def test_points_are_run_predicted_and_compared(tmp_path):
 
 def test_a_call_that_is_ended_keeps_what_is_finished_and_the_next_goes_on(tmp_path):
     sweep, out = tmp_path / "two.toml", tmp_path / "out"
-    sweep.write_text(SWEEP)
+    sweep.write_text(SWEEP.replace(", plan.push.threshold = 3e-3", ""))  # gradients need no statistics then
     calibrated(out)
     process = started(sweep, "--device", "cpu", "--out", out)
     assert any("1 of 2 runs done" in line for line in process.stderr)
