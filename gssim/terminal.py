@@ -242,11 +242,20 @@ def _of_all(ranks: int, idle: int) -> str:
 
 @contextmanager
 def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar on stderr; provide its callback of (done, total)."""
+    """Show a progress bar on stderr from the first call of its callback of (done, total), which it provides."""
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn())
-    with Progress(TextColumn(what), *columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task(what, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+    progress = Progress(TextColumn(what), *columns, console=Console(stderr=True))
+    task = progress.add_task(what, total=None)
+
+    def on_progress(done: int, total: int) -> None:
+        progress.start()
+        progress.update(task, completed=done, total=total)
+
+    try:
+        yield on_progress
+    finally:
+        if progress.live.is_started:  # an error before anything was done is one line
+            progress.stop()
 
 
 def _division_table(result: Result) -> Table:

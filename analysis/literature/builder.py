@@ -131,7 +131,7 @@ class OperationBuilder:
         Measured rates count the masked half too.
         """
         shape, use = self.shape, self.use
-        forward = 4 * shape.hidden / 2 / shape.heads / self.software.attention_ratio
+        forward = 4 * shape.query_width / 2 / shape.heads / self.software.attention_ratio
         flops = [forward, 2.5 * forward]
         if use is not None and self.kernels is not None:
             heads, kv_heads = shape.heads // self.split.ranks, max(1, shape.kv_heads // self.split.ranks)

@@ -79,6 +79,8 @@ class Shape:
     DeepSeek-V3, arXiv:2412.19437, section 2.2); only the first is modelled exactly."""
     embeds_again: bool = False
     """Whether these have a copy of the embedding, as on another stage."""
+    head_width: int | None = None
+    """Of a `llama`: width of a head's queries; absent: that of the model over the number of heads."""
     decoder: Decoder | None = None
     """A decoder behind the blocks, which are then an encoder."""
     latent: Latent | None = None
@@ -98,7 +100,12 @@ class Shape:
     @property
     def kv_width(self) -> int:
         """Width of keys, and of values."""
-        return self.hidden // self.heads * self.kv_heads
+        return self.query_width // self.heads * self.kv_heads
+
+    @property
+    def query_width(self) -> int:
+        """Width of the queries of all heads."""
+        return self.hidden if self.head_width is None else self.heads * self.head_width
 
     @property
     def parameters(self) -> int:
@@ -125,7 +132,7 @@ class Shape:
             routed = h * experts.count + maps * h * (experts.count * experts.width + experts.shared_width)
             plain = replace(self, experts=None).parameters
             return plain + (self.layers - experts.dense_blocks) * (routed - maps * h * self.ffn)
-        block = 2 * h * h + 2 * h * self.kv_width + maps * h * self.ffn
+        block = 2 * h * self.query_width + 2 * h * self.kv_width + maps * h * self.ffn
         if self.kind == "gpt":
             block += 4 * h + 2 * h + 2 * self.kv_width + self.ffn + h
             return self.layers * block + ends + self.sequence_length * h + 2 * h

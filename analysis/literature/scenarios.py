@@ -66,7 +66,7 @@ def _check_consistency(run: Run) -> None:
     shape, software = run.shape, run.software
     if run.ranks > MOST_RANKS or shape.layers > MOST_BLOCKS:
         raise SkippedError("more GPUs or layers than any run has")
-    if shape.heads % run.tp or shape.hidden % shape.heads or shape.heads % shape.kv_heads:
+    if shape.heads % run.tp or shape.query_width % shape.heads or shape.heads % shape.kv_heads:
         raise SkippedError("heads do not divide evenly")
     if shape.sequence_length % software.context_ranks:
         raise SkippedError("sequences do not divide evenly")

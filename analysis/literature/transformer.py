@@ -39,10 +39,10 @@ class TransformerBuilder(OperationBuilder):
         return Operation(
             name="context",
             reads=reads,
-            output=self.token_bytes(shape.hidden),
+            output=self.token_bytes(shape.query_width),
             flop=self.score_bytes(forward),
             backward_flop=self.score_bytes(backward),
-            operands=self.token_bytes(2 * shape.hidden + 2 * shape.kv_width),
+            operands=self.token_bytes(2 * shape.query_width + 2 * shape.kv_width),
             streamed=merged,
             backward_streamed=merged_back,
             saves=(*reads, "context"),
@@ -71,7 +71,7 @@ class TransformerBuilder(OperationBuilder):
             joined = 4 * FLOAT
         handed, layer_input_gradient = 8 * v, 4 * FLOAT  # keys and values: joined, read to be sent, written on arrival
         forward, backward = merged + handed, 3 * added + joined + layer_input_gradient + handed
-        width = self.shape.hidden * others
+        width = self.shape.query_width * others
         return self.token_bytes(width, value=forward), self.token_bytes(width, value=backward)
 
     def unfused(self, reads: str) -> list[Operation]:
@@ -326,9 +326,9 @@ class TransformerBuilder(OperationBuilder):
         backward needs it; a compiler saves only tensors between forward and backward (torch 2.13,
         _functorch/partitioners.py).
         """
-        h, ffn, kv = self.shape.hidden, self.shape.ffn, self.shape.kv_width
+        h, ffn, kv, queries = self.shape.hidden, self.shape.ffn, self.shape.kv_width, self.shape.query_width
         eager = not self.software.compiled
-        rotated = h + kv
+        rotated = queries + kv
         # eager: casts to float and back, and a product of complex numbers
         passes = 2 + 4 * FLOAT / self.value if eager else 2
         before, behind = (self.gathered_input(f"{place}_gathered", f"{place}_norm") for place in ("attention", "map"))
@@ -339,10 +339,10 @@ class TransformerBuilder(OperationBuilder):
         values, gates = ("qkv", "gate_up") if fused else ("value", "gate")
         values = values if self.software.copies_keys else "values"
         projections = (
-            [self.linear("qkv", attended, h, h + 2 * kv, by_rows=False)]
+            [self.linear("qkv", attended, h, queries + 2 * kv, by_rows=False)]
             if fused
             else [
-                self.linear("query", attended, h, h, by_rows=False),
+                self.linear("query", attended, h, queries, by_rows=False),
                 self.linear("key", attended, h, kv, by_rows=False, kept=False),
                 self.linear("value", attended, h, kv, by_rows=False),
             ]
@@ -370,7 +370,7 @@ class TransformerBuilder(OperationBuilder):
                 kernels=6 if eager else 1,
             ),
             *self.attention(("rotated", values)),
-            self.linear("out", "context", h, h, by_rows=True, kept=False),
+            self.linear("out", "context", queries, h, by_rows=True, kept=False),
             self.add("attended", ("out", INPUT)),
             self.norm("map_norm", "attended"),
             *behind,

@@ -211,6 +211,8 @@ def _await(work: dist.Work | None) -> None:
 def _sharded_by_push(
     bench: Bench, wrapped: _Stack, optimizer: str, left_out: Callable[[], Any]
 ) -> torch.optim.Optimizer:
+    """Shard a stack's parameters by Gradient Sharding; its exposed communication is left out."""
+
     def observe(label: str, phase: str, *, intra_node: bool = False) -> AbstractContextManager[None]:
         outside: AbstractContextManager[None] = left_out()
         return outside if phase == "exposed_communication" else nullcontext()

@@ -50,4 +50,5 @@ def samples_at(count: int, *, seed: int, step: int, batch_size: int, rows: slice
 
 @lru_cache(maxsize=2)
 def _shuffle(count: int, seed: int, epoch: int) -> Ints:
+    """Return an epoch's order of all samples; two are cached, as a batch may begin in one epoch and end in the next."""
     return np.random.default_rng([seed, epoch]).permutation(count)

@@ -268,6 +268,7 @@ def _pieces(path: Path) -> Iterator[bytes | None]:
 
 
 def _whole(file: BinaryIO | gzip.GzipFile) -> Iterator[bytes | None]:
+    """Yield a file's text in pieces that end with a line, where lines are no longer than a piece, then None."""
     empty = True
     while piece := file.read(PIECE_BYTES):
         empty = False
@@ -277,6 +278,7 @@ def _whole(file: BinaryIO | gzip.GzipFile) -> Iterator[bytes | None]:
 
 
 def _json_lines(file: BinaryIO | gzip.GzipFile, path: Path) -> Iterator[bytes | None]:
+    """Yield the field 'text' of each line that is not empty, and None after each: a line is a document."""
     for number in count(1):
         line = file.readline(LONGEST_LINE_BYTES)
         if not line:

@@ -409,6 +409,7 @@ def _detach_state_dict(model: nn.Module, state: dict[str, Any], prefix: str, _me
 
 
 def _update_masters_after_load(model: nn.Module, _incompatible_keys: Any) -> None:
+    """Copy loaded values into the owners' master copies, and free the gathered parameters."""
     for unit in units_of(model):
         unit.update_master(slice(None))
         unit.record_versions()

@@ -274,6 +274,7 @@ def measurements_in(folder: Path) -> FileStore[Result]:
 
 
 def _key_of(result: Result) -> object:
+    """Return what is measured: the scenario, and what a lab emulates of its cluster."""
     return result.scenario_id, emulated(validated(Cluster, result.scenario["cluster"], file="a measurement"))
 
 

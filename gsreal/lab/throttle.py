@@ -105,6 +105,7 @@ def device_time_s() -> float:
 
 @cache
 def _own_share_ratio() -> float:
+    """Return the share of a core's time that this process has in the lab; 1 outside."""
     place = own_place()
     return place.cpu_share_ratio if place else 1.0
 

@@ -366,15 +366,12 @@ def reason_of(reports: Path, dead: tuple[int, int] | None, log: str) -> str | No
     if dead is None:
         return None
     rank, exit_code = dead
-    cause = _signal(-exit_code) if exit_code < 0 else f"exit code {exit_code}"
+    cause = f"exit code {exit_code}"
+    if exit_code < 0:
+        try:
+            cause = signal.Signals(-exit_code).name
+        except ValueError:  # of the real-time signals only the first and the last have a name
+            cause = f"signal {-exit_code}"
     words = re.compile(r"terminate called|what\(\):|Fatal Python error|malloc\(\)|free\(\)|double free|corrupt")
     said = "; ".join(line.strip() for line in log.splitlines() if words.search(line))[:500]
     return f"rank {rank} died ({cause}{f': {said}' if said else ''})"
-
-
-def _signal(number: int) -> str:
-    """Return a signal's name; of the real-time ones only the first and the last have one."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

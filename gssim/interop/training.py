@@ -298,7 +298,7 @@ def _plan(training: Training, keys: Keys, model: Model, cluster: Cluster, overri
         if method == "zero1" and training.sharding is not None:
             name = training.sharding.origin.partition(" = ")[0]
             keys.note(name, "approximated beside sequence parallelism: broadcasts of parameters, not gathers")
-    if method in ("zero1",) and training.zero1_implementation != "torch" and training.sharding is not None:
+    if method == "zero1" and training.zero1_implementation != "torch" and training.sharding is not None:
         entries.append(Entry("plan.zero1_implementation", training.zero1_implementation, training.sharding.origin))
     batch = _batch(training, keys, dp, pp.value, overrides)
     _shorten(training, entries, batch, pp.value)

@@ -88,6 +88,10 @@ def _plain(value: Any, key: str, *, with_none: bool) -> Any:
     raise UserError(f"{key} = {shown_value(value)}: must be a number, text, true or false, or a list or table of these")
 
 
+BARE_KEYS = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
+"""A key, or a path of keys, that TOML takes without quotes."""
+
+
 def toml(value: Any) -> str:
     """Return a value in TOML syntax.
 
@@ -95,17 +99,13 @@ def toml(value: Any) -> str:
     '[{between = ["a", "b"], bandwidth_ratio = 0.5}, true, inf]'
     """
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{_toml_key(key)} = {toml(item)}" for key, item in value.items()) + "}"
+        keys = (key if BARE_KEYS.fullmatch(key) else _toml_text(key) for key in value)
+        return "{" + ", ".join(f"{key} = {toml(item)}" for key, item in zip(keys, value.values(), strict=True)) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(toml, value)) + "]"
     if isinstance(value, bool):
         return str(value).lower()
     return _toml_text(value) if isinstance(value, str) else repr(value)
-
-
-def _toml_key(key: str) -> str:
-    """Return a key, or a path of keys, in TOML syntax."""
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*", key) else _toml_text(key)
 
 
 def _toml_text(text: str) -> str:

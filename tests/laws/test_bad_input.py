@@ -51,6 +51,20 @@ def test_a_folder_for_a_file_that_the_scenario_names(refusal, tmp_path, key):
     assert f"{key} = '{tmp_path}': is a folder, not a file" in line
 
 
+@pytest.mark.parametrize("key", ["cluster", "workload.model"])
+def test_a_file_that_the_scenario_names_and_is_the_scenario_itself(refusal, tmp_path, key):
+    path = write_files(tmp_path)
+    line = refusal(path, f"{key}={path.name}")
+    assert line.startswith(f"{path}: ")
+    assert "unknown key; allowed: " in line
+
+
+def test_a_sweep_that_is_its_own_scenario(refusal, tmp_path):
+    path = tmp_path / "itself.toml"
+    path.write_text('# Which?\nscenario = "itself.toml"\nvariants.one = { plan.method = "ddp" }\n')
+    assert f"{path}: cluster: missing; name a file or give the table" in refusal(path, command="sweep")
+
+
 def test_broken_toml(refusal, tmp_path):
     path = write_files(tmp_path, scenario="[plan\n")
     assert refusal(path).startswith(f"{path}: not valid TOML: ")

@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import chromium
@@ -26,8 +27,8 @@ from gssim.simulation import simulate
 DEMO = Path(__file__).resolve().parents[2] / "scenarios" / "demo.toml"
 POINTS = 10_000
 FIRST_PAINT_MS, FILTER_MS = 2000, 200
+"""Of the processor's time of the page's main thread: the clock's would be that of what else runs on the machine too."""
 TRIES = 5
-"""The least of so many times is the page's own: others use the machine too."""
 
 
 @pytest.fixture(scope="module")
@@ -73,25 +74,27 @@ def select(name: str, value: str) -> str:
 
 
 def test_ten_thousand_points_are_painted_in_two_seconds_and_filtered_in_a_fifth(browser: Any, large: Path) -> None:
-    drawn_ms, painted_ms = [], []
+    loaded_ms, filtered_ms = [], []
+    browser.main_thread_ms()  # it counts from its first use
     for _ in range(TRIES):
         browser.open(large)
-        drawn_ms.append(browser.evaluate("performance.getEntriesByName('explorer-drawn')[0].startTime"))
-        painted_ms.append(
-            browser.evaluate("performance.getEntriesByName('first-contentful-paint')[0]?.startTime ?? 1e9")
-        )
-    assert max(min(drawn_ms), min(painted_ms)) <= FIRST_PAINT_MS
+        assert browser.evaluate("performance.getEntriesByName('explorer-drawn').length") == 1
+        assert browser.evaluate("performance.getEntriesByName('first-contentful-paint').length") == 1
+        loaded_ms.append(browser.main_thread_ms())
     assert browser.evaluate(STATUS) == "10,000 of 10,000 points are drawn."
-    times_ms = browser.evaluate(
-        """(async () => { const times = [], box = document.querySelector('.filters input');
-        for (let i = 0; i < 10; i++) { const began = performance.now(); box.click();
-          await new Promise(done => requestAnimationFrame(() => setTimeout(done)));
-          times.push(performance.now() - began); }
-        return times; })()"""
-    )
-    assert min(times_ms) <= FILTER_MS
-    browser.evaluate("document.querySelector('.filters input').click()")
-    assert browser.evaluate(STATUS) == "7,500 of 10,000 points are drawn; 2,500 are filtered out."
+    for shown in (
+        "7,500 of 10,000 points are drawn; 2,500 are filtered out.",
+        "10,000 of 10,000 points are drawn.",
+    ) * 3:
+        began_ms = browser.main_thread_ms()
+        browser.evaluate(
+            """(async () => { document.querySelector('.filters input').click();
+            await new Promise(done => requestAnimationFrame(() => setTimeout(done))); })()"""
+        )
+        filtered_ms.append(browser.main_thread_ms() - began_ms)
+        assert browser.evaluate(STATUS) == shown
+    assert 0 < median(loaded_ms) <= FIRST_PAINT_MS
+    assert 0 < median(filtered_ms) <= FILTER_MS
 
 
 def test_axes_are_chosen_and_what_has_no_value_is_told(browser: Any, large: Path) -> None:

@@ -8,7 +8,8 @@ import pytest
 
 import gssim
 from analysis.literature.runs import Run
-from analysis.literature.scenarios import emit, scenario_of, tables_of
+from analysis.literature.scenarios import emit, scenario_of, servers_of_run, tables_of
+from analysis.literature.tables.many_sources import MIXTURES
 from analysis.literature.tables.reading import read_table
 from gsreal.run.launch import check_predicted_only
 from gssim.workload import Polynomial
@@ -234,3 +235,53 @@ def test_a_graphed_attention_is_one_launch_each_way(tmp_path):
     assert {name for name in layers[0] if layers[0][name] != layers[1].get(name)} == {
         name for name in layers[0] if name.endswith("_operations")
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters_e9"), [("qwen3-30b-a3b", 30.5), ("gpt-oss-120b", 116.8), ("deepseekv3", 671.0)]
+)
+def test_models_with_experts_have_as_many_parameters_as_they_say(name, parameters_e9):
+    """Their cards: 30.5, 116.8 and 671 thousand million (without the block that predicts a further token)."""
+    assert MIXTURES[name].parameters / 1e9 == pytest.approx(parameters_e9, abs=0.05)
+
+
+def test_heads_wider_than_their_part_of_the_model_are_products_of_that_width(tmp_path):
+    """Of 32 heads of 128 on a model of 2048: queries of 4096, keys and values of 512, and back."""
+    run = run_of(
+        tmp_path, **LATENT, test_case="gpt3_llama", tensor_model_parallel_size="1", expert_model_parallel_size="1"
+    )
+    shape = replace(MIXTURES["qwen3-30b-a3b"], layers=1, experts=None, sequence_length=128)
+    wide = replace(run, shape=shape, software=replace(run.software, flash_attention=True))
+    block = next(each for each in tables_of(wide)["workload"]["model"]["layers"] if each["name"] == "blocks.0")
+    shapes = [each.split()[1] for each in block["parameters"] if "x" in each.split()[1]]
+    assert shapes == ["5120x2048", "2048x4096", "1536x2048", "2048x768"]
+
+
+@pytest.mark.parametrize(("system", "servers"), [("DGX-GB200", [64, 64]), ("DGX-B200", [8] * 16)])
+def test_a_rack_is_one_server_of_nvlink(tmp_path, system, servers):
+    row = {
+        "id": "a",
+        "source": "NVIDIA-NeMo/Megatron-Bridge",
+        "system": system,
+        "gpu": system.removeprefix("DGX-"),
+        "n_gpus": "128",
+        "model": "GPT-OSS-120B",
+        "seq": "4096",
+        "micro_batch": "1",
+        "global_batch": "1280",
+        "dp": "128",
+        "tp": "1",
+        "pp": "1",
+        "ep": "64",
+        "sharding": "DDP+dist-opt",
+        "precision": "BF16",
+        "iter_time_s": "10",
+        "note": "MoE",
+    }
+    path = tmp_path / "t.csv"
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([list(row), list(row.values())])
+    ((_, _, run),) = read_table(path)
+    assert isinstance(run, Run), run
+    assert [devices for _, devices in servers_of_run(run)] == servers
+    assert (run.ep, run.flat_optimizer) == (64, True)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
-from strategies import built, fabrics, star, topology
+from strategies import built, device_type, fabrics, star, topology
 
 from gsreal import cli, compiled
 from gsreal.calibrate.bench import Settings
@@ -26,10 +26,12 @@ from gsreal.lab.network import LEAST_DELAY_S, network_of, shape, wire_bits_per_s
 from gsreal.lab.throttle import MOST_OF_THE_CORES, Place, as_variable, cores_of, own_place
 from gsreal.lab.verify import Verified, interface_bytes
 from gsreal.machine import device_name, usable_cores
+from gssim.cluster import Cluster
 from gssim.cluster.lab_links import group_bytes
 from gssim.errors import RunFailedError, UserError
 from gssim.scenario import load_cluster, load_scenario
 from gssim.terminal import EndedError, unwinding
+from gssim.units import validated
 
 SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
 SHIPPED = sorted(SCENARIOS.glob("lab-*.toml"))
@@ -44,6 +46,26 @@ def switched(**settings):
 
 
 # Networks ------------------------------------------------------------------------------------------------------------
+
+
+def test_links_of_devices_whose_names_look_like_a_links_are_apart():
+    """Both links of the ring that end in `c` or in `b - c` are shown as `a - b - c`; their rates differ."""
+    names = ["a", "a - b", "b - c", "c"]
+    pairs = {("a - b", "c"): 1e6, ("a", "b - c"): 2e6, ("a", "a - b"): 3e6, ("b - c", "c"): 4e6}
+    data = {
+        "name": "made",
+        "backend": "gloo",
+        "source": "made by hand",
+        "device_types": {"fast": device_type()},
+        "devices": [{"name": name, "type": "fast", "host": name} for name in names],
+        "links": [
+            {"between": pair, "bandwidth_bytes_per_s": rate, "latency_s": 1e-3, "source": "made"}
+            for pair, rate in pairs.items()
+        ],
+    }
+    made = network(validated(Cluster, data, file="cluster"))
+    assert {wire.between: wire.ends[0].rate_bytes_per_s for wire in made.wires} == pytest.approx(pairs)
+    assert len({wire.name for wire in made.wires}) == len(pairs) - 1
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)

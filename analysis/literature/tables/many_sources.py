@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Literal
 
 from analysis.literature.platforms import float8_ratio_of, platform_of, sixteen_bits_of
-from analysis.literature.runs import Metric, Run, Shape, SkippedError, Software, UnscoredError
+from analysis.literature.runs import Experts, Latent, Metric, Run, Shape, SkippedError, Software, UnscoredError
 from analysis.literature.tables.fields import count, divided, method_of, needed, positive
 from gssim.plan import MethodName
 
@@ -26,6 +26,51 @@ SIXTEEN_BITS = ("fp16", "bf16", "bf16/fp16", "fp16 amp", "amp fp16", "amp", "mix
 FLOAT8 = ("bf16+float8", "float8", "fp8-cs", "fp8-mx", "mxfp8")
 """Beginnings of the precision, in lower case: linear layers in float8, everything else in 16 bits."""
 MODELS = ("gpt", "llama", "mt-nlg", "bert")
+MIXTURES = {
+    "qwen3-30b-a3b": Shape(
+        kind="llama",
+        layers=48,
+        hidden=2048,
+        heads=32,
+        kv_heads=4,
+        head_width=128,
+        ffn=768,
+        vocabulary=151936,
+        sequence_length=4096,
+        experts=Experts(count=128, chosen=8, width=768, dense_blocks=0),
+    ),
+    "gpt-oss-120b": Shape(
+        kind="llama",
+        layers=36,
+        hidden=2880,
+        heads=64,
+        kv_heads=8,
+        head_width=64,
+        ffn=2880,
+        vocabulary=201088,
+        sequence_length=4096,
+        experts=Experts(count=128, chosen=4, width=2880, dense_blocks=0),
+    ),
+    "deepseekv3": Shape(
+        kind="llama",
+        layers=61,
+        hidden=7168,
+        heads=128,
+        kv_heads=128,
+        ffn=18432,
+        vocabulary=129280,
+        sequence_length=4096,
+        latent=Latent(),
+        experts=Experts(count=256, chosen=8, width=2048, shared_width=2048, dense_blocks=3),
+    ),
+}
+"""Models with experts, of which the table has the name alone: config.json of Qwen/Qwen3-30B-A3B, openai/gpt-oss-120b
+and deepseek-ai/DeepSeek-V3 (Hugging Face). Biases, attention sinks and the block that predicts a further token are left
+out."""
+RACKS = ("DGX-GB200", "DGX-GB300")
+"""Systems that are a platform of their own: racks in which NVLink joins 72 GPUs."""
+HALF_WINDOWED = ("gpt-oss",)
+"""Beginnings of the names of models of whose blocks every other one attends to a short window alone."""
 MASKED_TOKENS = {128: 20, 512: 80}
 """BERT's predicted tokens, which have logits, by sequence length (NVIDIA, DeepLearningExamples: BERT)."""
 SHARDING: tuple[tuple[MethodName, str], ...] = (
@@ -116,16 +161,19 @@ def _run(record: Mapping[str, str], identity: str) -> Run:
     if software.precision == "bf16":
         software = replace(software, precision=sixteen_bits_of(record["gpu"]))
     micro, micro_batches = _batches(record, dp, pp)
+    shape, method = _shape(record), _method(record, dp * context, pp, tp)
     memory = positive(record, "mem_gib")
     metric = next((name for start, name in METRICS.items() if record["mem_kind"].startswith(start)), None)
     return Run(
         identity=identity,
         source=record["source"],
-        gpu=record["gpu"],
+        gpu=record["system"] if record["system"] in RACKS else record["gpu"],
         per_node=count(record, "gpus_per_node"),
-        shape=_shape(record),
+        shape=shape,
         software=software,
-        method=_method(record, dp * context, pp, tp),
+        method=method,
+        flat_optimizer=method == "zero1" and shape.experts is not None,
+        ep=(count(record, "ep") or 1) if shape.experts is not None else 1,
         dp=dp,
         tp=tp,
         pp=pp,
@@ -170,10 +218,10 @@ def _is_early_megatron(record: Mapping[str, str]) -> bool:
 
 def _refuse(record: Mapping[str, str]) -> None:
     """Raise SkippedError for rows with an unsupported kind of model."""
-    if "MoE" in record["note"] or (count(record, "ep") or 1) > 1:
-        raise SkippedError("a mixture of experts")
     model = record["model"].lower()
-    if not model.startswith(MODELS) or model.startswith("gpt-oss"):
+    if ("MoE" in record["note"] or (count(record, "ep") or 1) > 1) and model not in MIXTURES:
+        raise SkippedError("a mixture of experts")
+    if not model.startswith((*MODELS, *MIXTURES)):
         raise SkippedError("neither a GPT, a Llama nor a BERT")
     if platform_of(record["gpu"]) is None:
         raise SkippedError("a GPU that platforms.toml does not know")
@@ -181,6 +229,8 @@ def _refuse(record: Mapping[str, str]) -> None:
 
 def _shape(record: Mapping[str, str]) -> Shape:
     model = record["model"].lower()
+    if model in MIXTURES:
+        return replace(MIXTURES[model], sequence_length=needed(record, "seq"))
     hidden, heads = needed(record, "hidden"), needed(record, "heads")
     return Shape(
         kind="llama" if model.startswith("llama") else "gpt",
@@ -215,13 +265,14 @@ def _software(record: Mapping[str, str], tp: int, pp: int, context: int) -> Soft
         )
     if said in ("tf32", "fp32"):
         return Software(precision="fp32", tensor_float=said == "tf32", flash_attention=False, dropout=False)
-    platform, ratio = platform_of(record["gpu"]), float8_ratio_of(record["gpu"])
+    platform, ratio, model = platform_of(record["gpu"]), float8_ratio_of(record["gpu"]), record["model"].lower()
     if float8 and ratio is None:
         raise SkippedError("a GPU whose rate in float8 platforms.toml does not know")
     return Software(
         flash_attention=True,
         dropout=False,
-        attention_ratio=platform.attention_ratio if platform else 1.0,
+        # those of blocks with a short window count as none
+        attention_ratio=(platform.attention_ratio if platform else 1.0) * (1 + model.startswith(HALF_WINDOWED)),
         compiled=record["compile"] == "yes" or _is_bridge(record),
         sequence_parallel=tp > 1,
         gathers_inputs=_is_torchtitan(record) and tp > 1,
