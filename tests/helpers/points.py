@@ -96,7 +96,7 @@ def random_point(seed: int, *, most_devices: int = 32) -> Table:
     random = Random(seed)
     devices = random.choice([n for n in DEVICES if n <= most_devices])
     cluster = _cluster(random, devices)
-    method = random.choice(METHODS + PUSHING * 2 + DEALING + IN_FRAGMENTS * (20 if seed >= STREAMED else 0))
+    method = random.choice(METHODS + PUSHING * 2 + DEALING + IN_FRAGMENTS * (60 if seed >= STREAMED else 0))
     if devices > 6 and method in ONE_AXIS and random.random() < 0.8:
         method = random.choice(PUSHING)
     smaller = (
@@ -137,7 +137,7 @@ def random_real_point(seed: int) -> Table:
     topology = {"kind": "switch", "devices": [{"device": "cpu", "count": devices}], "link": link}
     topology["devices_per_host"] = devices if devices % 2 else devices // 2
     cluster = {"name": "random", "backend": "gloo", "source": "random", "device_types": types, "topology": topology}
-    method = random.choice(METHODS[1:] + PUSHING * 2 + DEALING + IN_FRAGMENTS * (20 if seed >= STREAMED else 0))
+    method = random.choice(METHODS[1:] + PUSHING * 2 + DEALING + IN_FRAGMENTS * (60 if seed >= STREAMED else 0))
     models = [Trained("gpt-byte-1m", 12, (8, 16)), Trained("bert-byte-1m", 12, (8, 16)), RESNET, TIED]
     models += [Trained(MIXTURE.name, 12, (8, 16), 1, experts=12)] * (6 if method in DIVIDING_EXPERTS else 0)
     model = random.choice(models if seed < LATER else [*models, *OTHERS])
@@ -236,7 +236,7 @@ def _own_options(random: Random, method: str) -> Table:
             found["sparse_outer"]["precision"] = random.choice(["fp32", "int2"])
         elif REGISTRY[method].outer_optimizer and random.random() < 0.5:
             found["outer"] = {"learning_rate": random.choice([0.5, 1.0]), "momentum": random.choice([0.0, 0.5, 0.9])}
-    if REGISTRY[method].in_fragments and random.random() < 0.9:
+    if REGISTRY[method].in_fragments:
         found |= _fragments(random, found)
     if REGISTRY[method].compressor == "powersgd" and random.random() < 0.7:
         found["powersgd"] = {"rank": random.choice([1, 3, 4]), "min_compression_ratio": random.choice([0.5, 2.0, 10.0])}
@@ -250,12 +250,17 @@ def _own_options(random: Random, method: str) -> Table:
 
 def _fragments(random: Random, found: Table) -> Table:
     """Return how parameters are cut, and how long their exchanges are under way: mostly so that it can be."""
-    every, count = random.choice([2, 3, 4, 5, 7]), random.choice([1, 2, 2, 3])
-    longest = every // count - (random.random() < 0.95)
-    streaming = {"fragments": count, "delay_steps": random.randint(0, max(0, longest))}
-    streaming["local_ratio"] = random.choice([0.0, 0.25, 0.5])
+    if random.random() < 0.98:  # else what goes on behind steps is refused
+        found["overlap"] = True
     if random.random() < 0.3:
         found["outer"] = found.get("outer", {}) | {"precision": "int8"}
+    if random.random() < 0.1:
+        return found | {"sync_every_steps": random.choice([4, 8])}  # and two fragments
+    every = random.choice([2, 3, 4, 5, 7])
+    count = min(random.choice([1, 2, 2, 3]), every)
+    longest = every // count - (random.random() < 0.98)
+    streaming = {"fragments": count, "delay_steps": random.randint(0, longest)}
+    streaming["local_ratio"] = random.choice([0.0, 0.25, 0.5])
     return found | {"sync_every_steps": every, "streaming": streaming}
 
 
