@@ -274,7 +274,8 @@ OTHER_TESTS = {
 }
 """Reason for skipping tests of which the table has no column, by a part of their names (model_config.yaml)."""
 LATENT_TESTS = {
-    "deepseek_proxy_fsdp": (Latent(query_rank=256, kv_rank=128), 1, 1024),
+    "deepseek_proxy_fsdp_ep2_fsdp2_": (Latent(query_rank=256, kv_rank=128), 1, 1024),
+    "deepseek_proxy_fsdp_ep2_fsdp2": (Latent(query_rank=256, kv_rank=128), 3, 1024),
     "tp2_pp2_ep4_etp1": (Latent(), 1, 1024),
     "deepseekv3_proxy": (Latent(), 3, 2048),
     "tp4_ep2_etp2_pp2": (None, 0, 512),
