@@ -334,7 +334,8 @@ def _shape(record: Mapping[str, str], tp: int) -> Shape:
         hidden=hidden,
         heads=heads,
         kv_heads=(count(record, "num-query-groups") or heads) if grouped else heads,
-        ffn=count(record, "ffn-hidden-size") or 4 * hidden,
+        # a gated perceptron is as large as another by default (Megatron-LM, training/arguments.py, --swiglu)
+        ffn=count(record, "ffn-hidden-size") or (int(4 * hidden * 2 / 3) // 64 * 64 if gated else 4 * hidden),
         vocabulary=padded(vocabulary, tp),
         sequence_length=ENCODER_LENGTH if decoder else needed(record, "seq-length"),
         decoder=decoder,
@@ -393,6 +394,7 @@ def _software(record: Mapping[str, str], tp: int, context: int) -> Software:
         flash_attention=fused,
         graphs_attention=GRAPHED_TEST in test,
         flash_calls=FLASH_CALLS + (RING_CALLS + RING_STEP_CALLS * (ring - 1) if context > 1 else 0) if fused else 1,
+        receives_in_flight=True,
         message_calls=MESSAGE_CALLS,
         rotary_calls=rotary,
         checks_norms_over=compared,
