@@ -175,9 +175,8 @@ def routed_maps(builder: OperationBuilder) -> list[Operation]:
     """Return the operations from a block's second norm to the sum of what a token's experts return."""
     shape, experts = builder.shape, builder.shape.experts
     assert experts is not None
-    hidden, value, gated = shape.hidden, builder.value, shape.kind == "llama" or shape.gated
-    tensor_ranks, divides_each = builder.split.ranks, builder.expert_tensor_ranks
-    of_rows = divides_each / tensor_ranks
+    hidden, value, tensor_ranks = shape.hidden, builder.value, builder.split.ranks
+    of_rows = builder.expert_tensor_ranks / tensor_ranks
     tokens, rows = builder.unsplit_bytes(hidden), row_bytes(of_rows * hidden, value)
 
     def permuted(name: str, reads: str, moved: Polynomial, output: Polynomial) -> Operation:
@@ -186,34 +185,7 @@ def routed_maps(builder: OperationBuilder) -> list[Operation]:
         return Operation(name=name, reads=(reads,), output=output, streamed=forward, backward_streamed=backward)
 
     scores = builder.unsplit_bytes(experts.count, value=FLOAT)
-    own_width = experts.width // divides_each
-    width, widening = row_bytes(of_rows * own_width, value), 2 if gated else 1
-    reads = "permuted" if experts.gathers_tokens else "sorted"
-    calls = 1 if experts.grouped else experts.count // builder.expert_ranks
-    weighted = Operation(
-        name="expert_weighted",
-        reads=("expert_swiglu",),
-        output=width,
-        streamed=builder.streamed(total([width], 2)),
-        backward_streamed=builder.streamed(total([width], 4)),
-        saves=("expert_swiglu",),
-        kernels=calls,
-    )
-    processed = [
-        _grouped(builder, experts, "expert_gate_up", reads, hidden, widening * own_width),
-        Operation(
-            name="expert_swiglu",
-            reads=("expert_gate_up",),
-            output=width,
-            streamed=builder.streamed(total([width], 1 + widening)),
-            backward_streamed=builder.streamed(total([width], 1 + 2 * widening)),
-            saves=("expert_gate_up",),
-            also_saved=row_bytes(of_rows, FLOAT),
-            kernels=calls,
-        ),
-        *([] if gated else [weighted]),
-        _grouped(builder, experts, "expert_down", "expert_swiglu" if gated else weighted.name, own_width, hidden),
-    ]
+    processed = _processed(builder, experts, "permuted" if experts.gathers_tokens else "sorted")
     sorting, returning = (1, 1) if experts.fused_permutation else UNFUSED_PERMUTATION
     if experts.gathers_tokens:
         gathered = builder.token_bytes(hidden * builder.expert_ranks * of_rows, shared=False)
@@ -262,6 +234,40 @@ def routed_maps(builder: OperationBuilder) -> list[Operation]:
         ),
         *exchanged,
         *(joined if shared else []),
+    ]
+
+
+def _processed(builder: OperationBuilder, experts: Experts, reads: str) -> list[Operation]:
+    """Return what a rank's experts do with the rows that an operation returns."""
+    hidden, gated = builder.shape.hidden, builder.shape.kind == "llama" or builder.shape.gated
+    of_rows = builder.expert_tensor_ranks / builder.split.ranks
+    own_width, widening = experts.width // builder.expert_tensor_ranks, 2 if gated else 1
+    width = row_bytes(of_rows * own_width, builder.value)
+    calls = 1 if experts.grouped else experts.count // builder.expert_ranks
+    activated = Operation(
+        name="expert_swiglu",
+        reads=("expert_gate_up",),
+        output=width,
+        streamed=builder.streamed(total([width], 1 + widening)),
+        backward_streamed=builder.streamed(total([width], 1 + 2 * widening)),
+        saves=("expert_gate_up",),
+        also_saved=row_bytes(of_rows, FLOAT),
+        kernels=calls,
+    )
+    weighted = Operation(
+        name="expert_weighted",
+        reads=("expert_swiglu",),
+        output=width,
+        streamed=builder.streamed(total([width], 2)),
+        backward_streamed=builder.streamed(total([width], 4)),
+        saves=("expert_swiglu",),
+        kernels=calls,
+    )
+    between = [activated] if gated else [activated, weighted]
+    return [
+        _grouped(builder, experts, "expert_gate_up", reads, hidden, widening * own_width),
+        *between,
+        _grouped(builder, experts, "expert_down", between[-1].name, own_width, hidden),
     ]
 
 

@@ -18,6 +18,7 @@ from gssim.cache import Same, Shared
 from gssim.engine import Machine, RecordingTracker, TaskSpan, is_jittery
 from gssim.errors import UserError
 from gssim.execution import NUMERICS, SHOWN, code_digest, installed_version
+from gssim.plan import fragment_steps
 from gssim.program import Program, Steps, StepTraffic, after_inner_steps, lowering_key, unmeasured_host_time
 from gssim.result import COMPUTE_PHASES, PHASES, UPDATE_PHASES, Density, Result, Span, Step, typical_phases
 from gssim.result.result import Band
@@ -429,26 +430,38 @@ def _in_fragments(loaded: Loaded, unfolded: bool, shared: Shared) -> Simulated:
 
 
 def _times_of_steps(steady: _SteadyRun) -> Floats:
-    """Return the ranks' mean time of every step of a steady period: over the counted ones the mean, or median."""
+    """Return the ranks' mean time of every step of a steady period: over the counted ones the mean, or median.
+
+    A faster rank gains on the others from period to period, until it is so far ahead that it waits for their exchanges.
+    Where that takes more periods than are simulated, the wait is added to the steps that end an exchange: in the steady
+    state all ranks' periods are equally long.
+    """
     scenario, every = steady.scenario, steady.scenario.policies.sync_every_steps or 1
+    outer = [end - 1 for _, end in fragment_steps(scenario.plan, scenario.policies)]
     spans: dict[int, list[TaskSpan]] = defaultdict(list)
     for span in steady.machine.task_spans:
         if span.stream == "compute":
             spans[span.rank].append(span)
-    sum_s = np.zeros((len(steady.times_s), every))
+    sum_s = np.zeros(every)
     for each in steady.machine.classes:
         own_spans, ends_s = spans[each.representative], np.array(steady.ends_s[each.index])
         span_ends_s = np.array([span.end_s for span in own_spans])
         periods = np.searchsorted(ends_s, span_ends_s, side="left") - 1
         steps = np.array([span.task.step or every for span in own_spans])
-        for number in range(len(steady.times_s)):
+        times_s = np.zeros((len(steady.times_s), every))
+        for number, own_s in enumerate(times_s):
             is_counted = periods == number
             latest_s = np.full(every + 1, ends_s[number])
             np.maximum.at(latest_s, steps[is_counted], span_ends_s[is_counted])
             latest_s[-1] = ends_s[number + 1]
-            sum_s[number] += len(each.members) * np.diff(np.maximum.accumulate(latest_s))
-    times_s: Floats = (np.median if steady.jittery else np.mean)(sum_s, axis=0) / scenario.ranks
-    return times_s
+            own_s += np.diff(np.maximum.accumulate(latest_s))
+        if steady.jittery:
+            sum_s += len(each.members) * np.median(times_s, axis=0)
+            continue
+        mean_s = times_s.mean(axis=0)
+        mean_s[outer] += max(0.0, steady.time_s - mean_s.sum()) / len(outer)
+        sum_s += len(each.members) * mean_s
+    return sum_s / scenario.ranks
 
 
 def _run(
@@ -513,6 +526,12 @@ def _result(
     phases = _phases(typical)
     if not typical.jittery and not scenario.policies.sync_every_steps:
         phases = [_settled(each, typical.time_s) for each in phases]
+    if not typical.jittery and scenario.policies.in_fragments:  # as in `_times_of_steps`
+        waits_s = [max(0.0, typical.time_s - sum(each.values())) for each in phases]
+        phases = [
+            each | {"exposed_communication": each["exposed_communication"] + wait_s}
+            for each, wait_s in zip(phases, waits_s, strict=True)
+        ]
     counts = [len(step.members) for step in machine.classes]
     phases_s = {name: fmean([phase[name] for phase in phases], counts) for name in phases[0]}
     total_s = sum(phases_s.values())  # ranks have their median steps at different times

@@ -125,6 +125,21 @@ def test_unequal_ranks_wait_for_each_other_once_a_fragment():
     assert waits[1] - waits[0] == pytest.approx(slow - fast, rel=0.05)
 
 
+def test_a_rank_that_is_a_little_faster_waits_in_the_long_run():
+    """It gains on the other for many periods before it does: an exchange may be two steps late until then."""
+    types = {"slow": device_type(), "fast": device_type(peak_flop_per_s={"fp32": 1.002e9})}
+    streaming = {"fragments": 1, "delay_steps": 2}
+    both, slow = (
+        result_of(cluster=star(2, bandwidth=1e12, types=types, type_names=["slow", other]), streaming=streaming)
+        for other in ("fast", "slow")
+    )
+    assert both.step_time_s == pytest.approx(slow.step_time_s)
+    for each in both.ranks:
+        assert sum(each.phases_s.values()) == pytest.approx(both.step_time_s)
+    waits = {rank: each.phases_s["exposed_communication"] for each in both.ranks for rank in each.ranks}
+    assert waits[0] < waits[1] < 0.01 * both.step_time_s
+
+
 def test_a_slow_step_lengthens_its_own_period_alone():
     slow = {"slowdowns": [{"rank": 0, "first_step": 4, "steps": 1, "compute_ratio": 2}], "warmup_steps": 0}
     cluster = star(2, bandwidth=1e12)

@@ -128,7 +128,8 @@ def test_messages_between_stages_cost_the_host_at_both_ends(tmp_path):
 def test_a_gated_perceptron_of_a_gpt_has_no_other_norms_or_positions(tmp_path):
     plain, gated = (run_of(tmp_path, {"swiglu": word}) for word in ("", "True"))
     assert (gated.shape.kind, gated.shape.gated) == ("gpt", True)
-    assert gated.shape.parameters - plain.shape.parameters == 4 * 256 * 1024
+    assert gated.shape.ffn == 640  # two thirds of 1024, in steps of 64
+    assert gated.shape.parameters - plain.shape.parameters == 4 * 256 * (3 * 640 - 2 * 1024) + 4 * (640 - 1024)
     assert predict(gated).step_s == pytest.approx(predict(plain).step_s, rel=1e-3)  # as many operations
 
 
@@ -197,3 +198,11 @@ def test_products_in_float8_are_cast_before_them(tmp_path):
     plain, float8 = (run_of(tmp_path, {"fp8-format": word}) for word in ("", "hybrid"))
     difference_s = predict(float8).step_s - predict(plain).step_s
     assert difference_s == pytest.approx(4 * 2 * 3 * passes(float8) * OVERHEAD_S, rel=0.01)
+
+
+def test_stages_receive_into_buffers_of_what_is_in_flight(tmp_path):
+    change = {"pipeline-model-parallel-size": "2", "num-layers-per-virtual-pipeline-stage": "1"}
+    run = run_of(tmp_path, change)
+    assert tables_of(run)["plan"]["receive_buffers"] == "in-flight"
+    of_micro_batches = replace(run, software=replace(run.software, receives_in_flight=False))
+    assert predict(run).allocated_bytes < predict(of_micro_batches).allocated_bytes

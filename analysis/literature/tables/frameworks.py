@@ -274,7 +274,8 @@ OTHER_TESTS = {
 }
 """Reason for skipping tests of which the table has no column, by a part of their names (model_config.yaml)."""
 LATENT_TESTS = {
-    "deepseek_proxy_fsdp": (Latent(query_rank=256, kv_rank=128), 1, 1024),
+    "deepseek_proxy_fsdp_ep2_fsdp2_": (Latent(query_rank=256, kv_rank=128), 1, 1024),
+    "deepseek_proxy_fsdp_ep2_fsdp2": (Latent(query_rank=256, kv_rank=128), 3, 1024),
     "tp2_pp2_ep4_etp1": (Latent(), 1, 1024),
     "deepseekv3_proxy": (Latent(), 3, 2048),
     "tp4_ep2_etp2_pp2": (None, 0, 512),
@@ -333,7 +334,8 @@ def _shape(record: Mapping[str, str], tp: int) -> Shape:
         hidden=hidden,
         heads=heads,
         kv_heads=(count(record, "num-query-groups") or heads) if grouped else heads,
-        ffn=count(record, "ffn-hidden-size") or 4 * hidden,
+        # a gated perceptron is as large as another by default (Megatron-LM, training/arguments.py, --swiglu)
+        ffn=count(record, "ffn-hidden-size") or (int(4 * hidden * 2 / 3) // 64 * 64 if gated else 4 * hidden),
         vocabulary=padded(vocabulary, tp),
         sequence_length=ENCODER_LENGTH if decoder else needed(record, "seq-length"),
         decoder=decoder,
@@ -392,6 +394,7 @@ def _software(record: Mapping[str, str], tp: int, context: int) -> Software:
         flash_attention=fused,
         graphs_attention=GRAPHED_TEST in test,
         flash_calls=FLASH_CALLS + (RING_CALLS + RING_STEP_CALLS * (ring - 1) if context > 1 else 0) if fused else 1,
+        receives_in_flight=True,
         message_calls=MESSAGE_CALLS,
         rotary_calls=rotary,
         checks_norms_over=compared,
