@@ -117,7 +117,8 @@ def divide_context(module: nn.Module, blocks: Iterable[nn.Module], parts: Contex
         whole = args[0].shape[1] * parts.ranks
         zigzag = isinstance(parts, Ring) and parts.zigzag
         ranges = position_ranges(whole, ranks=parts.ranks, rank=parts.rank, zigzag=zigzag)
-        positions = torch.cat([torch.arange(*each, device=args[0].device) for each in ranges])
+        runs = [torch.arange(*each, device=args[0].device) for each in ranges]
+        positions = runs[0] if len(runs) == 1 else torch.cat(runs)
         return args, {**settings, "position_ids": positions.unsqueeze(0)}
 
     module.register_forward_pre_hook(with_positions, with_kwargs=True)
