@@ -162,13 +162,23 @@ def random_real_point(seed: int) -> Table:
     _recompute_keys(random, seed, workload, plan)
     if plan.get("push") is not None and method in PUSHING and random.random() < 0.5:
         plan["push"] |= random.choice(KNOWN_DENSITIES)
-    cast = workload.get("reduce_precision") and REGISTRY[method].gradients == "all-reduce"
-    if REGISTRY[method].compress or cast:  # how long these copies live beside the compute depends on the real rates
-        plan["overlap"] = False
+    _wait_for_copies(workload, plan)
     found = _scenario(random, seed, cluster, workload, plan, parts, devices)
     for key in ("replan", "replanning"):  # real paces are not those of a made-up device
         plan.get("shares", {}).pop(key, None)
     return found
+
+
+def _wait_for_copies(workload: Table, plan: Table) -> None:
+    """Let nothing be computed behind exchanges that take copies: how long these live depends on the real rates."""
+    method = REGISTRY[plan["method"]]
+    cast = workload.get("reduce_precision") and method.gradients == "all-reduce"
+    if method.compress or cast:
+        plan["overlap"] = False
+    if (
+        method.in_fragments and plan.get("outer", {}).get("precision") == "int8"
+    ):  # gloo's gathers have some of their own
+        plan["streaming"] = plan.get("streaming", {}) | {"delay_steps": 0}
 
 
 def _scenario(
