@@ -41,8 +41,19 @@ GRACE_S = 1.0
 """How long ranks whose peer failed get to say why they fail too, before they are ended."""
 
 
-def launch(module: str, arguments: Sequence[str], *, ranks: int, max_restarts: int = 0, guard: Any = None) -> None:
-    """Run `python -m module arguments...` on `ranks` ranks; raise RunFailedError where one of them fails."""
+def launch(
+    module: str,
+    arguments: Sequence[str],
+    *,
+    ranks: int,
+    max_restarts: int = 0,
+    guard: Any = None,
+    forked: bool = False,
+) -> None:
+    """Run `python -m module arguments...` on `ranks` ranks; raise RunFailedError where one of them fails.
+
+    The options are those of gsreal's own launcher; ranks are forks whether or not they are `forked`.
+    """
     assert not max_restarts, "only gsreal's own launcher restarts ranks"
     from gsreal.machine import ENVIRONMENT
     from gsreal.run.launch import reason_of
