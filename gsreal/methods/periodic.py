@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gsreal.gradient_sharding.master import MasterCopy, master_type
 from gsreal.measure import Timeline
-from gssim.plan import fragments_of
+from gssim.plan.buckets import fragments_of
 from gssim.plan.plan import (
     INT8_BLOCK_ELEMENTS,
     INT8_SCALE_BYTES,

@@ -15,7 +15,7 @@ from gsreal.measure import ObservedCollective, RankStep, collectives_of
 from gsreal.methods.training import Training
 from gsreal.run.feed import HeldOut
 from gssim.errors import UserError
-from gssim.plan import fragment_steps
+from gssim.plan.buckets import fragment_steps
 from gssim.result import Collective, Density, Division, Evaluation, Periods, RankClass, Result, fragment_periods
 from gssim.scenario import Loaded, Scenario
 

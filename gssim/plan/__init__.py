@@ -1,14 +1,6 @@
 """Parallelization plans: the methods and policies, and how batch, parameters, buckets and layers are split by them."""
 
-from gssim.plan.buckets import (
-    Division,
-    Fragment,
-    assign_buckets,
-    bucket_limits,
-    divide,
-    fragment_steps,
-    fragments_of,
-)
+from gssim.plan.buckets import Division, assign_buckets, bucket_limits, divide
 from gssim.plan.context_blocks import Block, position_ranges, ring_blocks
 from gssim.plan.encodings import INDEX_BYTES, SAMPLE_ELEMENTS, chosen, message_bytes, scratch_elements
 from gssim.plan.mesh import DATA_AXES, REPLICA_AXES, Mesh
@@ -42,7 +34,6 @@ __all__ = [
     "Action",
     "Block",
     "Division",
-    "Fragment",
     "Mesh",
     "MethodName",
     "Plan",
@@ -54,8 +45,6 @@ __all__ = [
     "bucket_limits",
     "chosen",
     "divide",
-    "fragment_steps",
-    "fragments_of",
     "largest_count",
     "message_bytes",
     "position_ranges",

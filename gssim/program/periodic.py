@@ -36,7 +36,7 @@ from dataclasses import replace
 from gssim import collectives, cost
 from gssim.collectives import Communication
 from gssim.memory import Event, footprint
-from gssim.plan import Fragment, fragments_of
+from gssim.plan.buckets import Fragment, fragments_of
 from gssim.plan.plan import INT8_BLOCK_ELEMENTS, INT8_SCALE_BYTES, chunks_of, int8_blocks, sparse_message_bytes
 from gssim.program.lowering import Lowering
 from gssim.program.replicated import broadcast_buffers

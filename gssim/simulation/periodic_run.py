@@ -19,7 +19,7 @@ from statistics import median
 import numpy as np
 
 from gssim.cache import Shared
-from gssim.plan import fragment_steps
+from gssim.plan.buckets import fragment_steps
 from gssim.result import PHASES, Periods, Result, fragment_periods
 from gssim.scenario import Scenario
 from gssim.simulation.report import cost_usd, energy_j

@@ -7,7 +7,8 @@ import pytest
 from strategies import device_type, loaded_of, scenario_of, star, tiny_model
 
 from gssim.errors import UserError
-from gssim.plan import METHODS, fragments_of
+from gssim.plan import METHODS
+from gssim.plan.buckets import fragments_of
 from gssim.result import chrome_trace
 from gssim.simulation import simulate, traced
 
