@@ -72,12 +72,9 @@ WRITTEN_OUT = quick(
         "in small buckets",
         "int8",
         "sparse",
-        "clipped",
         "unequal batches",
-        "streaming",
         "streaming, without own steps",
         "streaming, in small buckets",
-        "streaming, int8",
     ],
 )
 QUICK = (
@@ -92,7 +89,6 @@ QUICK = (
     "streaming",
     "streaming, without own steps",
     "streaming, int8",
-    "streaming, residual network",
 )
 SHOWN = [
     slow_where(ranks, name, slow=(3, 4), few=QUICK)
