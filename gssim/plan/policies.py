@@ -272,6 +272,8 @@ def refuse_what_cannot_run(plan: Plan, policies: Policies, *, file: str) -> None
     _refuse_periods(plan, policies, file)
     if policies.ep > 1:
         _refuse_divided_experts(plan, policies, file)
+    elif plan.etp not in (None, policies.tp):
+        raise UserError(f"{file}: plan.etp = {plan.etp}: no experts are divided (plan.ep = 1); leave it out")
     if policies.parameters != "replicated" and policies.push_axis == "dp_replicate":
         raise UserError(
             f"{file}: plan.parameters = '{policies.parameters}': cannot run yet with method '{plan.method}'; "

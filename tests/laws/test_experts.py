@@ -203,6 +203,7 @@ def test_uneven_loads_carry_as_many_bytes_and_wait_for_the_fullest_rank():
         ({"method": "zero3", "tp": 2}, r"plan\.tp = 2"),
         ({"method": "zero3", "cp": 2}, r"plan\.cp = 2"),
         ({"method": "zero3", "ep": 3}, "a divisor of these"),
+        ({"method": "ddp", "ep": 1, "etp": 2}, r"plan\.etp = 2: no experts are divided \(plan\.ep = 1\)"),
     ],
     ids=str,
 )

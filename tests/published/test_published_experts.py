@@ -1,55 +1,35 @@
 """Megatron-LM's tests with mixtures of experts: ranks of tensor groups and of data divide them."""
 
-import csv
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from megatron_rows import MEGATRON_ROW, run_of_row
 
 import gssim
 from analysis.literature.runs import Run
 from analysis.literature.scenarios import emit, scenario_of, servers_of_run, tables_of
 from analysis.literature.tables.many_sources import MIXTURES
-from analysis.literature.tables.reading import read_table
 from gsreal.run.launch import check_predicted_only
 from gssim.workload import Polynomial
 
-ROW = {
+ROW = MEGATRON_ROW | {
     "family": "moe",
     "test_case": "gpt3_tp2_8experts",
-    "platform": "dev_dgx_h100",
-    "nodes": "1",
-    "gpus_per_node": "8",
-    "n_gpus_source": "recipe",
-    "iter_time_median_s": "0.1",
-    "mem_max_allocated_bytes": "4.6e9",
-    "num-layers": "4",
-    "hidden-size": "256",
-    "num-attention-heads": "8",
-    "seq-length": "128",
-    "micro-batch-size": "4",
-    "global-batch-size": "32",
-    "tensor-model-parallel-size": "2",
     "expert-model-parallel-size": "2",
     "num-experts": "8",
     "moe-router-topk": "2",
     "moe-ffn-hidden-size": "512",
     "sequence-parallel": "True",
-    "bf16": "True",
     "disable-bias-linear": "True",
-    "vocab-size": "1000",
 }
 
 
 def run_of(folder: Path, **change: str) -> Run:
-    path, row = folder / "t.csv", ROW | {name.replace("_", "-"): value for name, value in change.items()}
+    row = ROW | {name.replace("_", "-"): value for name, value in change.items()}
     named = {"test-case": "test_case", "n-gpus-source": "n_gpus_source"}
     row |= {named[name]: row.pop(name) for name in named if name in row}
-    with path.open("w", newline="") as file:
-        csv.writer(file).writerows([list(row), list(row.values())])
-    ((_, _, run),) = read_table(path)
-    assert isinstance(run, Run), run
-    return run
+    return run_of_row(folder, row)
 
 
 def carried(run: Run, *kinds: str) -> dict[tuple[int, ...], int]:
@@ -278,10 +258,6 @@ def test_a_rack_is_one_server_of_nvlink(tmp_path, system, servers):
         "iter_time_s": "10",
         "note": "MoE",
     }
-    path = tmp_path / "t.csv"
-    with path.open("w", newline="") as file:
-        csv.writer(file).writerows([list(row), list(row.values())])
-    ((_, _, run),) = read_table(path)
-    assert isinstance(run, Run), run
+    run = run_of_row(tmp_path, row)
     assert [devices for _, devices in servers_of_run(run)] == servers
     assert (run.ep, run.flat_optimizer) == (64, True)

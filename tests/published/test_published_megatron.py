@@ -1,51 +1,31 @@
 """What Megatron-LM's tests ask of the host and of memory, as their names and columns say it."""
 
-import csv
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from megatron_rows import MEGATRON_ROW, run_of_row
 
 from analysis.literature.runs import Run
 from analysis.literature.scenarios import predict, tables_of
-from analysis.literature.tables.reading import read_table
 from gssim.workload import Polynomial
 
-ROW = {
+ROW = MEGATRON_ROW | {
     "family": "gpt",
     "test_case": "gpt_small",
-    "platform": "dev_dgx_h100",
-    "nodes": "1",
-    "gpus_per_node": "8",
-    "n_gpus_source": "recipe",
-    "iter_time_median_s": "0.1",
     "iter_time_min_s": "0.099",
-    "mem_max_allocated_bytes": "4.6e9",
-    "num-layers": "4",
-    "hidden-size": "256",
-    "num-attention-heads": "8",
-    "seq-length": "128",
-    "micro-batch-size": "4",
     "global-batch-size": "64",
-    "tensor-model-parallel-size": "2",
     "pipeline-model-parallel-size": "1",
     "context-parallel-size": "",
-    "bf16": "True",
     "transformer-impl": "transformer_engine",
     "attention-backend": "",
-    "vocab-size": "1000",
 }
 OVERHEAD_S = 33e-6
 """Of an operation, on the H100 of the tests."""
 
 
 def run_of(folder: Path, change: dict[str, str] | None = None, **named: str) -> Run:
-    path, row = folder / "t.csv", ROW | (change or {}) | named
-    with path.open("w", newline="") as file:
-        csv.writer(file).writerows([list(row), list(row.values())])
-    ((_, _, run),) = read_table(path)
-    assert isinstance(run, Run), run
-    return run
+    return run_of_row(folder, ROW | (change or {}) | named)
 
 
 def host_s(run: Run, **software: object) -> float:

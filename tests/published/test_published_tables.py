@@ -8,6 +8,7 @@ import pytest
 from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from megatron_rows import MEGATRON_ROW
 
 from analysis.literature import scenarios as outcomes_module
 from analysis.literature.kernels import read_kernels
@@ -88,29 +89,15 @@ ROWS: dict[str, dict[str, str]] = {
         "measured_iter_s": "0.6",
         "measured_max_mem_bytes": "9e9",
     },
-    "megatron": {
+    "megatron": MEGATRON_ROW
+    | {
         "family": "gpt",
         "test_case": "gpt_small",
-        "platform": "dev_dgx_h100",
-        "nodes": "1",
-        "gpus_per_node": "8",
-        "n_gpus_source": "recipe",
-        "iter_time_median_s": "0.1",
-        "mem_max_allocated_bytes": "4.6e9",
-        "num-layers": "4",
-        "hidden-size": "256",
-        "num-attention-heads": "8",
-        "seq-length": "128",
-        "micro-batch-size": "4",
-        "global-batch-size": "32",
-        "tensor-model-parallel-size": "2",
         "pipeline-model-parallel-size": "2",
         "context-parallel-size": "",
         "sequence-parallel": "True",
         "use-distributed-optimizer": "True",
-        "bf16": "True",
         "attention-backend": "unfused",
-        "vocab-size": "1000",
     },
     "amp": {
         "experiment": "homogeneous",
