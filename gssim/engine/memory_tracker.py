@@ -182,7 +182,7 @@ class GroupPeaks:
             return [dict(each) for each in self.persistent]
         rows, ends = order // 2 % count, order % 2 == 1
         streams, events = np.array(needs.streams)[rows], np.arange(len(order))
-        active: list[tuple[Ints, Bools]] = []  # in each stream, at each event: the latest task, and whether it is active
+        active: list[tuple[Ints, Bools]] = []  # by stream, at each event: its latest task, and whether that is active
         for stream in sorted(set(needs.streams)):
             latest = np.maximum.accumulate(np.where(streams == stream, events, -1))
             active.append((rows[latest], (latest >= 0) & ~ends[latest]))
@@ -193,7 +193,8 @@ class GroupPeaks:
             held = [[each.get(name, 0.0) for name in needs.categories] for each in self.persistent[roles]]
             kept = np.where(ends[:, None, None], needs.kept[rows, :, roles], 0.0)
             whole = [sum(each.values()) for each in self.persistent[roles]]
-            current_bytes = np.cumsum(np.vstack([whole, kept.reshape(-1, len(whole))]), axis=0)[:: len(needs.categories)]
+            changes = np.vstack([whole, kept.reshape(-1, len(whole))])
+            current_bytes = np.cumsum(changes, axis=0)[:: len(needs.categories)]
             beside: Floats = np.zeros((len(order), len(whole)))
             for each, is_active in active:
                 beside = beside + np.where(is_active[:, None], needs.peak_bytes[each, roles], 0.0)
