@@ -34,8 +34,8 @@ SCENARIOS = HELPERS.parents[1] / "scenarios"
 
 
 def scenario_file(name: str) -> str:
-    """Return the path of a scenario that ships."""
-    return str(SCENARIOS / name)
+    """Return the path of a scenario that ships, or of one of the tests' own."""
+    return str(HELPERS / name if (HELPERS / name).exists() else SCENARIOS / name)
 
 
 def slow_where(ranks: int, *values: Any, slow: Sequence[int], few: Collection[str] | None = None) -> Any:

@@ -175,7 +175,7 @@ def cases_for(ranks: int) -> dict[str, dict[str, Any]]:
         found["zero2 backend sgd"] = [*few, *SGD, "plan.method=zero2", "plan.exchange=backend"]
         found["zero3 backend adamw"] = [*more, *ADAMW64, "plan.method=zero3", "plan.exchange=backend"]
         found["gs backend sgd"] = [*few, *SGD, "plan.method=gs", "plan.exchange=backend"]
-    scenario = scenario_file("demo.toml")
+    scenario = scenario_file("small-demo.toml")
     return {name: {"scenario": scenario, "overrides": [star_toml(ranks), *each]} for name, each in found.items()}
 
 

@@ -24,31 +24,31 @@ def cases_for(ranks: int) -> dict[str, dict[str, object]]:
     for method in ("ddp", "zero1", "zero2", "zero3", "gs"):
         for name, sync in (("step", STEP), ("each", EACH)):
             plan = [f"plan.method={method}", "plan.micro_batches=3", *sync]
-            found[f"{method}-{name}-sgd"] = ("demo.toml", [*GPT, *SGD, *plan])
+            found[f"{method}-{name}-sgd"] = ("small-demo.toml", [*GPT, *SGD, *plan])
     uneven = f"plan.shares.batch={UNEVEN[ranks]}"
     few = ["plan.bucket_bytes=300000"]
     found["ddp-buckets-uneven-adamw"] = (
-        "demo.toml",
+        "small-demo.toml",
         [*GPT, *ADAMW64, *few, "plan.method=ddp", "plan.micro_batches=2", uneven],
     )
     for method in ("ddp", "zero1"):  # their buckets are then reduced by a hook of ours
         found[f"{method}-each-without-overlap-adamw"] = (
-            "demo.toml",
+            "small-demo.toml",
             [*GPT, *ADAMW64, f"plan.method={method}", "plan.micro_batches=3", *EACH, "plan.overlap=false"],
         )
     gs = ["plan.method=gs", "plan.micro_batches=3", f"plan.shares.shards={UNEVEN[ranks]}", uneven]
     found["gs-coo-uneven-adamw"] = (
-        "demo.toml",
+        "small-demo.toml",
         [*GPT, *ADAMW64, *gs, "plan.push.threshold=0", 'plan.push.encoding="coo"', *EACH],
     )
     found["gs-bert-uneven-sgd"] = ("bert-byte.toml", [*GPT, *SGD, *gs, *few])
     whole = ["plan.method=gs", "plan.micro_batches=2", *STEP]  # all in one bucket, which the first sum of a step starts
-    found["gs-one-bucket-each-sum-sgd"] = ("demo.toml", [*GPT, *SGD, *whole, f"workload.model={LLAMA}"])
+    found["gs-one-bucket-each-sum-sgd"] = ("small-demo.toml", [*GPT, *SGD, *whole, f"workload.model={LLAMA}"])
     found["zero3-recompute-sgd"] = (
-        "demo.toml",
+        "small-demo.toml",
         [*MANY, *SGD, "plan.method=zero3", "plan.micro_batches=2", "plan.recompute=full"],
     )
-    found["ddp-many-sgd"] = ("demo.toml", [*MANY, *SGD, "plan.method=ddp", "plan.micro_batches=4"])
+    found["ddp-many-sgd"] = ("small-demo.toml", [*MANY, *SGD, "plan.method=ddp", "plan.micro_batches=4"])
     if ranks > 2:
         found = {name: case for name, case in found.items() if name.endswith("-adamw") or "each" in name}
     return {

@@ -65,7 +65,7 @@ they are the last to begin."""
 def cases_for(ranks):
     return {
         name: {
-            "scenario": scenario_file("resnet-digits.toml" if "residual network" in name else "demo.toml"),
+            "scenario": scenario_file("resnet-digits.toml" if "residual network" in name else "small-demo.toml"),
             "overrides": [star(ranks), *(RESNET if "residual network" in name else [*SMALL, *SGD]), *changes],
             "by_torch": name in BY_TORCH,
         }

@@ -26,19 +26,19 @@ def small(family: str) -> list[str]:
 
 ON = {
     2: {
-        "gpt-ddp-sgd": ("demo.toml", [*SGD, *DDP, "plan.cp=2"]),
-        "gpt-full-zero3-adamw": ("demo.toml", [*ADAMW64, *ZERO3, "plan.cp=2", "plan.recompute=full"]),
+        "gpt-ddp-sgd": ("small-demo.toml", [*SGD, *DDP, "plan.cp=2"]),
+        "gpt-full-zero3-adamw": ("small-demo.toml", [*ADAMW64, *ZERO3, "plan.cp=2", "plan.recompute=full"]),
         "llama-selective-zero3-adamw": (
-            "demo.toml",
+            "small-demo.toml",
             [*ADAMW64, *ZERO3, *small("llama"), "plan.cp=2", "plan.recompute=selective", "plan.micro_batches=2"],
         ),
-        "gpt-ring-ddp-sgd": ("demo.toml", [*SGD, *DDP, *RING, "plan.cp=2"]),
+        "gpt-ring-ddp-sgd": ("small-demo.toml", [*SGD, *DDP, *RING, "plan.cp=2"]),
         "gpt-plain-ring-full-zero3-adamw": (
-            "demo.toml",
+            "small-demo.toml",
             [*ADAMW64, *ZERO3, *PLAIN, "plan.cp=2", "plan.recompute=full"],
         ),
         "llama-ring-zero3-sgd": (
-            "demo.toml",
+            "small-demo.toml",
             [*SGD, *ZERO3, *RING, *small("llama"), "plan.cp=2", "plan.micro_batches=2"],
         ),
         "mixture-ring-ddp-sgd": ("moe-experts.toml", [*SGD, *DDP, *RING, *MIXTURE, "plan.cp=2"]),
@@ -47,35 +47,38 @@ ON = {
         "bert-ddp-adamw": ("bert-byte.toml", [*ADAMW64, *DDP, "plan.cp=2", "workload.global_batch_size=2"]),
     },
     3: {
-        "gpt-ddp-sgd": ("demo.toml", [*SGD, *DDP, "plan.cp=3", *SIX_HEADS]),
-        "gpt-zero3-sgd": ("demo.toml", [*SGD, *ZERO3, "plan.cp=3", *SIX_HEADS]),
-        "gpt-ring-ddp-sgd": ("demo.toml", [*SGD, *DDP, *RING, "plan.cp=3"]),
-        "llama-ring-zero3-sgd": ("demo.toml", [*SGD, *ZERO3, *RING, *small("llama"), "plan.cp=3"]),
-        "gpt-plain-ring-zero2-sgd": ("demo.toml", [*SGD, "plan.method=zero2", *PLAIN, "plan.cp=3"]),
+        "gpt-ddp-sgd": ("small-demo.toml", [*SGD, *DDP, "plan.cp=3", *SIX_HEADS]),
+        "gpt-zero3-sgd": ("small-demo.toml", [*SGD, *ZERO3, "plan.cp=3", *SIX_HEADS]),
+        "gpt-ring-ddp-sgd": ("small-demo.toml", [*SGD, *DDP, *RING, "plan.cp=3"]),
+        "llama-ring-zero3-sgd": ("small-demo.toml", [*SGD, *ZERO3, *RING, *small("llama"), "plan.cp=3"]),
+        "gpt-plain-ring-zero2-sgd": ("small-demo.toml", [*SGD, "plan.method=zero2", *PLAIN, "plan.cp=3"]),
     },
     4: {
-        "gpt-ddp-sgd": ("demo.toml", [*SGD, *DDP, "plan.cp=2"]),
-        "gpt-four-zero2-sgd": ("demo.toml", [*SGD, "plan.method=zero2", "plan.cp=4"]),
+        "gpt-ddp-sgd": ("small-demo.toml", [*SGD, *DDP, "plan.cp=2"]),
+        "gpt-four-zero2-sgd": ("small-demo.toml", [*SGD, "plan.method=zero2", "plan.cp=4"]),
         "gpt2-hsdp-adamw": (
-            "demo.toml",
+            "small-demo.toml",
             [*ADAMW64, *ZERO3, *small("gpt2"), "plan.cp=2", "plan.dp_replicate=2", "plan.dp_shard=1"],
         ),
-        "llama-zero3-adamw": ("demo.toml", [*ADAMW64, *ZERO3, *small("llama"), "plan.cp=2", "workload.clip_norm=0.05"]),
+        "llama-zero3-adamw": (
+            "small-demo.toml",
+            [*ADAMW64, *ZERO3, *small("llama"), "plan.cp=2", "workload.clip_norm=0.05"],
+        ),
         "bert-uneven-ddp-adamw": (
-            "demo.toml",
+            "small-demo.toml",
             [*ADAMW64, *DDP, *small("bert"), "plan.cp=2", "plan.shares.batch=[0.75,0.25]"],
         ),
-        "llama-ring-zero3-sgd": ("demo.toml", [*SGD, *ZERO3, *RING, *small("llama"), "plan.cp=4"]),
+        "llama-ring-zero3-sgd": ("small-demo.toml", [*SGD, *ZERO3, *RING, *small("llama"), "plan.cp=4"]),
         "gpt-ring-hsdp-sgd": (
-            "demo.toml",
+            "small-demo.toml",
             [*SGD, *ZERO3, *RING, "plan.cp=2", "plan.dp_replicate=2", "plan.dp_shard=1", "plan.micro_batches=2"],
         ),
         "mixture-ring-ddp-sgd": ("moe-experts.toml", [*SGD, *DDP, *RING, *MIXTURE, "plan.cp=4"]),
         "gpt-plain-ring-full-zero3-adamw": (
-            "demo.toml",
+            "small-demo.toml",
             [*ADAMW64, *ZERO3, *PLAIN, "plan.cp=4", "plan.recompute=full"],
         ),
-        "gpt-zero1-adamw": ("demo.toml", [*ADAMW64, "plan.method=zero1", "plan.cp=4"]),
+        "gpt-zero1-adamw": ("small-demo.toml", [*ADAMW64, "plan.method=zero1", "plan.cp=4"]),
     },
 }
 

@@ -41,7 +41,11 @@ in 2^11, in another order; five steps at rate 0.05 with momentum end within some
 
 def case_of(overrides: list[str], ranks: int = 2) -> dict[str, Any]:
     # without oneDNN, whose 16-bit products take scratch that no profile here has
-    return {"scenario": scenario_file("demo.toml"), "overrides": [star(ranks), *FP16, *overrides], "onednn": False}
+    return {
+        "scenario": scenario_file("small-demo.toml"),
+        "overrides": [star(ranks), *FP16, *overrides],
+        "onednn": False,
+    }
 
 
 @pytest.fixture(scope="module")

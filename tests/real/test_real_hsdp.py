@@ -18,16 +18,19 @@ GRID = ["plan.method=hsdp", "plan.dp_replicate=2", "plan.dp_shard=2"]
 TWICE = ["plan.micro_batches=2", "workload.global_batch_size=16"]
 
 CASES = {
-    "recompute-backend-sgd": ("demo.toml", [*GPT, *SGD, *GRID, "plan.recompute=full", "plan.exchange=backend"]),
-    "each-micro-batch-sgd": ("demo.toml", [*GPT, *SGD, *GRID, *TWICE]),
+    "recompute-backend-sgd": ("small-demo.toml", [*GPT, *SGD, *GRID, "plan.recompute=full", "plan.exchange=backend"]),
+    "each-micro-batch-sgd": ("small-demo.toml", [*GPT, *SGD, *GRID, *TWICE]),
     "gathered-uneven-last-micro-batch-adamw": (
-        "demo.toml",
+        "small-demo.toml",
         [
             *[*GPT, *ADAMW64, *GRID, *TWICE, "plan.gradient_sync=step", "plan.parameters=gathered"],
             "plan.shares.batch=[0.5,0.25,0.125,0.125]",
         ],
     ),
-    "replicas-alone-sgd": ("demo.toml", [*GPT, *SGD, "plan.method=hsdp", "plan.dp_replicate=4", "plan.dp_shard=1"]),
+    "replicas-alone-sgd": (
+        "small-demo.toml",
+        [*GPT, *SGD, "plan.method=hsdp", "plan.dp_replicate=4", "plan.dp_shard=1"],
+    ),
     "resnet-sgd": ("resnet-digits.toml", [*DIGITS, *SGD, *GRID]),
 }
 

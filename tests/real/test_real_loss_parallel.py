@@ -15,20 +15,20 @@ GPT = ["workload.sequence_length=24", "workload.global_batch_size=12"]
 SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05"]
 TENSOR = ["plan.method=tensor"]
 CASES = {
-    "gpt": ("demo.toml", TENSOR),
-    "gpt-accumulated": ("demo.toml", [*TENSOR, "plan.micro_batches=3", "plan.recompute=full"]),
-    "gpt-sequences": ("demo.toml", [*TENSOR, "plan.sequence_parallel=true", "workload.clip_norm=0.1"]),
-    "gpt-uneven": ("demo.toml", ["plan.method=gs_tp", "plan.shares.shards=[0.7,0.3]"]),
-    "gpt-adamw": ("demo.toml", [*TENSOR, "workload.optimizer=adamw", "workload.precision=fp64"]),
-    "gpt-bf16": ("demo.toml", [*TENSOR, "workload.precision=bf16"]),
+    "gpt": ("small-demo.toml", TENSOR),
+    "gpt-accumulated": ("small-demo.toml", [*TENSOR, "plan.micro_batches=3", "plan.recompute=full"]),
+    "gpt-sequences": ("small-demo.toml", [*TENSOR, "plan.sequence_parallel=true", "workload.clip_norm=0.1"]),
+    "gpt-uneven": ("small-demo.toml", ["plan.method=gs_tp", "plan.shares.shards=[0.7,0.3]"]),
+    "gpt-adamw": ("small-demo.toml", [*TENSOR, "workload.optimizer=adamw", "workload.precision=fp64"]),
+    "gpt-bf16": ("small-demo.toml", [*TENSOR, "workload.precision=bf16"]),
     "bert": ("bert-byte.toml", TENSOR),  # of whose 257 tokens one rank has one more
-    "llama": ("demo.toml", [*TENSOR, "llama"]),
+    "llama": ("small-demo.toml", [*TENSOR, "llama"]),
 }
 FEW = ["gpt-accumulated", "bert"]
 FOUR = {
-    "zero3": ("demo.toml", ["plan.method=zero3", "plan.tp=2", "plan.dp_shard=2", "workload.clip_norm=0.1"]),
-    "ddp": ("demo.toml", ["plan.method=ddp", "plan.tp=2", "plan.dp_replicate=2"]),
-    "gs": ("demo.toml", ["plan.method=gs", "plan.tp=2", "plan.dp_shard=2", "plan.shares.shards=[0.7,0.3]"]),
+    "zero3": ("small-demo.toml", ["plan.method=zero3", "plan.tp=2", "plan.dp_shard=2", "workload.clip_norm=0.1"]),
+    "ddp": ("small-demo.toml", ["plan.method=ddp", "plan.tp=2", "plan.dp_replicate=2"]),
+    "gs": ("small-demo.toml", ["plan.method=gs", "plan.tp=2", "plan.dp_shard=2", "plan.shares.shards=[0.7,0.3]"]),
 }
 
 
@@ -60,7 +60,7 @@ def test_a_divided_vocabulary_trains_as_a_whole_one_with_the_predicted_collectiv
 
 @pytest.mark.slow
 def test_so_does_one_of_three_ranks(tmp_path):
-    case = case_of("demo.toml", ["plan.method=gs_tp", "plan.shares.shards=[0.5,0.25,0.25]"], ranks=3)
+    case = case_of("small-demo.toml", ["plan.method=gs_tp", "plan.shares.shards=[0.5,0.25,0.25]"], ranks=3)
     check("three", case, run_cases(tmp_path, {"three": case}, ranks=3)["three"])
 
 

@@ -69,7 +69,7 @@ def cases_for(ranks: int) -> dict[str, dict[str, object]]:
         found = {name: found[name] for name in (*plain, "zero2-few-sgd", "zero3-few-sgd", "planted-sgd")}
     return {
         name: {
-            "scenario": scenario_file(BASE.get(name.split("-")[1], "demo.toml")),
+            "scenario": scenario_file(BASE.get(name.split("-")[1], "small-demo.toml")),
             "overrides": [star(ranks), *overrides],
             "plant": name.startswith("planted"),
         }

@@ -16,10 +16,10 @@ pytestmark = pytest.mark.real
 GPT = ["workload.sequence_length=24", "workload.global_batch_size=12"]
 BERT = ["workload.sequence_length=24", "workload.global_batch_size=12"]
 CASES = {
-    "zero3": ("demo.toml", ["plan.method=zero3", *GPT]),
-    "zero2-accumulated": ("demo.toml", ["plan.method=zero2", "plan.micro_batches=3", *GPT]),
-    "zero3-clipped": ("demo.toml", ["plan.method=zero3", "workload.clip_norm=0.1", *GPT]),
-    "zero3-bf16": ("demo.toml", ["plan.method=zero3", "workload.precision=bf16", *GPT]),
+    "zero3": ("small-demo.toml", ["plan.method=zero3", *GPT]),
+    "zero2-accumulated": ("small-demo.toml", ["plan.method=zero2", "plan.micro_batches=3", *GPT]),
+    "zero3-clipped": ("small-demo.toml", ["plan.method=zero3", "workload.clip_norm=0.1", *GPT]),
+    "zero3-bf16": ("small-demo.toml", ["plan.method=zero3", "workload.precision=bf16", *GPT]),
     "bert": ("bert-byte.toml", ["plan.method=zero2", *BERT]),
     "bert-recomputed": ("bert-byte.toml", ["plan.method=zero3", "plan.recompute=full", *BERT]),
 }

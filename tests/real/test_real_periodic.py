@@ -102,7 +102,7 @@ MEDIAN_PEAK, LARGEST_PEAK = 0.01, 0.04
 def cases_for(ranks):
     return {
         name: {
-            "scenario": scenario_file("resnet-digits.toml" if name in RESIDUAL else "demo.toml"),
+            "scenario": scenario_file("resnet-digits.toml" if name in RESIDUAL else "small-demo.toml"),
             "overrides": [star(ranks), *(RESNET if name in RESIDUAL else SMALL), *changes],
         }
         for name, changes in CASES.items()

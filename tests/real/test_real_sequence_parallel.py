@@ -15,15 +15,15 @@ ADAMW64 = ["workload.optimizer=adamw", "workload.precision=fp64", "workload.lear
 TENSOR = ["plan.method=tensor"]
 UNEVEN = ["plan.method=gs_tp", "plan.shares.shards=[0.7,0.3]"]
 ON_TWO = {
-    "gpt-sgd": ("demo.toml", [*SGD, *TENSOR]),
-    "gpt-full-adamw": ("demo.toml", [*ADAMW64, *TENSOR, "plan.recompute=full", "plan.micro_batches=2"]),
-    "gpt-uneven-selective-adamw": ("demo.toml", [*ADAMW64, *UNEVEN, "plan.recompute=selective"]),
+    "gpt-sgd": ("small-demo.toml", [*SGD, *TENSOR]),
+    "gpt-full-adamw": ("small-demo.toml", [*ADAMW64, *TENSOR, "plan.recompute=full", "plan.micro_batches=2"]),
+    "gpt-uneven-selective-adamw": ("small-demo.toml", [*ADAMW64, *UNEVEN, "plan.recompute=selective"]),
     "bert-adamw": ("bert-byte.toml", [*ADAMW64, *TENSOR]),
 }
 ON_FOUR = {
-    "gpt-ddp-sgd": ("demo.toml", [*SGD, "plan.method=ddp", "plan.tp=2", "plan.dp_replicate=2"]),
-    "gpt-zero1-adamw": ("demo.toml", [*ADAMW64, "plan.method=zero1", "plan.tp=2", "plan.dp_replicate=2"]),
-    "gpt-zero3-adamw": ("demo.toml", [*ADAMW64, "plan.method=zero3", "plan.tp=2", "plan.dp_shard=2"]),
+    "gpt-ddp-sgd": ("small-demo.toml", [*SGD, "plan.method=ddp", "plan.tp=2", "plan.dp_replicate=2"]),
+    "gpt-zero1-adamw": ("small-demo.toml", [*ADAMW64, "plan.method=zero1", "plan.tp=2", "plan.dp_replicate=2"]),
+    "gpt-zero3-adamw": ("small-demo.toml", [*ADAMW64, "plan.method=zero3", "plan.tp=2", "plan.dp_shard=2"]),
     "bert-four-sgd": ("bert-byte.toml", [*SGD, *TENSOR]),
 }
 

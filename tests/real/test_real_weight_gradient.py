@@ -105,12 +105,12 @@ SMALL = ["workload.sequence_length=24", "workload.global_batch_size=11"]  # no b
 
 CASES = {
     2: {
-        "gpt-sgd": ("demo.toml", [*SMALL, *SGD]),
-        "gpt-slowed-sgd": ("demo.toml", [*SMALL, *SGD, SLOWED]),
+        "gpt-sgd": ("small-demo.toml", [*SMALL, *SGD]),
+        "gpt-slowed-sgd": ("small-demo.toml", [*SMALL, *SGD, SLOWED]),
         "bert-adamw": ("bert-byte.toml", [*SMALL, *ADAMW64, "plan.shares.shards=[0.7, 0.3]"]),
     },
     3: {
-        "gpt-adamw": ("demo.toml", [*SMALL, *ADAMW64, "plan.shares.shards=[0.2, 0.5, 0.3]"]),
+        "gpt-adamw": ("small-demo.toml", [*SMALL, *ADAMW64, "plan.shares.shards=[0.2, 0.5, 0.3]"]),
         "resnet-sgd": ("resnet-digits.toml", ["workload.global_batch_size=11", "workload.precision=fp64", *SGD]),
     },
 }
