@@ -10,12 +10,14 @@ import numpy as np
 from gssim.engine.task_groups import TaskGroup
 from gssim.memory import NOTHING, Footprint
 from gssim.program import Program, Task, parts_of
-from gssim.units import Floats, Ints
+from gssim.units import Bools, Floats, Ints
 
 NOISE_BYTES = 1e-3
 """Amounts below this count as 0: expected message sizes are fractions, and allocating and freeing them in another order
 leaves rounding errors.
 """
+MAX_CELLS = 2**21
+"""Largest array of events, categories and roles that is computed at once."""
 
 
 class MemoryTracker:
@@ -170,39 +172,46 @@ class GroupPeaks:
         return self._peaks_by_order[key]
 
     def _compute_peaks(self, order: Ints) -> list[dict[str, float]]:
-        needs, roles = self.needs, range(len(self.persistent))
-        rows = [[each.get(name, 0.0) for each in self.persistent] for name in needs.categories]
-        current = np.array(rows).reshape(len(needs.categories), len(roles))
-        current_bytes = np.array([sum(each.values()) for each in self.persistent])
-        worst_bytes, worst = current_bytes.copy(), current.copy()
-        active: dict[int, int] = {}
-        for event in order.tolist():
-            row, ends = event // 2 % len(needs.tasks), event % 2
-            if ends:
-                del active[needs.streams[row]]
-                for place in np.flatnonzero(needs.kept[row].any(axis=1)).tolist():
-                    current[place] += needs.kept[row, place]
-                    current_bytes = current_bytes + needs.kept[row, place]
-                continue
-            active[needs.streams[row]] = row
-            ordered = [active[stream] for stream in sorted(active)]
-            total_bytes = current_bytes + sum(needs.peak_bytes[each] for each in ordered)
-            is_higher = total_bytes > worst_bytes
-            if is_higher.any():
-                worst_bytes = np.where(is_higher, total_bytes, worst_bytes)
-                now = current.copy()
-                for each in ordered:
-                    now += needs.peak[each]
-                worst[:, is_higher] = now[:, is_higher]
-        present = [set(each) | self._touched(role) for role, each in enumerate(self.persistent)]
-        return [
-            {
-                name: value
-                for name, value in zip(needs.categories, worst[:, role].tolist(), strict=True)
-                if name in present[role]
-            }
-            for role in roles
-        ]
+        """Return the peaks of all roles for an order of events, some roles at a time.
+
+        A peak is at the begin of a task: what is kept until then, and the peaks of the tasks that are active in each
+        stream. Sums are taken in the order of events, so that they round alike however many roles are taken together.
+        """
+        needs, count = self.needs, len(self.needs.tasks)
+        if not len(order):
+            return [dict(each) for each in self.persistent]
+        rows, ends = order // 2 % count, order % 2 == 1
+        streams, events = np.array(needs.streams)[rows], np.arange(len(order))
+        active: list[tuple[Ints, Bools]] = []  # by stream, at each event: its latest task, and whether that is active
+        for stream in sorted(set(needs.streams)):
+            latest = np.maximum.accumulate(np.where(streams == stream, events, -1))
+            active.append((rows[latest], (latest >= 0) & ~ends[latest]))
+        found: list[dict[str, float]] = []
+        at_a_time = max(1, MAX_CELLS // (len(order) * len(needs.categories)))
+        for first in range(0, len(self.persistent), at_a_time):
+            roles = slice(first, first + at_a_time)
+            held = [[each.get(name, 0.0) for name in needs.categories] for each in self.persistent[roles]]
+            kept = np.where(ends[:, None, None], needs.kept[rows, :, roles], 0.0)
+            whole = [sum(each.values()) for each in self.persistent[roles]]
+            changes = np.vstack([whole, kept.reshape(-1, len(whole))])
+            current_bytes = np.cumsum(changes, axis=0)[:: len(needs.categories)]
+            beside: Floats = np.zeros((len(order), len(whole)))
+            for each, is_active in active:
+                beside = beside + np.where(is_active[:, None], needs.peak_bytes[each, roles], 0.0)
+            total_bytes = np.where(ends[:, None], -np.inf, current_bytes[:-1] + beside)
+            worst = np.argmax(total_bytes, axis=0)
+            current = np.cumsum(np.concatenate([np.array(held).T[None], kept]), axis=0)
+            for column, event in enumerate(worst.tolist()):
+                role, values = first + column, np.array(held[column])
+                if total_bytes[event, column] > whole[column]:
+                    values = current[event, :, column].copy()
+                    for each, is_active in active:
+                        if is_active[event]:
+                            values += needs.peak[each[event], :, role]
+                present = set(self.persistent[role]) | self._touched(role)
+                named = zip(needs.categories, values.tolist(), strict=True)
+                found.append({name: value for name, value in named if name in present})
+        return found
 
     def _touched(self, role: int) -> set[str]:
         needs = self.needs

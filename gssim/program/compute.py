@@ -1,7 +1,7 @@
 """Lowers forward and backward of every layer to tasks with their memory: the first pass, extended by all others."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -118,15 +118,20 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
     if low.recomputes or own.layers is not base:
         lives = _checkpointed(low, rank) if low.recomputes else as_traced
         timeline = _timeline(low, samples, own.layers, lives)
-    always_kept = gradient_events(low.layers, value_bytes=low.value_bytes, given_back=0)
+    always_kept = low.once_a_run(_gradient_events, 0, 0)
     added = micro_batch.accumulates and not low.casts_units  # FSDP2 itself adds those that it casts
     given_back = added + in_buckets
     adds_itself = low.has_one_gradient_buffer  # the products do
-    own_layers = () if adds_itself else own.layers
     of_slices = added if low.policies.ep > 1 else given_back  # no bucket takes those of experts
-    gradients = gradient_events(
-        own_layers, value_bytes=low.value_bytes, given_back=given_back, given_back_of_slices=of_slices
-    )
+    if own.layers is low.layers and not adds_itself:
+        gradients = low.once_a_run(_gradient_events, given_back, of_slices)
+    else:
+        gradients = gradient_events(
+            () if adds_itself else own.layers,
+            value_bytes=low.value_bytes,
+            given_back=given_back,
+            given_back_of_slices=of_slices,
+        )
     buckets = _bucket_events(low) if in_buckets and low.policies.gradients == "push" else {}
     hook_s = _hook_s(low, rank) if in_buckets else 0.0
     excess = pause_excess(low.device(rank), low.scenario.workload)
@@ -184,6 +189,13 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
     end = footprint(timeline.end)
     tasks.append(Task(TaskId("backward-end"), "backward", need=end))
     return tasks
+
+
+def _gradient_events(low: Lowering, given_back: int, of_slices: int) -> Mapping[tuple[int, str], Sequence[Event]]:
+    """Return the allocations and releases of the gradients of all layers; see `gradient_events`."""
+    return gradient_events(
+        low.layers, value_bytes=low.value_bytes, given_back=given_back, given_back_of_slices=of_slices
+    )
 
 
 def _timeline(low: Lowering, samples: int, layers: Sequence[LayerInstance], lives: Lives) -> Timeline:

@@ -229,6 +229,10 @@ class Unit:
 
 def units(low: Lowering) -> tuple[Unit, ...]:
     """Return FSDP2's units in the order in which they are gathered: the root first, then each block."""
+    return low.once_a_run(_units)
+
+
+def _units(low: Lowering) -> tuple[Unit, ...]:
     kept_bytes = low.value_bytes if low.offload == "optimizer" else low.master_bytes
     ranks, sizes = low.shards, (low.value_bytes, kept_bytes, PRECISION_BYTES[low.reduce_precision])
     root = tuple(instance for instance in low.layers if not instance.layer.block)
@@ -689,22 +693,24 @@ def _gather(low: Lowering, rank: int, unit: Unit, phase: str, after: tuple[TaskI
         flat, copy_bytes = _fetched_tensors(unit), unit.chunk_bytes
     flat.append(Event(flat[-1].position + 1, unit.flat_bytes, "communication", stream=GATHER))
     end = flat[-1].position + 1
-    cast_s = cost.master_copy_time_s(
-        low.device(rank), low.scenario.workload, elements=sum(unit.shard_elements), tensors=1, casts=1
-    )
     fetch: list[Task] = []
     if low.offload == "parameters":
         stream = TO_DEVICE_STREAM if low.copies_beside else "compute"
         fetch = [copy(low, fetched, float(unit.shard_bytes), stream=stream, after=after if low.overlaps else ())]
         after = (*after, fetched) if low.copies_beside else after
+    casts: list[Task] = []
+    if unit.casts:
+        cast_s = cost.master_copy_time_s(
+            low.device(rank), low.scenario.workload, elements=sum(unit.shard_elements), tensors=1, casts=1
+        )
+        stream, follows = ("communication", after) if low.overlaps else ("compute", ())
+        casts = [Task(own.serving("cast"), phase, stream, duration_s=cast_s, after=follows)]
     if low.overlaps:
         issued = _need(*flat, Event(end, -copy_bytes, "communication"))
-        cast = Task(own.serving("cast"), phase, "communication", duration_s=cast_s, after=after)
         gather = collective_task(own, exchange, "communication", after=after)
-        return [Task(own.serving("issue"), phase, need=issued), *fetch, *([cast] if unit.casts else []), gather]
+        return [Task(own.serving("issue"), phase, need=issued), *fetch, *casts, gather]
     need = _need(*flat, *_staging(low, rank, exchange, end), Event(end + 1, -copy_bytes, "communication"))
-    tasks = [Task(own.serving("cast"), phase, duration_s=cast_s)] if unit.casts else []
-    return [*fetch, *tasks, collective_task(own, exchange, need=need)]
+    return [*fetch, *casts, collective_task(own, exchange, need=need)]
 
 
 def _fetch_id(unit: Unit, phase: str) -> TaskId:

@@ -92,6 +92,8 @@ class Command:
     """In addition to this process's."""
     network: str | None = None
     """File of the network namespace in which it runs."""
+    values: Mapping[str, float] = field(default_factory=dict)
+    """Of modules' constants (`module.NAME`) that are others in it."""
 
 
 @dataclass(frozen=True)
@@ -271,6 +273,9 @@ def command_code(command: dict[str, Any], folder: str, output: Path, number: int
         gsreal.run.launch.Rank = lambda number, start, *more: (  # type: ignore[assignment, misc]
             (usual if start.forked else ForkedRank)(number, start, *more)
         )
+        for name, value in command["values"].items():
+            module, _, constant = name.rpartition(".")
+            setattr(import_module(module), constant, value)
         sys.argv = ["gsreal", *command["arguments"]]
         gsreal.cli.main()
         code = 0

@@ -158,14 +158,6 @@ def command(files, program, *arguments):
     return [sys.executable, "-c", PROGRAM.format(program), *map(str, arguments)], environment, marker
 
 
-def run(files, program, *arguments):
-    """Run a program of the project to its end; return it once nothing that it started is left."""
-    line, environment, marker = command(files, program, *arguments)
-    ended = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    assert left_over(marker) == []
-    return ended
-
-
 def left_over(marker, patience_s=10.0):
     """Return the processes that carry the marker in their environment, after those that are ending have ended."""
     if not Path("/proc/self/environ").exists():
@@ -209,6 +201,8 @@ def measured(files):
         "--every",
         "1",
         "--batches",
+        "1",
+        "--courses",
         "1",
     )
     assert taken.returncode == 0, taken.stderr
@@ -311,7 +305,8 @@ def test_a_trace_holds_one_step_of_every_rank(files, measured: Result):
 def test_a_rank_without_samples_trains_along_and_a_module_may_print(files, measured: Result):
     """The same training: all samples on one rank. stdout holds the Result alone, whatever the module prints."""
     changes = ["workload.model=prints.toml", "plan.shares.batch=[1.0,0.0]", "plan.push.threshold=0"]
-    ended = run(files, "gsreal", "run", files / "scenario.toml", "--json", "--trust-code", *overrides(changes))
+    line = ("run", files / "scenario.toml", "--json", "--trust-code", *overrides(changes))
+    (ended,) = forks.run_commands(forks.Command([*map(str, line)], {"PYTHONPATH": str(files)}))
     assert ended.returncode == 0, ended.stderr
     result = json.loads(ended.stdout)
     assert [rank["batch_share"] for rank in result["ranks"]] == [1.0, 0.0]

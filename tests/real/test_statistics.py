@@ -35,14 +35,14 @@ THRESHOLD = 1e-3
 CPU = torch.device("cpu")
 
 
-def scenario_of(*, batch=BATCH, method="gs", **plan):
+def scenario_of(*, batch=BATCH, method="gs", model="gpt-byte-150k", **plan):
     """Return a short training of the smallest shipped GPT: 1 warm-up step and 5 that count."""
     shares = {"batch": [samples / sum(batch) for samples in batch], "shards": [0.7, 0.3]}
     data = {
         "name": "made",
         "cluster": star(len(batch)),
         "workload": {
-            "model": load_model(MODELS / "gpt-byte-1m.toml"),
+            "model": load_model(MODELS / f"{model}.toml"),
             "global_batch_size": sum(batch),
             "sequence_length": 16,
             "learning_rate": 3e-3,
@@ -175,7 +175,7 @@ def test_statistics_cover_every_parameter_rank_and_sampled_step(taken):
             assert any(min(sketch.rms for sketch in block.sketches) > 0 for block in tensor.blocks)
             assert tensor.correlations == ()  # no two gradients with as many samples were seen at a step
     assert set(taken.changes) == names
-    assert (taken.model, taken.optimizer, taken.global_batch_size) == ("gpt-byte-1m", "adamw", 12)
+    assert (taken.model, taken.optimizer, taken.global_batch_size) == ("gpt-byte-150k", "adamw", 12)
     assert (taken.sequence_length, taken.learning_rate, taken.seed) == (16, 3e-3, 7)
     assert "2 ranks" in taken.source
 
@@ -300,7 +300,7 @@ def test_a_statistic_is_the_typical_one_of_courses_of_other_seeds(monkeypatch):
         if {len(each) for each in sent} == {1}:
             rows = [np.array(each[0][0]) for each in sent]
             assert rows[0] == pytest.approx(typical(rows[1:]), rel=0.01)
-    assert compared > 20
+    assert compared > len(both.changes) / 2
 
 
 # What the owners get --------------------------------------------------------------------------------------------------
@@ -336,7 +336,8 @@ def test_what_is_not_sent_is_added_to_the_next_gradient():
 @pytest.mark.parametrize("feedback", [False, True])
 def test_a_target_density_is_what_every_step_sends(feedback):
     push = Push(kind="target-density", threshold=0.1, reestimate_steps=4, error_feedback=feedback)
-    replica, sent = Replica(scenario_of(batch=(6, 6)), push), []
+    scenario = scenario_of(batch=(6, 6), model="gpt-byte-1m")  # the density of few elements varies more between steps
+    replica, sent = Replica(scenario, push), []
     for step in range(5):
         replica.step(step, lambda rank, gradients: None)
         sent.append(replica.sent_elements / replica.offered_elements)
