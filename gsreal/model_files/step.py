@@ -105,6 +105,11 @@ class _FakeTensors(FakeTensorMode):
     than most of what a trace does with it.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False, as `Recorder` does."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype in (torch.float32, torch.float16):

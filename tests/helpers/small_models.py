@@ -82,10 +82,11 @@ KEPT = Path(__file__).resolve().parent / "models" / "of_tests"
 def whole_layers_alone(*, sliced: bool = False) -> Iterator[None]:
     """Trace layers whole (and, if `sliced`, under tensor parallelism) alone, in a third of the time.
 
-    What divides sequences, contexts and experts is left out.
+    What divides sequences, contexts and experts is left out, and what ranks do that train only some layers.
     """
     left_out = ["traced_context", "traced_parts", "_traced_experts", *([] if sliced else ["_traced_cut"])]
     patches = [patch.object(trace, name, lambda *_given: []) for name in left_out]
+    patches.append(patch.object(trace, "with_partial_costs", lambda _model, layers, *_given, **_where: layers))
     for each in patches:
         each.start()
     try:

@@ -59,7 +59,7 @@ def test_families_ship_with_the_package() -> None:
     assert all(path.stat().st_size < 400_000 for path in shipped_families().values())
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", quick(FAMILIES, ("gpt", "resnet")))
 def test_the_band_covers_nine_in_ten_held_back_densities(name: str) -> None:
     """Each training is predicted from the others: other widths, depths, rates, batches; the first 8 steps, and all."""
     covered = [
@@ -130,7 +130,7 @@ def density(statistics: GradientStatistics, model: Model, threshold: float, samp
     ) / sum(sizes.values())
 
 
-@pytest.mark.parametrize("name", MEASURED)
+@pytest.mark.parametrize("name", quick(MEASURED, ("gpt-byte-1m", "bert-byte-1m", "resnet-digits")))
 def test_measured_statistics_of_shipped_models_lie_in_the_band(name: str) -> None:
     """No family has seen these models: they are wider than its first rung, and trained in longer sequences."""
     measured = read_gradients(ROOT / f"scenarios/gradients/{name}.json")
@@ -169,15 +169,22 @@ def asked(model: str, push: dict[str, object], method: str = "gs", **publish: ob
     return load_scenario(file, tables=tables, shared=SHARED)
 
 
+OTHER_KINDS = tuple(kind for kind in PUSHES if kind != "absolute")
 QUICK = ("gpt2-124m", "resnet-50", "bert-byte-1m", "mixture-byte-1m", "gpt-byte-1m")
+MODELS = {name: () if name in QUICK else (pytest.mark.slow,) for name in sorted(shipped_models())}
 
 
-@pytest.mark.parametrize("model", quick(sorted(shipped_models()), QUICK))
-def test_thresholds_of_every_shipped_model_are_answered_with_their_band(model: str) -> None:
-    pushes = (
-        PUSHES if model in ("gpt2-124m", "resnet-50", "bert-byte-1m", "mixture-byte-1m") else {"a": PUSHES["absolute"]}
-    )
-    for kind, push in pushes.items():
+@pytest.mark.parametrize(
+    ("model", "kinds"),
+    [
+        *(pytest.param(each, ("absolute",), marks=marks) for each, marks in MODELS.items()),
+        *((each, OTHER_KINDS) for each in ("resnet-50", "bert-byte-1m")),
+        *(pytest.param(each, OTHER_KINDS, marks=pytest.mark.slow) for each in ("gpt2-124m", "mixture-byte-1m")),
+    ],
+)
+def test_thresholds_of_every_shipped_model_are_answered_with_their_band(model: str, kinds: tuple[str, ...]) -> None:
+    for kind in kinds:
+        push = PUSHES[kind]
         loaded = asked(model, push)
         result = simulate(loaded).result
         band, dense = result.band, result.density

@@ -26,15 +26,22 @@ def outcome(changes):
     return simulated.result.to_json(), set(simulated.spans), simulated.typical.machine
 
 
-@pytest.mark.parametrize("kind", ["switch", "ring"])
+CHANGES = [
+    (),
+    ("plan.publish.threshold=1e-4",),
+    ("plan.method=gs_z3", "plan.micro_batches=2"),
+    ("plan.method=gs_hier", "plan.shares.shards=compute"),
+    ("plan.overlap=false", "plan.push.error_feedback=true", "plan.push.aggregate=received-weight"),
+]
+KINDS = ["switch", "ring"]
+
+
 @pytest.mark.parametrize(
-    "changes",
+    ("kind", "changes"),
     [
-        (),
-        ("plan.publish.threshold=1e-4",),
-        ("plan.method=gs_z3", "plan.micro_batches=2"),
-        ("plan.method=gs_hier", "plan.shares.shards=compute"),
-        ("plan.overlap=false", "plan.push.error_feedback=true", "plan.push.aggregate=received-weight"),
+        pytest.param(kind, changes, marks=[] if (place + KINDS.index(kind)) % 2 else [pytest.mark.slow])
+        for place, changes in enumerate(CHANGES)
+        for kind in KINDS
     ],
 )
 def test_together_they_do_what_each_does_alone(kind, changes, monkeypatch):

@@ -1,5 +1,6 @@
 """Published: the standard models have as many parameters as are published; small siblings of each family are traced."""
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from unittest.mock import patch
@@ -69,8 +70,10 @@ def test_a_model_file_is_small_for_equal_layers_are_written_once(name):
 
 OFF = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": "false"}
 LLAMA = {"hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 48}
+LLAMA |= {"vocab_size": 64, "use_cache": "false"}
 SIBLINGS = {
-    "llama": ("hf:llama", {**LLAMA, "num_hidden_layers": 6, "vocab_size": 64, "use_cache": "false"}, "next-token"),
+    "llama": ("hf:llama", {**LLAMA, "num_hidden_layers": 6}, "next-token"),
+    "short-llama": ("hf:llama", {**LLAMA, "num_hidden_layers": 2}, "next-token"),
     "gpt2": ("hf:gpt2", {"n_embd": 32, "n_head": 4, "n_layer": 6, "vocab_size": 64, **OFF}, "next-token"),
     "bert": (
         "hf:bert",
@@ -85,7 +88,7 @@ SIBLINGS = {
     ),
     "resnet": ("hf:resnet", {"embedding_size": 8, "hidden_sizes": [16, 32], "depths": [2, 3], "num_labels": 5}, None),
 }
-"""Kinds of the shipped models, with more blocks than are traced of equal ones."""
+"""Kinds of the shipped models, all but the short one with more blocks than are traced of equal ones."""
 
 
 LENGTH = 32
@@ -107,7 +110,7 @@ def traced(family: str) -> Model:
         return sibling(family)
 
 
-SLOW = ("bert", "gpt2")
+SLOW = ("bert", "gpt2", "llama")
 """What they are made of is in the other kinds too."""
 
 
@@ -152,6 +155,15 @@ def test_repeating_a_middle_block_says_what_tracing_all_blocks_says():
     with whole_layers_alone(sliced=True):
         assert all_blocks_of("gpt") == traced("gpt")
     assert with_fewer_blocks(traced("gpt"), "here") is not None
+
+
+def test_the_number_of_blocks_is_found_in_a_config_too():
+    model = traced("short-llama")
+    source = model.module.hugging_face
+    deep = replace(source, config={**source.config, "num_hidden_layers": 6})
+    short, stack = with_fewer_blocks(replace(model, module=replace(model.module, hugging_face=deep)), "here")
+    assert short.module.hugging_face.config == {**deep.config, "num_hidden_layers": KEPT}
+    assert (stack.path, stack.count) == ("model.layers", 6)
 
 
 @pytest.mark.slow

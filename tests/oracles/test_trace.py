@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
 import torch
-from small_models import KEPT
+from small_models import KEPT, whole_layers_alone
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
@@ -214,8 +214,9 @@ def request_for(model, **changes):
 
 @cache
 def made(factory, **changes):
-    """Return a module of this file, traced."""
-    return traced_model(request_for(f"{__name__}.{factory}", **changes))
+    """Return a module of this file, its whole layers traced."""
+    with whole_layers_alone():
+        return traced_model(request_for(f"{__name__}.{factory}", **changes))
 
 
 def untraced_shape(model):
@@ -519,7 +520,8 @@ def test_any_hugging_face_config_is_traced():
     config = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
     config |= {"image_size": 8, "patch_size": 4, "num_channels": 1, "num_labels": 10}
     arguments = tuple(f"{key}={value}" for key, value in config.items())
-    model = traced_model(request_for("hf:vit", arguments=arguments, auto_class="AutoModelForImageClassification"))
+    with whole_layers_alone():
+        model = traced_model(request_for("hf:vit", arguments=arguments, auto_class="AutoModelForImageClassification"))
     real = transformers.ViTForImageClassification(transformers.ViTConfig(**config))
     assert model.elements == sum(parameter.numel() for parameter in real.parameters())
     assert sum(layer.repeats for layer in model.layers if layer.block) == 2
@@ -600,7 +602,8 @@ def test_a_fault_of_a_hugging_face_model_is_one_short_line(model):
 
 def test_a_model_is_not_changed_by_tracing_it():
     model = made("Shortcut", arguments=("width=12",))
-    assert trace(model, where="here") == model
+    with whole_layers_alone():
+        assert trace(model, where="here") == model
 
 
 # What is streamed ----------------------------------------------------------------------------------------------------

@@ -162,16 +162,24 @@ def test_what_is_no_collective_is_refused():
         Group(ranks=2, nodes=3, bandwidth_bytes_per_s=300e9, network_bytes_per_s=1e9)
 
 
+PLANTED_IN = [
+    (NODE, "bandwidth_ratio"),
+    (replace(NODE, ranks=2), "bandwidth_ratio"),
+    (replace(TWO_NODES, bandwidth_bytes_per_s=900e9), "network_bandwidth_ratio"),
+]
+PLANTED_TIMES = [(1e-6, 1.0, 0.0), (2e-5, 0.5, 2e-6), (1e-4, 3.0, 1e-5)]
+PLANTED_RATIOS = [0.5, 0.75, 0.95]
+
+
 @pytest.mark.parametrize(
-    ("group", "name"),
-    [
-        (NODE, "bandwidth_ratio"),
-        (replace(NODE, ranks=2), "bandwidth_ratio"),
-        (replace(TWO_NODES, bandwidth_bytes_per_s=900e9), "network_bandwidth_ratio"),
+    ("group", "name", "latency_s", "hops", "pipeline_s", "ratio"),
+    [  # all pairs of a group, times and a ratio are quick
+        pytest.param(*PLANTED_IN[i], *PLANTED_TIMES[j], ratio, marks=[pytest.mark.slow] if (i + j + k) % 3 else [])
+        for i in range(3)
+        for j in range(3)
+        for k, ratio in enumerate(PLANTED_RATIOS)
     ],
 )
-@pytest.mark.parametrize(("latency_s", "hops", "pipeline_s"), [(1e-6, 1.0, 0.0), (2e-5, 0.5, 2e-6), (1e-4, 3.0, 1e-5)])
-@pytest.mark.parametrize("ratio", [0.5, 0.75, 0.95])
 def test_fit_recovers_what_was_planted(group, name, latency_s, hops, pipeline_s, ratio):
     ratios = {name: ratio}
     planted = NcclTuning(latency_s=latency_s, simple_hop_ratio=hops, pipeline_latency_s=pipeline_s, **ratios)

@@ -112,9 +112,12 @@ class _Way:
 
     def latency_s(self, size_bytes: Array) -> Array:
         """Return the time besides the transfer: base, hops, the last copy, and the filling of the chunk pipeline."""
-        steady = self.fixed_s + np.where(size_bytes >= self.plateau_bytes, self.plateau_s, 0.0)
-        filling = 2 * np.sqrt(self.pipeline_s * self.transfer_s_per_byte * size_bytes)
-        return np.asarray(steady + self.copy_s_per_byte * size_bytes + filling, dtype=np.float64)
+        time_s = self.fixed_s + self.copy_s_per_byte * size_bytes
+        if self.plateau_s:
+            time_s = time_s + np.where(size_bytes >= self.plateau_bytes, self.plateau_s, 0.0)
+        if self.pipeline_s:
+            time_s = time_s + 2 * np.sqrt(self.pipeline_s * self.transfer_s_per_byte * size_bytes)
+        return np.asarray(time_s, dtype=np.float64)
 
     def time_s(self, size_bytes: Array) -> Array:
         return self.latency_s(size_bytes) + self.transfer_s_per_byte * size_bytes
