@@ -427,7 +427,8 @@ def calibrate_command(
     """Measure this machine by micro-benchmarks and write a cluster file for predictions.
 
     Where torchrun or srun starts it on several nodes, it measures each of them and the links between each two, and the
-    first node writes the file. Calls the factories that the model files name.
+    first node writes the file. Where several ranks have a GPU each, the file is for NCCL, with the topology that `gssim
+    cluster --detect` finds. Calls the factories that the model files name.
     """
     import torch
 
@@ -437,7 +438,7 @@ def calibrate_command(
         cluster_data,
         measure,
         read_previous,
-        write_all_reduces,
+        write_calibrated,
         write_cluster,
     )
     from gsreal.machine import device_name, usable_cores
@@ -472,8 +473,7 @@ def calibrate_command(
         return
     if not again:
         measured = measure(settings, ranks=count)
-        write_cluster(out, cluster_data(measured, settings))
-        write_all_reduces(out, measured)
+        write_calibrated(out, [measured], cluster_data(measured, settings), settings)
         return
     with _file_lock(out):
         before = read_previous(out, device_name(torch.device(kind)))
@@ -502,16 +502,16 @@ def _check_models(length: int, models: list[Path]) -> None:
 
 def _calibrate_nodes(settings: "Settings", ranks: int, out: Path) -> None:
     """Measure this node and its links; the first process of a node does it, and the first node writes the file."""
-    from gsreal.calibrate.cluster_file import write_cluster
-    from gsreal.calibrate.nodes import measure_nodes
+    from gsreal.calibrate.cluster_file import write_calibrated
+    from gsreal.calibrate.nodes import measure_nodes, nodes_data
     from gsreal.run.nodes import check_addresses
 
     check_addresses()
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return
-    data = measure_nodes(settings, ranks=ranks)
-    if data is not None:
-        write_cluster(out, data)
+    found = measure_nodes(settings, ranks=ranks)
+    if found is not None:
+        write_calibrated(out, found[0], nodes_data(*found, settings), settings)
 
 
 def _calibrate_lab(file: Path, settings: "Settings", out: Path) -> None:

@@ -66,6 +66,8 @@ def run(settings: Settings) -> dict[str, Any]:
         "memory_counter": counter.method,
         "provenance": provenance(bench.device),
     }
+    if bench.device.type == "cuda":
+        measurements["gpus"] = torch.cuda.device_count()
     if settings.only in BESIDE:
         return measurements | {"beside": _beside(bench, BESIDE[settings.only])}
     if settings.only in ("", "devices"):

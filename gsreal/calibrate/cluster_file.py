@@ -1,7 +1,10 @@
 """Writes a cluster file for predictions from the measurements of this machine."""
 
 import json
+import shlex
+import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import combinations
 from pathlib import Path
@@ -12,7 +15,7 @@ import tomli_w
 from gsreal.calibrate.bench import Settings, cores_per_rank
 from gsreal.run.launch import Guard, launch
 from gssim.cluster import Cluster
-from gssim.errors import UserError
+from gssim.errors import UserError, one_line
 from gssim.execution.files import scratch_folder, write_text
 from gssim.scenario import read_toml
 from gssim.units import validated
@@ -77,6 +80,48 @@ def with_communication(data: dict[str, Any], measured: dict[str, Any]) -> dict[s
         "device_types": {measured["name"]: device | {key: measured[key] for key in COMMUNICATING if key in measured}},
         "links": [{"between": each["between"], **link} for each in data["links"]],
         "backend_cost": backend_cost_data(communication, source),
+    }
+
+
+def on_nccl(measured: Sequence[dict[str, Any]], settings: Settings, out: Path) -> dict[str, Any]:
+    """Return the cluster file's content for ranks that have a GPU each, as `gssim cluster --detect` describes them.
+
+    `measured`: of every node; equal ones. Device types are as measured; links inside and between nodes as this node's
+    GPUs and network cards are wired, with the rates of presets; NCCL's constants are fitted to the all-reduces among
+    the first node's GPUs, which are written to a table beside `out`. Raises UserError where nodes differ, or their GPUs
+    are of no preset.
+    """
+    first = measured[0]
+    kinds = list(dict.fromkeys((each["name"], each["ranks"]) for each in measured))
+    if len(kinds) > 1:
+        said = ", ".join(f"{ranks} x {name}" for name, ranks in kinds)
+        raise UserError(f"nodes differ: {said}; `gssim cluster` describes such clusters")
+    words = ["cluster", "--detect", "--devices", str(first["ranks"]), "--hosts", str(len(measured))]
+    if "nccl_all_reduces" in first:
+        table = out.with_suffix(".all-reduce.csv")
+        write_all_reduces(table, first)
+        words += ["--nccl-tests", str(table)]
+    with scratch_folder("gsreal-calibrate-") as folder:
+        file = Path(folder, out.name)
+        command = [sys.executable, "-m", "gssim", *words, "--out", str(file)]
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+        lines = ended.stderr.strip().splitlines()
+        if ended.returncode:
+            raise UserError(lines[-1] if lines else f"gssim cluster: exit status {ended.returncode}")
+        data = read_toml(file)[1]
+    if data["backend"] != "nccl":
+        raise UserError("nvidia-smi does not tell this machine's GPUs")
+    for line in lines:
+        print(line, file=sys.stderr)
+    named = {key: first["name"] for key in data["device_types"]}
+    for each in data.get("topology", {}).get("servers", ()):
+        each["device"] = named[each["device"]]
+    for each in data.get("devices", ()):
+        each["type"] = named[each["type"]]
+    return data | {
+        "name": f"{len(measured) * first['ranks']} x {first['name']}",
+        "device_types": {first["name"]: device_type_data(first, settings, source_of(first))},
+        "source": f"{data['source']}; devices and NCCL's constants: {source_of(first)}",
     }
 
 
@@ -211,18 +256,27 @@ def write_cluster(path: Path, data: dict[str, Any]) -> None:
     )
 
 
-def write_all_reduces(path: Path, measured: dict[str, Any]) -> None:
-    """Write NCCL's all-reduces, where they were measured, beside a cluster file; say what fits constants to them."""
-    if "nccl_all_reduces" not in measured:
-        return
-    table = path.with_suffix(".all-reduce.csv")
-    rows = [f"{size},{seconds * 1e6:.5g}\n" for size, seconds in measured["nccl_all_reduces"]]
-    write_text(table, f"# {source_of(measured)}\nsize_bytes,time_us\n{''.join(rows)}")
-    print(
-        f"gsreal: calibrate: NCCL's all-reduces are in {table}: `gssim cluster --gpu NAME --nccl-tests {table}` fits "
-        "the constants of a cluster file with backend nccl to them",
-        file=sys.stderr,
-    )
+def write_calibrated(path: Path, measured: Sequence[dict[str, Any]], data: dict[str, Any], settings: Settings) -> None:
+    """Write a calibration's cluster file: `data`, or for NCCL where several ranks have a GPU each; see `on_nccl`.
+
+    `measured`: of every node. GPUs that cannot be described are named, and communicate over gloo as in `data`.
+    """
+    own_gpus = all(each.get("gpus", 0) >= each["ranks"] for each in measured)
+    if own_gpus and sum(each["ranks"] for each in measured) > 1:
+        try:
+            data = on_nccl(measured, settings, path)
+        except UserError as error:
+            print(f"gsreal: calibrate: {error}: the file has backend gloo", file=sys.stderr)
+    write_cluster(path, data)
+    drawn = shlex.join(["python", "-m", "analysis", "draw", str(path), "--out", str(path.with_suffix(".png"))])
+    print(one_line(drawn))
+
+
+def write_all_reduces(table: Path, measured: dict[str, Any]) -> None:
+    """Write NCCL's measured all-reduces as a CSV file that `gssim cluster --nccl-tests` reads."""
+    ranks = "".join(f"# Rank {rank} {measured['name']}\n" for rank in range(measured["ranks"]))
+    rows = "".join(f"{size},{seconds * 1e6:.5g}\n" for size, seconds in measured["nccl_all_reduces"])
+    write_text(table, f"# {source_of(measured)}\n{ranks}size_bytes,time_us\n{rows}")
 
 
 def rounded(value: Any) -> Any:

@@ -43,8 +43,8 @@ Pairs = dict[tuple[int, int], Line]
 """Time of a message by its size, by pair of nodes."""
 
 
-def measure_nodes(settings: Settings, *, ranks: int) -> dict[str, Any] | None:
-    """Return the cluster file's content for all nodes of a launcher, on the first one; None on the others.
+def measure_nodes(settings: Settings, *, ranks: int) -> tuple[list[dict[str, Any]], Pairs] | None:
+    """Return the measurements of all nodes of a launcher, and of each pair, on the first one; None on the others.
 
     Called once on each node, on its first rank; `ranks`: devices of this node. Raises UserError for more than
     `MOST_NODES` nodes.
@@ -69,7 +69,7 @@ def measure_nodes(settings: Settings, *, ranks: int) -> dict[str, Any] | None:
     everything = {(a, b): Line(fixed_s, byte_s) for each in plain for a, b, fixed_s, byte_s in each}
     for line in slow_pairs(_host_names([each["host"] for each in all_measured]), everything):
         print(f"gsreal: calibrate: {line}", file=sys.stderr)
-    return nodes_data(all_measured, everything, settings)
+    return all_measured, everything
 
 
 def _pair_link(node: int, pair: tuple[int, int]) -> Line | None:

@@ -117,6 +117,9 @@ def cluster_command(
     ] = None,
     gpu: Annotated[str | None, typer.Option("--gpu", help="GPU of the hosts, such as h100 or a preset's name.")] = None,
     hosts: Annotated[int | None, typer.Option("--hosts", help="Number of equal hosts, without a switch file.")] = None,
+    devices: Annotated[
+        int | None, typer.Option("--devices", help="Devices of each host that are used, the first ones; default: all.")
+    ] = None,
     detect: Annotated[bool, typer.Option("--detect", help="Describe this machine.")] = False,
     oversubscription: Annotated[
         float, typer.Option("--oversubscription", help="Rate below a switch over that above it.")
@@ -140,6 +143,7 @@ def cluster_command(
         files or [],
         gpu=gpu,
         hosts=hosts,
+        devices=devices,
         detect=detect,
         oversubscription=oversubscription,
         name=name,

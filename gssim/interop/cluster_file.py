@@ -12,7 +12,7 @@ from gssim.cluster.topology import build
 from gssim.cluster.topology.kinds import Servers
 from gssim.errors import UserError, one_line
 from gssim.interop.fabric import Fabric, of_fabric_file
-from gssim.interop.hosts import Host, detected, of_nccl_xml, of_server, of_smi_matrix
+from gssim.interop.hosts import Host, detected, first_devices, of_nccl_xml, of_server, of_smi_matrix
 from gssim.interop.nccl_tests import fitted_constants, nccl_table
 from gssim.interop.reading import read_bounded
 from gssim.interop.servers import server_of
@@ -36,6 +36,7 @@ def cluster_of(
     *,
     gpu: str | None = None,
     hosts: int | None = None,
+    devices: int | None = None,
     detect: bool = False,
     oversubscription: float = 1.0,
     name: str = "",
@@ -45,8 +46,8 @@ def cluster_of(
 
     `paths`: NCCL's XML or `nvidia-smi topo -m` of one or more hosts, and at most one file of switches; without a host's
     file hosts are usual servers of `gpu`, or with `detect` this machine. `hosts`: how many equal ones, where no file
-    says. `nccl_tests`: measured all-reduces, to which NCCL's constants are fitted. Raises UserError for files that are
-    invalid or contradict each other.
+    says. `devices`: how many of each host are used; None: all. `nccl_tests`: measured all-reduces, to which NCCL's
+    constants are fitted. Raises UserError for files that are invalid or contradict each other.
     """
     if not 0 < oversubscription < 1000:
         raise UserError(f"--oversubscription {oversubscription}: must be more than 0 and less than 1000")
@@ -64,6 +65,7 @@ def cluster_of(
         raise UserError(f"--hosts {count}: must be from 1 to 100000")
     if len(described) not in (1, count):
         raise UserError(f"{len(described)} files of hosts for {count} hosts: give one for all, or one for each")
+    described = [first_devices(host, devices) for host in described]
     all_hosts = described * count if len(described) == 1 else described
     notes = [*listed, *dict.fromkeys(note for host in described for note in host.defaults)]
     if count > 1 and fabric is None:
@@ -71,7 +73,7 @@ def cluster_of(
     if fabric is not None and fabric.tops != fabric.switches:
         notes.append(f"oversubscription = {oversubscription:g}: --oversubscription tells another")
     title = name or (paths[0].stem if paths else "this machine" if detect else f"{count} x {gpu}")
-    data = _data(all_hosts, fabric, oversubscription, one_line(title, 100) or "cluster")
+    data = cluster_tables(all_hosts, one_line(title, 100) or "cluster", fabric, oversubscription)
     cluster = validated(Cluster, data, file=str(paths[0]) if paths else "cluster")
     fitted = _fit_nccl(data, cluster, nccl_tests)
     return MadeCluster(_text(data, notes, fabric, fitted), notes, fitted)
@@ -103,8 +105,13 @@ def _read(paths: Sequence[Path], gpu: str | None) -> tuple[list[Host], Fabric | 
     return described, fabric, fabric.listed if fabric is not None else []
 
 
-def _data(hosts: Sequence[Host], fabric: Fabric | None, oversubscription: float, name: str) -> dict[str, Any]:
-    """Return the cluster's tables."""
+def cluster_tables(
+    hosts: Sequence[Host], name: str, fabric: Fabric | None = None, oversubscription: float = 1.0
+) -> dict[str, Any]:
+    """Return the tables of a cluster file of hosts; without a fabric several are joined by one switch.
+
+    Raises UserError where hosts that are to be joined have no network card.
+    """
     first = hosts[0]
     source = "; ".join(dict.fromkeys(host.source for host in hosts))
     if first.inside == "cores":
@@ -288,7 +295,5 @@ def usual_cluster(gpu: str, count: int) -> dict[str, Any]:
         raise UserError(f"--count {count}: allowed: up to {server.devices} of {gpu}, or a multiple of {server.devices}")
     host = of_server(server)
     if count < server.devices:
-        host = replace(host, devices=count, nics=0, nic_link=None, pcie_link=None)
-        if host.inside == "cube-mesh" or count == 1:
-            host = replace(host, inside="nvswitch" if count > 1 else "none")
-    return _data([host] * max(1, count // server.devices), None, 1.0, f"{count} x {server.device}")
+        host = replace(first_devices(host, count), nics=0, nic_link=None, pcie_link=None)
+    return cluster_tables([host] * max(1, count // server.devices), f"{count} x {server.device}")

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,28 @@ def of_server(server: Server) -> Host:
         server.nccl,
         server.source,
     )
+
+
+def first_devices(host: Host, count: int | None) -> Host:
+    """Return a host of which only the first `count` devices are used (None: all); raise UserError where it has fewer.
+
+    Part of a cube mesh is described as joined by a switch. As many network cards are left as the devices share evenly.
+    """
+    if count is None:
+        return host
+    if not 1 <= count <= host.devices:
+        raise UserError(f"--devices {count}: must be from 1 to {host.devices}, as many as the host has ({host.source})")
+    if count == host.devices or host.inside == "cores":
+        return replace(host, devices=count)
+    inside, pairs = host.inside, [pair for pair in host.pairs if pair[1] < count]
+    if count == 1:
+        inside = "none"
+    elif inside == "cube-mesh":
+        inside = "nvswitch"
+    elif inside == "links" and not pairs:
+        inside = "pcie"
+    nics = next((cards for cards in range(host.nics, 0, -1) if count % cards == 0), 0)
+    return replace(host, devices=count, inside=inside, pairs=pairs, nics=nics)
 
 
 def of_nccl_xml(text: str, *, file: str, gpu: str | None) -> Host:

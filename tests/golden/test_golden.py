@@ -106,7 +106,7 @@ import sys
 from gssim.cli.commands import main
 for changes in {TWICE}:
     sys.argv = ["gssim", "run", {str(ROOT / "scenarios" / "demo.toml")!r}, "--json"]
-    sys.argv += [part for change in changes for part in ("--set", change)]
+    sys.argv += [part for change in ("run.steps=8", *changes) for part in ("--set", change)]
     with suppress(SystemExit):
         main()
 """

@@ -168,6 +168,27 @@ def test_nvidia_smi(tmp_path, cells, inside):
     assert len(cluster.devices) == 8
 
 
+@pytest.mark.parametrize(
+    ("cells", "gpu", "devices", "inside", "nics"),
+    [
+        ("NV18", "h100", 4, "nvswitch", 4),
+        ("NV18", "h100", 3, "nvswitch", 3),
+        ("PIX", "h100", 2, "pcie", 2),
+        ("NV18", "h100", 1, None, 1),
+        ({pair: f"NV{n}" for pair, n in CUBE_MESH.items()}, "v100", 4, "nvswitch", 4),
+    ],
+)
+def test_only_the_first_devices_of_a_host_are_used(tmp_path, cells, gpu, devices, inside, nics):
+    topology = {"topo.txt": smi_matrix(cells, nics=8)}
+    cluster, found = made(tmp_path, topology, gpu=gpu, devices=devices)
+    assert len(cluster.devices) == devices
+    group = tomllib.loads(found.text)["topology"]["servers"][0]
+    assert (group.get("inside"), group["nics"]) == (inside, nics)
+    for wrong in (0, 9):
+        with pytest.raises(UserError, match=f"--devices {wrong}: must be from 1 to 8"):
+            made(tmp_path, topology, gpu=gpu, devices=wrong)
+
+
 def test_this_machine(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     (tmp_path / "proc").mkdir()

@@ -4,16 +4,18 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import forks
 import numpy as np
 import pytest
+from topologies import smi_matrix
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
 from gsreal.calibrate.bench import Settings
-from gsreal.calibrate.cluster_file import write_cluster
+from gsreal.calibrate.cluster_file import write_calibrated, write_cluster
 from gsreal.calibrate.communication import Line
 from gsreal.calibrate.nodes import nodes_data
 from gsreal.lab.building import built, missing
@@ -250,6 +252,69 @@ def test_devices_of_two_names_have_types_of_their_own(tmp_path):
         ("node0", "core"),
         ("node1", "gpu"),
     ]
+
+
+ALL_REDUCES = [[2**k, 2e-5 + 2**k * 4e-12] for k in range(10, 29)]
+
+
+@pytest.fixture
+def eight_h100(tmp_path, monkeypatch):
+    """Let nvidia-smi tell of eight H100 behind NVSwitches, whatever this machine has."""
+    (tmp_path / "bin").mkdir()
+    program, matrix = tmp_path / "bin/nvidia-smi", tmp_path / "bin/matrix"
+    matrix.write_text(smi_matrix("NV18", nics=8))
+    names = "for i in 1 2 3 4 5 6 7 8; do echo NVIDIA H100 80GB HBM3; done"
+    program.write_text(f'#!/bin/sh\nif [ "$1" = topo ]; then cat {matrix}; else {names}; fi\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    return matrix
+
+
+def gpu_node(host, ranks=4):
+    measured = measured_node(host, ranks, "nvidia-h100-80gb-hbm3") | {"gpus": 8, "nccl_all_reduces": ALL_REDUCES}
+    measured["device"] |= {"peak_flop_per_s": 4e14, "memory_bytes": 8e10}
+    return measured
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_gpus_are_calibrated_for_nccl_as_they_are_wired(tmp_path, capsys, eight_h100, nodes):
+    measured, out = [gpu_node(f"n{i}") for i in range(nodes)], tmp_path / "here.toml"
+    write_calibrated(out, measured, {}, replace(SETTINGS, kind="cuda"))
+    cluster = load_cluster(out)
+    assert (cluster.backend, len(cluster.devices)) == ("nccl", 4 * nodes)
+    assert len({device.host for device in cluster.devices}) == nodes
+    device = cluster.type_of(0)
+    assert (device.kind, device.peak_flop_per_s["fp32"]) == ("cuda", 4e14)  # as measured, not the preset's
+    wired = load_cluster(cluster_file(tmp_path, ["--gpu", "h100", "--devices", "4", "--hosts", str(nodes)]))
+    router, preset = Router(cluster.wiring), Router(wired.wiring)
+    for a, b in ((0, 3), (0, 4 * nodes - 1)):
+        hop = Hops.of([(a, b, 1.0)])
+        assert router.rate_bytes_per_s(hop, np.ones(1)) == preset.rate_bytes_per_s(hop, np.ones(1))
+    said = capsys.readouterr()
+    assert "19 all-reduces of 4 ranks" in said.err
+    assert "analysis draw" in said.out
+    assert {"latency_s", "bandwidth_ratio"} < {*read_toml(out)[1]["nccl"]}
+    assert float(said.err.split("error ")[1].split("%")[0]) < 5
+
+
+def cluster_file(folder, words):
+    out = folder / "preset.toml"
+    subprocess.run([sys.executable, "-m", "gssim", "cluster", *words, "--out", str(out)], check=True)
+    return out
+
+
+@pytest.mark.parametrize("why", ["an unknown GPU", "nodes that differ"])
+def test_gpus_that_cannot_be_described_communicate_by_gloo(tmp_path, capsys, eight_h100, why):
+    measured = [gpu_node("n0"), gpu_node("n1", 4 if why == "an unknown GPU" else 2)]
+    if why == "an unknown GPU":
+        program = eight_h100.parent / "nvidia-smi"
+        program.write_text(program.read_text().replace("H100 80GB HBM3", "XT9000"))
+    plain = nodes_data(measured, {(0, 1): Line(3e-3, 1e-8)}, SETTINGS)
+    write_calibrated(tmp_path / "here.toml", measured, plain, SETTINGS)
+    assert load_cluster(tmp_path / "here.toml").backend == "gloo"
+    assert {"an unknown GPU": "xt9000: no such preset", "nodes that differ": "nodes differ: 4 x"}[why] in (
+        capsys.readouterr().err
+    )
 
 
 @pytest.mark.slow
