@@ -271,7 +271,7 @@ def command_code(command: dict[str, Any], folder: str, output: Path, number: int
             assert not ctypes.CDLL(None, use_errno=True).setns(place, CLONE_NEWNET), os.strerror(ctypes.get_errno())
         usual = gsreal.run.launch.Rank
         gsreal.run.launch.Rank = lambda number, start, *more: (  # type: ignore[assignment, misc]
-            (usual if start.forked else ForkedRank)(number, start, *more)
+            (usual if start.forked or "LD_PRELOAD" in start.environment else ForkedRank)(number, start, *more)
         )
         for name, value in command["values"].items():
             module, _, constant = name.rpartition(".")

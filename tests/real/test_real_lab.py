@@ -13,6 +13,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import forks
 import pytest
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
@@ -56,6 +57,13 @@ def lab(*words):
     return subprocess.Popen(line, env=environment, **pipes), marker
 
 
+def lab_to_its_end(*words):
+    """Return what the command line leaves, and how the ranks that it starts are found."""
+    marker = f"{os.getpid()}-{time.monotonic_ns()}"
+    (ended,) = forks.run_commands(forks.Command(["lab", *map(str, words)], {"LAB_TEST": marker}))
+    return ended, marker
+
+
 def overrides(changes):
     return [word for change in changes for word in ("--set", change)]
 
@@ -91,9 +99,9 @@ def emulated_devices(cluster):
 
 
 def test_a_lab_trains_as_predicted_and_leaves_nothing(tmp_path):
-    process, marker = lab(SCENARIO, *overrides(SMALL), "--out", tmp_path)
-    said = process.communicate(timeout=LIMIT_S)[1]
-    assert process.returncode == 0, said
+    ended, marker = lab_to_its_end(SCENARIO, *overrides(SMALL), "--out", tmp_path)
+    said = ended.stderr
+    assert ended.returncode == 0, said
     (line,) = (line for line in said.splitlines() if "verified" in line)
     (file,) = tmp_path.glob("*.measured.json")
     loaded = load_scenario(SCENARIO, SMALL)
@@ -154,10 +162,9 @@ def test_nothing_is_left_of_a_lab_that_is_ended(number):
     if number == signal.SIGKILL:
         assert process.returncode == -signal.SIGKILL
         assert len(namespaces_of(run_id)) == 3
-        cleaned, _ = lab("--clean")
-        said = cleaned.communicate(timeout=LIMIT_S)[1]
+        cleaned, _ = lab_to_its_end("--clean")
         assert cleaned.returncode == 0
-        assert re.match(r"gsreal: lab: dead runs removed: [1-9]", said)
+        assert re.match(r"gsreal: lab: dead runs removed: [1-9]", cleaned.stderr)
     else:
         assert process.returncode == 128 + number
     assert run_id not in runs()

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
-from test_real_lab import emulated_devices, lab, marked, pytestmark, run_in, soon
+from test_real_lab import emulated_devices, lab, lab_to_its_end, marked, pytestmark, run_in, soon
 
 from gsreal.lab.building import namespaces_of, runs
 from gssim.cli import main
@@ -76,9 +76,9 @@ def test_a_sweep_that_is_interrupted_goes_on_and_is_as_predicted(tmp_path, monke
     (first,) = out.glob("*.measured.json")
     before = first.stat().st_mtime_ns
 
-    process, marker = lab("--sweep", sweep, "--out", out)
-    table, said = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 0, said
+    ended, marker = lab_to_its_end("--sweep", sweep, "--out", out)
+    table, said = ended.stdout, ended.stderr
+    assert ended.returncode == 0, said
     assert "1 of 2 are there already" in said
     assert "1 of 1 done" in said
     assert "Is a sweep of two plans measured as it is predicted?" in table
@@ -98,9 +98,9 @@ def test_a_sweep_that_is_interrupted_goes_on_and_is_as_predicted(tmp_path, monke
 def test_a_point_that_no_lab_can_be_is_told_before_any_is_built(tmp_path):
     sweep = tmp_path / "wide.toml"
     sweep.write_text(TINY + f'variants.wide = {{ cluster = "{SCENARIOS / "clusters" / "ring-8.toml"}" }}\n')
-    process, _ = lab("--sweep", sweep, "--out", tmp_path / "out")
-    _, said = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 2
+    ended, _ = lab_to_its_end("--sweep", sweep, "--out", tmp_path / "out")
+    said = ended.stderr
+    assert ended.returncode == 2
     assert said.startswith(f"gsreal: {sweep}: wide--wide: ")
     assert said.count("\n") == 1
     assert not (tmp_path / "out").exists()

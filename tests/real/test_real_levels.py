@@ -37,7 +37,7 @@ def cases_for(ranks: int) -> dict[str, dict[str, Any]]:
     found: dict[int, dict[str, tuple[str, list[str]]]] = {
         3: {
             "rest-coo-each-uneven-sgd": ("small-demo.toml", [*GPT, *SGD, *REST, *uneven, *TWICE, *COO]),
-            "rest-selective-bf16": ("small-demo.toml", [*GPT, *SGD, *REST, *uneven, *low]),
+            "rest-selective-bf16": ("demo.toml", [*GPT, *SGD, *REST, *uneven, *low]),
             "rest-kept-last-full-adamw": ("small-demo.toml", [*GPT, *ADAMW64, *REST, *uneven, *TWICE, *LAST, *kept]),
             "one-node-coo-sgd": ("small-demo.toml", [*GPT, *SGD, *one_node, *uneven, *COO]),
         },
@@ -45,7 +45,7 @@ def cases_for(ranks: int) -> dict[str, dict[str, Any]]:
             "grid-coo-uneven-adamw": ("small-demo.toml", [*GPT, *ADAMW64, *GRID, *uneven, *COO]),
             "grid-published-adamw": ("small-demo.toml", [*GPT, *ADAMW64, *GRID, *uneven, *PUBLISHED]),
             "grid-last-bert-sgd": ("bert-byte.toml", [*GPT, *SGD, *GRID, *uneven, *TWICE, *LAST]),
-            "grid-each-bf16": ("small-demo.toml", [*GPT, *SGD, *GRID, *TWICE, *EACH, "workload.precision=bf16"]),
+            "grid-each-bf16": ("demo.toml", [*GPT, *SGD, *GRID, *TWICE, *EACH, "workload.precision=bf16"]),
             "rest-slices-uneven-sgd": ("small-demo.toml", [*GPT, *SGD, *REST, *slices]),
         },
     }

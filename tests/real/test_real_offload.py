@@ -19,7 +19,7 @@ CASES = {
     "zero3": ("small-demo.toml", ["plan.method=zero3", *GPT]),
     "zero2-accumulated": ("small-demo.toml", ["plan.method=zero2", "plan.micro_batches=3", *GPT]),
     "zero3-clipped": ("small-demo.toml", ["plan.method=zero3", "workload.clip_norm=0.1", *GPT]),
-    "zero3-bf16": ("small-demo.toml", ["plan.method=zero3", "workload.precision=bf16", *GPT]),
+    "zero3-bf16": ("demo.toml", ["plan.method=zero3", "workload.precision=bf16", *GPT]),
     "bert": ("bert-byte.toml", ["plan.method=zero2", *BERT]),
     "bert-recomputed": ("bert-byte.toml", ["plan.method=zero3", "plan.recompute=full", *BERT]),
 }
