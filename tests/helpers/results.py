@@ -93,8 +93,13 @@ def write(folder: Path, name: str, result: Result, *, modified_s: int = 1_000_00
     return path
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: object, verb: str = "compare") -> int:
-    """Run the command as a user would; return its exit status."""
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: object, verb: str = "compare", drawn: bool = True) -> int:
+    """Run the command as a user would; return its exit status.
+
+    `drawn`: whether it writes its charts, which takes most of its time.
+    """
+    if not drawn:
+        monkeypatch.setattr("analysis.charts.save_all", lambda _charts, _folder: [])
     monkeypatch.setattr(sys, "argv", ["analysis", verb, *map(str, arguments)])
     with pytest.raises(SystemExit) as end:
         main()

@@ -89,7 +89,7 @@ def test_the_table_names_the_control_or_says_that_there_is_none(
         )
         write(tmp_path, f"d.{source}.json", plain)
         write(tmp_path, f"t.{source}.json", other)
-    assert run(monkeypatch, tmp_path, "--out", tmp_path / "out") == 0
+    assert run(monkeypatch, tmp_path, "--out", tmp_path / "out", drawn=False) == 0
     printed = capsys.readouterr().out
     assert says in printed
     assert "+50.0 %" in printed
@@ -285,7 +285,7 @@ def test_unmatched_and_superseded_results_are_named_on_stderr(
     newer = write(tmp_path, "m-new.json", make_result("measured", step_time_s=0.4), modified_s=2_000_000)
     older = write(tmp_path, "m-old.json", make_result("measured", step_time_s=0.1))
     alone = write(tmp_path, "alone.json", make_result("simulated", scenario_id="d" * 16))
-    assert run(monkeypatch, tmp_path, "--out", tmp_path / "out") == 0
+    assert run(monkeypatch, tmp_path, "--out", tmp_path / "out", drawn=False) == 0
     said = capsys.readouterr()
     assert f"{alone}: unmatched: no measurement of scenario {'d' * 16}" in said.err
     assert f"{older}: superseded by the newer {newer}" in said.err

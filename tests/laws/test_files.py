@@ -344,21 +344,35 @@ def test_a_name_that_is_no_text_is_refused_where_something_is_named_after_it(
 def test_other_names_that_are_no_text_are_written_as_they_are_and_shown_escaped(tmp_path):
     """Also where the terminal's encoding is strict."""
     write_scenario(tmp_path)
-    for program, *words in (
+    lines = (
         ("gssim", "run", "scenario.toml", "--out", "r\udcff"),
         ("analysis", "draw", "pair.toml", "--out", "d\udcff\x1b[31m.svg"),
         ("analysis", "report", "r\udcff", "--out", "p\udcff.html"),
-    ):
-        line = [sys.executable, "-m", program, *words]
-        environment = {
-            **os.environ,
-            "PYTHONIOENCODING": "utf-8:strict",
-            "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
-        }
-        ended = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True)
-        assert ended.returncode == 0, ended.stderr
-        assert os.path.exists(os.fsencode(tmp_path / words[-1]))
-        assert program == "gssim" or ended.stdout.decode() == f"{one_line(words[-1])}\n"
+    )
+    environment = {
+        **os.environ,
+        "PYTHONIOENCODING": "utf-8:strict",
+        "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
+    }
+    one_after_another = [
+        sys.executable,
+        "-c",
+        f"""
+import runpy, sys
+for line in {lines!a}:
+    sys.argv = [*line]
+    try:
+        runpy.run_module(line[0], run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        assert not ended.code, line
+    print("ended", flush=True)
+""",
+    ]
+    ended = subprocess.run(one_after_another, cwd=tmp_path, env=environment, capture_output=True)
+    assert ended.returncode == 0, ended.stderr
+    assert all(os.path.exists(os.fsencode(tmp_path / words[-1])) for words in lines)
+    shown = ended.stdout.decode().split("ended\n")
+    assert shown[1:] == [*(f"{one_line(words[-1])}\n" for words in lines[1:]), ""]
 
 
 def test_a_text_with_a_name_that_is_no_text_is_not_written(tmp_path):

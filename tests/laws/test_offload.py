@@ -162,8 +162,17 @@ def test_stages_offload_their_own_optimizer(scenario_of, axes):
     assert simulate(offloaded, unfold=True).step_time_s == pytest.approx(after.step_time_s, rel=1e-9)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("offload", [None, "parameters", "optimizer"])
+@pytest.mark.parametrize(
+    ("offload", "precision"),
+    [
+        ("parameters", "fp32"),
+        ("optimizer", "bf16"),
+        *(
+            pytest.param(offload, precision, marks=pytest.mark.slow)
+            for offload, precision in ((None, "fp32"), (None, "bf16"), ("parameters", "bf16"), ("optimizer", "fp32"))
+        ),
+    ],
+)
 def test_bounds_are_no_more_than_a_simulation(scenario_of, offload, precision):
     for method in ("zero2", "zero3") if offload == "parameters" else ("zero2", "zero3", "ddp", "zero1"):
         for micro_batches in (1, 2):

@@ -30,19 +30,21 @@ def question():
     return load_scenario(ROOT / "scenarios/search-unequal-gpus.toml", SMALL)
 
 
-@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 2))])
-def test_no_plan_on_gpus_is_better_than_its_bounds(seed):
+@pytest.mark.parametrize(
+    ("seed", "plans"), [(1, 25), *(pytest.param(seed, 60, marks=pytest.mark.slow) for seed in (0, 1, 2))]
+)
+def test_no_plan_on_gpus_is_better_than_its_bounds(seed, plans):
     loaded = question()
     bounds = Bounds(loaded.scenario, "step-time")
     every = list(candidates(loaded.scenario, loaded.scenario.search, Batches(bounds)))
     workers = InThisProcess(loaded)
     looked_at = 0
-    for each in random.Random(seed).sample(every, 60):
+    for each in random.Random(seed).sample(every, plans):
         result = workers.answer_of(each.plan)
         if not isinstance(result, UserError):
             check_bounds(workers, bounds, each, result)
             looked_at += 1
-    assert looked_at > 20
+    assert looked_at > plans / 3
 
 
 @pytest.mark.parametrize("method", ["ddp", "zero1", "zero2", "zero3", "gs", "gs_z3"])
@@ -82,15 +84,19 @@ def test_groups_that_meet_as_one_share_their_links(method, mesh):
 # Pipelines -----------------------------------------------------------------------------------------------------------
 
 
+TIED = ("workload.model='models/gpt2-124m.toml'", "workload.optimizer='sgd'")
+
+
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "recomputes"),
     [
-        (),
-        ("workload.model='models/gpt2-124m.toml'", "workload.optimizer='sgd'"),
+        ((), ("none", "selective", "full")),
+        (TIED, ("none", "full")),
+        pytest.param(TIED, ("selective",), marks=pytest.mark.slow),
     ],
-    ids=["alone", "tied"],
+    ids=["alone", "tied", "tied-selective"],
 )
-def test_stages_hold_no_less_than_their_bound_and_hardly_more(changes):
+def test_stages_hold_no_less_than_their_bound_and_hardly_more(changes, recomputes):
     many = ("plan.method='ddp'", "workload.global_batch_size=8192")  # else communicators are most of the memory
     loaded = load_scenario(ROOT / "scenarios/search-unequal-gpus.toml", [*SMALL, *many, *changes])
     workers, bounds = InThisProcess(loaded), Bounds(loaded.scenario)
@@ -103,9 +109,7 @@ def test_stages_hold_no_less_than_their_bound_and_hardly_more(changes):
     }
     shapes = [("1f1b", 2, 4), ("gpipe", 4, 2), ("interleaved", 2, 4)]
     parts = []
-    for (method, mesh), (order, pp, micro_batches), recompute in product(
-        given.items(), shapes, ("none", "selective", "full")
-    ):
+    for (method, mesh), (order, pp, micro_batches), recompute in product(given.items(), shapes, recomputes):
         shape = {"pp": pp, "schedule": order, "micro_batches": micro_batches}
         plan = PLAN.validate_python({"method": method, **mesh, **shape, "recompute": recompute})
         several = [plan]
@@ -120,7 +124,7 @@ def test_stages_hold_no_less_than_their_bound_and_hardly_more(changes):
             assert found.full_ratio <= last.full_ratio * (1 + 1e-9), each
             if order != "interleaved":
                 parts.append(found.full_ratio / last.full_ratio)
-    assert len(parts) > 20
+    assert len(parts) > 6 * len(recomputes)
     assert sorted(parts)[len(parts) // 2] > 0.7
 
 

@@ -27,7 +27,8 @@ def of(name: str, *overrides: str) -> tuple[Path, tuple[str, ...]]:
     return SCENARIOS / f"{name}.toml", overrides
 
 
-SHORT = ("run.steps=3", "run.warmup_steps=2")
+SMALL = ("workload.model=models/gpt-byte-150k.toml", "workload.sequence_length=64")
+SHORT = ("run.steps=2", "run.warmup_steps=1", *SMALL)
 POINTS = [
     *(of("lab-unequal-links", *SHORT, f"plan.method={m}") for m in ("ddp", "zero1", "zero2", "zero3", "gs", "gs_z3")),
     *(of("lab-unequal-links", *SHORT, "plan.method=gs", f"plan.push.threshold={t}") for t in (1e-4, 1e-3, "inf")),

@@ -20,7 +20,7 @@ from sweep_tables import AXES, GIB, LINK, grid, made, make_row, write
 from analysis.charts import png, svg
 from analysis.charts.drawing import Chart
 from analysis.charts.sweeps import sweep_charts
-from analysis.charts.sweeps.memory import LOOKS, layout_by_memory, parts_of
+from analysis.charts.sweeps.memory import LOOKS, layout_by_memory, memory_by_category, parts_of
 from analysis.charts.sweeps.scaling import lines_of
 from analysis.charts.sweeps.winners import who_wins
 from analysis.html_report.report import report
@@ -91,7 +91,7 @@ def test_a_row_that_lacks_what_charts_need_is_refused_with_its_point(tmp_path: P
 def test_control_characters_of_a_question_do_not_reach_the_terminal(tmp_path, monkeypatch, capsys) -> None:
     file = write(grid(), tmp_path / "t.parquet")
     pl.read_parquet(file).write_parquet(file, metadata={"schema": "gssim.table/1", "question": "\x1b[31mred"})
-    assert run_sweep(monkeypatch, file, "--out", tmp_path / "out") == 0
+    assert run_sweep(monkeypatch, file, "--out", tmp_path / "out", drawn=False) == 0
     assert capsys.readouterr().out.startswith("\\x1b[31mred\n")
 
 
@@ -351,7 +351,7 @@ def test_what_fills_a_device_sums_to_its_memory_less_what_is_left() -> None:
 
 def test_what_does_not_fit_is_bold_and_its_device_is_drawn(tmp_path: Path) -> None:
     rows = [make_row("ddp", margin_bytes=-2 * GIB, capacity_bytes=11 * GIB, status="does not fit"), make_row("zero2")]
-    (chart,) = [chart for chart in sweep_charts(made(rows, tmp_path)) if chart.name == "memory_by_category"]
+    chart = memory_by_category(made(rows, tmp_path))
     (axes,) = chart.figure.axes
     texts = {text.get_text(): text.get_fontweight() for text in axes.texts}
     assert texts == {"10.00 GiB of 13.00 GiB, gpu": "normal", "13.00 GiB of 11.00 GiB, gpu": "bold"}
@@ -440,7 +440,7 @@ def overlapping(figure: Figure) -> list[str]:
 
 def test_settings_that_take_the_same_memory_are_one_panel(tmp_path: Path) -> None:
     table = many_clusters(tmp_path)
-    (chart,) = [chart for chart in sweep_charts(table) if chart.name == "memory_by_category"]
+    chart = memory_by_category(table)
     assert {"stars", "trees"} <= {text.get_text() for text in chart.figure.texts}
     assert len(chart.figure.axes) == 2
     more = [row | ({"margin_bytes": GIB} if row[COUNT] == 8 else {}) for row in table.rows]
@@ -450,10 +450,10 @@ def test_settings_that_take_the_same_memory_are_one_panel(tmp_path: Path) -> Non
 def test_legends_name_only_what_occurs(charts, tmp_path: Path) -> None:
     who = ["a thresholded plan is faster", "a dense plan is faster", "even: within 2 %"]
     assert legend(charts["who_wins"]) == who
-    slow = {chart.name: chart for chart in sweep_charts(made(grid((1e8, 1.1e8)), tmp_path))}
-    assert legend(slow["who_wins"]) == [who[0], who[2]]
+    (slow,) = who_wins(made(grid((1e8, 1.1e8)), tmp_path))
+    assert legend(slow) == [who[0], who[2]]
     far = [row | {"capacity_bytes": 900 * GIB, "margin_bytes": 888 * GIB} for row in grid()]
-    (memory,) = [chart for chart in sweep_charts(made(far, tmp_path)) if chart.name == "memory_by_category"]
+    memory = memory_by_category(made(far, tmp_path))
     assert "memory of the device" in legend(charts["memory_by_category"])
     assert legend(memory) == [name for name in legend(charts["memory_by_category"]) if name != "memory of the device"]
 
@@ -492,8 +492,8 @@ def test_the_command_writes_every_chart_twice_and_says_what_was_found(tmp_path, 
     assert {path.suffix for path in (tmp_path / "out").iterdir()} == {".png", ".svg"}
 
 
-def run_sweep(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    return run(monkeypatch, *arguments, verb="sweep")
+def run_sweep(monkeypatch: pytest.MonkeyPatch, *arguments: object, drawn: bool = True) -> int:
+    return run(monkeypatch, *arguments, verb="sweep", drawn=drawn)
 
 
 def test_what_is_no_table_or_has_no_answer_is_refused_in_one_line(tmp_path, monkeypatch, capsys) -> None:

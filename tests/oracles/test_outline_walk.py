@@ -60,6 +60,11 @@ THREE = ("plan.method=ddp", "plan.tp=2", "plan.pp=2", "plan.dp_replicate=2", *MA
 TWO = ("plan.method=ddp", "plan.pp=4", "plan.dp_replicate=2", *MANY)
 
 
+def combined(*changes):
+    """Return changes, each of which other cases have, as a slow case."""
+    return pytest.param(changes, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -70,22 +75,16 @@ TWO = ("plan.method=ddp", "plan.pp=4", "plan.dp_replicate=2", *MANY)
         (PAIRS, *THREE, "plan.method=zero1", "plan.zero1_implementation=deepspeed", "plan.overlap=false"),
         (PAIRS, *THREE, "plan.sequence_parallel=true"),
         (PAIRS, *THREE, "workload.clip_norm=1.0"),
-        (PAIRS, *THREE, "plan.method=zero1", "workload.clip_norm=1.0", "plan.sequence_parallel=true"),
+        combined(PAIRS, *THREE, "plan.method=zero1", "workload.clip_norm=1.0", "plan.sequence_parallel=true"),
         (PAIRS, *THREE, "workload.precision=bf16", "workload.reduce_precision=fp32", "plan.overlap=false"),
         (PAIRS, *THREE, "workload.precision=fp16", "workload.loss_scale=dynamic"),
         (PAIRS, "plan.tp=2", "plan.pp=4", "plan.micro_batches=8", "workload.global_batch_size=16"),
         (QUADS, *THREE),
-        (QUADS, "plan.tp=2", "plan.pp=4", "plan.micro_batches=8", "workload.global_batch_size=16"),
-        (RING, *THREE),
-        (
-            RING,
-            *TWO,
-        ),
+        combined(QUADS, "plan.tp=2", "plan.pp=4", "plan.micro_batches=8", "workload.global_batch_size=16"),
+        combined(RING, *THREE),
+        (RING, *TWO),
         (UNEQUAL, *THREE),
-        (
-            UNEQUAL,
-            *TWO,
-        ),
+        combined(UNEQUAL, *TWO),
         (PAIRS, "plan.pp=2", "plan.micro_batches=2", "plan.ranks=2", "workload.global_batch_size=8"),
         (
             PAIRS,
