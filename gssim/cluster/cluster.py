@@ -275,7 +275,9 @@ class Cluster:
     backend: Literal["gloo", "nccl"]
     """Backend of torch.distributed: gloo on CPUs, nccl on GPUs."""
     device_types: dict[str, Annotated[DeviceType, BeforeValidator(partial(expanded, "devices"))]]
-    """Each a table, or the name of a preset; a table with the key `preset` overrides values of it."""
+    """Each a table, or the name of a preset; a table with the key `preset` overrides values of it. Or the name of a
+    file of these tables, which an override may name as well (`cluster.device_types=FILE`).
+    """
     devices: tuple[Device, ...] = ()
     """In rank order. With a topology, files leave it out: it is filled in."""
     switches: tuple[str, ...] = ()

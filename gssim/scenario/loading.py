@@ -79,7 +79,7 @@ def load_model(path: Path) -> Model:
 
 def load_cluster(path: Path) -> Cluster:
     """Return the cluster in the TOML file `path`."""
-    return _cluster(path, (), Shared())
+    return _cluster(path, (), str(path), {"": path.parent}, Shared())
 
 
 MOST_READ = 32
@@ -105,14 +105,16 @@ def _unchanged_model(path: Path, data: Same) -> Model:
     return validated(Model, data.value, file=str(path))
 
 
-def _cluster(path: Path, changes: Changes, shared: Shared) -> Cluster:
-    """Return the cluster in a file, with the tables that are in files of their own."""
+def _cluster(path: Path, changes: Changes, file: str, folders: dict[str, Path], shared: Shared) -> Cluster:
+    """Return the cluster in a file, with the tables that are in files of their own; an override may name another."""
     data = _content(path, shared)[1]
-    tables = {
-        key: _content(_find(data[key], key, str(path), {"": path.parent}), shared)[1]
-        for key in IN_FILES
-        if isinstance(data.get(key), str)
+    found = {
+        key: _find(data[key], key, str(path), {"": path.parent}) for key in IN_FILES if isinstance(data.get(key), str)
     }
+    named = {key: value for key, value in changes if key in IN_FILES and isinstance(value, str)}
+    found |= {key: _find(value, f"cluster.{key}", file, folders) for key, value in named.items()}
+    tables = {key: _content(each, shared)[1] for key, each in found.items()}
+    changes = tuple((key, value) for key, value in changes if key not in named)
     key = (path, Same(data), *map(Same, tables.values()), repr(changes))
     return shared.once(
         "cluster", key, lambda: validated(Cluster, _changed(data | tables, "cluster", changes), file=str(path))
@@ -187,9 +189,9 @@ def _with_overrides(data: dict[str, Any], overrides: Sequence[str], folders: dic
     for override in overrides:
         key, value = parsed_override(override)
         part = next((part for part in PARTS if key.startswith(f"{part}.")), None)
+        folders[key] = Path()
         if part is None:
             put(data, key, value)
-            folders[key] = Path()
         else:
             changes[part] += ((key.removeprefix(f"{part}."), value),)
     return changes
@@ -231,7 +233,9 @@ def _part(
     if not isinstance(value, str):
         return value
     path = _find(value, part, file, folders)
-    return (_cluster if part == "cluster" else _model)(path, changes[part], shared)
+    if part == "cluster":
+        return _cluster(path, changes[part], file, folders, shared)
+    return _model(path, changes[part], shared)
 
 
 def _find(name: str, key: str, file: str, folders: dict[str, Path]) -> Path:

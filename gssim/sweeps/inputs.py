@@ -17,6 +17,7 @@ from gssim.cache import Shared
 from gssim.execution import code_digest
 from gssim.execution.files import scratch_folder
 from gssim.scenario import read_toml
+from gssim.scenario.loading import IN_FILES
 from gssim.scenario.overrides import parsed_override
 from gssim.scenario.sweep import Point
 
@@ -110,7 +111,8 @@ class Packed:
 
 
 REFERENCES: dict[str, tuple[str, ...]] = {
-    "cluster": ("device_types", "backend_cost"),
+    "cluster": IN_FILES,
+    **dict.fromkeys((f"cluster.{key}" for key in IN_FILES), ()),
     "workload.model": (),
     "workload.gradients": (),
     "search.study": (),

@@ -1,6 +1,7 @@
 import os
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from strategies import (
@@ -21,6 +22,7 @@ from gssim.errors import UserError
 from gssim.scenario import layer_profile, load_scenario, read_toml, single_device, value_bytes
 from gssim.scenario.device_rates import sample_costs, takes_tokens
 
+SCENARIOS = Path(__file__).parents[2] / "scenarios"
 UNEQUAL = {"types": {"fast": device_type(), "slow": device_type(peak_flop_per_s={"fp32": 2.5e8})}}
 
 
@@ -84,6 +86,24 @@ def test_a_file_named_by_an_override_is_looked_up_from_where_the_user_stands(tmp
 
 
 # Shares --------------------------------------------------------------------------------------------------------------
+
+
+def test_an_override_names_the_calibration_of_a_clusters_devices(tmp_path, monkeypatch):
+    shipped = SCENARIOS / "devices/lab-cores.toml"
+    text = shipped.read_text().replace(
+        '["lab-core-0.8".peak_flop_per_s]\n', '["lab-core-0.8".peak_flop_per_s]\nfp16 = 1e9\n'
+    )
+    assert text != shipped.read_text()
+    (tmp_path / "today.toml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    changes = [f"cluster={SCENARIOS}/clusters/lab-2-hosts.toml", "cluster.device_types=today.toml"]
+    before, now = (load_scenario(SCENARIOS / "demo.toml", changes[:count]) for count in (1, 2))
+    assert now.scenario.cluster.type_of(0).peak_flop_per_s["fp16"] == 1e9
+    assert "fp16" not in before.scenario.cluster.type_of(0).peak_flop_per_s
+    assert now.scenario.scenario_id == before.scenario.scenario_id
+    assert now.calibration_id != before.calibration_id
+    with pytest.raises(UserError, match=re.escape("cluster.device_types = 'yesterday.toml': no such file")):
+        load_scenario(SCENARIOS / "demo.toml", [changes[0], "cluster.device_types=yesterday.toml"])
 
 
 def test_a_batch_by_throughput_follows_the_devices_rates():

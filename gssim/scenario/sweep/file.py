@@ -10,13 +10,19 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 
 from gssim.errors import UserError
-from gssim.scenario.loading import first_comment, read_toml
+from gssim.scenario.loading import IN_FILES, first_comment, read_toml
 from gssim.scenario.overrides import toml
 from gssim.scenario.sweep.conditions import condition
 from gssim.units import PositiveInt, excess, parse_quantity, quantity_of, spec, validated
 from gssim.workload import PATHS
 
-FILES = ("cluster", "workload.model", "workload.gradients", *(f"workload.data.{key}" for key in PATHS))
+FILES = (
+    "cluster",
+    *(f"cluster.{key}" for key in IN_FILES),
+    "workload.model",
+    "workload.gradients",
+    *(f"workload.data.{key}" for key in PATHS),
+)
 """Keys whose values may name files."""
 Place = dict[str, Any]
 """Values by key path: one place on an axis, or on several linked ones."""

@@ -1,4 +1,6 @@
-"""Compute times on one device without contention: from a measured profile where there is one, else from a roofline."""
+"""Times of layers, updates, compression and copies on one device, without contention: from a measured profile where
+there is one, else from a roofline.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
