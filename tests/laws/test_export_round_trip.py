@@ -4,6 +4,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -94,7 +95,7 @@ def named_in(notes):
 def test_what_a_file_does_not_carry_is_named(tmp_path, program):
     outcomes = set()
 
-    @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+    @settings(max_examples=examples(100), deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
     @given(scenarios(program))
     def comes_back(tables):
         try:
