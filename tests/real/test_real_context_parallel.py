@@ -3,7 +3,17 @@
 import json
 
 import pytest
-from real_runs import HELPERS, predicted, predicted_peaks, quick, run_cases, scenario_file, star, tolerance_of
+from real_runs import (
+    HELPERS,
+    SCENARIOS,
+    predicted,
+    predicted_peaks,
+    quick,
+    run_cases,
+    scenario_file,
+    star,
+    tolerance_of,
+)
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
@@ -17,7 +27,7 @@ RING, PLAIN = ["plan.context_exchange=ring"], ["plan.context_exchange=ring", "pl
 MIXTURE = ["plan.ep=1", "plan.dp_replicate=1", "workload.expert_routing=load", "workload.expert_load.skew=0.7"]
 
 
-SIX_HEADS = ["workload.model=models/gpt-byte-10m.toml", "workload.global_batch_size=3"]
+SIX_HEADS = [f"workload.model={SCENARIOS}/models/gpt-byte-10m.toml", "workload.global_batch_size=3"]
 
 
 def small(family: str) -> list[str]:
