@@ -43,7 +43,7 @@ def test_the_steps_are_those_of_a_stop_watch(job, ingested):
     assert len(ingested.step_times_s) == len(times_s)
     assert ingested.step_time_s == pytest.approx(median(times_s), rel=0.02)
     assert sum(ingested.phases_s.values()) == pytest.approx(ingested.step_time_s)
-    assert ingested.phases_s["backward"] > ingested.phases_s["forward"] > 0 < ingested.phases_s["optimizer"]
+    assert all(ingested.phases_s[phase] > 0 for phase in ("forward", "backward", "optimizer"))
     assert ingested.phases_s["idle"] < 0.1 * ingested.step_time_s
 
 
