@@ -100,6 +100,7 @@ def on_nccl(measured: Sequence[dict[str, Any]], settings: Settings, out: Path) -
     if "nccl_all_reduces" in first:
         table = out.with_suffix(".all-reduce.csv")
         write_all_reduces(table, first)
+        print(f"gsreal: calibrate: NCCL's all-reduces are in {table}", file=sys.stderr)
         words += ["--nccl-tests", str(table)]
     with scratch_folder("gsreal-calibrate-") as folder:
         file = Path(folder, out.name)

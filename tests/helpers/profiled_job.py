@@ -1,4 +1,4 @@
-"""A training of somebody else: plain DistributedDataParallel under torch.profiler, with a stop-watch around each step.
+"""A training of somebody else: plain DistributedDataParallel under torch.profiler, with a stop-watch around each pass.
 
 Arguments: the folder for the traces. The last step, which is not profiled, is recorded by `gsreal`'s own counter.
 """
@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -30,13 +31,19 @@ def main(folder: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     tokens = torch.randint(256, (SAMPLES, LENGTH + 1))
 
-    def step() -> None:
+    def step() -> list[float]:
+        """Train a step; return when it began, and when its forward, its backward and its update ended."""
+        times_s = [time.perf_counter()]
         optimizer.zero_grad()
         logits = model(tokens[:, :-1])
-        functional.cross_entropy(logits.flatten(0, -2), tokens[:, 1:].flatten()).backward()
+        loss = functional.cross_entropy(logits.flatten(0, -2), tokens[:, 1:].flatten())
+        times_s.append(time.perf_counter())
+        loss.backward()
+        times_s.append(time.perf_counter())
         optimizer.step()
+        return [*times_s, time.perf_counter()]
 
-    times_s = []
+    passes_s = []
     path = Path(folder) / f"rank{rank}.json.gz"
     with profile(
         activities=[ProfilerActivity.CPU],
@@ -46,17 +53,17 @@ def main(folder: str) -> None:
         profile_memory=True,
     ) as profiler:
         for _ in range(3 + PROFILED):
-            began_s = time.perf_counter()
-            step()
-            times_s.append(time.perf_counter() - began_s)
+            passes_s.append([end_s - began_s for began_s, end_s in pairwise(step())])
             profiler.step()
     with CollectiveRecorder() as recorder:
         step()
-    found: list[tuple[list[float], list[ObservedCollective]]] = [([], [])] * dist.get_world_size()
-    dist.all_gather_object(found, (times_s[3:], recorder.seen))
+    found: list[tuple[list[list[float]], list[ObservedCollective]]] = [([], [])] * dist.get_world_size()
+    dist.all_gather_object(found, (passes_s[3:], recorder.seen))
     if rank == 0:
         own = [entry.key for entry in collectives_of([seen for _, seen in found])]
-        Path(folder, "own.json").write_text(json.dumps({"times_s": [times for times, _ in found], "collectives": own}))
+        Path(folder, "own.json").write_text(
+            json.dumps({"passes_s": [passes for passes, _ in found], "collectives": own})
+        )
     dist.barrier()
     os._exit(0)  # gloo's threads may keep a process from ending
 
