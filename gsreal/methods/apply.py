@@ -23,6 +23,7 @@ from gsreal.methods.expert_parallel import divided_experts, load_experts
 from gsreal.methods.gradient_sharding import push_gradients, train_owned_layers
 from gsreal.methods.loss_parallel import Loss, divide_vocabulary
 from gsreal.methods.meshes import context_group, data_group, device_mesh, shard_group
+from gsreal.methods.optimizers import mark_matrices
 from gsreal.methods.pipelined import StageModules, pipeline_stages
 from gsreal.methods.ring_attention import observed_ring
 from gsreal.methods.tensor_slices import PartialGradients, slice_blocks, whole_parameter
@@ -48,6 +49,7 @@ APPLY: dict[tuple[str, str], Apply] = {
 def prepare(scenario: Scenario, module: nn.Module, timeline: Timeline, device: torch.device) -> Training:
     """Return the module prepared for the scenario's plan on this rank, as a `Training`."""
     policies = scenario.policies
+    mark_matrices(scenario.workload, module)
     if policies.pp > 1:
         training = pipeline_stages(scenario, module, timeline, device)
         training.clip_norm = scenario.workload.clip_norm

@@ -24,7 +24,7 @@ from gsreal.methods.checkpointing import checkpoint_block
 from gsreal.methods.data_parallel import cast_all_reduce, fully_shard_module, leave_experts, sharded_optimizer
 from gsreal.methods.expert_parallel import ExpertGradients, ShardedExpertGradients, divided_experts, load_experts
 from gsreal.methods.gradient_sharding import pushing_optimizer
-from gsreal.methods.optimizers import make_optimizer
+from gsreal.methods.optimizers import make_optimizer, mark_matrices
 from gsreal.methods.stage_modules import stage_module, tied_names
 from gsreal.methods.tensor_slices import whole_parameter
 from gsreal.methods.training import Training, Weights, weighted
@@ -251,6 +251,7 @@ def pipeline_stages(scenario: Scenario, module: nn.Module, timeline: Timeline, d
     modules = []
     for number in numbers:
         part = stage_module(module, stages[number], shared=number != numbers[-1], model=model)
+        mark_matrices(scenario.workload, part)  # a copy's parameters have no marks
         if scenario.plan.recompute != "none":
             inner = dict(part.named_modules())
             for instance in stages[number]:
