@@ -117,7 +117,8 @@ UNEVEN = "plan.shares.shards=[0.75,0.25]"
 """Of heads and columns, for slices of our own."""
 PLANS: dict[str, tuple[int, list[str]]] = {
     "pipeline": (2, ["plan.method=pipeline", "plan.micro_batches=3"]),
-    "pipeline-of-three": (3, ["plan.method=pipeline", "plan.schedule=interleaved", "plan.micro_batches=3"]),
+    "interleaved": (2, ["plan.method=pipeline", "plan.schedule=interleaved", "plan.micro_batches=4"]),
+    "pipeline-of-three": (3, ["plan.method=pipeline", "plan.micro_batches=3"]),
     "pipelines": (4, ["plan.method=zero1", "plan.pp=2", "plan.dp_replicate=2", "plan.micro_batches=3"]),
     "tensor": (2, ["plan.method=tensor"]),
     "tensor-of-four": (4, ["plan.method=tensor"]),
@@ -146,7 +147,7 @@ def test_a_model_cut_by_layers_goes_on_cut_inside_of_blocks(undisturbed, tmp_pat
         ("tensor", "tensor-of-four"),
         ("tensor-of-four", "pipeline-of-three"),
         ("pipelines", "tensor"),
-        ("pipeline", "pipelines"),
+        ("interleaved", "pipelines"),
         ("gs_tp", "ddp-tp"),
         ("ddp-tp", "zero3-tp"),
         ("zero3-tp", "gs_tp"),
