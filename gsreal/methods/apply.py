@@ -49,7 +49,6 @@ APPLY: dict[tuple[str, str], Apply] = {
 def prepare(scenario: Scenario, module: nn.Module, timeline: Timeline, device: torch.device) -> Training:
     """Return the module prepared for the scenario's plan on this rank, as a `Training`."""
     policies = scenario.policies
-    mark_matrices(scenario.workload, module)
     if policies.pp > 1:
         training = pipeline_stages(scenario, module, timeline, device)
         training.clip_norm = scenario.workload.clip_norm
@@ -70,6 +69,7 @@ def prepare(scenario: Scenario, module: nn.Module, timeline: Timeline, device: t
             loss = divide_vocabulary(scenario, module, timeline, mesh)
     load_experts(scenario, module)
     experts = divided_experts(scenario, module, timeline, device) if policies.ep > 1 else None
+    mark_matrices(scenario.workload, module)  # divided parameters are others than before
     apply = APPLY[policies.parameters, policies.gradients]
     if policies.partition == "weight-gradient":
         apply = train_owned_layers

@@ -251,7 +251,6 @@ def pipeline_stages(scenario: Scenario, module: nn.Module, timeline: Timeline, d
     modules = []
     for number in numbers:
         part = stage_module(module, stages[number], shared=number != numbers[-1], model=model)
-        mark_matrices(scenario.workload, part)  # a copy's parameters have no marks
         if scenario.plan.recompute != "none":
             inner = dict(part.named_modules())
             for instance in stages[number]:
@@ -262,6 +261,7 @@ def pipeline_stages(scenario: Scenario, module: nn.Module, timeline: Timeline, d
     for part in modules:
         load_experts(scenario, part)
         experts.append(divided_experts(scenario, part, timeline, device) if scenario.policies.ep > 1 else None)
+        mark_matrices(scenario.workload, part)  # copied and divided parameters are others than before
     is_replicated = scenario.policies.gradients == "all-reduce"
     replicas = process_group(mesh, rank, *DATA_AXES) if is_replicated else None
     if scenario.policies.gradients == "reduce-scatter":

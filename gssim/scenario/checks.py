@@ -29,6 +29,7 @@ def check(scenario: Scenario, *, file: str) -> None:
     _check_sizes(scenario, file)
     _check_push(scenario, policies, file)
     refuse_what_cannot_run(plan, policies, file=file)
+    _check_muon(scenario, policies, file)  # before shards are sized
     _check_publish(scenario, policies, file)
     zero1 = (policies.gradients, policies.optimizer_state) == ("all-reduce", "sharded")
     if plan.zero1_implementation != "torch" and not zero1:
@@ -71,7 +72,6 @@ def check(scenario: Scenario, *, file: str) -> None:
     _check_replanning(scenario, policies, file)
     _check_compressor(scenario, policies, file)
     _check_offload(scenario, policies, file)
-    _check_muon(scenario, policies, file)
 
 
 def _check_offload(scenario: Scenario, policies: Policies, file: str) -> None:

@@ -253,7 +253,8 @@ def owner_times(cluster: Cluster, workload: Workload, plan: Plan, policies: Poli
 
 def _update_element_s(device: DeviceType, workload: Workload, ranks: int) -> float:
     """Return the optimizer's time for an element with about even shards: measured, else by memory bandwidth."""
-    optimizer = workload.optimizer
+    # beside Muon shards are refused, but the search sizes them before it asks
+    optimizer = "adamw" if workload.optimizer == "muon" else workload.optimizer
     implementation = implementation_on(device.kind, workload.optimizer_implementation)
     default = implementation == implementation_on(device.kind, "default")
     cost = device.optimizers.get(optimizer if default else f"{optimizer} {implementation}")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from real_runs import scenario_file
-from strategies import device_type, loaded_of, scenario_of
+from strategies import device_type, scenario_of
 from strategies import star as small_star
 
 import gssim
@@ -15,6 +15,8 @@ from gssim import cost
 from gssim.cluster import DeviceType
 from gssim.errors import UserError
 from gssim.plan import splitting
+from gssim.planner import PLAN, full_ratio
+from gssim.planner.bounds import Bounds
 from gssim.program import Lowering
 from gssim.scenario import load_scenario
 from gssim.simulation import simulate
@@ -119,6 +121,7 @@ def test_parts_of_the_flat_buffer_hold_the_most_matrices_that_a_rank_has():
         (["plan.method=zero2"], r"workload\.optimizer = 'muon': .* method 'zero2' shards them; allowed: single, ddp"),
         (["plan.method=zero3"], "method 'zero3' shards them"),
         (["plan.method=gs"], "method 'gs' shards them"),
+        (["plan.method=gs", "plan.shares.shards=cost"], "method 'gs' shards them"),
         (["plan.method=gs_wgrad"], "method 'gs_wgrad' shards them"),
         (["plan.method=tensor", "plan.tp=2"], r"plan\.tp = 2: ranks hold parts of the matrices; allowed: 1"),
         (["plan.method=zero1", "plan.zero1_implementation=deepspeed"], "deepspeed: .* allowed: torch, megatron"),
@@ -131,17 +134,35 @@ def test_plans_that_shard_a_matrix_are_refused_in_one_line(changes: list[str], m
     assert "\n" not in str(refused.value)
 
 
+def test_the_search_leaves_out_plans_that_shard_a_matrix():
+    names = ["single", "ddp", "zero1", "zero2", "gs"]
+    asked = ["workload.optimizer=muon", "plan.method=ddp", f"search.methods={names}", "search.micro_batches=[1]"]
+    found = gssim.search(gssim.load(DEMO, asked), top=9, jobs=1)
+    told = found[0].provenance["search"]["left_out"]
+    assert {name for each in told for name in each["methods"]} == {"gs", "zero2"}
+    assert all("'muon'" in each["reason"] for each in told)
+
+
 def test_models_without_matrices_in_blocks_are_refused():
     with pytest.raises(UserError, match=r"workload\.optimizer = 'muon': blocks of 'resnet-digits' have no matrices"):
         gssim.load(scenario_file("resnet-digits.toml"), ["workload.optimizer=muon", "plan.method=ddp"])
 
 
-def test_lower_bounds_of_memory_stay_below():
-    scenario = muon_of(method="single")
-    whole = scenario.workload.model.elements
-    state = optimizer_state_bytes("muon", elements=whole, tensors=1, value_bytes=4, matrices=[(1, whole)])
-    assert state == 4 * whole  # the least that any division of matrices and others keeps
-    assert simulate(loaded_of(scenario)).result.step_time_s > 0
+@pytest.mark.parametrize("implementation", ["torch", "megatron"])
+@pytest.mark.parametrize("plan", [{"method": "ddp"}, {"method": "zero1"}, {"method": "zero1", "pp": 2}], ids=str)
+def test_no_plan_needs_less_memory_than_its_bound(plan: dict[str, object], implementation: str):
+    asked = ["workload.optimizer=muon", "workload.global_batch_size=64", "plan.method=ddp"]
+    loaded = load_scenario(Path(scenario_file("gpt2-muon.toml")), asked, gradients_needed=False)
+    in_stages = {"micro_batches": 4, "dp_replicate": 8} if "pp" in plan else {}
+    if plan["method"] == "zero1":
+        plan = plan | {"zero1_implementation": implementation}
+    wanted = PLAN.validate_python({**plan, **in_stages})
+    bounds = Bounds(loaded.scenario)
+    found = bounds.closer(wanted, bounds.of(wanted))
+    result = simulate(replace(loaded, scenario=replace(loaded.scenario, plan=wanted))).result
+    held = {name: device.memory_bytes for name, device in loaded.scenario.cluster.device_types.items()}
+    assert 0 < found.full_ratio <= full_ratio(result, held)
+    assert 0 < found.time_s <= result.step_time_s
 
 
 # Against torch -------------------------------------------------------------------------------------------------------

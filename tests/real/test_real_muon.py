@@ -24,8 +24,8 @@ CASES = {
     "few": ["plan.method=ddp", "workload.sequence_length=1"],  # the update has the peak
     "local": ["plan.method=local_sgd", FP64, "plan.sync_every_steps=2"],
 }
-FEW = {2: ["ddp", "ddp-bf16", "zero1", "zero1-recomputed", "few"], 3: ["zero1"]}
-TRAINS_ALIKE = ("ddp", "ddp-clipped", "zero1", "zero1-recomputed", "pipeline")
+FEW = {2: ["ddp", "ddp-bf16", "zero1", "zero1-recomputed", "few", "experts"], 3: ["zero1"]}
+TRAINS_ALIKE = ("ddp", "ddp-clipped", "zero1", "zero1-recomputed", "pipeline", "experts")
 """As one device: in fp64, as with AdamW, where gradients' last digits turn no rounding to bf16; not where ranks train
 apart."""
 
@@ -34,14 +34,17 @@ def cases_for(ranks: int) -> Cases:
     return {
         name: {"scenario": scenario_file("demo.toml"), "overrides": [star(ranks), *SMALL, *MUON, *changes]}
         for name, changes in CASES.items()
-    } | pipelines(ranks)
+    } | (of_two_ranks() if ranks == 2 else {})
 
 
-def pipelines(ranks: int) -> Cases:
-    if ranks == 3:
-        return {}
-    overrides = [star(ranks), *SMALL, *MUON, FP64, "plan.method=pipeline", "plan.pp=2", "plan.micro_batches=2"]
-    return {"pipeline": {"scenario": scenario_file("demo.toml"), "overrides": overrides}}
+def of_two_ranks() -> Cases:
+    usual = [star(2), *SMALL, *MUON, FP64]
+    stages = ["plan.method=pipeline", "plan.pp=2", "plan.micro_batches=2"]
+    experts = ["plan.method=zero1", "plan.ep=2"]  # stacked in one tensor, which AdamW updates
+    return {
+        "pipeline": {"scenario": scenario_file("demo.toml"), "overrides": [*usual, *stages]},
+        "experts": {"scenario": scenario_file("moe-experts.toml"), "overrides": [*usual, *experts]},
+    }
 
 
 WORLDS: dict[int, tuple[Cases, Cases]] = {}
