@@ -96,6 +96,8 @@ class Command:
     """File of the network namespace in which it runs."""
     values: Mapping[str, float] = field(default_factory=dict)
     """Of modules' constants (`module.NAME`) that are others in it."""
+    terminated_at: str | None = None
+    """What it says on stderr when it is asked to end (SIGTERM)."""
 
 
 @dataclass(frozen=True)
@@ -240,6 +242,11 @@ def codes_of(run: dict[str, Any]) -> tuple[list[int], list[str]]:
             for process in started:
                 os.kill(process, signal.SIGKILL)
         else:
+            for process, number in started.items():
+                said, file = run["commands"][number]["terminated_at"], Path(run["output"], f"err-{number}.txt")
+                if said is not None and file.exists() and said in file.read_text(errors="replace"):
+                    os.kill(process, signal.SIGTERM)
+                    run["commands"][number]["terminated_at"] = None
             time.sleep(0.01)
     until_s = time.monotonic() + 10
     while (running := having_open(holder)) and time.monotonic() < until_s:
