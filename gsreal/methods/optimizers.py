@@ -9,9 +9,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from gsreal.gradient_sharding.master import MasterCopy, master_type
-from gssim.errors import UserError
 from gssim.scenario import has_master_copy
-from gssim.workload import Workload, is_matrix, unrolled
+from gssim.workload import Workload, unrolled
+from gssim.workload.muon import is_matrix
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
@@ -54,14 +54,9 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
 
 def mark_matrices(workload: Workload, module: nn.Module) -> None:
-    """Mark the parameters of a module that Muon updates, if it is the optimizer: the matrices of the model's blocks.
-
-    Raises UserError where torch is too old to have Muon.
-    """
+    """Mark the parameters of a module that Muon updates, if it is the optimizer: the matrices of the model's blocks."""
     if workload.optimizer != "muon":
         return
-    if not hasattr(torch.optim, "Muon"):
-        raise UserError(f"workload.optimizer = 'muon': torch {torch.__version__} has no Muon; use torch 2.9 or later")
     own = {
         name
         for instance in unrolled(workload.model)

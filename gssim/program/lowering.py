@@ -674,7 +674,8 @@ class Lowering:
         if policies.gradients == "push":
             columns += [column for bucket in self.buckets for column in self._ownership_columns(bucket)]
         if self.assigns_tensors or self.flat_part:
-            updated = [self._updated(rank) for rank in self.group]
+            tensors = (self.owned_elements, self.owned_expert_elements) if self.assigns_tensors else ()
+            updated = [(self.matrices(rank), *(owned(rank) for owned in tensors)) for rank in self.group]
             kinds = {each: i for i, each in enumerate(dict.fromkeys(updated))}
             columns.append(np.array([kinds[each] for each in updated]))
         if self.assigns_layers:
@@ -691,12 +692,6 @@ class Lowering:
         _, first, role = np.unique(code, return_index=True, return_inverse=True)
         by_rank = np.argsort(first, kind="stable")
         return np.argsort(by_rank, kind="stable")[role], [self.group[i] for i in first[by_rank].tolist()]
-
-    def _updated(self, rank: int) -> Hashable:
-        """Return what distinguishes the updates of ranks, of which each updates tensors or matrices of its own."""
-        if not self.assigns_tensors:
-            return self.matrices(rank)
-        return self.owned_elements(rank), self.owned_expert_elements(rank), self.matrices(rank)
 
     def _ownership_columns(self, bucket: Bucket) -> list[Ints]:
         """Return columns that distinguish ranks by a bucket: the elements each owns, and the division of its place."""

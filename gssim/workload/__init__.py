@@ -23,7 +23,6 @@ from gssim.workload.model import (
     gradient_order,
     unrolled,
 )
-from gssim.workload.muon import is_matrix
 from gssim.workload.optimizers import VALUES_KEPT, implementation_on, optimizer_moved_values, optimizer_state_bytes
 from gssim.workload.shipped import shipped_models
 from gssim.workload.workload import PATHS, Glue, ImageFolder, TextFolder, Workload
@@ -51,7 +50,6 @@ __all__ = [
     "Workload",
     "gradient_order",
     "implementation_on",
-    "is_matrix",
     "layer_input_gradient",
     "layer_output",
     "optimizer_moved_values",

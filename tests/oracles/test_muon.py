@@ -174,6 +174,7 @@ from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from gsreal.measure.memory import _StorageTracker  # noqa: E402
 from gsreal.methods.optimizers import make_optimizer, mark_matrices  # noqa: E402
+from gsreal.run.checkpoint import Elements  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -259,3 +260,49 @@ def test_the_peak_is_muons_or_that_of_adamw_behind_it(implementation: str):
     )
     of_adamw = {"for-loop": 4 * (10 + 2 * 2000), "foreach": 4 * 2010, "fused": 0}[implementation]
     assert found == max(of_adamw, (4 + 4) * 64 + 4 * 64)
+
+
+def made_twice(precision: str) -> tuple[nn.Module, nn.Module, list[str]]:
+    """Return a module of the demo's twice, with matrices marked in the first, and the names of these."""
+    from gsreal.model_files.build import DTYPES, build_module
+
+    workload = muon_of(method="single").workload
+    torch.manual_seed(0)
+    first, second = (build_module(workload.model.module, where="demo").to(DTYPES[precision]) for _ in range(2))
+    second.load_state_dict(first.state_dict())
+    mark_matrices(workload, first)
+    return first, second, [name for name, each in first.named_parameters() if each.by_muon]
+
+
+def test_it_is_torchs_own_muon_for_matrices_of_blocks_and_adamw_for_all_else():
+    workload = replace(muon_of(method="single").workload, weight_decay=0.1, momentum=0.8, learning_rate=1e-2)
+    module, by_hand, names = made_twice("fp32")
+    assert len(names) == 16
+    assert all(name.startswith("blocks.") for name in names)
+    own = dict(by_hand.named_parameters())
+    apart = [
+        torch.optim.Muon([own[name] for name in names], 1e-2, 0.1, 0.8, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW([each for name, each in own.items() if name not in names], lr=1e-2, weight_decay=0.1),
+    ]
+    optimizer = make_optimizer(workload, module.parameters(), CPU)
+    for step in range(3):
+        for each, other in zip(module.parameters(), by_hand.parameters(), strict=True):
+            each.grad = (each.detach() * (step + 1)).cos()
+            other.grad = (other.detach() * (step + 1)).cos()
+        optimizer.step()
+        for each in apart:
+            each.step()
+    for each, other in zip(module.parameters(), by_hand.parameters(), strict=True):
+        assert torch.equal(each, other)
+
+
+def test_a_checkpoint_has_the_momentum_of_matrices_and_the_moments_of_all_else():
+    workload = replace(muon_of(method="single").workload, precision="bf16")
+    module, _, names = made_twice("bf16")
+    before = {name: each.detach().clone() for name, each in module.named_parameters()}
+    found = Elements(module, make_optimizer(workload, module.parameters(), CPU)).state_dict()["optimizer"]
+    for name, state in found.items():
+        kept = {"momentum_buffer"} if name in names else {"exp_avg", "exp_avg_sq", "step"}
+        assert set(state) == {"master", *kept}
+        assert all(each.eq(0).all() for key, each in state.items() if key != "master")
+    assert all(torch.equal(before[name], each) for name, each in module.named_parameters())

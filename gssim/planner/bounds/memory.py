@@ -15,7 +15,8 @@ from gssim.program.stage_boundary import Stage, stage_timeline, stages_of
 from gssim.scenario import held_layers, held_slice, schedule_of
 from gssim.scenario.scenario import sequence_positions
 from gssim.units import PRECISION_BYTES
-from gssim.workload import VALUES_KEPT, LayerInstance, is_matrix, unrolled
+from gssim.workload import VALUES_KEPT, LayerInstance, unrolled
+from gssim.workload.muon import is_matrix
 
 MAX_REPLAYED_SAMPLES = 8
 """Number of samples up to which activations are followed buffer by buffer, at powers of two."""
