@@ -116,7 +116,8 @@ class PairwiseRendezvous(Rendezvous):
         ranks, lead_s = len(self.instance.communication.group), self.arrived_s[source] - self.arrived_s[target]
         other_way = self._received.get((target, source, ranks - places))
         sends_first = 2 * places >= ranks  # the receiver, to the sender, before its receive
-        if other_way and sends_first and -lead_s >= machine.network.latency_s(stage) + schedule.message_s:
+        notice_s = machine.network.latency_s(stage) + schedule.message_s
+        if other_way and sends_first and lead_s < 0 and -lead_s >= notice_s:
             yield other_way
             lead_s = math.inf
         now_s, handled_s = machine.env.now, self._bytes_of(key) * schedule.processor_byte_s
