@@ -371,7 +371,7 @@ def settings_of(shapes: Sequence[Loaded], kind: str, out: Path) -> Settings:
         precision=precisions[0],
         kind=kind,
         rounds=LAYER_ROUNDS,
-        optimizers=tuple(sorted({workload.optimizer for workload in workloads})),
+        optimizers=tuple(sorted({each.optimizer if each.optimizer != "muon" else "adamw" for each in workloads})),
     )
 
 

@@ -2,6 +2,7 @@
 there is one, else from a roofline.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
@@ -16,6 +17,14 @@ from gssim.scenario import achieved_flop_per_s, has_master_copy, layer_profile, 
 from gssim.scenario.device_rates import product_precision
 from gssim.units import PRECISION_BYTES, Floats, Precision, Rate
 from gssim.workload import Layer, Polynomial, Workload, implementation_on, optimizer_moved_values
+from gssim.workload.muon import (
+    NEWTON_SCHULZ_STEPS,
+    OPERATIONS_PER_MATRIX,
+    Matrix,
+    elements_of,
+    elementwise_bytes,
+    newton_schulz_products,
+)
 from gssim.workload.optimizers import optimizer_operations
 
 Amount = TypeVar("Amount", float, Floats)
@@ -208,11 +217,18 @@ def roofline_s(
 
 
 def optimizer_time_s(
-    device: DeviceType, workload: Workload, *, elements: int, tensors: int, sharded_tensors: int = 0
+    device: DeviceType,
+    workload: Workload,
+    *,
+    elements: int,
+    tensors: int,
+    sharded_tensors: int = 0,
+    matrices: Sequence[Matrix] = (),
 ) -> float:
     """Return the time of an optimizer step over `elements` parameters in `tensors` tensors.
 
-    `sharded_tensors`: number of DTensors, each of which costs more host time. A measured cost is of torch's default
+    `sharded_tensors`: number of DTensors, each of which costs more host time. `matrices`: those of the tensors that
+    Muon updates, where it is the optimizer; AdamW updates the others. A measured cost is of torch's default
     implementation; that of another has its name in the key, such as `adamw fused`. Without one:
 
         t = values moved * bytes of a value / memory bandwidth + operations * overhead
@@ -220,6 +236,11 @@ def optimizer_time_s(
     if elements == 0:
         return 0.0
     optimizer, decay = workload.optimizer, workload.weight_decay
+    if optimizer == "muon":
+        others = elements - elements_of(matrices), tensors - len(matrices)
+        adamw = replace(workload, optimizer="adamw")
+        rest_s = optimizer_time_s(device, adamw, elements=others[0], tensors=others[1])
+        return rest_s + _muon_time_s(device, workload, matrices)
     implementation = implementation_on(device.kind, workload.optimizer_implementation)
     cost = _measured_optimizer(device, workload)
     if cost is not None:
@@ -233,6 +254,29 @@ def optimizer_time_s(
     )
     moved_bytes = values * master_bytes(workload) * elements
     return moved_bytes / device.memory_bandwidth_bytes_per_s + operations * device.operation_overhead_s
+
+
+def _muon_time_s(device: DeviceType, workload: Workload, matrices: Sequence[Matrix]) -> float:
+    """Return the time in which Muon updates matrices, one after another; it is not measured.
+
+        t = 5 sum of max(FLOP / rate in bf16, bytes / memory bandwidth) of three products
+            + other bytes / memory bandwidth
+        CPU:  t + operations * overhead      (operations run where they are launched)
+        else: max(t, operations * overhead)  (the host launches ahead)
+
+    A device that states no rate in bf16 is assumed to multiply it at that of fp32.
+    """
+    if not matrices:
+        return 0.0
+    rate = achieved_flop_per_s(device, "bf16" if "bf16" in device.peak_flop_per_s else "fp32")
+    bandwidth, value = device.memory_bandwidth_bytes_per_s, master_bytes(workload)
+    total_s = 0.0
+    for (rows, columns), count in Counter(matrices).items():
+        products = newton_schulz_products(rows, columns)
+        steps_s = NEWTON_SCHULZ_STEPS * sum(max(flop / rate, moved / bandwidth) for flop, moved in products)
+        total_s += count * (steps_s + elementwise_bytes(rows, columns, value_bytes=value) / bandwidth)
+    issue_s = len(matrices) * OPERATIONS_PER_MATRIX * device.operation_overhead_s
+    return total_s + issue_s if device.kind == "cpu" else max(total_s, issue_s)
 
 
 def _measured_optimizer(device: DeviceType, workload: Workload) -> OptimizerCost | None:

@@ -349,10 +349,15 @@ class EndedError(SystemExit):
     """A signal asked this process to end; its exit code is the shell's for that signal."""
 
 
+_ended: list[EndedError] = []
+"""The signal that ended this process, if one did."""
+
+
 def _unwind(number: int, frame: FrameType | None) -> None:
     for each in ENDING:  # a second signal must not interrupt the cleanup
         signal.signal(each, signal.SIG_IGN)
-    raise EndedError(128 + number)
+    _ended.append(EndedError(128 + number))
+    raise _ended[0]
 
 
 @contextmanager
@@ -364,6 +369,7 @@ def unwinding() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    _ended.clear()
     usual = [number for number in ENDING if signal.getsignal(number) is signal.SIG_DFL]
     for number in usual:
         signal.signal(number, _unwind)
@@ -373,6 +379,8 @@ def unwinding() -> Iterator[None]:
         cause = error.__cause__
         while isinstance(cause, Exception):
             cause = cause.__cause__
+        if cause is None and type(error).__name__ == "PydanticSerializationError":  # names no cause but in its text
+            cause = _ended[0] if _ended else KeyboardInterrupt() if "KeyboardInterrupt" in str(error) else None
         if cause is None:
             raise
         raise cause from None  # a signal in a callback of pydantic's, which reports it as an error of the callback

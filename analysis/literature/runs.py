@@ -318,7 +318,7 @@ class Run:
     overlap: bool
     shards: int | None = None
     """Ranks among which the data-parallel axis shards, in replicas of that size; absent: all, where the method does."""
-    optimizer: Literal["adam", "adamw", "sgd"] = "adamw"
+    optimizer: Literal["adam", "adamw", "sgd", "muon"] = "adamw"
     step_s: float | None
     memory_bytes: float | None = None
     memory_metric: Metric | None = None
@@ -328,7 +328,8 @@ class Run:
     clip_norm: float | None = None
     """Largest norm of all gradients, to which they are scaled down."""
     flat_optimizer: bool = False
-    """For `zero1`: Megatron-LM's distributed optimizer, whose gradients are in one buffer that is reduce-scattered."""
+    """For `zero1`: Megatron-LM's distributed optimizer, whose gradients are in one buffer that is reduce-scattered; of
+    `muon` the layer-wise one."""
     deferred_outputs: int = 0
     """Micro-batches of which the gradients of the logits are kept, with what the output layer read, to the step's end,
     where that layer's weight gets its gradient from them (Megatron-LM, core/tensor_parallel/layers.py,

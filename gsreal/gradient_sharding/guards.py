@@ -146,7 +146,7 @@ def check_factory(
     `like`: a parameter; the optimizer is tried on small tensors of its device and of the precision of its update.
     """
     dtype = torch.promote_types(like.dtype, torch.float32)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[like.device] if like.is_cuda else []):
         for number in range(len(groups or ({},))):
             _check_group(_Trial(factory, groups, number, dtype, like.device), whole_tensors=whole_tensors)
 
@@ -183,7 +183,10 @@ class _Trial:
 
     def updates(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the change of each tensor, flat, after a few steps of one optimizer over all of them."""
-        torch.manual_seed(0)
+        # not torch.manual_seed: it seeds all other devices for good, and takes a millisecond for each one's stack trace
+        torch.default_generator.manual_seed(0)
+        if tensors[0].is_cuda:
+            torch.cuda.default_generators[tensors[0].get_device()].manual_seed(0)
         optimizer, copies = self.make(tensors)
         for step in range(STEPS):
             for parameter, tensor in zip(copies, tensors, strict=True):

@@ -23,6 +23,7 @@ from gsreal.methods.expert_parallel import divided_experts, load_experts
 from gsreal.methods.gradient_sharding import push_gradients, train_owned_layers
 from gsreal.methods.loss_parallel import Loss, divide_vocabulary
 from gsreal.methods.meshes import context_group, data_group, device_mesh, shard_group
+from gsreal.methods.optimizers import mark_matrices
 from gsreal.methods.pipelined import StageModules, pipeline_stages
 from gsreal.methods.ring_attention import observed_ring
 from gsreal.methods.tensor_slices import PartialGradients, slice_blocks, whole_parameter
@@ -68,6 +69,7 @@ def prepare(scenario: Scenario, module: nn.Module, timeline: Timeline, device: t
             loss = divide_vocabulary(scenario, module, timeline, mesh)
     load_experts(scenario, module)
     experts = divided_experts(scenario, module, timeline, device) if policies.ep > 1 else None
+    mark_matrices(scenario.workload, module)  # divided parameters are others than before
     apply = APPLY[policies.parameters, policies.gradients]
     if policies.partition == "weight-gradient":
         apply = train_owned_layers

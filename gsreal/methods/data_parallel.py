@@ -19,7 +19,7 @@ from gsreal.methods.checkpointing import blocks_of
 from gsreal.methods.compressed import compressor_of
 from gsreal.methods.experts import PARAMETERS, experts_of
 from gsreal.methods.meshes import REPLICAS, data_group, data_mesh, expert_mesh, shard_mesh
-from gsreal.methods.optimizers import make_optimizer, replica_optimizer_of
+from gsreal.methods.optimizers import groups_of, make_optimizer, replica_optimizer_of
 from gsreal.methods.periodic import Synchronization
 from gsreal.methods.training import Training
 from gsreal.model_files.build import DTYPES
@@ -228,7 +228,8 @@ def shard_optimizer_state(
                 super()._sync_params()  # type: ignore[misc]
 
     kind, settings = replica_optimizer_of(workload, device)
-    return ObservedZeroRedundancyOptimizer(parameters, kind, process_group=group, **settings)
+    groups = groups_of(workload, parameters)
+    return ObservedZeroRedundancyOptimizer(groups, kind, process_group=group, **settings)
 
 
 def fully_shard_parameters(scenario: Scenario, module: nn.Module, timeline: Timeline, device: torch.device) -> Training:

@@ -24,7 +24,7 @@ from gsreal.methods.checkpointing import checkpoint_block
 from gsreal.methods.data_parallel import cast_all_reduce, fully_shard_module, leave_experts, sharded_optimizer
 from gsreal.methods.expert_parallel import ExpertGradients, ShardedExpertGradients, divided_experts, load_experts
 from gsreal.methods.gradient_sharding import pushing_optimizer
-from gsreal.methods.optimizers import make_optimizer
+from gsreal.methods.optimizers import make_optimizer, mark_matrices
 from gsreal.methods.stage_modules import stage_module, tied_names
 from gsreal.methods.tensor_slices import whole_parameter
 from gsreal.methods.training import Training, Weights, weighted
@@ -261,6 +261,7 @@ def pipeline_stages(scenario: Scenario, module: nn.Module, timeline: Timeline, d
     for part in modules:
         load_experts(scenario, part)
         experts.append(divided_experts(scenario, part, timeline, device) if scenario.policies.ep > 1 else None)
+        mark_matrices(scenario.workload, part)  # copied and divided parameters are others than before
     is_replicated = scenario.policies.gradients == "all-reduce"
     replicas = process_group(mesh, rank, *DATA_AXES) if is_replicated else None
     if scenario.policies.gradients == "reduce-scatter":

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gssim.errors import UserError
-from gssim.interop.script import DTYPES, training_script
+from gssim.interop.script import DTYPES, OPTIMIZERS, training_script
 from gssim.plan import METHODS, Plan
 from gssim.scenario import Scenario, reduce_precision
 from gssim.scenario.overrides import toml
@@ -105,7 +105,10 @@ def _notes(scenario: Scenario, to: str) -> list[str]:
         notes.append(note_of("plan.context_exchange", "all-to-all", f"{to} passes keys and values in a ring"))
     if (same := _read_back_method(scenario)) != plan.method:
         notes.append(note_of("plan.method", plan.method, f"reads back as '{same}', which is the same here"))
-    if workload.momentum != Workload.__dataclass_fields__["momentum"].default and workload.optimizer != "sgd-momentum":
+    if workload.momentum != Workload.__dataclass_fields__["momentum"].default and workload.optimizer not in (
+        "sgd-momentum",
+        "muon",
+    ):
         notes.append(note_of("workload.momentum", workload.momentum, "makes no difference here"))
     if to in ("deepspeed", "torchtitan") and scenario.ranks < len(scenario.cluster.devices):
         notes.append(note_of("plan.ranks", scenario.ranks, "start so many processes"))
@@ -250,7 +253,7 @@ def _deepspeed_optimizer(workload: Workload, notes: list[str]) -> dict[str, Any]
 def _optimizer_notes(workload: Workload, reason: str, *, has_kind: bool) -> list[str]:
     """Return lines for an optimizer that is the script's; its implementation where no other line has it."""
     names = ["optimizer", "learning_rate", "weight_decay"]
-    names += ["momentum"] if workload.optimizer == "sgd-momentum" else []
+    names += ["momentum"] if workload.optimizer in ("sgd-momentum", "muon") else []
     names += [] if has_kind and workload.optimizer_implementation != "fused" else ["optimizer_implementation"]
     return [note_of(f"workload.{name}", getattr(workload, name), reason) for name in names]
 
@@ -396,6 +399,10 @@ def _torchtitan(scenario: Scenario, notes: list[str]) -> Exported:
 
 
 def _torchrun(scenario: Scenario, notes: list[str]) -> Exported:
+    other = scenario.workload.optimizer
+    _refuse(
+        "torchrun", "workload.optimizer", other, other in OPTIMIZERS, f"{', '.join(OPTIMIZERS)}; `gsreal run` has it"
+    )
     _refuse("torchrun", "plan.pp", scenario.policies.pp, scenario.policies.pp == 1, "1; `gsreal run` has pipelines")
     _refuse("torchrun", "plan.tp", scenario.policies.tp, scenario.policies.tp == 1, "1; `gsreal run` cuts blocks")
     fine = scenario.plan.recompute != "selective"

@@ -377,11 +377,16 @@ def _optimizer(keys: Keys, training: Training) -> None:
         coupled = keys.flag("no-adam-decoupled-weight-decay")
         training.optimizer = Value("adam" if coupled is not None and coupled.value else "adamw", origin)
         training.optimizer_implementation = Value("fused", f"{origin}, fused")
+    elif kind in ("muon", "dist_muon"):
+        origin = keys.line("optimizer")
+        training.optimizer = Value("muon", origin)
+        training.optimizer_implementation = Value("fused", f"{origin}, with a fused Adam beside it")
     else:
         optimizer_in(keys, training, "optimizer")
         if kind == "sgd" and training.optimizer is not None:
             training.optimizer = Value("sgd-momentum", training.optimizer.origin)
-    for name, key in (("learning_rate", "lr"), ("weight_decay", "weight-decay"), ("momentum", "sgd-momentum")):
+    momentum = "muon-momentum" if kind.endswith("muon") else "sgd-momentum"
+    for name, key in (("learning_rate", "lr"), ("weight_decay", "weight-decay"), ("momentum", momentum)):
         setattr(training, name, keys.number(key, sets=f"workload.{name}"))
 
 
@@ -428,8 +433,9 @@ def _sharding(keys: Keys, training: Training) -> None:
         if str(keys.values.get(message, "auto")) != "auto":
             training.reduce_precision = keys.choice(PRECISIONS, message, sets="workload.reduce_precision")
     elif distributed is not None and distributed.value:
-        training.sharding = distributed
         training.sharding = Value("zero1", distributed.origin)
+    elif str(keys.raw("optimizer")).lower() == "dist_muon":
+        training.sharding = Value("zero1", keys.line("optimizer"))
     else:
         training.sharding = Value("none", "use-distributed-optimizer is not given")
     if training.sharding.value in ("zero2", "zero3"):

@@ -582,7 +582,8 @@ def _workload(training: Training, keys: Keys, model: Model) -> list[Entry]:
         ("clip_norm", None, ""),
     ):
         value: Value | None = getattr(training, name)
-        if name == "momentum" and (training.optimizer is None or training.optimizer.value != "sgd-momentum"):
+        with_momentum = training.optimizer is not None and training.optimizer.value in ("sgd-momentum", "muon")
+        if name == "momentum" and not with_momentum:
             continue
         if name == "learning_rate" and value is not None and not value.value:
             keys.note(value.origin.partition(" = ")[0], "a rate of 0 is replaced by the scenario's default")

@@ -117,9 +117,10 @@ def _certain_samples(
     return [int(count) for count in samples]
 
 
-def greedy(sizes: Sequence[int], parts: int) -> tuple[tuple[int, ...], ...]:
+def greedy(sizes: Sequence[int], parts: int, groups: Sequence[int] | None = None) -> tuple[tuple[int, ...], ...]:
     """Return the positions in `sizes` that each part gets: the largest first, each to the part with the least so far.
 
+    `groups`: of each, the number of its group, whose members are all dealt out before those of the next.
     Equal sizes stay in order, and of equally full parts the first gets the next: ZeRO-1's partition of whole tensors.
     Source: torch 2.13, distributed/optim/zero_redundancy_optimizer.py, _partition_parameters and _get_min_index.
 
@@ -128,7 +129,7 @@ def greedy(sizes: Sequence[int], parts: int) -> tuple[tuple[int, ...], ...]:
     """
     positions: list[list[int]] = [[] for _ in range(parts)]
     heap = [(0, part) for part in range(parts)]
-    for position in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+    for position in sorted(range(len(sizes)), key=lambda i: (groups[i] if groups else 0, -sizes[i])):
         filled, part = heap[0]
         positions[part].append(position)
         heapq.heapreplace(heap, (filled + sizes[position], part))

@@ -34,6 +34,7 @@ from gssim.scenario import (
 from gssim.units import PRECISION_BYTES, Ints, Precision
 from gssim.workload import Layer, LayerInstance, Parameter, gradient_order, unrolled
 from gssim.workload.gradient_statistics import GradientStatistics
+from gssim.workload.muon import Matrix, elements_of, matrices_of
 from gssim.workload.owned import OwnedLayers, owned_layers
 
 P = ParamSpec("P")
@@ -518,8 +519,51 @@ class Lowering:
 
     def _assigned(self, places: Sequence[int], divided: int) -> tuple[tuple[int, ...], ...]:
         sizes = [self.parameters[place][1].elements for place in places]
-        owned = splitting.greedy(sizes, len(self.group) // divided)
+        groups = [0 if self.matrices_at(place) else 1 for place in places]  # Muon's and AdamW's
+        owned = splitting.greedy(sizes, len(self.group) // divided, groups)
         return tuple(tuple(places[each] for each in own) for own in owned)
+
+    def matrices_at(self, place: int) -> tuple[Matrix, ...]:
+        """Return the matrices of the parameter at a place in `parameters` that Muon updates, if it is the optimizer."""
+        if self.scenario.workload.optimizer != "muon":
+            return ()
+        instance, parameter = self.parameters[place]
+        return matrices_of(instance.layer, parameter, stacks=self.has_one_gradient_buffer)
+
+    def matrices(self, rank: int, *, of_experts: bool | None = None) -> tuple[Matrix, ...]:
+        """Return the matrices that a rank updates by Muon: all, or of divided experts, or all but those."""
+        if self.scenario.workload.optimizer != "muon":
+            return ()
+        if self.flat_part:
+            dense, experts = self._dealt_matrices
+            found = {False: dense[self.position(rank)], True: experts[self.position(rank) // self.policies.ep]}
+            return found[of_experts] if of_experts is not None else (*found[False], *found[True])
+        places: Sequence[int] = range(len(self.parameters))
+        if self.assigns_tensors:
+            own = self.owned_parameters[self.position(rank)]
+            places = (*own, *self.owned_experts[self.position(rank) // self.policies.ep])
+        return tuple(
+            matrix
+            for place in places
+            if of_experts in (None, self._is_of_experts(self.parameters[place][1]))
+            for matrix in self.matrices_at(place)
+        )
+
+    @cached_property
+    def _dealt_matrices(self) -> tuple[tuple[tuple[Matrix, ...], ...], tuple[tuple[Matrix, ...], ...]]:
+        """Matrices that each rank updates whole, and those of experts, in Megatron-LM's layer-wise optimizer.
+
+        The most work first, each to the rank with the least so far.
+
+        Source: Megatron-LM, core/optimizer/layer_wise_optimizer.py, which does so bucket by bucket.
+        """
+        found = []
+        for of_experts, ranks in ((False, len(self.group)), (True, len(self.expert_replicas[0]))):
+            places = [i for i, (_, each) in enumerate(self.parameters) if self._is_of_experts(each) == of_experts]
+            matrices = [matrix for place in places for matrix in self.matrices_at(place)]
+            dealt = splitting.greedy([max(each) * min(each) ** 2 for each in matrices], ranks)
+            found.append(tuple(tuple(matrices[place] for place in own) for own in dealt))
+        return found[0], found[1]
 
     @cached_property
     def assigns_layers(self) -> bool:
@@ -573,7 +617,17 @@ class Lowering:
 
     def _even_part(self, ranks: int, *, of_experts: bool) -> int:
         own = [each.elements for _, each in self.parameters if self._is_of_experts(each) == of_experts]
-        return 2 * math.ceil(sum(own) / (2 * ranks))
+        if self.scenario.workload.optimizer != "muon":
+            return 2 * math.ceil(sum(own) / (2 * ranks))
+        # matrices stay whole: parts are as large as the fullest, the rest is divided evenly
+        dealt = [elements_of(matrices) for matrices in self._dealt_matrices[of_experts]]
+        return max(dealt) + self.even_rest(ranks, of_experts=of_experts)
+
+    def even_rest(self, ranks: int, *, of_experts: bool) -> int:
+        """Return the elements of each rank's equal part of what is no matrix of Muon's, flattened and padded."""
+        own = [each.elements for _, each in self.parameters if self._is_of_experts(each) == of_experts]
+        matrices = sum(map(elements_of, self._dealt_matrices[of_experts]))
+        return 2 * math.ceil((sum(own) - matrices) / (2 * ranks))
 
     @property
     def has_one_gradient_buffer(self) -> bool:
@@ -627,10 +681,11 @@ class Lowering:
         ]
         if policies.gradients == "push":
             columns += [column for bucket in self.buckets for column in self._ownership_columns(bucket)]
-        if self.assigns_tensors:
-            owned = [(self.owned_elements(rank), self.owned_expert_elements(rank)) for rank in self.group]
-            kinds = {sizes: i for i, sizes in enumerate(dict.fromkeys(owned))}
-            columns.append(np.array([kinds[sizes] for sizes in owned]))
+        if self.assigns_tensors or self.flat_part:
+            tensors = (self.owned_elements, self.owned_expert_elements) if self.assigns_tensors else ()
+            updated = [(self.matrices(rank), *(owned(rank) for owned in tensors)) for rank in self.group]
+            kinds = {each: i for i, each in enumerate(dict.fromkeys(updated))}
+            columns.append(np.array([kinds[each] for each in updated]))
         if self.assigns_layers:
             columns.append(np.array([first for first, _ in self.owned_ranges]))
         if policies.gradients == "reduce-scatter":

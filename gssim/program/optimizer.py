@@ -20,6 +20,7 @@ from gssim.program.task import Bucket, Issue, Task, TaskId, collective_task
 from gssim.program.tensor_slices import sum_partial_gradients
 from gssim.scenario.tensor_slices import native_tensors
 from gssim.workload import VALUES_KEPT, implementation_on, optimizer_state_bytes
+from gssim.workload.muon import Matrix, largest_temporaries
 from gssim.workload.optimizers import COUNTS_STEPS, optimizer_temporary_bytes
 
 Tensors = dict[str, tuple[float, ...]]
@@ -36,11 +37,15 @@ def persistent_tensors(low: Lowering, rank: int, held: Mapping[str, float]) -> T
     """
     owned = owned_tensors(low, rank)
     workload = low.scenario.workload
-    counters = workload.optimizer in COUNTS_STEPS
+    kept = [VALUES_KEPT[workload.optimizer]] * len(owned)
+    counters = len(owned) if workload.optimizer in COUNTS_STEPS else 0
+    if workload.optimizer == "muon":  # its matrices come first, AdamW has the others
+        own = len(low.matrices(rank))
+        counters = len(owned) - own
+        kept[own:] = [VALUES_KEPT["adamw"]] * counters
     fused = implementation_on(low.device(rank).kind, workload.optimizer_implementation) == "fused"
-    on_device = [4.0] * len(owned) if counters and fused else []
-    on_host = 4.0 * len(owned) if counters and not fused else 0.0
-    values = VALUES_KEPT[workload.optimizer]
+    on_device = [4.0] * counters if fused else []
+    on_host = 0.0 if fused else 4.0 * counters
     sizes_of: dict[str, Callable[[], Sequence[float]]] = {  # evaluated only for categories that the rank holds
         "parameters": lambda: _parameters(low, owned),
         "master_copy": lambda: [elements * low.master_bytes for elements in owned],
@@ -51,7 +56,10 @@ def persistent_tensors(low: Lowering, rank: int, held: Mapping[str, float]) -> T
         "low_rank_factors": lambda: low.once_a_run(compressor_tensors)["low_rank_factors"],
         "buffers": lambda: [] if low.stages else workload.model.buffer_sizes(low.value_bytes),
         "workspace": lambda: workspaces(held["workspace"]),
-        "optimizer": lambda: [elements * low.master_bytes for elements in owned for _ in range(values)] + on_device,
+        "optimizer": lambda: [
+            *(elements * low.master_bytes for elements, n in zip(owned, kept, strict=True) for _ in range(n)),
+            *on_device,
+        ],
     }
     return {
         category: _fill(size - (on_host if category == "optimizer" else 0.0), sizes_of.get(category, tuple)())
@@ -130,10 +138,14 @@ def optimize(low: Lowering, rank: int, tasks: list[Task], *, replicas: Sequence[
     clipped = clip_gradients(low, rank, owned, replicas)
     if low.assigns_tensors and low.policies.ep > 1:  # experts have an optimizer of their own, which comes second
         dense, experts = low.owned_elements(rank), low.owned_expert_elements(rank)
-        updates = [_update(low, rank, dense, None, ends=False), _update(low, rank, experts, 1, ends=True)]
+        of_dense, of_experts = (low.matrices(rank, of_experts=each) for each in (False, True))
+        updates = [
+            _update(low, rank, dense, of_dense, None, ends=False),
+            _update(low, rank, experts, of_experts, 1, ends=True),
+        ]
         published = [low.once_a_step(_broadcast_tensors), low.once_a_step(_broadcast_experts)]
         return [*tasks, updates[0], *published[0], updates[1], *published[1]]
-    update = _update(low, rank, owned, None, ends=True)
+    update = _update(low, rank, owned, low.matrices(rank), None, ends=True)
     if low.policies.gradients == "push":
         return publish(low, rank, [*tasks, *clipped], update)
     summed = sum_partial_gradients(low, rank)
@@ -142,8 +154,13 @@ def optimize(low: Lowering, rank: int, tasks: list[Task], *, replicas: Sequence[
     return [*tasks, *synchronize_parameters(low, rank)]
 
 
-def _update(low: Lowering, rank: int, owned: Sequence[int], part: int | None, *, ends: bool) -> Task:
-    """Return an optimizer's update of tensors of so many elements; `ends`: the gradients are freed with it."""
+def _update(
+    low: Lowering, rank: int, owned: Sequence[int], matrices: Sequence[Matrix], part: int | None, *, ends: bool
+) -> Task:
+    """Return an optimizer's update of tensors of so many elements, of which `matrices` come first if Muon updates them.
+
+    `ends`: the gradients are freed with it.
+    """
     workload, device = low.scenario.workload, updating_device(low, rank)
     elements = sum(owned)
     temporary = optimizer_temporary_bytes(
@@ -152,10 +169,13 @@ def _update(low: Lowering, rank: int, owned: Sequence[int], part: int | None, *,
         tensor_elements=owned,
         value_bytes=low.master_bytes,
         weight_decay=workload.weight_decay,
+        matrices=matrices,
     )
     cast = float(elements * low.master_bytes) if _casts_gradients(low) else 0.0
     whole = tuple(float(n * low.master_bytes) for n in owned)
-    each = whole if temporary == sum(whole) else ()  # for all tensors at once, else one after another
+    of_matrix = largest_temporaries(matrices, value_bytes=low.master_bytes)
+    at_once = (whole, whole[len(matrices) :], of_matrix)  # of all tensors or AdamW's; else of one after another
+    each = next((sizes for sizes in at_once if sizes and sum(sizes) == temporary), ())
     events = [Event(0, cast, "temporaries", whole), Event(1, temporary, "temporaries", each)]
     events += [Event(2, -temporary, "temporaries", each), Event(3, -cast, "temporaries", whole)]
     gradients = _gradients_at_end(low, rank) if ends else ()
@@ -165,7 +185,7 @@ def _update(low: Lowering, rank: int, owned: Sequence[int], part: int | None, *,
     if low.policies.gradients == "reduce-scatter":
         distributed = len(owned)
     duration_s = cost.optimizer_time_s(
-        device, workload, elements=elements, tensors=len(owned), sharded_tensors=distributed
+        device, workload, elements=elements, tensors=len(owned), sharded_tensors=distributed, matrices=matrices
     )
     if not holds_shards(low) and not low.offload:  # sharded parameters are cast as they are gathered
         duration_s += cost.master_copy_time_s(
@@ -279,19 +299,28 @@ def _elements(low: Lowering, first: int, last: int) -> list[int]:
 
 
 def owned_tensors(low: Lowering, rank: int) -> Sequence[int]:
-    """Return the elements of every tensor that the rank's optimizer updates."""
+    """Return the elements of every tensor that the rank's optimizer updates; matrices that are Muon's come first."""
     gradients = low.scenario.policies.gradients
     if gradients == "push":
         return [low.pushed_elements(bucket, rank) for bucket in low.buckets]
     if gradients == "reduce-scatter":
         return owned_rows(low, rank)
+    if low.flat_part and low.scenario.workload.optimizer == "muon":
+        groups = ((len(low.group), False), (len(low.expert_replicas[0]), True))
+        rest = [low.even_rest(ranks, of_experts=of_experts) for ranks, of_experts in groups]
+        return [*(rows * columns for rows, columns in low.matrices(rank)), *filter(None, rest)]
     if low.flat_part:
         return [part for part in (low.flat_part, low.flat_expert_part) if part]
     if low.assigns_tensors:
-        return (*low.owned_elements(rank), *low.owned_expert_elements(rank))
-    if low.assigns_layers:
+        if not low.matrices(rank):
+            return (*low.owned_elements(rank), *low.owned_expert_elements(rank))
+        own = low.owned_parameters[low.position(rank)]
+        places: Sequence[int] = (*own, *low.owned_experts[low.position(rank) // low.policies.ep])
+    elif low.assigns_layers:
         return _elements(low, *low.owned_ranges[rank])
-    return [parameter.elements for _, parameter in low.parameters]
+    else:
+        places = range(len(low.parameters))
+    return [low.parameters[place][1].elements for place in sorted(places, key=lambda place: not low.matrices_at(place))]
 
 
 def _gradients_at_end(low: Lowering, rank: int) -> tuple[float, ...]:
@@ -338,7 +367,11 @@ def persistent_bytes(low: Lowering, rank: int) -> tuple[dict[str, float], dict[s
         "workspace": low.device(rank).workspace_bytes,
         "buffers": float(sum(_module_buffers(low))),
         "optimizer": optimizer_state_bytes(
-            workload.optimizer, elements=sum(owned), tensors=len(owned), value_bytes=low.master_bytes
+            workload.optimizer,
+            elements=sum(owned),
+            tensors=len(owned),
+            value_bytes=low.master_bytes,
+            matrices=low.matrices(rank),
         ),
         "input": input_bytes(
             workload.model,

@@ -13,6 +13,7 @@ from gssim.scenario.stages import schedule_of, stage_cut_error, tied_parameters
 from gssim.scenario.tensor_slices import undivided_reason, units_of_ranks
 from gssim.units import excess
 from gssim.workload import TokenInput, unrolled
+from gssim.workload.muon import all_matrices
 
 
 def check(scenario: Scenario, *, file: str) -> None:
@@ -28,6 +29,7 @@ def check(scenario: Scenario, *, file: str) -> None:
     _check_sizes(scenario, file)
     _check_push(scenario, policies, file)
     refuse_what_cannot_run(plan, policies, file=file)
+    _check_muon(scenario, policies, file)  # before shards are sized
     _check_publish(scenario, policies, file)
     zero1 = (policies.gradients, policies.optimizer_state) == ("all-reduce", "sharded")
     if plan.zero1_implementation != "torch" and not zero1:
@@ -106,6 +108,37 @@ def _check_offload(scenario: Scenario, policies: Policies, file: str) -> None:
             f"{where}: the cluster has no node {memory_node(absent)!r} to which state could be copied; set host_memory "
             "and pcie_link of its servers, or link its devices to a switch of this name"
         )
+
+
+def _check_muon(scenario: Scenario, policies: Policies, file: str) -> None:
+    """Refuse Muon for models without matrices, and where ranks do not update whole ones."""
+    workload, plan = scenario.workload, scenario.plan
+    if workload.optimizer != "muon":
+        return
+    where = f"{file}: workload.optimizer = 'muon'"
+    if not all_matrices(workload.model.layers, stacks=True):
+        raise UserError(f"{where}: blocks of '{workload.model.name}' have no matrices that are trained; use another")
+    whole = policies.parameters == "replicated" and policies.gradients in ("local", "all-reduce", "periodic")
+    if not whole or policies.partition != "data":
+        names = [
+            name
+            for name, each in METHODS.items()
+            if each.gradients in ("local", "all-reduce", "periodic") and each.partition == "data" and each.axis != "tp"
+        ]
+        raise UserError(
+            f"{where}: it orthogonalises whole matrices, and method '{plan.method}' shards them; allowed: "
+            f"{', '.join(names)}, or another optimizer"
+        )
+    refused: tuple[tuple[str, object, object], ...] = (
+        ("plan.tp", policies.tp, 1),
+        ("plan.offload", plan.offload, None),
+        ("plan.zero1_implementation", plan.zero1_implementation, "megatron"),
+    )
+    for key, value, allowed in refused:
+        if value not in (allowed, "torch"):
+            hint = "leave it out" if allowed is None else f"allowed: {'torch, ' * (allowed == 'megatron')}{allowed}"
+            why = "ranks hold parts of the matrices" if key != "plan.offload" else "AdamW alone updates on the host"
+            raise UserError(f"{where}: cannot run yet with {key} = {value}: {why}; {hint}")
 
 
 def _check_compressor(scenario: Scenario, policies: Policies, file: str) -> None:

@@ -30,7 +30,9 @@ from gssim.workload import (
     layer_input_gradient,
     layer_output,
     optimizer_moved_values,
+    optimizer_state_bytes,
 )
+from gssim.workload.muon import all_matrices
 
 USABLE_RATIO = 0.92
 """Usable part of a device's memory: the rest is reserved for temporaries and fragmentation (assumed)."""
@@ -173,8 +175,12 @@ def held_bytes(device: DeviceType, workload: Workload, plan: Plan, policies: Pol
 
 def owned_bytes(workload: Workload, plan: Plan, policies: Policies) -> float:
     """Return the bytes of the whole sharded state: optimizer state, gradients, and a master copy or the parameters."""
-    master = master_bytes(workload)
-    each = VALUES_KEPT[workload.optimizer] * master + master
+    master, model = master_bytes(workload), workload.model
+    matrices = all_matrices(model.layers) if workload.optimizer == "muon" else []
+    state_bytes = optimizer_state_bytes(
+        workload.optimizer, elements=model.elements, tensors=len(matrices), value_bytes=master, matrices=matrices
+    )
+    each = state_bytes / max(1, model.elements) + master
     each -= _residual_bytes(workload, plan)  # an owner has no residual of its own shard
     each += master if has_master_copy(workload) else 0
     each += value_bytes(workload) if policies.parameters != "replicated" else 0
@@ -247,7 +253,8 @@ def owner_times(cluster: Cluster, workload: Workload, plan: Plan, policies: Poli
 
 def _update_element_s(device: DeviceType, workload: Workload, ranks: int) -> float:
     """Return the optimizer's time for an element with about even shards: measured, else by memory bandwidth."""
-    optimizer = workload.optimizer
+    # beside Muon shards are refused, but the search sizes them before it asks
+    optimizer = "adamw" if workload.optimizer == "muon" else workload.optimizer
     implementation = implementation_on(device.kind, workload.optimizer_implementation)
     default = implementation == implementation_on(device.kind, "default")
     cost = device.optimizers.get(optimizer if default else f"{optimizer} {implementation}")

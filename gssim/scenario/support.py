@@ -38,6 +38,7 @@ FEATURES: dict[str, Mapping[str, Any]] = {
     "autocast in bf16, full recomputation": {"workload.autocast": "bf16", "plan.recompute": "full"},
     "frozen layers, full recomputation": {"workload.frozen": ("*.0",), "plan.recompute": "full"},
     "low-rank adapters, full recomputation": {"workload.adapters.rank": 8, "plan.recompute": "full"},
+    "Muon": {"workload.optimizer": "muon"},
     "offloaded parameters": {"plan.offload": "parameters"},
     "offloaded optimizer": {"plan.offload": "optimizer"},
     "DeepSpeed's ZeRO-1": {"plan.zero1_implementation": "deepspeed"},

@@ -12,14 +12,16 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Literal
 
+from gssim.workload.muon import Matrix, elements_of, largest_temporaries
+
 Implementation = Literal["for-loop", "foreach", "fused"]
 
 DEFAULT_IMPLEMENTATIONS: dict[str, Implementation] = {"cpu": "for-loop", "cuda": "foreach", "tpu": "fused"}
 """By kind of device; see [Note: implementations]."""
 STEP_COUNTER_BYTES = 4
 """torch's Adam keeps a float32 step counter for each tensor."""
-VALUES_KEPT = {"sgd": 0, "sgd-momentum": 1, "adam": 2, "adamw": 2}
-"""Values per element in the optimizer's state."""
+VALUES_KEPT = {"sgd": 0, "sgd-momentum": 1, "adam": 2, "adamw": 2, "muon": 1}
+"""Values per element in the optimizer's state; of Muon in that of matrices, the rest has AdamW's."""
 COUNTS_STEPS = ("adam", "adamw")
 DECOUPLES_DECAY = ("adamw",)
 """Weight decay scales the parameters in place; the others add it to (a copy of) the gradient."""
@@ -50,12 +52,20 @@ def implementation_on(device_kind: str, wanted: str) -> Implementation:
     return wanted  # type: ignore[return-value]
 
 
-def optimizer_state_bytes(optimizer: str, *, elements: int, tensors: int, value_bytes: int) -> float:
-    """Return the bytes of the optimizer's state.
+def optimizer_state_bytes(
+    optimizer: str, *, elements: int, tensors: int, value_bytes: int, matrices: Sequence[Matrix] = ()
+) -> float:
+    """Return the bytes of the optimizer's state; `matrices`: those among the tensors that are Muon's, where it is it.
 
     >>> optimizer_state_bytes("adamw", elements=1000, tensors=2, value_bytes=4)
     8008.0
+    >>> optimizer_state_bytes("muon", elements=1000, tensors=2, value_bytes=4, matrices=[(30, 30)])
+    4404.0
     """
+    if optimizer == "muon":
+        own, others = elements_of(matrices), tensors - len(matrices)
+        rest = optimizer_state_bytes("adamw", elements=elements - own, tensors=others, value_bytes=value_bytes)
+        return VALUES_KEPT["muon"] * own * value_bytes + rest
     counters = tensors * STEP_COUNTER_BYTES if optimizer in COUNTS_STEPS else 0
     return float(VALUES_KEPT[optimizer] * elements * value_bytes + counters)
 
@@ -67,8 +77,11 @@ def optimizer_temporary_bytes(
     tensor_elements: Sequence[int],
     value_bytes: int,
     weight_decay: float = 0.0,
+    matrices: Sequence[Matrix] = (),
 ) -> float:
     """Return the peak memory of an optimizer step beside its state (not of the first, which allocates the state).
+
+    `matrices`: those that are Muon's, where it is it: they come first in `tensor_elements`, and are updated first.
 
     fused: nothing. foreach: one value of every element, Adam's root of the second moment or the gradients with weight
     decay added; the latter are gone before the former is made. for-loop: a copy of the gradient where weight decay is
@@ -77,6 +90,14 @@ def optimizer_temporary_bytes(
     >>> optimizer_temporary_bytes("adamw", implementation="for-loop", tensor_elements=[10, 20], value_bytes=4)
     200.0
     """
+    if optimizer == "muon":
+        of_the_rest = optimizer_temporary_bytes(
+            "adamw",
+            implementation=implementation,
+            tensor_elements=tensor_elements[len(matrices) :],
+            value_bytes=value_bytes,
+        )
+        return max(sum(largest_temporaries(matrices, value_bytes=value_bytes)), of_the_rest)
     adds_decay = weight_decay > 0 and optimizer not in DECOUPLES_DECAY
     is_adam = optimizer in COUNTS_STEPS
     sizes = [0, *tensor_elements]

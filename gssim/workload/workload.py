@@ -155,15 +155,18 @@ class Workload:
     """Factor on the loss of a training in fp16, or under autocast in it, whose gradients are checked for infinities and
     divided by it before the update. `dynamic`: torch's GradScaler (65536, halved where one is infinite, whose step is
     skipped, and doubled after 2000 others); predictions have no skipped steps. Absent: the loss is not scaled."""
-    optimizer: Literal["sgd", "sgd-momentum", "adam", "adamw"] = "adamw"
-    """Optimizer, as in torch."""
+    optimizer: Literal["sgd", "sgd-momentum", "adam", "adamw", "muon"] = "adamw"
+    """Optimizer, as in torch. `muon`: torch.optim.Muon for the matrices of the model's blocks, with a learning rate
+    scaled by their shape so that AdamW's fits (`match_rms_adamw`), and AdamW for all else. It needs whole matrices:
+    methods that shard them refuse it. Beside plan.zero1_implementation = `megatron` it is Megatron-LM's layer-wise
+    distributed optimizer: each matrix is updated by one rank, each expert's too, all else in even parts."""
     optimizer_implementation: Literal["default", "for-loop", "foreach", "fused"] = "default"
     """Implementation in torch: `default` is foreach on CUDA, for-loop on a CPU and fused on a TPU, where XLA compiles
-    the update; they differ in memory and time."""
+    the update; they differ in memory and time. Of `muon`, that of AdamW."""
     learning_rate: PositiveFloat = 1e-3
     """Constant over the run."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Momentum of sgd-momentum."""
+    """Momentum of sgd-momentum, and Nesterov's of muon."""
     weight_decay: NonNegativeFloat = 0.0
     """Weight decay as the optimizer defines it: decoupled in adamw."""
     clip_norm: PositiveFloat | None = None

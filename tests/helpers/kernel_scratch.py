@@ -1,4 +1,4 @@
-"""What the kernels of the residual network take for themselves on this machine, as a profile for predictions of peaks.
+"""What the kernels of residual networks take for themselves on this machine, as a profile for predictions of peaks.
 
 Convolutions take other kernels on other processors, and in other precisions: without a profile they hold more than is
 predicted. In fp64 they write every patch out, whatever the processor.
@@ -13,11 +13,12 @@ import pytest
 
 from gssim.scenario import load_model
 
-MODEL = Path(__file__).resolve().parent.parent.parent / "scenarios/models/resnet-digits.toml"
+MODELS = Path(__file__).resolve().parent.parent.parent / "scenarios/models"
+MODEL = MODELS / "resnet-digits.toml"
 
 
 @cache
-def measured_scratch(precision: str) -> dict[str, dict[str, list[str]]]:
+def measured_scratch(precision: str, name: str = MODEL.stem) -> dict[str, dict[str, list[str]]]:
     """Return the scratch of every layer by the way it is run; skips where bytes cannot be counted exactly."""
     import torch
 
@@ -28,7 +29,7 @@ def measured_scratch(precision: str) -> dict[str, dict[str, list[str]]]:
     counter = MemoryCounter(torch.device("cpu"))
     if counter.method != "allocator":
         pytest.skip("needs a C++ compiler to count bytes exactly")
-    model, threads, dtype = load_model(MODEL), torch.get_num_threads(), DTYPES[precision]
+    model, threads, dtype = load_model(MODELS / f"{name}.toml"), torch.get_num_threads(), DTYPES[precision]
     batches = {}
     for samples in (3, 6, 12):
         images, labels = example_batch(model, batch_size=samples, sequence_length=None)
@@ -40,14 +41,14 @@ def measured_scratch(precision: str) -> dict[str, dict[str, list[str]]]:
         torch.set_num_threads(threads)
 
 
-def scratch_profile(precision: str) -> str:
+def scratch_profile(precision: str, name: str = MODEL.stem) -> str:
     """Return what sets the profile of a cluster's device type `cpu`: layers that take no time, with their scratch."""
     flat = {"sizes": [1.0], "values": [0.0]}
     layers = {
-        name: {"forward_s": flat, "backward_s": flat, "scratch_bytes": ways}
-        for name, ways in measured_scratch(precision).items()
+        layer: {"forward_s": flat, "backward_s": flat, "scratch_bytes": ways}
+        for layer, ways in measured_scratch(precision, name).items()
     }
-    profile = {"model": "resnet-digits", "precision": precision, "layers": layers}
+    profile = {"model": name, "precision": precision, "layers": layers}
     return f"cluster.device_types.cpu.profiles=[{_inline(profile)}]"
 
 

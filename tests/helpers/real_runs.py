@@ -110,11 +110,11 @@ def predicted(case: dict[str, Any]) -> Result:
 
 
 def predicted_peaks(case: dict[str, Any]) -> list[float]:
-    """Return the predicted peak of every rank of a case; of the residual network with its kernels' scratch measured."""
+    """Return the predicted peak of every rank of a case; of residual networks with their kernels' scratch measured."""
     overrides = list(case["overrides"])
     workload = load_scenario(Path(case["scenario"]), overrides, gradients_needed=False).scenario.workload
-    if workload.model.name == "resnet-digits":
-        overrides.append(scratch_profile(workload.precision))
+    if workload.model.name.startswith("resnet-digits"):
+        overrides.append(scratch_profile(workload.precision, workload.model.name))
     found = {rank: e.peak_allocated_bytes for e in predicted(case | {"overrides": overrides}).ranks for rank in e.ranks}
     return [found[rank] for rank in sorted(found)]
 

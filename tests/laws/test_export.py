@@ -118,6 +118,7 @@ def test_every_method_is_written_or_refused(to, method):
         ("torchrun", {"plan.method": "ddp", "workload.precision": "fp32", "workload.autocast": "bf16"}, "autocast"),
         ("torchrun", {"plan.method": "ddp", "workload.precision": "fp32", "workload.tf32": True}, "workload.tf32"),
         ("torchrun", {"plan.method": "gs", "plan.shares.shards": "memory"}, "plan.shares"),
+        ("torchrun", {"plan.method": "ddp", "workload.optimizer": "muon"}, "'muon': cannot be exported to torchrun"),
         ("vllm", {}, "no such format"),
     ],
 )

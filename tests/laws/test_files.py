@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from pydantic import TypeAdapter, model_serializer
+from pydantic_core import PydanticSerializationError
 from strategies import write_files as write_scenario
 
 from gssim.errors import UserError, one_line
@@ -292,8 +293,11 @@ def test_a_process_that_is_ended_leaves_no_temporary_folder_and_the_next_takes_t
     assert sorted(temporary.iterdir()) == sorted([foreign, temporary / "gsreal-abcdefgh"])
 
 
+@pytest.mark.parametrize("names_its_cause", [True, False])
 @pytest.mark.parametrize(("number", "ending"), [(signal.SIGTERM, EndedError), (signal.SIGINT, KeyboardInterrupt)])
-def test_a_signal_while_pydantic_calls_back_ends_the_process_and_is_no_error_of_the_callback(number, ending):
+def test_a_signal_while_pydantic_calls_back_ends_the_process_and_is_no_error_of_the_callback(
+    number, ending, names_its_cause
+):
     @spec
     class Interrupted:
         value: int = 0
@@ -303,8 +307,16 @@ def test_a_signal_while_pydantic_calls_back_ends_the_process_and_is_no_error_of_
             os.kill(os.getpid(), number)
             return inner(self)
 
+    def dump():
+        try:
+            TypeAdapter(Interrupted).dump_python(Interrupted())
+        except PydanticSerializationError as error:
+            if not names_its_cause:  # seen once in 280 processes that were killed
+                error.__cause__ = None
+            raise
+
     with pytest.raises(ending), unwinding():
-        TypeAdapter(Interrupted).dump_python(Interrupted())
+        dump()
 
 
 def test_what_a_process_was_started_to_ignore_stays_ignored():

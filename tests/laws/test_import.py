@@ -336,6 +336,22 @@ def test_megatron_script(tmp_path):
     assert not found.defaults
 
 
+@pytest.mark.parametrize(
+    ("words", "plan"),
+    [
+        ("--optimizer muon --use-distributed-optimizer --muon-momentum 0.95", {"zero1_implementation": "megatron"}),
+        ("--optimizer dist_muon --muon-momentum 0.95", {"zero1_implementation": "megatron"}),
+        ("--optimizer muon --muon-momentum 0.95", None),
+    ],
+)
+def test_megatrons_muon_is_read_with_the_plan_of_its_layer_wise_optimizer(tmp_path, words, plan):
+    text = MEGATRON.replace("--use-distributed-optimizer", words)
+    tables, _ = imported(tmp_path, text, name="train.sh", model="gpt3-1.3b")
+    assert (tables["workload"]["optimizer"], tables["workload"]["momentum"]) == ("muon", 0.95)
+    assert tables["plan"]["method"] == ("ddp" if plan is None else "zero1")
+    assert tables["plan"].get("zero1_implementation") == (plan or {}).get("zero1_implementation")
+
+
 def test_megatron_yaml_is_the_script(tmp_path):
     arguments = {f"--{key}": value for key, value in arguments_in(MEGATRON, file="x").items()}
     table = "".join(f"  {key}: {json.dumps(value)}\n" for key, value in arguments.items())

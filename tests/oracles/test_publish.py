@@ -372,7 +372,10 @@ PAIRS = [(ranks, name) for ranks, cases in CASES.items() for name in cases]
 
 def case_of(ranks: int, name: str) -> dict[str, Any]:
     overrides = [real_star(ranks), "plan.method=gs", *CASES[ranks][name]]
-    return {"scenario": scenario_file("demo.toml"), "overrides": overrides}
+    # of the larger demo: what oneDNN's kernels take in 16 bits for matrices of other shapes is not profiled, and a
+    # fraction of fewer elements varies more
+    is_large = "bf16" in name or name == "some"
+    return {"scenario": scenario_file("demo.toml" if is_large else "small-demo.toml"), "overrides": overrides}
 
 
 @pytest.fixture(scope="module")

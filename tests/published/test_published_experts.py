@@ -11,6 +11,7 @@ from analysis.literature.runs import Run
 from analysis.literature.scenarios import emit, scenario_of, servers_of_run, tables_of
 from analysis.literature.tables.many_sources import MIXTURES
 from gsreal.run.launch import check_predicted_only
+from gssim.program import Lowering
 from gssim.workload import Polynomial
 
 ROW = MEGATRON_ROW | {
@@ -127,7 +128,7 @@ def test_tests_of_experts_are_written_and_read_again(tmp_path):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"optimizer": "muon"}, "the optimizer muon"),
+        ({"optimizer": "lion"}, "the optimizer lion"),
         ({"cuda_graph_impl": "transformer_engine"}, "CUDA graphs"),
         ({"fine_grained_activation_offloading": "True"}, "activations go to the host"),
     ],
@@ -136,6 +137,28 @@ def test_tests_of_experts_are_written_and_read_again(tmp_path):
 def test_what_cannot_be_said_of_a_test_is_named(tmp_path, change, reason):
     with pytest.raises(AssertionError, match=reason):
         run_of(tmp_path, **change)
+
+
+MUON = {"optimizer": "muon", "tensor_model_parallel_size": "1", "use_distributed_optimizer": "True"}
+
+
+def test_tests_of_muon_are_of_the_layer_wise_optimizer_which_has_every_expert_whole(tmp_path):
+    """Of 8 experts on 8 ranks each has one: 2 matrices in each of 4 blocks; of the 3 others in each, 12, at most 2."""
+    asked = MUON | {"expert_model_parallel_size": "8", "test_case": "ep8_muon_param_layout"}
+    run = run_of(tmp_path, **asked)
+    ((path,), _) = emit([run], tmp_path / "out")
+    assert 'optimizer = "muon"' in path.read_text()
+    low = Lowering(gssim.load(path), None, 0, range(8))
+    experts = [low.matrices(rank, of_experts=True) for rank in range(8)]
+    assert experts == [((512, 256), (256, 512)) * 4] * 8
+    others = [low.matrices(rank, of_experts=False) for rank in range(8)]
+    assert sorted(map(len, others)) == [1, 1, 1, 1, 2, 2, 2, 2]
+
+
+def test_a_test_of_muon_with_whole_embeddings_is_written_but_not_scored(tmp_path):
+    asked = MUON | {"expert_model_parallel_size": "8", "test_case": "ep8_muon"}
+    with pytest.raises(AssertionError, match="own whole tensors, the embedding too"):
+        run_of(tmp_path, **asked)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
 import torch
-from real_runs import slow_where, star
+from real_runs import HELPERS, SCENARIOS, slow_where, star
 from torch.distributed.checkpoint.api import CheckpointException
 
 from gsreal.measure import Timeline
@@ -40,8 +40,8 @@ from gssim.scenario import load_scenario, single_device
 
 pytestmark = pytest.mark.real
 
-DEMO = Path(__file__).resolve().parents[2] / "scenarios" / "demo.toml"
-RESNET = DEMO.with_name("resnet-digits.toml")
+DEMO = HELPERS / "small-demo.toml"
+RESNET = SCENARIOS / "resnet-digits.toml"
 STEPS, SAVED = 8, 4
 OF_TEXT = ["workload.sequence_length=16"]
 COMMON = [
@@ -117,7 +117,8 @@ UNEVEN = "plan.shares.shards=[0.75,0.25]"
 """Of heads and columns, for slices of our own."""
 PLANS: dict[str, tuple[int, list[str]]] = {
     "pipeline": (2, ["plan.method=pipeline", "plan.micro_batches=3"]),
-    "pipeline-of-three": (3, ["plan.method=pipeline", "plan.schedule=interleaved", "plan.micro_batches=3"]),
+    "interleaved": (2, ["plan.method=pipeline", "plan.schedule=interleaved", "plan.micro_batches=4"]),
+    "pipeline-of-three": (3, ["plan.method=pipeline", "plan.micro_batches=3"]),
     "pipelines": (4, ["plan.method=zero1", "plan.pp=2", "plan.dp_replicate=2", "plan.micro_batches=3"]),
     "tensor": (2, ["plan.method=tensor"]),
     "tensor-of-four": (4, ["plan.method=tensor"]),
@@ -146,7 +147,7 @@ def test_a_model_cut_by_layers_goes_on_cut_inside_of_blocks(undisturbed, tmp_pat
         ("tensor", "tensor-of-four"),
         ("tensor-of-four", "pipeline-of-three"),
         ("pipelines", "tensor"),
-        ("pipeline", "pipelines"),
+        ("interleaved", "pipelines"),
         ("gs_tp", "ddp-tp"),
         ("ddp-tp", "zero3-tp"),
         ("zero3-tp", "gs_tp"),
@@ -262,10 +263,10 @@ def count(*_):
 def test_a_rank_that_is_killed_changes_nothing(undisturbed, tmp_path: Path):
     """The second rank kills itself in the sixth step, once; both are started again from what they saved after four."""
     (tmp_path / "module_of_a_user.py").write_text(USER_MODULE)
-    model = (DEMO.parent / "models" / "gpt-byte-1m.toml").read_text()
+    model = (SCENARIOS / "models" / "gpt-byte-150k.toml").read_text()
     assert '"gsreal.models.gpt"' in model
     (tmp_path / "model.toml").write_text(model.replace('"gsreal.models.gpt"', '"module_of_a_user.dies_once"'))
-    paths = [str(tmp_path), str(DEMO.parents[1]), os.environ.get("PYTHONPATH", "")]
+    paths = [str(tmp_path), str(SCENARIOS.parent), os.environ.get("PYTHONPATH", "")]
     environment = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "DIED": str(tmp_path / "died")}
     changes = [*overrides(2, STEPS, "plan.method=gs"), f"workload.model={tmp_path / 'model.toml'}"]
     line = ["run", str(DEMO), "--json"]

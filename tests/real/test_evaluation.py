@@ -188,9 +188,9 @@ CASES = {
 
 @pytest.mark.real
 def test_every_method_evaluates_the_same_model_to_the_same_figures_and_steps_stay_what_they_are(tmp_path):
-    scenario = scenario_file("resnet-digits.toml")
+    scenario, small = scenario_file("resnet-digits.toml"), "workload.model=models/resnet-digits-20k.toml"
     cases = {
-        name: {"scenario": scenario, "overrides": [*DIGITS, "run.evaluate_every_steps=1", *overrides]}
+        name: {"scenario": scenario, "overrides": [*DIGITS, small, "run.evaluate_every_steps=1", *overrides]}
         for name, overrides in CASES.items()
     }
     (tmp_path / "cases.json").write_text(json.dumps(cases))

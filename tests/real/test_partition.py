@@ -62,3 +62,10 @@ def test_a_trial_of_an_optimizer_leaves_random_numbers_as_they_were():
     torch.manual_seed(3)
     check_factory(lambda p: torch.optim.Adam(p, lr=1e-3), None, like=torch.zeros(1), whole_tensors=False)
     assert torch.equal(torch.rand(1), expected)
+
+
+def test_a_trial_of_an_optimizer_seeds_no_device_but_its_own(monkeypatch):
+    seeded = []
+    monkeypatch.setattr(torch, "manual_seed", seeded.append)  # seeds every device, which nothing takes back
+    check_factory(torch.optim.AdamW, None, like=torch.zeros(3), whole_tensors=False)
+    assert seeded == []

@@ -15,7 +15,7 @@ from gssim.scenario import load_scenario
 
 pytestmark = pytest.mark.real
 
-GPT = ["workload.sequence_length=24", "workload.global_batch_size=8", "plan.bucket_bytes=300000"]
+GPT = ["workload.sequence_length=24", "workload.global_batch_size=8", "plan.bucket_bytes=100000"]
 SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
 UNEVEN = "plan.shares.batch=[0.75, 0.25]"
 PLANS = {
@@ -28,7 +28,7 @@ PLANS = {
 }
 CASES = {
     f"{name}-{'overlap' if overlap else 'alone'}": {
-        "scenario": scenario_file("demo.toml"),
+        "scenario": scenario_file("small-demo.toml"),
         "overrides": [star(2), *GPT, *SGD, *plan, f"plan.overlap={str(overlap).lower()}"],
     }
     for name, plan in PLANS.items()

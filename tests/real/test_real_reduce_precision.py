@@ -40,8 +40,9 @@ FOUR = {
 
 
 def case_of(overrides: list[str], ranks: int = 2) -> dict[str, Any]:
+    file = "demo.toml" if "workload.precision=bf16" in overrides else "small-demo.toml"
     overrides = [star(ranks), *GPT, *SGD, *overrides]
-    return {"scenario": scenario_file("demo.toml"), "overrides": overrides, "onednn": False}
+    return {"scenario": scenario_file(file), "overrides": overrides, "onednn": False}
 
 
 @pytest.fixture(scope="module")

@@ -38,7 +38,8 @@ UNEVEN = {2: [[0.7, 0.3], [0.0, 1.0]], 3: [[0.6, 0.3, 0.1], [0.0, 0.5, 0.5]]}
 
 
 def case(what: str, ranks: int, *overrides: str, **settings: Any) -> dict[str, Any]:
-    return {"what": what, "scenario": scenario_file("demo.toml"), "overrides": [star(ranks), *overrides], **settings}
+    file = scenario_file("small-demo.toml" if what == "migration" else "demo.toml")  # which paces need long steps
+    return {"what": what, "scenario": file, "overrides": [star(ranks), *overrides], **settings}
 
 
 def cases_for(ranks: int) -> dict[str, dict[str, Any]]:

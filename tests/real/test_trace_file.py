@@ -195,7 +195,7 @@ def test_a_real_run_is_a_valid_trace_with_the_predictions_names(tmp_path):
     for name, overrides in REAL.items():
         scenario, file = real_runs.scenario_file("demo.toml"), tmp_path / f"{name}.json"
         settings = [*overrides, "run.steps=4", "run.warmup_steps=1", "workload.global_batch_size=4"]
-        settings += ['workload.model="models/gpt-byte-1m.toml"']
+        settings += ['workload.model="models/gpt-byte-150k.toml"', "workload.sequence_length=64"]
         made = tmp_path / "result.json"
         arguments = [scenario, json.dumps(settings), str(made), str(file), "", "1"]
         forks.launch("gsreal.run.worker", arguments, ranks=2)

@@ -86,11 +86,11 @@ def test_a_call_that_is_ended_keeps_what_is_finished_and_the_next_compares_all_p
     sweep.write_text(SWEEP)
     calibrated(out)
     line = (sweep, "--device", "cpu", "--out", out)
-    process = started(*line)
-    assert any("1 of 2 runs done" in said for said in process.stderr)
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
-    assert process.returncode
+    words, nvml = ["validate", *map(str, line)], {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    (early,) = forks.run_commands(forks.Command(words, nvml, terminated_at="1 of 2 runs done"))
+    assert early.returncode, early.stderr
+    assert "1 of 2 runs done" in early.stderr
+    assert "2 of 2 runs done" not in early.stderr
     (kept,) = (out / "results").glob("*.measured.json")
     before = kept.stat().st_mtime_ns
 
@@ -107,8 +107,8 @@ def test_a_call_that_is_ended_keeps_what_is_finished_and_the_next_compares_all_p
 
     (whole,) = forks.run_commands(
         forks.Command(
-            ["validate", *map(str, line)],
-            {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
+            words,
+            nvml,
             values={"gsreal.validate.BUSY_RATIO": 1.0},  # no run is repeated, however busy the machine is
         )
     )

@@ -86,7 +86,7 @@ def test_a_rank_that_is_stopped_ends_the_run_within_the_time_out_by_its_name(tmp
         "import os, signal, sys, time; from gsreal.run.progress import note_progress; note_progress('step 1 done')\n"
     )
     program += "print('gsreal: begun', flush=True); "
-    ends = ("time.sleep(60)", "os.kill(os.getpid(), signal.SIGSTOP)")
+    ends = ("time.sleep(600)", "os.kill(os.getpid(), signal.SIGSTOP)")
     starts = [
         Start([sys.executable, "-c", program + end], {"RANK": str(rank)}, lambda: None) for rank, end in enumerate(ends)
     ]
@@ -96,7 +96,7 @@ def test_a_rank_that_is_stopped_ends_the_run_within_the_time_out_by_its_name(tmp
     assert str(told.value) == (
         "no rank has made progress for 2 s (--timeout): rank 1 is stopped (step 1 done); `kill -CONT` lets it go on"
     )
-    assert time.monotonic() - began_s < 30
+    assert time.monotonic() - began_s < 300  # half of what the first rank waits
 
 
 def test_idle_is_the_time_since_any_rank_has_come_further(tmp_path):

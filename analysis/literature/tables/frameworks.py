@@ -148,6 +148,8 @@ def megatron_tests(record: Mapping[str, str], identity: str) -> Run:
     unscored = []
     if record["n_gpus_source"].startswith("unknown") or not count(record, "nodes"):
         unscored.append("the row does not say on how many GPUs")
+    if record["optimizer"] == "muon" and LAYOUT_TEST not in record["test_case"]:
+        unscored.append("its ranks own whole tensors, the embedding too, in an order that is not modelled")
     if not any(part in record["platform"] for part in GPUS):
         unscored.append("the row does not say on which GPU")
     run = _megatron_run(_assumed(record) if unscored else record, identity)
@@ -185,6 +187,9 @@ def _assumed(record: Mapping[str, str]) -> Mapping[str, str]:
     return filled
 
 
+LAYOUT_TEST = "param_layout"
+"""Part of the names of tests of Muon without `no-use-layer-wise-param-layout`: in them each matrix belongs to one rank,
+and all else is divided evenly (model_config.yaml; core/optimizer/layer_wise_optimizer.py)."""
 AXES = ("tensor-model", "pipeline-model", "context")
 """Of the columns that end in -parallel-size."""
 
@@ -205,7 +210,8 @@ def _megatron_run(record: Mapping[str, str], identity: str) -> Run:
         shape=shape,
         software=_software(record, tp, context),
         method=method,
-        flat_optimizer=method == "zero1" and shape.experts is not None,
+        optimizer="muon" if record["optimizer"] == "muon" else "adamw",
+        flat_optimizer=method == "zero1" and (shape.experts is not None or record["optimizer"] == "muon"),
         dp=dp,
         tp=tp,
         pp=pp,
@@ -252,7 +258,7 @@ def _refuse(record: Mapping[str, str]) -> None:
     for key, reason in NOT_PLAIN.items():
         if record[key] not in ("", "False") and not (key == "cuda-graph-impl" and GRAPHED_TEST in record["test_case"]):
             raise SkippedError(reason)
-    if record["optimizer"] not in ("", "adam"):
+    if record["optimizer"] not in ("", "adam", "muon"):
         raise SkippedError(f"the optimizer {record['optimizer']}")
 
 

@@ -15,7 +15,8 @@ from gssim.program.stage_boundary import Stage, stage_timeline, stages_of
 from gssim.scenario import held_layers, held_slice, schedule_of
 from gssim.scenario.scenario import sequence_positions
 from gssim.units import PRECISION_BYTES
-from gssim.workload import LayerInstance, optimizer_state_bytes, unrolled
+from gssim.workload import VALUES_KEPT, LayerInstance, unrolled
+from gssim.workload.muon import is_matrix
 
 MAX_REPLAYED_SAMPLES = 8
 """Number of samples up to which activations are followed buffer by buffer, at powers of two."""
@@ -156,8 +157,8 @@ class MemoryBounds:
             ranks = policies.shards
             return self.parts.once(("chunks", part.key, ranks), lambda: _fsdp_chunks(part, ranks))[place % ranks]
         if plan.zero1_implementation != "torch":
-            return part.elements / ranks
-        return self.parts.once(("dealt", part.key, ranks), lambda: _tensor_owners(part, ranks))[place]
+            return 0.0 if self.parts.workload.optimizer == "muon" else part.elements / ranks
+        return self.parts.once(("dealt", part.key, ranks), lambda: self._tensor_owners(part, ranks))[place]
 
     def _received_bytes(self, plan: Plan, stage: Stage, samples: int, in_flight: int) -> float:
         """Return the buffers for what a stage receives; see `plan.receive_buffers`."""
@@ -215,7 +216,7 @@ class MemoryBounds:
             kept += (elements - part.expert_elements * (policies.ep > 1)) * value
         if offload is None:
             kept += owned * master if replicated and master > value else 0.0
-            kept += optimizer_state_bytes(workload.optimizer, elements=int(owned), tensors=0, value_bytes=master)
+            kept += VALUES_KEPT[workload.optimizer] * int(owned) * master
         if policies.pp > 1:
             return kept
         length = -(-(workload.sequence_length or 0) // policies.cp)
@@ -280,8 +281,8 @@ class MemoryBounds:
         if policies.gradients == "all-reduce":
             ranks = policies.replica_ranks
             if plan.zero1_implementation != "torch":
-                return part.elements / ranks
-            return self.parts.once(("dealt", part.key, ranks), lambda: _tensor_owners(part, ranks))[place]
+                return 0.0 if self.parts.workload.optimizer == "muon" else part.elements / ranks
+            return self.parts.once(("dealt", part.key, ranks), lambda: self._tensor_owners(part, ranks))[place]
         if policies.gradients == "reduce-scatter":
             ranks = policies.shards
             return self.parts.once(("chunks", part.key, ranks), lambda: _fsdp_chunks(part, ranks))[place % ranks]
@@ -289,6 +290,14 @@ class MemoryBounds:
         if rule in ("memory", "cost"):  # any size is possible
             return 0.0
         return self.parts.once(("shards", rule, policies.mesh, part.key), lambda: self._push_shards(plan, part))[rank]
+
+    def _tensor_owners(self, part: Part, ranks: int) -> list[float]:
+        """Return the elements of the tensors that each rank updates, where whole tensors are assigned (ZeRO-1)."""
+        members = [(instance.layer, each) for instance in part.layers for each in instance.layer.parameters]
+        sizes = [parameter.elements for _, parameter in members]
+        by_muon = self.parts.workload.optimizer == "muon"
+        groups = [int(not (by_muon and is_matrix(layer, parameter))) for layer, parameter in members]
+        return [float(sum(sizes[i] for i in own)) for own in splitting.greedy(sizes, ranks, groups)]
 
     def _push_shards(self, plan: Plan, part: Part) -> list[float]:
         """Return the elements of each owner's shard, less the most that rounding may lose.
@@ -305,12 +314,6 @@ class MemoryBounds:
 def _lives(recompute: str) -> Lives:
     """Return the lifetimes of a layer's buffers, with what is recomputed."""
     return as_traced if recompute == "none" else partial(recomputed_buffers, selective=recompute == "selective")
-
-
-def _tensor_owners(part: Part, ranks: int) -> list[float]:
-    """Return the elements of the tensors that each rank updates, where whole tensors are assigned (ZeRO-1)."""
-    sizes = [parameter.elements for instance in part.layers for parameter in instance.layer.parameters]
-    return [float(sum(sizes[i] for i in own)) for own in splitting.greedy(sizes, ranks)]
 
 
 def _fsdp_chunks(part: Part, ranks: int) -> list[float]:

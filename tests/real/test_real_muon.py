@@ -1,0 +1,80 @@
+"""Real: Muon for the matrices of blocks and AdamW for the rest train as on one device, as both worlds say."""
+
+import json
+
+import pytest
+from real_runs import Cases, predicted, predicted_peaks, run_once, scenario_file, slow_where, star, tolerance_of
+
+pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
+
+pytestmark = pytest.mark.real
+
+MUON = ["workload.optimizer=muon", "workload.learning_rate=2e-3", "workload.weight_decay=0.01"]
+SMALL = ["workload.sequence_length=24", "workload.global_batch_size=12"]
+FP64 = "workload.precision=fp64"
+CASES = {
+    "ddp": ["plan.method=ddp", FP64],
+    "ddp-bf16": ["plan.method=ddp", "workload.precision=bf16"],
+    "ddp-clipped": ["plan.method=ddp", FP64, "workload.clip_norm=0.01"],
+    "zero1": ["plan.method=zero1", FP64],
+    "zero1-fp32": ["plan.method=zero1"],
+    "zero1-bf16": ["plan.method=zero1", "workload.precision=bf16"],
+    "zero1-recomputed": ["plan.method=zero1", FP64, "plan.recompute=full", "plan.micro_batches=2"],
+    "zero1-lists": ["plan.method=zero1", "workload.optimizer_implementation=foreach"],
+    "few": ["plan.method=ddp", "workload.sequence_length=1"],  # the update has the peak
+    "local": ["plan.method=local_sgd", FP64, "plan.sync_every_steps=2"],
+}
+FEW = {2: ["ddp", "ddp-bf16", "zero1", "zero1-recomputed", "few", "experts"], 3: ["zero1"]}
+TRAINS_ALIKE = ("ddp", "ddp-clipped", "zero1", "zero1-recomputed", "pipeline", "experts")
+"""As one device: in fp64, as with AdamW, where gradients' last digits turn no rounding to bf16; not where ranks train
+apart."""
+
+
+def cases_for(ranks: int) -> Cases:
+    return {
+        name: {"scenario": scenario_file("demo.toml"), "overrides": [star(ranks), *SMALL, *MUON, *changes]}
+        for name, changes in CASES.items()
+    } | (of_two_ranks() if ranks == 2 else {})
+
+
+def of_two_ranks() -> Cases:
+    usual = [star(2), *SMALL, *MUON, FP64]
+    stages = ["plan.method=pipeline", "plan.pp=2", "plan.micro_batches=2"]
+    experts = ["plan.method=zero1", "plan.ep=2"]  # stacked in one tensor, which AdamW updates
+    return {
+        "pipeline": {"scenario": scenario_file("demo.toml"), "overrides": [*usual, *stages]},
+        "experts": {"scenario": scenario_file("moe-experts.toml"), "overrides": [*usual, *experts]},
+    }
+
+
+WORLDS: dict[int, tuple[Cases, Cases]] = {}
+
+
+@pytest.fixture
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Cases, Cases]:
+    return run_once(WORLDS, request, cases_for, tmp_path_factory.mktemp)
+
+
+PAIRS = [slow_where(ranks, name, slow=[], few=FEW[ranks]) for ranks in (2, 3) for name in cases_for(ranks)]
+each_case = pytest.mark.parametrize(("world", "name"), PAIRS, indirect=["world"])
+
+
+@each_case
+def test_parameters_after_five_steps_equal_those_of_one_device(world: tuple[Cases, Cases], name: str) -> None:
+    seen = world[1][name]
+    assert seen["replicas_equal"]
+    if name in TRAINS_ALIKE:
+        assert seen["difference"] <= tolerance_of(name, "adamw") * seen["largest_parameter"]
+
+
+@each_case
+def test_the_predicted_collectives_are_the_ones_that_the_process_group_saw(
+    world: tuple[Cases, Cases], name: str
+) -> None:
+    entries = [list(entry.key) for entry in predicted(world[0][name]).collectives]
+    assert json.loads(json.dumps(sorted(entries, key=str))) == sorted(world[1][name]["collectives"], key=str)
+
+
+@each_case
+def test_the_predicted_peak_of_every_rank_is_the_counted_one(world: tuple[Cases, Cases], name: str) -> None:
+    assert predicted_peaks(world[0][name]) == pytest.approx(world[1][name]["peaks"], rel=0.01)
