@@ -45,9 +45,38 @@ class CollectiveInstance:
         targets = self.schedule.stages[0].hops.target
         return tuple(each.index for each in self.classes if np.isin(each.members, targets).any())
 
+    @cached_property
+    def pairs(self) -> Mapping[tuple[int, int, int], Stage]:
+        """Messages of an all-to-all of which each begins when its two ranks are there; empty: all begin at once.
+
+        By class of the sender, class of the receiver, and places from the one to the other in the group. See [Note:
+        pairs] in `rendezvous`.
+        """
+        own = self.communication.carried_kind == "all-to-all" and self.schedule.notices and not self.schedule.measured
+        if not own or not 1 < len(self.classes) <= MAX_PAIRED or len(self.schedule.stages) != 1:
+            return {}
+        (stage,) = self.schedule.stages
+        groups, hops = np.array(self.communication.groups), stage.hops
+        if stage.coupled or hops.count > MAX_PAIRED * (MAX_PAIRED - 1) * len(groups):
+            return {}
+        place, index = np.full((2, int(groups.max()) + 1), -1)
+        place[groups] = np.arange(groups.shape[1])
+        for each in self.classes:
+            index[each.members] = each.index
+        apart = (place[hops.target] - place[hops.source]) % groups.shape[1]
+        keys = np.column_stack([index[hops.source], index[hops.target], apart])
+        found: dict[tuple[int, int, int], Stage] = {}
+        for source, target, places in np.unique(keys, axis=0).tolist():
+            inside = np.flatnonzero((keys == (source, target, places)).all(axis=1))
+            some = Hops(hops.source[inside], hops.target[inside], hops.weight[inside])
+            found[source, target, places] = replace(stage, hops=some)
+        return found
+
 
 ONE_WAY_KINDS = ("send", "broadcast")
 """Kinds in whose first stage some ranks only send."""
+MAX_PAIRED = 8
+"""Largest number of unequal ranks whose all-to-alls are simulated pair by pair; of more, all messages begin at once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,7 +197,12 @@ def _arranged(
 
 def _stages_of(instances: Instances) -> list[Stage]:
     distinct = {id(several): several for several in instances.values()}.values()
-    return [stage for several in distinct for instance in several for stage in instance.schedule.stages]
+    return [
+        stage
+        for several in distinct
+        for instance in several
+        for stage in (*instance.schedule.stages, *instance.pairs.values())
+    ]
 
 
 class Choice:

@@ -117,8 +117,8 @@ class MachineState:
             for name in sorted(names)
         }
 
-    def set_communicating(self, instance: CollectiveInstance, change: int) -> None:
-        """Notify the hosts of a collective's members that it begins (`change` 1) or ends (-1)."""
+    def set_communicating(self, instance: CollectiveInstance, change: int, *, only: int | None = None) -> None:
+        """Notify the hosts of a collective's members, or of `only` one class, that it begins (+1) or ends (-1)."""
         if instance.communication.kind in collectives.COPIES:  # by the devices' own engines
             return
         if not self.is_coupled or not any(self.hosts[rank_class.host].coupled for rank_class in instance.classes):
@@ -126,7 +126,8 @@ class MachineState:
         if instance not in self._loads:
             self._loads[instance] = instance.schedule.load(self.network)
         for rank_class in instance.classes:
-            self.hosts[rank_class.host].communicate(rank_class.index, self._loads[instance], change)
+            if only in (None, rank_class.index):
+                self.hosts[rank_class.host].communicate(rank_class.index, self._loads[instance], change)
 
     def count_bytes(self, stage: collectives.Stage, times: int = 1) -> None:
         """Count the bytes that a stage sends over its hops."""

@@ -223,6 +223,10 @@ class Network:
         alone.env.run(until=alone.env.process(alone.carry(stage, pace)))
         return float(alone.env.now)
 
+    def latency_s(self, stage: Stage) -> float:
+        """Return the longest latency of a stage's paths."""
+        return max((group.latency_s for group in self.folded.of(stage).groups), default=0.0)
+
     def count(self, stage: Stage, times: int = 1) -> None:
         """Count the bytes of a stage on the links that it crosses."""
         traffic = self.folded.of(stage)

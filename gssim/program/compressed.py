@@ -134,15 +134,15 @@ def _send_factors(low: Lowering, device: DeviceType, bucket: Bucket) -> tuple[li
     left, right = float(tensors.left * value), 0.0 if options.warm_start else float(tensors.right * value)
     compress = _computed(TaskId("compress", bucket=bucket.index), begin_s, rest, right, left)
     sums = [
-        _collective(low, "all-reduce", name, elements * value, after=compress)
-        for name, elements in (("rest", others), ("P", tensors.left))
+        _collective(low, "all-reduce", name, elements * value, after=compress, number=2 * bucket.index + place)
+        for place, (name, elements) in enumerate((("rest", others), ("P", tensors.left)))
         if elements
     ]
     waits = _waits(low, sums)
     if not count:
         return [compress, *sums], waits, []
     factor = _computed(TaskId("factor", bucket=bucket.index), factor_s, -rest)
-    total = _collective(low, "all-reduce", "Q", tensors.right * value, after=factor)
+    total = _collective(low, "all-reduce", "Q", tensors.right * value, after=factor, number=bucket.index)
     decompress = _computed(TaskId("decompress", bucket=bucket.index), end_s, -right, -left)
     return [compress, *sums], [*waits, factor, total], [*_waits(low, [total]), decompress]
 
@@ -176,8 +176,8 @@ def _send_largest(low: Lowering, device: DeviceType, bucket: Bucket) -> tuple[li
         ),
     )
     gathers = [
-        _collective(low, "all-gather", name, each, after=compress)
-        for name, each in zip(("values", "indices"), received, strict=True)
+        _collective(low, "all-gather", name, each, after=compress, number=2 * bucket.index + place)
+        for place, (name, each) in enumerate(zip(("values", "indices"), received, strict=True))
     ]
     # both are posted before either is done
     staged = [low.staging(device, gather.exchange) for gather in gathers if gather.exchange is not None]
@@ -194,10 +194,10 @@ def _computed(name: TaskId, duration_s: float, *changes_bytes: float) -> Task:
 
 
 def _collective(
-    low: Lowering, kind: Literal["all-reduce", "all-gather"], what: str, size: float, *, after: Task
+    low: Lowering, kind: Literal["all-reduce", "all-gather"], what: str, size: float, *, after: Task, number: int
 ) -> Task:
     """Return a collective on the stream of the communication, where the plan overlaps it, or of the compute."""
-    stream = "communication" if low.scenario.plan.overlap else "compute"
+    stream = low.communication_stream(number) if low.scenario.plan.overlap else "compute"
     name = TaskId(kind, layer=what, bucket=after.id.bucket)
     half = low.scenario.workload.precision if kind == "all-reduce" and low.value_bytes == HALF_BYTES else ""
     return collective_task(name, Communication(kind, low.group, size, half_precision=half), stream, after=(after.id,))

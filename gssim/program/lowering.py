@@ -364,6 +364,14 @@ class Lowering:
         group, *beside = self.groups_along(axis)
         return Communication(kind, group, size_bytes, beside=tuple(beside), **settings)
 
+    def communication_stream(self, number: int) -> str:
+        """Return the stream of a group's asynchronous collective; `number`: in the order in which they are posted.
+
+        A backend that runs several at once takes them in turn.
+        """
+        at_once = collectives.at_once(self.scenario.cluster.backend)
+        return f"communication {number % at_once}" if at_once > 1 else "communication"
+
     def staging(
         self, device: DeviceType, exchange: Communication, position: int = 0, **event: Any
     ) -> tuple[Event, ...]:

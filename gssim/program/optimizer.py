@@ -5,7 +5,7 @@ memory.
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from gssim import collectives, cost
+from gssim import cost
 from gssim.collectives import Communication
 from gssim.memory import Event, footprint, input_bytes
 from gssim.program.clipping import clip_gradients, divides_master_gradients, unscale_gradients
@@ -259,7 +259,6 @@ def _broadcast_owned(
     """Return the broadcasts of every group, whose ranks own the tensors `by_root`; `part`: number of the optimizer."""
     group, *beside = groups
     handed = Task(TaskId("parameters", "hand-over", part=part), "idle")
-    at_once = collectives.at_once(low.scenario.cluster.backend)
     tasks: list[Task] = []
     for root, owned in enumerate(by_root):
         for position in owned:
@@ -267,7 +266,7 @@ def _broadcast_owned(
             own = TaskId("broadcast-parameters", layer=parameter.name.replace("{}", instance.module))
             size = parameter.elements * low.value_bytes
             exchange = Communication("broadcast", group, size, root=root, beside=tuple(beside))
-            stream = f"communication {len(tasks) % at_once}" if at_once > 1 else "communication"
+            stream = low.communication_stream(len(tasks))
             tasks.append(collective_task(own, exchange, stream, after=(handed.id,)))
     waited = tuple(task.id for task in tasks)
     return [handed, *tasks, Task(TaskId("parameters", "wait", part=part), "exposed_communication", after=waited)]

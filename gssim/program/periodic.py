@@ -33,7 +33,7 @@ too and takes the place of the momentum, but w, there 1 / ranks, is a factor on 
 
 from dataclasses import replace
 
-from gssim import collectives, cost
+from gssim import cost
 from gssim.collectives import Communication
 from gssim.memory import Event, footprint
 from gssim.plan.buckets import Fragment, fragments_of
@@ -68,7 +68,6 @@ def synchronize_parameters(low: Lowering, rank: int) -> list[Task]:
     if every is None or len(low.group) == 1:
         return []
     step = low.step % every + 1
-    at_once = collectives.at_once(low.scenario.cluster.backend)
     tasks: list[Task] = []
     number = 0
     for fragment in low.once_a_run(_fragments):
@@ -78,8 +77,8 @@ def synchronize_parameters(low: Lowering, rank: int) -> list[Task]:
                 if fragment.begin_step == fragment.end_step:
                     tasks += [copied_in, exchange, copied_out]
                 elif step == fragment.begin_step:
-                    stream = f"communication {number % at_once}" if at_once > 1 else "communication"
-                    tasks += [copied_in, replace(exchange, stream=stream, after=(copied_in.id,))]
+                    posted = replace(exchange, stream=low.communication_stream(number), after=(copied_in.id,))
+                    tasks += [copied_in, posted]
                 else:
                     waited = Task(exchange.id.serving("wait"), "exposed_communication", after=(exchange.id,))
                     tasks += [waited, copied_out]

@@ -30,7 +30,7 @@ from gssim.terminal import print_result
 
 FEW, FEW_DEVICES = (*range(20), *range(LATER, LATER + 10), *range(STREAMED, STREAMED + 5)), 4
 """Seeds of the small form, and how many devices their points have at most."""
-FURTHER = (*range(20, 40), *range(LATER + 10, LATER + 20), *range(STREAMED + 5, STREAMED + 10))
+FURTHER = (*FEW, *range(20, 40), *range(LATER + 10, LATER + 20), *range(STREAMED + 5, STREAMED + 10))
 """Seeds of as small points that are no part of the quick tests."""
 MANY = [range(first, first + 500) for first in (*range(1000, 8000, 1000), *range(LATER, LATER + 4000, 1000), STREAMED)]
 """Of the large one: 6,000."""
@@ -119,9 +119,7 @@ def assert_all_hold(seen: Seen, points: int) -> None:
     assert 3 * seen.answered >= 2 * points
 
 
-@pytest.mark.parametrize(
-    "seeds", [FEW, pytest.param(FURTHER, marks=pytest.mark.slow)], ids=lambda seeds: f"from-{seeds[0]}"
-)
+@pytest.mark.parametrize("seeds", [FEW, pytest.param(FURTHER, marks=pytest.mark.slow)], ids=["few", "further"])
 def test_random_points_are_answered_within_bounds_or_refused_with_a_line(seeds, tmp_path):
     assert_all_hold(look_at(seeds, tmp_path, lambda seed: FEW_DEVICES), len(seeds))
 
