@@ -35,6 +35,8 @@ from gssim.cluster import Cluster
 from gssim.errors import UserError
 from gssim.execution import SHOWN, package_digest
 
+MATRIX_SIDE = 1024
+"""Size of the square matrices by whose product a CPU's arithmetic is measured."""
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 ENVIRONMENT = {

@@ -39,7 +39,16 @@ from analysis.compare.table import (
 from gssim.cluster import Cluster
 from gssim.errors import UserError
 from gssim.execution import SHOWN, code_digest, package_digest
-from gssim.result import BUSY_RATIO, COMPUTE_PHASES, EXPOSED_COPIES, PHASES, UPDATE_PHASES, Collective, Result
+from gssim.result import (
+    BUSY_RATIO,
+    COMPUTE_PHASES,
+    DRIFT_RATIO,
+    EXPOSED_COPIES,
+    PHASES,
+    UPDATE_PHASES,
+    Collective,
+    Result,
+)
 from gssim.units import validated
 
 COMPUTED = (*COMPUTE_PHASES, *UPDATE_PHASES)
@@ -560,6 +569,16 @@ def differences(pairs: Sequence[Pair]) -> list[str]:
     if busy:
         sentences.append(
             f"measured while ranks waited for cores that other work used (part of the time): {', '.join(busy)}"
+        )
+    drifted = [
+        f"{name_of(file.result)} ({file.result.provenance['device_speed_ratio']:.0%})"
+        for file in measured
+        if abs(file.result.provenance.get("device_speed_ratio", 1.0) - 1) > DRIFT_RATIO
+    ]
+    if drifted:
+        sentences.append(
+            "measured when the machine computed faster or slower than its devices' file states, so that predicted "
+            f"compute is off by as much (speed of what is stated): {', '.join(drifted)}"
         )
     versions = Counter(str(file.result.provenance.get("torch", "not stated")) for file in measured)
     if len(versions) > 1:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gsreal.gradient_sharding.messages import Encoding, Scratch, mark, mean_magnitudes, quantile
 from gsreal.lab.throttle import device_time_s
-from gsreal.machine import settle, usable_cores
+from gsreal.machine import MATRIX_SIDE, settle, usable_cores
 from gsreal.methods.compressed import orthogonalize, take_largest
 from gsreal.methods.optimizers import make_optimizer
 from gsreal.model_files.build import DTYPES, build_module, logits_of, loss_of, random_batch
@@ -399,7 +399,7 @@ def device_rates(bench: Bench) -> dict[str, float]:
 
 def matrix_rate(bench: Bench) -> float:
     """Return the FLOP/s of a large square matrix product."""
-    side = 1024 if bench.device.type == "cpu" else 8192
+    side = MATRIX_SIDE if bench.device.type == "cpu" else 8192
     dtype = DTYPES[bench.settings.precision]
     a, b = (torch.randn(side, side, device=bench.device, dtype=dtype) for _ in range(2))
     product = torch.empty_like(a)

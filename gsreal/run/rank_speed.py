@@ -4,17 +4,40 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from statistics import median
 
 import torch
 import torch.distributed as dist
 
+from gsreal.machine import MATRIX_SIDE
 from gsreal.measure import Timeline
+from gssim.cluster import DeviceType
 from gssim.plan.rebalancing import Watch
 from gssim.result import COMPUTE_PHASES, UPDATE_PHASES, Division
 from gssim.scenario import Scenario, after_step, begin
 
 WORK = 64
 """Size of the square matrices that a slow rank multiplies."""
+PRODUCTS = 7
+"""Number of timed products of a device's speed."""
+
+
+def device_speed_ratio(stated: DeviceType, device: torch.device) -> float | None:
+    """Return the rate of a large matrix product over the one that an emulated device's file states; else None.
+
+    A machine that others share may compute faster or slower than when its devices were calibrated. Predictions are then
+    off by as much in their compute, whatever the plan.
+    """
+    stated_flop_per_s = stated.peak_flop_per_s.get("fp32")
+    if stated.lab is None or stated_flop_per_s is None or device.type != "cpu":
+        return None
+    a, b = torch.randn(2, MATRIX_SIDE, MATRIX_SIDE)
+    product, times_s = torch.empty_like(a), []
+    for _ in range(PRODUCTS):
+        began_s = time.perf_counter()
+        torch.mm(a, b, out=product)
+        times_s.append(time.perf_counter() - began_s)
+    return 2 * MATRIX_SIDE**3 / median(times_s) / stated_flop_per_s
 
 
 @dataclass

@@ -112,6 +112,8 @@ class RankReport:
     memory_counter: str
     core_wait_ratio: float | None
     """Fraction of the timed steps that its main thread could run, but waited for a core; None where it is unknown."""
+    device_speed_ratio: float | None
+    """Speed of its emulated device after the run over the one that the device's file states; None outside the lab."""
 
 
 def outer_steps(scenario: Scenario, counted: int) -> list[bool] | None:
@@ -207,6 +209,7 @@ def result_of(loaded: Loaded, reports: list[RankReport], device: torch.device) -
             "memory_counter": reports[0].memory_counter,
             "seed": scenario.run.seed,
             **core_wait(reports),
+            **device_speed(reports),
         },
     )
 
@@ -215,6 +218,12 @@ def core_wait(reports: Sequence[RankReport]) -> dict[str, float]:
     """Return `core_wait_ratio`, the largest of all ranks, for the provenance; nothing where it is unknown."""
     ratios = [report.core_wait_ratio for report in reports if report.core_wait_ratio is not None]
     return {"core_wait_ratio": round(max(ratios), 4)} if ratios else {}
+
+
+def device_speed(reports: Sequence[RankReport]) -> dict[str, float]:
+    """Return `device_speed_ratio`, the mean of all ranks, for the provenance; nothing outside the lab."""
+    ratios = [report.device_speed_ratio for report in reports if report.device_speed_ratio is not None]
+    return {"device_speed_ratio": round(fmean(ratios), 4)} if ratios else {}
 
 
 def _density(ranks: Sequence[tuple[int, int]], threshold: float | None) -> float | None:

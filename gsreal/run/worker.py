@@ -36,6 +36,7 @@ from gsreal.run.feed import Feed
 from gsreal.run.nodes import check_nodes
 from gsreal.run.progress import note_progress
 from gsreal.run.rank import gather_json, join, run_on_rank
+from gsreal.run.rank_speed import device_speed_ratio
 from gsreal.run.report import RankReport, RunRecorder, outer_steps, result_of
 from gssim.errors import UserError
 from gssim.execution.files import write_text
@@ -124,6 +125,7 @@ def measure(
         published=published,
         memory_counter=counter.method,
         core_wait_ratio=core_wait_ratio,
+        device_speed_ratio=device_speed_ratio(scenario.cluster.type_of(rank), device),
     )
 
 

@@ -42,6 +42,8 @@ CATEGORIES = {
 
 BUSY_RATIO = 0.15
 """A measurement with a larger `core_wait_ratio` in its provenance was disturbed by other work on its machine."""
+DRIFT_RATIO = 0.1
+"""A measurement whose `device_speed_ratio` is farther from 1 was made at another speed than is stated."""
 PHASES = ("forward", "backward", "compression", "optimizer", "exposed_communication", "idle")
 EXPOSED_COPIES = "exposed_copies"
 """Phase of measurements from profiler traces only: copies between host and device that nothing hides."""
@@ -448,7 +450,8 @@ class Result:
     provenance: dict[str, Any] = field(default_factory=dict)
     """Versions and digests of the code, the machine, and the run's circumstances.
 
-    Of a measurement also `core_wait_ratio`: the largest part of the timed steps that a rank waited for a core.
+    Of a measurement also `core_wait_ratio`: the largest part of the timed steps that a rank waited for a core; and in
+    the lab `device_speed_ratio`: the rate of a matrix product after the run over the one that the devices' file states.
     """
 
     def to_json(self) -> str:

@@ -184,6 +184,13 @@ def test_measurements_on_a_busy_machine_are_named() -> None:
         assert any("waited for cores" in line and "slow (40%)" in line for line in differences(pairs)) == wanted
 
 
+def test_measurements_at_another_speed_than_the_devices_file_states_are_named() -> None:
+    for ratio, wanted in ((0.72, True), (1.25, True), (0.95, False)):
+        measured = replace(make_result("measured", name="drifted"), provenance={"device_speed_ratio": ratio})
+        pairs = join([in_file(make_result("simulated", name="drifted")), in_file(measured)]).pairs
+        assert any(f"drifted ({ratio:.0%})" in line for line in differences(pairs)) == wanted
+
+
 def test_one_planted_collective_makes_them_unequal_and_is_named() -> None:
     planted = Collective(kind="broadcast", group=(0, 1), bytes=8, count=1)
     same = compared(make_result("simulated"), make_result("measured"))

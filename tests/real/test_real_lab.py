@@ -117,6 +117,7 @@ def test_a_lab_trains_as_predicted_and_leaves_nothing(tmp_path):
     for entry in measured.ranks:  # as the interfaces count, with headers and acknowledgements
         assert entry.bytes_sent == pytest.approx(predicted.ranks[0].bytes_sent, rel=0.05)
         assert entry.bytes_received == pytest.approx(predicted.ranks[0].bytes_received, rel=0.05)
+    assert measured.provenance["device_speed_ratio"] > 0
     assert len(measured.provenance["lab"]["links"]) == 4
     assert [device["cpu_share_ratio"] for device in measured.provenance["lab"]["devices"]] == [0.8, 0.8]
     assert run_in(line) not in runs()
