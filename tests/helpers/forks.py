@@ -12,6 +12,7 @@ import atexit
 import ctypes
 import gc
 import json
+import math
 import os
 import runpy
 import signal
@@ -301,14 +302,18 @@ def command_code(command: dict[str, Any], folder: str, output: Path, number: int
 def first_failure(started: dict[int, int]) -> tuple[int, int] | None:
     """Wait for all ranks; return (rank, exit code) of the one that failed first: soon after it the others are ended."""
     failed: tuple[int, int] | None = None
+    until_s = math.inf
     while started:
-        process, status = os.wait()
+        process, status = os.waitpid(-1, 0 if failed is None else os.WNOHANG)
+        if not process:
+            if time.monotonic() > until_s:
+                for other in started:
+                    os.kill(other, signal.SIGKILL)
+            time.sleep(0.01)
+            continue
         rank, code = started.pop(process), os.waitstatus_to_exitcode(status)
         if code and failed is None:
-            failed = rank, code
-            time.sleep(GRACE_S)
-            for other in started:
-                os.kill(other, signal.SIGKILL)
+            failed, until_s = (rank, code), time.monotonic() + GRACE_S
     return failed
 
 
