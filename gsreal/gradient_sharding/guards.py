@@ -146,9 +146,14 @@ def check_factory(
     `like`: a parameter; the optimizer is tried on small tensors of its device and of the precision of its update.
     """
     dtype = torch.promote_types(like.dtype, torch.float32)
-    with torch.random.fork_rng(devices=[like.device] if like.is_cuda else []):
+    with torch.random.fork_rng(devices=[like.device] if _has_generator(like) else []):
         for number in range(len(groups or ({},))):
             _check_group(_Trial(factory, groups, number, dtype, like.device), whole_tensors=whole_tensors)
+
+
+def _has_generator(tensor: Tensor) -> bool:
+    """Return whether a tensor's device has a generator of its own: CUDA, unless something stands in for it."""
+    return tensor.is_cuda and torch.cuda.is_initialized()
 
 
 class _Trial:
@@ -185,7 +190,7 @@ class _Trial:
         """Return the change of each tensor, flat, after a few steps of one optimizer over all of them."""
         # not torch.manual_seed: it seeds all other devices for good, and takes a millisecond for each one's stack trace
         torch.default_generator.manual_seed(0)
-        if tensors[0].is_cuda:
+        if _has_generator(tensors[0]):
             torch.cuda.default_generators[tensors[0].get_device()].manual_seed(0)
         optimizer, copies = self.make(tensors)
         for step in range(STEPS):
