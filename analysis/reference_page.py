@@ -163,8 +163,8 @@ prefix: {units}. An unknown key is refused, with the allowed ones. What is
 - `models/`: models as traced by `gsreal trace`, from real modules
 - `gradients/`: gradient statistics, written by `gsreal gradients`, never by hand
 - `sweeps/`, `studies/`: many points of one question; variants that are trained for real
-- `measured/`: results of real runs: [the lab's matrix](measured/lab/README.md), [studies](measured/studies/README.md),
-  two cores, GPUs
+- `measured/`: results of real runs: [the lab's matrix](measured/lab/README.md), [further plans
+  there](measured/lab-plans/README.md), [studies](measured/studies/README.md), two cores, GPUs
 """
 
 
