@@ -78,6 +78,8 @@ PEAK_MEMORY = Quantity(
 )
 
 
+COLUMN_IN = 0.6
+"""Width of a legend's column beside its labels: mark, and space between columns."""
 NAIVE = (("naive_compute_s", "x", "compute only"), ("naive_link_s", "+", "compute, then bytes over the slowest link"))
 """Naive predictions of the step time: column, mark, description."""
 
@@ -111,12 +113,13 @@ def predicted_vs_measured(comparison: pl.DataFrame) -> Figure:
         for i, line in enumerate(wrapped(note, width_in - left_in - 0.2)):
             figure.text(left_in / width_in, 1 - (0.6 + 0.19 * i) / height_in, line, color="0.25", va="center")
         methods = in_order(comparison["method"].to_list())
+        column_in = COLUMN_IN + max(label_width_in(plain(method)) for method in methods)
         figure.legend(
             handles=[Line2D([], [], linestyle="", label=plain(method), **mark(method)) for method in methods],
             title="method of the plan",
             loc="lower left",
             bbox_to_anchor=(left_in / width_in, 0.08 / height_in),
-            ncols=max(1, min(len(methods), 8)),
+            ncols=max(1, min(len(methods), 8, int((width_in - left_in) / column_in))),
             frameon=False,
             borderaxespad=0,
             alignment="left",
