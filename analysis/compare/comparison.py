@@ -577,8 +577,8 @@ def differences(pairs: Sequence[Pair]) -> list[str]:
     ]
     if drifted:
         sentences.append(
-            "measured when the machine computed faster or slower than its devices' file states, so that predicted "
-            f"compute is off by as much (speed of what is stated): {', '.join(drifted)}"
+            "measured when the machine multiplied matrices faster or slower than its devices' file states; predicted "
+            f"compute may be off by as much (speed of what is stated): {', '.join(drifted)}"
         )
     versions = Counter(str(file.result.provenance.get("torch", "not stated")) for file in measured)
     if len(versions) > 1:

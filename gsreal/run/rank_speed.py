@@ -18,8 +18,9 @@ from gssim.scenario import Scenario, after_step, begin
 
 WORK = 64
 """Size of the square matrices that a slow rank multiplies."""
-PRODUCTS = 7
-"""Number of timed products of a device's speed."""
+PRODUCTS, WARM_UPS = 15, 3
+"""Number of timed products of a device's speed, as in a calibration, and of those before: a core that has waited is at
+first faster than its share."""
 
 
 def device_speed_ratio(stated: DeviceType, device: torch.device) -> float | None:
@@ -33,11 +34,11 @@ def device_speed_ratio(stated: DeviceType, device: torch.device) -> float | None
         return None
     a, b = torch.randn(2, MATRIX_SIDE, MATRIX_SIDE)
     product, times_s = torch.empty_like(a), []
-    for _ in range(PRODUCTS):
+    for _ in range(WARM_UPS + PRODUCTS):
         began_s = time.perf_counter()
         torch.mm(a, b, out=product)
         times_s.append(time.perf_counter() - began_s)
-    return 2 * MATRIX_SIDE**3 / median(times_s) / stated_flop_per_s
+    return 2 * MATRIX_SIDE**3 / median(times_s[WARM_UPS:]) / stated_flop_per_s
 
 
 @dataclass
