@@ -193,16 +193,17 @@ def _check_traced_variants(scenario: Scenario, policies: Policies, file: str) ->
                 f"{where}: cannot run yet beside plan.{key} = {value}: parts of the model are traced without "
                 f"{variant}; leave one of them out"
             )
-    runs = policies.partition == "data" and policies.gradients != "periodic" and policies.push_axis != "dp_replicate"
-    pushes_units = policies.gradients == "push" and policies.parameters != "replicated"
+    runs = policies.partition == "data" and policies.gradients != "periodic"
+    other_owners = policies.push_axis == "dp_replicate" or policies.parameters != "replicated"
+    pushes_parts = policies.gradients == "push" and other_owners
     if name == "frozen":
-        _check_frozen(scenario, policies, where, runs=runs and not pushes_units)
+        _check_frozen(scenario, policies, where, runs=runs and not pushes_parts)
         return
-    pushes_casts = workload.autocast is not None and policies.gradients == "push"
-    if not runs or pushes_units or pushes_casts or policies.compressor:
+    if not runs or (pushes_parts and name == "adapters") or policies.compressor:
+        pushing = "gs" if name == "adapters" else "gs, gs_z3 and gs_hier"
         raise UserError(
             f"{where}: cannot run yet with method '{plan.method}'; allowed: methods single, ddp, zero1, zero2, zero3 "
-            f"(fsdp){' and hsdp' if workload.adapters is None else ', hsdp and gs'}"
+            f"(fsdp), hsdp, {pushing}"
         )
     if workload.adapters is not None and policies.gradients == "push" and scenario.push.threshold is not None:
         raise UserError(
