@@ -170,7 +170,8 @@ def _check_frozen(scenario: Scenario, policies: Policies, where: str, *, runs: b
     if not runs or policies.compressor:
         raise UserError(
             f"{where}: cannot run yet with method '{plan.method}': how it gathers, pushes or compresses beside frozen "
-            "layers is not modelled; allowed: methods single, ddp, half, zero1, zero2, zero3 (fsdp), hsdp, gs"
+            "layers is not modelled; allowed: methods single, ddp, half, zero1, zero2, zero3 (fsdp), hsdp, gs, gs_z3, "
+            "gs_hier"
         )
     for key, threshold in (("push", scenario.push.threshold), ("publish", plan.publish.threshold)):
         if threshold:
@@ -194,16 +195,13 @@ def _check_traced_variants(scenario: Scenario, policies: Policies, file: str) ->
                 f"{variant}; leave one of them out"
             )
     runs = policies.partition == "data" and policies.gradients != "periodic"
-    other_owners = policies.push_axis == "dp_replicate" or policies.parameters != "replicated"
-    pushes_parts = policies.gradients == "push" and other_owners
     if name == "frozen":
-        _check_frozen(scenario, policies, where, runs=runs and not pushes_parts)
+        _check_frozen(scenario, policies, where, runs=runs)
         return
-    if not runs or (pushes_parts and name == "adapters") or policies.compressor:
-        pushing = "gs" if name == "adapters" else "gs, gs_z3 and gs_hier"
+    if not runs or policies.compressor:
         raise UserError(
             f"{where}: cannot run yet with method '{plan.method}'; allowed: methods single, ddp, zero1, zero2, zero3 "
-            f"(fsdp), hsdp, {pushing}"
+            "(fsdp), hsdp, gs, gs_z3 and gs_hier"
         )
     if workload.adapters is not None and policies.gradients == "push" and scenario.push.threshold is not None:
         raise UserError(
@@ -866,11 +864,6 @@ def _check_weight_gradient_owners(scenario: Scenario, policies: Policies, file: 
         raise UserError(
             f"{file}: plan.shares.batch = {rules.batch!r}: method '{scenario.plan.method}' runs the whole batch on "
             "every rank; leave it out"
-        )
-    if scenario.plan.recompute != "none":
-        raise UserError(
-            f"{file}: plan.recompute = '{scenario.plan.recompute}': cannot run with method '{scenario.plan.method}': "
-            "the activations that a checkpointed block keeps with frozen parameters are not traced; allowed: 'none'"
         )
     if any(layer.untrained_buffers is None for layer in model.layers):
         raise UserError(
