@@ -23,7 +23,7 @@ from gsreal.measure import Timeline
 from gsreal.methods.compressed import LargestCompressor, LowRankCompressor, Pending
 from gsreal.methods.optimizers import make_optimizer
 from gsreal.methods.periodic import Synchronization
-from gsreal.model_files.build import DTYPES, logits_of, loss_of
+from gsreal.model_files.build import DTYPES, autocast, logits_of, loss_of
 from gsreal.run.feed import Feed, HeldOut
 from gsreal.run.worker import build
 from gsreal.statistics.training import Gradients, Replica, buckets_of, one_thread
@@ -266,7 +266,9 @@ class Apart:
         for rank, (module, optimizer) in enumerate(zip(self.modules, self.optimizers, strict=True)):
             inputs, targets, _ = self.feeds[rank].at(step)
             optimizer.zero_grad(set_to_none=True)
-            loss_of(logits_of(module(inputs)), targets).backward()
+            with autocast(self.scenario.workload.autocast):
+                loss = loss_of(logits_of(module(inputs)), targets)
+            loss.backward()
             optimizer.step()
             self.periods[rank].steps += 1
         begun, ended = self.periods[0].due()

@@ -11,7 +11,7 @@ from gsreal.gradient_sharding.master import MasterCopy, master_type
 from gsreal.gradient_sharding.messages import Scratch, Thresholds
 from gsreal.measure import Timeline
 from gsreal.methods.optimizers import make_optimizer
-from gsreal.model_files.build import logits_of, loss_of
+from gsreal.model_files.build import autocast, logits_of, loss_of
 from gsreal.run.feed import Feed
 from gsreal.run.worker import build
 from gssim.plan import Push, assign_buckets, bucket_limits, ranges
@@ -47,7 +47,9 @@ class Replica:
         """Return one rank's mean gradient over its own rows of a step's batch, and its weight in that step."""
         inputs, targets, weights = self.feeds[rank].at(batch)
         self.module.zero_grad(set_to_none=True)
-        loss_of(logits_of(self.module(inputs)), targets).backward()
+        with autocast(self.scenario.workload.autocast):
+            loss = loss_of(logits_of(self.module(inputs)), targets)
+        loss.backward()
         gradients_by_name = {}
         for name, parameter in self.parameters.items():
             gradients_by_name[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

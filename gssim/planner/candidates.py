@@ -285,17 +285,16 @@ def _plans_of_mesh(
         if METHODS[method].is_gradient_sharding
         else ["even"]
     )
-    recomputes = space.recompute if method != "gs_wgrad" else [each for each in space.recompute if each == "none"]
     rules = space.batch if parts > 1 else ("even",)
     shard_options = list(product(shards, _pushes(scenario, space, method)))
     for micro_batches in _micro_batches(space, total, parts):
         base = {"method": method, **mesh, "micro_batches": micro_batches}
         reason = _refusal(scenario, base) if method == "gs_wgrad" else batches.refusal(base)
         if reason is not None:
-            left_out.add(reason, method, len(recomputes) * len(shard_options) * len(rules))
+            left_out.add(reason, method, len(space.recompute) * len(shard_options) * len(rules))
             continue
         offloads = space.offload or (scenario.plan.offload or "none",)
-        for recompute, offload, (owned, push) in product(recomputes, offloads, shard_options):
+        for recompute, offload, (owned, push) in product(space.recompute, offloads, shard_options):
             table = base | {"recompute": recompute} | ({"push": push} if push else {})
             table |= {"offload": offload} if offload != "none" else {}
             splits = list(batches.shares(table, owned, rules))

@@ -4,10 +4,12 @@
 flat tensor, cut by the ranks' shard sizes without padding, and gathered into a flat buffer of which its parameters are
 views. A shard is kept in the optimizer's precision only, and cast as it is copied into that buffer. The root is kept
 from forward to backward, and so are blocks where the plan says so; else a block is freed after its forward and gathered
-again. Once a unit's backward is done, its gradients are collected in one bucket, which is pushed to the owners; nothing
-is published, as the next gather does that. Where collectives overlap with compute, the gather of a unit is issued when
-the one before it is consumed, so that at most two blocks are gathered at a time; else just before its use. A rank's
-bytes for N elements of which it owns the share s, p of a value, w(d) of a pushed one (gradient-sharding A.3 B):
+again. Once a unit's backward is done, its gradients are collected in one bucket, which is pushed to the owners, that of
+the root last, though it may be complete long before: where nothing below the blocks is trained. Nothing is published,
+as the next gather does that. Parameters that are not trained have no owner, and are whole on every rank. Where
+collectives overlap with compute, the gather of a unit is issued when the one before it is consumed, so that at most two
+blocks are gathered at a time; else just before its use. A rank's bytes for N elements of which it owns the share s, p
+of a value, w(d) of a pushed one (gradient-sharding A.3 B):
 
     sent and received:  2pN + w(d)N, each (M-1)/M with even shares, but for the root, which is gathered once
     held:               (parameter + optimizer state + gradient) * sN in the optimizer's precision, and the root and
@@ -67,10 +69,16 @@ def push_units(low: Lowering, rank: int, tasks: list[Task], micro_batch: MicroBa
     end: list[Task] = []
     draining: list[Task] = []
     ends = pass_ends(tasks, "backward")
+    trained = [instance for instance in low.layers if instance.layer.parameters]
+    last = next((instance for instance in trained if not instance.layer.block), None)
+    lowest = last if last is not trained[0] else None
     for unit in flat_units(low):
-        new = [_end_of_backward(low, rank, unit, leaves=micro_batch.sends_gradients)]
+        new = [collect := _end_of_backward(low, rank, unit, leaves=micro_batch.sends_gradients)]
+        if lowest is not None and unit.is_root:  # its last gradient comes before those of blocks
+            after_task[ends[lowest.module]] = new
+            new = []
         if micro_batch.sends_gradients:
-            _, push, drain = send_bucket(low, rank, unit.bucket, micro_batch, new[0].id)
+            _, push, drain = send_bucket(low, rank, unit.bucket, micro_batch, collect.id)
             new = [*draining, *new, *push]
             draining = drain
         if unit.is_root:

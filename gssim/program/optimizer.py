@@ -85,8 +85,8 @@ def _parameters(low: Lowering, owned: Sequence[int]) -> Sequence[float]:
     """Return the bytes of the tensors that store parameters: their own, GS's flat replicas, or shards."""
     pushes = low.policies.gradients == "push"
     if holds_shards(low):
-        if pushes:
-            return [elements * low.master_bytes for elements in owned]
+        if pushes:  # what is not trained has no owner
+            return [*(elements * low.master_bytes for elements in owned), *_frozen(low)]
         return [elements * unit.tensors.master_bytes for unit in units(low) for elements in unit.shard_elements]
     if pushes:
         return [*(bucket.elements * low.value_bytes for bucket in low.buckets), *_frozen(low)]
@@ -358,10 +358,12 @@ def persistent_bytes(low: Lowering, rank: int) -> tuple[dict[str, float], dict[s
     total = sum(parameter.elements for _, parameter in low.parameters)
     if low.flat_part:
         total = sum(_flat_elements(low))
-    parameters = float(total * low.value_bytes + sum(_frozen(low)))
+    frozen_bytes = sum(_frozen(low))
+    parameters = float(total * low.value_bytes + frozen_bytes)
     if holds_shards(low):  # these are the master copy
         pushes = policies.gradients == "push"
-        parameters = sum(owned) * low.master_bytes if pushes else sum(unit.shard_bytes for unit in units(low))
+        pushed_bytes = sum(owned) * low.master_bytes + frozen_bytes
+        parameters = pushed_bytes if pushes else sum(unit.shard_bytes for unit in units(low))
     held = {
         "parameters": parameters,
         "workspace": low.device(rank).workspace_bytes,

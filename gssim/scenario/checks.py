@@ -170,7 +170,8 @@ def _check_frozen(scenario: Scenario, policies: Policies, where: str, *, runs: b
     if not runs or policies.compressor:
         raise UserError(
             f"{where}: cannot run yet with method '{plan.method}': how it gathers, pushes or compresses beside frozen "
-            "layers is not modelled; allowed: methods single, ddp, half, zero1, zero2, zero3 (fsdp), hsdp, gs"
+            "layers is not modelled; allowed: methods single, ddp, half, zero1, zero2, zero3 (fsdp), hsdp, gs, gs_z3, "
+            "gs_hier"
         )
     for key, threshold in (("push", scenario.push.threshold), ("publish", plan.publish.threshold)):
         if threshold:
@@ -193,16 +194,14 @@ def _check_traced_variants(scenario: Scenario, policies: Policies, file: str) ->
                 f"{where}: cannot run yet beside plan.{key} = {value}: parts of the model are traced without "
                 f"{variant}; leave one of them out"
             )
-    runs = policies.partition == "data" and policies.gradients != "periodic" and policies.push_axis != "dp_replicate"
-    pushes_units = policies.gradients == "push" and policies.parameters != "replicated"
+    runs = policies.partition == "data" and policies.gradients != "periodic"
     if name == "frozen":
-        _check_frozen(scenario, policies, where, runs=runs and not pushes_units)
+        _check_frozen(scenario, policies, where, runs=runs)
         return
-    pushes_casts = workload.autocast is not None and policies.gradients == "push"
-    if not runs or pushes_units or pushes_casts or policies.compressor:
+    if not runs or policies.compressor:
         raise UserError(
             f"{where}: cannot run yet with method '{plan.method}'; allowed: methods single, ddp, zero1, zero2, zero3 "
-            f"(fsdp){' and hsdp' if workload.adapters is None else ', hsdp and gs'}"
+            "(fsdp), hsdp, gs, gs_z3 and gs_hier"
         )
     if workload.adapters is not None and policies.gradients == "push" and scenario.push.threshold is not None:
         raise UserError(
@@ -865,11 +864,6 @@ def _check_weight_gradient_owners(scenario: Scenario, policies: Policies, file: 
         raise UserError(
             f"{file}: plan.shares.batch = {rules.batch!r}: method '{scenario.plan.method}' runs the whole batch on "
             "every rank; leave it out"
-        )
-    if scenario.plan.recompute != "none":
-        raise UserError(
-            f"{file}: plan.recompute = '{scenario.plan.recompute}': cannot run with method '{scenario.plan.method}': "
-            "the activations that a checkpointed block keeps with frozen parameters are not traced; allowed: 'none'"
         )
     if any(layer.untrained_buffers is None for layer in model.layers):
         raise UserError(

@@ -162,7 +162,9 @@ def held_bytes(device: DeviceType, workload: Workload, plan: Plan, policies: Pol
     if plan.micro_batches > 1 and policies.gradient_sync == "step":
         gradients = whole
     residuals = model.elements * _residual_bytes(workload, plan)
-    replica = whole + model.frozen_elements * value if policies.parameters == "replicated" else 0
+    replica = whole if policies.parameters == "replicated" else 0
+    if policies.parameters == "replicated" or policies.gradients == "push":  # there it has no owner
+        replica += model.frozen_elements * value
     activations = activation_bytes(workload, plan, samples=micro_batch)
     source = model.input
     if isinstance(source, ImageInput):

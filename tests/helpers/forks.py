@@ -4,8 +4,9 @@
 process. `run_commands` runs whole command lines of gsreal as forks, side by side; ranks that its launcher starts are
 forks too.
 
-As a program, this file is the process that is forked. It reads a run a line, as JSON, and answers with
-the rank that failed first and its exit code, or with null; and commands a line, with their exit codes.
+As a program, this file is the process that is forked: one for all processes that run tests side by side, which ends
+with the one that started them. Each of them has a fork of it for itself, which reads a run a line, as JSON, and
+answers with the rank that failed first and its exit code, or with null; and commands a line, with their exit codes.
 """
 
 import atexit
@@ -15,12 +16,14 @@ import json
 import math
 import os
 import runpy
+import select
 import signal
 import socket
 import subprocess
 import sys
 import time
 import traceback
+import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -64,21 +67,17 @@ def launch(
     from gssim.execution.files import scratch_folder
 
     parent = forked_from()
-    assert parent.stdin is not None
-    assert parent.stdout is not None
     with scratch_folder("gsreal-") as reports:  # held: an empty one would be taken for what a killed process left
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "GSREAL_REPORTS": str(reports)}
         run = {"module": module, "arguments": [*arguments], "ranks": ranks, "folder": os.getcwd()}
         run["environment"] = {**os.environ, **ENVIRONMENT, **meeting}
         try:
-            parent.stdin.write(json.dumps(run) + "\n")
-            parent.stdin.flush()
-            answer = parent.stdout.readline()
+            answer = parent.answer(run)
         except BaseException:
-            end(parent)
+            parent.end()
             raise
         if not answer:
-            end(parent)
+            parent.end()
             raise RunFailedError("the process that ranks are forked from has died")
         dead = json.loads(answer)
         if dead is not None:
@@ -126,9 +125,8 @@ def run_commands(*asked: Command) -> list[Ended]:
     base = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")} | ENVIRONMENT
     with scratch_folder("gsreal-") as output:
         lines = [asdict(each) | {"environment": base | {**each.environment}} for each in asked]
-        parent.stdin.write(json.dumps({"commands": lines, "folder": os.getcwd(), "output": str(output)}) + "\n")
-        parent.stdin.flush()
-        codes, running = json.loads(parent.stdout.readline())
+        asked_for = {"commands": lines, "folder": os.getcwd(), "output": str(output)}
+        codes, running = json.loads(parent.answer(asked_for))
         assert running == [], "processes of these command lines still run"
         texts = [[Path(output, f"{name}-{i}.txt").read_text() for name in ("out", "err")] for i in range(len(asked))]
     return [Ended(code, *text) for code, text in zip(codes, texts, strict=True)]
@@ -140,41 +138,109 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+class Parent:
+    """The fork from which this process's ranks are forked."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.requests, self.answers = connection.makefile("w"), connection.makefile("r")
+        connection.close()  # the files hold it
+        self.pid = int(self.answers.readline())
+
+    def answer(self, asked: Mapping[str, Any]) -> str:
+        """Return the line that is answered; an empty one where the process has died."""
+        self.requests.write(json.dumps(asked) + "\n")
+        self.requests.flush()
+        return self.answers.readline()
+
+    def end(self) -> None:
+        """End it; ranks that still run die with it."""
+        forked_from.cache_clear()
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        for stream in (self.requests, self.answers):
+            with suppress(OSError):  # what was not sent is lost
+                stream.close()
+
+
+SERVERS: list["subprocess.Popen[bytes]"] = []
+"""That this process started; held, so that nothing warns of one that still runs."""
+ALONE = uuid.uuid4().hex
+"""Name of this run of tests where it has no other processes."""
+PATIENCE_S = 120
+
+
 @cache
-def forked_from() -> "subprocess.Popen[str]":
-    """Return the process that ranks are forked from: one for each process that runs tests."""
-    from gsreal.machine import ENVIRONMENT, die_with_parent
+def forked_from() -> Parent:
+    """Return the fork that this process's ranks are forked from.
 
-    process = subprocess.Popen(
-        [sys.executable, __file__],
-        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        preexec_fn=die_with_parent,
-        start_new_session=True,
-    )
-    atexit.register(end, process)
-    return process
+    The process that has imported torch is started by whoever needs it first: of several that are started, those that
+    find the socket bound end at once.
+    """
+    from gsreal.machine import ENVIRONMENT
+
+    # where tests run side by side, these have one parent, whose end is the end of all
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", ALONE)
+    owner = os.getpid() if run == ALONE else os.getppid()
+    address, until_s, started = f"\0gsreal-forks-{run}", time.monotonic() + PATIENCE_S, False
+    while True:
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(address)
+            parent = Parent(connection)
+        except ConnectionRefusedError:
+            connection.close()
+            if time.monotonic() > until_s:
+                raise
+        else:
+            atexit.register(parent.end)
+            return parent
+        if not started:
+            paths = os.pathsep.join(path for path in sys.path if path)
+            environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": paths}
+            line, nothing = [sys.executable, __file__, address[1:], str(owner)], subprocess.DEVNULL
+            server = subprocess.Popen(line, env=environment, stdin=nothing, stdout=nothing, start_new_session=True)
+            SERVERS.append(server)
+            started = True
+        time.sleep(0.05)
 
 
-def end(process: "subprocess.Popen[str]") -> None:
-    """End the process that ranks are forked from; ranks that still run die with it."""
-    forked_from.cache_clear()
-    process.kill()
-    process.wait()
-    for stream in (process.stdin, process.stdout):
-        assert stream is not None
-        stream.close()
-
-
-def serve() -> None:
-    """Answer runs until nobody asks any more."""
+def serve(name: str, owner: int) -> None:
+    """Fork a process for each that connects, until the process that owns the run of tests has ended."""
+    listening = socket.socket(socket.AF_UNIX)
+    try:
+        listening.bind(f"\0{name}")
+    except OSError:  # there is one
+        return
+    listening.listen()
     for module in IMPORTS:
         with suppress(ModuleNotFoundError):  # tests that need it skip
             import_module(module)
+    from gsreal.machine import die_with_parent
+
     gc.collect()
     gc.freeze()  # a collection in a rank must not copy all that is shared with this process
+    while Path(f"/proc/{owner}").exists():
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        if not select.select([listening], [], [], 1.0)[0]:
+            continue
+        connection, _ = listening.accept()
+        if not os.fork():
+            die_with_parent()
+            os.setsid()
+            listening.close()
+            for descriptor in (0, 1):
+                os.dup2(connection.fileno(), descriptor)
+            connection.close()
+            answer_all()
+            os._exit(0)
+        connection.close()
+
+
+def answer_all() -> None:
+    """Answer runs and commands until nobody asks any more."""
+    print(os.getpid(), flush=True)
     for line in sys.stdin:
         run = json.loads(line)
         if "commands" in run:
@@ -318,4 +384,4 @@ def first_failure(started: dict[int, int]) -> tuple[int, int] | None:
 
 
 if __name__ == "__main__":
-    serve()
+    serve(sys.argv[1], int(sys.argv[2]))

@@ -79,6 +79,9 @@ LARGER = (
 OPTIMIZERS = ("sgd", "sgd-momentum", "adam", "adamw")
 STREAMED = 14_000
 """From this seed on points have fragments that are synchronized behind other steps; earlier ones stay the same."""
+COMBINED = 15_000
+"""From this seed on points that push gradients have frozen layers, adapters or autocast more often, and `gs_wgrad` is
+checkpointed at times."""
 IN_FRAGMENTS = tuple(name for name, method in REGISTRY.items() if method.in_fragments)
 METHODS = tuple(
     name for name, method in REGISTRY.items() if not method.is_gradient_sharding and name not in IN_FRAGMENTS
@@ -116,6 +119,8 @@ def random_point(seed: int, *, most_devices: int = 32) -> Table:
         _later_keys(random, model, workload, plan)
         _predicted_keys(random, cluster, workload, plan)
     _recompute_keys(random, seed, workload, plan)
+    if seed >= COMBINED:
+        _combined_keys(random, workload, plan)
     return _scenario(random, seed, cluster, workload, plan, parts, devices)
 
 
@@ -160,6 +165,8 @@ def random_real_point(seed: int) -> Table:
         if workload.get("autocast") == "fp16":
             workload["autocast"] = "bf16"
     _recompute_keys(random, seed, workload, plan)
+    if seed >= COMBINED:
+        _combined_keys(random, workload, plan)
     if plan.get("push") is not None and method in PUSHING and random.random() < 0.5:
         plan["push"] |= random.choice(KNOWN_DENSITIES)
     _wait_for_copies(workload, plan)
@@ -459,6 +466,28 @@ def _recompute_keys(random: Random, seed: int, workload: Table, plan: Table) -> 
     varies = seed >= RECOMPUTING and any(key in workload for key in ("frozen", "adapters", "autocast"))
     if varies and plan["method"] != "gs_wgrad" and random.random() < 0.6:
         plan["recompute"] = random.choice(["full", "selective"])
+
+
+def _combined_keys(random: Random, workload: Table, plan: Table) -> None:
+    """Freeze layers, add adapters or cast beside gradients that are pushed, and checkpoint `gs_wgrad`, at times."""
+    if plan["method"] == "gs_wgrad" and random.random() < 0.5:
+        plan["recompute"] = random.choice(["full", "selective"])
+    divided = any(plan.get(axis, 1) > 1 for axis in ("tp", "pp", "cp", "ep"))
+    if plan["method"] not in PUSHING or divided or random.random() < 0.3:
+        return
+    traced = tomllib.loads(Path(workload["model"]).read_text())
+    layers = [each["modules"][0] for each in traced["layers"] if each.get("modules") and each.get("parameters")]
+    for key in ("frozen", "adapters", "autocast"):
+        workload.pop(key, None)
+    if "autocast" in str(traced) and workload["precision"] == "fp32" and random.random() < 0.5:
+        workload["autocast"] = "bf16"
+    elif "adapters" in str(traced):
+        workload["adapters"] = {"rank": random.choice([1, 4]), "targets": random.choice(["query-value", "all-linear"])}
+    elif "'frozen'" in str(traced):
+        workload["frozen"] = sorted(random.sample(layers, random.randint(1, len(layers) - 1)))
+    if "autocast" not in workload and random.random() < 0.9:  # thresholds are refused
+        for key in ("push", "publish"):
+            plan.pop(key, None)
 
 
 def _predicted_keys(random: Random, cluster: Table, workload: Table, plan: Table) -> None:

@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 import tomli_w
 from point_checks import assert_same_as_unfolded, faster_devices, faster_links, faults_of, slower_by
-from points import LATER, SCENARIOS, STREAMED, random_point
+from points import COMBINED, LATER, SCENARIOS, STREAMED, random_point
 
 from gssim.cache import Shared
 from gssim.engine import machine
@@ -28,12 +28,18 @@ from gssim.scenario import load_scenario
 from gssim.simulation import simulate
 from gssim.terminal import print_result
 
-FEW, FEW_DEVICES = (*range(20), *range(LATER, LATER + 10), *range(STREAMED, STREAMED + 5)), 4
+FEW, FEW_DEVICES = (
+    (*range(20), *range(LATER, LATER + 10), *range(STREAMED, STREAMED + 5), *range(COMBINED, COMBINED + 5)),
+    4,
+)
 """Seeds of the small form, and how many devices their points have at most."""
 FURTHER = (*FEW, *range(20, 40), *range(LATER + 10, LATER + 20), *range(STREAMED + 5, STREAMED + 10))
 """Seeds of as small points that are no part of the quick tests."""
-MANY = [range(first, first + 500) for first in (*range(1000, 8000, 1000), *range(LATER, LATER + 4000, 1000), STREAMED)]
-"""Of the large one: 6,000."""
+MANY = [
+    range(first, first + 500)
+    for first in (*range(1000, 8000, 1000), *range(LATER, LATER + 4000, 1000), STREAMED, COMBINED)
+]
+"""Of the large one: 6,500."""
 USUAL_DEVICES, MOST_DEVICES = 8, 32
 """Of its points, four in five have at most so many devices, one in five more."""
 LONGEST_REFUSAL = 300

@@ -297,7 +297,6 @@ def test_folding_changes_nothing():
     [
         ({"shares": {"batch": [0.5, 0.5]}}, "plan.shares.batch"),
         ({"shares": {"batch": "throughput"}}, "runs the whole batch on every rank"),
-        ({"recompute": "full"}, "plan.recompute = 'full'"),
         ({"push": {"threshold": 1e-3}}, "pushes no gradients"),
         ({"publish": {"threshold": 1e-3}}, "plan.publish.threshold = 0.001: cannot run yet"),
         ({"shares": {"shards": [1.0, 0.0]}}, "none may be 0"),
@@ -380,7 +379,7 @@ def test_frozen_layers_are_part_of_the_question():
             {"method": "powersgd"},
             "cannot run yet with method 'powersgd': .* allowed: methods single, ddp, half, zero1, zero2, zero3",
         ),
-        (["h.0"], {"method": "gs_z3"}, "cannot run yet with method 'gs_z3'"),
+        (["h.0"], {"method": "gs_z3", "push": {"threshold": 0.1}}, "plan.push.threshold = 0.1: gradient statistics"),
         (["h.0"], {"method": "gs", "push": {"threshold": 0.1}}, "plan.push.threshold = 0.1: gradient statistics are"),
         (["h.0"], {"method": "gs_wgrad"}, "cannot run yet with method 'gs_wgrad'"),
         (["h.0"], {"pp": 2, "micro_batches": 2}, "cannot run yet beside plan.pp = 2"),
@@ -391,7 +390,17 @@ def test_frozen_layers_are_refused_where_they_are_not_modelled(frozen, plan, sai
         with_frozen(frozen, ranks=2, plan=plan)
 
 
-@pytest.mark.parametrize("method", ["ddp", "zero1", "zero2", "zero3"])
+def test_owners_of_flat_units_hold_what_is_frozen_whole():
+    """Parameters without gradients have no owner; of the others each rank holds its own half, and a unit at a time."""
+    plan = {"method": "gs_z3"}
+    whole, some = (result_of(with_frozen(names, ranks=2, plan=plan)) for names in (["h.0"], ["h.0", "h.2"]))
+    held = [each.ranks[0].peak_by_category_bytes["parameters"] for each in (whole, some)]
+    assert held == [(1 + 3 / 2) * 16 * 4, (2 + 2 / 2) * 16 * 4]
+    sent = [sum(entry.bytes * entry.count for entry in each.collectives) for each in (whole, some)]
+    assert sent[0] / sent[1] == pytest.approx(3 / 2)
+
+
+@pytest.mark.parametrize("method", ["ddp", "zero1", "zero2", "zero3", "gs", "gs_z3"])
 @pytest.mark.parametrize("frozen", [["h.0", "h.1"], ["h.1", "h.2"]])
 def test_bounds_of_the_search_are_below_what_is_predicted_with_frozen_layers(method, frozen):
     asked = with_frozen(frozen, ranks=2, plan={"method": method})

@@ -100,7 +100,8 @@ def test_densities_under_thresholds_that_move_are_predicted():
     assert worst <= 0.40
 
 
-def test_trained_here_as_many_elements_are_sent_as_by_real_ranks(tmp_path):
+@pytest.mark.parametrize("precision", [[], ["workload.autocast=bf16"]])
+def test_trained_here_as_many_elements_are_sent_as_by_real_ranks(tmp_path, precision):
     """On two ranks, whose contributions can be added in one order only."""
     overrides = [
         "plan.push.threshold=1e-3",
@@ -109,6 +110,7 @@ def test_trained_here_as_many_elements_are_sent_as_by_real_ranks(tmp_path):
         "workload.sequence_length=16",
         "run.steps=4",
         "run.warmup_steps=1",
+        *precision,
     ]
     out = tmp_path / "measured.json"
     forks.launch(

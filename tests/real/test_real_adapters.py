@@ -18,8 +18,8 @@ MODELS = {
     "gpt": ("gsreal.models.gpt", {"width": 48, "heads": 4, "layers": 3, "maximum_length": 24}),
     "llama": ("hf:llama", LLAMA),
 }
-METHODS = ("ddp", "zero1", "zero2", "zero3", "gs")
-RECOMPUTED = (("gpt", "ddp"), ("llama", "zero3"), ("gpt", "gs"), ("llama", "ddp"))
+METHODS = ("ddp", "zero1", "zero2", "zero3", "gs", "gs_z3")
+RECOMPUTED = (("gpt", "ddp"), ("llama", "zero3"), ("gpt", "gs"), ("llama", "ddp"), ("llama", "gs_z3"))
 USUAL = ["workload.sequence_length=24", "workload.global_batch_size=12"]
 SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
 QUERY_VALUE = "workload.adapters={rank=4, alpha=8}"
@@ -60,7 +60,13 @@ def cases_of(ranks: int) -> dict[str, dict[str, object]]:
         again = (QUERY_VALUE, f"plan.recompute={recompute}")
         cases |= {f"{m}-{method}-{recompute}-sgd": case(m, method, ranks, *again) for m, method in RECOMPUTED}
     norm = (QUERY_VALUE, "workload.clip_norm=0.01")
-    cases |= {f"gpt-{method}-clipped-sgd": case("gpt", method, ranks, *norm) for method in ("zero3", "gs")}
+    cases |= {f"gpt-{method}-clipped-sgd": case("gpt", method, ranks, *norm) for method in ("zero3", "gs", "gs_z3")}
+    cases["llama-gs_z3-all-micro-batches-sgd"] = case("llama", "gs_z3", ranks, every, "plan.micro_batches=2")
+    if ranks == 4:
+        two = (QUERY_VALUE, "plan.dp_replicate=2", "plan.dp_shard=2")
+        cases |= {f"{model}-gs_hier-sgd": case(model, "gs_hier", ranks, *two) for model in MODELS}
+        again = (*two, "plan.recompute=full", "plan.micro_batches=2")
+        cases["llama-gs_hier-full-sgd"] = case("llama", "gs_hier", ranks, *again)
     return cases
 
 

@@ -1,6 +1,7 @@
 """Real: models with frozen layers train as on one device, with predicted collectives and peaks, checkpointed or not."""
 
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,12 @@ FROZEN = {
     "all-but-the-head": '["tokens", "blocks.*", "norm"]',
 }
 SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
+SHARES = {
+    2: ["plan.shares.shards=[0.7,0.3]", "plan.shares.batch=[0.75,0.25]"],
+    3: ["plan.shares.shards=[0.6,0.3,0.1]", "plan.shares.batch=[0.5,0.25,0.25]"],
+    4: ["plan.shares.shards=[0.4,0.3,0.1,0.2]", "plan.shares.batch=[0.5,0.25,0.25,0.0]"],
+}
+"""Unequal ones; of four ranks one has no samples."""
 USUAL = ["workload.sequence_length=24", "workload.global_batch_size=12", *SGD]
 
 
@@ -31,7 +38,9 @@ def case(method: str, ranks: int, frozen: str, *changes: str) -> dict[str, objec
 
 def cases_of(ranks: int) -> dict[str, dict[str, object]]:
     cases = {
-        f"{m}-{name}-sgd": case(m, ranks, name) for m in ("ddp", "zero1", "zero2", "zero3", "gs") for name in FROZEN
+        f"{m}-{name}-sgd": case(m, ranks, name)
+        for m in ("ddp", "zero1", "zero2", "zero3", "gs", "gs_z3")
+        for name in FROZEN
     }
     cases["ddp-micro-batches-sgd"] = case("ddp", ranks, "lowest", "plan.micro_batches=2")
     cases["zero3-micro-batches-sgd"] = case("zero3", ranks, "lowest", "plan.micro_batches=2")
@@ -48,13 +57,26 @@ def cases_of(ranks: int) -> dict[str, dict[str, object]]:
     if ranks == 4:
         two = ["plan.dp_replicate=2", "plan.dp_shard=2"]
         cases |= {f"hsdp-{name}-sgd": case("hsdp", ranks, name, *two) for name in FROZEN}
+        cases |= {f"gs_hier-{name}-sgd": case("gs_hier", ranks, name, *two) for name in FROZEN}
     cases["zero1-clipped-sgd"] = case("zero1", ranks, "between", "workload.clip_norm=0.01")
+    cases["gs_z3-clipped-sgd"] = case("gs_z3", ranks, "between", "workload.clip_norm=0.01", *SHARES[ranks])
+    cases["gs_z3-gathered-sgd"] = case("gs_z3", ranks, "between", "plan.parameters=gathered")
+    cases["gs_z3-deeper-sgd"] = case("gs_z3", ranks, "lowest", *deeper)
+    cases["gs_z3-micro-batches-sgd"] = case("gs_z3", ranks, "lowest", "plan.micro_batches=2")
+    once = ("plan.micro_batches=2", "plan.gradient_sync=step", "plan.recompute=full")
+    cases["gs_z3-micro-batches-full-sgd"] = case("gs_z3", ranks, "between", *once)
     return cases | recomputed_cases(ranks)
 
 
 RECOMPUTED = {
-    "full": (("ddp", "lowest"), ("zero1", "between"), ("zero3", "lowest"), ("gs", "embedding"), ("zero2", "highest")),
-    "selective": (("ddp", "between"), ("zero3", "all-but-the-head"), ("gs", "lowest"), ("zero2", "lowest")),
+    "full": (
+        *(("ddp", "lowest"), ("zero1", "between"), ("zero3", "lowest"), ("gs", "embedding"), ("zero2", "highest")),
+        *(("gs_z3", "lowest"), ("gs_z3", "all-but-the-head")),
+    ),
+    "selective": (
+        *(("ddp", "between"), ("zero3", "all-but-the-head"), ("gs", "lowest"), ("zero2", "lowest")),
+        *(("gs_z3", "lowest"), ("gs_z3", "between")),
+    ),
 }
 """Checkpointing where a block has no backward, only gradients of its input, or none of its input."""
 
@@ -71,7 +93,8 @@ def recomputed_cases(ranks: int) -> dict[str, dict[str, object]]:
     cases["zero3-bert-full-sgd"] = case("zero3", ranks, "lowest", "plan.recompute=full", *bert)
     if ranks == 4:
         two = ("plan.dp_replicate=2", "plan.dp_shard=2", "plan.recompute=full")
-        cases |= {f"hsdp-{name}-full-sgd": case("hsdp", ranks, name, *two) for name in ("lowest", "between")}
+        pairs = product(("hsdp", "gs_hier"), ("lowest", "between"))
+        cases |= {f"{method}-{name}-full-sgd": case(method, ranks, name, *two) for method, name in pairs}
     return cases
 
 
@@ -91,6 +114,10 @@ FEW = (
     "zero3-micro-batches-full-sgd",
     "zero3-bert-full-sgd",
     "gs-lowest-selective-sgd",
+    "gs_z3-between-sgd",
+    "gs_z3-clipped-sgd",
+    "gs_z3-micro-batches-sgd",
+    "gs_z3-lowest-full-sgd",
 )
 """Cases on two ranks that are not slow: every method, place of frozen layers and way to recompute once."""
 

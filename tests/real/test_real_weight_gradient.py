@@ -102,15 +102,24 @@ SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "worklo
 ADAMW64 = ["workload.optimizer=adamw", "workload.precision=fp64", "workload.learning_rate=1e-3"]
 SLOWED = "run.slowdowns=[{rank=1, first_step=0, compute_ratio=2}]"
 SMALL = ["workload.sequence_length=24", "workload.global_batch_size=11"]  # no batch need be divided
+FULL, AGAIN = ["plan.recompute=full"], ["plan.recompute=selective"]
 
 CASES = {
     2: {
         "gpt-sgd": ("small-demo.toml", [*SMALL, *SGD]),
         "gpt-slowed-sgd": ("small-demo.toml", [*SMALL, *SGD, SLOWED]),
         "bert-adamw": ("bert-byte.toml", [*SMALL, *ADAMW64, "plan.shares.shards=[0.7, 0.3]"]),
+        "gpt-full-sgd": ("small-demo.toml", [*SMALL, *SGD, "plan.recompute=full"]),
+        "gpt-selective-micro-batches-adamw": ("small-demo.toml", [*SMALL, *ADAMW64, *AGAIN, "plan.micro_batches=2"]),
+        "bert-full-adamw": ("bert-byte.toml", [*SMALL, *ADAMW64, "plan.shares.shards=[0.7, 0.3]", *FULL]),
     },
     3: {
         "gpt-adamw": ("small-demo.toml", [*SMALL, *ADAMW64, "plan.shares.shards=[0.2, 0.5, 0.3]"]),
+        "gpt-full-adamw": ("small-demo.toml", [*SMALL, *ADAMW64, "plan.shares.shards=[0.2, 0.5, 0.3]", *FULL]),
+        "resnet-selective-sgd": (
+            "resnet-digits.toml",
+            ["workload.global_batch_size=11", "workload.precision=fp64", *SGD, *AGAIN],
+        ),
         "resnet-sgd": ("resnet-digits.toml", ["workload.global_batch_size=11", "workload.precision=fp64", *SGD]),
     },
 }
