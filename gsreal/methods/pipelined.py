@@ -333,7 +333,8 @@ def _replicated(
             last_gradient[:] = [timeline.mark()]
 
     for parameter in module.parameters():
-        parameter.register_post_accumulate_grad_hook(note)
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(note)
     cap = scenario.plan.bucket_bytes
     options: dict[str, Any] = {} if cap == DDP_BUCKET_BYTES else {"bucket_cap_mb": cap / MIB}
     leave_experts(scenario, module)

@@ -150,7 +150,7 @@ def _keep_hugging_face_layers(module: nn.Module, layers: Sequence[LayerInstance]
     last = own[-1].index
     first = next(each.index for each in own if not of_no_sample(each.layer))
     aliases = tied_names(module)
-    parameters = {name for each in own for listed in each.parameter_names for name in aliases.get(listed, {listed})}
+    parameters = {name for each in own for listed in each.held_names for name in aliases.get(listed, {listed})}
     end = _End(module.get_submodule(chain[last + 1].module)) if last < chain[-1].index else None
     names = {instance.module for instance in own}
     for instance in chain:

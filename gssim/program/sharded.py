@@ -363,7 +363,11 @@ def reduce_scatter_gradients(low: Lowering, rank: int, tasks: list[Task], micro_
 
 
 def _first_trained(low: Lowering) -> int:
-    """Return the index of the first layer that is trained: no layer before it has a backward."""
+    """Return the index of the first layer with a backward: the first that is trained, but of a stage that receives its
+    input, and sends the gradient of it back, the very first.
+    """
+    if low.stages and low.stages[0].before is not None:
+        return 0
     return next((each.index for each in low.layers if each.layer.parameters), 0)
 
 
@@ -619,6 +623,15 @@ def reduce_stage_gradients(low: Lowering, rank: int) -> list[Task]:
     tasks: list[Task] = []
     held: tuple[Unit, ...] = ()
     for unit in units(low):
+        if not unit.tensors.trained:
+            tasks.append(
+                Task(
+                    TaskId("free", layer=unit.name, during="backward"),
+                    "backward",
+                    need=_need(unit.gathered(0, sign=-1)),
+                )
+            )
+            continue
         tasks += _reduce_scatter(low, rank, unit, held, last, accumulated=True)
         held = (unit,)
     return [*tasks, _callback(low, held, last)]

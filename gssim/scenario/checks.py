@@ -1,5 +1,7 @@
 """Consistency checks of a scenario: combinations of workload, plan and cluster that cannot run are refused."""
 
+from dataclasses import replace
+
 from gssim.cluster import applied, ends_of, memory_node
 from gssim.errors import UserError
 from gssim.plan import DATA_AXES, METHODS, Plan, Policies, Push
@@ -188,7 +190,8 @@ def _check_traced_variants(scenario: Scenario, policies: Policies, file: str) ->
     if name is None:
         return
     where, variant = f"{file}: workload.{name}", "frozen layers" if name == "frozen" else name
-    for key, value in (("pp", policies.pp), ("tp", policies.tp), ("cp", policies.cp), ("ep", policies.ep)):
+    stages = policies.pp if name == "autocast" else 1
+    for key, value in (("pp", stages), ("tp", policies.tp), ("cp", policies.cp), ("ep", policies.ep)):
         if value > 1:
             raise UserError(
                 f"{where}: cannot run yet beside plan.{key} = {value}: parts of the model are traced without "
@@ -380,6 +383,7 @@ def _check_pipeline(scenario: Scenario, policies: Policies, file: str) -> None:
         return
     _check_pipeline_policies(plan, policies, file)
     _check_stages(scenario, policies.pp, file)
+    _check_trained_stages(scenario, policies, file)
     if policies.gradients in ("reduce-scatter", "push"):
         _check_sharded_stages(scenario, file)
     for samples in scenario.data_batch_sizes:
@@ -410,6 +414,32 @@ def _check_pipeline_policies(plan: Plan, policies: Policies, file: str) -> None:
             f"{where}: plan.gradient_sync = '{policies.gradient_sync}': torch's stages let gradients leave in the last "
             "backward alone; allowed: 'step'"
         )
+
+
+def _check_trained_stages(scenario: Scenario, policies: Policies, file: str) -> None:
+    """Refuse stages that train nothing, to which torch's stages send gradients all the same; and frozen copies."""
+    workload = scenario.workload
+    name = next((key for key in ("adapters", "frozen") if getattr(workload, key) is not None), None)
+    if name is None:
+        return
+    where, stages = f"{file}: workload.{name}: cannot run yet beside plan.pp = {policies.pp}", scenario.stage_ranges
+    whole = unrolled(replace(workload.model, layers=workload.model.whole_layers))
+    for tied in tied_parameters(whole, stages):
+        if len(tied.stages) > 1:
+            raise UserError(f"{where}: several stages would hold copies of {tied.name}; leave one of them out")
+    layers = unrolled(workload.model)
+    lowest = next(instance.index for instance in layers if instance.layer.parameters)
+    below = [each.module for each in layers[:lowest] if each.layer.block and each.layer.frozen_parameters]
+    if below and policies.parameters == "sharded":
+        raise UserError(
+            f"{where}, whose method '{scenario.plan.method}' gathers '{below[-1]}' for a backward that it does not "
+            "have; allowed: ddp, zero1, zero2, gs"
+        )
+    for number, held in enumerate(stages):
+        if not any(layers[index].layer.parameters for index in held):
+            raise UserError(
+                f"{where}: stage {number} would train nothing; allowed: other plan.stages, or fewer frozen layers"
+            )
 
 
 def _check_sharded_stages(scenario: Scenario, file: str) -> None:

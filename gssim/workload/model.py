@@ -281,6 +281,12 @@ class LayerInstance:
         """Full dotted names of its parameters."""
         return tuple(parameter.name.replace("{}", self.module) for parameter in self.layer.parameters)
 
+    @property
+    def held_names(self) -> tuple[str, ...]:
+        """The same, and the names of those that are not trained."""
+        frozen = (parameter.name.replace("{}", self.module) for parameter in self.layer.frozen_parameters)
+        return (*self.parameter_names, *frozen)
+
 
 def unrolled(model: Model) -> tuple[LayerInstance, ...]:
     """Return every layer of the model in forward order, repetitions one by one."""

@@ -382,7 +382,9 @@ def test_frozen_layers_are_part_of_the_question():
         (["h.0"], {"method": "gs_z3", "push": {"threshold": 0.1}}, "plan.push.threshold = 0.1: gradient statistics"),
         (["h.0"], {"method": "gs", "push": {"threshold": 0.1}}, "plan.push.threshold = 0.1: gradient statistics are"),
         (["h.0"], {"method": "gs_wgrad"}, "cannot run yet with method 'gs_wgrad'"),
-        (["h.0"], {"pp": 2, "micro_batches": 2}, "cannot run yet beside plan.pp = 2"),
+        (["h.0", "h.1"], {"method": "pipeline", "micro_batches": 2, "stages": [2, 2]}, "stage 0 would train nothing"),
+        (["h.2", "h.3"], {"method": "pipeline", "micro_batches": 2, "stages": [2, 2]}, "stage 1 would train nothing"),
+        (["h.0"], {"tp": 2}, "cannot run yet beside plan.tp = 2: parts of the model are traced without frozen layers"),
     ],
 )
 def test_frozen_layers_are_refused_where_they_are_not_modelled(frozen, plan, said):
@@ -411,6 +413,15 @@ def test_bounds_of_the_search_are_below_what_is_predicted_with_frozen_layers(met
     assert bound.full_ratio <= max(held) / asked.cluster.type_of(0).memory_bytes
 
 
+def test_stages_with_frozen_layers_send_the_gradients_of_their_inputs_all_the_same():
+    """A frozen layer at the begin of the second stage has a backward, one at the begin of the first has none."""
+    plan = {"method": "pipeline", "micro_batches": 1, "stages": [2, 2]}
+    first, second = (result_of(with_frozen([name], ranks=2, plan=plan)) for name in ("h.0", "h.2"))
+    backward = [[rank.phases_s["backward"] for rank in each.ranks] for each in (first, second)]
+    assert backward[0] == pytest.approx([1 * ONE_S, 4 * ONE_S])
+    assert backward[1] == pytest.approx([4 * ONE_S, (1 + 2) * ONE_S])
+
+
 GPT = load_model(Path(__file__).resolve().parents[2] / "scenarios/models/gpt-byte-1m.toml")
 
 
@@ -426,6 +437,17 @@ def test_frozen_blocks_below_the_first_trained_one_are_gathered_for_the_forward_
         for entry in simulate(loaded_of(asked)).result.collectives:
             found[entry.kind] += entry.count
         return found
+
+    def reduced_in_stages(*frozen: str) -> int:
+        plan = {"method": "zero3", "pp": 2, "dp_shard": 2, "micro_batches": 2}
+        sizes = {"global_batch_size": 8, "sequence_length": 32}
+        asked = scenario_of(star(4), plan, model=GPT, frozen=frozen, **sizes)
+        found = simulate(loaded_of(asked)).result.collectives
+        return sum(entry.count for entry in found if entry.kind == "reduce-scatter")
+
+    assert [reduced_in_stages(*frozen) for frozen in (["blocks.1"], ["tokens"], ["tokens", "blocks.1"])] == [5, 5, 4]
+    with pytest.raises(UserError, match=r"gathers 'blocks\.0' for a backward that it does not have"):
+        reduced_in_stages("tokens", "blocks.0")
 
     tokens, above, lowest = counted("tokens"), counted("blocks.1"), counted("tokens", "blocks.[0-2]")
     assert (tokens["all-gather"], tokens["reduce-scatter"]) == (9, 5)  # four blocks twice, and all else as one unit

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from real_runs import predicted, predicted_peaks, run_cases, scenario_file, star, tolerance_of
+from test_real_adapters import STAGED
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
@@ -65,7 +66,37 @@ def cases_of(ranks: int) -> dict[str, dict[str, object]]:
     cases["gs_z3-micro-batches-sgd"] = case("gs_z3", ranks, "lowest", "plan.micro_batches=2")
     once = ("plan.micro_batches=2", "plan.gradient_sync=step", "plan.recompute=full")
     cases["gs_z3-micro-batches-full-sgd"] = case("gs_z3", ranks, "between", *once)
-    return cases | recomputed_cases(ranks)
+    return cases | recomputed_cases(ranks) | staged_cases(ranks)
+
+
+STAGED_FROZEN = {
+    "lowest": '["tokens", "blocks.0"]',
+    "between": '["blocks.1", "blocks.3"]',
+    "roots": '["tokens", "norm"]',
+    "second-stage": '["blocks.2", "norm", "head"]',  # its first layer passes on a gradient all the same
+}
+"""Layers of the deeper model, whose pipeline of two stages is cut behind its second block or its third."""
+
+
+def staged_cases(ranks: int) -> dict[str, dict[str, object]]:
+    """Stages of a pipeline with frozen layers; of four ranks in two replicas, or in shards."""
+    cases = {}
+    for name, frozen in STAGED_FROZEN.items():
+        named = [f"workload.model={DEEPER}", f"workload.frozen={frozen}"]
+        if ranks < 4:
+            cases[f"pipeline-{name}-sgd"] = case("pipeline", ranks, "lowest", *named, "plan.micro_batches=4")
+            continue
+        for method, axis in STAGED.items():
+            staged = [*named, "plan.pp=2", f"plan.{axis}=2", "plan.micro_batches=3"]
+            if (method, name) != ("zero3", "lowest"):  # refused
+                cases[f"pp-{method}-{name}-sgd"] = case(method, ranks, "lowest", *staged)
+                again = [*staged, "plan.recompute=full", "plan.schedule=gpipe"]
+                cases[f"pp-{method}-{name}-full-sgd"] = case(method, ranks, "lowest", *again)
+    if ranks == 2:
+        staged = [f"workload.model={DEEPER}", 'workload.frozen=["tokens", "norm"]', "plan.micro_batches=4"]
+        staged += ["plan.schedule=interleaved", "plan.stages=[2,1,2,2]"]
+        cases["pipeline-interleaved-sgd"] = case("pipeline", ranks, "lowest", *staged)
+    return cases
 
 
 RECOMPUTED = {
@@ -114,6 +145,8 @@ FEW = (
     "zero3-micro-batches-full-sgd",
     "zero3-bert-full-sgd",
     "gs-lowest-selective-sgd",
+    "pipeline-lowest-sgd",
+    "pipeline-interleaved-sgd",
     "gs_z3-between-sgd",
     "gs_z3-clipped-sgd",
     "gs_z3-micro-batches-sgd",
