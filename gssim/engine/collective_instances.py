@@ -38,6 +38,11 @@ class CollectiveInstance:
         return self.communication.kind == "send"
 
     @cached_property
+    def class_numbers(self) -> frozenset[int]:
+        """Indices of the classes that take part."""
+        return frozenset(each.index for each in self.classes)
+
+    @cached_property
     def receivers(self) -> tuple[int, ...]:
         """Classes of the ranks that receive in the first stage, where others do not; empty: all receive."""
         if self.communication.kind not in ONE_WAY_KINDS or not self.schedule.stages:

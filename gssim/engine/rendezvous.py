@@ -11,6 +11,7 @@ the other after 62, the sum, in 23 of 24 exchanges (55 in one).
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Generator, Set
 from dataclasses import replace
 from functools import cached_property
@@ -240,28 +241,56 @@ def delays_on_idle_links(machine: MachineState, transfer: PreparedTransfer) -> t
     return None if alone_s is None else (*first, max(alone_s, prepared.processor_s), *last)
 
 
+def delays_of_collective(
+    machine: MachineState, instance: CollectiveInstance, idle: Set[int]
+) -> tuple[float, ...] | None:
+    """Return the delays of a collective's stages where all links that it crosses are `idle`; None where another is not,
+    or where earlier traffic counts (notices, segments of shaped links).
+    """
+    schedule, network = instance.schedule, machine.network
+    delays = [schedule.fixed_s] if schedule.fixed_s else []
+    for stage in () if schedule.measured else schedule.stages:
+        pace = schedule.pace(stage)
+        if pace.notices or pace.group_bytes or not network.folded.of(stage).links <= idle:
+            return None
+        prepared = network.prepared(stage, pace)
+        if prepared is None:  # its sessions begin at several times
+            delays.append(network.alone_s(stage, pace))
+        else:
+            delays += [prepared.wait_s, max(network.on_idle_links_s(prepared), prepared.processor_s)]
+        delays.append(collectives.reduction_s(machine.cluster, stage.reduced_bytes))
+    return tuple(each for each in delays if each)
+
+
 def links_used_in_turn(machine: MachineState) -> frozenset[int]:
     """Return the classes of links whose users never overlap, so that each finds them idle.
 
     That holds where one class of ranks takes part in all collectives that cross a link, and its own streams join them
     one after another.
     """
-    classes: dict[int, frozenset[int]] = {}
-    names: dict[int, set[TaskId]] = {}
+    users: dict[frozenset[int], list[tuple[TaskId, CollectiveInstance]]] = defaultdict(list)
     for name, instances in machine.instances.items():
         for instance in instances:
-            members = frozenset(each.index for each in instance.classes)
-            groups = (group for stage in instance.schedule.stages for group in machine.network.folded.of(stage).groups)
-            for link in {link for group in groups for link in group.links}:
-                classes[link] = classes.get(link, members) & members
-                names.setdefault(link, set()).add(name)
-    return frozenset(
-        link
-        for link, common in classes.items()
-        if common
-        and link not in machine.network.busy_links
-        and machine.program.once(joins_in_turn, machine.roles[min(common)], frozenset(names[link]))
-    )
+            crossed = [machine.network.folded.of(stage).links for stage in instance.schedule.stages]
+            users[crossed[0] if len(crossed) == 1 else frozenset().union(*crossed)].append((name, instance))
+    crossing: dict[int, list[int]] = defaultdict(list)
+    for number, links in enumerate(users):
+        for link in links:
+            crossing[link].append(number)
+    alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for link, crossed_by in crossing.items():
+        alike[tuple(crossed_by)].append(link)
+    several = list(users.values())
+    in_turn: set[int] = set()
+    for numbers, equal in alike.items():
+        of_these = [user for number in numbers for user in several[number]]
+        common = frozenset.intersection(*{instance.class_numbers for _, instance in of_these})
+        names = frozenset(name for name, _ in of_these)
+        if not common:
+            continue
+        if machine.program.once(joins_in_turn, machine.roles[min(common)], names):
+            in_turn.update(equal)
+    return frozenset(in_turn - machine.network.busy_links)
 
 
 def joins_in_turn(program: Program, role: int, names: Set[TaskId]) -> bool:

@@ -6,9 +6,9 @@ own. Where ranks run ahead of the clock between collectives ([Note: ahead] in `f
 them, so that only these take part in simulated time, and between them times are added up for all ranks of a task group
 that left the same one. Every sum is made in the same order as for one rank alone, to the last digit.
 
-Many equal collectives side by side, such as those within each of many nodes, are no synchronisation of all: where no
-other traffic can cross their links meanwhile (see `links_used_in_turn`), each takes a time that is known beforehand,
-and ends so long after its last arrival. They are added up as vectors too, ahead of the clock.
+Where no other traffic can cross a collective's links meanwhile (see `links_used_in_turn`), it takes a time that is
+known beforehand, and ends so long after its last arrival. Such collectives are added up as vectors too, ahead of the
+clock.
 """
 
 from collections import defaultdict, deque
@@ -22,7 +22,7 @@ import simpy
 
 from gssim.engine.collective_instances import CollectiveInstance
 from gssim.engine.memory_tracker import group_peaks_of
-from gssim.engine.rendezvous import carry_out, delays_on_idle_links, links_used_in_turn, prepared_transfer
+from gssim.engine.rendezvous import carry_out, delays_of_collective, links_used_in_turn
 from gssim.engine.state import MachineState, TaskSpan
 from gssim.engine.task_groups import Segment, TaskGroup, task_groups_of
 from gssim.program import TaskId
@@ -181,7 +181,7 @@ class VectorisedWalk:
         collective = segment.communication
         assert collective is not None
         instances = self.machine.instances[collective]
-        if len(instances) > 1 and self._delays_of(collective, instances) is not None:
+        if self._delays_of(collective, instances) is not None:
             self._arrive_at_known(ranks, step, segment, members, now_s)
             return
         numbers = (
@@ -208,7 +208,7 @@ class VectorisedWalk:
         other traffic.
         """
         if collective not in self._known_delays:
-            found = [self._delays(instance) for instance in instances]
+            found = [delays_of_collective(self.machine, each, self._links_in_turn) for each in instances]
             known = [each for each in found if each is not None]
             count = max(map(len, known), default=0)
             self._known_delays[collective] = (
@@ -217,15 +217,6 @@ class VectorisedWalk:
                 else None
             )
         return self._known_delays[collective]
-
-    def _delays(self, instance: CollectiveInstance) -> tuple[float, ...] | None:
-        transfer = prepared_transfer(self.machine, instance)
-        if transfer is None:
-            return None
-        sessions = transfer[1].sessions
-        if sessions is not None and not sessions.links <= self._links_in_turn:
-            return None
-        return delays_on_idle_links(self.machine, transfer)
 
     def _arrive_at_known(self, ranks: Ranks, step: int, segment: Segment, members: Ints, now_s: Floats) -> None:
         """Let ranks join a collective whose times are known: instances that are complete end at once, ahead of the

@@ -69,6 +69,10 @@ def limited_rates(session: Ints, link: Ints, load: Floats, capacity: Floats, *, 
 
 
 NEGLIGIBLE_BYTES = 1e-9
+UNIT_BYTES = 1e6
+"""Size of the largest session whose time is simulated for all sizes, and bytes that the widest link carries a second:
+beside them `NEGLIGIBLE_BYTES` is below the rounding.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +106,8 @@ class Prepared:
     sizes: Floats | None
     processor_s: float
     """Processor time of the ends for the bytes, from the end of the wait on."""
+    unit_ratio: float = 0.0
+    """Sizes of the sessions over their bytes for each byte of the stage's size."""
 
 
 class _Transfer:
@@ -248,11 +254,12 @@ class Network:
         if not groups:
             return Prepared(0.0, None, None, 0.0)
         (group,) = groups
-        sizes = group.unit_bytes * (stage.size_bytes * stage.stretch_ratio * pace.factor)
+        unit_ratio = stage.size_bytes * stage.stretch_ratio * pace.factor
+        sizes = group.unit_bytes * unit_ratio
         wait_s = self._wait_s(stage, group, sizes, pace)
         if not sizes.any():
             return Prepared(wait_s, None, None, 0.0)
-        return Prepared(wait_s, group if len(group.link) else None, sizes, pace.processor_s)
+        return Prepared(wait_s, group if len(group.link) else None, sizes, pace.processor_s, unit_ratio)
 
     def start(self, prepared: Prepared) -> simpy.Event:
         """Start the sessions of a stage now, and return the event that ends them."""
@@ -266,6 +273,31 @@ class Network:
             return None
         rate, _ = self._rates([prepared.sessions])
         return float(prepared.sizes[0] / rate[0])
+
+    def on_idle_links_s(self, prepared: Prepared) -> float:
+        """Return the time of a stage's sessions on links that nothing else uses; of several, until the last ends.
+
+        Rates are proportional to the capacities, so that the time is simulated once for all sizes, and for all
+        clusters whose links are in the same proportions.
+        """
+        sessions = prepared.sessions
+        if sessions is None:
+            return 0.0
+        alone_s = self.single_session_s(prepared)
+        if alone_s is not None:
+            return alone_s
+        units_s: float = self.folded.rates.once(
+            (sessions, self._proportions), lambda: self._unit_time_s(sessions), weight=lambda _: 1
+        )
+        return units_s * prepared.unit_ratio / self._widest
+
+    def _unit_time_s(self, sessions: Sessions) -> float:
+        """Return the time of sessions for one byte of the stage's size, where the widest link carries one a second."""
+        alone, widest_bytes = copy(self), float(sessions.unit_bytes.max())
+        alone.env, alone.active, alone._widest, alone._alone = simpy.Environment(), [], UNIT_BYTES, {}
+        alone.capacity = self.folded.capacity / self._widest * UNIT_BYTES
+        alone.env.run(until=alone._start(sessions, sessions.unit_bytes * (UNIT_BYTES / widest_bytes)))
+        return float(alone.env.now) * widest_bytes
 
     def carry(self, stage: Stage, pace: Pace | None = None) -> Generator[Any, Any, None]:
         """Simulate a stage, with the backend's additions to its time."""

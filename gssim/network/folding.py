@@ -60,6 +60,11 @@ class Traffic:
     carried_link: Ints
     carried: Floats
 
+    @cached_property
+    def links(self) -> frozenset[int]:
+        """Classes of links that the sessions cross."""
+        return frozenset().union(*(group.links for group in self.groups))
+
 
 MOST_RATES = 2**16
 """Largest size of the cache of rates, in sessions."""

@@ -28,6 +28,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, groupby, repeat
+from typing import Any
 
 from gssim.cluster import DeviceType
 from gssim.engine import MemoryTracker
@@ -263,6 +264,24 @@ class MemoryFootprint:
         """The peak as Results have it: categories in their order, rounded."""
         rounded = {category: round(self.peak.get(category, 0.0), SIZE_DIGITS) for category in CATEGORIES}
         return {category: size for category, size in rounded.items() if size}
+
+    @cached_property
+    def reported(self) -> dict[str, Any]:
+        """The memory as Results have it; it must not be changed."""
+        allocated = sum(self.reported_peak.values())
+        reserved = None if self.excess_bytes else max(allocated, round(self.reserved_bytes, SIZE_DIGITS))
+        return {
+            "peak_allocated_bytes": allocated,
+            "peak_reserved_bytes": reserved,
+            "fragmentation_ratio": 1 - allocated / reserved if reserved else None,
+            "outside_bytes": dict(self.outside),
+            "peak_by_category_bytes": self.reported_peak,
+        }
+
+    @cached_property
+    def reported_key(self) -> tuple[Any, ...]:
+        """The same as a key, by which ranks with equal memory are found."""
+        return tuple(tuple(each.items()) if isinstance(each, dict) else each for each in self.reported.values())
 
     @cached_property
     def outside_bytes(self) -> float:

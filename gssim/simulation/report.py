@@ -138,7 +138,7 @@ def _equal_members(
     columns = np.column_stack([carried, np.round(shard_shares, SHARE_DIGITS)])
     for rank_class in machine.classes:
         rows = columns[rank_class.members]
-        if (rows == rows[0]).all():
+        if len(rows) == 1 or (rows == rows[0]).all():
             yield rank_class, rank_class.members
             continue
         group = np.unique(rows, axis=0, return_inverse=True)[1].ravel()
@@ -162,27 +162,19 @@ def rank_classes(
     classes: dict[tuple[Any, ...], dict[str, Any]] = {}
     members: dict[tuple[Any, ...], list[Any]] = defaultdict(list)
     total, batch_sizes, shard_shares = scenario.workload.global_batch_size, scenario.batch_sizes, scenario.shard_shares
-    sent, received = machine.carried_by_rank()
+    sent, received, devices = *machine.carried_by_rank(), scenario.cluster.devices
     for each, same in _equal_members(machine, sent, received, np.array(shard_shares)):
-        footprint, rank = footprints[each.index], int(same[0])
-        peak = footprint.reported_peak
-        allocated = sum(peak.values())
-        reserved = None if footprint.excess_bytes else max(allocated, round(footprint.reserved_bytes, SIZE_DIGITS))
+        footprint, rank, own_phases_s = footprints[each.index], int(same[0]), phases[each.index]
+        on_host = machine.program.on_host[machine.roles[each.index]] if machine.program.on_host else {}
         outcome = {
-            "device": scenario.cluster.devices[rank].type,
-            "peak_allocated_bytes": allocated,
-            "peak_reserved_bytes": reserved,
-            "fragmentation_ratio": 1 - allocated / reserved if reserved else None,
-            "outside_bytes": dict(footprint.outside),
-            "peak_by_category_bytes": peak,
-            "phases_s": phases[each.index],
-            "host_bytes": dict(machine.program.on_host[machine.roles[each.index]]) if machine.program.on_host else {},
+            "device": devices[rank].type,
             "bytes_sent": round(mean_ratio * float(sent[rank]) / machine.steps, SIZE_DIGITS),
             "bytes_received": round(mean_ratio * float(received[rank]) / machine.steps, SIZE_DIGITS),
             "batch_share": batch_sizes[rank] / total,
             "shard_share": shard_shares[rank],
         }
-        key = (*(tuple(each.items()) if isinstance(each, dict) else each for each in outcome.values()),)
+        key = (*outcome.values(), footprint.reported_key, tuple(own_phases_s.items()), tuple(on_host.items()))
+        outcome |= {**footprint.reported, "phases_s": own_phases_s, "host_bytes": dict(on_host)}
         classes[key] = outcome
         members[key].append(same)
     ranks = {key: tuple(np.sort(np.concatenate(parts)).tolist()) for key, parts in members.items()}

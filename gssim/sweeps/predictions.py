@@ -248,7 +248,7 @@ def _key_of(result: Result) -> PredictionKey:
 def key_of_point(point: Point, shared: Shared) -> PredictionKey:
     """Return the key of a point's prediction; raise UserError where it is no valid scenario."""
     loaded = point.load(shared=shared)
-    return PredictionKey(loaded.scenario.scenario_id, loaded.calibration_id, code_digest()[:SHOWN])
+    return PredictionKey(loaded.scenario.identity(shared), loaded.calibration(shared), code_digest()[:SHOWN])
 
 
 def predict(

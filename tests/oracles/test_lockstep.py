@@ -1,5 +1,6 @@
-"""Ranks carried out together, as vectors of times, come to exactly what each comes to alone."""
+"""Ranks carried out together, as vectors of times, come to what each comes to alone."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,29 @@ def outcome(changes):
     return simulated.result.to_json(), set(simulated.spans), simulated.typical.machine
 
 
+ROUNDING = {"rel": 1e-13, "abs": 1e-15}
+"""Of collectives of many unequal messages, times on idle links are simulated for one size and multiplied."""
+
+
+def leaves(data):
+    for each in data.values() if isinstance(data, dict) else data:
+        if isinstance(each, dict | list | tuple):
+            yield from leaves(each)
+        else:
+            yield each
+
+
+def values_of(result, spans):
+    """Every text, count and quantity of an outcome, in order."""
+    in_order = sorted(spans, key=lambda span: (*span[:4], round(span.start_s, 9)))
+    return [*leaves(json.loads(result)), *leaves(in_order)]
+
+
+def assert_equal_but_for_rounding(one, other):
+    for ours, theirs in zip(values_of(*one[:2]), values_of(*other[:2]), strict=True):
+        assert ours == (pytest.approx(theirs, **ROUNDING) if isinstance(theirs, float) else theirs)
+
+
 CHANGES = [
     (),
     ("plan.publish.threshold=1e-4",),
@@ -50,9 +74,11 @@ def test_together_they_do_what_each_does_alone(kind, changes, monkeypatch):
     monkeypatch.setattr(machine, "MIN_CLASSES_VECTORISED", 1000)
     alone = outcome(asked)
     assert together[2].vectorised is not None
+    if kind == "switch" and not changes:  # its messages are of many sizes
+        assert all(known is not None for known in together[2].vectorised._known_delays.values())
     assert alone[2].vectorised is None
     assert len(alone[2].classes) > 2
-    assert together[:2] == alone[:2]
+    assert_equal_but_for_rounding(together, alone)
 
 
 SERVERS = (

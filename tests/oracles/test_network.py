@@ -238,3 +238,19 @@ def test_flows_on_other_links_are_not_shared_anew():
     assert [len(each) for each in solved] == [1, 1, 2, 1]
     (first,), (second,) = solved[:2]
     assert not set(first) & set(second)
+
+
+@given(st.lists(st.integers(0, 5000), min_size=12, max_size=12), st.sampled_from([1e4, 7e6]))
+def test_the_time_of_unequal_messages_is_that_of_one_size_many_times(sizes, factor):
+    """Four ranks on a switch, one of whose links is slower: rates are proportional to what links carry."""
+    pairs = [(source, target) for source in range(4) for target in range(4) if source != target]
+    messages = [(*pair, float(size)) for pair, size in zip(pairs, sizes, strict=True)]
+    stage = Stage(Hops.of(messages), factor, coupled=False)
+    for bandwidth in (70.0, 21.0):
+        cluster = star(4, bandwidth=bandwidth)
+        cluster = replace(
+            cluster, links=(replace(cluster.links[0], bandwidth_bytes_per_s=bandwidth / 7), *cluster.links[1:])
+        )
+        network = network_of(simpy.Environment(), cluster, stage)
+        prepared = network.prepared(stage, Pace())
+        assert network.on_idle_links_s(prepared) == pytest.approx(network.alone_s(stage), rel=1e-12)
