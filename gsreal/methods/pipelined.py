@@ -28,7 +28,7 @@ from gsreal.methods.optimizers import make_optimizer, mark_matrices
 from gsreal.methods.stage_modules import stage_module, tied_names
 from gsreal.methods.tensor_slices import whole_parameter
 from gsreal.methods.training import Training, Weights, weighted
-from gsreal.model_files.build import loss_of
+from gsreal.model_files.build import autocast, loss_of
 from gsreal.run.rank import gather_json, wire_device
 from gssim.plan import DATA_AXES, DDP_BUCKET_BYTES, MIB, Mesh
 from gssim.scenario import Scenario, schedule_of, tied_parameters
@@ -99,12 +99,14 @@ class ObservedStage(PipelineStage):
         replicas: dist.ProcessGroup | None,
         sharding: GradientSharding | None,
         experts: ExpertGradients | ShardedExpertGradients | None,
+        precision: str | None,
     ) -> None:
         """Start recording; `last_gradient`: DDP's mark of the last gradient hook in a backward.
 
         `sharding`: pushes gradients in the backward of the last micro-batch. `experts`: reduces those of divided
-        experts in it.
+        experts in it. `precision`: of torch.autocast in forwards, if the workload has it.
         """
+        self.precision = precision
         self.timeline, self.last_gradient, self.replicas = timeline, last_gradient, replicas
         self.sharding, self.experts = sharding, experts
         self.peers = self.group or dist.group.WORLD
@@ -112,11 +114,13 @@ class ObservedStage(PipelineStage):
     def _compute_outputs(self, *args: Any, module: nn.Module, **settings: Any) -> Any:
         """Infer shapes before the first step, without DDP, which would otherwise expect gradients in any backward."""
         inner = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
-        return inner(*args, **settings)
+        with autocast(self.precision, self.device.type):
+            return inner(*args, **settings)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **settings: Any) -> Any:
         """Run the forward of a micro-batch."""
-        with self.timeline.span(f"forward stage {self.stage_index} micro-batch {fwd_chunk_id}", "forward", self.peers):
+        label = f"forward stage {self.stage_index} micro-batch {fwd_chunk_id}"
+        with self.timeline.span(label, "forward", self.peers), autocast(self.precision, self.device.type):
             return super().forward_one_chunk(fwd_chunk_id, *args, **settings)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **settings: Any) -> None:
@@ -145,6 +149,8 @@ class Losses:
 
     stage: PipelineStage
     timeline: Timeline
+    precision: str | None = None
+    """Of torch.autocast, if the workload has it."""
     factors: tuple[float, ...] = ()
     """Factor on each micro-batch's mean loss before its backward."""
     means: list[Tensor] = field(default_factory=list)
@@ -156,7 +162,8 @@ class Losses:
     def __call__(self, output: Tensor, targets: Tensor) -> Tensor:
         """Return a micro-batch's part of the step's loss."""
         with self.timeline.span("forward loss", "forward"):
-            loss = loss_of(output, targets)
+            with autocast(self.precision, output.device.type):
+                loss = loss_of(output, targets)
             if not self.stage.fwd_cache:  # in the first step, torch tries shapes out
                 return loss
             factor = self.factors[len(self.means)]
@@ -279,8 +286,8 @@ def pipeline_stages(scenario: Scenario, module: nn.Module, timeline: Timeline, d
     optimizer = _optimizer(scenario, own_stages, layers, timeline, device, replicas)
     sharding = optimizer if isinstance(optimizer, GradientSharding) else None
     for stage, of_stage in zip(observed, experts, strict=True):
-        stage.observe(timeline, last_gradient, replicas, sharding, of_stage)
-    losses = Losses(observed[-1], timeline)
+        stage.observe(timeline, last_gradient, replicas, sharding, of_stage, scenario.workload.autocast)
+    losses = Losses(observed[-1], timeline, scenario.workload.autocast)
     shards_experts = scenario.policies.ep > 1 and scenario.policies.gradients == "reduce-scatter"
     return PipelineTraining(
         own_stages,

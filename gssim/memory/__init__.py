@@ -2,6 +2,7 @@
 
 from gssim.memory.allocator import Block, CachingAllocator, NoMemoryLeftError, Request, rounded_bytes, segment_bytes
 from gssim.memory.lifetimes import (
+    FORWARD_END,
     LAST,
     NOTHING,
     Event,
@@ -24,6 +25,7 @@ from gssim.memory.recompute import CPU_RANDOM_STATE_BYTES, last_saved, recompute
 
 __all__ = [
     "CPU_RANDOM_STATE_BYTES",
+    "FORWARD_END",
     "LAST",
     "NOTHING",
     "Block",

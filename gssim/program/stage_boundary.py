@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from gssim.memory import Event, Lives, Timeline, following
+from gssim.memory import FORWARD_END, Event, Lives, Timeline, following
 from gssim.scenario import of_no_sample
 from gssim.workload import Buffer, Layer, LayerInstance, Moment, Polynomial
 
@@ -128,6 +128,8 @@ def _freed(stage: Stage, number: int, buffer: Buffer, output: Buffer | None) -> 
     to_stage_before = buffer.born.phase == freed.phase == "b" and number >= stage.shared > target
     if to_stage_before:
         return RELEASED if buffer.size_bytes == stage.received else Moment("end")
+    if freed == FORWARD_END:  # torch.autocast's context is that of the stage's forward, without the loss
+        return Moment("f", LAST, max(i for i, each in enumerate(stage.layers) if each.layer.modules) - number)
     if freed.phase == "end" or 0 <= target < len(stage.layers):
         return freed
     if target >= len(stage.layers) and freed.phase == "f":

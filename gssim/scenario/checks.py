@@ -190,8 +190,7 @@ def _check_traced_variants(scenario: Scenario, policies: Policies, file: str) ->
     if name is None:
         return
     where, variant = f"{file}: workload.{name}", "frozen layers" if name == "frozen" else name
-    stages = policies.pp if name == "autocast" else 1
-    for key, value in (("pp", stages), ("tp", policies.tp), ("cp", policies.cp), ("ep", policies.ep)):
+    for key, value in (("tp", policies.tp), ("cp", policies.cp), ("ep", policies.ep)):
         if value > 1:
             raise UserError(
                 f"{where}: cannot run yet beside plan.{key} = {value}: parts of the model are traced without "

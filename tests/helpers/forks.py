@@ -120,8 +120,6 @@ def run_commands(*asked: Command) -> list[Ended]:
     from gssim.execution.files import scratch_folder
 
     parent = forked_from()
-    assert parent.stdin is not None
-    assert parent.stdout is not None
     base = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")} | ENVIRONMENT
     with scratch_folder("gsreal-") as output:
         lines = [asdict(each) | {"environment": base | {**each.environment}} for each in asked]

@@ -101,6 +101,7 @@ def test_gpus_of_volta_and_turing_train_in_fp16_and_have_no_bf16(device: str) ->
         (["workload.autocast=bf16", "workload.precision=bf16"], r"autocast = 'bf16': needs precision = 'fp32'"),
         (["workload.tf32=true", "workload.precision=bf16"], r"tf32 = true: for matrix products in fp32"),
         (["workload.autocast=bf16", "plan.method=diloco"], r"workload\.autocast: cannot run yet with method 'diloco'"),
+        (["workload.autocast=bf16", "plan.tp=2"], r"workload\.autocast: cannot run yet beside plan\.tp = 2: parts of"),
         (["workload.autocast=bf16", "workload.model=gpt2-355m"], r"not traced under it; `gsreal trace --autocast"),
         (["workload.autocast=bf16", "workload.loss_scale=2"], r"workload\.loss_scale = 2"),
     ],

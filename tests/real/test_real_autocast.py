@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from real_runs import planted, predicted, predicted_peaks, run_cases, scenario_file, star
-from test_real_adapters import MODELS, USUAL
+from test_real_adapters import MODELS, STAGED, USUAL
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'gssim[models]'")
@@ -22,6 +22,7 @@ SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05"]
 FEW = ("gpt-ddp-bf16", "gpt-zero1-fp16", "llama-zero3-bf16", "gpt-zero2-fp16")
 FEW += ("gpt-ddp-bf16-full", "llama-zero3-bf16-full", "llama-zero2-fp16-selective", "gpt-zero3-fp16-full")
 FEW += ("gpt-gs-shares", "llama-gs-selective", "llama-gs_z3-full-shares", "gpt-gs-clipped", "gpt-gs-kept")
+FEW += ("gpt-pipeline-fp16", "gpt-pipeline-interleaved", "llama-pipeline-full", "gpt-pipeline-selective")
 SHARES = {
     2: ["plan.shares.shards=[0.7,0.3]", "plan.shares.batch=[0.75,0.25]"],
     3: ["plan.shares.shards=[0.6,0.3,0.1]", "plan.shares.batch=[0.5,0.25,0.25]"],
@@ -69,7 +70,27 @@ def cases_of(ranks: int) -> dict[str, dict[str, object]]:
             cases[f"{model}-{method}-{kind}-{recompute}"] = again
     micro = ("plan.recompute=full", "plan.micro_batches=2")
     cases |= {f"gpt-{m}-bf16-micro-batches": case("gpt", m, "bf16", ranks, *micro) for m in ("ddp", "zero3")}
-    return cases | pushing_cases(ranks)
+    return cases | pushing_cases(ranks) | staged_cases(ranks)
+
+
+def staged_cases(ranks: int) -> dict[str, dict[str, object]]:
+    """Stages of a pipeline, each of whose forwards is under autocast; of four ranks in two replicas, or in shards."""
+    cases = {}
+    staged = ["plan.micro_batches=4"]
+    if ranks < 4:
+        for model, recompute in product(MODELS, ("none", "full", "selective")):
+            again = [*staged, f"plan.recompute={recompute}"]
+            cases[f"{model}-pipeline-{recompute}-bf16"] = case(model, "pipeline", "bf16", ranks, *again)
+        cases["gpt-pipeline-fp16"] = case("gpt", "pipeline", "fp16", ranks, *staged, "workload.clip_norm=0.01")
+    if ranks == 2:
+        interleaved = [*staged, "plan.schedule=interleaved"]
+        cases["gpt-pipeline-interleaved-bf16"] = case("gpt", "pipeline", "bf16", ranks, *interleaved)
+    for method, axis in STAGED.items() if ranks == 4 else ():
+        sharded = ["plan.pp=2", f"plan.{axis}=2", "plan.micro_batches=3"]
+        cases[f"gpt-pp-{method}-bf16"] = case("gpt", method, "bf16", ranks, *sharded)
+        again = [*sharded, "plan.recompute=full", "plan.schedule=gpipe"]
+        cases[f"llama-pp-{method}-full-bf16"] = case("llama", method, "bf16", ranks, *again)
+    return cases
 
 
 def pushing_cases(ranks: int) -> dict[str, dict[str, object]]:
