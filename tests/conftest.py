@@ -31,7 +31,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # a test process holds a million objects (torch, the tests); looking through them all for cycles again and again took a
 # quarter of its time
-gc.set_threshold(50_000, 20, 100)
+gc.set_threshold(300_000, 20, 100)
 
 
 def pytest_collection_modifyitems(items):

@@ -255,7 +255,7 @@ def delays_of_collective(
             return None
         prepared = network.prepared(stage, pace)
         if prepared is None:  # its sessions begin at several times
-            delays.append(network.alone_s(stage, pace))
+            delays.append(network.stage_on_idle_links_s(stage, pace))
         else:
             delays += [prepared.wait_s, max(network.on_idle_links_s(prepared), prepared.processor_s)]
         delays.append(collectives.reduction_s(machine.cluster, stage.reduced_bytes))

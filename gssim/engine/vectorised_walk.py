@@ -181,23 +181,30 @@ class VectorisedWalk:
         collective = segment.communication
         assert collective is not None
         instances = self.machine.instances[collective]
-        if self._delays_of(collective, instances) is not None:
+        delays_s = self._delays_of(collective, instances)
+        if delays_s is not None and len(instances) > 1:
             self._arrive_at_known(ranks, step, segment, members, now_s)
             return
-        numbers = (
-            self._instance_of(ranks, collective, instances)[members]
-            if len(instances) > 1
-            else np.zeros(len(members), np.int64)
-        )
-        for number in distinct(numbers).tolist() if len(instances) > 1 else (0,):
-            inside = numbers == number
+        numbers = self._instance_of(ranks, collective, instances)[members] if len(instances) > 1 else None
+        for number in (0,) if numbers is None else distinct(numbers).tolist():
             key = (step, collective, number)
             arrivals = self._arrivals.setdefault(key, _Arrivals(len(instances[number].classes)))
-            arrivals.missing -= int(np.count_nonzero(inside))
+            inside = slice(None) if numbers is None else numbers == number
+            arriving = members[inside]
+            arrivals.missing -= len(arriving)
             arrivals.latest_s = max(arrivals.latest_s, float(now_s[inside].max()))
-            arrivals.arrived.append((ranks, step, segment, members[inside]))
-            if not arrivals.missing:
-                self.machine.env.process(self._run_instance(instances[number], self._arrivals.pop(key)))
+            arrivals.arrived.append((ranks, step, segment, arriving))
+            if arrivals.missing:
+                continue
+            del self._arrivals[key]
+            if delays_s is None:
+                self.machine.env.process(self._run_instance(instances[number], arrivals))
+                continue
+            end_s = arrivals.latest_s
+            for delay_s in delays_s[:, 0].tolist():  # as by the clock
+                end_s += delay_s
+            self._end_instance(arrivals, end_s)
+            self._count(instances[number])
 
     @cached_property
     def _links_in_turn(self) -> frozenset[int]:
@@ -245,9 +252,13 @@ class VectorisedWalk:
         if not known.missing.any():
             del self._known[key]
             for instance in instances:
-                for stage in instance.schedule.stages:
-                    self.machine.network.count(stage)
-                    self.machine.count_bytes(stage)
+                self._count(instance)
+
+    def _count(self, instance: CollectiveInstance) -> None:
+        """Count the bytes of a collective that ended ahead of the clock."""
+        for stage in instance.schedule.stages:
+            self.machine.network.count(stage)
+            self.machine.count_bytes(stage)
 
     def _instance_of(self, ranks: Ranks, collective: TaskId, instances: Sequence[CollectiveInstance]) -> Ints:
         """Return the number of the collective instance in which each class takes part."""
@@ -262,10 +273,13 @@ class VectorisedWalk:
         if arrivals.latest_s > env.now:
             yield env.at(arrivals.latest_s)
         yield from carry_out(self.machine, instance)
-        for ranks, step, segment, members in arrivals.arrived:
-            ranks.ended_s[step, segment.tasks[-1], members] = env.now
-            self._end(ranks, step, segment, members, float(env.now))
+        self._end_instance(arrivals, float(env.now))
         self._run_ready()
+
+    def _end_instance(self, arrivals: _Arrivals, end_s: float) -> None:
+        for ranks, step, segment, members in arrivals.arrived:
+            ranks.ended_s[step, segment.tasks[-1], members] = end_s
+            self._end(ranks, step, segment, members, end_s)
 
     # Outcome ----------------------------------------------------------------------------------------------------------
 

@@ -69,10 +69,23 @@ def limited_rates(session: Ints, link: Ints, load: Floats, capacity: Floats, *, 
 
 
 NEGLIGIBLE_BYTES = 1e-9
-UNIT_BYTES = 1e6
-"""Size of the largest session whose time is simulated for all sizes, and bytes that the widest link carries a second:
-beside them `NEGLIGIBLE_BYTES` is below the rounding.
-"""
+
+
+def first_change_s(transfers: Sequence[tuple[Floats, Ints, Ints, Ints]], *, links: int, slack_s: float) -> float:
+    """Return the time until a session ends on a link that limits unfinished others; infinite where none does.
+
+    Until then no rate changes. `transfers`: remaining time of each session, link that limits each, and the session and
+    the link of every entry.
+    """
+    until_s, change_s = np.full(links, -np.inf), math.inf  # by link: time until which it limits a session
+    for lasts_s, limit, _, _ in transfers:
+        limited = limit != NOWHERE
+        np.maximum.at(until_s, limit[limited], lasts_s[limited])
+    for lasts_s, _, session, link in transfers:
+        ends_s = lasts_s[session]
+        matters = (until_s[link] > ends_s + slack_s) & (ends_s > 0)
+        change_s = min(change_s, float(ends_s[matters].min(initial=math.inf)))
+    return change_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,18 +299,63 @@ class Network:
         alone_s = self.single_session_s(prepared)
         if alone_s is not None:
             return alone_s
-        units_s: float = self.folded.rates.once(
-            (sessions, self._proportions), lambda: self._unit_time_s(sessions), weight=lambda _: 1
+        relative: float = self.folded.rates.once(
+            (sessions, self._proportions),
+            lambda: self._last_end_s([(sessions, sessions.unit_bytes, 0.0)]) * self._widest,
+            weight=lambda _: 1,
         )
-        return units_s * prepared.unit_ratio / self._widest
+        return relative * prepared.unit_ratio / self._widest
 
-    def _unit_time_s(self, sessions: Sessions) -> float:
-        """Return the time of sessions for one byte of the stage's size, where the widest link carries one a second."""
-        alone, widest_bytes = copy(self), float(sessions.unit_bytes.max())
-        alone.env, alone.active, alone._widest, alone._alone = simpy.Environment(), [], UNIT_BYTES, {}
-        alone.capacity = self.folded.capacity / self._widest * UNIT_BYTES
-        alone.env.run(until=alone._start(sessions, sessions.unit_bytes * (UNIT_BYTES / widest_bytes)))
-        return float(alone.env.now) * widest_bytes
+    def stage_on_idle_links_s(self, stage: Stage, pace: Pace) -> float:
+        """Return the time of a stage whose sessions begin at several times, on links that nothing else uses.
+
+        Without notices and shaped links; as `alone_s`, but for rounding.
+        """
+        unit_ratio, end_s = stage.size_bytes * stage.stretch_ratio * pace.factor, 0.0
+        moving: list[tuple[Sessions, Floats, float]] = []
+        for group in self.folded.of(stage).groups:
+            sizes = group.unit_bytes * unit_ratio
+            wait_s = self._wait_s(stage, group, sizes, pace)
+            if not sizes.any():
+                end_s = max(end_s, wait_s)
+                continue
+            end_s = max(end_s, wait_s + pace.processor_s)
+            if len(group.link):
+                moving.append((group, sizes, wait_s))
+        return max(end_s, self._last_end_s(moving)) if moving else end_s
+
+    def _last_end_s(self, groups: Sequence[tuple[Sessions, Floats, float]]) -> float:
+        """Return the time at which the last session ends, on links that nothing else uses.
+
+        `groups`: sessions, bytes of each, and the time at which they begin.
+        """
+        sessions = [each for each, _, _ in groups]
+        session, (places, index), _, _ = self._together(sessions)
+        link, parts = places[index], np.cumsum([len(sizes) for _, sizes, _ in groups])[:-1]
+        remaining = np.concatenate([sizes for _, sizes, _ in groups])
+        begin_s = np.concatenate([np.full(len(sizes), start_s) for _, sizes, start_s in groups])
+        now_s = 0.0
+        while True:
+            unfinished = remaining > 0
+            going = unfinished & (begin_s <= now_s)
+            next_s = float(begin_s[unfinished & ~going].min(initial=math.inf))
+            if not going.any():
+                if math.isinf(next_s):
+                    return now_s
+                now_s = next_s
+                continue
+            rates, limit = self._rates(sessions, np.split(going, parts))
+            lasts_s = np.zeros(len(remaining))
+            np.divide(remaining, rates, out=lasts_s, where=going)
+            longest_s = float(lasts_s.max())
+            slack_s = 1e-12 * longest_s
+            entries = [(lasts_s, limit, session, link)]
+            step_s = min(longest_s, first_change_s(entries, links=len(self.capacity), slack_s=slack_s))
+            begins = next_s - now_s <= step_s
+            step_s = min(step_s, next_s - now_s)
+            carried = np.where(going, rates * step_s, 0.0)
+            remaining = np.where(going & (lasts_s <= step_s + slack_s), 0.0, np.maximum(remaining - carried, 0.0))
+            now_s = next_s if begins else now_s + step_s
 
     def carry(self, stage: Stage, pace: Pace | None = None) -> Generator[Any, Any, None]:
         """Simulate a stage, with the backend's additions to its time."""
@@ -502,16 +560,12 @@ class Network:
         """Return the time until a session ends on a link that limits unfinished others; infinite where none does."""
         if len(transfers) == 1 and len(lasts_s[0]) == 1:
             return math.inf  # there are no others
-        until_s = np.full(len(self.capacity), -np.inf)  # by link: time until which it limits a session
-        for transfer, last_s in zip(transfers, lasts_s, strict=True):
-            limited = transfer.limit != NOWHERE
-            np.maximum.at(until_s, transfer.limit[limited], last_s[limited])
-        slack_s, change_s = 1e-12 + 2 * math.ulp(self.env.now), math.inf
-        for transfer, last_s in zip(transfers, lasts_s, strict=True):
-            ends_s = last_s[transfer.sessions.session]
-            matters = (until_s[transfer.sessions.link] > ends_s + slack_s) & (ends_s > 0)
-            change_s = min(change_s, float(ends_s[matters].min(initial=math.inf)))
-        return change_s
+        slack_s = 1e-12 + 2 * math.ulp(self.env.now)
+        entries = [
+            (last_s, transfer.limit, transfer.sessions.session, transfer.sessions.link)
+            for transfer, last_s in zip(transfers, lasts_s, strict=True)
+        ]
+        return first_change_s(entries, links=len(self.capacity), slack_s=slack_s)
 
     def _wake(self, transfers: Sequence[_Transfer], versions: Sequence[int]) -> None:
         for transfer, version in zip(transfers, versions, strict=True):

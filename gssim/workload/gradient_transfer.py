@@ -21,6 +21,7 @@ import numpy as np
 from gssim.units import Floats
 from gssim.workload.gradient_family import (
     CHANGES,
+    KINDS,
     LEVELS,
     SHAPE_EDGES,
     Family,
@@ -73,6 +74,10 @@ class _Transferred:
         self.steps, self.sampled = steps, (*sampled, steps - 1)
         self.parameters = placed(model)
         self.samples = sorted({min(batch, 2**k) for k in range(batch.bit_length() + 1)})
+        # many tensors have one role, of which all but the tail is the same whatever number of samples a rank has
+        self.at_steps: dict[tuple[str, int], tuple[float, float]] = {}
+        self.curves: dict[tuple[int, str, int], Floats] = {}
+        self.relative: dict[tuple[int, int], RelativeDensity] = {}
 
     def statistics(self, precision: str) -> GradientStatistics:
         """Return the statistics."""
@@ -146,8 +151,10 @@ class _Transferred:
     def _scales(self, each: Placed, step: int) -> tuple[float, float]:
         """Return the mean squares of the common part and of one sample's deviation."""
         key, share = self._key(each), each.share
-        common = self.law.scale("common", key, self.question, step) or 0.0
-        deviation = self.law.scale("deviation", key, self.question, step) or 0.0
+        if (key, step) not in self.at_steps:
+            common, deviation = (self.law.scale(kind, key, self.question, step) or 0.0 for kind in KINDS)
+            self.at_steps[key, step] = common, deviation
+        common, deviation = self.at_steps[key, step]
         return common * share**2, deviation * share
 
     def _rms(self, each: Placed, step: int, samples: int) -> float:
@@ -159,8 +166,7 @@ class _Transferred:
         if rows := self._rows_of(each):
             return self._row_tail(each, step, samples, rows)
         rms = math.sqrt(common + deviation / samples)
-        tails = self._at_step(shape.tails, step)
-        mean = float(self._at_step([(each,) for each in shape.mean_ratios], step)[0])
+        tails, mean = self._at_step(shape, "tails", step), float(self._at_step(shape, "mean_ratios", step)[0])
         return Tail(rms, mean * rms, common / (common + deviation / samples), np.array(SHAPE_EDGES) * rms, tails)
 
     def _row_tail(self, each: Placed, step: int, samples: int, vocabulary: int) -> "Tail":
@@ -199,8 +205,13 @@ class _Transferred:
         mean = math.sqrt(2 / math.pi) * float(weights @ scales)
         return Tail(rms, mean, common / max(1e-300, common + deviation / samples), edges, tails)
 
-    def _at_step(self, rows: Sequence[Sequence[float]], step: int) -> Floats:
-        return at_step(self.family.shape_steps, rows, step)
+    def _at_step(self, shape: RoleShape, name: str, step: int) -> Floats:
+        which = id(shape), name, step
+        if which not in self.curves:
+            rows = getattr(shape, name)
+            rows = [(each,) for each in rows] if name == "mean_ratios" else rows
+            self.curves[which] = at_step(self.family.shape_steps, rows, step)
+        return self.curves[which]
 
     def _tensor(self, each: Placed, samples: int, thresholds: Sequence[float]) -> TensorTrace:
         parts = [each]
@@ -218,11 +229,14 @@ class _Transferred:
         for step, tail in zip(self.sampled, tails, strict=True):
             if shape.growth:
                 levels = np.array(thresholds) / tail.rms
-                growth = np.interp(np.log(levels), np.log(LEVELS), self._at_step(shape.growth, step))
+                growth = np.interp(np.log(levels), np.log(LEVELS), self._at_step(shape, "growth", step))
                 sent = tail_at(tail.levels.tolist(), tail.ratios.tolist(), np.array(thresholds) / growth)
                 feedback.append(FeedbackDensity(sent_ratios=tuple(sent.tolist())))
-            plain, kept = (self._at_step(rows, step) for rows in (shape.relative, shape.relative_feedback))
-            relative.append(RelativeDensity(sent_ratios=tuple(plain.tolist()), feedback_ratios=tuple(kept.tolist())))
+            if (id(shape), step) not in self.relative:
+                plain, kept = (self._at_step(shape, name, step).tolist() for name in ("relative", "relative_feedback"))
+                made = RelativeDensity(sent_ratios=tuple(plain), feedback_ratios=tuple(kept))
+                self.relative[id(shape), step] = made
+            relative.append(self.relative[id(shape), step])
         sketches = tuple(tail.sketch() for tail in tails)
         return BlockTrace(sketches=sketches, feedback=tuple(feedback), relative=tuple(relative))
 
@@ -231,7 +245,7 @@ class _Transferred:
         for step in self.sampled:
             rms = self._rms(each, step, self.batch)
             unit = change_unit(self.question.optimizer, self.question.learning_rate, rms)
-            sent = tail_at(CHANGES, self._at_step(shape.changes, step).tolist(), np.array(publish) / unit)
+            sent = tail_at(CHANGES, self._at_step(shape, "changes", step).tolist(), np.array(publish) / unit)
             rows.append(tuple(sent.tolist()))
         return ChangeTrace(blocks=(tuple(rows),))
 

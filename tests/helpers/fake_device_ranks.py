@@ -171,6 +171,7 @@ def the_loop_of_the_readme_runs():
         "generator=random)": "generator=random).cuda()",
         "dist.init_process_group()": "",  # it is there, as it would be
         "dist.destroy_process_group()": "",
+        "range(100)": "range(60)",
     }
     for old, new in changes.items():
         assert text.count(old) == 1, old
@@ -178,7 +179,7 @@ def the_loop_of_the_readme_runs():
     with Device(), Wire() as wire:
         namespace = {}
         exec(compile(text, "README.md", "exec"), namespace)
-    assert wire.carried.total() > 500
+    assert wire.carried.total() > 200
     optimizer, loss = namespace["optimizer"], float(namespace["loss"])
     assert 0 < optimizer.sent.entries < optimizer.sent.offered
     assert loss < 0.8 * float(torch.tensor(10.0).log())

@@ -240,17 +240,27 @@ def test_flows_on_other_links_are_not_shared_anew():
     assert not set(first) & set(second)
 
 
-@given(st.lists(st.integers(0, 5000), min_size=12, max_size=12), st.sampled_from([1e4, 7e6]))
-def test_the_time_of_unequal_messages_is_that_of_one_size_many_times(sizes, factor):
-    """Four ranks on a switch, one of whose links is slower: rates are proportional to what links carry."""
+@given(
+    st.lists(st.integers(0, 5000), min_size=12, max_size=12),
+    st.sampled_from([1e4, 7e6]),
+    st.sampled_from([0.0, 1e-2, 1e3]),
+)
+def test_the_time_of_unequal_messages_on_idle_links_is_that_by_the_clock(sizes, factor, latency_s):
+    """Four ranks on a switch, one of whose links is slower: rates are proportional to what links carry.
+
+    With latencies, of which one link has half, messages begin at three times.
+    """
     pairs = [(source, target) for source in range(4) for target in range(4) if source != target]
     messages = [(*pair, float(size)) for pair, size in zip(pairs, sizes, strict=True)]
     stage = Stage(Hops.of(messages), factor, coupled=False)
     for bandwidth in (70.0, 21.0):
-        cluster = star(4, bandwidth=bandwidth)
-        cluster = replace(
-            cluster, links=(replace(cluster.links[0], bandwidth_bytes_per_s=bandwidth / 7), *cluster.links[1:])
-        )
-        network = network_of(simpy.Environment(), cluster, stage)
+        cluster = star(4, bandwidth=bandwidth, latency_s=latency_s)
+        first, *rest = cluster.links
+        slow = replace(first, bandwidth_bytes_per_s=bandwidth / 7, latency_s=latency_s / 2)
+        network = network_of(simpy.Environment(), replace(cluster, links=(slow, *rest)), stage)
+        by_clock_s = pytest.approx(network.alone_s(stage), rel=1e-12)
         prepared = network.prepared(stage, Pace())
-        assert network.on_idle_links_s(prepared) == pytest.approx(network.alone_s(stage), rel=1e-12)
+        assert (prepared is None) == bool(latency_s)
+        if prepared is not None:
+            assert network.on_idle_links_s(prepared) == by_clock_s
+        assert network.stage_on_idle_links_s(stage, Pace()) == by_clock_s

@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import commands
 import forks
 import numpy as np
 import pytest
@@ -299,7 +300,7 @@ def test_gpus_are_calibrated_for_nccl_as_they_are_wired(tmp_path, capsys, eight_
 
 def cluster_file(folder, words):
     out = folder / "preset.toml"
-    subprocess.run([sys.executable, "-m", "gssim", "cluster", *words, "--out", str(out)], check=True)
+    assert commands.run("gssim", "cluster", *words, "--out", out).returncode == 0
     return out
 
 

@@ -6,6 +6,7 @@ another, with few steps, by the slow test.
 
 import ast
 import importlib
+import math
 import os
 import re
 import shlex
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import commands
+import forks
 import pytest
 import typer
 
@@ -212,16 +214,42 @@ def test_files_that_are_named_exist(path):
     assert (ROOT / path).exists()
 
 
-@pytest.mark.real
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_program_runs_under_torchrun(tmp_path, ranks):
-    torch = pytest.importorskip("torch")
+@pytest.fixture
+def training(tmp_path):
+    """Return the file of the program that trains."""
     ((_, text),) = [(tags, body) for tags, body in FENCE.findall(TEXT) if tags == "python run"]
     assert len([line for line in text.splitlines() if line.strip()]) <= 25
     (tmp_path / "train.py").write_text(text)
+    return tmp_path / "train.py"
+
+
+def check_printed(text, ranks):
+    """Check what all ranks of the program print."""
+    needs = re.search(r"^memory: [\d.]+ MiB \(.*\); in the backward [\d.]+ MiB", text, re.MULTILINE)
+    assert needs, text
+    losses = [
+        float(loss)
+        for loss in re.findall(r"rank \d: loss ([\d.]+), pushed \d+% of", text)  # both print at once
+    ]
+    assert len(losses) == ranks
+    assert max(losses) < 0.8 * math.log(10)  # of what guessing one in ten has
+
+
+@pytest.mark.real
+def test_a_program_runs_under_torchruns_launcher(training, tmp_path):
+    pytest.importorskip("torch")
+    forks.launch("script_ranks", [str(training), "2", str(tmp_path)], ranks=1)
+    check_printed("".join((tmp_path / f"out-{rank}.txt").read_text() for rank in range(2)), 2)
+
+
+@pytest.mark.real
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_program_runs_under_torchrun(training, tmp_path, ranks):
+    pytest.importorskip("torch")
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     ended = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "train.py"],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), training],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -230,15 +258,7 @@ def test_a_program_runs_under_torchrun(tmp_path, ranks):
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
-    needs = re.search(r"^memory: [\d.]+ MiB \(.*\); in the backward [\d.]+ MiB", ended.stdout, re.MULTILINE)
-    assert needs, ended.stdout
-    losses = [
-        float(loss)
-        for loss in re.findall(r"rank \d: loss ([\d.]+), pushed \d+% of", ended.stdout)  # both print at once
-    ]
-    chance = float(torch.tensor(10.0).log())
-    assert len(losses) == ranks
-    assert max(losses) < 0.8 * chance
+    check_printed(ended.stdout, ranks)
 
 
 def test_the_example_of_the_python_api_runs_in_a_small_form(monkeypatch, tmp_path):
