@@ -97,7 +97,11 @@ class Command:
     values: Mapping[str, float] = field(default_factory=dict)
     """Of modules' constants (`module.NAME`) that are others in it."""
     terminated_at: str | None = None
-    """What it says on stderr when it is asked to end (SIGTERM)."""
+    """What it says on stderr when it is asked to end."""
+    times: int = 1
+    """How often it has said so then."""
+    ended_by: int = signal.SIGTERM
+    """By which signal."""
 
 
 @dataclass(frozen=True)
@@ -308,10 +312,15 @@ def codes_of(run: dict[str, Any]) -> tuple[list[int], list[str]]:
                 os.kill(process, signal.SIGKILL)
         else:
             for process, number in started.items():
-                said, file = run["commands"][number]["terminated_at"], Path(run["output"], f"err-{number}.txt")
-                if said is not None and file.exists() and said in file.read_text(errors="replace"):
-                    os.kill(process, signal.SIGTERM)
-                    run["commands"][number]["terminated_at"] = None
+                command, file = run["commands"][number], Path(run["output"], f"err-{number}.txt")
+                said = command["terminated_at"]
+                if (
+                    said is not None
+                    and file.exists()
+                    and file.read_text(errors="replace").count(said) >= command["times"]
+                ):
+                    os.kill(process, command["ended_by"])
+                    command["terminated_at"] = None
             time.sleep(0.01)
     until_s = time.monotonic() + 10
     while (running := having_open(holder)) and time.monotonic() < until_s:
@@ -337,6 +346,7 @@ def command_code(command: dict[str, Any], folder: str, output: Path, number: int
     code = 70
     try:
         enter(command["environment"], folder)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         os.open(output / "held", os.O_RDONLY)
         files = [os.open(output / f"{name}-{number}.txt", os.O_WRONLY | os.O_CREAT) for name in ("out", "err")]
         for file, descriptor in ((os.open(os.devnull, os.O_RDONLY), 0), (files[0], 1), (files[1], 2)):

@@ -428,7 +428,11 @@ def test_kernel_scratch_alone_is_missing_from_the_replayed_peak_of_convolutions(
 
 
 @pytest.mark.parametrize(
-    "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt-byte-1m", "bert-byte-1m")), "resnet-digits"]
+    "name",
+    [
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt-byte-1m", "bert-byte-1m", "resnet-digits")),
+        "resnet-digits-20k",
+    ],
 )
 def test_tracing_a_model_file_again_changes_no_byte_of_it(name, tmp_path):
     path = MODELS / f"{name}.toml"

@@ -57,10 +57,14 @@ def lab(*words):
     return subprocess.Popen(line, env=environment, **pipes), marker
 
 
-def lab_to_its_end(*words):
-    """Return what the command line leaves, and how the ranks that it starts are found."""
+def lab_to_its_end(*words, at=None, times=1, by=signal.SIGTERM):
+    """Return what the command line leaves, and how the ranks that it starts are found.
+
+    It is sent the signal `by` where it has said `at` so many times.
+    """
     marker = f"{os.getpid()}-{time.monotonic_ns()}"
-    (ended,) = forks.run_commands(forks.Command(["lab", *map(str, words)], {"LAB_TEST": marker}))
+    asked = forks.Command(["lab", *map(str, words)], {"LAB_TEST": marker}, terminated_at=at, times=times, ended_by=by)
+    (ended,) = forks.run_commands(asked)
     return ended, marker
 
 

@@ -27,7 +27,6 @@ set = {{ run.steps = 3, run.warmup_steps = 1, workload.global_batch_size = 4, wo
 variants.ddp = {{ plan.method = "ddp" }}
 variants.gs = {{ plan.method = "gs" }}
 """
-LIMIT_S = 120
 SMALL_LIMIT_S = 900
 
 
@@ -58,19 +57,10 @@ def test_a_sweep_that_is_interrupted_goes_on_and_is_as_predicted(tmp_path, monke
     sweep, out = tmp_path / "tiny.toml", tmp_path / "out"
     sweep.write_text(TINY)
     predict(monkeypatch, sweep, out)
-    process, marker = lab("--sweep", sweep, "--out", out)
-    try:
-        lines = []
-        for line in process.stderr:
-            lines.append(line)
-            if sum("verified" in each for each in lines) == 2:  # the first is finished
-                process.send_signal(signal.SIGINT)
-                break
-        said = "".join(lines) + process.communicate(timeout=LIMIT_S)[1]
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == 130, said
+    # the second lab is verified: the first is finished
+    ended, marker = lab_to_its_end("--sweep", sweep, "--out", out, at="verified", times=2, by=signal.SIGINT)
+    said = ended.stderr
+    assert ended.returncode == 130, said
     assert "1 of 2 done" in said
     assert_nothing_is_left(said, marker)
     (first,) = out.glob("*.measured.json")
