@@ -215,11 +215,14 @@ class PipelineTraining(Training):
         assert isinstance(self.module, StageModules)
         parameters = list(self.module.parameters())
         again = {copy.parameter for copy in self.copies if not copy.first}
-        counted = [p.grad for p in parameters if p.grad is not None and p not in again]
-        squares = whole(nn.utils.get_total_norm(counted)).double().square()
+        gradients = {p: p.grad for p in parameters if p.grad is not None}
+        counted = [gradient for p, gradient in gradients.items() if p not in again]
+        like = next(iter(gradients.values()))
+        own = nn.utils.get_total_norm(counted)  # zero where stages have nothing but copies
+        squares = whole(own).to(device=like.device, dtype=torch.float64).square()
         with self.timeline.span("all-reduce gradient norm of the stages", "exposed_communication", self.module.group):
             dist.all_reduce(squares, group=self.module.group)
-        nn.utils.clip_grads_with_norm_(parameters, norm, squares.sqrt().to(counted[0].dtype))
+        nn.utils.clip_grads_with_norm_(parameters, norm, squares.sqrt().to(like.dtype))
 
     def step(self, inputs: Tensor, targets: Tensor, weights: Weights, rank: int) -> Tensor:
         """Train on one batch. Returns the mean loss on ranks of the last stage, 0 on others."""

@@ -80,8 +80,8 @@ OPTIMIZERS = ("sgd", "sgd-momentum", "adam", "adamw")
 STREAMED = 14_000
 """From this seed on points have fragments that are synchronized behind other steps; earlier ones stay the same."""
 COMBINED = 15_000
-"""From this seed on points that push gradients have frozen layers, adapters or autocast more often, and `gs_wgrad` is
-checkpointed at times."""
+"""From this seed on points push gradients or are pipelines more often, with frozen layers, adapters or autocast, and
+`gs_wgrad` is checkpointed at times."""
 IN_FRAGMENTS = tuple(name for name, method in REGISTRY.items() if method.in_fragments)
 METHODS = tuple(
     name for name, method in REGISTRY.items() if not method.is_gradient_sharding and name not in IN_FRAGMENTS
@@ -94,12 +94,19 @@ DEVICES = (1, 2, 2, 2, 3, 3, 4, 4, 4, 4, 5, 6, 6, 8, 8, 8, 12, 16, 24, 32)
 GPUS = ("v100-sxm2-16", "t4", "a100-sxm-40", "a100-sxm-80", "h100-sxm", "h200-sxm")
 
 
+def _further_methods(seed: int) -> tuple[str, ...]:
+    """Return the methods of Gradient Sharding, and those that later seeds draw most often."""
+    if seed >= COMBINED:
+        return PUSHING * 6 + DEALING * 3 + ("pipeline",) * 6
+    return PUSHING * 2 + DEALING + IN_FRAGMENTS * (60 if seed >= STREAMED else 0)
+
+
 def random_point(seed: int, *, most_devices: int = 32) -> Table:
     """Return the scenario of a seed, to be simulated."""
     random = Random(seed)
     devices = random.choice([n for n in DEVICES if n <= most_devices])
     cluster = _cluster(random, devices)
-    method = random.choice(METHODS + PUSHING * 2 + DEALING + IN_FRAGMENTS * (60 if seed >= STREAMED else 0))
+    method = random.choice(METHODS + _further_methods(seed))
     if devices > 6 and method in ONE_AXIS and random.random() < 0.8:
         method = random.choice(PUSHING)
     smaller = (
@@ -142,7 +149,7 @@ def random_real_point(seed: int) -> Table:
     topology = {"kind": "switch", "devices": [{"device": "cpu", "count": devices}], "link": link}
     topology["devices_per_host"] = devices if devices % 2 else devices // 2
     cluster = {"name": "random", "backend": "gloo", "source": "random", "device_types": types, "topology": topology}
-    method = random.choice(METHODS[1:] + PUSHING * 2 + DEALING + IN_FRAGMENTS * (60 if seed >= STREAMED else 0))
+    method = random.choice(METHODS[1:] + _further_methods(seed))
     models = [Trained("gpt-byte-1m", 12, (8, 16)), Trained("bert-byte-1m", 12, (8, 16)), RESNET, TIED]
     models += [Trained(MIXTURE.name, 12, (8, 16), 1, experts=12)] * (6 if method in DIVIDING_EXPERTS else 0)
     model = random.choice(models if seed < LATER else [*models, *OTHERS])
@@ -469,11 +476,12 @@ def _recompute_keys(random: Random, seed: int, workload: Table, plan: Table) -> 
 
 
 def _combined_keys(random: Random, workload: Table, plan: Table) -> None:
-    """Freeze layers, add adapters or cast beside gradients that are pushed, and checkpoint `gs_wgrad`, at times."""
+    """Freeze layers, add adapters or cast beside pushes and in stages, and checkpoint `gs_wgrad`, at times."""
     if plan["method"] == "gs_wgrad" and random.random() < 0.5:
         plan["recompute"] = random.choice(["full", "selective"])
-    divided = any(plan.get(axis, 1) > 1 for axis in ("tp", "pp", "cp", "ep"))
-    if plan["method"] not in PUSHING or divided or random.random() < 0.3:
+    divided = any(plan.get(axis, 1) > 1 for axis in ("tp", "cp", "ep"))
+    combines = plan["method"] in (*PUSHING, "pipeline") or plan.get("pp", 1) > 1
+    if not combines or divided or random.random() < 0.3:
         return
     traced = tomllib.loads(Path(workload["model"]).read_text())
     layers = [each["modules"][0] for each in traced["layers"] if each.get("modules") and each.get("parameters")]

@@ -425,6 +425,14 @@ def test_stages_with_frozen_layers_send_the_gradients_of_their_inputs_all_the_sa
 GPT = load_model(Path(__file__).resolve().parents[2] / "scenarios/models/gpt-byte-1m.toml")
 
 
+def test_bounds_of_the_search_know_that_blocks_without_a_backward_are_not_recomputed():
+    plan = {"method": "gs_z3", "recompute": "full"}
+    sizes = {"global_batch_size": 4, "sequence_length": 32}
+    asked = scenario_of(star(2), plan, model=GPT, frozen=("tokens", "blocks.*", "norm"), **sizes)
+    result, bounds = simulate(loaded_of(asked)).result, Bounds(asked)
+    assert bounds.closer(asked.plan, bounds.of(asked.plan)).time_s <= result.step_time_s
+
+
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_frozen_blocks_below_the_first_trained_one_are_gathered_for_the_forward_alone(backend):
     """But for the one that FSDP2 prefetches; those above are gathered for both passes, and reduce nothing."""

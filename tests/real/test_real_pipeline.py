@@ -63,6 +63,15 @@ CASES: dict[int, dict[str, list[str]]] = {
             "plan.recompute=full",
         ],
         "1f1b-tied-sgd": [*GPT, *SGD, *SCHEDULES["1f1b"], *FOUR, small("gpt-tied")],
+        "1f1b-tied-head-clipped-sgd": [  # all that the last stage trains is a copy
+            *GPT,
+            *SGD,
+            *SCHEDULES["1f1b"],
+            *FOUR,
+            small("gpt-tied"),
+            "plan.stages=[5,1]",
+            "workload.clip_norm=0.05",
+        ],
         "interleaved-gpt2-adamw": [*GPT, *ADAMW64, *SCHEDULES["interleaved"], *FOUR, small("gpt2")],
         "gpipe-llama-recompute-sgd": [
             *GPT,
@@ -190,6 +199,7 @@ FEW = [
     "1f1b-resnet-sgd",
     "gpipe-bf16",
     "1f1b-tied-sgd",
+    "1f1b-tied-head-clipped-sgd",
     "gpipe-llama-recompute-sgd",
     "gpipe-batch-norm-resnet-sgd",
     "1f1b-ddp-tied-sgd",

@@ -64,7 +64,7 @@ class ComputeBounds:
         """Return the time of a layer's forward and backward, and of its recomputation where it is checkpointed."""
 
         def found() -> float:
-            phases = ["f", "b", *(["r"] if recompute != "none" and layer.block else [])]
+            phases = ["f", "b", *(["r"] if recompute != "none" and layer.is_recomputed else [])]
             selective = recompute == "selective"
             cost = partial(layer_time_s, device, self.parts.workload, layer, batch_size=samples, whole=whole)
             return sum(cost(phase=phase, selective=selective) for phase in phases)
