@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.font_manager import FontProperties
 from matplotlib.text import Text
+from matplotlib.textpath import TextPath
 from results import ALL_REDUCE, PUSH, assert_refused, in_file, make_result, run, write
 
 from analysis.charts import phases, point_labels, predicted_vs_measured, spread
+from analysis.charts.drawing import LABEL_POINTS, label_width_in, plain
 from analysis.compare.comparison import COLUMNS, compare, differences, join
 from analysis.compare.report import worst_explained
 from analysis.compare.table import ResultFile, find_results
@@ -417,6 +420,12 @@ def crowd(n: int, name: str = "scenario {i}", spread_s: float = 1e-4) -> list[Re
         files.append(in_file(make_result("simulated", **same, step_time_s=0.2 + i * spread_s), f"{i}s"))
         files.append(in_file(make_result("measured", **same, step_time_s=0.2), f"{i}m"))
     return files
+
+
+@pytest.mark.parametrize("text", ["n n", "gs_z3, 32 ranks", "$3 (+4.2 %) \u2212 O&Q@8", "l"])
+def test_labels_are_as_wide_as_matplotlib_draws_them(text: str) -> None:
+    drawn = TextPath((0, 0), plain(text), LABEL_POINTS, prop=FontProperties(weight="bold"))
+    assert label_width_in(text) == pytest.approx(drawn.get_extents().width / 72, rel=1e-12)
 
 
 @pytest.mark.parametrize("n", [2, 25])
