@@ -258,9 +258,16 @@ def test_devices_of_two_names_have_types_of_their_own(tmp_path):
 ALL_REDUCES = [[2**k, 2e-5 + 2**k * 4e-12] for k in range(10, 29)]
 
 
+def described(command, *, usual=subprocess.run, **how):
+    """Do what `subprocess.run` does, but run gssim's command line in this process."""
+    ours = command[:3] == [sys.executable, "-m", "gssim"]
+    return commands.run("gssim", *command[3:]) if ours else usual(command, **how)
+
+
 @pytest.fixture
 def eight_h100(tmp_path, monkeypatch):
     """Let nvidia-smi tell of eight H100 behind NVSwitches, whatever this machine has."""
+    monkeypatch.setattr(subprocess, "run", described)
     (tmp_path / "bin").mkdir()
     program, matrix = tmp_path / "bin/nvidia-smi", tmp_path / "bin/matrix"
     matrix.write_text(smi_matrix("NV18", nics=8))
@@ -286,7 +293,7 @@ def test_gpus_are_calibrated_for_nccl_as_they_are_wired(tmp_path, capsys, eight_
     assert len({device.host for device in cluster.devices}) == nodes
     device = cluster.type_of(0)
     assert (device.kind, device.peak_flop_per_s["fp32"]) == ("cuda", 4e14)  # as measured, not the preset's
-    wired = load_cluster(cluster_file(tmp_path, ["--gpu", "h100", "--devices", "4", "--hosts", str(nodes)]))
+    wired = load_cluster(preset_file(tmp_path, ["--gpu", "h100", "--devices", "4", "--hosts", str(nodes)]))
     router, preset = Router(cluster.wiring), Router(wired.wiring)
     for a, b in ((0, 3), (0, 4 * nodes - 1)):
         hop = Hops.of([(a, b, 1.0)])
@@ -298,7 +305,7 @@ def test_gpus_are_calibrated_for_nccl_as_they_are_wired(tmp_path, capsys, eight_
     assert float(said.err.split("error ")[1].split("%")[0]) < 5
 
 
-def cluster_file(folder, words):
+def preset_file(folder, words):
     out = folder / "preset.toml"
     assert commands.run("gssim", "cluster", *words, "--out", out).returncode == 0
     return out
