@@ -14,7 +14,7 @@ from gssim.scenario.scenario import Scenario
 from gssim.scenario.stages import schedule_of, stage_cut_error, tied_parameters
 from gssim.scenario.tensor_slices import undivided_reason, units_of_ranks
 from gssim.units import excess
-from gssim.workload import TokenInput, unrolled
+from gssim.workload import ImageInput, TokenInput, unrolled
 from gssim.workload.muon import all_matrices
 
 
@@ -893,6 +893,12 @@ def _check_weight_gradient_owners(scenario: Scenario, policies: Policies, file: 
         raise UserError(
             f"{file}: plan.shares.batch = {rules.batch!r}: method '{scenario.plan.method}' runs the whole batch on "
             "every rank; leave it out"
+        )
+    if scenario.plan.recompute == "full" and isinstance(model.input, ImageInput):
+        raise UserError(
+            f"{file}: plan.recompute = 'full': cannot run yet with method '{scenario.plan.method}' and a model of "
+            "images: which workspace convolutions take in the backward of a checkpointed block, below which nothing is "
+            "trained, is not measured; allowed: none, selective"
         )
     if any(layer.untrained_buffers is None for layer in model.layers):
         raise UserError(

@@ -311,6 +311,13 @@ def test_what_does_not_go_with_it_is_refused_with_the_reason(plan, message):
         dealt_out(2, stack(6), **plan)
 
 
+def test_checkpointed_convolutions_are_refused():
+    digits = load_model(Path(__file__).resolve().parents[2] / "scenarios/models/resnet-digits.toml")
+    plan = {"method": "gs_wgrad", "recompute": "full"}
+    with pytest.raises(UserError, match=r"plan\.recompute = 'full': cannot run yet with method 'gs_wgrad' and a model"):
+        scenario_of(star(2), plan, model=digits, global_batch_size=4, sequence_length=None)
+
+
 def test_more_ranks_than_layers_with_parameters_are_refused():
     with pytest.raises(UserError, match="4 ranks for 3 layers with parameters"):
         dealt_out(4, stack(3))
