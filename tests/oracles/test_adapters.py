@@ -112,7 +112,10 @@ def test_a_base_model_costs_a_backward_of_half_its_weight_gradients_less() -> No
             ["workload.adapters={rank=4}", "plan.method=ddp", "plan.tp=2"],
             r"workload\.adapters: cannot run yet beside plan\.tp",
         ),
-        (["workload.adapters={rank=4}", "plan.method=gs_wgrad"], r"cannot run yet with method 'gs_wgrad'; allowed: methods"),
+        (
+            ["workload.adapters={rank=4}", "plan.method=gs_wgrad"],
+            r"cannot run yet with method 'gs_wgrad'; allowed: methods",
+        ),
     ],
 )
 def test_what_adapters_cannot_do_is_refused_in_one_line(changes: list[str], message: str) -> None:
