@@ -25,7 +25,7 @@ from gssim.collectives import Communication
 from gssim.engine.collective_instances import CollectiveInstance
 from gssim.engine.fast_path import is_independent
 from gssim.engine.memory_tracker import allocates_beside_compute
-from gssim.engine.rendezvous import PreparedTransfer, carry_out, delays_on_idle_links, prepared_transfer
+from gssim.engine.rendezvous import PreparedTransfer, carry_out, delays_of_collective, prepared_transfer
 from gssim.engine.state import MachineState
 from gssim.network import Prepared
 from gssim.program import Chunk, Outline, Program, Task, TaskId, Template, parts_of
@@ -209,6 +209,8 @@ class OutlineWalk:
         self._exchanges: list[Communication] = []
         """By number of the collective."""
         self._owner_of_link = self._link_owners()
+        self._own_links: dict[int, frozenset[int]] = {}
+        """By class: the classes of links that nothing but its compute stream uses."""
         self.ranks, self._streams = self._made()
         self._left = len(self._streams)
 
@@ -241,13 +243,11 @@ class OutlineWalk:
 
     def _alone_delays(self, instance: CollectiveInstance, index: int) -> tuple[float, ...] | None:
         """Return the delays of a collective that only one class takes part in, on links of its own; None elsewhere."""
-        known = self._prepare(instance)
-        if known is None or len(instance.classes) > 1:
+        if len(instance.classes) > 1:
             return None
-        sessions = known[1].sessions
-        if sessions is not None and any(self._owner_of_link[link] != index for link in sessions.links):
-            return None
-        return delays_on_idle_links(self.machine, known)
+        if index not in self._own_links:
+            self._own_links[index] = frozenset(link for link, owner in self._owner_of_link.items() if owner == index)
+        return delays_of_collective(self.machine, instance, self._own_links[index])
 
     def _priced(self, template: Template, index: int) -> _Priced | None:
         """Return a template's time for a class; None where that is not the same at all times."""

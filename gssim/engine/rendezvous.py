@@ -229,23 +229,12 @@ def prepared_transfer(machine: MachineState, instance: CollectiveInstance) -> Pr
     return (*first, prepared.wait_s) if prepared.wait_s else first, prepared, reduction_s
 
 
-def delays_on_idle_links(machine: MachineState, transfer: PreparedTransfer) -> tuple[float, ...] | None:
-    """Return the delays of a collective on idle links, to be added one after another as the clock would; None where
-    it has several sessions.
-    """
-    first, prepared, reduction_s = transfer
-    last = (reduction_s,) if reduction_s else ()
-    if prepared.sessions is None:
-        return (*first, prepared.processor_s, *last) if prepared.processor_s else (*first, *last)
-    alone_s = machine.network.single_session_s(prepared)
-    return None if alone_s is None else (*first, max(alone_s, prepared.processor_s), *last)
-
-
 def delays_of_collective(
     machine: MachineState, instance: CollectiveInstance, idle: Set[int]
 ) -> tuple[float, ...] | None:
-    """Return the delays of a collective's stages where all links that it crosses are `idle`; None where another is not,
-    or where earlier traffic counts (notices, segments of shaped links).
+    """Return the delays of a collective's stages where all links that it crosses are `idle`, to be added one after
+    another as the clock would; None where another is not, or where earlier traffic counts (notices, segments of shaped
+    links).
     """
     schedule, network = instance.schedule, machine.network
     delays = [schedule.fixed_s] if schedule.fixed_s else []

@@ -8,7 +8,8 @@ that left the same one. Every sum is made in the same order as for one rank alon
 
 Where no other traffic can cross a collective's links meanwhile (see `links_used_in_turn`), it takes a time that is
 known beforehand, and ends so long after its last arrival. Such collectives are added up as vectors too, ahead of the
-clock.
+clock: to the last digit where a collective is one session, else but for rounding, as its time is that of another size
+multiplied (`Network.on_idle_links_s`).
 """
 
 from collections import defaultdict, deque

@@ -119,8 +119,8 @@ class Prepared:
     sizes: Floats | None
     processor_s: float
     """Processor time of the ends for the bytes, from the end of the wait on."""
-    unit_ratio: float = 0.0
-    """Sizes of the sessions over their bytes for each byte of the stage's size."""
+    stage_bytes: float = 0.0
+    """Size of the stage with its stretch and the backend's factor, by which `Sessions.unit_bytes` are multiplied."""
 
 
 class _Transfer:
@@ -267,12 +267,12 @@ class Network:
         if not groups:
             return Prepared(0.0, None, None, 0.0)
         (group,) = groups
-        unit_ratio = stage.size_bytes * stage.stretch_ratio * pace.factor
-        sizes = group.unit_bytes * unit_ratio
+        stage_bytes = stage.size_bytes * stage.stretch_ratio * pace.factor
+        sizes = group.unit_bytes * stage_bytes
         wait_s = self._wait_s(stage, group, sizes, pace)
         if not sizes.any():
             return Prepared(wait_s, None, None, 0.0)
-        return Prepared(wait_s, group if len(group.link) else None, sizes, pace.processor_s, unit_ratio)
+        return Prepared(wait_s, group if len(group.link) else None, sizes, pace.processor_s, stage_bytes)
 
     def start(self, prepared: Prepared) -> simpy.Event:
         """Start the sessions of a stage now, and return the event that ends them."""
@@ -280,41 +280,34 @@ class Network:
         assert prepared.sizes is not None
         return self._start(prepared.sessions, prepared.sizes)
 
-    def single_session_s(self, prepared: Prepared) -> float | None:
-        """Return the time of the only session of a stage on links that nothing else uses; None where there are more."""
-        if prepared.sessions is None or prepared.sizes is None or len(prepared.sizes) != 1:
-            return None
-        rate, _ = self._rates([prepared.sessions])
-        return float(prepared.sizes[0] / rate[0])
-
     def on_idle_links_s(self, prepared: Prepared) -> float:
         """Return the time of a stage's sessions on links that nothing else uses; of several, until the last ends.
 
         Rates are proportional to the capacities, so that the time is simulated once for all sizes, and for all
         clusters whose links are in the same proportions.
         """
-        sessions = prepared.sessions
-        if sessions is None:
+        sessions, sizes = prepared.sessions, prepared.sizes
+        if sessions is None or sizes is None:
             return 0.0
-        alone_s = self.single_session_s(prepared)
-        if alone_s is not None:
-            return alone_s
-        relative: float = self.folded.rates.once(
+        if len(sizes) == 1:
+            rate, _ = self._rates([sessions])
+            return float(sizes[0] / rate[0])
+        widest_bytes: float = self.folded.rates.once(  # what the widest link would carry meanwhile, for each byte
             (sessions, self._proportions),
             lambda: self._last_end_s([(sessions, sessions.unit_bytes, 0.0)]) * self._widest,
             weight=lambda _: 1,
         )
-        return relative * prepared.unit_ratio / self._widest
+        return widest_bytes * prepared.stage_bytes / self._widest
 
     def stage_on_idle_links_s(self, stage: Stage, pace: Pace) -> float:
         """Return the time of a stage whose sessions begin at several times, on links that nothing else uses.
 
         Without notices and shaped links; as `alone_s`, but for rounding.
         """
-        unit_ratio, end_s = stage.size_bytes * stage.stretch_ratio * pace.factor, 0.0
+        stage_bytes, end_s = stage.size_bytes * stage.stretch_ratio * pace.factor, 0.0
         moving: list[tuple[Sessions, Floats, float]] = []
         for group in self.folded.of(stage).groups:
-            sizes = group.unit_bytes * unit_ratio
+            sizes = group.unit_bytes * stage_bytes
             wait_s = self._wait_s(stage, group, sizes, pace)
             if not sizes.any():
                 end_s = max(end_s, wait_s)

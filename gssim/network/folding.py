@@ -85,7 +85,9 @@ class Folded:
     first: Ints
     """First link of each class."""
     rates: Recent = field(default_factory=lambda: Recent(MOST_RATES))
-    """Cache of max-min rates, by sessions, a mask of the unfinished ones, and proportions of capacities."""
+    """Cache of max-min rates, by sessions, a mask of the unfinished ones, and proportions of capacities; and of times
+    of sessions on idle links, by sessions and proportions.
+    """
 
     def with_rates(self, bandwidth_bytes_per_s: Floats) -> "Folded":
         """Return the same classes at other rates; links that are equally fast here must be so there."""

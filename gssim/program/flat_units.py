@@ -73,7 +73,8 @@ def push_units(low: Lowering, rank: int, tasks: list[Task], micro_batch: MicroBa
     last = next((instance for instance in trained if not instance.layer.block), None)
     lowest = last if last is not trained[0] else None
     for unit in flat_units(low):
-        new = [collect := _end_of_backward(low, rank, unit, leaves=micro_batch.sends_gradients)]
+        collect = _end_of_backward(low, rank, unit, leaves=micro_batch.sends_gradients)
+        new = [collect]
         if lowest is not None and unit.is_root:  # its last gradient comes before those of blocks
             after_task[ends[lowest.module]] = new
             new = []
