@@ -73,7 +73,8 @@ class Processes:
     def submit(self, work: Callable[[Any], Any], argument: Any) -> Any:
         """Submit a chunk."""
         try:
-            return self._pool.submit(work, argument)
+            with _interrupt_blocked():  # the first submissions start the processes
+                return self._pool.submit(work, argument)
         except BrokenProcessPool:
             raise _died() from None
 
@@ -129,7 +130,8 @@ def _pool(jobs: int, start: str, state: Any) -> Iterator[ProcessPoolExecutor]:
     forked = [running] if start == "fork" else []
     pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin, initargs=(state, stopped, forked))
     if forked:
-        pool.submit(os.getpid).result()  # all processes are forked now
+        with _interrupt_blocked():
+            pool.submit(os.getpid).result()  # all processes are forked now
     try:
         yield pool
     except BaseException:
@@ -141,9 +143,26 @@ def _pool(jobs: int, start: str, state: Any) -> Iterator[ProcessPoolExecutor]:
         stopped.close()
 
 
+@contextmanager
+def _interrupt_blocked() -> Iterator[None]:
+    """Start processes inside with the user's interrupt blocked, until `_begin` ignores it: while they import modules,
+    it would end them with a traceback. This process gets it afterwards. (Windows cannot block it.)
+    """
+    if sys.platform == "win32":
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _begin(state: Any, stopped: Connection, inherited: Sequence[Connection]) -> None:
     """Ignore the user's interrupt, which the parent process handles, and end when that process does, or stops it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform != "win32":
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for connection in inherited:
         connection.close()

@@ -235,6 +235,28 @@ def test_an_interrupted_sweep_loses_nothing_and_goes_on(tmp_path):
     assert {file: file.stat().st_mtime_ns for file in out.glob("*.json")} == kept
 
 
+INTERRUPTED_AT_ONCE = """
+import os, signal
+from gssim.execution import processes
+
+heard = []
+signal.signal(signal.SIGINT, lambda *_: heard.append("heard"))
+with processes(2) as workers:
+    chunk = workers.submit(abs, -3)
+    os.killpg(0, signal.SIGINT)
+    while not workers.ended([chunk]):
+        pass
+    print(workers.answer(chunk), *heard)
+"""
+
+
+def test_an_interrupt_while_worker_processes_start_is_their_parents_alone():
+    """A terminal sends it to all of them, when they have not yet come to ignore it."""
+    line = [sys.executable, "-c", INTERRUPTED_AT_ONCE]
+    ended = subprocess.run(line, capture_output=True, text=True, timeout=100, start_new_session=True, check=False)
+    assert (ended.stdout, ended.stderr) == ("3 heard\n", "")
+
+
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
 def test_the_sweeps_that_ship_say_what_they_ask(path):
     sweep = load_sweep(path)
