@@ -84,9 +84,9 @@ class Hierarchy:
         check_equal_on_all_ranks(described, self.ranks, dist.get_rank(), self.all_reduce, device)
 
     def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
-        """All-reduce a tensor over all ranks."""
+        """All-reduce a tensor over all ranks: over nodes where there are several, and inside nodes of several ranks."""
         for group in (self.inter_node, self.intra_node):
-            if group is not None:
+            if group is not None and dist.get_world_size(group) > 1:
                 dist.all_reduce(tensor, op, group=group)
 
     def gather_objects(self, value: Any) -> list[Any]:

@@ -39,7 +39,7 @@ def cases_for(ranks: int) -> dict[str, dict[str, Any]]:
             "rest-coo-each-uneven-sgd": ("small-demo.toml", [*GPT, *SGD, *REST, *uneven, *TWICE, *COO]),
             "rest-selective-bf16": ("demo.toml", [*GPT, *SGD, *REST, *uneven, *low]),
             "rest-kept-last-full-adamw": ("small-demo.toml", [*GPT, *ADAMW64, *REST, *uneven, *TWICE, *LAST, *kept]),
-            "one-node-coo-sgd": ("small-demo.toml", [*GPT, *SGD, *one_node, *uneven, *COO]),
+            "one-node-coo-sgd": ("small-demo.toml", [*GPT, *SGD, *one_node, *uneven, *COO, "workload.clip_norm=0.05"]),
         },
         4: {
             "grid-coo-uneven-adamw": ("small-demo.toml", [*GPT, *ADAMW64, *GRID, *uneven, *COO]),
