@@ -37,6 +37,7 @@ from killing import ForkedRank
 IMPORTS = (
     *("gsreal.cli", "gsreal.run.launch", "gsreal.run.worker", "gsreal.run.checkpoint"),
     *("gsreal.models", "gsreal.statistics.collect", "torch.profiler", "torch._dynamo"),
+    *("torch._functorch.partitioners", "torch._inductor.pattern_matcher"),  # of torch.compile, whatever its backend
     *("torch.distributed.fsdp", "torch.distributed.optim", "torch.distributed.pipelining"),
     *("torch.distributed.tensor.parallel", "sklearn.model_selection", "sklearn.datasets"),
     *("transformers.models.auto.auto_factory", "transformers.models.llama.modeling_llama"),
@@ -100,6 +101,8 @@ class Command:
     """What it says on stderr when it is asked to end."""
     times: int = 1
     """How often it has said so then."""
+    slow_ranks_forked: bool = False
+    """Whether ranks that are slowed down by LD_PRELOAD are forks too: the process that is forked has loaded it."""
     ended_by: int = signal.SIGTERM
     """By which signal."""
 
@@ -113,6 +116,8 @@ class Ended:
     stderr: str
 
 
+LOADED = os.environ.get("LD_PRELOAD")
+"""What this process was started with."""
 LIMIT_S = 120
 """Commands that take longer hang, and are killed."""
 CLONE_NEWNET = 0x40000000
@@ -178,7 +183,9 @@ def forked_from() -> Parent:
     The process that has imported torch is started by whoever needs it first: of several that are started, those that
     find the socket bound end at once.
     """
+    from gsreal.lab.throttle import throttle_library
     from gsreal.machine import ENVIRONMENT
+    from gssim.errors import UserError
 
     # where tests run side by side, these have one parent, whose end is the end of all
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID", ALONE)
@@ -199,6 +206,9 @@ def forked_from() -> Parent:
         if not started:
             paths = os.pathsep.join(path for path in sys.path if path)
             environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": paths}
+            with suppress(UserError):
+                if (throttle := throttle_library()) is not None:  # does nothing until a rank asks it
+                    environment["LD_PRELOAD"] = str(throttle)
             line, nothing = [sys.executable, __file__, address[1:], str(owner)], subprocess.DEVNULL
             server = subprocess.Popen(line, env=environment, stdin=nothing, stdout=nothing, start_new_session=True)
             SERVERS.append(server)
@@ -355,8 +365,13 @@ def command_code(command: dict[str, Any], folder: str, output: Path, number: int
             place = os.open(command["network"], os.O_RDONLY)
             assert not ctypes.CDLL(None, use_errno=True).setns(place, CLONE_NEWNET), os.strerror(ctypes.get_errno())
         usual = gsreal.run.launch.Rank
+
+        def may_fork(start: Any) -> bool:
+            wanted = start.environment.get("LD_PRELOAD")
+            return wanted is None or (command["slow_ranks_forked"] and wanted == LOADED)
+
         gsreal.run.launch.Rank = lambda number, start, *more: (  # type: ignore[assignment, misc]
-            (usual if start.forked or "LD_PRELOAD" in start.environment else ForkedRank)(number, start, *more)
+            (usual if start.forked or not may_fork(start) else ForkedRank)(number, start, *more)
         )
         for name, value in command["values"].items():
             module, _, constant = name.rpartition(".")

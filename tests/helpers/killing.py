@@ -146,25 +146,39 @@ class ForkedRank:
 
     def __init__(self, number, start, environment, log, guard) -> None:
         self.number, self.log = number, log
+        from gsreal.run.signals import signals_deferred
+
         log.touch()
-        child = os.fork()
-        if not child:
-            become_rank(start, environment, log)
+        with signals_deferred():
+            child = os.fork()
+            if not child:
+                try:
+                    become_rank(start, environment, log)
+                except BaseException:
+                    traceback.print_exc()
+                os._exit(1)
         self.process = Forked(child)
 
 
 def become_rank(start, environment, log) -> None:
     """Do in this process what the rank's command does; it ends by itself."""
+    from gsreal.lab.network import enter
     from gsreal.machine import ENVIRONMENT
 
+    for number, handler in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+        signal.signal(number, handler)
+    command = start.command
     start.before()
+    if command[0] == "nsenter":  # of the lab
+        enter(Path(command[1].removeprefix("--net=")))
+        command = command[2:]
     os.setsid()
     os.environ.update({**ENVIRONMENT, **environment, **start.environment})
     handle = os.open(log, os.O_WRONLY | os.O_APPEND)
     for descriptor in (1, 2):
         os.dup2(handle, descriptor)
-    sys.argv = [start.command[2], *start.command[3:]]
-    runpy.run_module(start.command[2], run_name="__main__", alter_sys=True)
+    sys.argv = command[2:]
+    runpy.run_module(command[2], run_name="__main__", alter_sys=True)
 
 
 def become(main, program, asked) -> int:

@@ -57,14 +57,14 @@ def lab(*words):
     return subprocess.Popen(line, env=environment, **pipes), marker
 
 
-def lab_to_its_end(*words, at=None, times=1, by=signal.SIGTERM):
+def lab_to_its_end(*words, at=None, times=1, by=signal.SIGTERM, forked=False):
     """Return what the command line leaves, and how the ranks that it starts are found.
 
-    It is sent the signal `by` where it has said `at` so many times.
+    It is sent the signal `by` where it has said `at` so many times. `forked`: its ranks are forks.
     """
     marker = f"{os.getpid()}-{time.monotonic_ns()}"
     asked = forks.Command(["lab", *map(str, words)], {"LAB_TEST": marker}, terminated_at=at, times=times, ended_by=by)
-    (ended,) = forks.run_commands(asked)
+    (ended,) = forks.run_commands(replace(asked, slow_ranks_forked=forked))
     return ended, marker
 
 

@@ -58,7 +58,9 @@ def test_a_sweep_that_is_interrupted_goes_on_and_is_as_predicted(tmp_path, monke
     sweep.write_text(TINY)
     predict(monkeypatch, sweep, out)
     # the second lab is verified: the first is finished
-    ended, marker = lab_to_its_end("--sweep", sweep, "--out", out, at="verified", times=2, by=signal.SIGINT)
+    ended, marker = lab_to_its_end(
+        "--sweep", sweep, "--out", out, at="verified", times=2, by=signal.SIGINT, forked=True
+    )
     said = ended.stderr
     assert ended.returncode == 130, said
     assert "1 of 2 done" in said
@@ -66,7 +68,7 @@ def test_a_sweep_that_is_interrupted_goes_on_and_is_as_predicted(tmp_path, monke
     (first,) = out.glob("*.measured.json")
     before = first.stat().st_mtime_ns
 
-    ended, marker = lab_to_its_end("--sweep", sweep, "--out", out)
+    ended, marker = lab_to_its_end("--sweep", sweep, "--out", out, forked=True)
     table, said = ended.stdout, ended.stderr
     assert ended.returncode == 0, said
     assert "1 of 2 are there already" in said
