@@ -4,7 +4,7 @@ Everything goes to one folder: the machine's cluster file, gradient statistics w
 each point from both sides, and at the end the comparison, its charts and a page. What is finished is kept: the same
 command goes on after an interrupt. `gssim` and `analysis` do their parts as commands.
 
-Runs on one device come first, where the sweep has them first: they need no measured communication. A shared machine
+Runs without a wrapper come first, where the sweep has them first: they need no measured communication. A shared machine
 drifts within minutes. Layers are therefore measured before, between and after the runs, and a run that
 waited for its cores is repeated at the end, if there is time.
 """
@@ -166,7 +166,7 @@ class Session:
             if self.is_over():
                 self.say(f"the time is over (--seconds): {len(missing) - number} runs are left to the next call")
                 return
-            if row.loaded.scenario.ranks > 1:
+            if row.loaded.scenario.ranks > 1 or row.loaded.scenario.plan.method != "single":  # wrappers of one rank too
                 self.calibrate_links()
             if number == (len(missing) + 1) // 2:
                 self.calibrate_again()

@@ -11,12 +11,21 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from gssim.cluster import Curve, DeviceType
+from gssim.cluster.kernel_rates import KernelRates
 from gssim.cluster.measured import CutBlockCost, OptimizerCost, ShardedUnitCost, UnitCost
 from gssim.plan import INDEX_BYTES
 from gssim.scenario import achieved_flop_per_s, has_master_copy, layer_profile, master_bytes, value_bytes
 from gssim.scenario.device_rates import product_precision
 from gssim.units import PRECISION_BYTES, Floats, Precision, Rate
-from gssim.workload import Layer, Polynomial, Workload, implementation_on, optimizer_moved_values
+from gssim.workload import (
+    Layer,
+    Model,
+    Polynomial,
+    TokenInput,
+    Workload,
+    implementation_on,
+    optimizer_moved_values,
+)
 from gssim.workload.muon import (
     NEWTON_SCHULZ_STEPS,
     OPERATIONS_PER_MATRIX,
@@ -55,19 +64,22 @@ def layer_time_s(
     if whole is not None and whole is not layer:
         measured_s = layer_time_s(device, workload, whole, phase=phase, batch_size=batch_size, selective=selective)
         works = [_work_on(device, workload, part, phase, selective=selective, whole=whole) for part in (layer, whole)]
-        own_s, whole_s = (_layer_roofline_s(device, workload, work, batch_size) for work in works)
+        own_s, whole_s = (
+            _layer_roofline_s(device, workload, part, work, phase, batch_size)
+            for part, work in zip((layer, whole), works, strict=True)
+        )
         return measured_s * own_s / whole_s if whole_s else measured_s
     profile = layer_profile(device, workload, layer)
     work = _work_on(device, workload, layer, phase, selective=selective)
     if profile is None:
-        return _layer_roofline_s(device, workload, work, batch_size)
+        return _layer_roofline_s(device, workload, layer, work, phase, batch_size)
     if phase == "b":
         return profile.backward_s.at(batch_size)
     forward_s = profile.forward_s.at(batch_size)
     forward = _work_on(device, workload, layer, "f")
     if work == forward:
         return forward_s
-    again_s, whole_s = (_layer_roofline_s(device, workload, part, batch_size) for part in (work, forward))
+    again_s, whole_s = (_layer_roofline_s(device, workload, layer, part, "f", batch_size) for part in (work, forward))
     return forward_s * again_s / whole_s if whole_s else forward_s
 
 
@@ -173,17 +185,72 @@ def _maps(layer: Layer) -> list[tuple[int, ...]]:
     return [parameter.shape for parameter in layer.parameters if len(parameter.shape) == 2]
 
 
-def _layer_roofline_s(device: DeviceType, workload: Workload, work: Work, batch_size: int) -> float:
+def _layer_roofline_s(
+    device: DeviceType, workload: Workload, layer: Layer, work: Work, phase: str, batch_size: int
+) -> float:
     shape = {"b": batch_size, "s": workload.sequence_length or 1}
     scale = value_bytes(workload) / PRECISION_BYTES[workload.model.traced_precision]
+    flop = float(work.flop.at(**shape))
+    rates = next((each for each in device.kernels if each.precision == product_precision(device, workload)), None)
+    if rates is not None and workload.sequence_length is not None:
+        flop += _slower_kernels_flop(device, workload, layer, work.flop, rates, backward=phase == "b", **shape)
     return roofline_s(
         device,
         product_precision(device, workload),
-        flop=work.flop.at(**shape),
+        flop=flop,
         moved_bytes=work.moved_bytes.at(**shape) * scale,
         operations=work.operations,
         streamed_bytes=work.streamed_bytes.at(**shape) * scale if work.streamed_bytes is not None else 0.0,
     )
+
+
+def _slower_kernels_flop(
+    device: DeviceType,
+    workload: Workload,
+    layer: Layer,
+    flop: Polynomial,
+    rates: KernelRates,
+    *,
+    backward: bool,
+    b: int,
+    s: int,
+) -> float:
+    """Return the FLOP that the device would do at its own rate in the time that measured kernels take longer.
+
+    Terms in b*s are linear maps of every token, at the mean rate of the layer's matrices, weighted by their FLOP; a
+    head that lists no matrix multiplies by the embedding's. Terms in b*s^2 are attention. Others, such as experts,
+    whose tokens are unlike, are done at the device's rate.
+    """
+    own = achieved_flop_per_s(device, product_precision(device, workload))
+    model, factor = workload.model, 4 if backward else 2
+    linear = sum(c for c, i, j in flop.terms if (i, j) == (1, 1)) * b * s
+    attention = sum(c for c, i, j in flop.terms if (i, j) == (1, 2)) * b * s**2
+    maps = [(parameter.shape[1], parameter.shape[0]) for parameter in layer.parameters if len(parameter.shape) == 2]
+    if isinstance(model.input, TokenInput) and not maps:
+        maps = [(linear // (factor * b * s * model.input.vocabulary), model.input.vocabulary)]
+    maps = [(k, n) for k, n in maps if k and n]
+    slower = 0.0
+    if linear and maps:
+        at_own = factor * b * s * sum(k * n for k, n in maps)
+        maps_s = sum(rates.map_s(b * s, k, n, backward=backward) for k, n in maps)
+        slower += min(linear, at_own) * (own * maps_s / at_own - 1)
+    if attention and rates.attention:
+        causal = isinstance(model.input, TokenInput) and model.input.task == "next-token"
+        rate = rates.attention_flop_per_s(_head_width(model, layer.name), s, backward=backward, causal=causal)
+        slower += attention * (own / rate - 1)
+    return slower
+
+
+def _head_width(model: Model, block: str) -> int | None:
+    """Return the width of a block's attention heads: the smallest part of its matrices that is cut with a head."""
+    widths = [
+        parameter.shape[parameter.cut]
+        for layer in model.sliced_layers
+        if layer.name == block
+        for parameter in layer.parameters
+        if parameter.cut is not None and len(parameter.shape) == 2
+    ]
+    return min(widths, default=None)
 
 
 def roofline_s(
@@ -287,23 +354,33 @@ def _measured_optimizer(device: DeviceType, workload: Workload) -> OptimizerCost
 
 
 def optimizer_issue_s(
-    device: DeviceType, workload: Workload, *, tensors: int, sharded_tensors: int = 0
+    device: DeviceType, workload: Workload, *, tensors: int, sharded_tensors: int = 0, casts: int = 0
 ) -> float | None:
-    """Return a GPU's host time to issue an update of so many tensors; None where it is not measured apart."""
+    """Return a GPU's host time to issue an update of so many tensors; None where it is not measured apart.
+
+    `casts`: times that each tensor is cast from or to a master copy, see `master_copy_time_s`.
+    """
     cost = _measured_optimizer(device, workload)
     if cost is None or cost.host_s is None or not tensors:
         return None
-    return cost.host_s + tensors * (cost.host_tensor_s or 0.0) + sharded_tensors * cost.sharded_tensor_s
+    update_s = cost.host_s + tensors * (cost.host_tensor_s or 0.0) + sharded_tensors * cost.sharded_tensor_s
+    if device.kernel_s is None or not has_master_copy(workload):
+        return update_s
+    return update_s + casts * tensors * device.operation_overhead_s
 
 
 def master_copy_time_s(device: DeviceType, workload: Workload, *, elements: int, tensors: int, casts: int) -> float:
     """Return the time to cast `elements` between the workload's precision and its master copy's, `casts` times.
 
-    Each reads one and writes the other, tensor by tensor. Nothing where there is no master copy.
+    Each reads one and writes the other, tensor by tensor. Nothing where there is no master copy. On a GPU whose host
+    times are measured apart it is the device's own time; `optimizer_issue_s` has the host's.
     """
     if not has_master_copy(workload):
         return 0.0
     sizes = (value_bytes(workload), master_bytes(workload))
+    if device.kernel_s is not None and optimizer_issue_s(device, workload, tensors=tensors) is not None:
+        moved_s = moving_time_s(device, value_bytes=sizes, elements=elements, tensors=0)
+        return casts * (moved_s + tensors * device.kernel_s)
     return casts * moving_time_s(device, value_bytes=sizes, elements=elements, tensors=tensors)
 
 

@@ -24,12 +24,13 @@ from gsreal.calibrate.communication import (
     communicating_slowdown,
     communication_cost,
 )
+from gsreal.calibrate.kernels import kernel_rates
 from gsreal.calibrate.profile import neighbour_slowdown, profile_model, trained_between
 from gsreal.calibrate.wrappers import (
     cut_block_cost,
     flat_unit_cost,
     gradient_hook_cost,
-    replica_hook_cost,
+    replica_costs,
     sharded_unit_cost,
     step_cost,
 )
@@ -84,13 +85,17 @@ def run(settings: Settings) -> dict[str, Any]:
 def _device_costs(bench: Bench) -> dict[str, Any]:
     bench.say("arithmetic and memory")
     device = bench.alone(lambda: device_rates(bench))
+    kernels = {}
+    if bench.device.type == "cuda":  # a CPU takes longer for them than for the layers of a model that it can train
+        bench.say("matrix products and attention by size")
+        kernels = {"kernels": bench.alone(lambda: [kernel_rates(bench)])}
     bench.say("optimizers")
     with trained_between(bench):
         optimizers = bench.alone(lambda: {name: optimizer_cost(bench, name) for name in bench.settings.optimizers})
     bench.say("thresholding")
     compression = bench.alone(lambda: compression_cost(bench))
     device = (device or {}) | {"step_host_s": step_cost(bench)}
-    return {"device": device, "optimizers": optimizers, "compression": compression}
+    return {"device": device, "optimizers": optimizers, "compression": compression, **kernels}
 
 
 def _layer_costs(bench: Bench, counter: MemoryCounter) -> dict[str, Any]:
@@ -143,7 +148,7 @@ def _communication_costs(bench: Bench) -> dict[str, Any]:
         "flat_unit": flat_unit,
         "sharded_tensor_s": sharded_tensor_s,
         "gradient_hook_s": gradient_hook_cost(bench),
-        "replica_hook_s": replica_hook_cost(bench),
+        **replica_costs(bench),
     }
 
 

@@ -380,6 +380,10 @@ def device_rates(bench: Bench) -> dict[str, float]:
         for _ in range(1000):
             small.add_(1.0)
 
+    def issue_hundred() -> None:  # of which the device can be held up until all are issued
+        for _ in range(100):
+            small.add_(1.0)
+
     rates = {
         "peak_flop_per_s": matrix_rate(bench),
         "memory_bandwidth_bytes_per_s": _copy_rate(bench),
@@ -391,6 +395,7 @@ def device_rates(bench: Bench) -> dict[str, float]:
         rates["memory_bytes"] = int(properties.total_memory)
         threads = properties.max_threads_per_multi_processor
         rates["resident_threads"] = properties.multi_processor_count * threads
+        rates["kernel_s"] = _issued_and_run_s(bench, issue_hundred)[0] / 100
     else:
         text = Path("/proc/meminfo").read_text(encoding="utf-8")
         rates["memory_bytes"] = int(text.split("MemTotal:")[1].split()[0]) * 1024

@@ -38,6 +38,7 @@ COMMUNICATING = (
     "communicating_slowdown_ratio",
     "gradient_hook_s",
     "replica_hook_s",
+    "replica_forward_s",
     "sharded_unit",
     "flat_unit",
     "cut_block",
@@ -160,11 +161,10 @@ def device_type_data(measured: dict[str, Any], settings: Settings, source: str) 
         "compression": measured["compression"],
         "profiles": measured["profiles"],
     }
-    if "step_host_s" in device:
-        data["step_host_s"] = device["step_host_s"]
+    data |= {key: device[key] for key in ("step_host_s", "kernel_s") if key in device}
     if "resident_threads" in device:
         data["resident_threads"] = int(device["resident_threads"])
-    for key in (*COMMUNICATING, *DRIFTING):
+    for key in (*COMMUNICATING, *DRIFTING, "kernels"):
         if key in measured:
             data[key] = measured[key]
     return data

@@ -374,18 +374,39 @@ def _mean_s(bench: Bench, step: Callable[[], None]) -> float:
 FEW_TENSORS, MANY_TENSORS = 8, 48
 
 
-def replica_hook_cost(bench: Bench) -> float:
-    """Return the time that one gradient adds to the backward under DistributedDataParallel, without its all-reduce."""
+def replica_costs(bench: Bench) -> dict[str, float]:
+    """Return what DistributedDataParallel adds, without its all-reduces: for each gradient, and for each forward."""
     group = dist.new_group([0])
 
     def replicated(module: nn.Module) -> tuple[nn.Module, None]:
         return nn.parallel.DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=True), None
 
-    def added_s(tensors: int) -> float:
-        return _backward_s(bench, tensors, replicated) - _backward_s(bench, tensors)
+    def hook_s() -> float:
+        few_s, many_s = (
+            _backward_s(bench, tensors, replicated) - _backward_s(bench, tensors)
+            for tensors in (FEW_TENSORS, MANY_TENSORS)
+        )
+        return max(0.0, (many_s - few_s) / (MANY_TENSORS - FEW_TENSORS))
 
-    cost_s = bench.alone(lambda: (added_s(MANY_TENSORS) - added_s(FEW_TENSORS)) / (MANY_TENSORS - FEW_TENSORS))
-    return max(0.0, float(cost_s or 0.0))
+    def forward_s() -> float:
+        plain, wrapped = (_Stack(1, FEW_TENSORS, 64).to(bench.device) for _ in range(2))
+        modules = (plain, replicated(wrapped)[0])
+        times_s: tuple[list[float], ...] = ([], [])
+        for step in range(WARMUPS + STEPS):
+            for module, found in zip(modules, times_s, strict=True):
+                bench.displace()
+                bench.finish()
+                began = device_time_s()
+                result = module(torch.ones(1, device=bench.device))
+                bench.finish()
+                if step >= WARMUPS:
+                    found.append(device_time_s() - began)
+                result.sum().backward()
+        before_s, after_s = map(statistics.median, times_s)
+        return max(0.0, after_s - before_s)
+
+    costs = bench.alone(lambda: {"replica_hook_s": hook_s(), "replica_forward_s": forward_s()})
+    return costs or {}
 
 
 def _backward_s(

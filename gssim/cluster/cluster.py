@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer
 
+from gssim.cluster.kernel_rates import KernelRates
 from gssim.cluster.measured import (
     CompressionCost,
     Curve,
@@ -75,6 +76,9 @@ class DeviceType:
     """Achieved memory bandwidth of memory-bound operations, usually less than a data sheet's."""
     operation_overhead_s: Seconds = 0.0
     """Host time to launch one operation; a step is never faster than its launches."""
+    kernel_s: Seconds | None = None
+    """On a GPU: its own time of an operation on few elements, of which the host has issued many ahead. Absent: not
+    measured; operations of an update then take the host's time."""
     step_host_s: Seconds | None = None
     """Host time of a training loop in each step besides forward, backward and update: the batch, the loss, its logging.
     Absent: none."""
@@ -118,8 +122,13 @@ class DeviceType:
     Gradient Sharding with what its step does for each parameter besides the update."""
     replica_hook_s: Seconds | None = None
     """The same under DistributedDataParallel; absent: `gradient_hook_s`."""
+    replica_forward_s: Seconds | None = None
+    """Host time that DistributedDataParallel adds to each forward; absent: none."""
     profiles: tuple[Profile, ...] = ()
     """Measured layers, by model; without them, a roofline of the rates above is used."""
+    kernels: tuple[KernelRates, ...] = ()
+    """Measured rates of matrix products and attention by their sizes, at one or several precisions, for models of token
+    sequences without a profile; absent: the achieved FLOP/s for all."""
     price_usd_per_h: NonNegativeFloat | None = None
     """Price of an hour; absent: results have no costs."""
     busy_power_w: Watts | None = None
@@ -134,7 +143,7 @@ class DeviceType:
     @model_serializer(mode="wrap")
     def _as_measured(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Return plain data without what is absent or off."""
-        off = ("lab", "communicator_bytes", "expandable_segments")
+        off = ("lab", "communicator_bytes", "expandable_segments", "kernels")
         absent = (
             "busy_power_w",
             "idle_power_w",
@@ -144,6 +153,8 @@ class DeviceType:
             "fp32_efficiency_ratio",
             "float8_ratio",
             "replica_hook_s",
+            "replica_forward_s",
+            "kernel_s",
             "step_host_s",
             "flat_unit",
         )

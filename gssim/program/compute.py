@@ -278,6 +278,8 @@ def _timing(low: Lowering, rank: int, instance: LayerInstance, phase: str, sampl
     device, workload, selective = low.device(rank), low.scenario.workload, low.selective
     alone_s = _layer_s(low, rank, instance, phase, samples)
     hooks_s = hook_s * len(instance.layer.parameters) if phase == "b" else 0.0
+    if phase == "f" and instance.index == 0 and low.policies.gradients == "all-reduce":
+        hooks_s += device.replica_forward_s or 0.0  # the wrapper's own
     whole = low.whole_layer(instance) or instance.layer
     issue_s = cost.measured_issue_s(device, workload, whole, phase=phase, batch_size=samples, selective=selective)
     if issue_s is not None:

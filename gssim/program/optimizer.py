@@ -187,10 +187,8 @@ def _update(
     duration_s = cost.optimizer_time_s(
         device, workload, elements=elements, tensors=len(owned), sharded_tensors=distributed, matrices=matrices
     )
-    if not holds_shards(low) and not low.offload:  # sharded parameters are cast as they are gathered
-        duration_s += cost.master_copy_time_s(
-            device, workload, elements=elements, tensors=len(owned), casts=1 + _casts_gradients(low)
-        )
+    casts = 0 if holds_shards(low) or low.offload else 1 + _casts_gradients(low)  # shards are cast when gathered
+    duration_s += cost.master_copy_time_s(device, workload, elements=elements, tensors=len(owned), casts=casts)
     if (
         low.flat_part and not low.has_master_copy and not low.offload
     ):  # gradients are copied to the part, and the part to the parameters
@@ -204,7 +202,7 @@ def _update(
     if low.policies.ep > 1 and low.policies.gradients == "reduce-scatter":  # see [Note: experts] in `sharded`
         of_experts = sum(unit.shard_bytes for unit in units(low) if unit.experts)
         duration_s += cost.copy_time_s(device, of_experts)
-    issue_s = cost.optimizer_issue_s(device, workload, tensors=len(owned), sharded_tensors=distributed)
+    issue_s = cost.optimizer_issue_s(device, workload, tensors=len(owned), sharded_tensors=distributed, casts=casts)
     issue = None if issue_s is None else Issue(issue_s, goes_on=True)
     return Task(TaskId("optimizer", part=part), "optimizer", duration_s=duration_s, need=footprint(events), issue=issue)
 

@@ -1,4 +1,4 @@
-"""Runs on two ranks of a test: what the host adds where blocks are cut, measured on blocks of few tokens.
+"""Runs on two ranks of a test: what the host adds where blocks are cut, on blocks of few tokens, and rates of kernels.
 
 Argument: the file to write.
 """
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from gsreal.calibrate import kernels
 from gsreal.calibrate import wrappers as cut_blocks
 from gsreal.calibrate.bench import Bench, Settings
 from gsreal.run.rank import run_on_rank
@@ -17,7 +18,9 @@ from gsreal.run.rank import run_on_rank
 def main(out: str) -> None:
     cut_blocks.TOKENS, cut_blocks.STEPS = (1, 16), 5
     settings = Settings(models=(), batch_sizes=(), sequence_length=1, precision="fp32", kind="cpu")
-    found = cut_blocks.cut_block_cost(Bench(settings))
+    kernels.SIZES, kernels.LENGTHS, kernels.TOKENS = ({"cpu": each} for each in ((16, 128), (16, 64), 64))
+    bench = Bench(settings)
+    found = {"cut_block": cut_blocks.cut_block_cost(bench), "kernels": bench.alone(lambda: kernels.kernel_rates(bench))}
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()

@@ -33,7 +33,7 @@ def gpus(ranks: int, *, run_s: float, issue_s: float, backend: str = "nccl", **c
         "forward_host_s": curve(issue_s),
         "backward_host_s": curve(issue_s),
     }
-    profile = {"model": "tiny", "precision": "fp32", "sequence_length": 4}
+    profile = {"model": "tiny", "precision": changes.pop("precision", "fp32"), "sequence_length": 4}
     profile["layers"] = dict.fromkeys(("embedding", "h", "head", "loss"), layer)
     of_gpu = {"kind": "cuda", "profiles": [profile], "optimizers": {"adamw": OPTIMIZER}, "operation_overhead_s": 1e-3}
     cluster = {"bandwidth": changes.pop("bandwidth", 1e12)}
@@ -72,6 +72,24 @@ def test_hooks_of_replicas_take_the_hosts_time():
         bare = [step_s(gpus(2, **each), {"method": method}) for each in (slow, fast)]
         assert added[0] == pytest.approx(bare[0])
         assert added[1] - bare[1] == pytest.approx(hooks_s)
+
+
+def test_what_a_replicas_wrapper_adds_to_each_forward_is_the_hosts():
+    for method, micro_batches, added_s in (("ddp", 1, 0.5), ("ddp", 2, 1.0), ("gs", 1, 0.0)):
+        plan = {"method": method, "micro_batches": micro_batches}
+        for speeds, expected_s in (({"run_s": 9.0, "issue_s": 1.0}, 0.0), ({"run_s": 1.0, "issue_s": 9.0}, added_s)):
+            bare_s, wrapped_s = (step_s(gpus(2, **speeds, replica_forward_s=each), plan) for each in (None, 0.5))
+            assert wrapped_s - bare_s == pytest.approx(expected_s)
+
+
+def test_casts_of_master_copies_are_issued_ahead_where_both_times_are_known():
+    """Two casts of 168 elements in six tensors, of which each moves 6 bytes at 1 GB/s."""
+    casts_s, issue_s = 2 * (168 * 6 / 1e9 + TENSORS * 1e-4), 2 * TENSORS * 1e-3
+    known = {"kernel_s": 1e-4, "precision": "bf16"}
+    slow = step_s(gpus(1, run_s=4.0, issue_s=1.0, **known), precision="bf16")
+    assert slow == pytest.approx(PASSES * 4.0 + UPDATE_S + casts_s, rel=1e-6)
+    fast = step_s(gpus(1, run_s=1.0, issue_s=4.0, **known), precision="bf16")
+    assert fast == pytest.approx(PASSES * 4.0 + UPDATE_HOST_S + issue_s, rel=1e-6)
 
 
 UNIT = {

@@ -4,9 +4,11 @@ import copy
 from functools import partial
 from pathlib import Path
 from timeit import timeit
+from typing import Any
 
 import pytest
 from real_runs import run_module
+from strategies import device_type
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
@@ -15,6 +17,8 @@ import torch
 from gsreal.calibrate.cluster_file import averaged, write_all_reduces
 from gsreal.calibrate.communication import _mean, line_through
 from gsreal.calibrate.profile import _jitter, _layer_s, _spread, _Step
+from gssim.cluster import DeviceType
+from gssim.cluster.kernel_rates import KernelRates
 from gssim.cluster.measured import CutBlockCost
 from gssim.errors import UserError
 from gssim.interop.nccl_tests import nccl_table
@@ -119,16 +123,36 @@ def test_what_observation_costs_is_taken_out():
     assert _layer_s(steps, [0], "b") == pytest.approx(1.6)
 
 
+@pytest.fixture(scope="module")
+def measured_on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run_module("cut_ranks", [], tmp_path_factory.mktemp("calibrated"), ranks=2)
+
+
 @pytest.mark.real
-def test_dtensor_takes_many_operations_time_for_a_pair_of_maps(tmp_path: Path):
+def test_dtensor_takes_many_operations_time_for_a_pair_of_maps(measured_on_two_ranks: dict[str, Any]):
     """It dispatches over thirty operations for a pair, each through Python and the propagation of shardings."""
-    found = run_module("cut_ranks", [], tmp_path, ranks=2)
-    cost = validated(CutBlockCost, found, file="measured")
+    cost = validated(CutBlockCost, measured_on_two_ranks["cut_block"], file="measured")
     for kind in ("forward_pair_s", "backward_pair_s", "sum_s"):
         assert getattr(cost, kind).sizes == (8 * 128 * 4.0, 16 * 8 * 128 * 4.0)
         assert 1e-5 < cost.at(kind, 0.0) < 0.1
     operation_s = timeit(partial(torch.ones(8).add_, 1.0), number=1000) / 1000
     assert cost.at("forward_pair_s", 0.0) + cost.at("backward_pair_s", 0.0) > 30 * operation_s
+
+
+@pytest.mark.real
+def test_rates_of_kernels_are_as_a_cluster_file_has_them(measured_on_two_ranks: dict[str, Any]):
+    """Large products do more FLOP a second than tiny ones, which mostly wait for their launches."""
+    rates = validated(KernelRates, measured_on_two_ranks["kernels"], file="measured")
+    assert rates.precision == "fp32"
+    for kind, products in rates.products.items():
+        assert products.sizes == (16, 128), kind
+        assert products.at(128, 128, 128) > 2 * products.at(16, 16, 16)
+    assert [each.head_width for each in rates.attention] == [64, 128]
+    for each in rates.attention:
+        assert each.lengths == (16, 64)
+        assert min(each.at(64, backward=backward, causal=causal) for backward in (0, 1) for causal in (0, 1)) > 1e6
+    device = validated(DeviceType, device_type(kernels=[measured_on_two_ranks["kernels"]]), file="cluster")
+    assert device.kernels == (rates,)
 
 
 def test_measured_all_reduces_are_written_as_gssim_reads_them(tmp_path: Path):

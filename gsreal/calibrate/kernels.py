@@ -1,0 +1,167 @@
+"""Rates of the kernels that do a model's FLOP, by their sizes: matrix products, and attention.
+
+Models without a profile are predicted from them. A linear layer y = x W^T of m tokens, k inputs and n outputs runs
+three products in a training: its forward, the gradient of its input, and that of its weight. They read their matrices
+in different layouts, which have kernels of different rates.
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gsreal.calibrate.bench import Bench, elapsed_s, hold_device, now
+from gsreal.model_files.build import DTYPES
+
+SIZES = {"cpu": (64, 256, 1024), "cuda": (256, 1024, 4096, 16384)}
+"""Sizes of m, k and n between which rates are interpolated."""
+LENGTHS = {"cpu": (64, 256, 1024), "cuda": (256, 1024, 4096, 16384)}
+"""Lengths of sequences."""
+HEAD_WIDTHS = (64, 128)
+TOKENS, WIDTH = {"cpu": 1024, "cuda": 16384}, {"cpu": 256, "cuda": 2048}
+"""Tokens, and elements of all heads, of the attention that is measured."""
+ROTATED_BYTES = {"cpu": 2**24, "cuda": 2**27}
+"""Operands of successive calls lie in so much memory together: none is in a cache because of the call before."""
+MOST_SETS = 16
+TIMED_S = {"cpu": 0.002, "cuda": 0.003}
+"""Duration of the calls that are timed together."""
+REPEATS = 3
+MEMORY_RATIO = 0.25
+"""Part of a GPU's memory that the operands of one product may take."""
+
+Calls = Sequence[Callable[[], object]]
+
+
+def kernel_rates(bench: Bench) -> dict[str, Any]:
+    """Return the FLOP/s of products and attention at the calibration's precision, as `kernels` of a device type.
+
+    FLOP of attention are counted without its mask, as models' are.
+    """
+    precision = bench.settings.precision
+    return {
+        "precision": precision,
+        "products": _product_rates(bench, DTYPES[precision]),
+        "attention": [_attention_rates(bench, DTYPES[precision], width) for width in HEAD_WIDTHS],
+    }
+
+
+def _product_rates(bench: Bench, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the rates of the three products at all combinations of sizes (m, k, n), the last of which varies fastest.
+
+    A product that does not fit into the memory has the rate of the one before it.
+    """
+    sizes = SIZES[bench.device.type]
+    rates: dict[str, list[float]] = {"forward": [], "input_gradient": [], "weight_gradient": []}
+    for m, k, n in product(sizes, repeat=3):
+        measured = linear_rates(bench, dtype, m, k, n)
+        for name, values in rates.items():
+            values.append(measured[name] if measured else values[-1])
+    middle = sizes[-2]
+    even, odd = (linear_rates(bench, dtype, middle, middle, n) or {} for n in (middle, middle + 1))
+    return {
+        name: {
+            "sizes": [float(size) for size in sizes],
+            "flop_per_s": values,
+            "odd_ratio": min(1.0, odd[name] / even[name]),
+        }
+        for name, values in rates.items()
+    }
+
+
+def linear_rates(bench: Bench, dtype: torch.dtype, m: int, k: int, n: int) -> dict[str, float] | None:
+    """Return the FLOP/s of a linear layer's products of m tokens, k inputs and n outputs; None if they do not fit."""
+    held_bytes = dtype.itemsize * (m * k + n * k + m * n)
+    if bench.device.type == "cuda":
+        total = torch.cuda.get_device_properties(bench.device).total_memory
+        if 2 * held_bytes > MEMORY_RATIO * total:
+            return None
+    count = max(1, min(MOST_SETS, ROTATED_BYTES[bench.device.type] // held_bytes))
+
+    def values(rows: int, columns: int) -> list[Tensor]:
+        return [torch.randn(rows, columns, device=bench.device, dtype=dtype) for _ in range(count)]
+
+    inputs, weights, outputs = values(m, k), values(n, k), values(m, n)
+    operands = {
+        "forward": [(x, w.t()) for x, w in zip(inputs, weights, strict=True)],
+        "input_gradient": list(zip(outputs, weights, strict=True)),
+        "weight_gradient": [(y.t(), x) for y, x in zip(outputs, inputs, strict=True)],
+    }
+    flop = 2.0 * m * k * n
+    rates = {}
+    for name, pairs in operands.items():
+        results = [torch.empty(a.shape[0], b.shape[1], device=bench.device, dtype=dtype) for a, b in pairs[:2]]
+        calls = [partial(torch.mm, a, b, out=results[i % len(results)]) for i, (a, b) in enumerate(pairs)]
+        rates[name] = flop / _call_s(bench, calls)
+    return rates
+
+
+def _attention_rates(bench: Bench, dtype: torch.dtype, width: int) -> dict[str, Any]:
+    """Return the rates of torch's attention with heads of a width by the length of the sequences, causal and whole."""
+    kind = bench.device.type
+    lengths = [length for length in LENGTHS[kind] if length <= TOKENS[kind]]
+    rates: dict[str, list[float]] = {
+        f"{mask}{phase}": [] for mask in ("causal_", "") for phase in ("forward", "backward")
+    }
+    for length in lengths:
+        for causal in (True, False):
+            shape = (TOKENS[kind] // length, WIDTH[kind] // width, length, width)
+            count = max(1, min(4, ROTATED_BYTES[kind] // (4 * dtype.itemsize * TOKENS[kind] * WIDTH[kind])))
+            forward, backward = _attention_calls(bench, dtype, shape, count, causal=causal)
+            flop = 4.0 * TOKENS[kind] * length * WIDTH[kind]
+            mask = "causal_" if causal else ""
+            rates[f"{mask}forward"].append(flop / _call_s(bench, forward))
+            # a fused kernel computes the scores again: five products instead of two
+            rates[f"{mask}backward"].append(2.5 * flop / _call_s(bench, backward))
+    return {"head_width": width, "lengths": [float(length) for length in lengths], **rates}
+
+
+def _attention_calls(
+    bench: Bench, dtype: torch.dtype, shape: tuple[int, ...], count: int, *, causal: bool
+) -> tuple[Calls, Calls]:
+    """Return calls of a forward and of its backward on `count` sets of queries, keys and values."""
+    forward: list[Callable[[], object]] = []
+    backward: list[Callable[[], object]] = []
+    for _ in range(count):
+        queries, keys, values = (
+            torch.randn(shape, device=bench.device, dtype=dtype, requires_grad=True) for _ in range(3)
+        )
+        gradient = torch.randn(shape, device=bench.device, dtype=dtype)
+        result = _attend(queries, keys, values, causal)
+
+        operands = (queries, keys, values)
+        forward.append(partial(_attend, queries.detach(), keys.detach(), values.detach(), causal))
+        backward.append(partial(torch.autograd.grad, result, operands, gradient, retain_graph=True))
+    return forward, backward
+
+
+def _attend(queries: Tensor, keys: Tensor, values: Tensor, causal: bool) -> Tensor:
+    return F.scaled_dot_product_attention(queries, keys, values, is_causal=causal)
+
+
+def _call_s(bench: Bench, calls: Calls) -> float:
+    """Return the device's time of one of the calls, run in turn: the median over some runs of many.
+
+    A GPU is held until the host has issued them all, so that none waits for the host.
+    """
+    kind = bench.device.type
+    for call in calls:
+        call()
+    bench.finish()
+    one_s = bench.time_s(calls[0], repeats=1, warmups=0)
+    count = max(1, min(100, round(TIMED_S[kind] / one_s)))
+    times = []
+    for _ in range(REPEATS):
+        if kind == "cuda":
+            hold_device(min(0.01, count * 3e-5))
+        began = now(bench.device)
+        for number in range(count):
+            calls[number % len(calls)]()
+        ended = now(bench.device)
+        bench.finish()
+        times.append(elapsed_s(began, ended) / count)
+    return statistics.median(times)
