@@ -96,7 +96,7 @@ def run_experts(
         own = held.repeat_interleave(sent_here.reshape(-1), output_size=len(rows)).argsort(stable=True)
         rows = _products(rows[own], sent_here.sum(0), gate_up, down, activation)
         rows = Mapped.apply(rows[_inverse(own)], combine, dispatch)
-    slots = rows[_inverse(order)].view(tokens, chosen, -1)
+    slots = rows[_inverse(order)].view(tokens, chosen, rows.shape[-1])  # no -1: there may be no tokens
     return (slots * weights.to(slots.dtype).unsqueeze(-1)).sum(1)
 
 

@@ -131,7 +131,7 @@ def _part(records: Records, checked: Shape, layers: Sequence[Layer], index: int)
     flop = {shape: record.flop[place] for shape, record in records.items()}
     moved = {shape: record.bytes_moved[place] for shape, record in records.items()}
     streamed = {shape: record.streamed[place] for shape, record in records.items()}
-    handed = layer_output(fit_buffers(records, checked, index - 1, name))
+    handed = layer_output(fit_buffers(records, checked, index - 1, name), layers[index - 1].output_bytes)
     back = layer_input_gradient(fit_buffers(records, checked, index + 1, name))
     return PartialBackward(
         backward_flop=fit_polynomial(flop, checked, f"{name}: FLOP"),

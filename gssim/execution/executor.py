@@ -4,13 +4,14 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for
+from multiprocessing.resource_tracker import ensure_running
 from typing import Any, Protocol
 
 from gssim.errors import RunFailedError, UserError
@@ -100,7 +101,8 @@ def processes(jobs: int) -> Iterator[Workers]:
     if jobs <= 1:
         yield Alone()
         return
-    with _pool(jobs, "spawn", None) as pool:  # not forked: the progress bar has a thread
+    start = "forkserver" if sys.platform == "linux" else "spawn"  # not fork: the progress bar has a thread
+    with _pool(jobs, start, None) as pool:
         yield Processes(pool, 2 * jobs)
 
 
@@ -126,9 +128,13 @@ _STATE: list[Any] = [None]
 def _pool(jobs: int, start: str, state: Any) -> Iterator[ProcessPoolExecutor]:
     """Provide a pool; where its block is left by an exception, its processes end at once."""
     context = get_context(start)
+    if start == "forkserver":  # it imports once what all workers need, and lives as long as this process
+        context.set_forkserver_preload(["gssim.sweeps.predictions"])
+        ensure_running()  # multiprocessing's tracker: its start would unblock the interrupt
     stopped, running = context.Pipe(duplex=False)  # the processes end when `running` is closed
     forked = [running] if start == "fork" else []
-    pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin, initargs=(state, stopped, forked))
+    initial = (state, stopped, forked, dict(os.environ))
+    pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin, initargs=initial)
     if forked:
         with _interrupt_blocked():
             pool.submit(os.getpid).result()  # all processes are forked now
@@ -158,8 +164,11 @@ def _interrupt_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _begin(state: Any, stopped: Connection, inherited: Sequence[Connection]) -> None:
-    """Ignore the user's interrupt, which the parent process handles, and end when that process does, or stops it."""
+def _begin(state: Any, stopped: Connection, inherited: Sequence[Connection], environment: Mapping[str, str]) -> None:
+    """Ignore the user's interrupt, which the parent process handles, and end when that process does, or stops it.
+
+    Takes the parent's environment, which may have changed since the process was started that this one is a fork of.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform != "win32":
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
@@ -167,6 +176,8 @@ def _begin(state: Any, stopped: Connection, inherited: Sequence[Connection]) -> 
     for connection in inherited:
         connection.close()
     _STATE[0] = state
+    os.environ.clear()
+    os.environ.update(environment)
 
     def end_with_parent() -> None:
         parent = parent_process()

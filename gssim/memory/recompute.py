@@ -63,7 +63,7 @@ def recomputed_buffers(
             moved.append(replace(buffer, freed=_kept_for(buffer.freed, following)))
         else:
             # beside its output, a layer may leave a tensor to the caller, who drops it once the next block has run
-            dropped = buffer.freed.phase == "f" and buffer is not layer_output(layer.buffers)
+            dropped = buffer.freed.phase == "f" and buffer is not layer_output(layer.buffers, layer.output_bytes)
             end = buffer.freed if dropped else _moved(buffer.freed, layer, after)
             end = FORWARD_END if again and autocast and _is_cached(buffer, end, last) else end
             moved.append(replace(buffer, freed=end))

@@ -52,7 +52,7 @@ def push_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batch: Mic
             parts.insert_after(index, [*draining, *pending[0], *reduce])
             draining, pending = pending[1], (push, drain)
         else:
-            parts.insert_after(index, [*draining, *reduce, *push])
+            parts.insert_after(index, [*reduce, *draining, *push])  # the push before is waited for when this one begins
             draining = drain
     return [*parts.merged(), *draining, *pending[0], *pending[1]]
 

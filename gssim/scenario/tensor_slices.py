@@ -63,7 +63,7 @@ def undivided_reason(model: Model) -> str | None:
     shapes = [parameter.shape for parameter in head.parameters]
     if loss.modules or head.block or len(shapes) != 1 or len(shapes[0]) != 2:
         return "its last layer is no linear map with a weight of its own, and without bias"
-    output = layer_output(head.buffers)
+    output = layer_output(head.buffers, head.output_bytes)
     if (
         output is None
         or len(output.size_bytes.terms) != 1
@@ -89,7 +89,7 @@ def divided_loss(head: Layer, loss: Layer, rows: int, *, traced_bytes: int, valu
     """
     (weight,) = head.parameters
     share = rows / weight.shape[0]
-    output, gradient = layer_output(head.buffers), layer_input_gradient(head.buffers)
+    output, gradient = layer_output(head.buffers, head.output_bytes), layer_input_gradient(head.buffers)
     assert output is not None  # a scenario is checked for it
     assert gradient is not None
     summed = Moment("b", max(weight.ready.position, gradient.born.position) + 1)

@@ -194,10 +194,15 @@ class Buffer:
         return f"{self.born} {self.freed} {self.category} {self.size_bytes}"
 
 
-def layer_output(buffers: Sequence[Buffer]) -> Buffer | None:
-    """Return a layer's output: the last allocated of its buffers that outlive it."""
+def layer_output(buffers: Sequence[Buffer], output_bytes: Quantity) -> Buffer | None:
+    """Return a layer's output: the last allocated of its buffers that outlive it, and are as large as it.
+
+    `output_bytes`: what the layer's module returns; it tells the output from what is made for later layers, as a
+    mask. Where none is so large, operations outside of modules have made the output: the last allocated of all.
+    """
     crossing = [b for b in buffers if b.born.phase == "f" and b.freed.layer_offset > 0]
-    return max(crossing, key=lambda buffer: buffer.born.position, default=None)
+    as_large = [buffer for buffer in crossing if buffer.size_bytes == output_bytes]
+    return max(as_large or crossing, key=lambda buffer: buffer.born.position, default=None)
 
 
 def layer_input_gradient(buffers: Sequence[Buffer]) -> Buffer | None:

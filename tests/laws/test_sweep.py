@@ -1,6 +1,7 @@
 """Sweeps: their format, the points that they stand for, and that finished predictions are kept."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 from strategies import write_files
 
 from gssim.errors import UserError
+from gssim.execution import processes
 from gssim.result import read_result
 from gssim.scenario.sweep import chosen, load_sweep, loaded_point, points_of
 from gssim.sweeps import predict
@@ -255,6 +257,27 @@ def test_an_interrupt_while_worker_processes_start_is_their_parents_alone():
     line = [sys.executable, "-c", INTERRUPTED_AT_ONCE]
     ended = subprocess.run(line, capture_output=True, text=True, timeout=100, start_new_session=True, check=False)
     assert (ended.stdout, ended.stderr) == ("3 heard\n", "")
+
+
+def environment_and_parent(name):
+    return os.environ.get(name), os.getppid(), "gssim.simulation" in sys.modules
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="workers are spawned there")
+def test_workers_are_forks_of_one_process_that_has_imported_what_they_need_and_have_todays_environment(monkeypatch):
+    found = []
+    for value in ("first", "second"):
+        monkeypatch.setenv("GSSIM_TEST_OF_WORKERS", value)
+        with processes(2) as workers:
+            chunk = workers.submit(environment_and_parent, "GSSIM_TEST_OF_WORKERS")
+            while not workers.ended([chunk]):
+                pass
+            found.append(workers.answer(chunk))
+    (first, parent, imported), second = found
+    assert imported
+    assert first == "first"
+    assert second == ("second", parent, True)
+    assert parent != os.getpid()
 
 
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)

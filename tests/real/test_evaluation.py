@@ -171,6 +171,22 @@ def test_the_evaluation_is_the_mean_loss_and_the_accuracy_on_all_held_out_sample
     assert course.evaluations[-1].accuracy_ratio == float((logits.argmax(1) == targets).double().mean())
 
 
+def test_no_forward_of_an_evaluation_is_empty_whoever_has_fewer_samples_than_others():
+    """Modules of Hugging Face run no empty batch; of seven ranks, one has 77 held-out samples for 78 forwards."""
+    overrides = [star(7), "workload.global_batch_size=7", "plan.method=ddp"]
+    scenario = load_scenario(Path(scenario_file("resnet-digits.toml")), overrides, gradients_needed=False).scenario
+    sizes = []
+
+    def module(images):
+        sizes.append(len(images))
+        return images.new_zeros(len(images), 10)
+
+    held_out = HeldOut(scenario, 6, CPU)
+    sums = sum(held_out._sums(module, *batch) for batch in held_out._batches())
+    assert sizes == [1] * 78
+    assert sums.tolist()[1::2] == [77, 77]
+
+
 @pytest.mark.parametrize(("losses", "first"), [([2.0, math.nan, math.nan], 2), ([2.0, 1.0, math.inf], 3)])
 def test_a_training_that_diverged_is_refused_in_one_line(losses, first):
     refuse_divergence([3.0, 2.0], [Evaluation(step=2, loss=2.0)])

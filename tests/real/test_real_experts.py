@@ -140,3 +140,15 @@ def test_the_predicted_peak_of_every_rank_is_the_counted_one(world: tuple[dict, 
         # where parameters are gathered twice, a rank may hold less than others in the middle of a block's backward
         most = 0.02 if "plan.method=zero3" in case["overrides"] else 0.003 if "staged" in name else 0.001
         assert predicted_peaks(case) == pytest.approx(world[1][name]["peaks"], rel=most), name
+
+
+def test_a_rank_without_samples_runs_its_experts_on_no_tokens():
+    import torch
+
+    from gsreal.models import mixture
+
+    module = mixture(**TINY, shared_experts=1)
+    logits = module(torch.zeros(0, 24, dtype=torch.long))
+    logits.sum().backward()
+    assert logits.shape[:2] == (0, 24)
+    assert all(p.grad is not None and not p.grad.any() for name, p in module.named_parameters() if "expert" in name)

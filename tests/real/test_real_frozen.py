@@ -14,6 +14,7 @@ pytestmark = pytest.mark.real
 
 MODEL = Path(__file__).resolve().parents[2] / "scenarios" / "models" / "gpt-byte-150k.toml"
 DEEPER = MODEL.with_name("gpt-byte-1m.toml")
+MASKED = MODEL.parents[2] / "tests" / "helpers" / "models" / "of_tests" / "data-bert.toml"
 FROZEN = {
     "lowest": '["tokens", "blocks.0"]',  # no backward below the second block
     "between": '["blocks.0"]',  # gradients pass through it
@@ -66,7 +67,18 @@ def cases_of(ranks: int) -> dict[str, dict[str, object]]:
     cases["gs_z3-micro-batches-sgd"] = case("gs_z3", ranks, "lowest", "plan.micro_batches=2")
     once = ("plan.micro_batches=2", "plan.gradient_sync=step", "plan.recompute=full")
     cases["gs_z3-micro-batches-full-sgd"] = case("gs_z3", ranks, "between", *once)
-    return cases | recomputed_cases(ranks) | staged_cases(ranks)
+    return cases | recomputed_cases(ranks) | staged_cases(ranks) | masked_cases(ranks)
+
+
+def masked_cases(ranks: int) -> dict[str, dict[str, object]]:
+    """Of a classifier, whose layer `norm` makes a mask for all blocks after its output."""
+    model = [f"workload.model={MASKED}", "workload.sequence_length=48"]
+    named = {"norm": '["norm"]', "blocks": '["blocks.*", "pooler", "head"]'}
+    cases = {
+        f"ddp-masked-{k}-sgd": case("ddp", ranks, "lowest", *model, f"workload.frozen={v}") for k, v in named.items()
+    }
+    full = [*model, f"workload.frozen={named['blocks']}", "plan.recompute=full"]
+    return cases | {"gs-masked-blocks-full-sgd": case("gs", ranks, "lowest", *full)}
 
 
 STAGED_FROZEN = {
@@ -151,6 +163,9 @@ FEW = (
     "gs_z3-clipped-sgd",
     "gs_z3-micro-batches-sgd",
     "gs_z3-lowest-full-sgd",
+    "ddp-masked-norm-sgd",
+    "ddp-masked-blocks-sgd",
+    "gs-masked-blocks-full-sgd",
 )
 """Cases on two ranks that are not slow: every method, place of frozen layers and way to recompute once."""
 

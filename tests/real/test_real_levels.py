@@ -19,6 +19,7 @@ GPT = ["workload.sequence_length=12", "workload.global_batch_size=20"]
 SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
 ADAMW64 = ["workload.optimizer=adamw", "workload.precision=fp64", "workload.learning_rate=1e-3"]
 GRID = ["plan.method=gs_hier", "plan.dp_replicate=2", "plan.dp_shard=2", "plan.bucket_bytes=300000"]
+LARGE = ["plan.bucket_bytes=2000000", "plan.first_bucket_bytes=300000"]
 REST = ["plan.method=gs_z3"]
 COO = ["plan.push.threshold=0", 'plan.push.encoding="coo"']
 PUBLISHED = ["plan.publish.threshold=0", 'plan.publish.encoding="coo"']
@@ -34,6 +35,7 @@ def cases_for(ranks: int) -> dict[str, dict[str, Any]]:
     kept = ["plan.recompute=full", "plan.parameters=gathered"]
     slices = ["plan.dp_shard=2", "plan.tp=2", "plan.shares.batch=[0.75,0.25]"]
     low = ["workload.precision=bf16", "plan.recompute=selective"]
+    idle = ["plan.shares.batch=[0.0,0.0,0.5,0.5]"]  # of a node without samples, buckets are all that is held
     found: dict[int, dict[str, tuple[str, list[str]]]] = {
         3: {
             "rest-coo-each-uneven-sgd": ("small-demo.toml", [*GPT, *SGD, *REST, *uneven, *TWICE, *COO]),
@@ -43,6 +45,7 @@ def cases_for(ranks: int) -> dict[str, dict[str, Any]]:
         },
         4: {
             "grid-coo-uneven-adamw": ("small-demo.toml", [*GPT, *ADAMW64, *GRID, *uneven, *COO]),
+            "grid-idle-adamw": ("small-demo.toml", [*GPT, *ADAMW64, *GRID, *LARGE, *idle]),
             "grid-published-adamw": ("small-demo.toml", [*GPT, *ADAMW64, *GRID, *uneven, *PUBLISHED]),
             "grid-last-bert-sgd": ("bert-byte.toml", [*GPT, *SGD, *GRID, *uneven, *TWICE, *LAST]),
             "grid-each-bf16": ("demo.toml", [*GPT, *SGD, *GRID, *TWICE, *EACH, "workload.precision=bf16"]),
@@ -78,7 +81,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return run_once(WORLDS, request, cases_for, tmp_path_factory.mktemp)
 
 
-FEW = ["grid-coo-uneven-adamw", "grid-each-bf16", "rest-slices-uneven-sgd"]
+FEW = ["grid-coo-uneven-adamw", "grid-idle-adamw", "grid-each-bf16", "rest-slices-uneven-sgd"]
 PAIRS = [slow_where(ranks, name, slow=[3], few=FEW) for ranks in UNEVEN for name in cases_for(ranks)]
 each_case = pytest.mark.parametrize(("world", "name"), PAIRS, indirect=["world"])
 
