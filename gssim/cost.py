@@ -98,17 +98,19 @@ def issue_time_s(
 def measured_issue_s(
     device: DeviceType, workload: Workload, layer: Layer, *, phase: str, batch_size: int, selective: bool = False
 ) -> float | None:
-    """Return a GPU's host time to issue a layer's phase as its profile has it; None where it has none.
+    """Return a GPU's host time to issue a layer's phase where it is measured apart from the device's; else None.
 
-    Recomputation takes the forward's, scaled by its share of the operations.
+    A profile has it by layer: recomputation takes the forward's, scaled by its share of the operations. Without a
+    profile it is the operations' number times `layer_operation_s`.
     """
     profile = layer_profile(device, workload, layer)
-    curve = None
-    if profile is not None:
-        curve = profile.backward_host_s if phase == "b" else profile.forward_host_s
+    work = _work(layer, phase, selective=selective).operations
+    if profile is None:
+        return None if device.layer_operation_s is None else work * device.layer_operation_s
+    curve = profile.backward_host_s if phase == "b" else profile.forward_host_s
     if curve is None:
         return None
-    work, forward = (_work(layer, each, selective=selective).operations for each in (phase, "f"))
+    forward = _work(layer, "f", selective=selective).operations
     within = min(max(batch_size, curve.sizes[0]), curve.sizes[-1])  # it hardly depends on the batch
     return curve.at(within) * (work / forward if phase == "r" and forward else 1.0)
 

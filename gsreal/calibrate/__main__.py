@@ -16,6 +16,7 @@ from gsreal.calibrate.bench import (
     compression_cost,
     device_rates,
     matrix_rate,
+    middle_batch_size,
     optimizer_cost,
 )
 from gsreal.calibrate.communication import (
@@ -25,7 +26,7 @@ from gsreal.calibrate.communication import (
     communication_cost,
 )
 from gsreal.calibrate.kernels import kernel_rates
-from gsreal.calibrate.profile import neighbour_slowdown, profile_model, trained_between
+from gsreal.calibrate.profile import layer_operation_s, neighbour_slowdown, profile_model, trained_between
 from gsreal.calibrate.wrappers import (
     cut_block_cost,
     flat_unit_cost,
@@ -99,16 +100,19 @@ def _device_costs(bench: Bench) -> dict[str, Any]:
 
 
 def _layer_costs(bench: Bench, counter: MemoryCounter) -> dict[str, Any]:
-    profiles, jitters = [], []
+    profiles, jitters, operation_s = [], [], []
     for path in bench.settings.models:
         model = load_model(Path(path))
         bench.say(f"layers of {model.name}")
         profile, jitter = profile_model(bench, model, counter)
         profiles.append(profile)
         jitters.append(jitter)
+        if bench.rank == 0 and bench.device.type == "cuda":
+            operation_s.append(layer_operation_s(model, profile, middle_batch_size(bench)))
     if not profiles:
         return {"profiles": []}
-    return {
+    of_operations = {"layer_operation_s": statistics.median(operation_s)} if operation_s else {}
+    return of_operations | {
         "profiles": profiles,
         "step_jitter_ratio": statistics.median(jitter[0] for jitter in jitters),
         "task_jitter_ratio": statistics.median(jitter[1] for jitter in jitters),

@@ -44,7 +44,7 @@ COMMUNICATING = (
     "cut_block",
 )
 """Costs of a device type that are measured with the links."""
-DRIFTING = ("neighbour_slowdown_ratio", "step_jitter_ratio", "task_jitter_ratio")
+DRIFTING = ("neighbour_slowdown_ratio", "step_jitter_ratio", "task_jitter_ratio", "layer_operation_s")
 
 
 UNMEASURED = {"bandwidth_bytes_per_s": 1e9, "latency_s": 1e-4, "source": "not measured yet"}

@@ -327,6 +327,18 @@ def _profile(
     return profile
 
 
+def layer_operation_s(model: Model, profile: dict[str, Any], batch_size: int) -> float:
+    """Return the host's time to issue an operation of a GPU's step: of the profile's layers, over their operations."""
+    host_s, operations = 0.0, 0
+    for layer in model.layers:
+        measured = profile["layers"][layer.name]
+        for phase, count in (("forward", layer.forward_operations), ("backward", layer.backward_operations)):
+            curve = measured[f"{phase}_host_s"]
+            host_s += layer.repeats * curve["values"][curve["sizes"].index(batch_size)]
+            operations += layer.repeats * count
+    return host_s / operations
+
+
 def _layer_s(steps: list[_Step], indices: Sequence[int], phase: str, *, on_host: bool = False) -> float:
     """Return the median time of a phase of one of these layers, on the device or to issue it on the host.
 

@@ -76,6 +76,9 @@ class DeviceType:
     """Achieved memory bandwidth of memory-bound operations, usually less than a data sheet's."""
     operation_overhead_s: Seconds = 0.0
     """Host time to launch one operation; a step is never faster than its launches."""
+    layer_operation_s: Seconds | None = None
+    """On a GPU: host time to issue an operation of a layer, with what modules and autograd do for it; absent:
+    `operation_overhead_s`."""
     kernel_s: Seconds | None = None
     """On a GPU: its own time of an operation on few elements, of which the host has issued many ahead. Absent: not
     measured; operations of an update then take the host's time."""
@@ -154,6 +157,7 @@ class DeviceType:
             "float8_ratio",
             "replica_hook_s",
             "replica_forward_s",
+            "layer_operation_s",
             "kernel_s",
             "step_host_s",
             "flat_unit",

@@ -33,7 +33,7 @@ from gssim.program.tensor_slices import (
     with_all_reduces,
     with_host_time,
 )
-from gssim.scenario.device_rates import has_host_times, pause_excess
+from gssim.scenario.device_rates import has_host_times, layer_profile, pause_excess
 from gssim.workload import LayerInstance
 
 PHASE_NAMES = {"f": "forward", "r": "backward", "b": "backward"}
@@ -283,6 +283,8 @@ def _timing(low: Lowering, rank: int, instance: LayerInstance, phase: str, sampl
     whole = low.whole_layer(instance) or instance.layer
     issue_s = cost.measured_issue_s(device, workload, whole, phase=phase, batch_size=samples, selective=selective)
     if issue_s is not None:
+        if layer_profile(device, workload, whole) is None:
+            alone_s = _layer_s(low, rank, instance, phase, samples, issued=False)
         return _Timing(alone_s, issue_s + slicing_host_s(low, rank, instance, phase, samples) + hooks_s, is_ahead=True)
     duration_s = with_host_time(low, rank, instance, phase, samples, alone_s=alone_s) + hooks_s
     sums = len(sum_positions(instance.layer, phase))

@@ -60,9 +60,11 @@ def layer_profile(device: DeviceType, workload: Workload, layer: Layer) -> Layer
 
 
 def has_host_times(device: DeviceType, workload: Workload) -> bool:
-    """Return whether the profile of a workload on a GPU has the host's time apart from the device's own."""
+    """Return whether the host's time to issue a workload on a GPU is known apart from the device's own."""
     profile = next((profile for profile in device.profiles if _is_of(profile, workload)), None)
-    return profile is not None and all(each.forward_host_s is not None for each in profile.layers.values())
+    if profile is None:
+        return device.layer_operation_s is not None
+    return all(each.forward_host_s is not None for each in profile.layers.values())
 
 
 def pause_excess(device: DeviceType, workload: Workload) -> Curve | None:

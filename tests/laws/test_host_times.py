@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from strategies import device_type, loaded_of, scenario_of, star
+from strategies import device_type, loaded_of, scenario_of, star, tiny_model
 
 from gssim import collectives
 from gssim.program.passes import lower
@@ -47,6 +47,18 @@ def step_s(cluster, plan=None, **workload) -> float:
 def test_the_slower_of_device_and_host_sets_the_pace():
     assert step_s(gpus(1, run_s=4.0, issue_s=1.0)) == pytest.approx(PASSES * 4.0 + UPDATE_S)
     assert step_s(gpus(1, run_s=1.0, issue_s=4.0)) == pytest.approx(PASSES * 4.0 + UPDATE_HOST_S)
+
+
+def test_without_a_profile_a_host_issues_each_operation_of_the_layers():
+    """The device runs ahead of nothing: of 38 operations, an update is issued after them."""
+    operations = sum(
+        each.repeats * (each.forward_operations + each.backward_operations) for each in tiny_model().layers
+    )
+    slow_host = gpus(1, run_s=0.0, issue_s=0.0, profiles=[], layer_operation_s=1.0)
+    assert step_s(slow_host) == pytest.approx(operations * 1.0 + UPDATE_HOST_S)
+    slow_device = gpus(1, run_s=0.0, issue_s=0.0, profiles=[], layer_operation_s=1e-6, operation_overhead_s=0.0)
+    bare = gpus(1, run_s=0.0, issue_s=0.0, profiles=[], operation_overhead_s=0.0)
+    assert step_s(slow_device) == pytest.approx(step_s(bare), rel=1e-3)
 
 
 def test_a_host_that_was_ahead_may_fall_behind():

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from real_runs import run_module
-from strategies import device_type
+from strategies import device_type, tiny_model
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
@@ -16,7 +16,7 @@ import torch
 
 from gsreal.calibrate.cluster_file import averaged, write_all_reduces
 from gsreal.calibrate.communication import _mean, line_through
-from gsreal.calibrate.profile import _jitter, _layer_s, _spread, _Step
+from gsreal.calibrate.profile import _jitter, _layer_s, _spread, _Step, layer_operation_s
 from gssim.cluster import DeviceType
 from gssim.cluster.kernel_rates import KernelRates
 from gssim.cluster.measured import CutBlockCost
@@ -121,6 +121,15 @@ def test_what_observation_costs_is_taken_out():
     steps = [_Step({(0, "f"): 1.0, (0, "b"): 2.0}, {"f": 0.9, "b": 1.6}, 2.5, 2.5)] * 5
     assert _layer_s(steps, [0], "f") == pytest.approx(0.9)
     assert _layer_s(steps, [0], "b") == pytest.approx(1.6)
+
+
+def test_a_hosts_time_for_an_operation_is_that_of_all_layers_over_their_operations():
+    model = tiny_model()
+    operations = sum(each.repeats * (each.forward_operations + each.backward_operations) for each in model.layers)
+    layer = {"forward_host_s": curve(1.0, 2.0), "backward_host_s": curve(2.0, 3.0)}
+    profile = {"layers": {each.name: layer for each in model.layers}}
+    layers = sum(each.repeats for each in model.layers)
+    assert layer_operation_s(model, profile, 8) == pytest.approx(layers * 5.0 / operations)
 
 
 @pytest.fixture(scope="module")
