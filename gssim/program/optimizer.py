@@ -18,7 +18,7 @@ from gssim.program.publish import publish
 from gssim.program.sharded import owned_rows, units
 from gssim.program.task import Bucket, Issue, Task, TaskId, collective_task
 from gssim.program.tensor_slices import sum_partial_gradients
-from gssim.scenario.tensor_slices import native_tensors
+from gssim.scenario.tensor_slices import native_parameters, native_tensors
 from gssim.workload import VALUES_KEPT, implementation_on, optimizer_state_bytes
 from gssim.workload.muon import Matrix, largest_temporaries
 from gssim.workload.optimizers import COUNTS_STEPS, optimizer_temporary_bytes
@@ -163,18 +163,23 @@ def _update(
     """
     workload, device = low.scenario.workload, updating_device(low, rank)
     elements = sum(owned)
-    temporary = optimizer_temporary_bytes(
-        workload.optimizer,
-        implementation=implementation_on(device.kind, workload.optimizer_implementation),
-        tensor_elements=owned,
-        value_bytes=low.master_bytes,
-        weight_decay=workload.weight_decay,
-        matrices=matrices,
+    groups = _groups_updated_together(low, owned)
+    temporary = max(
+        optimizer_temporary_bytes(
+            workload.optimizer,
+            implementation=implementation_on(device.kind, workload.optimizer_implementation),
+            tensor_elements=group,
+            value_bytes=low.master_bytes,
+            weight_decay=workload.weight_decay,
+            matrices=matrices,
+        )
+        for group in groups
     )
     cast = float(elements * low.master_bytes) if _casts_gradients(low) else 0.0
     whole = tuple(float(n * low.master_bytes) for n in owned)
     of_matrix = largest_temporaries(matrices, value_bytes=low.master_bytes)
-    at_once = (whole, whole[len(matrices) :], of_matrix)  # of all tensors or AdamW's; else of one after another
+    of_groups = (tuple(float(n * low.master_bytes) for n in group) for group in groups)
+    at_once = (*of_groups, whole[len(matrices) :], of_matrix)  # of a group, or AdamW's; else of one after another
     each = next((sizes for sizes in at_once if sizes and sum(sizes) == temporary), ())
     events = [Event(0, cast, "temporaries", whole), Event(1, temporary, "temporaries", each)]
     events += [Event(2, -temporary, "temporaries", each), Event(3, -cast, "temporaries", whole)]
@@ -205,6 +210,25 @@ def _update(
     issue_s = cost.optimizer_issue_s(device, workload, tensors=len(owned), sharded_tensors=distributed, casts=casts)
     issue = None if issue_s is None else Issue(issue_s, goes_on=True)
     return Task(TaskId("optimizer", part=part), "optimizer", duration_s=duration_s, need=footprint(events), issue=issue)
+
+
+def _groups_updated_together(low: Lowering, owned: Sequence[int]) -> Sequence[Sequence[int]]:
+    """Return the elements of tensors that torch's optimizer updates together: those on one mesh of ranks, or on none.
+
+    Where blocks of linear maps are cut natively, their tensors are DTensors on the tensor ranks' mesh, all others not;
+    shards of divided experts are on a mesh of their own (gsreal.methods.optimizers).
+    """
+    sharded = low.policies.gradients == "reduce-scatter"
+    if not (low.policies.cuts_natively or (sharded and low.policies.ep > 1)) or len(owned) != len(low.parameters):
+        return [owned]  # or of a flat part
+    of_experts = {id(each) for unit in units(low) if unit.experts for each in unit.parameters} if sharded else set()
+    cut = low.scenario.workload.model.sliced_layers if low.policies.cuts_natively else ()
+    native = {(layer.name, parameter.name) for layer in cut for parameter in native_parameters(layer)}
+    groups: dict[tuple[bool, bool], list[int]] = {}
+    for (instance, parameter), elements in zip(low.parameters, owned, strict=True):
+        group = ((instance.layer.name, parameter.name) in native, id(parameter) in of_experts)
+        groups.setdefault(group, []).append(elements)
+    return list(groups.values())
 
 
 def _casts_gradients(low: Lowering) -> bool:

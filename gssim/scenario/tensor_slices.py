@@ -42,12 +42,13 @@ def native_tensors(model: Model) -> int:
 
     Every parameter of a map of which any is cut counts: also a bias that is replicated.
     """
-    count = 0
-    for layer in model.sliced_layers:
-        if layer.linear:
-            cut_maps = {_map_of(parameter) for parameter in layer.parameters if parameter.cut is not None}
-            count += layer.repeats * sum(_map_of(parameter) in cut_maps for parameter in layer.parameters)
-    return count
+    return sum(layer.repeats * len(native_parameters(layer)) for layer in model.sliced_layers)
+
+
+def native_parameters(layer: Layer) -> list[Parameter]:
+    """Return the parameters of a sliced layer that are DTensors where it is cut natively; see `native_tensors`."""
+    cut_maps = {_map_of(parameter) for parameter in layer.parameters if parameter.cut is not None}
+    return [parameter for parameter in layer.parameters if layer.linear and _map_of(parameter) in cut_maps]
 
 
 def _map_of(parameter: Parameter) -> str:

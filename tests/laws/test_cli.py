@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from strategies import SCENARIO_TOML, write_files
@@ -67,6 +68,16 @@ def test_unfolding_changes_nothing_that_is_printed_but_rounding(gssim, tmp_path)
     folded, unfolded = (json.loads(gssim("run", path, "--json", *more)[1]) for more in ((), ("--unfold",)))
     assert unfolded["step_time_s"] == pytest.approx(folded["step_time_s"], rel=1e-9)
     assert [entry["ranks"] for entry in unfolded["ranks"]] == [entry["ranks"] for entry in folded["ranks"]]
+
+
+@pytest.mark.parametrize(("precision", "warns"), [("fp32", False), ("bf16", True)])
+def test_bytes_of_hugging_face_that_are_scaled_to_another_precision_are_a_notice(gssim, tmp_path, precision, warns):
+    llama = Path(__file__).parents[1] / "helpers" / "models" / "llama.toml"
+    two_hosts = Path(__file__).parents[2] / "scenarios" / "gpt2-half.toml"
+    changes = [f"workload.model={llama}", "workload.sequence_length=24", f"workload.precision={precision}"]
+    code, _out, err = gssim("run", two_hosts, *(word for change in changes for word in ("--set", change)))
+    assert code == 0
+    assert ("'small-llama' is traced in fp32, not in bf16" in err) == warns
 
 
 def test_timing_goes_to_stderr(gssim, tmp_path):

@@ -52,6 +52,10 @@ def tiny(kind: str) -> Path:
     return kept(request)
 
 
+FOREACH = ["workload.optimizer_implementation=foreach", "workload.global_batch_size=2"]
+"""The optimizer updates DTensors, and then all others, and has the most in memory: samples are few."""
+
+
 def cases_for(ranks: int) -> dict[str, dict[str, object]]:
     found = on_two_ranks() if ranks == 2 else on_four_ranks()
     return {
@@ -66,6 +70,7 @@ def on_two_ranks() -> dict[str, list[str]]:
     return {
         "gpt-even-sgd": [*GPT, *SGD, *tensor],
         "gpt-even-recompute-sgd": [*GPT, *SGD, *tensor, "plan.recompute=full"],
+        "gpt-even-foreach-adamw": [*GPT, *ADAMW64, *tensor, *FOREACH],
         "gpt-uneven-adamw": [*GPT, *ADAMW64, *UNEVEN],
         "bert-even-adamw": [*GPT, *ADAMW64, *tensor],
         "bert-uneven-selective-sgd": [*GPT, *SGD, *UNEVEN, "plan.recompute=selective"],
