@@ -29,9 +29,10 @@ FEW_STEPS = 8
 def device_speed_ratio(stated: DeviceType, device: torch.device, *, steps: int) -> float | None:
     """Return the rate of a large matrix product over the one that an emulated or calibrated CPU's file states.
 
-    None for other devices, and after a run of few steps, which is no measurement of time. A machine that others share may compute faster or slower than when its devices were
-    calibrated. Predictions are then off by as much in their compute, whatever the plan. All ranks call it: cores of one
-    machine are measured in turn, as in a calibration, but emulated devices at once.
+    None for other devices, and after a run of few steps, which is no measurement of time. A machine that others share
+    may compute faster or slower than when its devices were calibrated. Predictions are then off by as much in their
+    compute, whatever the plan. All ranks call it: cores of one machine are measured in turn, as in a calibration, but
+    emulated devices at once.
     """
     if device.type != "cpu":
         return None
