@@ -37,7 +37,7 @@ from gsreal.run.launch import Guard, check_real, launch
 from gssim.errors import RunFailedError, UserError, one_line
 from gssim.execution import FileStore
 from gssim.execution.files import locked, scratch_folder, write_text
-from gssim.result import BUSY_RATIO, Result, file_name, read_result
+from gssim.result import BUSY_RATIO, DRIFT_RATIO, Result, file_name, read_result
 from gssim.scenario import Loaded, load_cluster
 from gssim.scenario.sweep import SEPARATOR, Point, chosen, load_sweep, loaded_point, points_of
 from gssim.units import human_seconds
@@ -398,10 +398,12 @@ def pair_line(predicted: Result, measured: Result) -> str:
     step = predicted.step_time_s / measured.step_time_s - 1
     peaks = [max(entry.peak_allocated_bytes for entry in each.ranks) for each in (predicted, measured)]
     same = [entry.key for entry in predicted.collectives] == [entry.key for entry in measured.collectives]
+    speed_ratio = measured.provenance.get("device_speed_ratio", 1.0)
+    drifted = f"; the machine computed at {speed_ratio:.0%} of the calibrated rate"
     return (
         f"step predicted {human_seconds(predicted.step_time_s)}, measured {human_seconds(measured.step_time_s)} "
         f"({step:+.1%}); peak memory {peaks[0] / peaks[1] - 1:+.1%}; "
-        f"collectives {'equal' if same else 'differ'}"
+        f"collectives {'equal' if same else 'differ'}{drifted if abs(speed_ratio - 1) > DRIFT_RATIO else ''}"
     )
 
 

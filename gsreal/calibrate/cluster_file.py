@@ -209,7 +209,9 @@ def averaged(data: dict[str, Any], measured: dict[str, Any], *, where: str) -> d
             device["profiles"].append(new)
         else:
             raise UserError(f"{where}: has no profile of {new['model']} at this sequence length")
-    device["peak_flop_per_s"] = measured.get("peak_flop_per_s", {}) | device.get("peak_flop_per_s", {})
+    rates = device.setdefault("peak_flop_per_s", {})
+    for precision, rate in measured.get("peak_flop_per_s", {}).items():
+        rates[precision] = (rates.get(precision, rate) * count + rate) / (count + 1)
     return data
 
 

@@ -19,26 +19,46 @@ from gssim.scenario import Scenario, after_step, begin
 WORK = 64
 """Size of the square matrices that a slow rank multiplies."""
 PRODUCTS, WARM_UPS = 15, 3
-"""Number of timed products of a device's speed, as in a calibration, and of those before: a core that has waited is at
-first faster than its share."""
+"""Number of timed products of an emulated device's speed, and of those before: a core that has waited is at first
+faster than its share."""
+OWN_PRODUCTS, OWN_WARM_UPS = 5, 1
+"""The same of a whole core."""
+FEW_STEPS = 8
 
 
-def device_speed_ratio(stated: DeviceType, device: torch.device) -> float | None:
-    """Return the rate of a large matrix product over the one that an emulated device's file states; else None.
+def device_speed_ratio(stated: DeviceType, device: torch.device, *, steps: int) -> float | None:
+    """Return the rate of a large matrix product over the one that an emulated or calibrated CPU's file states.
 
-    A machine that others share may compute faster or slower than when its devices were calibrated. Predictions are then
-    off by as much in their compute, whatever the plan.
+    None for other devices, and after a run of few steps, which is no measurement of time. A machine that others share
+    may compute faster or slower than when its devices were calibrated. Predictions are then off by as much in their
+    compute, whatever the plan. All ranks call it: cores of one machine are measured in turn, as in a calibration, but
+    emulated devices at once.
     """
+    if device.type != "cpu":
+        return None
+    if stated.lab is not None:
+        return _speed_ratio(stated, PRODUCTS, WARM_UPS)
+    if steps < FEW_STEPS:
+        return None
+    ratio = None
+    for turn in range(dist.get_world_size()):
+        if turn == dist.get_rank() and stated.profiles:
+            ratio = _speed_ratio(stated, OWN_PRODUCTS, OWN_WARM_UPS)
+        dist.barrier()
+    return ratio
+
+
+def _speed_ratio(stated: DeviceType, products: int, warm_ups: int) -> float | None:
     stated_flop_per_s = stated.peak_flop_per_s.get("fp32")
-    if stated.lab is None or stated_flop_per_s is None or device.type != "cpu":
+    if stated_flop_per_s is None:
         return None
     a, b = torch.randn(2, MATRIX_SIDE, MATRIX_SIDE)
     product, times_s = torch.empty_like(a), []
-    for _ in range(WARM_UPS + PRODUCTS):
+    for _ in range(warm_ups + products):
         began_s = time.perf_counter()
         torch.mm(a, b, out=product)
         times_s.append(time.perf_counter() - began_s)
-    return 2 * MATRIX_SIDE**3 / median(times_s[WARM_UPS:]) / stated_flop_per_s
+    return 2 * MATRIX_SIDE**3 / median(times_s[warm_ups:]) / stated_flop_per_s
 
 
 @dataclass

@@ -221,7 +221,7 @@ def core_wait(reports: Sequence[RankReport]) -> dict[str, float]:
 
 
 def device_speed(reports: Sequence[RankReport]) -> dict[str, float]:
-    """Return `device_speed_ratio`, the mean of all ranks, for the provenance; nothing outside the lab."""
+    """Return `device_speed_ratio`, the mean of all ranks, for the provenance; nothing where it is unknown."""
     ratios = [report.device_speed_ratio for report in reports if report.device_speed_ratio is not None]
     return {"device_speed_ratio": round(fmean(ratios), 4)} if ratios else {}
 

@@ -27,10 +27,11 @@ import torch
 from gsreal import validate
 from gsreal.calibrate.cluster_file import COMMUNICATING, DRIFTING, LINK_KEYS, cluster_data, rounded
 from gsreal.machine import ENVIRONMENT, device_name
+from gsreal.run import rank_speed
 from gsreal.run.forked import Forked, check_environment, module_run
 from gssim.errors import RunFailedError
 from gssim.result import read_result
-from gssim.scenario import load_scenario, read_toml
+from gssim.scenario import load_cluster, load_scenario, read_toml
 
 pytestmark = pytest.mark.real
 
@@ -271,6 +272,24 @@ def test_a_run_that_waited_for_cores_is_repeated_once_all_have_run(tmp_path, mon
     session.run_all()
     assert ran == ["ddp", "gs-3e-3", "ddp"]
     assert [row.busy_ratio for row in session.rows] == [0.4, 0.1]
+
+
+def test_a_calibrated_cores_rate_is_measured_again_after_a_run_of_many_steps(monkeypatch):
+    monkeypatch.setattr(rank_speed, "dist", SimpleNamespace(get_world_size=lambda: 2, get_rank=lambda: 1, barrier=int))
+    cores = load_cluster(SCENARIOS / "clusters" / "two-cores.toml")
+    (stated,) = cores.device_types.values()
+    cpu = torch.device("cpu")
+    assert rank_speed.device_speed_ratio(stated, cpu, steps=2) is None
+    assert rank_speed.device_speed_ratio(replace(stated, profiles=()), cpu, steps=20) is None
+    half = replace(stated, peak_flop_per_s={"fp32": 2e9})
+    assert rank_speed.device_speed_ratio(half, cpu, steps=20) > 1.0
+
+
+def test_a_machine_that_computes_at_another_rate_than_calibrated_is_told_with_the_row():
+    for ratio, told in ((0.7, True), (1.2, True), (0.95, False)):
+        measured = replace(make_result("measured"), provenance={"device_speed_ratio": ratio})
+        line = validate.pair_line(make_result("simulated"), measured)
+        assert (f"the machine computed at {ratio:.0%} of the calibrated rate" in line) == told
 
 
 def test_a_plan_of_one_device_runs_before_communication_is_measured(tmp_path, monkeypatch):
