@@ -140,7 +140,7 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
     def phase_tasks(instance: LayerInstance, phase: str, events: Sequence[Event], kept: Sequence[Event]) -> list[Task]:
         """Return the tasks of a layer's phase; layers with identical events share theirs."""
         cut = (*(cut_at.get(instance.index, ()) if phase == "b" else ()), *sum_positions(instance.layer, phase))
-        key = (phase, id(instance.layer), cut, *map(id, events))
+        key = (phase, id(instance.layer), instance.index == 0, cut, *map(id, events))
         if key not in once:
             taken, scratch = scratch_events(low, rank, instance, phase, samples, kept)
             timing = _timing(low, rank, instance, phase, samples, hook_s=hook_s)
@@ -272,19 +272,19 @@ class _Timing(NamedTuple):
 def _timing(low: Lowering, rank: int, instance: LayerInstance, phase: str, samples: int, *, hook_s: float) -> _Timing:
     """Return the times of a phase; `hook_s`: the host's time of the hook that collects a gradient.
 
-    A profile of a GPU may have both times apart. Else the device's includes the host's, unless sums over ranks, which
-    the device waits for, divide the phase.
+    Of a GPU both times may be measured apart. Else the device's includes the host's, unless sums over ranks, which the
+    device waits for, divide the phase.
     """
     device, workload, selective = low.device(rank), low.scenario.workload, low.selective
-    alone_s = _layer_s(low, rank, instance, phase, samples)
     hooks_s = hook_s * len(instance.layer.parameters) if phase == "b" else 0.0
     if phase == "f" and instance.index == 0 and low.policies.gradients == "all-reduce":
         hooks_s += device.replica_forward_s or 0.0  # the wrapper's own
     whole = low.whole_layer(instance) or instance.layer
-    issue_s = cost.measured_issue_s(device, workload, whole, phase=phase, batch_size=samples, selective=selective)
+    profiled = layer_profile(device, workload, whole) is not None
+    issued = whole if profiled else instance.layer  # a profile is of the whole layer
+    issue_s = cost.measured_issue_s(device, workload, issued, phase=phase, batch_size=samples, selective=selective)
+    alone_s = _layer_s(low, rank, instance, phase, samples, issued=profiled or issue_s is None)
     if issue_s is not None:
-        if layer_profile(device, workload, whole) is None:
-            alone_s = _layer_s(low, rank, instance, phase, samples, issued=False)
         return _Timing(alone_s, issue_s + slicing_host_s(low, rank, instance, phase, samples) + hooks_s, is_ahead=True)
     duration_s = with_host_time(low, rank, instance, phase, samples, alone_s=alone_s) + hooks_s
     sums = len(sum_positions(instance.layer, phase))

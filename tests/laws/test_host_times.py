@@ -1,13 +1,18 @@
 """GPUs whose profile has the host's time to issue operations apart from the device's own: the slower sets the pace."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from strategies import device_type, loaded_of, scenario_of, star, tiny_model
 
 from gssim import collectives
 from gssim.program.passes import lower
+from gssim.scenario import load_model
 from gssim.simulation import simulate
+
+MODELS = Path(__file__).resolve().parents[2] / "scenarios" / "models"
+OF_TESTS = Path(__file__).resolve().parents[1] / "helpers" / "models" / "of_tests"
 
 PASSES = 10
 """Forwards and backwards of the hand-made model's five layers."""
@@ -50,7 +55,6 @@ def test_the_slower_of_device_and_host_sets_the_pace():
 
 
 def test_without_a_profile_a_host_issues_each_operation_of_the_layers():
-    """The device runs ahead of nothing: of 38 operations, an update is issued after them."""
     operations = sum(
         each.repeats * (each.forward_operations + each.backward_operations) for each in tiny_model().layers
     )
@@ -92,6 +96,34 @@ def test_what_a_replicas_wrapper_adds_to_each_forward_is_the_hosts():
         for speeds, expected_s in (({"run_s": 9.0, "issue_s": 1.0}, 0.0), ({"run_s": 1.0, "issue_s": 9.0}, added_s)):
             bare_s, wrapped_s = (step_s(gpus(2, **speeds, replica_forward_s=each), plan) for each in (None, 0.5))
             assert wrapped_s - bare_s == pytest.approx(expected_s)
+
+
+def host_s(cluster, plan, *ops: str, **workload) -> list[float]:
+    """Return what the host issues in each rank's step for tasks of these kinds; on CPUs, their duration."""
+    program = lower(scenario_of(cluster, plan, **workload), unfolded=True)
+    chosen = ([task for task in tasks if task.id.op in ops] for tasks in program.tasks)
+    return [sum(task.issue.host_s if task.issue else task.duration_s for task in tasks) for tasks in chosen]
+
+
+def test_each_stage_of_a_pipeline_has_one_wrapper_also_where_it_begins_with_equal_blocks():
+    plan = {"method": "ddp", "pp": 2, "dp_replicate": 2, "micro_batches": 4, "schedule": "interleaved"}
+    model = load_model(MODELS / "gpt2-124m.toml")
+    clusters = (star(4, types={"cpu": device_type(memory_bytes=2**36, replica_forward_s=s)}) for s in (None, 0.5))
+    bare, wrapped = (host_s(cluster, plan, "forward", model=model, sequence_length=8) for cluster in clusters)
+    stages, micro_batches = 2, 4
+    assert [b - a for a, b in zip(bare, wrapped, strict=True)] == pytest.approx([stages * micro_batches * 0.5] * 4)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"frozen": ["blocks.0"]}, {"adapters": {"rank": 4, "alpha": 4.0, "targets": "all-linear"}}]
+)
+def test_without_a_profile_a_host_issues_what_a_model_with_frozen_layers_or_adapters_runs(changes):
+    model = load_model(OF_TESTS / "adapters-gpt.toml")
+    gpu, plan = gpus(1, run_s=0.0, issue_s=0.0, profiles=[], layer_operation_s=1.0), {"method": "single"}
+    workload = {"model": model, "sequence_length": 24} | changes
+    layers = scenario_of(gpu, plan, **workload).workload.model.layers
+    operations = sum(each.repeats * (each.forward_operations + each.backward_operations) for each in layers)
+    assert host_s(gpu, plan, "forward", "backward", **workload) == pytest.approx([operations * 1.0], rel=1e-4)
 
 
 def test_casts_of_master_copies_are_issued_ahead_where_both_times_are_known():
