@@ -93,11 +93,15 @@ def tied_names(module: nn.Module) -> dict[str, frozenset[str]]:
 
 
 class _OtherLayer(nn.Module):
-    """Stands for a layer of another stage; it has that layer's plain attributes, which a forward may read."""
+    """Stands for a layer of another stage; it has that layer's plain attributes, which a forward may read.
+
+    And its modules, without memory: a vision transformer reads the type of its patch embeddings' weight.
+    """
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.__dict__ |= {name: value for name, value in vars(layer).items() if not name.startswith("_")}
+        self.__dict__ |= {name: child.to("meta") for name, child in layer.named_children()}
 
 
 class _PassOn(_OtherLayer):
