@@ -186,7 +186,9 @@ def _run_stage(
             output = whole(x)
         else:
             received.append(x)
-            output = whole(inputs_embeds=x.new_zeros(()).expand(x.shape)) if tokens else whole(x)
+            # goes through the layers of other stages, and takes no memory; a vision transformer indexes its positions
+            stand_in = x.new_zeros(()).expand(*x.shape, *[1] * (0 if tokens else 4 - x.dim()))
+            output = whole(inputs_embeds=stand_in) if tokens else whole(stand_in)
     except _EndError:
         assert end is not None
     return logits_of(output) if end is None else end.given.pop()

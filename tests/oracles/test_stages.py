@@ -150,10 +150,10 @@ def test_dropout_is_refused_before_ranks_that_cut_blocks_start():
     module, config = data["module"], data["module"].hugging_face.config
     dropping = replace(module.hugging_face, config={**config, "resid_pdrop": 0.1})
     data["module"] = replace(module, hugging_face=dropping)
-    of_model = {"global_batch_size": 8, "optimizer": "sgd", "sequence_length": 12}
+    of_model = {"global_batch_size": 8, "optimizer": "sgd", "sequence_length": 24}
     for plan in ({"method": "gs_tp"}, {"method": "tensor"}):
         scenario = scenario_of(star(2), plan, model=validated(Model, data, file="made"), **of_model)
-        with pytest.raises(UserError, match="file: plan.method = .* so that dropout would .*; allowed: dropout of 0"):
+        with pytest.raises(UserError, match=r"file: plan.method = .* so that dropout would .*; allowed: dropout of 0"):
             check_slices(scenario, where="file")
         check_slices(scenario_of(star(2), plan, model=model, **of_model), where="file")
 
