@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from gssim.cluster import Curve, DeviceType
-from gssim.cluster.kernel_rates import KernelRates
+from gssim.cluster.kernel_rates import KernelRates, ProductKind
 from gssim.cluster.measured import CutBlockCost, OptimizerCost, ShardedUnitCost, UnitCost
 from gssim.plan import INDEX_BYTES
 from gssim.scenario import achieved_flop_per_s, has_master_copy, layer_profile, master_bytes, value_bytes
@@ -192,13 +192,15 @@ def _layer_roofline_s(
 ) -> float:
     shape = {"b": batch_size, "s": workload.sequence_length or 1}
     scale = value_bytes(workload) / PRECISION_BYTES[workload.model.traced_precision]
+    precision = product_precision(device, workload)
     flop = float(work.flop.at(**shape))
-    rates = next((each for each in device.kernels if each.precision == product_precision(device, workload)), None)
-    if rates is not None and workload.sequence_length is not None:
-        flop += _slower_kernels_flop(device, workload, layer, work.flop, rates, backward=phase == "b", **shape)
+    rates = next((each for each in device.kernels if each.precision == precision), None)
+    if rates is not None:
+        own = achieved_flop_per_s(device, precision)
+        flop += own * _kernels_excess_s(rates, own, workload.model, layer, work.flop, backward=phase == "b", **shape)
     return roofline_s(
         device,
-        product_precision(device, workload),
+        precision,
         flop=flop,
         moved_bytes=work.moved_bytes.at(**shape) * scale,
         operations=work.operations,
@@ -206,41 +208,53 @@ def _layer_roofline_s(
     )
 
 
-def _slower_kernels_flop(
-    device: DeviceType,
-    workload: Workload,
+def _kernels_excess_s(
+    rates: KernelRates,
+    own_flop_per_s: float,
+    model: Model,
     layer: Layer,
     flop: Polynomial,
-    rates: KernelRates,
     *,
     backward: bool,
     b: int,
     s: int,
 ) -> float:
-    """Return the FLOP that the device would do at its own rate in the time that measured kernels take longer.
+    """Return the time of a layer's products and attention at measured rates, less that at the device's one rate.
 
-    Terms in b*s are linear maps of every token, at the mean rate of the layer's matrices, weighted by their FLOP; a
-    head that lists no matrix multiplies by the embedding's. Terms in b*s^2 are attention. Others, such as experts,
-    whose tokens are unlike, are done at the device's rate.
+    `flop`: of the phase, of b samples of s tokens. Its terms in b*s are linear maps of every token, at the mean rate of
+    the layer's weight matrices, weighted by their FLOP: those that are frozen have no gradient, and a head without a
+    matrix of its own multiplies by the embedding's. Terms in b*s^2 are attention. All others take the device's rate,
+    and so do FLOP in b*s beyond those of the matrices, as of experts, which do not see every token.
     """
-    own = achieved_flop_per_s(device, product_precision(device, workload))
-    model, factor = workload.model, 4 if backward else 2
+    if not isinstance(model.input, TokenInput):
+        return 0.0
     linear = sum(c for c, i, j in flop.terms if (i, j) == (1, 1)) * b * s
     attention = sum(c for c, i, j in flop.terms if (i, j) == (1, 2)) * b * s**2
-    maps = [(parameter.shape[1], parameter.shape[0]) for parameter in layer.parameters if len(parameter.shape) == 2]
-    if isinstance(model.input, TokenInput) and not maps:
-        maps = [(linear // (factor * b * s * model.input.vocabulary), model.input.vocabulary)]
-    maps = [(k, n) for k, n in maps if k and n]
-    slower = 0.0
-    if linear and maps:
-        at_own = factor * b * s * sum(k * n for k, n in maps)
-        maps_s = sum(rates.map_s(b * s, k, n, backward=backward) for k, n in maps)
-        slower += min(linear, at_own) * (own * maps_s / at_own - 1)
+    trained, frozen = (
+        [parameter.shape for parameter in parameters if len(parameter.shape) == 2]
+        for parameters in (layer.parameters, layer.frozen_parameters)
+    )
+    if not trained and not frozen:
+        outputs = model.input.vocabulary
+        inputs = sum(c for c, i, j in layer.forward_flop.terms if (i, j) == (1, 1)) // (2 * outputs)
+        trained = [(outputs, inputs)] if inputs else []
+    of_trained: tuple[ProductKind, ...] = ("input_gradient", "weight_gradient") if backward else ("forward",)
+    products = [
+        (2.0 * b * s * n * k, rates.products[kind].at(b * s, k, n))
+        for shapes, kinds in ((trained, of_trained), (frozen, of_trained[:1]))
+        for n, k in shapes
+        for kind in kinds
+    ]
+    excess_s = 0.0
+    if linear and products:
+        listed = sum(each for each, _ in products)
+        mean_s = sum(each / flop_per_s for each, flop_per_s in products) / listed
+        excess_s += min(linear, listed) * (mean_s - 1 / own_flop_per_s)
     if attention and rates.attention:
-        causal = isinstance(model.input, TokenInput) and model.input.task == "next-token"
+        causal = model.input.task == "next-token"
         rate = rates.attention_flop_per_s(_head_width(model, layer.name), s, backward=backward, causal=causal)
-        slower += attention * (own / rate - 1)
-    return slower
+        excess_s += attention * (1 / rate - 1 / own_flop_per_s)
+    return excess_s
 
 
 def _head_width(model: Model, block: str) -> int | None:

@@ -119,18 +119,6 @@ class KernelRates:
         if set(self.products) != {"forward", "input_gradient", "weight_gradient"}:
             raise ValueError("products must be forward, input_gradient and weight_gradient")
 
-    def map_s(self, m: float, k: float, n: float, *, backward: bool) -> float:
-        """Return the time of a linear layer's forward, or of the two products of its backward.
-
-        >>> flat = ProductRates(sizes=(1.0,), flop_per_s=(2e12,))
-        >>> products = {"forward": flat, "input_gradient": flat, "weight_gradient": flat}
-        >>> rates = KernelRates(precision="bf16", products=products)
-        >>> round(rates.map_s(1000, 1000, 1000, backward=True), 9)  # 2 * 2 * 1000^3 FLOP
-        0.002
-        """
-        kinds: tuple[ProductKind, ...] = ("input_gradient", "weight_gradient") if backward else ("forward",)
-        return sum(2.0 * m * k * n / self.products[kind].at(m, k, n) for kind in kinds)
-
     def attention_flop_per_s(self, head_width: float | None, length: float, *, backward: bool, causal: bool) -> float:
         """Return the rate of attention with the measured heads that are nearest in width; of unknown ones, the first.
 

@@ -84,6 +84,20 @@ def test_a_head_that_lists_no_matrix_has_the_vocabularys_and_an_odd_one_is_slow(
     assert time_s(device(odd=0.1), head, workload=odd) == pytest.approx(10 * 136 * TOKENS / 1e9)
 
 
+def test_a_rank_without_samples_takes_no_time():
+    for what in (MAPS, layer(forward="128*b*s")):
+        assert costs.layer_time_s(device(), WORKLOAD, what, phase="f", batch_size=0) == 0.0
+
+
+def test_frozen_matrices_have_no_gradient_and_are_not_taken_for_a_head():
+    trained = layer("8x4", "4x8", forward="128*b*s", backward="128*b*s")
+    frozen = replace(trained, parameters=(), frozen_parameters=trained.parameters)
+    slow = device(forward=0.5e9, input_gradient=0.25e9, weight_gradient=1e6, odd=0.1)
+    odd = replace(WORKLOAD, model=replace(WORKLOAD.model, input=replace(WORKLOAD.model.input, vocabulary=17)))
+    assert time_s(slow, frozen, workload=odd) == pytest.approx(2 * 128 * TOKENS / 1e9)
+    assert time_s(slow, frozen, "b", workload=odd) == pytest.approx(4 * 128 * TOKENS / 1e9)
+
+
 def test_flop_beyond_those_of_listed_matrices_are_done_at_the_devices_rate():
     """A router's product, which is listed, says nothing of the experts' own."""
     routed = layer("8x4", forward="1064*b*s")
