@@ -93,11 +93,15 @@ def tied_names(module: nn.Module) -> dict[str, frozenset[str]]:
 
 
 class _OtherLayer(nn.Module):
-    """Stands for a layer of another stage; it has that layer's plain attributes, which a forward may read."""
+    """Stands for a layer of another stage; it has that layer's plain attributes, which a forward may read.
+
+    And its modules, without memory: a vision transformer reads the type of its patch embeddings' weight.
+    """
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.__dict__ |= {name: value for name, value in vars(layer).items() if not name.startswith("_")}
+        self.__dict__ |= {name: child.to("meta") for name, child in layer.named_children()}
 
 
 class _PassOn(_OtherLayer):
@@ -182,7 +186,9 @@ def _run_stage(
             output = whole(x)
         else:
             received.append(x)
-            output = whole(inputs_embeds=x.new_zeros(()).expand(x.shape)) if tokens else whole(x)
+            # goes through the layers of other stages, and takes no memory; a vision transformer indexes its positions
+            stand_in = x.new_zeros(()).expand(*x.shape, *[1] * (0 if tokens else 4 - x.dim()))
+            output = whole(inputs_embeds=stand_in) if tokens else whole(stand_in)
     except _EndError:
         assert end is not None
     return logits_of(output) if end is None else end.given.pop()

@@ -40,6 +40,7 @@ from torch.nn import functional as F
 from gsreal.measure import Timeline
 from gsreal.methods.checkpointing import blocks_of
 from gsreal.methods.mapped import Mapped
+from gsreal.model_files.build import build_module
 from gssim.errors import UserError
 from gssim.scenario import Scenario, units_of_ranks
 from gssim.workload import unrolled
@@ -518,15 +519,23 @@ def slice_blocks(
     return PartialGradients(places, mesh.get_group(), timeline, shards)
 
 
-def _check(scenario: Scenario, module: nn.Module) -> None:
+def check_slices(scenario: Scenario, *, where: str) -> None:
+    """Raise UserError if the plan cuts blocks, but those of the real module cannot be, or it has dropout."""
+    if scenario.policies.tp > 1:
+        with torch.device("meta"):
+            module = build_module(scenario.workload.model.module, where=where)
+        _check(scenario, module, where=f"{where}: ")
+
+
+def _check(scenario: Scenario, module: nn.Module, *, where: str = "") -> None:
     for block in blocks_of(scenario.workload.model, module):
         cut = cut_or_reason(block)
         if isinstance(cut, str):
-            raise UserError(f"workload.model: a block cannot be cut: {cut}")
+            raise UserError(f"{where}workload.model: a block cannot be cut: {cut}")
     if any(isinstance(part, nn.Dropout) and part.p > 0 for part in module.modules()):
         raise UserError(
-            f"plan.method = '{scenario.plan.method}': the ranks draw their random numbers apart, so that dropout would "
-            "make the parameters that all hold differ; allowed: dropout of 0"
+            f"{where}plan.method = '{scenario.plan.method}': ranks draw their random numbers apart, so that dropout "
+            "would make the parameters that all hold differ; allowed: dropout of 0"
         )
 
 

@@ -23,6 +23,7 @@ from typing import IO
 from gsreal.data.sources import check_data, check_held_out
 from gsreal.machine import ENVIRONMENT, check_machine, die_with_parent
 from gsreal.methods.stage_modules import check_stages
+from gsreal.methods.tensor_slices import check_slices
 from gsreal.model_files.build import check_factory
 from gsreal.run.forked import Forked, module_run
 from gsreal.run.progress import DEFAULT_TIMEOUT_S, REPORTS, Watch
@@ -42,6 +43,7 @@ def check_real(loaded: Loaded) -> None:
     check_machine(ours.cluster, ours.ranks, where=where)
     check_data(ours.workload, where=where, seed=ours.run.seed, steps=ours.run.warmup_steps + ours.run.steps)
     check_stages(ours, where=where)
+    check_slices(ours, where=where)
     check_evaluation(ours, where=where)
     check_overlap(ours, where=where)
     check_fused(ours, where=where)

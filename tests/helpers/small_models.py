@@ -68,6 +68,20 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {
         "hf:resnet",
         ("hidden_sizes=[16,32]", "depths=[1,2]", "embedding_size=16", "layer_type=basic", "num_channels=1"),
     ),
+    "vit": (
+        "hf:vit",
+        (
+            "hidden_size=32",
+            "intermediate_size=64",
+            "num_hidden_layers=3",
+            "num_attention_heads=4",
+            "image_size=8",
+            "patch_size=2",
+            "num_channels=1",
+            "hidden_dropout_prob=0.0",
+            "attention_probs_dropout_prob=0.0",
+        ),
+    ),
 }
 """What to trace, and its arguments."""
 VOCABULARY = 256
@@ -112,7 +126,7 @@ def kept(request: Request) -> Path:
 def model_file(folder: Path, family: str) -> Path:
     """Trace a family's small configuration; return its model file."""
     model, arguments = FAMILIES[family]
-    image = family == "resnet"
+    image = family in ("resnet", "vit")
     request = Request(
         model=model,
         arguments=arguments,

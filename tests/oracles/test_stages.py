@@ -1,6 +1,7 @@
 """Real modules cut into stages: one after another they make what the whole module makes, under the same names."""
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from strategies import scenario_of, star, tiny_model
 from torch import nn
 
 from gsreal.methods.stage_modules import check_stages, stage_module, tied_names
+from gsreal.methods.tensor_slices import check_slices
 from gsreal.model_files.build import build_module, example_batch, logits_of
 from gsreal.run.feed import Feed
 from gssim.errors import UserError
@@ -125,8 +127,6 @@ def test_a_chain_of_the_users_needs_no_method_and_what_has_no_parameters_goes_wi
 
 
 def renamed(instance, module):
-    from dataclasses import replace
-
     return replace(instance, layer=replace(instance.layer, modules=(module,)), repetition=0)
 
 
@@ -142,6 +142,20 @@ def test_what_cannot_be_cut_is_refused_before_ranks_start():
             check_stages(pipeline(with_module(module)), where="file")
     check_stages(pipeline(with_module(Module(factory="test_stages.sequence"))), where="file")
     check_stages(pipeline(load_model(MODELS / "gpt-byte-1m.toml")), where="file")
+
+
+def test_dropout_is_refused_before_ranks_that_cut_blocks_start():
+    model = load_model(Path(__file__).resolve().parents[1] / "helpers" / "models" / "gpt2.toml")
+    data = vars_of(model)
+    module, config = data["module"], data["module"].hugging_face.config
+    dropping = replace(module.hugging_face, config={**config, "resid_pdrop": 0.1})
+    data["module"] = replace(module, hugging_face=dropping)
+    of_model = {"global_batch_size": 8, "optimizer": "sgd", "sequence_length": 24}
+    for plan in ({"method": "gs_tp"}, {"method": "tensor"}):
+        scenario = scenario_of(star(2), plan, model=validated(Model, data, file="made"), **of_model)
+        with pytest.raises(UserError, match=r"file: plan.method = .* so that dropout would .*; allowed: dropout of 0"):
+            check_slices(scenario, where="file")
+        check_slices(scenario_of(star(2), plan, model=model, **of_model), where="file")
 
 
 def test_a_rank_is_fed_what_its_stage_needs_and_only_the_last_counts_in_the_loss():

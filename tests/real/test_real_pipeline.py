@@ -30,7 +30,7 @@ BF16_TOLERANCE = 2e-2
 PIPELINE = ["plan.method=pipeline"]
 SCHEDULES = {name: [*PIPELINE, f'plan.schedule="{name}"'] for name in ("gpipe", "1f1b", "interleaved")}
 FOUR, SIX = ["plan.micro_batches=4"], ["plan.micro_batches=6"]
-BASE = {"resnet": "resnet-digits.toml", "bert": "bert-byte.toml", "bf16": "demo.toml"}
+BASE = {"resnet": "resnet-digits.toml", "vit": "resnet-digits.toml", "bert": "bert-byte.toml", "bf16": "demo.toml"}
 
 REPLICATED = ["plan.method=ddp", "plan.pp=2", "plan.dp_replicate=2"]
 ZERO1 = ["plan.method=zero1", *REPLICATED[1:]]
@@ -91,6 +91,7 @@ CASES: dict[int, dict[str, list[str]]] = {
             "plan.stages=[2,5]",
             small("resnet"),
         ],
+        "1f1b-vit-adamw": [*DIGITS, *ADAMW64, *SCHEDULES["1f1b"], *FOUR, small("vit")],
     },
     3: {
         "1f1b-bert-adamw": [*GPT, *ADAMW64, *SCHEDULES["1f1b"], *FOUR],
@@ -202,6 +203,7 @@ FEW = [
     "1f1b-tied-head-clipped-sgd",
     "gpipe-llama-recompute-sgd",
     "gpipe-batch-norm-resnet-sgd",
+    "1f1b-vit-adamw",
     "1f1b-ddp-tied-sgd",
     "gpipe-zero1-adamw",
     "1f1b-zero3-adamw",
