@@ -11,39 +11,42 @@ import torch.distributed as dist
 
 from gsreal.machine import MATRIX_SIDE
 from gsreal.measure import Timeline
-from gssim.cluster import DeviceType
+from gssim.cluster import Cluster, DeviceType
 from gssim.plan.rebalancing import Watch
 from gssim.result import COMPUTE_PHASES, UPDATE_PHASES, Division
 from gssim.scenario import Scenario, after_step, begin
 
 WORK = 64
 """Size of the square matrices that a slow rank multiplies."""
-PRODUCTS, WARM_UPS = 15, 3
+LAB_PRODUCTS, LAB_WARM_UPS = 15, 3
 """Number of timed products of an emulated device's speed, and of those before: a core that has waited is at first
 faster than its share."""
-OWN_PRODUCTS, OWN_WARM_UPS = 5, 1
-"""The same of a whole core."""
-FEW_STEPS = 8
+CORE_PRODUCTS, CORE_WARM_UPS = 5, 1
+"""The same of a calibrated CPU, which has whole cores."""
+LEAST_STEPS = 8
+"""A run of fewer timed steps is a test or a trial; of its speed nothing is measured on calibrated CPUs."""
 
 
-def device_speed_ratio(stated: DeviceType, device: torch.device, *, steps: int) -> float | None:
-    """Return the rate of a large matrix product over the one that an emulated or calibrated CPU's file states.
+def device_speed_ratio(cluster: Cluster, rank: int, device: torch.device, *, steps: int) -> float | None:
+    """Return the rate of a large matrix product over the one that the cluster states for the rank's device.
 
-    None for other devices, and after a run of few steps, which is no measurement of time. A machine that others share
-    may compute faster or slower than when its devices were calibrated. Predictions are then off by as much in their
-    compute, whatever the plan. All ranks call it: cores of one machine are measured in turn, as in a calibration, but
-    emulated devices at once.
+    Measured are emulated devices, and CPUs with a profile after at least `LEAST_STEPS` steps; None for all others.
+    A machine that others share may compute faster or slower than when its devices were calibrated, and predictions are
+    then off by as much in their compute, whatever the plan. All ranks call it: calibrated CPUs are measured in turn, as
+    in a calibration, but emulated devices at once.
     """
     if device.type != "cpu":
         return None
-    if stated.lab is not None:
-        return _speed_ratio(stated, PRODUCTS, WARM_UPS)
-    if steps < FEW_STEPS:
+    types = [cluster.type_of(each) for each in range(dist.get_world_size())]
+    stated = types[rank]
+    if any(each.lab for each in types):
+        return _speed_ratio(stated, LAB_PRODUCTS, LAB_WARM_UPS) if stated.lab else None
+    if steps < LEAST_STEPS:
         return None
     ratio = None
-    for turn in range(dist.get_world_size()):
-        if turn == dist.get_rank() and stated.profiles:
-            ratio = _speed_ratio(stated, OWN_PRODUCTS, OWN_WARM_UPS)
+    for turn in range(len(types)):
+        if turn == rank and stated.profiles:
+            ratio = _speed_ratio(stated, CORE_PRODUCTS, CORE_WARM_UPS)
         dist.barrier()
     return ratio
 

@@ -125,7 +125,7 @@ def measure(
         published=published,
         memory_counter=counter.method,
         core_wait_ratio=core_wait_ratio,
-        device_speed_ratio=device_speed_ratio(scenario.cluster.type_of(rank), device, steps=scenario.run.steps),
+        device_speed_ratio=device_speed_ratio(scenario.cluster, rank, device, steps=scenario.run.steps),
     )
 
 

@@ -332,6 +332,10 @@ class Cluster:
         for name, kind in self.device_types.items():
             if kind.expandable_segments and kind.kind != "cuda":
                 raise ValueError(f"device_types.{name}.expandable_segments: kind {kind.kind!r} has none; allowed: no")
+            for key in ("layer_operation_s", "kernel_s"):
+                if kind.kind != "cuda" and getattr(kind, key) is not None:
+                    where = f"device_types.{name}.{key} = {getattr(kind, key)}"
+                    raise ValueError(f"{where}: it is of a GPU, not of kind {kind.kind!r}; leave it out")
 
     def _fill(self, topology: Topology) -> None:
         check_size(topology)

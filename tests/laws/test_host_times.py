@@ -98,6 +98,12 @@ def test_what_a_replicas_wrapper_adds_to_each_forward_is_the_hosts():
             assert wrapped_s - bare_s == pytest.approx(expected_s)
 
 
+@pytest.mark.parametrize("key", ["layer_operation_s", "kernel_s"])
+def test_a_cpu_whose_host_would_be_ahead_of_it_is_refused(key):
+    with pytest.raises(ValueError, match=f"device_types.cpu.{key} = 1.0: it is of a GPU, not of kind 'cpu'"):
+        star(1, types={"cpu": device_type(**{key: 1.0})})
+
+
 def host_s(cluster, plan, *ops: str, **workload) -> list[float]:
     """Return what the host issues in each rank's step for tasks of these kinds; on CPUs, their duration."""
     program = lower(scenario_of(cluster, plan, **workload), unfolded=True)

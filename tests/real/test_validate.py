@@ -29,6 +29,7 @@ from gsreal.calibrate.cluster_file import COMMUNICATING, DRIFTING, LINK_KEYS, cl
 from gsreal.machine import ENVIRONMENT, device_name
 from gsreal.run import rank_speed
 from gsreal.run.forked import Forked, check_environment, module_run
+from gssim.cluster.cluster import Emulation
 from gssim.errors import RunFailedError
 from gssim.result import read_result
 from gssim.scenario import load_cluster, load_scenario, read_toml
@@ -275,14 +276,30 @@ def test_a_run_that_waited_for_cores_is_repeated_once_all_have_run(tmp_path, mon
 
 
 def test_a_calibrated_cores_rate_is_measured_again_after_a_run_of_many_steps(monkeypatch):
-    monkeypatch.setattr(rank_speed, "dist", SimpleNamespace(get_world_size=lambda: 2, get_rank=lambda: 1, barrier=int))
+    monkeypatch.setattr(rank_speed, "dist", SimpleNamespace(get_world_size=lambda: 2, barrier=int))
     cores = load_cluster(SCENARIOS / "clusters" / "two-cores.toml")
-    (stated,) = cores.device_types.values()
-    cpu = torch.device("cpu")
-    assert rank_speed.device_speed_ratio(stated, cpu, steps=2) is None
-    assert rank_speed.device_speed_ratio(replace(stated, profiles=()), cpu, steps=20) is None
-    half = replace(stated, peak_flop_per_s={"fp32": 2e9})
-    assert rank_speed.device_speed_ratio(half, cpu, steps=20) > 1.0
+    ((name, stated),) = cores.device_types.items()
+
+    def ratio(steps: int, **changes) -> float | None:
+        cluster = replace(cores, device_types={name: replace(stated, **changes)})
+        return rank_speed.device_speed_ratio(cluster, 1, torch.device("cpu"), steps=steps)
+
+    assert ratio(2) is None
+    assert ratio(20, profiles=()) is None
+    assert ratio(20, peak_flop_per_s={"fp32": 2e9}) > 1.0
+
+
+def test_where_other_devices_are_emulated_a_core_does_not_wait_for_its_turn(monkeypatch):
+    """An emulated device takes no turn: ranks that waited for it would wait for ever."""
+    monkeypatch.setattr(rank_speed, "dist", SimpleNamespace(get_world_size=lambda: 2))  # has no barrier
+    cores = load_cluster(SCENARIOS / "clusters" / "two-cores.toml")
+    ((name, stated),) = cores.device_types.items()
+    half = replace(stated, lab=Emulation(cpu_share_ratio=0.5))
+    devices = [replace(cores.devices[0], type="half"), cores.devices[1]]
+    mixed = replace(cores, device_types={name: stated, "half": half}, devices=tuple(devices))
+    ratios = [rank_speed.device_speed_ratio(mixed, rank, torch.device("cpu"), steps=20) for rank in (0, 1)]
+    assert ratios[0] > 0
+    assert ratios[1] is None
 
 
 def test_a_machine_that_computes_at_another_rate_than_calibrated_is_told_with_the_row():
