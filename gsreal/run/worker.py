@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -97,8 +98,11 @@ def measure(
     resumed = checkpoints.resume(scenario, training) if checkpoints else Progress()
     if training.follower is not None:
         feed.divide(training.follower.following.samples)
+    speed_ratio = partial(device_speed_ratio, scenario.cluster, rank, device, steps=scenario.run.steps)
+    speed_before = None if scenario.cluster.type_of(rank).lab else speed_ratio()
     losses = _timed_steps(scenario, training, feed, rank, course, resumed, checkpoints)
     core_wait_ratio = course.core_wait.ratio()
+    speeds = [each for each in (speed_before, speed_ratio()) if each is not None]
     spans, ends_s = training.timeline.read()
     phases_s = _phases(scenario, spans, ends_s)
     sent, steps = _sent(training), len(ends_s) - 1
@@ -125,7 +129,7 @@ def measure(
         published=published,
         memory_counter=counter.method,
         core_wait_ratio=core_wait_ratio,
-        device_speed_ratio=device_speed_ratio(scenario.cluster, rank, device, steps=scenario.run.steps),
+        device_speed_ratio=fmean(speeds) if speeds else None,
     )
 
 

@@ -454,8 +454,8 @@ class Result:
     """Versions and digests of the code, the machine, and the run's circumstances.
 
     Of a measurement also `core_wait_ratio`: the largest part of the timed steps that a rank waited for a core; and of
-    calibrated CPUs and emulated devices `device_speed_ratio`: the rate of a matrix product after the run over the one
-    that the devices' file states.
+    calibrated CPUs and emulated devices `device_speed_ratio`: the rate of a matrix product before and after the run, in
+    the lab after it, over the one that the devices' file states.
     """
 
     def to_json(self) -> str:
