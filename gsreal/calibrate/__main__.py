@@ -87,7 +87,7 @@ def _device_costs(bench: Bench) -> dict[str, Any]:
     bench.say("arithmetic and memory")
     device = bench.alone(lambda: device_rates(bench))
     kernels = {}
-    if bench.device.type == "cuda":  # a CPU takes longer for them than for the layers of a model that it can train
+    if bench.device.type == "cuda":  # on a CPU they take longer than the layers of models that it trains
         bench.say("matrix products and attention by size")
         kernels = {"kernels": bench.alone(lambda: [kernel_rates(bench)])}
     bench.say("optimizers")

@@ -380,7 +380,7 @@ def device_rates(bench: Bench) -> dict[str, float]:
         for _ in range(1000):
             small.add_(1.0)
 
-    def issue_hundred() -> None:  # of which the device can be held up until all are issued
+    def issue_hundred() -> None:  # few enough for the device to be kept busy until all are issued
         for _ in range(100):
             small.add_(1.0)
 

@@ -26,13 +26,14 @@ HEAD_WIDTHS = (64, 128)
 TOKENS, WIDTH = {"cpu": 1024, "cuda": 16384}, {"cpu": 256, "cuda": 2048}
 """Tokens, and elements of all heads, of the attention that is measured."""
 ROTATED_BYTES = {"cpu": 2**24, "cuda": 2**27}
-"""Operands of successive calls lie in so much memory together: none is in a cache because of the call before."""
+"""Calls that are timed take their operands in turn from so much memory: no cache has them from the call before."""
 MOST_SETS = 16
+"""Largest number of sets of operands, where they are small."""
 TIMED_S = {"cpu": 0.002, "cuda": 0.003}
 """Duration of the calls that are timed together."""
 REPEATS = 3
 MEMORY_RATIO = 0.25
-"""Part of a GPU's memory that the operands of one product may take."""
+"""A product is measured if twice its operands and result fit into this part of a GPU's memory."""
 
 Calls = Sequence[Callable[[], object]]
 
@@ -40,7 +41,7 @@ Calls = Sequence[Callable[[], object]]
 def kernel_rates(bench: Bench) -> dict[str, Any]:
     """Return the FLOP/s of products and attention at the calibration's precision, as `kernels` of a device type.
 
-    FLOP of attention are counted without its mask, as models' are.
+    FLOP of causal attention are counted as if all positions attended to all, as those of models are.
     """
     precision = bench.settings.precision
     return {
@@ -101,7 +102,7 @@ def linear_rates(bench: Bench, dtype: torch.dtype, m: int, k: int, n: int) -> di
 
 
 def _attention_rates(bench: Bench, dtype: torch.dtype, width: int) -> dict[str, Any]:
-    """Return the rates of torch's attention with heads of a width by the length of the sequences, causal and whole."""
+    """Return the rates of torch's attention by sequence length for heads of a width, with a causal mask and without."""
     kind = bench.device.type
     lengths = [length for length in LENGTHS[kind] if length <= TOKENS[kind]]
     rates: dict[str, list[float]] = {

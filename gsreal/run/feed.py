@@ -172,7 +172,8 @@ class HeldOut:
 
     def _sums(self, module: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
         """Return the sum of losses, their number, the number of correctly classified samples, and of all samples."""
-        if not len(inputs):  # this forward is for other ranks' samples: modules of Hugging Face run no empty batch
+        # others have samples left and need this rank's forward, but modules of Hugging Face run no empty batch
+        if not len(inputs):
             module(inputs.new_zeros(1, *inputs.shape[1:]))
             return torch.zeros(4, dtype=torch.float64, device=self.device)
         logits = logits_of(module(inputs))

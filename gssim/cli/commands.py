@@ -87,11 +87,11 @@ def run_command(
         print_result(result)
     model, precision = loaded.scenario.workload.model, loaded.scenario.workload.precision
     if model.module.hugging_face is not None and PRECISION_BYTES[precision] != PRECISION_BYTES[model.traced_precision]:
-        said = f"gssim: run: workload.model: '{model.name}' is traced in {model.traced_precision}, not in {precision}: "
-        said += (
-            "what modules of Hugging Face compute in fp32 whatever the precision is scaled too, and peaks were up to "
+        said = (
+            f"gssim: run: workload.model: '{model.name}' is traced in {model.traced_precision}, not in {precision}: "
+            "bytes are scaled, also of what modules of Hugging Face compute in fp32 whatever the precision, and peaks "
+            "were up to 10 % off; `gsreal trace --precision` traces in another precision"
         )
-        said += "10 % off; `gsreal trace --precision` traces in another"
         print(one_line(said), file=sys.stderr)
     if timing:
         times = {"load_s": loaded_s - began_s, "simulate_s": ended_s - loaded_s, "remedies_s": advised_s - ended_s}

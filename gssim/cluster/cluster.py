@@ -77,11 +77,11 @@ class DeviceType:
     operation_overhead_s: Seconds = 0.0
     """Host time to launch one operation; a step is never faster than its launches."""
     layer_operation_s: Seconds | None = None
-    """On a GPU: host time to issue an operation of a layer, with what modules and autograd do for it; absent:
-    `operation_overhead_s`."""
+    """On a GPU: host time to issue an operation of a layer, with what modules and autograd do for it, where a model has
+    no profile; absent: `operation_overhead_s`."""
     kernel_s: Seconds | None = None
-    """On a GPU: its own time of an operation on few elements, of which the host has issued many ahead. Absent: not
-    measured; operations of an update then take the host's time."""
+    """On a GPU: the device's own time of an operation on few elements that the host has issued ahead. Absent: not
+    measured; each cast of a master copy then takes the device `operation_overhead_s`, the host's time."""
     step_host_s: Seconds | None = None
     """Host time of a training loop in each step besides forward, backward and update: the batch, the loss, its logging.
     Absent: none."""

@@ -67,20 +67,20 @@ class ProductRates:
 
 @spec
 class AttentionRates:
-    """FLOP/s of fused attention by the length of the sequences; FLOP are counted without the mask."""
+    """FLOP/s of fused attention by sequence length; FLOP are counted as if all positions attended to all."""
 
     head_width: PositiveFloat
     """Elements of a head's queries."""
     lengths: tuple[PositiveFloat, ...]
     """Increasing lengths."""
     causal_forward: tuple[PositiveFloat, ...]
-    """Rate at each length where positions attend to those before them; of which about half of the FLOP are done."""
+    """Rate at each length of a forward with a causal mask, which does about half of the FLOP that are counted."""
     causal_backward: tuple[PositiveFloat, ...]
-    """The same of the backward, which computes the scores again: 2.5 times the forward's FLOP."""
+    """The same of its backward, which recomputes the scores: 2.5 times the forward's FLOP are counted."""
     forward: tuple[PositiveFloat, ...]
-    """Rate at each length where all positions attend to all."""
+    """Rate at each length of a forward without a mask."""
     backward: tuple[PositiveFloat, ...]
-    """The same of the backward."""
+    """The same of its backward."""
 
     def __post_init__(self) -> None:
         """Refuse rates that are not a function of the length."""

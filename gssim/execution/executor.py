@@ -167,7 +167,7 @@ def _interrupt_blocked() -> Iterator[None]:
 def _begin(state: Any, stopped: Connection, inherited: Sequence[Connection], environment: Mapping[str, str]) -> None:
     """Ignore the user's interrupt, which the parent process handles, and end when that process does, or stops it.
 
-    Takes the parent's environment, which may have changed since the process was started that this one is a fork of.
+    It takes over the parent's environment, which may have changed since the fork server was started.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform != "win32":
