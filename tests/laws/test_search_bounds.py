@@ -47,6 +47,22 @@ def test_no_plan_on_gpus_is_better_than_its_bounds(seed, plans):
     assert looked_at > plans / 3
 
 
+def test_no_plan_on_gpus_whose_hosts_issue_ahead_is_better_than_its_bounds():
+    """A layer of few operations leaves its host time for those of the next, so that no layer is bound by its own."""
+    loaded = question()
+    cluster = loaded.scenario.cluster
+    own = {"operation_overhead_s": 1e-3, "layer_operation_s": 1e-5}
+    types = {name: replace(kind, **own) for name, kind in cluster.device_types.items()}
+    loaded = replace(loaded, scenario=replace(loaded.scenario, cluster=replace(cluster, device_types=types)))
+    bounds = Bounds(loaded.scenario, "step-time")
+    every = list(candidates(loaded.scenario, loaded.scenario.search, Batches(bounds)))
+    workers = InThisProcess(loaded)
+    for each in random.Random(2).sample(every, 8):
+        result = workers.answer_of(each.plan)
+        if not isinstance(result, UserError):
+            check_bounds(workers, bounds, each, result)
+
+
 @pytest.mark.parametrize("method", ["ddp", "zero1", "zero2", "zero3", "gs", "gs_z3"])
 def test_what_is_sent_takes_no_less_than_its_bound_and_grows_with_micro_batches(method):
     loaded = question()

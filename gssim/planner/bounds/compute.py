@@ -8,6 +8,7 @@ from gssim.cost import layer_time_s
 from gssim.engine import SMALLEST_JITTER
 from gssim.plan import Plan, Policies, splitting
 from gssim.planner.bounds.parts import ModelParts, Part
+from gssim.scenario import layer_profile
 from gssim.workload import Layer
 
 
@@ -65,8 +66,10 @@ class ComputeBounds:
 
         def found() -> float:
             phases = ["f", "b", *(["r"] if recompute != "none" and layer.is_recomputed else [])]
-            selective = recompute == "selective"
-            cost = partial(layer_time_s, device, self.parts.workload, layer, batch_size=samples, whole=whole)
+            selective, workload = recompute == "selective", self.parts.workload
+            # a host that issues ahead bounds no single layer
+            issued = device.layer_operation_s is None or layer_profile(device, workload, whole or layer) is not None
+            cost = partial(layer_time_s, device, workload, layer, batch_size=samples, whole=whole, issued=issued)
             return sum(cost(phase=phase, selective=selective) for phase in phases)
 
         return self.parts.once(("layer", id(layer), id(device), samples, recompute), found)
