@@ -54,14 +54,15 @@ def kernel_rates(bench: Bench) -> dict[str, Any]:
 def _product_rates(bench: Bench, dtype: torch.dtype) -> dict[str, Any]:
     """Return the rates of the three products at all combinations of sizes (m, k, n), the last of which varies fastest.
 
-    A product that does not fit into the memory has the rate of the one before it.
+    A product that does not fit into the memory has the rate of the one that is a step smaller in its largest size.
     """
     sizes = SIZES[bench.device.type]
     rates: dict[str, list[float]] = {"forward": [], "input_gradient": [], "weight_gradient": []}
     for m, k, n in product(sizes, repeat=3):
         measured = linear_rates(bench, dtype, m, k, n)
+        largest = (n, k, m).index(max(m, k, n))
         for name, values in rates.items():
-            values.append(measured[name] if measured else values[-1])
+            values.append(measured[name] if measured else values[-(len(sizes) ** largest)])
     middle = sizes[-2]
     even, odd = (linear_rates(bench, dtype, middle, middle, n) or {} for n in (middle, middle + 1))
     return {

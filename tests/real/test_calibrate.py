@@ -2,8 +2,10 @@
 
 import copy
 from functools import partial
+from itertools import product
 from pathlib import Path
 from timeit import timeit
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[
 
 import torch
 
+from gsreal.calibrate import kernels
 from gsreal.calibrate.cluster_file import averaged, write_all_reduces
 from gsreal.calibrate.communication import _mean, line_through
 from gsreal.calibrate.profile import _jitter, _layer_s, _spread, _Step, layer_operation_s
@@ -162,6 +165,17 @@ def test_rates_of_kernels_are_as_a_cluster_file_has_them(measured_on_two_ranks: 
         assert min(each.at(64, backward=backward, causal=causal) for backward in (0, 1) for causal in (0, 1)) > 1e6
     device = validated(DeviceType, device_type(kernels=[measured_on_two_ranks["kernels"]]), file="cluster")
     assert device.kernels == (rates,)
+
+
+def test_products_that_do_not_fit_have_the_rate_of_those_smaller_in_their_largest_size(monkeypatch):
+    def rates(_bench, _dtype, m, k, n):
+        return dict.fromkeys(("forward", "input_gradient", "weight_gradient"), float(n)) if k < 16384 else None
+
+    monkeypatch.setattr(kernels, "linear_rates", rates)
+    found = kernels._product_rates(SimpleNamespace(device=torch.device("cuda")), torch.float32)["forward"]
+    sizes = found["sizes"]
+    for (m, _, n), rate in zip(product(sizes, repeat=3), found["flop_per_s"], strict=True):
+        assert rate == n or 16384 in (m, n)
 
 
 def test_measured_all_reduces_are_written_as_gssim_reads_them(tmp_path: Path):
