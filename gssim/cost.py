@@ -96,17 +96,24 @@ def issue_time_s(
 
 
 def measured_issue_s(
-    device: DeviceType, workload: Workload, layer: Layer, *, phase: str, batch_size: int, selective: bool = False
+    device: DeviceType,
+    workload: Workload,
+    layer: Layer,
+    *,
+    phase: str,
+    batch_size: int,
+    sums: int = 0,
+    selective: bool = False,
 ) -> float | None:
     """Return a GPU's host time to issue a layer's phase where it is measured apart from the device's; else None.
 
     A profile has it by layer: recomputation takes the forward's, scaled by its share of the operations. Without a
-    profile it is the operations' number times `layer_operation_s`.
+    profile it is the number of operations, with the phase's `sums` over ranks, times `layer_operation_s`.
     """
     profile = layer_profile(device, workload, layer)
     work = _work(layer, phase, selective=selective).operations
     if profile is None:
-        return None if device.layer_operation_s is None else work * device.layer_operation_s
+        return None if device.layer_operation_s is None else (work + sums) * device.layer_operation_s
     curve = profile.backward_host_s if phase == "b" else profile.forward_host_s
     if curve is None:
         return None

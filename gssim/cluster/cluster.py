@@ -329,9 +329,15 @@ class Cluster:
             if device.type not in self.device_types:
                 allowed = ", ".join(sorted(self.device_types))
                 raise ValueError(f"devices: {device.name!r} has the unknown type {device.type!r}; allowed: {allowed}")
+        self._check_types()
+
+    def _check_types(self) -> None:
         for name, kind in self.device_types.items():
             if kind.expandable_segments and kind.kind != "cuda":
                 raise ValueError(f"device_types.{name}.expandable_segments: kind {kind.kind!r} has none; allowed: no")
+            repeated = [each for each, count in Counter(entry.precision for entry in kind.kernels).items() if count > 1]
+            if repeated:
+                raise ValueError(f"device_types.{name}.kernels: several of precision {repeated[0]!r}; allowed: one")
             for key in ("layer_operation_s", "kernel_s"):
                 if kind.kind != "cuda" and getattr(kind, key) is not None:
                     where = f"device_types.{name}.{key} = {getattr(kind, key)}"

@@ -282,12 +282,14 @@ def _timing(low: Lowering, rank: int, instance: LayerInstance, phase: str, sampl
     whole = low.whole_layer(instance) or instance.layer
     profiled = layer_profile(device, workload, whole) is not None
     issued = whole if profiled else instance.layer  # a profile is of the whole layer
-    issue_s = cost.measured_issue_s(device, workload, issued, phase=phase, batch_size=samples, selective=selective)
+    sums = len(sum_positions(instance.layer, phase))
+    issue_s = cost.measured_issue_s(
+        device, workload, issued, phase=phase, batch_size=samples, sums=sums, selective=selective
+    )
     alone_s = _layer_s(low, rank, instance, phase, samples, issued=profiled or issue_s is None)
     if issue_s is not None:
         return _Timing(alone_s, issue_s + slicing_host_s(low, rank, instance, phase, samples) + hooks_s, is_ahead=True)
     duration_s = with_host_time(low, rank, instance, phase, samples, alone_s=alone_s) + hooks_s
-    sums = len(sum_positions(instance.layer, phase))
     host_s = cost.issue_time_s(device, workload, instance.layer, phase=phase, sums=sums, selective=selective)
     busy_s = _layer_s(low, rank, instance, phase, samples, issued=False) if sums and host_s else 0.0
     return _Timing(duration_s - alone_s + busy_s, host_s) if sums and host_s > busy_s else _Timing(duration_s)

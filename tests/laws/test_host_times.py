@@ -132,6 +132,18 @@ def test_without_a_profile_a_host_issues_what_a_model_with_frozen_layers_or_adap
     assert host_s(gpu, plan, "forward", "backward", **workload) == pytest.approx([operations * 1.0], rel=1e-4)
 
 
+def test_without_a_profile_a_host_issues_the_sums_of_cut_blocks_too():
+    """Of the traced model's blocks: two sums of a forward, two of a backward."""
+    model = load_model(OF_TESTS.parent / "gpt2.toml")
+    gpu = gpus(2, run_s=0.0, issue_s=0.0, profiles=[], layer_operation_s=1.0)
+    found = host_s(gpu, {"method": "tensor"}, "forward", "backward", model=model, sequence_length=24)
+    issued = sum(
+        each.repeats * (each.forward_operations + each.backward_operations + 4 * each.block)
+        for each in model.sliced_layers
+    )
+    assert found == pytest.approx([issued] * len(found), rel=1e-4)
+
+
 def test_casts_of_master_copies_are_issued_ahead_where_both_times_are_known():
     """Two casts of 168 elements in six tensors, of which each moves 6 bytes at 1 GB/s."""
     casts_s, issue_s = 2 * (168 * 6 / 1e9 + TENSORS * 1e-4), 2 * TENSORS * 1e-3

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from strategies import device_type, tiny_model
+from strategies import device_type, star, tiny_model
 
 from gssim import cost as costs
 from gssim.cluster import DeviceType
@@ -121,3 +121,9 @@ def test_incomplete_tables_are_refused(changes: dict, reason: str):
     kernels = {"precision": "fp32", "products": products()} | changes
     with pytest.raises(UserError, match=reason):
         validated(DeviceType, device_type(kernels=[kernels]), file="d")
+
+
+def test_two_tables_of_one_precision_are_refused():
+    kernels = {"precision": "fp32", "products": products()}
+    with pytest.raises(UserError, match=r"device_types.fast.kernels: several of precision 'fp32'; allowed: one"):
+        star(1, types={"fast": device_type(kernels=[kernels, kernels])})
