@@ -15,7 +15,7 @@ from gsreal.model_files.build import example_batch
 from gsreal.model_files.fit import NoPolynomialError, Shape, fit_buffers, fit_polynomial, parameters_of
 from gsreal.model_files.recorder import Record, Recorder
 from gsreal.model_files.step import fake_module, known_storages, record_backward, without_values
-from gssim.workload import Layer, Model, Moment, PartialBackward, layer_input_gradient, layer_output
+from gssim.workload import Layer, Model, Moment, PartialBackward, layer_input_gradient, layer_output, passed_bytes
 
 Records = dict[Shape, Record]
 NOTHING, FIRST = -1, 0
@@ -131,7 +131,9 @@ def _part(records: Records, checked: Shape, layers: Sequence[Layer], index: int)
     flop = {shape: record.flop[place] for shape, record in records.items()}
     moved = {shape: record.bytes_moved[place] for shape, record in records.items()}
     streamed = {shape: record.streamed[place] for shape, record in records.items()}
-    handed = layer_output(fit_buffers(records, checked, index - 1, name), layers[index - 1].output_bytes)
+    handed = layer_output(
+        fit_buffers(records, checked, index - 1, name), passed_bytes(layers[index - 1], layers[index])
+    )
     back = layer_input_gradient(fit_buffers(records, checked, index + 1, name))
     return PartialBackward(
         backward_flop=fit_polynomial(flop, checked, f"{name}: FLOP"),

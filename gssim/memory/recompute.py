@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gssim.memory.lifetimes import FORWARD_END, LAST
-from gssim.workload import Buffer, Layer, Moment, Polynomial, layer_output
+from gssim.workload import Buffer, Layer, Moment, Polynomial, layer_output, passed_bytes
 
 CPU_RANDOM_STATE_BYTES = 5056
 """Size of torch.get_rng_state(): kept once for each block from forward to backward, once more during recomputation."""
@@ -47,6 +47,7 @@ def recomputed_buffers(
     again, after = layer.is_recomputed, following[0] if following else None
     handed = _input_of_block(layer, following)
     output = _own_output(layer) if again else None
+    passed = layer_output(layer.buffers, passed_bytes(layer, after))
     releases = dict(zip(map(id, _saved(layer)), layer.recompute_releases or (), strict=False))
     positions = [each.born.position for each in layer.buffers if each.born.phase == "f"]
     last = max([*releases.values(), *positions], default=0)
@@ -63,7 +64,7 @@ def recomputed_buffers(
             moved.append(replace(buffer, freed=_kept_for(buffer.freed, following)))
         else:
             # beside its output, a layer may leave a tensor to the caller, who drops it once the next block has run
-            dropped = buffer.freed.phase == "f" and buffer is not layer_output(layer.buffers, layer.output_bytes)
+            dropped = buffer.freed.phase == "f" and buffer is not passed
             end = buffer.freed if dropped else _moved(buffer.freed, layer, after)
             end = FORWARD_END if again and autocast and _is_cached(buffer, end, last) else end
             moved.append(replace(buffer, freed=end))

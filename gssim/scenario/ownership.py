@@ -31,6 +31,7 @@ from gssim.workload import (
     layer_output,
     optimizer_moved_values,
     optimizer_state_bytes,
+    passed_bytes,
 )
 from gssim.workload.muon import all_matrices
 
@@ -207,7 +208,7 @@ def activation_bytes(workload: Workload, plan: Plan, *, samples: int) -> float:
         kept = sum(each.size_bytes.at(**shape) for each in layer.buffers if _is_kept(each))
         stays = kept
         if layer.block and plan.recompute == "full":
-            output = layer_output(layer.buffers, layer.output_bytes)
+            output = layer_output(layer.buffers, passed_bytes(layer, layer if layer.repeats > 1 else after))
             stays = output.size_bytes.at(**shape) if output is not None and _is_kept(output) else 0
         following = layer if layer.repeats > 1 else after  # all repetitions but the last precede another one
         made = max(_made_bytes(layer, each, shape) for each in (following, after))

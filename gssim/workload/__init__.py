@@ -10,6 +10,7 @@ from gssim.workload.layer import (
     Reduction,
     layer_input_gradient,
     layer_output,
+    passed_bytes,
     sliced_layer,
 )
 from gssim.workload.model import (
@@ -54,6 +55,7 @@ __all__ = [
     "layer_output",
     "optimizer_moved_values",
     "optimizer_state_bytes",
+    "passed_bytes",
     "shipped_models",
     "sliced_layer",
     "unrolled",

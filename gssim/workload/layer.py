@@ -197,8 +197,9 @@ class Buffer:
 def layer_output(buffers: Sequence[Buffer], output_bytes: Quantity) -> Buffer | None:
     """Return a layer's output: the last allocated of its buffers that outlive it, and are as large as it.
 
-    `output_bytes`: what the layer's module returns; it tells the output from what is made for later layers, as a
-    mask. Where none is so large, operations outside of modules have made the output: the last allocated of all.
+    `output_bytes` tells the output from what is made for later layers, as a mask: the size of the gradient of the next
+    layer's input (`passed_bytes`), or of what the layer's module returns, from which operations outside of modules may
+    make the output. Where none is so large, it is the last allocated of all.
     """
     crossing = [b for b in buffers if b.born.phase == "f" and b.freed.layer_offset > 0]
     as_large = [buffer for buffer in crossing if buffer.size_bytes == output_bytes]
@@ -209,6 +210,15 @@ def layer_input_gradient(buffers: Sequence[Buffer]) -> Buffer | None:
     """Return the gradient of a layer's input, which the backward of the layer before uses."""
     crossing = [b for b in buffers if b.born.phase == b.freed.phase == "b" and b.freed.layer_offset == -1]
     return max(crossing, key=lambda buffer: buffer.born.position, default=None)
+
+
+def passed_bytes(layer: "Layer", after: "Layer | None") -> Polynomial:
+    """Return the size of what a layer passes to the one after it: that of its gradient, or of what its module returns.
+
+    Operations outside of modules may take a part of what a module returns, as ranks do that divide sequences.
+    """
+    gradient = layer_input_gradient(after.buffers) if after else None
+    return gradient.size_bytes if gradient else layer.output_bytes
 
 
 BUFFER_CATEGORIES = ("input", "activations", "temporaries")

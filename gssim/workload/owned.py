@@ -32,6 +32,7 @@ from gssim.workload.layer import (
     PartialBackward,
     layer_input_gradient,
     layer_output,
+    passed_bytes,
 )
 from gssim.workload.model import LayerInstance, Model, unrolled
 
@@ -153,7 +154,7 @@ def _adapted_to_neighbours(beside: Sequence[Layer | None], around: tuple[str, st
         return layer
     run = _in_role(layer, around[1])
     buffers = list(run.buffers)
-    handed, back = layer_output(buffers, layer.output_bytes), layer_input_gradient(buffers)
+    handed, back = layer_output(buffers, passed_bytes(layer, after)), layer_input_gradient(buffers)
     if handed and after:
         freed = _input_freed(layer, after, around[2])  # None: not sooner than its own life
         if freed is not None:
@@ -240,7 +241,7 @@ def _input_freed(layer: Layer, after: Layer, role: str) -> Moment | None:
         return None
     if role != "whole":
         return _partial_backward(after, role).input_freed
-    handed = layer_output(layer.buffers, layer.output_bytes)
+    handed = layer_output(layer.buffers, passed_bytes(layer, after))
     return handed.freed if handed and handed.freed.layer_offset == 1 else None
 
 
