@@ -34,6 +34,8 @@ TIMED_S = {"cpu": 0.002, "cuda": 0.003}
 REPEATS = 3
 MEMORY_RATIO = 0.25
 """A product is measured if twice its operands and result fit into this part of a GPU's memory."""
+LONGEST_S = 0.25
+"""A product is measured if it takes no longer at the rate of the smaller one: that of one so large hardly grows."""
 
 Calls = Sequence[Callable[[], object]]
 
@@ -44,25 +46,29 @@ def kernel_rates(bench: Bench) -> dict[str, Any]:
     FLOP of causal attention are counted as if all positions attended to all, as those of models are.
     """
     precision = bench.settings.precision
+    attention = [_attention_rates(bench, DTYPES[precision], width) for width in HEAD_WIDTHS]
     return {
         "precision": precision,
         "products": _product_rates(bench, DTYPES[precision]),
-        "attention": [_attention_rates(bench, DTYPES[precision], width) for width in HEAD_WIDTHS],
+        "attention": [each for each in attention if each["lengths"]],
     }
 
 
 def _product_rates(bench: Bench, dtype: torch.dtype) -> dict[str, Any]:
     """Return the rates of the three products at all combinations of sizes (m, k, n), the last of which varies fastest.
 
-    A product that does not fit into the memory has the rate of the one that is a step smaller in its largest size.
+    A product that does not fit into the memory, or takes too long, has the rate of the one that is a step smaller in
+    its largest size.
     """
     sizes = SIZES[bench.device.type]
     rates: dict[str, list[float]] = {"forward": [], "input_gradient": [], "weight_gradient": []}
     for m, k, n in product(sizes, repeat=3):
-        measured = linear_rates(bench, dtype, m, k, n)
-        largest = (n, k, m).index(max(m, k, n))
+        smaller = len(sizes) ** (n, k, m).index(max(m, k, n))  # places before this one
+        before = [values[-smaller] for values in rates.values() if values]
+        is_slow = any(2.0 * m * k * n / rate > LONGEST_S for rate in before)
+        measured = None if is_slow else linear_rates(bench, dtype, m, k, n)
         for name, values in rates.items():
-            values.append(measured[name] if measured else values[-(len(sizes) ** largest)])
+            values.append(measured[name] if measured else values[-smaller])
     middle = sizes[-2]
     even, odd = (linear_rates(bench, dtype, middle, middle, n) or {} for n in (middle, middle + 1))
     return {
@@ -103,23 +109,28 @@ def linear_rates(bench: Bench, dtype: torch.dtype, m: int, k: int, n: int) -> di
 
 
 def _attention_rates(bench: Bench, dtype: torch.dtype, width: int) -> dict[str, Any]:
-    """Return the rates of torch's attention by sequence length for heads of a width, with a causal mask and without."""
+    """Return the rates of torch's attention by sequence length for heads of a width, with a causal mask and without.
+
+    Up to the longest that fits into the memory: kernels that are not fused hold the scores of all pairs of positions.
+    """
     kind = bench.device.type
-    lengths = [length for length in LENGTHS[kind] if length <= TOKENS[kind]]
-    rates: dict[str, list[float]] = {
-        f"{mask}{phase}": [] for mask in ("causal_", "") for phase in ("forward", "backward")
-    }
-    for length in lengths:
-        for causal in (True, False):
-            shape = (TOKENS[kind] // length, WIDTH[kind] // width, length, width)
-            count = max(1, min(4, ROTATED_BYTES[kind] // (4 * dtype.itemsize * TOKENS[kind] * WIDTH[kind])))
-            forward, backward = _attention_calls(bench, dtype, shape, count, causal=causal)
-            flop = 4.0 * TOKENS[kind] * length * WIDTH[kind]
-            mask = "causal_" if causal else ""
-            rates[f"{mask}forward"].append(flop / _call_s(bench, forward))
-            # a fused kernel computes the scores again: five products instead of two
-            rates[f"{mask}backward"].append(2.5 * flop / _call_s(bench, backward))
-    return {"head_width": width, "lengths": [float(length) for length in lengths], **rates}
+    by_length: dict[float, dict[str, float]] = {}
+    for length in (each for each in LENGTHS[kind] if each <= TOKENS[kind]):
+        shape = (TOKENS[kind] // length, WIDTH[kind] // width, length, width)
+        count = max(1, min(4, ROTATED_BYTES[kind] // (4 * dtype.itemsize * TOKENS[kind] * WIDTH[kind])))
+        flop = 4.0 * TOKENS[kind] * length * WIDTH[kind]
+        rates = {}
+        try:
+            for mask in ("causal_", ""):
+                forward, backward = _attention_calls(bench, dtype, shape, count, causal=bool(mask))
+                rates[f"{mask}forward"] = flop / _call_s(bench, forward)
+                # a fused kernel computes the scores again: five products instead of two
+                rates[f"{mask}backward"] = 2.5 * flop / _call_s(bench, backward)
+        except torch.OutOfMemoryError:
+            break
+        by_length[float(length)] = rates
+    curves = {name: [each[name] for each in by_length.values()] for name in next(iter(by_length.values()), {})}
+    return {"head_width": width, "lengths": list(by_length), **curves}
 
 
 def _attention_calls(
@@ -134,7 +145,6 @@ def _attention_calls(
         )
         gradient = torch.randn(shape, device=bench.device, dtype=dtype)
         result = _attend(queries, keys, values, causal)
-
         operands = (queries, keys, values)
         forward.append(partial(_attend, queries.detach(), keys.detach(), values.detach(), causal))
         backward.append(partial(torch.autograd.grad, result, operands, gradient, retain_graph=True))

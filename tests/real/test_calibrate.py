@@ -169,13 +169,40 @@ def test_rates_of_kernels_are_as_a_cluster_file_has_them(measured_on_two_ranks: 
 
 def test_products_that_do_not_fit_have_the_rate_of_those_smaller_in_their_largest_size(monkeypatch):
     def rates(_bench, _dtype, m, k, n):
-        return dict.fromkeys(("forward", "input_gradient", "weight_gradient"), float(n)) if k < 16384 else None
+        return dict.fromkeys(("forward", "input_gradient", "weight_gradient"), n * 1e12) if k < 16384 else None
 
     monkeypatch.setattr(kernels, "linear_rates", rates)
     found = kernels._product_rates(SimpleNamespace(device=torch.device("cuda")), torch.float32)["forward"]
     sizes = found["sizes"]
     for (m, _, n), rate in zip(product(sizes, repeat=3), found["flop_per_s"], strict=True):
-        assert rate == n or 16384 in (m, n)
+        assert rate == n * 1e12 or 16384 in (m, n)
+
+
+def test_a_slow_gpu_measures_no_product_that_takes_long(monkeypatch: pytest.MonkeyPatch):
+    measured = []
+
+    def rates(_bench, _dtype, *sizes):
+        measured.append(sizes)
+        return dict.fromkeys(("forward", "input_gradient", "weight_gradient"), 1e12)
+
+    monkeypatch.setattr(kernels, "linear_rates", rates)
+    found = kernels._product_rates(SimpleNamespace(device=torch.device("cuda")), torch.float64)["forward"]
+    assert found["flop_per_s"] == [1e12] * 64
+    assert all(2 * m * k * n <= kernels.LONGEST_S * 1e12 for m, k, n in measured)
+    assert len(measured) < 64 + 2
+
+
+def test_attention_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch):
+    def calls(longest, _bench, _dtype, shape, _count, *, causal):
+        if shape[2] > longest:
+            raise torch.OutOfMemoryError
+        return [abs], [abs]
+
+    monkeypatch.setattr(kernels, "_call_s", lambda _bench, _calls: 1.0)
+    bench = SimpleNamespace(device=torch.device("cuda"))
+    for longest, lengths in ((1024, [256.0, 1024.0]), (100, [])):
+        monkeypatch.setattr(kernels, "_attention_calls", partial(calls, longest))
+        assert kernels._attention_rates(bench, torch.float64, 64)["lengths"] == lengths
 
 
 def test_measured_all_reduces_are_written_as_gssim_reads_them(tmp_path: Path):
