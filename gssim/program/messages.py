@@ -235,22 +235,35 @@ def _push_ratios(low: Lowering, samples: int, part: float) -> Mapping[str, spars
     statistics = low.statistics
     assert statistics is not None  # loading demands them
 
-    def ratios() -> Mapping[str, sparsity.Ratios]:
-        return {
-            name: sparsity.push_ratios(
-                statistics, low.push, samples=samples, tensor=name, step=step, part=part, lag_steps=lag_steps
-            )
-            for name in parameter_names(low)
-        }
+    def ratios_of(name: str) -> sparsity.Ratios:
+        return sparsity.push_ratios(
+            statistics, low.push, samples=samples, tensor=name, step=step, part=part, lag_steps=lag_steps
+        )
 
     step, lag_steps = low.once_a_step(_density_step)
     key = (Same(statistics), Same(low.scenario.workload.model), low.push, samples, part, step, lag_steps)
-    return low.shared.once("densities of pushes", key, ratios, most=MAX_CACHED_DENSITIES)
+    return low.shared.once("densities of pushes", key, lambda: by_parameter(low, ratios_of), most=MAX_CACHED_DENSITIES)
 
 
-def parameter_names(low: Lowering) -> list[str]:
-    """Return the names of all parameters: densities are shared by the stages of a pipeline."""
-    return [name for instance in low.whole_layers for name in instance.parameter_names]
+def by_parameter(low: Lowering, ratios_of: Callable[[str], sparsity.Ratios]) -> Mapping[str, sparsity.Ratios]:
+    """Return the densities of all parameters, also of other stages; `ratios_of`: those of the one so named.
+
+    Parameters that share their statistics, as those of one role do where these were transferred, are asked for once.
+    """
+    statistics = low.statistics
+    assert statistics is not None  # loading demands them
+
+    def first_alike() -> Mapping[str, str]:
+        """Return for every parameter the first one with the same statistics."""
+        first: dict[tuple[int, ...], str] = {}
+        names = [name for instance in low.whole_layers for name in instance.parameter_names]
+        tables: list[Mapping[str, object]] = [*(trace.tensors for trace in statistics.traces), statistics.changes]
+        return {name: first.setdefault(tuple(id(each.get(name)) for each in tables), name) for name in names}
+
+    key = Same(statistics), Same(low.scenario.workload.model)
+    alike = low.shared.once("parameters alike", key, first_alike)
+    ratios = {name: ratios_of(name) for name in dict.fromkeys(alike.values())}
+    return {name: ratios[first] for name, first in alike.items()}
 
 
 def sent_ratios(low: Lowering, micro_batch: MicroBatch) -> tuple[Hashable, ...]:
