@@ -151,6 +151,26 @@ def push_sizes(low: Lowering, micro_batch: MicroBatch, place: int) -> PushSizes:
     return low.once_a_step(_push_sizes, micro_batch, place)
 
 
+@dataclass(frozen=True, eq=False)
+class PushTotals:
+    """Sums over the messages between the ranks at a place, of a step's thresholded pushes."""
+
+    payload_bytes: Floats
+    """By bucket."""
+    entries: float
+
+
+def push_totals(low: Lowering, micro_batch: MicroBatch, place: int) -> PushTotals:
+    """Return the sums over the messages of `push_sizes`: kept for all steps, as the messages of many ranks are not."""
+    return low.once_a_run(_push_totals, low.step, micro_batch, place)
+
+
+def _push_totals(low: Lowering, _step: int, micro_batch: MicroBatch, place: int) -> PushTotals:
+    sizes = push_sizes(low, micro_batch, place)
+    entries = float(sizes.payloads(sizes.messages.entries).sum())
+    return PushTotals(sizes.payloads(sizes.messages.size_bytes), entries)
+
+
 def _push_sizes(low: Lowering, micro_batch: MicroBatch, place: int) -> PushSizes:
     pieces, (kinds, numbers) = owned_pieces(low, place), low.once_a_run(_sender_classes, micro_batch)
     entries = np.zeros((len(low.buckets), len(kinds), low.nodes))
@@ -330,8 +350,7 @@ def mean_push_density(low: Lowering) -> float:
     sent = offered = 0.0
     for micro_batch in (each for each in low.micro_batches if each.sends_gradients):
         for place in range(low.places) if is_thresholded(low) else ():
-            sizes = push_sizes(low, micro_batch, place)
-            sent += float(sizes.payloads(sizes.messages.entries).sum())
+            sent += push_totals(low, micro_batch, place).entries
         elements = sum(bucket.elements for bucket in low.buckets)
         offered += (low.nodes - 1) * elements
         sent += 0.0 if is_thresholded(low) else (low.nodes - 1) * elements
