@@ -58,6 +58,9 @@ LARGER_SIDE = ("all-gather", "reduce-scatter", "gather", "scatter", "all-to-all"
 class CollectiveRecorder(TorchDispatchMode):
     """Dispatch mode that records every collective and message of this rank, whoever sent it."""
 
+    supports_higher_order_operators = True
+    """Those in which compiled blocks keep the state of random numbers, for what they recompute."""
+
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[ObservedCollective] = []

@@ -167,7 +167,8 @@ def trained_alone(single: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch
     Operations run one by one there, though the model be compiled.
     """
     device = torch.device("cpu")
-    workload = replace(single.workload, model=replace(single.workload.model, compiled=False))
+    model = replace(single.workload.model, compiled=False, compiled_recompute="none")
+    workload = replace(single.workload, model=model)
     training = build(replace(single, workload=workload), Timeline(0, device), device)
     feed = Feed(single, 0, device)
     before = full_parameters(training.module)
