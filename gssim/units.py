@@ -11,7 +11,7 @@ import types
 import typing
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from fractions import Fraction
 from numbers import Integral
 from typing import Annotated, Any, Literal, TypeVar, dataclass_transform
@@ -306,6 +306,17 @@ def spec_with_memory(cls: type[T]) -> type[T]:
     """Return `cls` as a `spec` that caches its cached properties, which are no part of the value."""
     config = ConfigDict(extra="forbid")
     return typing.cast(type[T], pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=config)(cls))
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def record(cls: type[T]) -> type[T]:
+    """Return `cls` as a `spec` that is validated only where it is read from a file (see `validated`).
+
+    For tables that the simulator makes by the thousand, of values that it knows to be valid.
+    """
+    made: Any = dataclass(frozen=True, kw_only=True, slots=True)(cls)
+    made.__pydantic_config__ = ConfigDict(extra="forbid")
+    return typing.cast(type[T], made)
 
 
 def validated(cls: type[T], data: object, *, file: str, under: str = "") -> T:

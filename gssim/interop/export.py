@@ -12,7 +12,7 @@ from typing import Any
 
 from gssim.errors import UserError
 from gssim.interop.script import DTYPES, OPTIMIZERS, training_script
-from gssim.plan import METHODS, Plan
+from gssim.plan import METHODS, default_plan
 from gssim.scenario import Scenario, reduce_precision
 from gssim.scenario.overrides import toml
 from gssim.scenario.run import Run
@@ -46,7 +46,7 @@ def export_scenario(scenario: Scenario, to: str) -> Exported:
     for name in ("partition", "parameters", "gradients", "optimizer_state"):
         same = getattr(policies, name) == getattr(method, name)
         _refuse(to, f"plan.{name}", getattr(policies, name), same, "what the method sets itself")
-    usual = Plan(method=plan.method)
+    usual = default_plan(plan.method)
     for name in ("compress", "push", "publish", "shares", "bucket_bytes", "first_bucket_bytes"):
         value = getattr(plan, name)
         shown = value if isinstance(value, (int, str)) else "..."

@@ -14,6 +14,7 @@ from gssim.plan.plan import (
     Publish,
     Push,
     absolute_threshold,
+    default_plan,
     largest_count,
     resolved_push,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "assign_buckets",
     "bucket_limits",
     "chosen",
+    "default_plan",
     "divide",
     "largest_count",
     "message_bytes",

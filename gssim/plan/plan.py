@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import field, replace
+from functools import cache
 from math import prod
 from typing import Annotated, Literal
 
@@ -411,3 +412,9 @@ class Plan:
     def sends_by_data(self) -> bool:
         """Whether message sizes depend on the data (a threshold is set), so that a prediction needs statistics."""
         return self.push.selects or self.publish.selects
+
+
+@cache
+def default_plan(method: MethodName) -> Plan:
+    """Return the plan of a method without any other key, as it stands in a file: what absent keys say."""
+    return Plan(method=method)

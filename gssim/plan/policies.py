@@ -10,7 +10,7 @@ from typing import Any, Literal
 from gssim.errors import UserError
 from gssim.plan.mesh import AXES, DATA_AXES, Mesh
 from gssim.plan.methods import METHODS
-from gssim.plan.plan import DDP_FIRST_BUCKET_BYTES, Plan
+from gssim.plan.plan import DDP_FIRST_BUCKET_BYTES, Plan, default_plan
 from gssim.units import Precision
 
 RUNS_TODAY = frozenset(
@@ -213,7 +213,7 @@ def _absent_axes(plan: Plan) -> list[str]:
 
 
 def _sized_axes(plan: Plan) -> list[str]:
-    unsized = Plan(method=plan.method)
+    unsized = default_plan(plan.method)
     return [name for name in AXES if getattr(plan, name) != getattr(unsized, name)]
 
 
@@ -375,7 +375,7 @@ def _refuse_periods(plan: Plan, policies: Policies, file: str) -> None:
             f"'periodic' with {', '.join(periodic)} and only there"
         )
     for key, kind in (("outer", "nesterov"), ("sparse_outer", "sparse")):
-        if getattr(plan, key) != getattr(Plan(method=plan.method), key) and policies.outer_optimizer != kind:
+        if getattr(plan, key) != getattr(default_plan(plan.method), key) and policies.outer_optimizer != kind:
             outer = [name for name, method in METHODS.items() if method.outer_optimizer == kind]
             raise UserError(
                 f"{file}: plan.{key}: method '{plan.method}' has no such outer optimizer; allowed with "
@@ -412,7 +412,7 @@ def _refuse_fragments(plan: Plan, policies: Policies, file: str) -> None:
     """Refuse fragments where there are none, or whose synchronizations do not follow one another in a period."""
     every, streaming = policies.sync_every_steps or 1, plan.streaming
     if not policies.in_fragments:
-        if streaming != Plan(method=plan.method).streaming:
+        if streaming != default_plan(plan.method).streaming:
             names = ", ".join(name for name, method in METHODS.items() if method.in_fragments)
             raise UserError(
                 f"{file}: plan.streaming: method '{plan.method}' synchronizes no fragments; allowed with {names}"
@@ -439,7 +439,7 @@ def _refuse_fragments(plan: Plan, policies: Policies, file: str) -> None:
 
 def _refuse_compressor(plan: Plan, policies: Policies, file: str) -> None:
     """Refuse options of compressors where there are none, and what cannot be combined with them yet."""
-    kind, usual = policies.compressor, Plan(method=plan.method)
+    kind, usual = policies.compressor, default_plan(plan.method)
     for name in ("powersgd", "topk"):
         if getattr(plan, name) != getattr(usual, name) and kind != name:
             methods = [each.name for each in METHODS.values() if each.compressor == name]

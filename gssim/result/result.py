@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from gssim.errors import UserError
 from gssim.execution.files import read_json
-from gssim.units import Amount, Finite, PositiveInt, spec, validated
+from gssim.units import Amount, Finite, PositiveInt, record, spec, validated
 
 if TYPE_CHECKING:
     import polars
@@ -144,7 +144,7 @@ def typical_phases(
     return {name: value * scale for name, value in sums.items()}
 
 
-@spec
+@record
 class Collective:
     """One kind of collective as posted to the process group, summed over one steady step and all ranks."""
 
@@ -165,7 +165,7 @@ class Collective:
         return (self.kind, self.group, self.bytes, self.count)
 
 
-@spec
+@record
 class LinkUse:
     """Traffic over one directed link in one step (simulated), or over each of `count` equal ones."""
 
@@ -176,7 +176,7 @@ class LinkUse:
     utilisation_ratio: Finite
 
 
-@spec
+@record
 class RankClass:
     """Ranks with equal roles, and the time and memory of each of them."""
 

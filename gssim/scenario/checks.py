@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from gssim.cluster import applied, ends_of, memory_node
 from gssim.errors import UserError
-from gssim.plan import DATA_AXES, METHODS, Plan, Policies, Push
+from gssim.plan import DATA_AXES, METHODS, Plan, Policies, Push, default_plan
 from gssim.plan.encodings import MOST_INDEXED, coo_range_error
 from gssim.plan.pipeline_schedule import refuse
 from gssim.plan.policies import refuse_what_cannot_run
@@ -375,7 +375,7 @@ def _check_pipeline(scenario: Scenario, policies: Policies, file: str) -> None:
         for key in ("schedule", "stages"):
             if getattr(plan, key) is not None:
                 raise UserError(f"{file}: plan.{key} = {getattr(plan, key)!r}: there is no pipeline; leave it out")
-        if plan.receive_buffers != Plan(method=plan.method).receive_buffers:
+        if plan.receive_buffers != default_plan(plan.method).receive_buffers:
             raise UserError(
                 f"{file}: plan.receive_buffers = {plan.receive_buffers!r}: there is no pipeline; leave it out"
             )
@@ -507,7 +507,7 @@ def _check_push(scenario: Scenario, policies: Policies, file: str) -> None:
                 if elements > MOST_INDEXED:
                     raise UserError(f"{file}: plan.{name}.{coo_range_error(elements)}")
         return
-    default = Plan(method=plan.method).push
+    default = default_plan(plan.method).push
     for key in ("threshold", *NEED_A_THRESHOLD, "encoding"):
         value = getattr(push, key)
         if value != getattr(default, key):
@@ -843,7 +843,7 @@ def _check_context(scenario: Scenario, policies: Policies, file: str) -> None:
 def _check_ring(plan: Plan, policies: Policies, length: int, file: str) -> None:
     """Refuse a ring's division of sequences without a ring, of other lengths, and what cannot run with a ring yet."""
     if not policies.ring:
-        if plan.context_split == Plan(method=plan.method).context_split:
+        if plan.context_split == default_plan(plan.method).context_split:
             return
         raise UserError(
             f"{file}: plan.context_split = '{plan.context_split}': all-to-alls exchange sequences in their order; "
@@ -861,7 +861,7 @@ def _check_ring(plan: Plan, policies: Policies, length: int, file: str) -> None:
 
 def _refuse_unused_exchange(plan: Plan, policies: Policies, file: str) -> None:
     """Refuse options of context parallelism where there is none."""
-    default = Plan(method=plan.method)
+    default = default_plan(plan.method)
     for key in ("context_exchange", "context_split") if policies.cp == 1 else ():
         if getattr(plan, key) != getattr(default, key):
             raise UserError(

@@ -262,13 +262,13 @@ class MemoryFootprint:
     @cached_property
     def reported_peak(self) -> dict[str, float]:
         """The peak as Results have it: categories in their order, rounded."""
-        rounded = {category: round(self.peak.get(category, 0.0), SIZE_DIGITS) for category in CATEGORIES}
+        rounded = {category: float(round(self.peak.get(category, 0.0), SIZE_DIGITS)) for category in CATEGORIES}
         return {category: size for category, size in rounded.items() if size}
 
     @cached_property
     def reported(self) -> dict[str, Any]:
         """The memory as Results have it; it must not be changed."""
-        allocated = sum(self.reported_peak.values())
+        allocated = sum(self.reported_peak.values(), 0.0)
         reserved = None if self.excess_bytes else max(allocated, round(self.reserved_bytes, SIZE_DIGITS))
         return {
             "peak_allocated_bytes": allocated,

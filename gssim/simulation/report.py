@@ -174,7 +174,8 @@ def rank_classes(
             "shard_share": shard_shares[rank],
         }
         key = (*outcome.values(), footprint.reported_key, tuple(own_phases_s.items()), tuple(on_host.items()))
-        outcome |= {**footprint.reported, "phases_s": own_phases_s, "host_bytes": dict(on_host)}
+        outcome |= {**footprint.reported, "phases_s": own_phases_s}
+        outcome["host_bytes"] = {category: float(size) for category, size in on_host.items()}
         classes[key] = outcome
         members[key].append(same)
     ranks = {key: tuple(np.sort(np.concatenate(parts)).tolist()) for key, parts in members.items()}

@@ -172,7 +172,7 @@ def answer(chunk: Chunk[Made]) -> Answers[Made]:
     return Answers(tuple(made), time.perf_counter() - began_s)
 
 
-POINTS_PER_COLLECTION = 16
+POINTS_PER_COLLECTION = 64
 """Number of points between garbage collections."""
 
 

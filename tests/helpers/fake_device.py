@@ -55,7 +55,7 @@ class OnDevice(torch.Tensor):
 
 
 def tensors_in(values):
-    """Return the tensors among values and in their lists, tuples and dicts: torch's own search takes ten times as long."""
+    """Return the tensors among values and in their lists, tuples and dicts, in a tenth of torch's time."""
     found = []
     for each in values:
         if isinstance(each, torch.Tensor):
