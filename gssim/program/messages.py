@@ -151,6 +151,26 @@ def push_sizes(low: Lowering, micro_batch: MicroBatch, place: int) -> PushSizes:
     return low.once_a_step(_push_sizes, micro_batch, place)
 
 
+@dataclass(frozen=True, eq=False)
+class PushTotals:
+    """Sums over the messages between the ranks at a place, of a step's thresholded pushes."""
+
+    payload_bytes: Floats
+    """By bucket."""
+    entries: float
+
+
+def push_totals(low: Lowering, micro_batch: MicroBatch, place: int) -> PushTotals:
+    """Return the sums over the messages of `push_sizes`: kept for all steps, as the messages of many ranks are not."""
+    return low.once_a_run(_push_totals, low.step, micro_batch, place)
+
+
+def _push_totals(low: Lowering, _step: int, micro_batch: MicroBatch, place: int) -> PushTotals:
+    sizes = push_sizes(low, micro_batch, place)
+    entries = float(sizes.payloads(sizes.messages.entries).sum())
+    return PushTotals(sizes.payloads(sizes.messages.size_bytes), entries)
+
+
 def _push_sizes(low: Lowering, micro_batch: MicroBatch, place: int) -> PushSizes:
     pieces, (kinds, numbers) = owned_pieces(low, place), low.once_a_run(_sender_classes, micro_batch)
     entries = np.zeros((len(low.buckets), len(kinds), low.nodes))
@@ -235,22 +255,35 @@ def _push_ratios(low: Lowering, samples: int, part: float) -> Mapping[str, spars
     statistics = low.statistics
     assert statistics is not None  # loading demands them
 
-    def ratios() -> Mapping[str, sparsity.Ratios]:
-        return {
-            name: sparsity.push_ratios(
-                statistics, low.push, samples=samples, tensor=name, step=step, part=part, lag_steps=lag_steps
-            )
-            for name in parameter_names(low)
-        }
+    def ratios_of(name: str) -> sparsity.Ratios:
+        return sparsity.push_ratios(
+            statistics, low.push, samples=samples, tensor=name, step=step, part=part, lag_steps=lag_steps
+        )
 
     step, lag_steps = low.once_a_step(_density_step)
     key = (Same(statistics), Same(low.scenario.workload.model), low.push, samples, part, step, lag_steps)
-    return low.shared.once("densities of pushes", key, ratios, most=MAX_CACHED_DENSITIES)
+    return low.shared.once("densities of pushes", key, lambda: by_parameter(low, ratios_of), most=MAX_CACHED_DENSITIES)
 
 
-def parameter_names(low: Lowering) -> list[str]:
-    """Return the names of all parameters: densities are shared by the stages of a pipeline."""
-    return [name for instance in low.whole_layers for name in instance.parameter_names]
+def by_parameter(low: Lowering, ratios_of: Callable[[str], sparsity.Ratios]) -> Mapping[str, sparsity.Ratios]:
+    """Return the densities of all parameters, also of other stages; `ratios_of`: those of the one so named.
+
+    Parameters that share their statistics, as those of one role do where these were transferred, are asked for once.
+    """
+    statistics = low.statistics
+    assert statistics is not None  # loading demands them
+
+    def first_alike() -> Mapping[str, str]:
+        """Return for every parameter the first one with the same statistics."""
+        first: dict[tuple[int, ...], str] = {}
+        names = [name for instance in low.whole_layers for name in instance.parameter_names]
+        tables: list[Mapping[str, object]] = [*(trace.tensors for trace in statistics.traces), statistics.changes]
+        return {name: first.setdefault(tuple(id(each.get(name)) for each in tables), name) for name in names}
+
+    key = Same(statistics), Same(low.scenario.workload.model)
+    alike = low.shared.once("parameters alike", key, first_alike)
+    ratios = {name: ratios_of(name) for name in dict.fromkeys(alike.values())}
+    return {name: ratios[first] for name, first in alike.items()}
 
 
 def sent_ratios(low: Lowering, micro_batch: MicroBatch) -> tuple[Hashable, ...]:
@@ -317,8 +350,7 @@ def mean_push_density(low: Lowering) -> float:
     sent = offered = 0.0
     for micro_batch in (each for each in low.micro_batches if each.sends_gradients):
         for place in range(low.places) if is_thresholded(low) else ():
-            sizes = push_sizes(low, micro_batch, place)
-            sent += float(sizes.payloads(sizes.messages.entries).sum())
+            sent += push_totals(low, micro_batch, place).entries
         elements = sum(bucket.elements for bucket in low.buckets)
         offered += (low.nodes - 1) * elements
         sent += 0.0 if is_thresholded(low) else (low.nodes - 1) * elements

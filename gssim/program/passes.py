@@ -26,7 +26,7 @@ from gssim.program.compute import compute
 from gssim.program.equal_messages import message_classes
 from gssim.program.flat_units import gather_flat_parameters, gather_flat_parameters_twice, push_units
 from gssim.program.lowering import Lowering
-from gssim.program.messages import in_order, is_thresholded, mean_push_density, push_sizes, sent_ratios
+from gssim.program.messages import in_order, is_thresholded, mean_push_density, push_totals, sent_ratios
 from gssim.program.optimizer import Tensors, optimize, persistent_bytes, persistent_tensors
 from gssim.program.pipeline import pipeline, replicas_of, stage_buffers
 from gssim.program.publish import mean_publish_density, publish_ratios, published_bytes
@@ -57,7 +57,6 @@ from gssim.program.task import (
 from gssim.program.tensor_slices import layer_groups
 from gssim.result import COMPUTE_PHASES, UPDATE_PHASES
 from gssim.scenario import Scenario, held_layers, held_slice, units_of_ranks
-from gssim.units import Floats
 from gssim.workload import LayerInstance, unrolled
 from gssim.workload.gradient_statistics import GradientStatistics
 
@@ -316,23 +315,19 @@ def _data_payload(low: Lowering, name: TaskId) -> float:
     if name.op == "publish":
         return published_bytes(low, bucket, place)
     (micro_batch,) = (each for each in low.micro_batches if each.number == name.micro_batch)
-    return float(low.once_a_step(_payloads, micro_batch, place)[bucket.index])
+    return float(push_totals(low, micro_batch, place).payload_bytes[bucket.index])
 
 
 def _sent_bytes(low: Lowering) -> float:
     """Return the sum of the payloads of a step's thresholded pushes and publications."""
-    places, sending = range(low.places), [each for each in low.micro_batches if each.sends_gradients]
-    pushes = (low.once_a_step(_payloads, each, place) for each in sending for place in places)
-    whole = sum(float(payloads.sum()) for payloads in pushes) if is_thresholded(low) and low.sends_by_data else 0.0
+    places, whole = range(low.places), 0.0
+    if is_thresholded(low) and low.sends_by_data:
+        sending = [each for each in low.micro_batches if each.sends_gradients]
+        pushes = (push_totals(low, each, place) for each in sending for place in places)
+        whole += sum(float(each.payload_bytes.sum()) for each in pushes)
     if low.thresholds_publish:
         whole += sum(published_bytes(low, bucket, place) for bucket in low.buckets for place in places)
     return whole
-
-
-def _payloads(low: Lowering, micro_batch: MicroBatch, place: int) -> Floats:
-    """Return the payloads of the pushes among the ranks at a place, by bucket."""
-    sizes = push_sizes(low, micro_batch, place)
-    return sizes.payloads(sizes.messages.size_bytes)
 
 
 def _push_density(lowerings: Sequence[Lowering]) -> float | None:

@@ -35,9 +35,9 @@ from gssim.program.lowering import Lowering
 from gssim.program.messages import (
     MAX_CACHED_DENSITIES,
     Messages,
+    by_parameter,
     messages_of,
     owned_pieces,
-    parameter_names,
     sums_without_own,
     to_all,
 )
@@ -93,14 +93,14 @@ def publish_ratios(low: Lowering) -> Mapping[str, sparsity.Ratios]:
     threshold = absolute_threshold(low.scenario.plan.publish, workload.learning_rate)
     rules = replace(low.scenario.plan.publish, kind="absolute", threshold=threshold)
 
-    def ratios() -> Mapping[str, sparsity.Ratios]:
-        return {
-            name: sparsity.publish_ratios(statistics, rules, tensor=name, step=step) for name in parameter_names(low)
-        }
+    def ratios_of(name: str) -> sparsity.Ratios:
+        return sparsity.publish_ratios(statistics, rules, tensor=name, step=step)
 
     step = min(low.step, statistics.sampled_steps[-1])  # after the last, densities are constant
     key = (Same(statistics), Same(workload.model), rules, step)
-    return low.shared.once("densities of publications", key, ratios, most=MAX_CACHED_DENSITIES)
+    return low.shared.once(
+        "densities of publications", key, lambda: by_parameter(low, ratios_of), most=MAX_CACHED_DENSITIES
+    )
 
 
 def threshold_and_pack(low: Lowering, rank: int, order: Sequence[Bucket]) -> list[Task]:
