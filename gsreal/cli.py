@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gsreal.compiled import SCRATCH_KERNELS
 from gsreal.run.progress import DEFAULT_TIMEOUT_S
 from gssim.errors import UserError
 from gssim.execution.files import locked, remove_abandoned, scratch_folder
@@ -599,6 +600,9 @@ def trace_command(
         list[str] | None,
         typer.Option("--adapters", help="Also with adapters at query-value, all-linear, or q_proj,...; repeatable."),
     ] = None,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Each block as torch.compile (inductor) runs it, without a compiler.")
+    ] = False,
     trust_code: TrustCode = False,
 ) -> None:
     """Trace any nn.Module or Hugging Face config into a model file: no weights, no GPU.
@@ -626,6 +630,7 @@ def trace_command(
         source=source,
         autocast=tuple(autocast or ()),
         adapters=tuple(adapters or ()),
+        compiled=compiled,
     )
     check_options(request)
     tables: list[str] = []
@@ -649,7 +654,7 @@ def _torch_caches() -> Iterator[None]:
         yield
         return
     with scratch_folder("gsreal-run-") as folder:
-        os.environ[name] = str(folder / "torchinductor")
+        os.environ[name] = str(folder / SCRATCH_KERNELS)
         try:
             yield
         finally:

@@ -10,6 +10,9 @@ from pathlib import Path
 from gssim.errors import UserError
 from gssim.execution.files import scratch_folder
 
+SCRATCH_KERNELS = "torchinductor"
+"""Name of a folder for kernels that torch makes when it is imported, and that goes with the command."""
+
 
 def compiler() -> str | None:
     """Return the C++ compiler to use, if there is one."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from gsreal.gradient_sharding.messages import Encoding, Scratch, mark, mean_magnitudes, quantile
 from gsreal.lab.throttle import device_time_s
 from gsreal.machine import MATRIX_SIDE, settle, usable_cores
+from gsreal.methods.compilation import compile_blocks
 from gsreal.methods.compressed import orthogonalize, take_largest
 from gsreal.methods.optimizers import make_optimizer
 from gsreal.model_files.build import DTYPES, build_module, logits_of, loss_of, random_batch
@@ -170,6 +171,7 @@ def trained(bench: Bench, model: Model) -> tuple[nn.Module, torch.optim.Optimize
     """Return the model as for training, its optimizer, and the names of the modules that are its layers."""
     module = build_module(model.module, where=model.name).to(bench.device, DTYPES[bench.settings.precision])
     module.train()
+    compile_blocks(model, module)
     names = [instance.layer.modules[instance.repetition] for instance in unrolled(model) if instance.layer.modules]
     return module, optimizer_alone("adamw", module.parameters(), bench.device), names
 

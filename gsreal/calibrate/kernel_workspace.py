@@ -56,6 +56,8 @@ def layer_scratch(
 ) -> dict[str, dict[str, list[str]]]:
     """Return the workspace of every layer entry of the model file by variant; see `LayerProfile`."""
     workspace: dict[str, dict[str, list[str]]] = {layer.name: {} for layer in model.layers}
+    if model.compiled:  # torch compiles nothing under a dispatch mode, which sees single operations
+        return workspace
     instances, ways = unrolled(model), list(_variants(model))
     for way, record in zip(ways, _traced(model, ways, batches), strict=True):
         seen = _seen(model, way, batches, counter, dtype)

@@ -30,6 +30,7 @@ from gsreal.calibrate.bench import (
 )
 from gsreal.calibrate.kernel_workspace import layer_scratch
 from gsreal.measure import MemoryCounter
+from gsreal.methods.compilation import compile_blocks
 from gsreal.model_files.build import DTYPES, build_module, logits_of, loss_of
 from gsreal.model_files.step import layer_boundaries
 from gsreal.run.rank import gather_json
@@ -81,6 +82,7 @@ def trained_between(bench: Bench) -> Iterator[None]:
     if bench.settings.models:
         model = load_model(Path(bench.settings.models[0]))
         module = build_module(model.module, where=model.name).to(bench.device, DTYPES[bench.settings.precision])
+        compile_blocks(model, module)
         inputs, targets = batch_of(bench, model, middle_batch_size(bench))
         bench.displace = lambda: loss_of(logits_of(module(inputs)), targets).backward()
     try:

@@ -63,6 +63,11 @@ class CollectiveRecorder(TorchDispatchMode):
         self.seen: list[ObservedCollective] = []
         self._logical: ObservedCollective | None = None
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True: compiled blocks, which contain no collectives, run as without it."""
+        return True
+
     def __enter__(self) -> "CollectiveRecorder":
         observers.append(self._observe)
         super().__enter__()

@@ -9,14 +9,9 @@ from math import lcm, prod
 from operator import mul
 from typing import Any
 
-from gsreal.model_files.recorder import Recomputation, Record, Work
+from gsreal.model_files.recorder import NoPolynomialError, Recomputation, Record, Work
 from gsreal.model_files.step import LOSS
 from gssim.workload import Buffer, Layer, Moment, Parameter, Polynomial, Reduction
-
-
-class NoPolynomialError(Exception):
-    """A quantity is not a polynomial in batch size and sequence length."""
-
 
 Shape = (
     tuple[int, int | None]

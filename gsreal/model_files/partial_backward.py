@@ -12,8 +12,8 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from gsreal.model_files.build import example_batch
-from gsreal.model_files.fit import NoPolynomialError, Shape, fit_buffers, fit_polynomial, parameters_of
-from gsreal.model_files.recorder import Record, Recorder
+from gsreal.model_files.fit import Shape, fit_buffers, fit_polynomial, parameters_of
+from gsreal.model_files.recorder import NoPolynomialError, Record, Recorder
 from gsreal.model_files.step import fake_module, known_storages, record_backward, without_values
 from gssim.workload import Layer, Model, Moment, PartialBackward, layer_input_gradient, layer_output, passed_bytes
 

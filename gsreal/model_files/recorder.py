@@ -8,18 +8,23 @@ other is refused: it would count nothing, however much it computes.
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import flop_registry
 
 from gsreal.methods.checkpointing import COMPUTE_HEAVY
 
 aten = torch.ops.aten
+
+
+class NoPolynomialError(Exception):
+    """A quantity is not a polynomial in batch size and sequence length."""
 
 
 class UnknownOperationError(Exception):
@@ -239,6 +244,8 @@ class Record:
     """Of sliced blocks: whether all sliced modules are linear maps."""
     reductions: dict[int, list[SliceCollective]] = field(default_factory=lambda: defaultdict(list))
     """Of sliced blocks: every collective over the ranks."""
+    kernel_plans: dict[int, Any] = field(default_factory=dict)
+    """Of compiled blocks: what was decided by their sizes, by the number of the graph (`compiled.KernelPlan`)."""
     summed: set[str] = field(default_factory=set)
     """Names of the parameters whose gradients are those of a part of the sequence."""
 
@@ -311,18 +318,39 @@ class Recorder(TorchDispatchMode):
         flop = flop_of(func, args, kwargs, result, [*inputs, *outputs])
         moved = sum({id(t): t.numel() * t.element_size() for t in [*inputs, *outputs]}.values())
         work = Work(flop, moved, 1, 0 if flop or _is_alias(func, inputs, outputs) else moved)
+        heavy = func in COMPUTE_HEAVY
+        self._add(str(func._overloadpacket), work, place, heavy=heavy, called=str(func))
+        if heavy and place[1] == "f":
+            self.record.heavy[place[0]].append(self.position[place])
+
+    def _add(
+        self, name: str, work: Work, place: tuple[int, str], *, heavy: bool = False, called: str | None = None
+    ) -> None:
+        """Add one operation's work to the record of a phase of a layer."""
         self.record.flop[place] += work.flop
         self.record.bytes_moved[place] += work.bytes_moved
         self.record.streamed[place] += work.streamed
         self.record.operations[place] += 1
-        self.record.by_operation[place[0]][str(func._overloadpacket)] += work
-        heavy = func in COMPUTE_HEAVY
+        self.record.by_operation[place[0]][name] += work
         if not heavy:
-            self.light[place] += work if flop else replace(work, bytes_moved=work.streamed)
+            self.light[place] += work if work.flop else replace(work, bytes_moved=work.streamed)
         self.record.counted[place].append(self.position[place])
-        self.record.names[place].append(str(func))
-        if heavy and place[1] == "f":
-            self.record.heavy[place[0]].append(self.position[place])
+        self.record.names[place].append(called or name)
+
+    def count_kernel(self, name: str, moved: int) -> None:
+        """Count a kernel that no operation of torch launches: one of fused operations, by the bytes that it moves."""
+        place = (self.layer, self.phase)
+        self.position[place] += 1
+        self._add(name, Work(0, moved, 1, moved), place)
+
+    @contextmanager
+    def allocation(self) -> Iterator[None]:
+        """Count no operations for the duration of the context, which only allocate."""
+        self.allocating = True
+        try:
+            yield
+        finally:
+            self.allocating = False
 
     def _written(self, func: Any, args: Any) -> None:
         """Note the layer whose compute-heavy operation created a tensor that is changed in place."""
@@ -343,18 +371,16 @@ class Recorder(TorchDispatchMode):
     def receive(self, sent: Tensor, kind: str, ranks: int) -> Tensor:
         """Replace an all-gather, reduce-scatter or all-to-all among `ranks` ranks by the tensor that it allocates."""
         rows = {"all-gather": len(sent) * ranks, "reduce-scatter": len(sent) // ranks}.get(kind, len(sent))
-        self.allocating = True
-        received = sent.new_empty((rows, *sent.shape[1:]))
-        self.allocating = False
+        with self.allocation():
+            received = sent.new_empty((rows, *sent.shape[1:]))
         whole = max(sent.numel(), received.numel()) * sent.element_size()
         self.record.reductions[self.layer].append((self.now(), whole, kind))
         return received
 
     def exchange(self, sent: Tensor, kind: str, rows: int) -> Tensor:
         """Replace an all-to-all of divided experts by the tensor that it allocates, of so many rows."""
-        self.allocating = True
-        received = sent.new_empty((rows, *sent.shape[1:]))
-        self.allocating = False
+        with self.allocation():
+            received = sent.new_empty((rows, *sent.shape[1:]))
         size = sent.numel() if kind == "counts" else received[0].numel()
         self.record.reductions[self.layer].append((self.now(), size * sent.element_size(), kind))
         return received
@@ -373,6 +399,12 @@ class Recorder(TorchDispatchMode):
         alive.freed = self.now()
         if self.live.get(key) is alive:
             del self.live[key]
+
+
+def active_recorder() -> Recorder | None:
+    """Return the innermost recorder whose context is entered, if there is one."""
+    modes = reversed(_get_current_dispatch_mode_stack())
+    return next((mode for mode in modes if isinstance(mode, Recorder)), None)
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:

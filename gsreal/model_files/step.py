@@ -8,7 +8,7 @@ of its output is complete, which is that of the next layer's input.
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from math import gcd
@@ -39,7 +39,7 @@ from gsreal.model_files.build import (
     sequences_not_packed,
 )
 from gsreal.model_files.layers import layer_modules
-from gsreal.model_files.recorder import Record, Recorder, UnknownOperationError
+from gsreal.model_files.recorder import NoPolynomialError, Record, Recorder, UnknownOperationError
 from gssim.errors import UserError
 from gssim.workload import Model
 
@@ -148,6 +148,7 @@ def record_step(
     context: int | None = None,
     where: str,
     like: Record | None = None,
+    apart: Record | None = None,
 ) -> Record:
     """Return the record of one training step at this shape, layer by layer.
 
@@ -155,7 +156,8 @@ def record_step(
     sliced parts of blocks. `routed`: each layer of routed experts holds so many of them, which process so many rows.
     `context`: number of ranks that divide sequences everywhere; raises UserError if a block cannot. `like`: the record
     of such a step at another shape; what depends on no shape is taken from it, which saves two of four forwards: the
-    order of the modules, and when tensors would be freed that autograd did not save.
+    order of the modules, and when tensors would be freed that autograd did not save; of compiled blocks also the order
+    of kernels and the buffers that share memory. `apart`: one at another shape, for the first of compiled blocks.
     """
     with without_values(model):
         module = fake_module(model, where)
@@ -172,6 +174,7 @@ def record_step(
         for parameter in frozen:
             parameter.requires_grad_(False)
         record = Record(modules, blocks={name for name in modules if chosen[name]}, autocast=model.traced_autocast)
+        record.kernel_plans = like.kernel_plans if like else {}
         divided = stand_in.parts(parts) if parts else None
         cut = _cut_blocks(module, chosen, units, stand_in, divided) if units else {}
         if divided is not None:
@@ -188,11 +191,12 @@ def record_step(
         if routed is not None:
             _divide_experts(record, module, stand_in, *routed)
         try:
-            with _explained(where):
-                _record_saved(record, module, inputs, targets, stand_in)
-            module.zero_grad(set_to_none=True)
-            _record_operations(record, module, inputs, targets, where, stand_in)
-            _record_unsaved(record, module, inputs, targets, stand_in, like)
+            with _compiled(module, record, inputs, apart, where) if model.compiled else nullcontext():
+                with _explained(where):
+                    _record_saved(record, module, inputs, targets, stand_in)
+                module.zero_grad(set_to_none=True)
+                _record_operations(record, module, inputs, targets, where, stand_in)
+                _record_unsaved(record, module, inputs, targets, stand_in, like)
         except UnknownOperationError as error:
             raise UserError(f"{where}: {error}") from None
     if exchanged is not None:
@@ -201,6 +205,21 @@ def record_step(
             raise UserError(f"{where}: a block does not attend by torch's scaled_dot_product_attention")
         record.units = dict.fromkeys(blocks, gcd(*exchanged.heads))
     return record
+
+
+@contextmanager
+def _compiled(module: nn.Module, record: Record, inputs: Tensor, apart: Record | None, where: str) -> Iterator[None]:
+    """Run the module's blocks as torch.compile does, for the duration of the context."""
+    from gsreal.model_files.compiled import traced_as_compiled  # inductor takes seconds to import
+
+    if not record.blocks:
+        raise UserError(f"{where}: --compile: the module has no stack of blocks, which are compiled one by one")
+    blocks = [module.get_submodule(name) for name in record.modules if name in record.blocks]
+    with ExitStack() as stack:
+        with _explained(where):
+            others = apart.kernel_plans if apart else {}
+            stack.enter_context(traced_as_compiled(blocks, lambda: module(inputs), record.kernel_plans, others))
+        yield
 
 
 def _divide_experts(record: Record, module: nn.Module, stand_in: "_ReductionRecorder", held: int, rows: int) -> None:
@@ -357,7 +376,7 @@ def _explained(where: str) -> Iterator[None]:
     """Raise what a forward raises as a UserError."""
     try:
         yield
-    except UnknownOperationError:
+    except (UnknownOperationError, NoPolynomialError):
         raise
     except (DynamicOutputShapeException, DataDependentOutputException) as error:
         raise UserError(

@@ -20,9 +20,9 @@ from pydantic import TypeAdapter
 
 from gsreal.methods.adapters import adapted_maps
 from gsreal.model_files.build import DTYPES
-from gsreal.model_files.fit import NoPolynomialError, Shape, fit_layers, grouped
+from gsreal.model_files.fit import Shape, fit_layers, grouped
 from gsreal.model_files.partial_backward import with_partial_costs
-from gsreal.model_files.recorder import Record, Work
+from gsreal.model_files.recorder import NoPolynomialError, Record, Work
 from gsreal.model_files.repeated import KEPT, Stack, repeat_blocks, with_fewer_blocks
 from gsreal.model_files.step import (
     can_divide_sequences,
@@ -80,7 +80,7 @@ def trace(model: Model, *, where: str, on_counted: Callable[[OperationCounts], N
     return replace(
         model,
         **traced,
-        uncut_reason=None if traced["sliced_layers"] else uncut_reason(model, where),
+        uncut_reason=_uncut_reason(model, traced, where),
         **_buffers(model, where),
         traced_batch_sizes=TRACED_BATCH_SIZES,
         traced_sequence_lengths=tuple(s for s in lengths if s is not None),
@@ -99,7 +99,7 @@ def trace_at_length(
     return replace(
         model,
         **traced,
-        uncut_reason=None if traced["sliced_layers"] else uncut_reason(model, where),
+        uncut_reason=_uncut_reason(model, traced, where),
         **_buffers(model, where),
         exact_sequence=False,
         traced_batch_sizes=TRACED_BATCH_SIZES,
@@ -129,6 +129,12 @@ def _layers(
     traced, largest = _traced(model, lengths, checked, where)
     on_counted(OperationCounts(*checked, _operations(largest, None)))
     return _by_field(traced, model, where)
+
+
+def _uncut_reason(model: Model, traced: dict[str, tuple[Layer, ...]], where: str) -> str | None:
+    if model.compiled:
+        return "compiled blocks are traced whole"
+    return None if traced["sliced_layers"] else uncut_reason(model, where)
 
 
 FIELDS = ("layers", "sliced_layers", "sequence_layers", "context_layers", "expert_layers")
@@ -163,6 +169,8 @@ def _traced(
     shapes: list[tuple[int, int | None]] = list(product(TRACED_BATCH_SIZES, lengths))
     records, largest = _recorded(model, [(shape, shape) for shape in shapes], (checked, checked), where)
     fitted = fit_layers(records, largest, checked)
+    if model.compiled:  # whole blocks, all of them trained: parts of blocks would be other graphs
+        return (fitted, [], [], [], []), largest
     whole = with_partial_costs(model, fitted, shapes, checked, where=where)
     others = traced_context(model, lengths, checked, where), _traced_experts(model, shapes, checked, where)
     try:
@@ -184,9 +192,12 @@ def _recorded(
 ) -> tuple[dict[Shape, Record], Record]:
     """Return the records of steps by the shapes as functions of which they are fitted, and that of the largest one."""
     records: dict[Shape, Record] = {}
+    largest = None
+    if model.compiled:  # the largest orders kernels, and shares buffers, for all others
+        largest = record_step(model, *last[1], where=where, apart=record_step(model, *steps[0][1], where=where))
     for shape, step in steps:
-        records[shape] = record_step(model, *step, where=where, like=next(iter(records.values()), None))
-    return records, record_step(model, *last[1], where=where, like=next(iter(records.values())))
+        records[shape] = record_step(model, *step, where=where, like=largest or next(iter(records.values()), None))
+    return records, largest or record_step(model, *last[1], where=where, like=next(iter(records.values())))
 
 
 def traced_context(
@@ -437,6 +448,8 @@ class Request:
     """Publication of the model's numbers."""
     autocast: tuple[str, ...] = field(default=(), repr=False)
     """Precisions of torch.autocast under which the model is traced too."""
+    compiled: bool = field(default=False, repr=False)
+    """Whether the model's blocks are compiled; False: as in the model file, or not."""
     adapters: tuple[str, ...] = field(default=(), repr=False)
     """Maps that get adapters: for each time that the model is traced with adapters, a role or names and commas."""
 
@@ -452,6 +465,12 @@ def traced_model(request: Request, *, on_counted: Callable[[OperationCounts], No
         if request.precision not in DTYPES:
             raise UserError(f"{where}: --precision {request.precision}: allowed: {', '.join(DTYPES)}")
         model = replace(model, traced_precision=cast(Precision, request.precision))
+    if request.compiled:  # a profile of the model that is not compiled has another name
+        name = f"{model.name}-compiled" if request.model.endswith(".toml") and not model.compiled else model.name
+        model = replace(model, name=name, compiled=True, autocast=(), adapted=())
+    if model.compiled and (request.autocast or request.adapters):
+        option = "--autocast" if request.autocast else "--adapters"
+        raise UserError(f"{where}: {option}: compiled blocks are traced without it; leave out one of the two")
     if model.traced_precision not in DTYPES:
         raise UserError(f"{where}: traced_precision = {model.traced_precision!r}: allowed: {', '.join(DTYPES)}")
     if request.sequence_length is not None:

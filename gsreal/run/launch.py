@@ -17,9 +17,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO
 
+from gsreal.compiled import compiler
 from gsreal.data.sources import check_data, check_held_out
 from gsreal.machine import ENVIRONMENT, check_machine, die_with_parent
 from gsreal.methods.stage_modules import check_stages
@@ -51,6 +53,23 @@ def check_real(loaded: Loaded) -> None:
     check_offload(ours, where=where)
     check_gloo_on_gpus(ours, where=where)
     check_samples(ours, where=where)
+    check_compiled(ours, where=where)
+
+
+def check_compiled(scenario: Scenario, *, where: str) -> None:
+    """Raise UserError where nothing here compiles blocks, or they would be compiled in a step that counts."""
+    if not scenario.workload.model.compiled:
+        return
+    kinds = {each.kind for each in scenario.cluster.device_types.values()}
+    if "cuda" in kinds and find_spec("triton") is None:
+        raise UserError(f"{where}: workload.model: compiled blocks need triton on a GPU: pip install triton")
+    if "cpu" in kinds and compiler() is None:
+        raise UserError(f"{where}: workload.model: compiled blocks need a C++ compiler on a CPU: apt-get install g++")
+    if scenario.run.warmup_steps == 0:
+        raise UserError(
+            f"{where}: run.warmup_steps = 0: blocks are compiled in the first step, which must not count; allowed: at "
+            "least 1"
+        )
 
 
 def check_predicted_only(scenario: Scenario, *, where: str) -> None:

@@ -30,6 +30,7 @@ from gsreal.measure import (
     step_of_rank,
 )
 from gsreal.methods.apply import prepare
+from gsreal.methods.compilation import compile_blocks
 from gsreal.methods.training import Training, Weights
 from gsreal.model_files.build import DTYPES, build_module
 from gsreal.run.checkpoint import Checkpoints, Progress
@@ -170,6 +171,7 @@ def build(scenario: Scenario, timeline: Timeline, device: torch.device) -> Train
     torch.backends.cuda.matmul.allow_tf32 = scenario.workload.tf32
     check_parameters(scenario, module)
     module.train()
+    compile_blocks(scenario.workload.model, module)  # inside of what wraps, gathers and checkpoints blocks
     return prepare(scenario, module, timeline, device)
 
 

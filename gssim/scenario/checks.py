@@ -28,6 +28,7 @@ def check(scenario: Scenario, *, file: str) -> None:
     if not scenario.workload.model.layers:
         raise UserError(f"{file}: workload.model: has no layers; `gsreal trace` writes them")
     _check_traced_variants(scenario, policies, file)
+    _check_compiled(scenario, policies, file)
     _check_sizes(scenario, file)
     _check_push(scenario, policies, file)
     refuse_what_cannot_run(plan, policies, file=file)
@@ -210,6 +211,40 @@ def _check_traced_variants(scenario: Scenario, policies: Policies, file: str) ->
             f"{where}: plan.push.threshold = {scenario.push.threshold:g}: adapters have no gradient statistics; "
             "leave it out"
         )
+
+
+def _check_compiled(scenario: Scenario, policies: Policies, file: str) -> None:
+    """Refuse what changes the graph of a compiled block, which the model file describes as it is by itself."""
+    plan, workload = scenario.plan, scenario.workload
+    if not workload.model.compiled:
+        return
+    where, of = f"{file}: workload.model", f"the blocks of '{workload.model.name}' are compiled"
+    if policies.partition == "weight-gradient":
+        raise UserError(
+            f"{where}: {of}, and method '{plan.method}' cannot run yet with them: their backward is not "
+            "traced where it is in part alone; take the model that is not compiled"
+        )
+    refused: tuple[tuple[str, object, bool, str], ...] = (
+        ("plan.tp", policies.tp, policies.tp > 1, "parts of them are not traced; allowed: 1"),
+        ("plan.cp", policies.cp, policies.cp > 1, "parts of them are not traced; allowed: 1"),
+        ("plan.ep", policies.ep, policies.ep > 1, "parts of them are not traced; allowed: 1"),
+        ("plan.pp", policies.pp, policies.pp > 1, "stages of them are not run; allowed: 1"),
+        (
+            "plan.recompute",
+            plan.recompute,
+            plan.recompute == "selective",
+            "it chooses among operations of a block, which are fused; allowed: none, full",
+        ),
+        ("plan.shares.replan", True, plan.shares.replan, "every new batch is compiled again; allowed: false"),
+        *(
+            (f"workload.{key}", "...", getattr(workload, key) is not None, "they are traced without; leave it out")
+            for key in ("adapters", "autocast", "frozen")
+        ),
+    )
+    for key, value, is_refused, why in refused:
+        if is_refused:
+            said = key if value == "..." else f"{key} = {value!r}"
+            raise UserError(f"{where}: {of}, and {said} cannot run yet with them: {why}")
 
 
 def _check_reduction(scenario: Scenario, policies: Policies, file: str) -> None:

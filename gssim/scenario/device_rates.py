@@ -59,6 +59,21 @@ def layer_profile(device: DeviceType, workload: Workload, layer: Layer) -> Layer
     return None
 
 
+def check_rates(cluster: Cluster, workload: Workload, *, ranks: int) -> None:
+    """Raise UserError, with its name, for a type of device of the first ranks whose time of a layer is not known.
+
+    That is, neither a profile has the layer, nor is the rate stated in the workload's precision.
+    """
+    for name in dict.fromkeys(device.type for device in cluster.devices[:ranks]):
+        device = cluster.device_types[name]
+        if all(layer_profile(device, workload, layer) is not None for layer in workload.model.layers):
+            continue
+        try:
+            peak_flop_per_s(device, product_precision(device, workload))
+        except UserError as error:
+            raise UserError(str(error).replace("device_types:", f"device_types.{name}:")) from None
+
+
 def has_host_times(device: DeviceType, workload: Workload) -> bool:
     """Return whether the host's time to issue a workload on a GPU is known apart from the device's own."""
     profile = next((profile for profile in device.profiles if _is_of(profile, workload)), None)

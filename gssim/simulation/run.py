@@ -23,7 +23,7 @@ from gssim.program import Program, Steps, StepTraffic, after_inner_steps, loweri
 from gssim.result import COMPUTE_PHASES, PHASES, UPDATE_PHASES, Density, Result, Span, Step, typical_phases
 from gssim.result.result import Band
 from gssim.scenario import Loaded, Scenario
-from gssim.scenario.device_rates import with_profile_slowdowns
+from gssim.scenario.device_rates import check_rates, with_profile_slowdowns
 from gssim.simulation.extrapolation import extrapolated, simulated_counts, with_micro_batches
 from gssim.simulation.footprint import MemoryFootprint, footprints_of, host_misfit, tightest_margin, worst_misfit
 from gssim.simulation.periodic_run import (
@@ -152,6 +152,7 @@ def simulate(
     try:
         with no_collection():
             shared = shared or Shared()
+            check_rates(loaded.scenario.cluster, loaded.scenario.workload, ranks=loaded.scenario.ranks)
             simulated = _simulated(loaded, unfolded, shared, spread=spread)
             return _with_band(loaded, simulated, unfolded, shared) if banded else simulated
     except UserError as error:  # raised only when the network is built

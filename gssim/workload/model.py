@@ -186,6 +186,8 @@ class Model:
     """Traced sequence lengths, for models of tokens."""
     exact_sequence: bool = True
     """False: the dependence on the sequence length is no polynomial; only `traced_sequence_lengths` may be used."""
+    compiled: bool = False
+    """Each block is compiled by itself with torch.compile (inductor), and `layers` are those of compiled blocks."""
     buffer_bytes: tuple[Count, ...] = ()
     """Module buffers (not parameters), a number for each data type: DDP broadcasts them in every forward. Those of
     floating-point values are given in fp32, and are cast to a workload's precision as parameters are."""
@@ -240,8 +242,9 @@ class Model:
         data: dict[str, Any] = inner(self)
         if not data.get("buffer_values"):
             data.pop("buffer_values", None)
-        if data.get("expert_tensor_ranks") == 1:
-            data.pop("expert_tensor_ranks")
+        for key, usual in (("expert_tensor_ranks", 1), ("compiled", False)):
+            if data.get(key) == usual:
+                data.pop(key)
         return data
 
     def buffer_sizes(self, value_bytes: int) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ import json
 import sys
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -161,9 +162,13 @@ references: dict[str, tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], li
 
 
 def trained_alone(single: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[float]]:
-    """Return all parameters before and after the first steps on one device, and these steps' losses."""
+    """Return all parameters before and after the first steps on one device, and these steps' losses.
+
+    Operations run one by one there, though the model be compiled.
+    """
     device = torch.device("cpu")
-    training = build(single, Timeline(0, device), device)
+    workload = replace(single.workload, model=replace(single.workload.model, compiled=False))
+    training = build(replace(single, workload=workload), Timeline(0, device), device)
     feed = Feed(single, 0, device)
     before = full_parameters(training.module)
     batches = (feed.at(step) for step in range(STEPS))

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.real
 
 SHAPE = ["workload.sequence_length=24"]
 ROWS = {2: 8, 3: 12, 4: 12}
-"""Samples of a batch, which shares of as many ranks divide: products in 16 bits without oneDNN take most of the time."""
+"""Samples of a batch, which shares of as many ranks divide; products in 16 bits without oneDNN take long."""
 SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05"]
 FEW = ("gpt-ddp-bf16", "gpt-zero1-fp16", "llama-zero3-bf16", "gpt-zero2-fp16")
 FEW += ("gpt-ddp-bf16-full", "llama-zero3-bf16-full", "llama-zero2-fp16-selective", "gpt-zero3-fp16-full")

@@ -1,0 +1,60 @@
+"""Laws of scenarios whose model is compiled: what they refuse, and what tells them from others."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gssim.errors import UserError
+from gssim.scenario import load_scenario
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPILED = "workload.model.compiled=true"
+
+
+def load(*overrides: str):
+    return load_scenario(ROOT / "scenarios" / "lab-2-hosts.toml", list(overrides), gradients_needed=False).scenario
+
+
+@pytest.mark.parametrize("method", ["single", "ddp", "zero1", "zero2", "zero3", "hsdp", "gs", "gs_z3", "diloco"])
+def test_methods_that_keep_blocks_whole_take_compiled_models(method):
+    assert load(COMPILED, f"plan.method={method}", "run.steps=500").workload.model.compiled
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["plan.method=gs_wgrad"], "method 'gs_wgrad'"),
+        (["plan.method=ddp", "plan.tp=2"], "plan.tp = 2"),
+        (["plan.method=ddp", "plan.cp=2"], "plan.cp = 2"),
+        (["plan.method=pipeline"], "plan.pp = 2"),
+        (["plan.method=ddp", "plan.recompute=selective"], "plan.recompute = 'selective'"),
+        (["plan.method=gs", "plan.shares.replan=true"], "plan.shares.replan = True"),
+        (["plan.method=ddp", 'workload.frozen=["tokens"]'], "workload.frozen"),
+    ],
+)
+def test_what_changes_the_graph_of_a_compiled_block_is_refused_in_one_line(overrides, named):
+    load(*overrides)
+    with pytest.raises(UserError) as refused:
+        load(COMPILED, *overrides)
+    assert named in str(refused.value)
+    assert "compiled" in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_compiled_model_is_another_scenario():
+    assert load(COMPILED).scenario_id != load().scenario_id
+    assert load("workload.model.compiled=false").scenario_id == load().scenario_id
+
+
+def test_a_run_needs_a_compiler_and_a_step_before_those_that_count(monkeypatch):
+    pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
+    from gsreal.run import launch
+
+    scenario = load(COMPILED)
+    with pytest.raises(UserError, match=r"run\.warmup_steps = 0: .*at least 1"):
+        launch.check_compiled(replace(scenario, run=replace(scenario.run, warmup_steps=0)), where="file")
+    monkeypatch.setattr(launch, "compiler", lambda: None)
+    with pytest.raises(UserError, match=r"file: workload\.model: .* C\+\+ compiler"):
+        launch.check_compiled(scenario, where="file")
+    launch.check_compiled(load(), where="file")
