@@ -173,7 +173,7 @@ COLUMNS = (
     "calibration_id_measured",
 )
 """The columns of comparison.csv, in order."""
-PERIODIC_STEPS = ("inner", "outer")
+PERIODIC_STEPS = ("inner", "begin", "outer")
 """Kinds of steps of runs that synchronize periodically: each is compared with its own kind."""
 PERIODIC_COLUMNS = tuple(
     f"{kind}_step_{what}" for kind in PERIODIC_STEPS for what in ("predicted_s", "measured_s", "error_ratio")
@@ -362,7 +362,7 @@ def _effects(pairs: Sequence[Pair]) -> pl.DataFrame:
 
 
 def _periods(pairs: Sequence[Pair]) -> pl.DataFrame:
-    """Return the times of inner and outer steps, a row for each pair; nulls where ranks meet in every step.
+    """Return the times of each kind of step, a row for each pair; nulls where ranks meet in every step.
 
     Of several measurements, the median.
     """

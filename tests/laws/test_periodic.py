@@ -206,6 +206,18 @@ def test_inner_steps_are_compared_with_inner_ones_and_outer_with_outer():
     assert not set(PERIODIC_COLUMNS) & set(compare(join(others).pairs).columns)
 
 
+def test_steps_that_begin_an_exchange_are_compared_with_such():
+    predicted = result_of("streaming_diloco", sync_every_steps=8, streaming={"fragments": 2, "delay_steps": 2})
+    periods = predicted.periods
+    measured = replace(
+        predicted, source="measured", periods=replace(periods, begin_step_time_s=2 * periods.begin_step_time_s)
+    )
+    files = [ResultFile(Path(f"{i}.json"), i, each) for i, each in enumerate((predicted, measured))]
+    row = compare(join(files).pairs).row(0, named=True)
+    assert row["begin_step_error_ratio"] == pytest.approx(-0.5)
+    assert row["outer_step_error_ratio"] == pytest.approx(0.0)
+
+
 def test_a_result_without_periods_says_nothing_of_them():
     assert "periods" not in result_of("ddp").to_dict()
     assert result_of("diloco").to_dict()["periods"]["every_steps"] == 8
