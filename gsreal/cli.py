@@ -603,6 +603,9 @@ def trace_command(
     compiled: Annotated[
         bool, typer.Option("--compile", help="Each block as torch.compile (inductor) runs it, without a compiler.")
     ] = False,
+    recompute: Annotated[
+        str, typer.Option("--recompute", help="Of compiled blocks: none, selective or full, inside of their graphs.")
+    ] = "none",
     trust_code: TrustCode = False,
 ) -> None:
     """Trace any nn.Module or Hugging Face config into a model file: no weights, no GPU.
@@ -631,6 +634,7 @@ def trace_command(
         autocast=tuple(autocast or ()),
         adapters=tuple(adapters or ()),
         compiled=compiled,
+        recompute=recompute,
     )
     check_options(request)
     tables: list[str] = []

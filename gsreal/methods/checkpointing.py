@@ -1,6 +1,7 @@
 """Gradient checkpointing of the blocks of a model's module."""
 
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -61,3 +62,14 @@ def checkpoint_block(block: nn.Module, *, selective: bool = False) -> None:
     """Run one block under torch's checkpoint."""
     context: dict[str, Any] = {"context_fn": selective_contexts} if selective else {}
     block.forward = partial(checkpoint, block.forward, use_reentrant=False, **context)
+
+
+def checkpoint_inside(block: nn.Module, *, selective: bool = False) -> None:
+    """Let a block's forward recompute itself, as a method of its own: what is compiled then contains both."""
+    context: dict[str, Any] = {"context_fn": selective_contexts} if selective else {}
+    plain = type(block).forward
+
+    def forward(self: nn.Module, *args: Any, **named: Any) -> Any:
+        return checkpoint(plain, self, *args, use_reentrant=False, **context, **named)
+
+    block.forward = MethodType(forward, block)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from gsreal.compiled import SCRATCH_KERNELS, cache_folder, compiler
-from gsreal.methods.checkpointing import blocks_of
+from gsreal.methods.checkpointing import blocks_of, checkpoint_inside
 from gssim.workload import Model
 
 KERNELS = "TORCHINDUCTOR_CACHE_DIR"
@@ -38,4 +38,6 @@ def compile_blocks(model: Model, module: nn.Module) -> None:
     dynamo_config.optimize_ddp = False  # a block is not cut at DDP's buckets
     dynamo_config.recompile_limit = len(blocks) + 8  # for blocks that differ
     for block in blocks:
+        if model.compiled_recompute != "none":
+            checkpoint_inside(block, selective=model.compiled_recompute == "selective")
         block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)

@@ -40,6 +40,9 @@ from torch.utils._pytree import tree_map
 
 from gsreal.model_files.recorder import NoPolynomialError, active_recorder
 
+RANDOM_STATE_BYTES = 5056
+"""A CPU generator's state (torch.get_rng_state)."""
+
 
 @dataclass
 class KernelPlan:
@@ -217,7 +220,10 @@ def _counting_module(graph: GraphLowering) -> Any:
     """Return the module of a graph's program, as GraphLowering.compile_to_module, with kernels that only count."""
     code, _ = graph.codegen()
     program: dict[str, Any] = {"__name__": "gsreal_traced", **graph.constants}
-    exec(compile(code.value, "<inductor>", "exec"), program)  # what torch wrote of the traced graph
+    source = code.value.replace("torch.ops.higher_order.run_", "run_")  # of what checkpoints recompute
+    exec(compile(source, "<inductor>", "exec"), program)  # what torch wrote of the traced graph
+    program["run_and_save_rng_state"] = _run_and_save_state
+    program["run_with_rng_state"] = lambda _state, operation, *args, **named: operation(*args, **named)
     for name, sizes in getattr(graph.scheduler, "gsreal_kernels", {}).items():
         program[name] = _counting_kernel(name, sizes)
     program["empty_strided_cpu"] = _empty
@@ -234,6 +240,11 @@ def _counting_kernel(name: str, sizes: Sequence[int]) -> Callable[..., None]:
                 recorder.count_kernel(name, size)
 
     return launch
+
+
+def _run_and_save_state(operation: Any, *args: Any, **named: Any) -> tuple[Tensor, Any]:
+    """Return a state of random numbers, and the result of an operation that torch counts among those that draw some."""
+    return _empty((RANDOM_STATE_BYTES,), (1,), torch.uint8), operation(*args, **named)
 
 
 def _empty(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import (
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
+from gsreal.methods.checkpointing import checkpoint_inside
 from gsreal.methods.context_parallel import ContextParts, divide_context
 from gsreal.methods.experts import Splits, divided_reason, experts_of, replace_experts
 from gsreal.methods.tensor_slices import SequenceParts, cut_of, cut_or_reason, divide_sequences, is_linear, slice_block
@@ -191,7 +192,7 @@ def record_step(
         if routed is not None:
             _divide_experts(record, module, stand_in, *routed)
         try:
-            with _compiled(module, record, inputs, apart, where) if model.compiled else nullcontext():
+            with _compiled(model, module, record, inputs, apart, where) if model.compiled else nullcontext():
                 with _explained(where):
                     _record_saved(record, module, inputs, targets, stand_in)
                 module.zero_grad(set_to_none=True)
@@ -208,13 +209,17 @@ def record_step(
 
 
 @contextmanager
-def _compiled(module: nn.Module, record: Record, inputs: Tensor, apart: Record | None, where: str) -> Iterator[None]:
+def _compiled(
+    model: Model, module: nn.Module, record: Record, inputs: Tensor, apart: Record | None, where: str
+) -> Iterator[None]:
     """Run the module's blocks as torch.compile does, for the duration of the context."""
     from gsreal.model_files.compiled import traced_as_compiled  # inductor takes seconds to import
 
     if not record.blocks:
         raise UserError(f"{where}: --compile: the module has no stack of blocks, which are compiled one by one")
     blocks = [module.get_submodule(name) for name in record.modules if name in record.blocks]
+    for block in blocks if model.compiled_recompute != "none" else ():
+        checkpoint_inside(block, selective=model.compiled_recompute == "selective")
     with ExitStack() as stack:
         with _explained(where):
             others = apart.kernel_plans if apart else {}

@@ -450,6 +450,8 @@ class Request:
     """Precisions of torch.autocast under which the model is traced too."""
     compiled: bool = field(default=False, repr=False)
     """Whether the model's blocks are compiled; False: as in the model file, or not."""
+    recompute: str = field(default="none", repr=False)
+    """What compiled blocks recompute inside of their graphs."""
     adapters: tuple[str, ...] = field(default=(), repr=False)
     """Maps that get adapters: for each time that the model is traced with adapters, a role or names and commas."""
 
@@ -465,12 +467,7 @@ def traced_model(request: Request, *, on_counted: Callable[[OperationCounts], No
         if request.precision not in DTYPES:
             raise UserError(f"{where}: --precision {request.precision}: allowed: {', '.join(DTYPES)}")
         model = replace(model, traced_precision=cast(Precision, request.precision))
-    if request.compiled:  # a profile of the model that is not compiled has another name
-        name = f"{model.name}-compiled" if request.model.endswith(".toml") and not model.compiled else model.name
-        model = replace(model, name=name, compiled=True, autocast=(), adapted=())
-    if model.compiled and (request.autocast or request.adapters):
-        option = "--autocast" if request.autocast else "--adapters"
-        raise UserError(f"{where}: {option}: compiled blocks are traced without it; leave out one of the two")
+    model = _compiled(model, request, where)
     if model.traced_precision not in DTYPES:
         raise UserError(f"{where}: traced_precision = {model.traced_precision!r}: allowed: {', '.join(DTYPES)}")
     if request.sequence_length is not None:
@@ -485,6 +482,23 @@ def traced_model(request: Request, *, on_counted: Callable[[OperationCounts], No
         raise UserError(f"{where}: --autocast {' '.join(request.autocast)}: allowed: bf16, fp16")
     traced = with_traced_autocast(traced, request.autocast, where=where)
     return with_traced_adapters(traced, request.adapters, where=where)
+
+
+def _compiled(model: Model, request: Request, where: str) -> Model:
+    """Return the model with what the request says of compilation; raise UserError for what does not go with it."""
+    kind: Any = request.recompute
+    if kind != "none" and (kind not in ("selective", "full") or not request.compiled):
+        allowed = "none, selective, full" if request.compiled else "with --compile alone"
+        raise UserError(f"{where}: --recompute {kind}: allowed: {allowed}")
+    if request.compiled:
+        name = model.name  # a profile of the model that is not compiled has another
+        if request.model.endswith(".toml") and not model.compiled:
+            name = f"{name}-compiled" + (f"-{kind}" if kind != "none" else "")
+        model = replace(model, name=name, compiled=True, compiled_recompute=kind, autocast=(), adapted=())
+    if model.compiled and (request.autocast or request.adapters):
+        option = "--autocast" if request.autocast else "--adapters"
+        raise UserError(f"{where}: {option}: compiled blocks are traced without it; leave out one of the two")
+    return model
 
 
 def check_options(request: Request) -> None:

@@ -18,10 +18,9 @@ from gssim.interop.reading import (
     read_bounded,
     refused,
 )
-from gssim.interop.training import PRECISIONS, Training, optimizer_in
+from gssim.interop.training import PRECISIONS, WHOLE_MODEL_COMPILED, Training, optimizer_in
 
 METHODS = ("plan.method",)
-NOT_COMPILED = "compilation is not modelled: operations run one by one"
 LOGGING = "logging, data, checkpoints and evaluation are no part of a step"
 LOSS_SCALE = "how the factor on the loss changes: steps that are skipped are not predicted"
 NUMERICS = "changes numbers, not step time or memory"
@@ -91,7 +90,7 @@ DEEPSPEED: dict[str, Rule] = {
     ),
     **refused("layers that are dropped cannot be simulated", "progressive_layer_drop.enabled", "eigenvalue.enabled"),
     **refused("generation beside training cannot be simulated", "hybrid_engine.enabled"),
-    **refused(NOT_COMPILED, "compile.enabled", "compile.deepcompile"),
+    **refused(WHOLE_MODEL_COMPILED, "compile.enabled", "compile.deepcompile"),
     **refused(
         "activations that are partitioned or offloaded cannot be simulated",
         "activation_checkpointing.partition_activations",
@@ -255,7 +254,7 @@ def _optimizer_of_deepspeed(keys: Keys, training: Training) -> None:
 ACCELERATE: dict[str, Rule] = {
     **refused("Amazon SageMaker starts its own cluster", "compute_environment", neutral=("LOCAL_MACHINE",)),
     **refused(
-        "compilation is not modelled: operations run one by one",
+        WHOLE_MODEL_COMPILED,
         "dynamo_config.dynamo_backend",
         "dynamo_backend",
         neutral=("NO", "no"),
@@ -318,6 +317,10 @@ def accelerate(keys: Keys, cluster: Cluster) -> Training:
     found.world = Value(1, keys.line("distributed_type")) if kind == "NO" else world
     _parallelism_of_accelerate(keys, found, kind)
     _precision_of_accelerate(keys, found, kind)
+    regional = keys.flag("dynamo_config.dynamo_use_regional_compilation")
+    if regional is not None and regional.value and str(keys.raw("dynamo_config.dynamo_backend")).lower() == "inductor":
+        found.compiled = regional
+        keys.note("dynamo_config.dynamo_backend", "approximated: what is outside of blocks runs one by one here")
     keys.close(ACCELERATE)
     return found
 

@@ -3,8 +3,8 @@
 import re
 
 from gssim.interop.reading import Keys, Rule, Value, listed, refused
-from gssim.interop.torchtitan import LOGGING, MODEL, NOT_COMPILED, NUMERICS, PURE_16_BIT, RECOMPUTE, SCHEDULES
-from gssim.interop.training import PRECISIONS, Training, optimizer_in
+from gssim.interop.torchtitan import LOGGING, MODEL, NUMERICS, PURE_16_BIT, RECOMPUTE, SCHEDULES
+from gssim.interop.training import PRECISIONS, WHOLE_MODEL_COMPILED, Training, optimizer_in
 
 LORA = "adapters of low rank and frozen weights cannot be simulated"
 AUTOMODEL: dict[str, Rule] = {
@@ -17,12 +17,12 @@ AUTOMODEL: dict[str, Rule] = {
     ),
     **listed("of frozen weights, which are none or refused", "freeze_config.*"),
     **refused("autocast beside FSDP's own mixed precision cannot be simulated", "distributed.autocast_dtype"),
-    **refused(NOT_COMPILED, "distributed.enable_compile"),
+    **refused(WHOLE_MODEL_COMPILED, "distributed.enable_compile"),
     **refused(
         "tensor parallelism that overlaps its messages cannot be simulated", "distributed.enable_async_tensor_parallel"
     ),
     **refused("parts of a model of images cannot be simulated", "distributed.multimodal.*"),
-    **refused(NOT_COMPILED, "compile.enabled"),
+    **refused(WHOLE_MODEL_COMPILED, "compile.enabled"),
     **listed("of compilation, which is off or refused", "compile.*"),
     **refused("maps in 8 bits are not read from the file", "fp8.enabled", or_set=("workload.map_precision",)),
     **refused("shards that are gathered in 8 bits cannot be simulated", "fp8.enable_fsdp_float8_all_gather"),
@@ -56,7 +56,7 @@ AUTOMODEL: dict[str, Rule] = {
     **listed("implementation of the shards", "distributed.*symm_mem*", "distributed.autocast*", "distributed.*grad*"),
     **refused("offloading cannot be simulated", "fsdp.cpu_offload", "*offload_teacher*"),
     **refused("this kind of training cannot be simulated", "dllm.*", "dflash.*", "teacher_*", "separate_meshes"),
-    **refused(NOT_COMPILED, "fsdp.enable_compile"),
+    **refused(WHOLE_MODEL_COMPILED, "fsdp.enable_compile"),
     **listed("implementation of the shards", "fsdp.*prefetch*", "fsdp.use_hf_tp_plan", "distributed.patch_is*"),
     **listed("numbers, or how they are logged", "seed", "moe_metrics.*", "nvtx", "performance.*", "recipe.*"),
     **listed(

@@ -7,14 +7,13 @@ from gssim.interop.accelerate import (
     ACCELERATE,
     LAUNCHER,
     LOGGING,
-    NOT_COMPILED,
     NUMERICS,
     deepspeed_file,
     read_fsdp,
     under_autocast,
 )
 from gssim.interop.reading import Keys, Rule, Value, listed, refused
-from gssim.interop.training import PRECISIONS, Training, optimizer_in
+from gssim.interop.training import PRECISIONS, WHOLE_MODEL_COMPILED, Training, optimizer_in
 
 LORA = "adapters of this kind, or other frozen weights, cannot be simulated"
 AXOLOTL: dict[str, Rule] = {
@@ -31,7 +30,7 @@ AXOLOTL: dict[str, Rule] = {
     ),
     **refused("maps in 8 bits are not read from the file", "fp8", or_set=("workload.map_precision",)),
     **refused("shards that are gathered in 8 bits cannot be simulated", "fp8_*"),
-    **refused(NOT_COMPILED, "torch_compile"),
+    **refused(WHOLE_MODEL_COMPILED, "torch_compile"),
     **refused("fused kernels (Liger, cut cross-entropy, ...) are not modelled", "plugins", "cut_cross_entropy"),
     **refused(
         "fused kernels (Liger, cut cross-entropy, ...) are not modelled", "liger_*", "use_kernels", "lora_*_kernel"

@@ -19,7 +19,7 @@ from gssim.scenario.run import Run
 from gssim.workload import Workload
 
 SHARDED = tuple(name for name, method in METHODS.items() if method.gradients == "reduce-scatter")
-FLAVORS = {"llama3-8b": ("llama3", "8B"), "llama3-70b": ("llama3", "70B")}
+FLAVORS = {"llama3-8b": ("llama3", "8B"), "llama3-70b": ("llama3", "70B"), "llama3-8b-compiled": ("llama3", "8B")}
 """Names of shipped models in torchtitan: (model.name, model.flavor)."""
 OPTIMIZER_TYPES = {"adamw": "AdamW", "adam": "Adam"}
 
@@ -52,6 +52,9 @@ def export_scenario(scenario: Scenario, to: str) -> Exported:
         shown = value if isinstance(value, (int, str)) else "..."
         _refuse(to, f"plan.{name}", shown, value == getattr(usual, name), "leave it out")
     _refuse(to, "plan.ep", policies.ep, policies.ep == 1, "1")
+    model = scenario.workload.model
+    as_there = not model.compiled or (to == "torchtitan" and model.compiled_recompute == "none")
+    _refuse(to, "workload.model", model.name, as_there, "a model whose blocks are not compiled")
     offloads = {"deepspeed": "optimizer", "torchrun": None}.get(to, "parameters")
     _refuse(to, "plan.offload", plan.offload, plan.offload in (None, offloads), "leave it out")
     own = scenario.cluster.backend == "gloo" or policies.exchange == "backend"
@@ -380,6 +383,8 @@ def _torchtitan(scenario: Scenario, notes: list[str]) -> Exported:
         },
         "activation_checkpoint": {"mode": plan.recompute},
     }
+    if workload.model.compiled:
+        tables["compile"] = {"enable": True, "components": ["model"]}
     if policies.pp > 1:
         schedules = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B"}
         schedule = plan.schedule or ("1f1b" if many >= policies.pp else "gpipe")

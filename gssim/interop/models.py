@@ -43,7 +43,7 @@ def find_model(name: str) -> ModelFile:
 
 
 def _of_config(path: Path) -> ModelFile:
-    """Return the shipped model that was traced from a config of these sizes."""
+    """Return the shipped model, not compiled, that was traced from a config of these sizes."""
     config: Any = parsed_json(read_bounded(path), file=str(path))
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise UserError(f"{path}: model_type: missing; this is no config of a Hugging Face model")
@@ -54,7 +54,7 @@ def _of_config(path: Path) -> ModelFile:
     for name, place in shipped_models().items():
         model = load_model(place)
         source = model.module.hugging_face
-        if source is None or source.model_type != kind:
+        if source is None or source.model_type != kind or model.compiled:
             continue
         known = sizes_of(model)
         if all(known.get(size, value) == value for size, value in asked.items()):

@@ -7,7 +7,6 @@ from gssim.interop.training import PRECISIONS, Training, optimizer_in
 
 LOGGING = "logging, data, checkpoints and evaluation are no part of a step"
 NUMERICS = "changes numbers, not step time or memory"
-NOT_COMPILED = "compilation is not modelled: operations run one by one"
 MODEL = "the model is --model"
 RECOMPUTE = ("plan.recompute",)
 PURE_16_BIT = (
@@ -15,8 +14,8 @@ PURE_16_BIT = (
 )
 
 TORCHTITAN: dict[str, Rule] = {
-    **refused(NOT_COMPILED, "compile.enable", "training.compile"),
-    **listed("of compilation, which is off or refused", "compile.*", "parallelism.enable_async_tensor_parallel"),
+    **listed("of compilation, see above", "compile.*"),
+    **listed("of tensor parallelism beside compilation, which is refused", "parallelism.enable_async_tensor_parallel"),
     **refused(
         "maps in 8 bits are not read from the file",
         "model.converters",
@@ -53,11 +52,8 @@ TORCHTITAN: dict[str, Rule] = {
     ),
     **refused("schedules from a file cannot be simulated", "experimental.pipeline_parallel_schedule_csv"),
     **listed("approximated: stages are balanced by time", "parallelism.pipeline_parallel_*_less_layers"),
-    **listed(
-        "of compilation, which is off or refused",
-        "experimental.enable_async_tensor_parallel",
-        "*.enable_compiled_autograd",
-    ),
+    **listed("of tensor parallelism beside compilation, which is refused", "experimental.enable_async_tensor_parallel"),
+    **refused("a backward that is compiled whole cannot be simulated", "*.enable_compiled_autograd"),
     **listed(
         "of context parallelism, which is off, or approximated: keys and values pass in a ring of shifts",
         "experimental.context_parallel_rotate_method",
@@ -116,6 +112,7 @@ def torchtitan(keys: Keys) -> Training:
     _batch(keys, training)
     _precision(keys, training)
     _recompute(keys, training)
+    _compilation(keys, training)
     name, implementation = "optimizer.name", "optimizer.implementation"
     optimizer_in(keys, training, name)
     if training.optimizer is None and not keys.has(name):
@@ -230,6 +227,30 @@ def _precision(keys: Keys, training: Training) -> None:
     shards = training.sharding is not None and training.sharding.value != "none"
     if shards and reduced.value != training.precision.value:
         training.reduce_precision = reduced
+
+
+def _compilation(keys: Keys, training: Training) -> None:
+    """Read whether blocks are compiled, each by itself, and say what differs here."""
+    compiled = keys.flag("compile.enable", "training.compile")
+    training.compiled = compiled
+    if compiled is None or not compiled.value:
+        return
+    components = keys.raw("compile.components")
+    if components is not None and "model" not in components:
+        training.compiled = Value(False, f"{keys.line('compile.components')}: without the model's blocks")
+    backend = keys.raw("compile.backend")
+    if backend not in (None, "inductor"):
+        keys.refuse("compile.backend", "fuses operations in a way that is not known; allowed: inductor")
+    if components is None or "loss" in components:
+        keys.listed.append((compiled.origin, "approximated: the loss is not compiled here"))
+    if training.recompute is not None and training.recompute.value == "full":
+        keys.listed.append(
+            (
+                training.recompute.origin,
+                "approximated: whole graphs are recomputed; a model of `gsreal trace --compile --recompute full`, with "
+                "--set plan.recompute=none, recomputes inside of its graphs as torchtitan does",
+            )
+        )
 
 
 def _recompute(keys: Keys, training: Training) -> None:

@@ -35,6 +35,11 @@ OPTIMIZERS: dict[str, tuple[str, str]] = {
 """(optimizer, implementation) by other programs' names in lower case."""
 OTHER_OPTIMIZER = "no such optimizer here: its state and its update are not modelled"
 
+WHOLE_MODEL_COMPILED = (
+    "the whole model is compiled there; modelled are blocks that are compiled one by one, as by torchtitan and by "
+    "Accelerate's regional compilation"
+)
+
 PRECISIONS = {
     **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), "bf16"),
     **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), "fp16"),
@@ -154,6 +159,8 @@ class Training:
     gradient_sync: Value | None = None
     bucket_bytes: Value | None = None
     overlap: Value | None = None
+    compiled: Value | None = None
+    """Whether each block is compiled by itself; None: the program does not compile."""
     seed: Value | None = None
     architecture: dict[str, Value] = field(default_factory=dict)
     """Sizes of the model, by the names of `ARCHITECTURE`."""
@@ -191,6 +198,7 @@ def scenario_of(
             _refuse(keys, value, f"the model '{model.name}' has no routed experts; give the right one by --model")
         elif name not in known:
             keys.note(value.origin.partition(" = ")[0], f"the model is --model ('{model.name}')")
+    _check_compiled(training, keys, model)
     _check_clipping(training)
     for name, pending in PENDING.items():
         _check_pending(name, pending, training, keys)
@@ -211,6 +219,22 @@ def _refuse(keys: Keys, value: Value, reason: str, *replaced_by: str) -> None:
     """Refuse the key from which a value is; one that an option sets stands in the message as it is."""
     key = value.origin if value.origin.startswith("--set ") else value.origin.partition(" = ")[0]
     keys.refuse(key, reason, replaced_by=replaced_by)
+
+
+def _check_compiled(training: Training, keys: Keys, model: Model) -> None:
+    """Refuse a model whose blocks are compiled where the file's are not, and the reverse; say which to take."""
+    compiled = training.compiled or Value(False, "compilation = false (not in the file)")
+    if compiled.value == model.compiled:
+        return
+    if model.compiled:
+        reason = f"the blocks of the model '{model.name}' are compiled; give the one that is not by --model"
+    else:
+        reason = (
+            f"operations of the model '{model.name}' run one by one; give a compiled one by --model: what "
+            "`gsreal trace MODEL_FILE --compile --out FILE` makes, or "
+            f"'{model.name}-compiled', where it is shipped (`gssim models`)"
+        )
+    _refuse(keys, compiled, reason)
 
 
 def _check_clipping(training: Training) -> None:

@@ -233,7 +233,15 @@ def _check_compiled(scenario: Scenario, policies: Policies, file: str) -> None:
             "plan.recompute",
             plan.recompute,
             plan.recompute == "selective",
-            "it chooses among operations of a block, which are fused; allowed: none, full",
+            "it chooses among operations, which are fused; allowed: none, full, or a model of `gsreal trace --compile "
+            "--recompute selective`",
+        ),
+        (
+            "plan.recompute",
+            plan.recompute,
+            plan.recompute != "none" and workload.model.compiled_recompute != "none",
+            f"they recompute inside of their graphs (compiled_recompute = '{workload.model.compiled_recompute}'); "
+            "allowed: none",
         ),
         ("plan.shares.replan", True, plan.shares.replan, "every new batch is compiled again; allowed: false"),
         *(

@@ -188,6 +188,9 @@ class Model:
     """False: the dependence on the sequence length is no polynomial; only `traced_sequence_lengths` may be used."""
     compiled: bool = False
     """Each block is compiled by itself with torch.compile (inductor), and `layers` are those of compiled blocks."""
+    compiled_recompute: Literal["none", "selective", "full"] = "none"
+    """What compiled blocks recompute inside of their graphs, as torchtitan's do: torch fuses it with the backward.
+    `plan.recompute` recomputes whole graphs instead. Selective: products and attention are kept."""
     buffer_bytes: tuple[Count, ...] = ()
     """Module buffers (not parameters), a number for each data type: DDP broadcasts them in every forward. Those of
     floating-point values are given in fp32, and are cast to a workload's precision as parameters are."""
@@ -233,6 +236,8 @@ class Model:
             twice = [name for name, times in Counter(names).items() if times > 1]
             if twice:
                 raise ValueError(f"layers: two {kind} are named {twice[0]!r}; each needs a name of its own")
+        if self.compiled_recompute != "none" and not self.compiled:
+            raise ValueError(f"compiled_recompute = {self.compiled_recompute!r}: needs compiled = true")
         if self.buffer_values and len(self.buffer_values) != len(self.buffer_bytes):
             raise ValueError(f"buffer_values: needs one for each of the {len(self.buffer_bytes)} buffer_bytes")
 
@@ -242,7 +247,7 @@ class Model:
         data: dict[str, Any] = inner(self)
         if not data.get("buffer_values"):
             data.pop("buffer_values", None)
-        for key, usual in (("expert_tensor_ranks", 1), ("compiled", False)):
+        for key, usual in (("expert_tensor_ranks", 1), ("compiled", False), ("compiled_recompute", "none")):
             if data.get(key) == usual:
                 data.pop(key)
         return data

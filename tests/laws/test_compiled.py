@@ -42,6 +42,17 @@ def test_what_changes_the_graph_of_a_compiled_block_is_refused_in_one_line(overr
     assert "\n" not in str(refused.value)
 
 
+INSIDE = "workload.model.compiled_recompute=full"
+
+
+def test_what_recomputes_inside_of_its_graphs_is_not_recomputed_outside():
+    assert load(COMPILED, INSIDE, "plan.method=ddp").workload.model.compiled_recompute == "full"
+    with pytest.raises(UserError, match=r"plan\.recompute = 'full' cannot run yet .* \(compiled_recompute = 'full'\)"):
+        load(COMPILED, INSIDE, "plan.method=ddp", "plan.recompute=full")
+    with pytest.raises(UserError, match=r"compiled_recompute = 'full': needs compiled = true"):
+        load(INSIDE, "plan.method=ddp")
+
+
 def test_a_compiled_model_is_another_scenario():
     assert load(COMPILED).scenario_id != load().scenario_id
     assert load("workload.model.compiled=false").scenario_id == load().scenario_id

@@ -821,6 +821,40 @@ def test_torchtitan_saved_json(tmp_path, checkpointing, recompute):
     assert (tables["plan"]["micro_batches"], tables["plan"]["recompute"]) == (2, recompute)
 
 
+COMPILED_TITAN = {"enable": True, "backend": "inductor", "components": ["model", "loss"]}
+
+
+def test_torchtitan_compiled_blocks_take_a_compiled_model(tmp_path):
+    saved = {"training": {"seq_len": 8192}, "activation_checkpoint": {"mode": "none"}, "compile": COMPILED_TITAN}
+    tables, found = imported(tmp_path, saved, name="t.json", model="llama3-8b-compiled")
+    assert tables["plan"]["method"] == "zero3"
+    assert any("loss is not compiled" in each for each in found.listed)
+    said = refused(tmp_path, saved, name="t.json")
+    assert "compile.enable = true" in said
+    assert "'llama3-8b-compiled'" in said
+    assert "gsreal trace MODEL_FILE --compile" in said
+    alone = saved | {"compile": COMPILED_TITAN | {"components": ["loss"]}}
+    imported(tmp_path, alone, name="t.json")
+    other = saved | {"compile": COMPILED_TITAN | {"backend": "aot_eager"}}
+    assert "compile.backend" in refused(tmp_path, other, name="t.json", model="llama3-8b-compiled")
+    off = saved | {"compile": {"enable": False}}
+    assert "are compiled" in refused(tmp_path, off, name="t.json", model="llama3-8b-compiled")
+
+
+def test_a_program_that_does_not_compile_takes_no_compiled_model(tmp_path):
+    assert "are compiled" in refused(tmp_path, DEEPSPEED, name="ds.json", model="llama3-8b-compiled")
+
+
+def test_accelerates_regional_compilation_takes_a_compiled_model(tmp_path):
+    text = "distributed_type: MULTI_GPU\nmixed_precision: 'no'\nnum_processes: 8\ndynamo_config:\n"
+    regions = text + "  dynamo_backend: INDUCTOR\n  dynamo_use_regional_compilation: true\n"
+    batch = ["workload.global_batch_size=16", "workload.sequence_length=2048"]
+    imported(tmp_path, regions, name="a.yaml", model="llama3-8b-compiled", overrides=batch)
+    assert "dynamo_use_regional_compilation" in refused(tmp_path, regions, name="a.yaml", overrides=batch)
+    whole = text + "  dynamo_backend: INDUCTOR\n"
+    assert "whole model" in refused(tmp_path, whole, name="a.yaml", model="llama3-8b-compiled", overrides=batch)
+
+
 AUTOMODEL = """
 recipe: TrainFinetuneRecipeForNextTokenPrediction
 step_scheduler: {global_batch_size: 64, local_batch_size: 2, num_epochs: 1}

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -21,10 +22,12 @@ FIRST = 1
 """The layer of the first block."""
 
 
-def record(*, compiled: bool, batch: int = BATCH, like: Record | None = None) -> Record:
+def record(
+    *, compiled: bool, batch: int = BATCH, like: Record | None = None, recompute: Literal["none", "selective"] = "none"
+) -> Record:
     gpt = load_model(MODELS / "gpt-byte-150k.toml")
     module = replace(gpt.module, arguments={"width": WIDTH, "heads": HEADS, "layers": 2})
-    model = replace(gpt, module=module, compiled=compiled)
+    model = replace(gpt, module=module, compiled=compiled, compiled_recompute=recompute)
     return record_step(model, batch, LENGTH, where="test", like=like)
 
 
@@ -65,6 +68,14 @@ def test_the_partitioner_saves_what_backward_reads_and_recomputes_the_rest():
     """
     values = WIDTH * (1 + 2 + 3 + 1 + 1 + 4 + 4) + 4 + HEADS
     assert traced(compiled=True).saved[FIRST] == 4 * values * TOKENS
+
+
+def test_what_is_recomputed_inside_of_a_graph_is_not_saved():
+    """Selective: the input, products (all but the last, which no backward reads) and attention are saved."""
+    selective, whole = record(compiled=True, recompute="selective"), traced(compiled=True)
+    assert selective.saved[FIRST] == 4 * (WIDTH * (1 + 3 + 1 + 1 + 4) + HEADS) * TOKENS
+    assert selective.flop[FIRST, "b"] == whole.flop[FIRST, "b"]
+    assert selective.bytes_moved[FIRST, "f"] < whole.bytes_moved[FIRST, "f"]  # less is written for the backward
 
 
 def test_a_plan_of_kernels_and_buffers_holds_for_other_shapes_too():

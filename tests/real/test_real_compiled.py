@@ -32,18 +32,20 @@ SOURCES = {
 }
 NAMES = [f"{method}-{model}-none" for model in SOURCES for method in ("ddp", "zero3", "gs")]
 NAMES += ["zero1-gpt-none", "zero2-gpt-none", "gs_z3-llama-none", "ddp-gpt-full", "gs-llama-full"]
+NAMES += ["ddp-gpt+selective-none", "zero3-gpt+full-none", "gs-llama+selective-none"]
 ALONE = [f"single-{model}-none" for model in SOURCES]
 
 
 def traced(kind: str) -> str:
-    """Return the file of a small compiled model of that kind."""
+    """Return the file of a small compiled model of that kind, `MODEL` or `MODEL+RECOMPUTE` inside of its graphs."""
     from small_models import Request, kept
 
-    model, arguments, vocabulary, task = SOURCES[kind]
+    family, _, recompute = kind.partition("+")
+    model, arguments, vocabulary, task = SOURCES[family]
     request = Request(
         model=model,
         arguments=arguments,
-        name=f"compiled-{kind}",
+        name=f"compiled-{kind.replace('+', '-')}",
         vocabulary=vocabulary,
         maximum_sequence_length=64,
         image=None,
@@ -52,6 +54,7 @@ def traced(kind: str) -> str:
         sequence_length=None,
         task=task,
         compiled=True,
+        recompute=recompute or "none",
     )
     return str(kept(request))
 
@@ -61,7 +64,7 @@ def case_of(name: str, *, ranks: int) -> dict[str, object]:
     method, model, recompute = name.split("-")
     changes = [star(ranks), f"workload.model={traced(model)}", "workload.sequence_length=64", *SGD]
     changes += ["workload.global_batch_size=24", f"plan.method={method}", f"plan.recompute={recompute}"]
-    base = "bert-byte.toml" if model == "bert" else "small-demo.toml"
+    base = "bert-byte.toml" if model.startswith("bert") else "small-demo.toml"
     return {"scenario": scenario_file(base), "overrides": changes, "plant": False}
 
 
