@@ -21,6 +21,11 @@ settings.load_profile("repeatable")
 # tests run side by side, and models are small: torch's second thread would only wait for the first
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# ranks inherit it: one that is preempted by the rank that it wakes holds a lock which its own gloo thread tries again
+# and again on the other core (see gsreal/machine.py)
+if hasattr(os, "SCHED_BATCH"):
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
 # tests make modules of their own files; the command line takes this back for each of its commands
 os.environ["GSREAL_TRUST_CODE"] = "1"
 

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gssim import cost
+from gssim.collectives import Communication
 from gssim.memory import Event, footprint
 from gssim.program.compute import backward_begin, beside_host, forward_id, pass_ends
 from gssim.program.lowering import Lowering
@@ -159,12 +160,17 @@ def _just_in_time(low: Lowering, rank: int, uses: Sequence[Use], phase: str, beg
     return before
 
 
+def _all_gather(low: Lowering, elements: int, size_bytes: float) -> Communication:
+    """Return the all-gather of a unit of so many elements, which is the same for all ranks."""
+    parts = tuple(float(n * low.value_bytes) for n in low.division_of(elements).owned[0])
+    return low.communication("all-gather-v", "dp_shard", size_bytes, part_bytes=parts)
+
+
 def _gather(low: Lowering, rank: int, unit: FlatUnit, phase: str) -> list[Task]:
     """Return the gather of a unit: the own shard is cast into a new flat buffer, then all shards are all-gathered."""
     own = gather_id(unit.name, phase)
+    exchange = low.once_a_run(_all_gather, unit.bucket.elements, unit.size_bytes)
     owned = low.division(unit.bucket).owned[0]
-    parts = tuple(float(n * low.value_bytes) for n in owned)
-    exchange = low.communication("all-gather-v", "dp_shard", unit.size_bytes, part_bytes=parts)
     moved_bytes = owned[low.position(rank)] * (low.master_bytes + low.value_bytes) / 2  # one read, the other written
     copy_s = cost.copy_time_s(low.device(rank), moved_bytes)
     need = footprint([Event(0, unit.size_bytes, "gathered_parameters")])

@@ -339,7 +339,11 @@ class Lowering:
 
     def division(self, bucket: Bucket) -> Division:
         """Return how a bucket's elements are divided among the ranks."""
-        return self.once_a_run(Lowering._divided, bucket.elements)
+        return self.division_of(bucket.elements)
+
+    def division_of(self, elements: int) -> Division:
+        """Return how a bucket of so many elements is divided among the ranks."""
+        return self.once_a_run(Lowering._divided, elements)
 
     def _divided(self, elements: int) -> Division:
         rows = [self.shard_shares[first : first + self.places] for first in range(0, len(self.group), self.places)]

@@ -246,8 +246,7 @@ def _pieces(low: Lowering, place: int) -> OwnedPieces:
 
 def _ranges(low: Lowering, elements: int, place: int) -> Ints:
     """Return the first and the last element of each owner's range in a bucket of so many elements."""
-    bucket = next(each for each in low.buckets if each.elements == elements)
-    return np.array(low.division(bucket).ranges(place), dtype=np.int64)
+    return np.array(low.division_of(elements).ranges(place), dtype=np.int64)
 
 
 def _push_ratios(low: Lowering, samples: int, part: float) -> Mapping[str, sparsity.Ratios]:
@@ -384,9 +383,15 @@ def threshold_memory(low: Lowering, rank: int) -> dict[str, float]:
     """Return the persistent memory of thresholding on a rank: residuals, and scratch."""
     if low.policies.gradients != "push" or (low.push.threshold is None and not low.thresholds_publish):
         return {}
-    owned = [low.division(bucket).owned[low.place(rank)] for bucket in low.buckets]
     chunked = low.device(rank).kind == "cpu"
-    flags, magnitudes = encodings.scratch_elements(max(map(max, owned)), max(map(sum, owned)), chunked=chunked)
+    range_elements, part_elements = low.once_a_run(_most_owned, low.place(rank))
+    flags, magnitudes = encodings.scratch_elements(range_elements, part_elements, chunked=chunked)
     residuals = sum(residual_elements(low, bucket, rank) for bucket in low.buckets)
     scratch = flags + magnitudes * max(low.value_bytes, PRECISION_BYTES["fp32"])
     return {"residuals": float(residuals * residual_value_bytes(low)), "scratch": float(scratch)}
+
+
+def _most_owned(low: Lowering, place: int) -> tuple[int, int]:
+    """Return the elements of the largest range of an owner at a place, and of the largest part of a place."""
+    owned = [low.division(bucket).owned[place] for bucket in low.buckets]
+    return max(map(max, owned)), max(map(sum, owned))

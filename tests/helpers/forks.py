@@ -287,6 +287,9 @@ def become(run: dict[str, Any], rank: int) -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     for file, descriptor in ((nothing, 0), (log, 1), (log, 2)):
         os.dup2(file, descriptor)
+    if not run["module"].startswith("gsreal.") and hasattr(os, "sched_setaffinity"):  # those settle by themselves
+        cores = sorted(os.sched_getaffinity(0))  # a rank's gloo threads must not ask for a lock beside its main thread
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
     sys.argv = [run["module"], *run["arguments"]]
     runpy.run_module(run["module"], run_name="__main__", alter_sys=True)
 

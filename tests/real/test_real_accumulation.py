@@ -41,7 +41,7 @@ def cases_for(ranks: int) -> dict[str, dict[str, object]]:
         "small-demo.toml",
         [*GPT, *ADAMW64, *gs, "plan.push.threshold=0", 'plan.push.encoding="coo"', *EACH],
     )
-    found["gs-bert-uneven-sgd"] = ("bert-byte.toml", [*GPT, *SGD, *gs, *few])
+    found["gs-bert-uneven-sgd"] = ("small-bert.toml", [*GPT, *SGD, *gs, *few])
     whole = ["plan.method=gs", "plan.micro_batches=2", *STEP]  # all in one bucket, which the first sum of a step starts
     found["gs-one-bucket-each-sum-sgd"] = ("small-demo.toml", [*GPT, *SGD, *whole, f"workload.model={LLAMA}"])
     found["zero3-recompute-sgd"] = (

@@ -11,13 +11,16 @@ from pathlib import Path
 
 import pytest
 from real_runs import planted, predicted, predicted_peaks, run_cases, scenario_file, star
-from test_real_adapters import MODELS, STAGED, USUAL
+from test_real_adapters import MODELS, STAGED
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'gssim[models]'")
 
 pytestmark = pytest.mark.real
 
+SHAPE = ["workload.sequence_length=24"]
+ROWS = {2: 8, 3: 12, 4: 12}
+"""Samples of a batch, which shares of as many ranks divide; products in 16 bits without oneDNN take long."""
 SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05"]
 FEW = ("gpt-ddp-bf16", "gpt-zero1-fp16", "llama-zero3-bf16", "gpt-zero2-fp16")
 FEW += ("gpt-ddp-bf16-full", "llama-zero3-bf16-full", "llama-zero2-fp16-selective", "gpt-zero3-fp16-full")
@@ -56,8 +59,8 @@ def traced(model: str) -> Path:
 
 def case(model: str, method: str, kind: str, ranks: int, *changes: str) -> dict[str, object]:
     scaled = ["workload.loss_scale=512"] if kind == "fp16" else []
-    overrides = [star(ranks), f"workload.model={traced(model)}", *USUAL, f"plan.method={method}", *SGD, *scaled]
-    overrides += [f"workload.autocast={kind}", *changes]
+    overrides = [star(ranks), f"workload.model={traced(model)}", *SHAPE, f"workload.global_batch_size={ROWS[ranks]}"]
+    overrides += [f"plan.method={method}", *SGD, *scaled, f"workload.autocast={kind}", *changes]
     return {"scenario": scenario_file("demo.toml"), "overrides": overrides, "onednn": False}
 
 

@@ -53,8 +53,11 @@ ON = {
         ),
         "mixture-ring-ddp-sgd": ("moe-experts.toml", [*SGD, *DDP, *RING, *MIXTURE, "plan.cp=2"]),
         "mixture-ddp-sgd": ("moe-experts.toml", [*SGD, *DDP, *MIXTURE, "plan.cp=2"]),
-        "bert-ring-ddp-adamw": ("bert-byte.toml", [*ADAMW64, *DDP, *RING, "plan.cp=2", "workload.global_batch_size=2"]),
-        "bert-ddp-adamw": ("bert-byte.toml", [*ADAMW64, *DDP, "plan.cp=2", "workload.global_batch_size=2"]),
+        "bert-ring-ddp-adamw": (
+            "small-bert.toml",
+            [*ADAMW64, *DDP, *RING, "plan.cp=2", "workload.global_batch_size=2"],
+        ),
+        "bert-ddp-adamw": ("small-bert.toml", [*ADAMW64, *DDP, "plan.cp=2", "workload.global_batch_size=2"]),
     },
     3: {
         "gpt-ddp-sgd": ("small-demo.toml", [*SGD, *DDP, "plan.cp=3", *SIX_HEADS]),

@@ -47,7 +47,7 @@ def cases_for(ranks: int) -> dict[str, dict[str, Any]]:
             "grid-coo-uneven-adamw": ("small-demo.toml", [*GPT, *ADAMW64, *GRID, *uneven, *COO]),
             "grid-idle-adamw": ("small-demo.toml", [*GPT, *ADAMW64, *GRID, *LARGE, *idle]),
             "grid-published-adamw": ("small-demo.toml", [*GPT, *ADAMW64, *GRID, *uneven, *PUBLISHED]),
-            "grid-last-bert-sgd": ("bert-byte.toml", [*GPT, *SGD, *GRID, *uneven, *TWICE, *LAST]),
+            "grid-last-bert-sgd": ("small-bert.toml", [*GPT, *SGD, *GRID, *uneven, *TWICE, *LAST]),
             "grid-each-bf16": ("demo.toml", [*GPT, *SGD, *GRID, *TWICE, *EACH, "workload.precision=bf16"]),
             "rest-slices-uneven-sgd": ("small-demo.toml", [*GPT, *SGD, *REST, *slices]),
         },

@@ -21,7 +21,7 @@ CASES = {
     "gpt-uneven": ("small-demo.toml", ["plan.method=gs_tp", "plan.shares.shards=[0.7,0.3]"]),
     "gpt-adamw": ("small-demo.toml", [*TENSOR, "workload.optimizer=adamw", "workload.precision=fp64"]),
     "gpt-bf16": ("small-demo.toml", [*TENSOR, "workload.precision=bf16"]),
-    "bert": ("bert-byte.toml", TENSOR),  # of whose 257 tokens one rank has one more
+    "bert": ("small-bert.toml", TENSOR),  # of whose 257 tokens one rank has one more
     "llama": ("small-demo.toml", [*TENSOR, "llama"]),
 }
 FEW = ["gpt-accumulated", "bert"]

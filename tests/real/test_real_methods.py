@@ -16,7 +16,7 @@ MANY = ["workload.sequence_length=64", "workload.global_batch_size=24"]
 SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
 ADAMW64 = ["workload.optimizer=adamw", "workload.precision=fp64", "workload.learning_rate=1e-3"]
 
-BASE = {"resnet": "small-resnet.toml", "bert": "bert-byte.toml"}
+BASE = {"resnet": "small-resnet.toml", "bert": "small-bert.toml"}
 
 METHODS = {
     "ddp": ["plan.method=ddp"],

@@ -32,7 +32,10 @@ apart."""
 
 def cases_for(ranks: int) -> Cases:
     return {
-        name: {"scenario": scenario_file("demo.toml"), "overrides": [star(ranks), *SMALL, *MUON, *changes]}
+        name: {
+            "scenario": scenario_file("demo.toml" if name == "few" else "small-demo.toml"),
+            "overrides": [star(ranks), *SMALL, *MUON, *changes],
+        }
         for name, changes in CASES.items()
     } | (of_two_ranks() if ranks == 2 else {})
 
@@ -42,7 +45,7 @@ def of_two_ranks() -> Cases:
     stages = ["plan.method=pipeline", "plan.pp=2", "plan.micro_batches=2"]
     experts = ["plan.method=zero1", "plan.ep=2"]  # stacked in one tensor, which AdamW updates
     return {
-        "pipeline": {"scenario": scenario_file("demo.toml"), "overrides": [*usual, *stages]},
+        "pipeline": {"scenario": scenario_file("small-demo.toml"), "overrides": [*usual, *stages]},
         "experts": {"scenario": scenario_file("moe-experts.toml"), "overrides": [*usual, *experts]},
     }
 

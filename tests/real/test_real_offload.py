@@ -20,8 +20,8 @@ CASES = {
     "zero2-accumulated": ("small-demo.toml", ["plan.method=zero2", "plan.micro_batches=3", *GPT]),
     "zero3-clipped": ("small-demo.toml", ["plan.method=zero3", "workload.clip_norm=0.1", *GPT]),
     "zero3-bf16": ("demo.toml", ["plan.method=zero3", "workload.precision=bf16", *GPT]),
-    "bert": ("bert-byte.toml", ["plan.method=zero2", *BERT]),
-    "bert-recomputed": ("bert-byte.toml", ["plan.method=zero3", "plan.recompute=full", *BERT]),
+    "bert": ("small-bert.toml", ["plan.method=zero2", *BERT]),
+    "bert-recomputed": ("small-bert.toml", ["plan.method=zero3", "plan.recompute=full", *BERT]),
 }
 FEW = ["zero2-accumulated", "bert-recomputed"]
 OFFLOAD = ["plan.offload=parameters", "workload.optimizer=sgd-momentum", "workload.learning_rate=0.05"]

@@ -30,7 +30,7 @@ BF16_TOLERANCE = 2e-2
 PIPELINE = ["plan.method=pipeline"]
 SCHEDULES = {name: [*PIPELINE, f'plan.schedule="{name}"'] for name in ("gpipe", "1f1b", "interleaved")}
 FOUR, SIX = ["plan.micro_batches=4"], ["plan.micro_batches=6"]
-BASE = {"resnet": "resnet-digits.toml", "vit": "resnet-digits.toml", "bert": "bert-byte.toml", "bf16": "demo.toml"}
+BASE = {"resnet": "resnet-digits.toml", "vit": "resnet-digits.toml", "bert": "small-bert.toml", "bf16": "demo.toml"}
 
 REPLICATED = ["plan.method=ddp", "plan.pp=2", "plan.dp_replicate=2"]
 ZERO1 = ["plan.method=zero1", *REPLICATED[1:]]

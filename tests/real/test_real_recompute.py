@@ -23,7 +23,7 @@ MANY = ["workload.sequence_length=64", "workload.global_batch_size=12", *SGD]
 """Enough samples that activations, not gradients, make the peak."""
 SHORT = ["workload.sequence_length=24", "workload.global_batch_size=12", *SGD]
 DIGITS = ["workload.global_batch_size=12", "workload.precision=fp64", *SGD]
-BASE = {"gpt": "small-demo.toml", "bert": "bert-byte.toml", "resnet": "small-resnet.toml"}
+BASE = {"gpt": "small-demo.toml", "bert": "small-bert.toml", "resnet": "small-resnet.toml"}
 RANKS = 2
 
 

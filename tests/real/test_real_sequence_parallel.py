@@ -18,13 +18,13 @@ ON_TWO = {
     "gpt-sgd": ("small-demo.toml", [*SGD, *TENSOR]),
     "gpt-full-adamw": ("small-demo.toml", [*ADAMW64, *TENSOR, "plan.recompute=full", "plan.micro_batches=2"]),
     "gpt-uneven-selective-adamw": ("small-demo.toml", [*ADAMW64, *UNEVEN, "plan.recompute=selective"]),
-    "bert-adamw": ("bert-byte.toml", [*ADAMW64, *TENSOR]),
+    "bert-adamw": ("small-bert.toml", [*ADAMW64, *TENSOR]),
 }
 ON_FOUR = {
     "gpt-ddp-sgd": ("small-demo.toml", [*SGD, "plan.method=ddp", "plan.tp=2", "plan.dp_replicate=2"]),
     "gpt-zero1-adamw": ("small-demo.toml", [*ADAMW64, "plan.method=zero1", "plan.tp=2", "plan.dp_replicate=2"]),
     "gpt-zero3-adamw": ("small-demo.toml", [*ADAMW64, "plan.method=zero3", "plan.tp=2", "plan.dp_shard=2"]),
-    "bert-four-sgd": ("bert-byte.toml", [*SGD, *TENSOR]),
+    "bert-four-sgd": ("small-bert.toml", [*SGD, *TENSOR]),
 }
 
 

@@ -19,7 +19,7 @@ GPT = ["workload.sequence_length=24", "workload.global_batch_size=12"]
 IMAGES = ["workload.precision=fp64", "workload.global_batch_size=12"]
 SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
 ADAMW64 = ["workload.optimizer=adamw", "workload.precision=fp64", "workload.learning_rate=1e-3"]
-BASE = {"gpt": "small-demo.toml", "bert": "bert-byte.toml", "resnet": "small-resnet.toml"}
+BASE = {"gpt": "small-demo.toml", "bert": "small-bert.toml", "resnet": "small-resnet.toml"}
 UNEVEN = ["plan.method=gs_tp", "plan.shares.shards=[0.7,0.3]"]
 SLOWED = "run.slowdowns=[{rank=1, first_step=0, compute_ratio=2}]"
 

@@ -108,10 +108,10 @@ CASES = {
     2: {
         "gpt-sgd": ("small-demo.toml", [*SMALL, *SGD]),
         "gpt-slowed-sgd": ("small-demo.toml", [*SMALL, *SGD, SLOWED]),
-        "bert-adamw": ("bert-byte.toml", [*SMALL, *ADAMW64, "plan.shares.shards=[0.7, 0.3]"]),
+        "bert-adamw": ("small-bert.toml", [*SMALL, *ADAMW64, "plan.shares.shards=[0.7, 0.3]"]),
         "gpt-full-sgd": ("small-demo.toml", [*SMALL, *SGD, "plan.recompute=full"]),
         "gpt-selective-micro-batches-adamw": ("small-demo.toml", [*SMALL, *ADAMW64, *AGAIN, "plan.micro_batches=2"]),
-        "bert-full-adamw": ("bert-byte.toml", [*SMALL, *ADAMW64, "plan.shares.shards=[0.7, 0.3]", *FULL]),
+        "bert-full-adamw": ("small-bert.toml", [*SMALL, *ADAMW64, "plan.shares.shards=[0.7, 0.3]", *FULL]),
     },
     3: {
         "gpt-adamw": ("small-demo.toml", [*SMALL, *ADAMW64, "plan.shares.shards=[0.2, 0.5, 0.3]"]),
