@@ -8,7 +8,7 @@ from typing import Any
 from gssim.cache import Shared
 from gssim.errors import UserError
 from gssim.plan import METHODS, PREDICTED_ONLY, RUNS_WITH
-from gssim.scenario.device_rates import sample_costs
+from gssim.scenario.device_rates import check_rates
 from gssim.scenario.loading import load_scenario
 from gssim.scenario.overrides import overrides_of
 
@@ -71,8 +71,7 @@ def supported(path: Path, overrides: tuple[str, ...] = ()) -> Iterator[Support]:
             try:
                 changed = [*overrides, *overrides_of(asked)]
                 scenario = load_scenario(path, changed, gradients_needed=False, shared=shared).scenario
-                for kind in dict.fromkeys(device.type for device in scenario.cluster.devices[: scenario.ranks]):
-                    sample_costs(scenario.cluster.device_types[kind], scenario.workload)
+                check_rates(scenario.cluster, scenario.workload, ranks=scenario.ranks)
                 reason = None
             except UserError as error:
                 reason = str(error).removeprefix(f"{base.file}: ")
