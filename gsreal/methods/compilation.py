@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -40,4 +41,5 @@ def compile_blocks(model: Model, module: nn.Module) -> None:
     for block in blocks:
         if model.compiled_recompute != "none":
             checkpoint_inside(block, selective=model.compiled_recompute == "selective")
-        block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)
+        # a method of its own, so that a copy of the block, as a rank with several stages makes, runs with what it holds
+        block.forward = MethodType(torch.compile(block.forward.__func__, fullgraph=True, dynamic=False), block)

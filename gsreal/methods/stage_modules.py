@@ -100,7 +100,8 @@ class _OtherLayer(nn.Module):
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        self.__dict__ |= {name: value for name, value in vars(layer).items() if not name.startswith("_")}
+        own = {"forward"}  # that of a compiled block is an attribute
+        self.__dict__ |= {name: value for name, value in vars(layer).items() if name[0] != "_" and name not in own}
         self.__dict__ |= {name: child.to("meta") for name, child in layer.named_children()}
 
 

@@ -228,7 +228,6 @@ def _check_compiled(scenario: Scenario, policies: Policies, file: str) -> None:
         ("plan.tp", policies.tp, policies.tp > 1, "parts of them are not traced; allowed: 1"),
         ("plan.cp", policies.cp, policies.cp > 1, "parts of them are not traced; allowed: 1"),
         ("plan.ep", policies.ep, policies.ep > 1, "parts of them are not traced; allowed: 1"),
-        ("plan.pp", policies.pp, policies.pp > 1, "stages of them are not run; allowed: 1"),
         (
             "plan.recompute",
             plan.recompute,
@@ -242,6 +241,19 @@ def _check_compiled(scenario: Scenario, policies: Policies, file: str) -> None:
             plan.recompute != "none" and workload.model.compiled_recompute != "none",
             f"they recompute inside of their graphs (compiled_recompute = '{workload.model.compiled_recompute}'); "
             "allowed: none",
+        ),
+        (
+            "plan.recompute",
+            plan.recompute,
+            plan.recompute != "none" and policies.pp > 1,
+            "how stages run their graphs again is not modelled; allowed: none, or a model of `gsreal trace --compile "
+            "--recompute full`",
+        ),
+        (
+            "plan.schedule",
+            plan.schedule,
+            plan.schedule == "interleaved",
+            "what several stages of a rank keep of theirs is not modelled; allowed: 1f1b, gpipe",
         ),
         ("plan.shares.replan", True, plan.shares.replan, "every new batch is compiled again; allowed: false"),
         *(

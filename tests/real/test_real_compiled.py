@@ -33,6 +33,7 @@ SOURCES = {
 NAMES = [f"{method}-{model}-none" for model in SOURCES for method in ("ddp", "zero3", "gs")]
 NAMES += ["zero1-gpt-none", "zero2-gpt-none", "gs_z3-llama-none", "ddp-gpt-full", "gs-llama-full"]
 NAMES += ["ddp-gpt+selective-none", "zero3-gpt+full-none", "gs-llama+selective-none"]
+NAMES += [f"pipeline-{model}-none" for model in SOURCES] + ["pipeline-llama+selective-none"]
 ALONE = [f"single-{model}-none" for model in SOURCES]
 
 
@@ -64,6 +65,7 @@ def case_of(name: str, *, ranks: int) -> dict[str, object]:
     method, model, recompute = name.split("-")
     changes = [star(ranks), f"workload.model={traced(model)}", "workload.sequence_length=64", *SGD]
     changes += ["workload.global_batch_size=24", f"plan.method={method}", f"plan.recompute={recompute}"]
+    changes += ["plan.pp=2", "plan.micro_batches=4"] if method == "pipeline" else []
     base = "bert-byte.toml" if model.startswith("bert") else "small-demo.toml"
     return {"scenario": scenario_file(base), "overrides": changes, "plant": False}
 
