@@ -41,5 +41,6 @@ def compile_blocks(model: Model, module: nn.Module) -> None:
     for block in blocks:
         if model.compiled_recompute != "none":
             checkpoint_inside(block, selective=model.compiled_recompute == "selective")
+        forward: Any = block.forward
         # a method of its own, so that a copy of the block, as a rank with several stages makes, runs with what it holds
-        block.forward = MethodType(torch.compile(block.forward.__func__, fullgraph=True, dynamic=False), block)
+        block.forward = MethodType(torch.compile(forward.__func__, fullgraph=True, dynamic=False), block)
