@@ -100,8 +100,9 @@ class _OtherLayer(nn.Module):
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        own = {"forward"}  # that of a compiled block is an attribute
-        self.__dict__ |= {name: value for name, value in vars(layer).items() if name[0] != "_" and name not in own}
+        plain = {name: value for name, value in vars(layer).items() if not name.startswith("_")}
+        plain.pop("forward", None)  # that of a compiled block is an attribute
+        self.__dict__ |= plain
         self.__dict__ |= {name: child.to("meta") for name, child in layer.named_children()}
 
 

@@ -68,10 +68,7 @@ def check_rates(cluster: Cluster, workload: Workload, *, ranks: int) -> None:
         device = cluster.device_types[name]
         if all(layer_profile(device, workload, layer) is not None for layer in workload.model.layers):
             continue
-        try:
-            peak_flop_per_s(device, product_precision(device, workload))
-        except UserError as error:
-            raise UserError(str(error).replace("device_types:", f"device_types.{name}:")) from None
+        peak_flop_per_s(device, product_precision(device, workload), name=name)
 
 
 def has_host_times(device: DeviceType, workload: Workload) -> bool:
@@ -133,13 +130,16 @@ def achieved_flop_per_s(device: DeviceType, precision: Rate) -> float:
     return peak_flop_per_s(device, precision) * (device.efficiency_ratio if own_ratio is None else own_ratio)
 
 
-def peak_flop_per_s(device: DeviceType, precision: Rate) -> float:
-    """Return the device's peak; raise UserError where it is needed (no profile covers a layer) but not stated."""
+def peak_flop_per_s(device: DeviceType, precision: Rate, *, name: str = "") -> float:
+    """Return the device's peak; raise UserError where it is needed (no profile covers a layer) but not stated.
+
+    `name`: of the type in the cluster, where it is known.
+    """
     peak = _tf32_flop_per_s(device) if precision == "tf32" else device.peak_flop_per_s.get(precision)
     if peak is None:
         stated = ", ".join(device.peak_flop_per_s) or "none"
         raise UserError(
-            f"cluster: device_types: no peak_flop_per_s.{precision} on a {device.kind} device "
+            f"cluster: device_types{name and '.' + name}: no peak_flop_per_s.{precision} on a {device.kind} device "
             f"(stated: {stated}), nor a profile of every layer at this precision and sequence length"
         )
     return peak
