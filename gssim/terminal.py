@@ -349,44 +349,48 @@ class EndedError(SystemExit):
     """A signal asked this process to end; its exit code is the shell's for that signal."""
 
 
-_ended: list[EndedError] = []
-"""The signal that ended this process, if one did."""
+_ended: list[BaseException] = []
+"""The signal that ended this process, or the user's interrupt, as it was raised; if any."""
 
 
 def _unwind(number: int, frame: FrameType | None) -> None:
     for each in ENDING:  # a second signal must not interrupt the cleanup
         signal.signal(each, signal.SIG_IGN)
     _ended.append(EndedError(128 + number))
-    raise _ended[0]
+    raise _ended[-1]
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    _ended.append(KeyboardInterrupt())
+    raise _ended[-1]
 
 
 @contextmanager
 def unwinding() -> Iterator[None]:
     """Let signals that end the process raise EndedError, so that temporary folders and locks are removed.
 
-    Signals that are ignored at the start, as under `nohup`, stay ignored.
+    Signals that are ignored at the start, as under `nohup`, stay ignored. Libraries raise exceptions of their own for a
+    signal that arrives in a callback or in the middle of an import; the signal's is raised in their place.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    _ended.clear()
-    usual = [number for number in ENDING if signal.getsignal(number) is signal.SIG_DFL]
+    usual = {number: signal.getsignal(number) for number in (*ENDING, signal.SIGINT)}
+    usual = {number: now for number, now in usual.items() if now in (signal.SIG_DFL, signal.default_int_handler)}
+    if usual:  # else within another
+        _ended.clear()
     for number in usual:
-        signal.signal(number, _unwind)
+        signal.signal(number, _interrupt if number == signal.SIGINT else _unwind)
     try:
         yield
     except Exception as error:
-        cause = error.__cause__
-        while isinstance(cause, Exception):
-            cause = cause.__cause__
-        if cause is None and type(error).__name__ == "PydanticSerializationError":  # names no cause but in its text
-            cause = _ended[0] if _ended else KeyboardInterrupt() if "KeyboardInterrupt" in str(error) else None
-        if cause is None:
+        # an interrupt may have been reported before, as the error of a run
+        if not _ended or (isinstance(_ended[-1], KeyboardInterrupt) and isinstance(error, UserError | RunFailedError)):
             raise
-        raise cause from None  # a signal in a callback of pydantic's, which reports it as an error of the callback
+        raise _ended[-1] from None
     finally:
-        for number in usual:
-            signal.signal(number, signal.SIG_DFL)
+        for number, handler in usual.items():
+            signal.signal(number, handler)
 
 
 def run_command_line(app: typer.Typer, program: str, *, interrupted: str = "") -> None:

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, model_serializer
 from pydantic_core import PydanticSerializationError
 from strategies import write_files as write_scenario
 
-from gssim.errors import UserError, one_line
+from gssim.errors import RunFailedError, UserError, one_line
 from gssim.execution.files import (
     FOLDER_MARK,
     check_place,
@@ -317,6 +317,38 @@ def test_a_signal_while_pydantic_calls_back_ends_the_process_and_is_no_error_of_
 
     with pytest.raises(ending), unwinding():
         dump()
+
+
+@pytest.mark.parametrize("while_cleaning", [True, False])
+@pytest.mark.parametrize(("number", "ending"), [(signal.SIGTERM, EndedError), (signal.SIGINT, KeyboardInterrupt)])
+def test_what_fails_since_a_signal_arrived_is_not_what_ends_the_process(number, ending, while_cleaning):
+    def interrupted():
+        try:
+            os.kill(os.getpid(), number)
+        except BaseException:
+            if not while_cleaning:  # as a library does that reports the text alone
+                raise RuntimeError("a callback failed") from None
+            raise
+        finally:
+            if while_cleaning:
+                raise ImportError("partially initialized module")
+
+    with pytest.raises(ending), unwinding():
+        interrupted()
+
+
+def test_the_report_of_an_interrupt_is_the_error_that_ends_a_command():
+    def interrupted():
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        except KeyboardInterrupt:
+            raise RunFailedError("two of three points failed") from None
+
+    with pytest.raises(RunFailedError, match="two of three"), unwinding():
+        interrupted()
+    with pytest.raises(ValueError, match="no signal"), unwinding():  # nor is it kept for what comes later
+        raise ValueError("no signal")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_what_a_process_was_started_to_ignore_stays_ignored():
