@@ -14,10 +14,10 @@ from statistics import fmean, median
 
 import numpy as np
 
-from gssim.cache import Same, Shared
 from gssim.engine import Machine, RecordingTracker, TaskSpan, is_jittery
 from gssim.errors import UserError
 from gssim.execution import NUMERICS, SHOWN, code_digest, installed_version
+from gssim.execution.cache import Same, Shared
 from gssim.plan.buckets import fragment_steps
 from gssim.program import Program, Steps, StepTraffic, after_inner_steps, lowering_key, unmeasured_host_time
 from gssim.result import COMPUTE_PHASES, PHASES, UPDATE_PHASES, Density, Result, Span, Step, typical_phases

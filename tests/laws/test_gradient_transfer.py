@@ -11,8 +11,8 @@ from matplotlib import pyplot
 from real_runs import quick
 
 from analysis.charts.sweeps.thresholds import draw_band
-from gssim.cache import Shared
 from gssim.errors import UserError
+from gssim.execution.cache import Shared
 from gssim.interop.models import find_model
 from gssim.plan import METHODS, Push
 from gssim.scenario import Loaded, load_scenario, read_toml
