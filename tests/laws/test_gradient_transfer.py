@@ -215,8 +215,8 @@ def test_the_peaks_at_the_ends_of_the_band_are_those_of_steps_replayed_with_its_
         for high in (False, True)
     ]
     peaks = [max(each.peak_allocated_bytes for each in end.ranks) for end in (result, *ends)]
-    assert min(peaks) == pytest.approx(band.peak_allocated_low_bytes, rel=5e-4)
-    assert max(peaks) == pytest.approx(band.peak_allocated_high_bytes, rel=5e-4)
+    assert min(peaks) == pytest.approx(band.peak_allocated_low_bytes, rel=2e-3)
+    assert max(peaks) == pytest.approx(band.peak_allocated_high_bytes, rel=2e-3)
     assert band.peak_allocated_high_bytes > 1.005 * band.peak_allocated_low_bytes
 
 
