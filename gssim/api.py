@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gssim.cache import Shared
 from gssim.errors import UserError
 from gssim.execution import checked_jobs, processes, processes_with
+from gssim.execution.cache import Shared
 from gssim.execution.files import scratch_folder
 from gssim.planner import Search, with_suggested_changes
 from gssim.result import Result

@@ -20,8 +20,8 @@ from analysis.study.rivals import Course, dense_first, dense_ratio
 from analysis.study.rows import paired_ratio
 from analysis.study.study import Elsewhere, LoadedStudy, Map, on_network, say
 from analysis.sweep_tables import bit_rate
-from gssim.cache import Shared
 from gssim.errors import UserError
+from gssim.execution.cache import Shared
 from gssim.plan import splitting
 from gssim.scenario import Scenario
 from gssim.simulation import simulate

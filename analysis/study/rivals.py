@@ -9,21 +9,32 @@ import csv
 import io
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from analysis.study.findings import interval, percentage
 from analysis.study.rows import Effect, Spread, paired_difference, spread
-from analysis.study.study import LoadedStudy, Study, Variant, on_network, run_module, say, slug, statistics_of
-from gssim.execution.files import write_text
+from analysis.study.study import (
+    COURSES,
+    STATISTICS,
+    LoadedStudy,
+    Study,
+    Variant,
+    on_network,
+    run_module,
+    say,
+    slug,
+    statistics_of,
+)
+from gssim.execution.files import read_json, read_text, write_text
 from gssim.result import Result
 from gssim.scenario import Scenario
 from gssim.simulation import simulate
-from gssim.units import human_bytes, human_seconds
+from gssim.units import Count, human_bytes, human_seconds, spec, validated
 
 BYTES_RATIO = 0.25
 """Losses are compared at this fraction of the bytes that dense sends in all its steps."""
@@ -60,33 +71,132 @@ class Course:
         return self.steps[-1]
 
 
+@spec
+class Training:
+    """A variant trained from one seed: what the study keeps of it."""
+
+    overrides: tuple[str, ...]
+    unequal_ratio: float
+    scenario_id: str
+    """These three tell trainings apart."""
+    steps: tuple[Count, ...]
+    """Steps after which it was evaluated; 0 is before the first."""
+    losses: tuple[float, ...]
+    """Held-out loss at these steps."""
+    accuracy_ratio: float | None
+    """At the end; None where samples are not classified."""
+    density: float | None
+    """Mean fraction of other owners' elements that was pushed; None where nothing is selected."""
+    sent_bytes: float | None
+    """Sent by a rank in the mean step; None where that does not depend on the data."""
+
+    @property
+    def key(self) -> object:
+        """What must be equal for a training to be reused."""
+        return self.overrides, self.unequal_ratio, self.scenario_id
+
+
+@spec
+class Trainings:
+    """The file `courses.json`: all trainings of a study."""
+
+    schema: Literal["gssim.courses/1"]
+    trainings: tuple[Training, ...]
+
+
 def train_together(loaded: LoadedStudy, out: Path, *, again: bool = False) -> list[Course]:
-    """Return the courses of all variants; trainings that `out` has are reused, unless `again`."""
+    """Return the courses of all variants, and write their trainings to `courses.json`.
+
+    Trainings that `out`, or the folder `reuse` of the study, has are used again, unless `again`.
+    """
     study = loaded.study
-    jobs: dict[tuple[str, int], dict[str, Any]] = {}
-    for seed in study.seeds:
-        for variant in study.variants:
-            jobs[variant.name, seed] = {
-                "file": str(loaded.scenario_file),
-                "overrides": loaded.overrides_of(variant, seed=seed),
-                "unequal_ratio": study.unequal_ratio,
-                "out": str((out / "together" / f"{slug(variant.name)}.{seed}.json").resolve()),
-            }
-    missing = [job for job in jobs.values() if again or not _is_done(job)]
-    if missing:
-        say(f"{len(missing)} trainings of {len(jobs)}, all ranks of each in one process")
-        write_text(out / "jobs.json", json.dumps(missing))
-        run_module("gsreal.statistics.together", [str(out / "jobs.json")])
+    trained = _trainings(loaded, out, again=again)
+    write_text(out / COURSES, _json_of(list(trained.values())))
     inputs = inputs_of(loaded, out)
     courses: dict[str, Course] = {}
     for variant in dense_first(study):
-        seen = [json.loads(Path(jobs[variant.name, seed]["out"]).read_text(encoding="utf-8")) for seed in study.seeds]
+        seen = [trained[variant.name, seed] for seed in study.seeds]
         here = loaded.load(variant, seed=study.seeds[0], extra=inputs, predicts=True)
         predicted = {each.name: simulate(on_network(here, each)).result for each in study.elsewhere}
         course = _course(variant, seen, predicted)
         ratio = dense_ratio(here.scenario)
         courses[variant.name] = _partly_dense(ratio, course, courses[study.dense]) if ratio else course
     return [courses[variant.name] for variant in study.variants]
+
+
+def _trainings(loaded: LoadedStudy, out: Path, *, again: bool) -> dict[tuple[str, int], Training]:
+    """Return the trainings by variant and seed: reused, or made in one process that writes each as it ends."""
+    jobs = jobs_of(loaded, out)
+    kept = {} if again else {each.key: each for each in read_courses(loaded)}
+    for job in () if again else jobs.values():
+        if Path(job["out"]).is_file() and (done := _training(job)):
+            kept[done.key] = done
+    missing = [job for job in jobs.values() if _key(job) not in kept]
+    if len(missing) < len(jobs):
+        say(f"{len(jobs) - len(missing)} trainings of {len(jobs)} are there already")
+    if missing:
+        say(f"{len(missing)} trainings of {len(jobs)}, all ranks of each in one process")
+        write_text(out / "jobs.json", json.dumps(missing))
+        run_module("gsreal.statistics.together", [str(out / "jobs.json")])
+    for job in missing:
+        done = _training(job)
+        assert done is not None  # it was made just now
+        kept[done.key] = done
+    return {where: kept[_key(job)] for where, job in jobs.items()}
+
+
+def jobs_of(loaded: LoadedStudy, out: Path) -> dict[tuple[str, int], dict[str, Any]]:
+    """Return, by variant and seed, what `gsreal.statistics.together` is to train."""
+    study = loaded.study
+    scenarios = {variant.name: loaded.load(variant, seed=study.seeds[0]).scenario for variant in study.variants}
+    jobs = {}
+    for seed in study.seeds:
+        for variant in study.variants:
+            scenario = scenarios[variant.name]
+            jobs[variant.name, seed] = {
+                "file": str(loaded.scenario_file),
+                "overrides": loaded.overrides_of(variant, seed=seed),
+                "unequal_ratio": study.unequal_ratio,
+                "scenario_id": replace(scenario, run=replace(scenario.run, seed=seed)).scenario_id,
+                "out": str((out / "together" / f"{slug(variant.name)}.{seed}.json").resolve()),
+            }
+    return jobs
+
+
+def _key(job: Mapping[str, Any]) -> object:
+    return tuple(job["overrides"]), job["unequal_ratio"], job["scenario_id"]
+
+
+def read_courses(loaded: LoadedStudy) -> tuple[Training, ...]:
+    """Return the trainings in the folder that a study reuses; raise UserError where they are none."""
+    if loaded.study.reuse is None:
+        return ()
+    path = loaded.file.parent / loaded.study.reuse / COURSES
+    return validated(Trainings, read_json(path), file=str(path)).trainings
+
+
+def _training(job: Mapping[str, Any]) -> Training | None:
+    """Return what a job's file holds; None where it is of another job."""
+    seen = json.loads(Path(job["out"]).read_text(encoding="utf-8"))
+    if any(seen["job"].get(key) != job[key] for key in ("overrides", "unequal_ratio", "scenario_id")):
+        return None
+    evaluations = seen["evaluations"]
+    return Training(
+        overrides=tuple(job["overrides"]),
+        unequal_ratio=job["unequal_ratio"],
+        scenario_id=job["scenario_id"],
+        steps=tuple(each["step"] for each in evaluations),
+        losses=tuple(each["loss"] for each in evaluations),
+        accuracy_ratio=evaluations[-1]["accuracy_ratio"],
+        density=fmean(seen["densities"]) if seen["densities"] else None,
+        sent_bytes=fmean(seen["sent_bytes"]) if seen["sent_bytes"] else None,
+    )
+
+
+def _json_of(trainings: Sequence[Training]) -> str:
+    """Return a file of trainings with a line for each."""
+    lines = ",\n".join(json.dumps(asdict(each)) for each in trainings)
+    return f'{{"schema": "gssim.courses/1", "trainings": [\n{lines}\n]}}\n'
 
 
 def _partly_dense(ratio: float, course: Course, dense: Course) -> Course:
@@ -98,6 +208,10 @@ def _partly_dense(ratio: float, course: Course, dense: Course) -> Course:
 
 def inputs_of(loaded: LoadedStudy, out: Path) -> tuple[str, ...]:
     """Return the override that names the gradient statistics of a study's predictions; they are made where missing."""
+    if loaded.study.reuse is not None and not (out / STATISTICS).exists():
+        earlier = loaded.file.parent / loaded.study.reuse / STATISTICS
+        if earlier.is_file():
+            write_text(out / STATISTICS, read_text(earlier))
     silent = next(variant for variant in loaded.study.variants if variant.name == loaded.study.silent)
     return (f"workload.gradients={json.dumps(str(statistics_of(loaded, silent, [], out).resolve()))}",)
 
@@ -114,27 +228,17 @@ def dense_ratio(scenario: Scenario) -> float:
     return whole_steps / (scenario.run.warmup_steps + scenario.run.steps)
 
 
-def _is_done(job: dict[str, Any]) -> bool:
-    """Return whether a job's file is there, and of the same job wherever it was done."""
-    path = Path(job["out"])
-    if not path.is_file():
-        return False
-    kept = json.loads(path.read_text(encoding="utf-8"))["job"]
-    return all(kept[key] == job[key] for key in ("overrides", "unequal_ratio"))
-
-
-def _course(variant: Variant, seen: Sequence[dict[str, Any]], predicted: Mapping[str, Result]) -> Course:
+def _course(variant: Variant, seen: Sequence[Training], predicted: Mapping[str, Result]) -> Course:
     first = next(iter(predicted.values()))
     ranks = sum(entry.count for entry in first.ranks)
     sent = sum((entry.bytes_sent or 0.0) * entry.count for entry in first.ranks) / ranks
-    counted = [fmean(each["sent_bytes"]) for each in seen if each["sent_bytes"]]
-    densities = [fmean(each["densities"]) for each in seen if each["densities"]]
-    ends = [each["evaluations"][-1]["accuracy_ratio"] for each in seen]
+    counted = [each.sent_bytes for each in seen if each.sent_bytes is not None]
+    densities = [each.density for each in seen if each.density is not None]
     return Course(
         variant=variant,
-        steps=tuple(each["step"] for each in seen[0]["evaluations"]),
-        losses=tuple(tuple(each["loss"] for each in one["evaluations"]) for one in seen),
-        accuracies=tuple(each for each in ends if each is not None),
+        steps=seen[0].steps,
+        losses=tuple(each.losses for each in seen),
+        accuracies=tuple(each.accuracy_ratio for each in seen if each.accuracy_ratio is not None),
         density=fmean(densities) if densities else None,
         step_bytes=fmean(counted) if counted else sent,
         step_time_s={name: result.step_time_s for name, result in predicted.items()},

@@ -29,6 +29,9 @@ from gssim.units import BytesPerSecond, Count, Seconds, human_seconds, spec, val
 FEWEST_SEEDS = 2
 """Fewest seeds of a study, since an interval needs two; the shipped studies have five."""
 
+COURSES, STATISTICS = "courses.json", "gradients.json"
+"""Files of a study's folder: all its trainings, where ranks are trained together, and its gradient statistics."""
+
 LEAST_DENSITY = 1e-6
 """Least target density of `density_of`, used where nothing reached the threshold of the other variant."""
 
@@ -103,6 +106,9 @@ class Study:
     together: bool = False
     """Whether all ranks are trained in one process, in turn and without messages: many seeds in little time. Losses are
     those of real runs; times are predicted, for the networks of `elsewhere` alone."""
+    reuse: str | None = None
+    """With `together`: folder of an earlier run, beside this file. Its trainings of the same scenarios (`courses.json`)
+    and its gradient statistics (`gradients.json`) are used again: only what is new or changed is trained."""
     map: Map | None = None
     """With `together`: on which network which variant is the first at the loss of dense after a third of its steps."""
     unequal_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
@@ -131,6 +137,8 @@ class Study:
     def _check_together(self) -> None:
         if self.unequal_ratio and not self.together:
             raise ValueError(f"unequal_ratio = {self.unequal_ratio}: needs together = true")
+        if self.reuse and not self.together:
+            raise ValueError(f"reuse = '{self.reuse}': needs together = true")
         if self.map and not self.together:
             raise ValueError("map: needs together = true")
         if self.together and (self.calibrate or not self.elsewhere):
@@ -192,6 +200,8 @@ def load_study(path: Path, overrides: tuple[str, ...] = (), *, seeds: int | None
     loaded = LoadedStudy(file=path, study=study, overrides=overrides)
     if not loaded.scenario_file.is_file():
         raise UserError(f"{path}: scenario = '{study.scenario}': no such file beside it")
+    if study.reuse is not None and not (path.parent / study.reuse / COURSES).is_file():
+        raise UserError(f"{path}: reuse = '{study.reuse}': no folder beside it with {COURSES}")
     for place, variant in enumerate(study.variants):
         try:
             scenario = loaded.load(variant, seed=study.seeds[0]).scenario
@@ -320,7 +330,7 @@ def statistics_of(loaded: LoadedStudy, trained: Variant, inputs: Sequence[str], 
 
     `trained`: the variant whose plan says which elements a rank owns; it is trained densely.
     """
-    file, study = out / "gradients.json", loaded.study
+    file, study = out / STATISTICS, loaded.study
     thresholded = [v for v in study.variants if loaded.load(v, seed=0).statistics_needed]
     extra = (*inputs, f"workload.gradients={json.dumps(str(file))}")
     if file.exists():

@@ -341,7 +341,10 @@ def trained(scenario: Scenario, unequal_ratio: float = 0.0) -> dict[str, Any]:
 
 
 def main(jobs_file: str) -> None:
-    """Train every job of a JSON list of {"file", "overrides", "unequal_ratio", "out"}; write its result to `out`."""
+    """Train every job of a JSON list of {"file", "overrides", "unequal_ratio", "out"}; write its result to `out`.
+
+    A result holds the job with all its keys, by which it is recognized when it is reused.
+    """
     warnings.filterwarnings("ignore")
     jobs = json.loads(Path(jobs_file).read_text(encoding="utf-8"))
     with one_thread():

@@ -13,10 +13,10 @@ from typing import Annotated
 
 import typer
 
-from gssim.cache import Shared
 from gssim.cli.reports import nothing_fits, print_found, print_methods, print_support
 from gssim.errors import RunFailedError, UserError, one_line
 from gssim.execution import checked_jobs, dask_workers, processes, processes_with
+from gssim.execution.cache import Shared
 from gssim.execution.files import check_place, write_text
 from gssim.plan import METHODS
 from gssim.planner import Search, with_suggested_changes

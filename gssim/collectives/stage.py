@@ -5,7 +5,7 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from gssim.cache import MOST_LARGE, Recent
+from gssim.execution.cache import MOST_LARGE, Recent
 from gssim.units import Floats, Ints, distinct
 
 

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import simpy
 
-from gssim.cache import Same, Shared
 from gssim.cluster import Cluster, Conditions, applied, contention_groups
 from gssim.collectives import Communication, Hops, Stage
 from gssim.collectives.algorithms import SINGLE_FLOWS
 from gssim.engine.selection import CollectiveSchedule, Scheduler
 from gssim.engine.symmetry import Classes, Groups, RankClass, classes_of, repeated_groups
+from gssim.execution.cache import Same, Shared
 from gssim.network import Network, Router, codes
 from gssim.program import Program
 from gssim.units import Ints

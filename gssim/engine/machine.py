@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import simpy
 
-from gssim.cache import Shared
 from gssim.cluster import Cluster, Conditions
 from gssim.engine.fast_path import can_run_ahead, is_independent, run_ahead
 from gssim.engine.memory_tracker import memory_after
@@ -19,6 +18,7 @@ from gssim.engine.rendezvous import RunningCollectives
 from gssim.engine.state import MachineState, TaskSpan
 from gssim.engine.vectorised_walk import VectorisedWalk, vectorised_walk_of
 from gssim.errors import RunFailedError
+from gssim.execution.cache import Shared
 from gssim.program import Program, Task
 from gssim.result import Span
 

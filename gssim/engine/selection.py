@@ -11,7 +11,6 @@ from math import prod
 import numpy as np
 
 from gssim import collectives
-from gssim.cache import Same, Shared
 from gssim.cluster import GENERATIONS, Cluster, Kind, NcclTuning, memory_node
 from gssim.cluster.lab_links import shaped_group_bytes
 from gssim.collectives import BACKEND_ALGORITHMS, COPIES, TO_HOST, Communication, Hops, Stage, summed
@@ -21,6 +20,7 @@ from gssim.collectives.nccl import Group, ring_packing, times
 from gssim.collectives.stage import HostCopies
 from gssim.engine.host import Load
 from gssim.errors import UserError
+from gssim.execution.cache import Same, Shared
 from gssim.network import Network, Pace, Router, notices_queue
 from gssim.units import Floats, Ints, distinct
 

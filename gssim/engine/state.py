@@ -9,13 +9,13 @@ import numpy as np
 import simpy
 
 from gssim import collectives
-from gssim.cache import Shared
 from gssim.cluster import Cluster, Conditions, contention_groups, has_contention
 from gssim.cluster.contention import core_shares
 from gssim.engine.collective_instances import CollectiveInstance, arrange, router_of
 from gssim.engine.host import Clock, Host, Load
 from gssim.engine.memory_tracker import MemoryTracker
 from gssim.engine.selection import CollectiveSchedule
+from gssim.execution.cache import Shared
 from gssim.program import Issue, Program, Task, TaskId
 from gssim.result import Span
 from gssim.units import Floats

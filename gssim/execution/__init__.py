@@ -1,4 +1,4 @@
-"""Executor of independent work (inline, processes, Dask), stores of what it finished, fingerprints of the code."""
+"""Executor of independent work (inline, processes, Dask), stores of what it finished, caches, and fingerprints."""
 
 from gssim.execution.executor import (
     Alone,

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import simpy
 
-from gssim.cache import Shared
 from gssim.cluster import Conditions, ends_of
 from gssim.cluster.lab_links import head_start_s
 from gssim.collectives import Hops, Stage
+from gssim.execution.cache import Shared
 from gssim.network.folding import Folded, Sessions, fold
 from gssim.network.routes import Router
 from gssim.units import Bools, Floats, Ints

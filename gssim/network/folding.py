@@ -12,8 +12,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from gssim.cache import Recent, Same, Shared
 from gssim.collectives import Exchange, Hops, Stage, summed
+from gssim.execution.cache import Recent, Same, Shared
 from gssim.network.routes import Router
 from gssim.units import Floats, Ints, distinct
 

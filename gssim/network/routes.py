@@ -15,10 +15,10 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from gssim.cache import MOST_LARGE, Recent, Same
 from gssim.cluster.topology import Wiring
 from gssim.collectives import Exchange, Hops, summed
 from gssim.errors import UserError
+from gssim.execution.cache import MOST_LARGE, Recent, Same
 from gssim.network.bundles import (
     Adjacency,
     Bundle,

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import Any
 
-from gssim.cache import Shared
 from gssim.errors import RunFailedError, UserError
 from gssim.execution import Workers, worker_state
+from gssim.execution.cache import Shared
 from gssim.plan import Plan
 from gssim.planner.bounds import Bound, LoweredBounds
 from gssim.planner.candidates import Candidate, RefusedPlans

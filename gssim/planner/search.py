@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gssim.cache import Shared
 from gssim.errors import RunFailedError, UserError
 from gssim.execution import Workers
+from gssim.execution.cache import Shared
 from gssim.plan import METHODS
 from gssim.planner.advice import with_suggested_changes
 from gssim.planner.batches import PLAN, Batches

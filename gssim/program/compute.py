@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 from gssim import cost
-from gssim.cache import Same
+from gssim.execution.cache import Same
 from gssim.memory import (
     CPU_RANDOM_STATE_BYTES,
     LAST,

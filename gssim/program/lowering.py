@@ -11,9 +11,9 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 import numpy as np
 
 from gssim import collectives
-from gssim.cache import Shared
 from gssim.cluster import DeviceType
 from gssim.collectives import Communication
+from gssim.execution.cache import Shared
 from gssim.memory import Event
 from gssim.plan import Action, Division, Policies, Push, assign_buckets, bucket_limits, divide, splitting
 from gssim.plan.pipeline_schedule import schedule

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from gssim import sparsity
-from gssim.cache import Same
 from gssim.collectives import Pairs, summed
+from gssim.execution.cache import Same
 from gssim.plan import absolute_threshold, encodings
 from gssim.program.lowering import Lowering
 from gssim.program.task import Bucket, MicroBatch

@@ -18,9 +18,9 @@ from typing import NamedTuple, cast
 import numpy as np
 from pydantic import TypeAdapter
 
-from gssim.cache import Same, Shared
 from gssim.cluster import Cluster, DeviceType
 from gssim.collectives import Communication
+from gssim.execution.cache import Same, Shared
 from gssim.plan import REPLICA_AXES
 from gssim.program.compute import compute
 from gssim.program.equal_messages import message_classes

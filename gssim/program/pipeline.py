@@ -10,9 +10,9 @@ from itertools import accumulate
 from typing import Literal
 
 from gssim import collectives
-from gssim.cache import Same
 from gssim.cluster import DeviceType
 from gssim.collectives import Communication
+from gssim.execution.cache import Same
 from gssim.memory import Footprint, input_bytes, release_of
 from gssim.plan import Action
 from gssim.plan.pipeline_schedule import Message

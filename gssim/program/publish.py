@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 
 from gssim import collectives, cost, sparsity
-from gssim.cache import Same
 from gssim.collectives import Communication
+from gssim.execution.cache import Same
 from gssim.memory import Event, footprint
 from gssim.plan import absolute_threshold, encodings
 from gssim.program.compute import forward_id

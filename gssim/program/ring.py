@@ -12,9 +12,17 @@ p being its positions (Liu et al. 2023, arXiv:2310.01889). A block takes the n-t
 sequences and a rank's part of heads where the division is balanced, and else by its work: see
 `gssim.plan.context_blocks`. Of a layer's time the attention has the part of its FLOP, which alone grow with the square
 of the sequence. `gsreal.methods.ring_attention` does so; memory is that of its tensors, in order.
+
+[Note: merging] Each block after the first is merged into the output by the logarithms of its sums, and its gradients
+are added to those of the blocks before: element by element, at the rate of the memory. Counted are the bytes that are
+read and written, of outputs (and queries) and of keys and values; the logarithms, one per row of a head, are left out.
+On CPUs those of `gsreal.methods.ring_attention`; on GPUs those of torch's context parallelism (torch 2.13,
+torch.distributed.tensor.experimental: _SDPAMerger, _partial_update, _templated_ring_attention_backward), which merges
+in float32, copies a tensor whole where only half of its rows change, and concatenates what it sends.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from gssim.collectives import Communication, Pairs
 from gssim.memory import Event, footprint
@@ -62,6 +70,8 @@ def ring_attention(
     mean_work = policies.cp * (0.5 if causal else 1.0)
     size = low.traced_scale * reduction.size_bytes.at(b=samples, s=1)
     out, *others = sorted(_born(low, instance, reduction, samples), reverse=True)
+    device = low.device(rank)
+    moved_bytes = merged_bytes if device.kind == "cpu" else partial(merged_in_float_bytes, value=low.value_bytes)
     tasks: list[Task] = []
     last = len(blocks) - 1
     own = TaskId("attend", layer=instance.module, during=PASSES[phase])
@@ -78,6 +88,7 @@ def ring_attention(
         )
         events = [Event(place, change, "communication") for place, change in enumerate(changes)]
         duration_s = alone_s * (block.work if block else 0.0) / mean_work
+        duration_s += moved_bytes(phase, step, last, block, size, out) / device.memory_bandwidth_bytes_per_s
         name = "forward" if phase == "f" else "backward"
         waits = (after,) if step else ()
         tasks.append(Task(attend, name, duration_s=duration_s, after=waits, need=footprint(events)))
@@ -94,6 +105,55 @@ def ring_attention(
         freed = footprint([Event(0, -size, "communication")])
         tasks.append(Task(home.serving("release"), "exposed_communication", after=(home,), need=freed))
     return tasks
+
+
+def merged_bytes(phase: str, step: int, last: int, block: Block | None, size: float, out: float) -> float:
+    """Return the bytes read and written to merge a block of a ring on CPUs; see [Note: merging].
+
+    `size`: bytes of a rank's keys and values; `out`: of its output, or of its queries. The first step copies what it
+    sends, and a forward its queries. A merge of outputs weighs both, and adds them; gradients are added.
+
+    >>> block = Block(1, 2, causal=False)  # of the second half of the queries
+    >>> merged_bytes("f", 0, 1, None, 10, 100), merged_bytes("f", 1, 1, block, 10, 100)
+    (220, 350.0)
+    >>> merged_bytes("b", 0, 1, None, 10, 100), merged_bytes("b", 1, 1, block, 10, 100)
+    (20, 180.0)
+    """
+    if step == 0:
+        return 2 * size + (0 if phase == "b" else 2 * out)
+    if block is None:
+        return 0.0
+    of_queries, of_keys = (2 - block.first_half) / 2 * out, block.key_halves / 2 * size
+    return 3 * (of_queries + of_keys) if phase == "b" else 7 * of_queries
+
+
+FLOAT_BYTES = 4
+
+
+def merged_in_float_bytes(
+    phase: str, step: int, last: int, block: Block | None, size: float, out: float, *, value: int
+) -> float:
+    """Return the bytes read and written to merge a block of a ring on GPUs; see [Note: merging].
+
+    `value`: bytes of an element of `size` and `out`.
+
+    >>> block = Block(0, 1, causal=False)  # to the first half of the keys
+    >>> merged_in_float_bytes("f", 1, 2, block, 10, 100, value=2)
+    1900.0
+    >>> merged_in_float_bytes("b", 1, 2, block, 10, 100, value=2)
+    605.0
+    """
+    wide = FLOAT_BYTES / value
+    cast = 1 + wide if wide > 1 else 0.0
+    sent = 2 * size if step == 0 < last else 0.0
+    of_queries, of_keys = ((2 - block.first_half) / 2 * out, block.key_halves / 2 * size) if block else (0.0, 0.0)
+    halves_queries, halves_keys = (block.first_half == 1, block.key_halves == 1) if block else (False, False)
+    if phase != "b":
+        merged = 8 * wide * of_queries + 2 * wide * out * halves_queries if step else 0.0
+        return sent + cast * of_queries + merged + cast * out * (step == last)
+    merged = (1 + 2 * wide) * (of_queries + of_keys) + 2 * wide * (out * halves_queries + size * halves_keys)
+    zeros = wide * (out + size) if step == 0 else 0.0
+    return sent + zeros + merged + 2 * wide * size + cast * (out + size) * (step == last)
 
 
 def _born(low: Lowering, instance: LayerInstance, reduction: Reduction, samples: int) -> list[float]:

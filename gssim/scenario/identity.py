@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
-from gssim.cache import Same, Shared
 from gssim.cluster import Cluster, Conditions
 from gssim.cluster.topology import structure_of
+from gssim.execution.cache import Same, Shared
 from gssim.plan import Plan, Policies, Push
 from gssim.scenario.run import Run
 from gssim.workload import Model, Workload

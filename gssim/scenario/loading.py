@@ -8,9 +8,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from gssim.cache import Same, Shared
 from gssim.cluster import Cluster
 from gssim.errors import MistakenNameError, UserError
+from gssim.execution.cache import Same, Shared
 from gssim.execution.files import read_json, read_text
 from gssim.scenario.checks import check
 from gssim.scenario.overrides import parsed_override, put

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator
 
-from gssim.cache import Shared
 from gssim.cluster import Cluster, Conditions, DeviceType
 from gssim.errors import UserError
+from gssim.execution.cache import Shared
 from gssim.plan import METHODS, REPLICA_AXES, Plan, Policies, Push, resolve, resolved_push, splitting
 from gssim.result import Result
 from gssim.scenario.device_rates import sample_costs

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gssim.cache import Shared
 from gssim.errors import UserError
+from gssim.execution.cache import Shared
 from gssim.plan import METHODS, PREDICTED_ONLY, RUNS_WITH
 from gssim.scenario.device_rates import check_rates
 from gssim.scenario.loading import load_scenario

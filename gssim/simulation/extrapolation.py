@@ -10,7 +10,7 @@ was seen.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gssim.cache import Shared
+from gssim.execution.cache import Shared
 from gssim.result import Collective, LinkUse, RankClass, Result
 from gssim.scenario import Scenario
 from gssim.simulation.report import cost_usd, energy_j

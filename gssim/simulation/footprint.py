@@ -310,33 +310,77 @@ Peak = tuple[int, Mapping[str, float]]
 """A rank, and its peak of requested bytes by category."""
 
 
+AllocatorOverhead = tuple[float, float, float]
+"""A peak, the excess of allocated blocks over it, and the reserved bytes beside them."""
+Alike = tuple[int, bool]
+"""Number of a rank's tasks, and its allocator's settings: see [Note: alike]."""
+
+
 def footprints_of(
-    scenario: Scenario, program: Program, peaks: Sequence[Peak], *, reserved: bool = True
+    scenario: Scenario,
+    program: Program,
+    peaks: Sequence[Peak],
+    *,
+    reserved: bool = True,
+    overheads: Mapping[Alike, Sequence[AllocatorOverhead]] | None = None,
 ) -> list[MemoryFootprint]:
     """Return the memory footprints of ranks; see [Note: alike].
 
-    `reserved`: whether the allocator's overhead is wanted; else the reserved memory is the allocated one.
+    `reserved`: whether the allocator's overhead is wanted; else the reserved memory is the allocated one. `overheads`:
+    those of a program that differs in the sizes of its messages alone, of which no step is then replayed.
     """
     footprints = []
     for rank, peak in peaks:
         device = scenario.cluster.type_of(rank)
         outside = outside_bytes(device, scenario, program, rank)
         footprints.append(MemoryFootprint(rank, device.memory_bytes, peak, sum(peak.values()), outside))
-    comparable: dict[tuple[int, bool], list[int]] = defaultdict(list)
+    for alike, places in _alike(scenario, program, footprints).items() if reserved else ():
+        found = (
+            overheads[alike] if overheads and alike in overheads else _overheads(scenario, program, footprints, places)
+        )
+        for place in places:
+            footprints[place] = _under_limit(scenario, _with_overhead(footprints[place], found), program)
+    return [_with_float_gradients(scenario, footprint) for footprint in footprints]
+
+
+def allocator_overheads(
+    scenario: Scenario, program: Program, peaks: Sequence[Peak]
+) -> Mapping[Alike, Sequence[AllocatorOverhead]]:
+    """Return the allocator's overheads of ranks, by what makes them comparable; see [Note: alike]."""
+    footprints = footprints_of(scenario, program, peaks, reserved=False)
+    return {
+        alike: _overheads(scenario, program, footprints, places)
+        for alike, places in _alike(scenario, program, footprints).items()
+    }
+
+
+def _alike(
+    scenario: Scenario, program: Program, footprints: Sequence[MemoryFootprint]
+) -> Mapping[Alike, Sequence[int]]:
+    """Return the places of the footprints on devices with such an allocator, by what makes them comparable."""
+    comparable: dict[Alike, list[int]] = defaultdict(list)
     for place, footprint in enumerate(footprints):
         device = scenario.cluster.type_of(footprint.rank)
-        if reserved and device.kind == "cuda" and footprint.peak and not footprint.excess_bytes:
+        if device.kind == "cuda" and footprint.peak and not footprint.excess_bytes:
             tasks = len(program.tasks[program.role_of[footprint.rank]])
             comparable[tasks, device.expandable_segments].append(place)
-    for places in comparable.values():
-        by_peak = sorted(places, key=lambda place: (footprints[place].allocated_bytes, -place))
-        ends = [footprints[by_peak[-1]], footprints[by_peak[0]]]
-        if ends[0].allocated_bytes - ends[1].allocated_bytes <= EQUAL_PEAKS_RATIO * ends[0].allocated_bytes:
-            del ends[1]
-        overheads = [_allocator_overhead(scenario, program, end) for end in ends]
-        for place in places:
-            footprints[place] = _under_limit(scenario, _with_overhead(footprints[place], overheads), program)
-    return [_with_float_gradients(scenario, footprint) for footprint in footprints]
+    return comparable
+
+
+def _overheads(
+    scenario: Scenario, program: Program, footprints: Sequence[MemoryFootprint], places: Sequence[int]
+) -> Sequence[AllocatorOverhead]:
+    """Return the overhead of the largest peak among comparable ranks, and of the smallest where it is another."""
+    by_peak = sorted(places, key=lambda place: (footprints[place].allocated_bytes, -place))
+    ends = [footprints[by_peak[-1]], footprints[by_peak[0]]]
+    if ends[0].allocated_bytes - ends[1].allocated_bytes <= EQUAL_PEAKS_RATIO * ends[0].allocated_bytes:
+        del ends[1]
+    found = []
+    for end in ends:
+        peaks = reservation(scenario, program, end.rank, known_bytes=end.allocated_bytes)
+        rounding, unused = peaks.allocated_bytes - peaks.requested_bytes, peaks.reserved_bytes - peaks.allocated_bytes
+        found.append((end.allocated_bytes, rounding, unused))
+    return found
 
 
 def _float_gradient_bytes(scenario: Scenario, footprint: MemoryFootprint) -> float:
@@ -360,21 +404,11 @@ def _with_float_gradients(scenario: Scenario, footprint: MemoryFootprint) -> Mem
     return replace(footprint, peak=peak, reserved_bytes=footprint.reserved_bytes + more_bytes)
 
 
-AllocatorOverhead = tuple[float, float, float]
-"""A peak, the excess of allocated blocks over it, and the reserved bytes beside them."""
-
-
-def _allocator_overhead(scenario: Scenario, program: Program, footprint: MemoryFootprint) -> AllocatorOverhead:
-    peak_bytes = footprint.allocated_bytes
-    peaks = reservation(scenario, program, footprint.rank, known_bytes=peak_bytes)
-    return peak_bytes, peaks.allocated_bytes - peaks.requested_bytes, peaks.reserved_bytes - peaks.allocated_bytes
-
-
 def _with_overhead(footprint: MemoryFootprint, overheads: Sequence[AllocatorOverhead]) -> MemoryFootprint:
     """Return a footprint with its allocator's overhead, interpolated between two known ones."""
     (largest_peak, *largest), (smallest_peak, *smallest) = overheads[0], overheads[-1]
     part = (
-        (largest_peak - footprint.allocated_bytes) / (largest_peak - smallest_peak)
+        min(1.0, max(0.0, (largest_peak - footprint.allocated_bytes) / (largest_peak - smallest_peak)))
         if largest_peak > smallest_peak
         else 0.0
     )

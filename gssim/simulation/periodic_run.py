@@ -18,7 +18,7 @@ from statistics import median
 
 import numpy as np
 
-from gssim.cache import Shared
+from gssim.execution.cache import Shared
 from gssim.plan.buckets import fragment_steps
 from gssim.result import PHASES, Periods, Result, fragment_periods
 from gssim.scenario import Scenario

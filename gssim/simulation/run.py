@@ -14,10 +14,10 @@ from statistics import fmean, median
 
 import numpy as np
 
-from gssim.cache import Same, Shared
 from gssim.engine import Machine, RecordingTracker, TaskSpan, is_jittery
 from gssim.errors import UserError
 from gssim.execution import NUMERICS, SHOWN, code_digest, installed_version
+from gssim.execution.cache import Same, Shared
 from gssim.plan.buckets import fragment_steps
 from gssim.program import Program, Steps, StepTraffic, after_inner_steps, lowering_key, unmeasured_host_time
 from gssim.result import COMPUTE_PHASES, PHASES, UPDATE_PHASES, Density, Result, Span, Step, typical_phases
@@ -25,7 +25,17 @@ from gssim.result.result import Band
 from gssim.scenario import Loaded, Scenario
 from gssim.scenario.device_rates import check_rates, with_profile_slowdowns
 from gssim.simulation.extrapolation import extrapolated, simulated_counts, with_micro_batches
-from gssim.simulation.footprint import MemoryFootprint, footprints_of, host_misfit, tightest_margin, worst_misfit
+from gssim.simulation.footprint import (
+    Alike,
+    AllocatorOverhead,
+    MemoryFootprint,
+    Peak,
+    allocator_overheads,
+    footprints_of,
+    host_misfit,
+    tightest_margin,
+    worst_misfit,
+)
 from gssim.simulation.periodic_run import (
     FragmentPeriod,
     InnerStep,
@@ -59,6 +69,9 @@ SETTLED = 1e-9
 """Part of a step by which ranks' distances at its end may differ from those at its beginning in the steady state."""
 JITTERY_STEPS = 1 + 40
 """Steps of runs whose devices vary by chance, of which the median counts; drawn from the run's seed."""
+
+
+Overheads = Mapping[Alike, Sequence[AllocatorOverhead]]
 
 
 @dataclass(frozen=True)
@@ -160,12 +173,24 @@ def simulate(
 
 
 def _with_band(loaded: Loaded, simulated: Simulated, unfolded: bool, shared: Shared) -> Simulated:
-    """Return a prediction with its range, where its gradient statistics were transferred from other models."""
+    """Return a prediction with its range, where its gradient statistics were transferred from other models.
+
+    At its ends the allocator's overhead is that of the prediction itself, of which messages alone have other sizes:
+    peaks are within 0.2 % of those of replayed steps.
+    """
     statistics, result = loaded.gradients, simulated.result
     if statistics is None or statistics.transfer is None or not loaded.statistics_needed:
         return simulated
+    machine = simulated.typical.machine
+    overheads = allocator_overheads(loaded.scenario, machine.program, _peaks(machine))
     ends = [
-        _simulated(replace(loaded, gradients=at_end(statistics, high=high)), unfolded, shared, spread=False).result
+        _simulated(
+            replace(loaded, gradients=at_end(statistics, high=high)),
+            unfolded,
+            shared,
+            spread=False,
+            overheads=overheads,
+        ).result
         for high in (False, True)
     ]
     every = [result, *ends]
@@ -238,7 +263,9 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _simulated(loaded: Loaded, unfolded: bool, shared: Shared, *, spread: bool) -> Simulated:
+def _simulated(
+    loaded: Loaded, unfolded: bool, shared: Shared, *, spread: bool, overheads: Overheads | None = None
+) -> Simulated:
     scenario = loaded.scenario
     if scenario.policies.in_fragments:
         return _in_fragments(loaded, unfolded, shared)
@@ -248,7 +275,7 @@ def _simulated(loaded: Loaded, unfolded: bool, shared: Shared, *, spread: bool) 
         return _varying(loaded, unfolded, shared)
     counts = simulated_counts(scenario) if scenario.run.extrapolate_micro_batches else None
     if counts is None:
-        return _steady(loaded, unfolded, shared, spread=spread)
+        return _steady(loaded, unfolded, shared, spread=spread, overheads=overheads)
     few, more = (  # the memory is that of the larger step
         _steady(
             replace(loaded, scenario=with_micro_batches(scenario, count)), unfolded, shared, spread=spread, sized=sized
@@ -266,10 +293,12 @@ def _steady(
     *,
     spread: bool = True,
     sized: bool = True,
+    overheads: Overheads | None = None,
 ) -> Simulated:
     """Return the prediction where all steps are equal.
 
-    `slowed`: compute time ratio of slow ranks. `sized`: whether reserved memory is wanted.
+    `slowed`: compute time ratio of slow ranks. `sized`: whether reserved memory is wanted. `overheads`: those of the
+    allocator in thresholded steps, if they are known.
     """
     scenario = loaded.scenario
     steps = _steps(loaded, unfolded, shared, slowed or {})
@@ -288,7 +317,8 @@ def _steady(
     lightest = _run(scenario, steps.program(light), unfolded, shared) if simulates_lightest else typical
     first = _run(scenario, steps.program(numbers[0]), unfolded, shared) if first_thresholded else typical
     excess = mean_excess_bytes(typical.machine.program, traffic, traffic[places[0]])
-    return Simulated(_result(loaded, typical, lightest, traffic, first, shared, excess, sized=sized), typical)
+    result = _result(loaded, typical, lightest, traffic, first, shared, excess, sized=sized, overheads=overheads)
+    return Simulated(result, typical)
 
 
 MAX_CACHED_RUNS = 4
@@ -522,6 +552,7 @@ def _result(
     excess: float,
     *,
     sized: bool,
+    overheads: Overheads | None = None,
 ) -> Result:
     scenario, machine = loaded.scenario, typical.machine
     phases = _phases(typical)
@@ -537,7 +568,7 @@ def _result(
     phases_s = {name: fmean([phase[name] for phase in phases], counts) for name in phases[0]}
     total_s = sum(phases_s.values())  # ranks have their median steps at different times
     phases_s = {name: value * typical.time_s / total_s for name, value in phases_s.items()} if total_s else phases_s
-    footprints = _footprints(scenario, typical, shared, sized=sized)
+    footprints = _footprints(scenario, typical, shared, sized=sized, overheads=overheads)
     first_footprints = footprints if first is typical else _footprints(scenario, first, shared, sized=sized)
     fit = worst_misfit(footprints) or worst_misfit(first_footprints) or host_misfit(scenario, machine.program)
     mean_ratio = mean_over_typical(machine, excess)
@@ -627,18 +658,29 @@ def _times_in(step: _SteadyRun, phases: Collection[str], ranks: int) -> Floats:
     return times_s
 
 
-def _footprints(scenario: Scenario, step: _SteadyRun, shared: Shared, *, sized: bool) -> list[MemoryFootprint]:
+def _peaks(machine: Machine) -> list[Peak]:
+    """Return the peak of a rank of each class, which has that of all."""
+    return [(each.representative, memory.peak) for each, memory in zip(machine.classes, machine.memory, strict=True)]
+
+
+def _footprints(
+    scenario: Scenario, step: _SteadyRun, shared: Shared, *, sized: bool, overheads: Overheads | None = None
+) -> list[MemoryFootprint]:
     """Return the memory footprint of each class of ranks; `sized`: with the allocator's overhead.
 
     They are those of the program and of the peaks, whatever the network.
     """
-    machine = step.machine
-    ranks = [each.representative for each in machine.classes]
-    peaks = [(rank, memory.peak) for rank, memory in zip(ranks, machine.memory, strict=True)]
-    key = (Same(machine.program), sized, tuple(ranks), tuple(Same(peak) for _, peak in peaks))
+    program, peaks = step.machine.program, _peaks(step.machine)
+    key = (
+        Same(program),
+        sized,
+        tuple(rank for rank, _ in peaks),
+        tuple(Same(peak) for _, peak in peaks),
+        Same(overheads),
+    )
     return shared.once(
         "footprints",
         key,
-        lambda: footprints_of(scenario, machine.program, peaks, reserved=sized),
+        lambda: footprints_of(scenario, program, peaks, reserved=sized, overheads=overheads),
         most=MAX_CACHED_RUNS,
     )

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gssim.cache import Shared
 from gssim.execution import code_digest
+from gssim.execution.cache import Shared
 from gssim.execution.files import scratch_folder
 from gssim.scenario import read_toml
 from gssim.scenario.loading import IN_FILES

@@ -13,9 +13,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from gssim.cache import Shared
 from gssim.errors import RunFailedError, UserError
 from gssim.execution import SHOWN, FileStore, Workers, code_digest, processes
+from gssim.execution.cache import Shared
 from gssim.execution.files import locked
 from gssim.result import Result, file_name, read_result
 from gssim.scenario.sweep import Point, is_rate

@@ -10,9 +10,9 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gssim.cache import Shared
 from gssim.errors import MistakenNameError, RunFailedError, UserError
 from gssim.execution import RecordStore, Workers
+from gssim.execution.cache import Shared
 from gssim.execution.files import locked, remove_partial
 from gssim.scenario.sweep import Point, Sweep, axis_keys
 from gssim.sweeps.inputs import Fingerprints, digest_of, packed

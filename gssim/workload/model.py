@@ -38,7 +38,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
-from gssim.cache import Same
+from gssim.execution.cache import Same
 from gssim.units import PRECISION_BYTES, Count, PositiveFloat, PositiveInt, Precision, excess, spec
 from gssim.workload.layer import Layer, sliced_layer
 

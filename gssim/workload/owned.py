@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
 
-from gssim.cache import Same
+from gssim.execution.cache import Same
 from gssim.workload.layer import (
     NO_COST,
     Buffer,

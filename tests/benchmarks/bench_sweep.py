@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gssim.cache import Shared
+from gssim.execution.cache import Shared
 from gssim.scenario import Loaded, load_scenario
 from gssim.simulation import replay, simulate
 

@@ -13,8 +13,8 @@ from strategies import scenario_of, star
 
 from analysis.compare.table import find_results
 from analysis.reference_page import tables_of
-from gssim.cache import Shared
 from gssim.cluster import Cluster
+from gssim.execution.cache import Shared
 from gssim.execution.files import write_text
 from gssim.scenario import Scenario
 from gssim.scenario.identity import VERSION, _digest, _fields, canonical

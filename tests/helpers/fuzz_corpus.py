@@ -208,8 +208,8 @@ def _parted() -> dict[str, str]:
 
 def _write_parts(folder: Path) -> None:
     """Leave a table's rows as an interrupted sweep does."""
-    from gssim.cache import Shared
     from gssim.execution import RecordStore
+    from gssim.execution.cache import Shared
     from gssim.scenario.sweep import load_sweep, points_of
     from gssim.sweeps import Fingerprints, outcome, parts_folder, predicted
 

@@ -23,7 +23,7 @@ from gsreal.methods.apply import full_parameters
 from gsreal.run.feed import Feed
 from gsreal.run.rank import run_on_rank
 from gsreal.run.worker import build, synchronized_step
-from gssim.cache import Shared
+from gssim.execution.cache import Shared
 from gssim.scenario import load_scenario, single_device
 
 SHARED = Shared()

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from strategies import device_type, loaded_of, scenario_of, star
 
-from gssim.cache import Shared
 from gssim.errors import UserError
+from gssim.execution.cache import Shared
 from gssim.planner import PLAN, Search, full_ratio, judged
 from gssim.planner.bounds import LoweredBounds
 from gssim.result import Result

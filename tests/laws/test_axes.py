@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import write_files
 
-from gssim.cache import Shared
 from gssim.errors import UserError
+from gssim.execution.cache import Shared
 from gssim.scenario import load_scenario
 from gssim.scenario.sweep import Facts, axis_keys, condition, load_sweep, points_of, values_between
 

@@ -11,8 +11,8 @@ from matplotlib import pyplot
 from real_runs import quick
 
 from analysis.charts.sweeps.thresholds import draw_band
-from gssim.cache import Shared
 from gssim.errors import UserError
+from gssim.execution.cache import Shared
 from gssim.interop.models import find_model
 from gssim.plan import METHODS, Push
 from gssim.scenario import Loaded, load_scenario, read_toml
@@ -201,6 +201,23 @@ def test_thresholds_of_every_shipped_model_are_answered_with_their_band(model: s
         if "kind" not in push:
             assert 0.001 < dense.push < 0.999, kind
         assert result.to_dict()["band"]["family"] == band.family
+
+
+def test_the_peaks_at_the_ends_of_the_band_are_those_of_steps_replayed_with_its_statistics() -> None:
+    loaded = asked("gpt2-124m", {"threshold": 1e-4})
+    statistics, result = loaded.gradients, simulate(loaded).result
+    band = result.band
+    assert statistics is not None
+    assert band is not None
+    assert any((each.fragmentation_ratio or 0) > 0 for each in result.ranks)
+    ends = [
+        simulate(replace(loaded, gradients=at_end(statistics, high=high)), banded=False).result
+        for high in (False, True)
+    ]
+    peaks = [max(each.peak_allocated_bytes for each in end.ranks) for end in (result, *ends)]
+    assert min(peaks) == pytest.approx(band.peak_allocated_low_bytes, rel=2e-3)
+    assert max(peaks) == pytest.approx(band.peak_allocated_high_bytes, rel=2e-3)
+    assert band.peak_allocated_high_bytes > 1.005 * band.peak_allocated_low_bytes
 
 
 @pytest.mark.parametrize("model", ["bert-large", "llama2-13b", "gpt3-175b", "mt-nlg-530b"])

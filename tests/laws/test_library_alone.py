@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BLOCKED = """
 import sys
 
-ALLOWED = ("gssim.plan", "gssim.errors", "gssim.units", "gssim.cache", "gssim.execution",
+ALLOWED = ("gssim.plan", "gssim.errors", "gssim.units", "gssim.execution.cache", "gssim.execution",
            "gsreal.gradient_sharding")
 
 class Blocker:

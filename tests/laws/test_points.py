@@ -20,9 +20,9 @@ import tomli_w
 from point_checks import assert_same_as_unfolded, faster_devices, faster_links, faults_of, slower_by
 from points import COMBINED, LATER, SCENARIOS, STREAMED, random_point
 
-from gssim.cache import Shared
 from gssim.engine import machine
 from gssim.errors import UserError
+from gssim.execution.cache import Shared
 from gssim.planner import with_suggested_changes
 from gssim.scenario import load_scenario
 from gssim.simulation import simulate

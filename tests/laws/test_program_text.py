@@ -7,8 +7,8 @@ import tomli_w
 from commands import run
 from points import SCENARIOS, random_point
 
-from gssim.cache import Shared
 from gssim.errors import UserError
+from gssim.execution.cache import Shared
 from gssim.program import program_table, program_text, read_tasks
 from gssim.scenario import load_scenario
 from gssim.simulation import program_of

@@ -1,5 +1,6 @@
 """Laws of studies that train all ranks in one process: losses at equal samples, bytes and time, time to equal loss."""
 
+import json
 import math
 import tomllib
 from dataclasses import replace
@@ -8,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from analysis import charts
+from analysis.study import rivals
+from analysis.study import study as study_module
 from analysis.study.equal_loss import (
     map_findings,
     map_points,
@@ -16,7 +19,18 @@ from analysis.study.equal_loss import (
     steps_to_equal_loss,
     write_map,
 )
-from analysis.study.rivals import Course, _partly_dense, findings, readings_of, winners_table, write_table
+from analysis.study.rivals import (
+    Course,
+    _partly_dense,
+    findings,
+    inputs_of,
+    jobs_of,
+    read_courses,
+    readings_of,
+    train_together,
+    winners_table,
+    write_table,
+)
 from analysis.study.study import Map, Study, Variant, load_study
 from gssim.errors import UserError
 from gssim.units import validated
@@ -92,6 +106,7 @@ VARIANTS = ({"name": "dense", "control": True}, {"name": "other"})
     [
         ({"unequal_ratio": 0.5}, "needs together = true"),
         ({"map": Map(bandwidth_bytes_per_s=(1.0, 2.0), latency_s=(0.0,))}, "needs together = true"),
+        ({"reuse": "folder"}, "needs together = true"),
         ({"together": True}, "list `elsewhere`"),
         ({"together": True, "calibrate": True, "elsewhere": (ELSEWHERE,)}, "leave out calibrate"),
     ],
@@ -103,9 +118,102 @@ def test_a_study_that_cannot_be_is_refused(changes, message):
         Study(**given | changes)
 
 
-# Time to an equal loss -----------------------------------------------------------------------------------------------
+# Trainings that are reused --------------------------------------------------------------------------------------------
 
 STUDY = Path(__file__).resolve().parents[2] / "scenarios" / "studies" / "rivals-gpt.toml"
+
+
+@pytest.fixture
+def small(tmp_path, monkeypatch):
+    """Return the shipped study with two variants and two seeds, and the trainings that were made, as they are made."""
+    made = []
+
+    def train(module, arguments):
+        assert module == "gsreal.statistics.together"
+        for job in json.loads(Path(arguments[0]).read_text()):
+            seed = int(next(each for each in job["overrides"] if each.startswith("run.seed=")).partition("=")[2])
+            made.append((job["out"].rpartition("/")[2], seed))
+            evaluations = [
+                {"step": step, "loss": 5.0 - 0.01 * step - seed / 10, "accuracy_ratio": None} for step in (0, 96)
+            ]
+            done = {"job": job, "evaluations": evaluations, "densities": [0.25, 0.75], "sent_bytes": []}
+            Path(job["out"]).parent.mkdir(exist_ok=True)
+            Path(job["out"]).write_text(json.dumps(done))
+
+    monkeypatch.setattr(rivals, "run_module", train)
+    monkeypatch.setattr(rivals, "inputs_of", lambda _loaded, _out: ())
+    monkeypatch.setattr(rivals, "say", lambda _text: None)
+    whole = load_study(STUDY, seeds=2)
+    variants = tuple(each for each in whole.study.variants if each.name in ("dense", "half, bf16"))
+    study = replace(whole.study, variants=variants, silent="dense", reuse=None)
+    return replace(whole, study=study), made
+
+
+def test_a_study_goes_on_from_the_courses_of_an_earlier_one(small, tmp_path):
+    loaded, made = small
+    courses = train_together(loaded, tmp_path / "first")
+    assert made == [("dense.0.json", 0), ("half-bf16.0.json", 0), ("dense.1.json", 1), ("half-bf16.1.json", 1)]
+    assert [each.density for each in courses] == [0.5, 0.5]
+    train_together(loaded, tmp_path / "first")  # nothing anew
+    file = tmp_path / "first" / "courses.json"
+    local_sgd = next(each for each in load_study(STUDY).study.variants if each.name == "LocalSGD, 8 steps")
+    more = replace(loaded.study, variants=(*loaded.study.variants, local_sgd), reuse=str(file.parent))
+    made.clear()
+    grown = train_together(replace(loaded, study=more), tmp_path / "second")
+    assert made == [("localsgd-8-steps.0.json", 0), ("localsgd-8-steps.1.json", 1)]
+    assert grown[:2] == courses
+    made.clear()
+    train_together(replace(loaded, study=more), tmp_path / "second", again=True)
+    assert len(made) == 6
+
+
+def test_a_training_of_another_scenario_is_not_reused(small, tmp_path):
+    loaded, made = small
+    train_together(loaded, tmp_path)
+    for other in (
+        replace(loaded, overrides=("workload.learning_rate=1e-4",)),
+        replace(loaded, study=replace(loaded.study, unequal_ratio=0.25)),
+    ):
+        made.clear()
+        train_together(other, tmp_path)
+        assert len(made) == 4
+
+
+@pytest.mark.parametrize("name", ["rivals-gpt", "rivals-resnet"])
+def test_the_shipped_studies_have_all_their_trainings(name, tmp_path):
+    loaded = load_study(STUDY.with_name(f"{name}.toml"))
+    kept = {each.key for each in read_courses(loaded)}
+    jobs = jobs_of(loaded, tmp_path)
+    assert {rivals._key(job) for job in jobs.values()} == kept
+    assert len(kept) == len(loaded.study.variants) * len(loaded.study.seeds)
+
+
+def test_gradient_statistics_of_an_earlier_run_are_used_again(tmp_path, monkeypatch):
+    def fail(arguments):
+        raise AssertionError(arguments)
+
+    monkeypatch.setattr(study_module, "_gsreal", fail)
+    for name in ("rivals-gpt", "rivals-resnet"):
+        (given,) = inputs_of(load_study(STUDY.with_name(f"{name}.toml")), tmp_path / name)
+        shipped = STUDY.parents[1] / "measured" / "studies" / name / "gradients.json"
+        assert (tmp_path / name / "gradients.json").read_bytes() == shipped.read_bytes()
+        assert given == f'workload.gradients="{tmp_path / name / "gradients.json"}"'
+
+
+def test_a_file_that_holds_no_courses_is_told(tmp_path):
+    (tmp_path / "courses.json").write_text('{"schema": "gssim.courses/1", "trainings": [{"losses": []}]}')
+    text = STUDY.read_text().replace("../measured/studies/rivals-gpt", ".")
+    text = text.replace('"../demo.toml"', json.dumps(str(STUDY.parents[1] / "demo.toml")))
+    (tmp_path / "study.toml").write_text(text)
+    with pytest.raises(UserError, match=r"courses\.json: trainings\[0\]"):
+        read_courses(load_study(tmp_path / "study.toml"))
+    (tmp_path / "courses.json").unlink()
+    with pytest.raises(UserError, match=r"reuse = '\.': no folder beside it with courses\.json"):
+        load_study(tmp_path / "study.toml")
+
+
+# Time to an equal loss -----------------------------------------------------------------------------------------------
+
 NAMES = ("dense", "LocalSGD, 8 steps", "GS, threshold inf")
 
 

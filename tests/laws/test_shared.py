@@ -7,8 +7,8 @@ from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gssim.cache import Same, Shared
 from gssim.errors import UserError
+from gssim.execution.cache import Same, Shared
 from gssim.scenario import load_scenario
 from gssim.simulation import simulate
 

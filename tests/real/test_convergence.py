@@ -431,7 +431,9 @@ def test_studies_that_ship_have_the_controls_and_five_seeds(file):
     changes = [override for variant in study.variants for override in as_overrides(variant.set)]
     if study.together:
         methods = [change.split('"')[1] for change in changes if change.startswith("plan.method=")]
-        assert {"ddp", "half", "powersgd", "topk", "local_sgd", "diloco"} <= set(methods)
+        assert {"ddp", "half", "powersgd", "topk", "local_sgd", "diloco", "streaming_diloco", "sparse_loco"} <= set(
+            methods
+        )
         assert any(change.startswith("plan.publish.threshold=") for change in changes)
         assert len(study.elsewhere) >= 3
         return

@@ -5,9 +5,9 @@ import math
 
 import numpy as np
 
-from gssim.cache import Same
 from gssim.collectives.communication import Communication, Exchange, Pairs
 from gssim.collectives.stage import Hops, Members, Stage, cached_hops
+from gssim.execution.cache import Same
 
 SINGLE_FLOWS = 2**14
 """Exchanges that have more flows, with those of other groups at once, are one session, whose flows progress and end

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from gssim.cache import Same
 from gssim.collectives.communication import Communication
 from gssim.collectives.stage import Hops, Members, Stage, cached_hops
+from gssim.execution.cache import Same
 from gssim.units import Ints
 
 

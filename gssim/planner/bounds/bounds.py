@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from gssim.cache import Same, Shared
+from gssim.execution.cache import Same, Shared
 from gssim.plan import Plan, Policies
 from gssim.planner.bounds import lowered
 from gssim.planner.bounds.collectives import CollectiveBounds

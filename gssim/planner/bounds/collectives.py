@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from gssim import collectives
-from gssim.cache import Shared
 from gssim.collectives import Communication, Stage
 from gssim.engine import CollectiveSchedule, router_of, scheduler_of
+from gssim.execution.cache import Shared
 from gssim.scenario import Scenario
 from gssim.units import Floats
 

@@ -17,8 +17,8 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from gssim.cache import Shared
 from gssim.engine import Machine, allocates_beside_compute, memory_after
+from gssim.execution.cache import Shared
 from gssim.planner.bounds.collectives import CollectiveBounds
 from gssim.planner.bounds.compute import chance_of
 from gssim.program import Program, Task, TaskId

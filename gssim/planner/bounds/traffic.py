@@ -11,9 +11,9 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from gssim.cache import Shared
 from gssim.collectives import Communication
 from gssim.errors import UserError
+from gssim.execution.cache import Shared
 from gssim.plan import Plan, Policies
 from gssim.plan.plan import ShareRules
 from gssim.planner.bounds.collectives import CollectiveBounds

@@ -11,8 +11,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from gssim.cache import Shared
 from gssim.errors import UserError
+from gssim.execution.cache import Shared
 from gssim.scenario.loading import load_scenario, read_toml
 from gssim.scenario.overrides import as_overrides, parsed_override
 from gssim.scenario.scenario import Loaded
