@@ -123,8 +123,9 @@ def _note(models: Sequence[str], *, has_bands: bool) -> str:
     )
 
 
-def _tinted(colour: str) -> tuple[float, ...]:
-    return tuple(1 - TINT * (1 - channel) for channel in to_rgb(colour))
+def _tinted(colour: str) -> tuple[float, float, float]:
+    red, green, blue = (1 - TINT * (1 - channel) for channel in to_rgb(colour))
+    return red, green, blue
 
 
 def _draw_cell(axes: Axes, column: int, row: int, point: MapPoint, ours: Sequence[str], colour: str) -> None:

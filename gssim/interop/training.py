@@ -226,8 +226,14 @@ def _check_compiled(training: Training, keys: Keys, model: Model) -> None:
     compiled = training.compiled or Value(False, "compilation = false (not in the file)")
     if compiled.value == model.compiled:
         return
+    dividing = [each for each in (training.tp, training.cp, training.ep) if each is not None and each.value != 1]
     if model.compiled:
         reason = f"the blocks of the model '{model.name}' are compiled; give the one that is not by --model"
+    elif dividing:
+        reason = (
+            f"compiled blocks that ranks divide ({dividing[0].origin}) are not traced yet; leave it out "
+            "by --ignore: operations then run one by one, which takes longer"
+        )
     else:
         reason = (
             f"operations of the model '{model.name}' run one by one; give a compiled one by --model: what "

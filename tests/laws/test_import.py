@@ -833,6 +833,11 @@ def test_torchtitan_compiled_blocks_take_a_compiled_model(tmp_path):
     assert "compile.enable = true" in said
     assert "'llama3-8b-compiled'" in said
     assert "gsreal trace MODEL_FILE --compile" in said
+    divided = refused(
+        tmp_path, saved | {"parallelism": {"tensor_parallel_degree": 2}}, name="t.json", model="llama3-8b"
+    )
+    assert "compiled blocks that ranks divide (parallelism.tensor_parallel_degree = 2)" in divided
+    assert "--ignore" in divided
     alone = saved | {"compile": COMPILED_TITAN | {"components": ["loss"]}}
     imported(tmp_path, alone, name="t.json")
     other = saved | {"compile": COMPILED_TITAN | {"backend": "aot_eager"}}
