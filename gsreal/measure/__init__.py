@@ -1,8 +1,12 @@
 """Measurements of a real run: spans on a clock, exact peak bytes, and every collective of the process group."""
 
-from gsreal.measure.collectives import CollectiveRecorder, ObservedCollective, collectives_of
+from typing import TYPE_CHECKING, Any
+
 from gsreal.measure.memory import MemoryCounter, counting_allocator
 from gsreal.measure.step import RankStep, Timeline, combine_ranks, median_step, step_of_rank
+
+if TYPE_CHECKING:
+    from gsreal.measure.collectives import CollectiveRecorder, ObservedCollective, collectives_of
 
 __all__ = [
     "CollectiveRecorder",
@@ -16,3 +20,15 @@ __all__ = [
     "median_step",
     "step_of_rank",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Return what records collectives, imported when it is first needed: commands that start ranks record none.
+
+    It imports DTensor, and with it sympy, which takes a fifth of the time until a command starts its ranks.
+    """
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from gsreal.measure import collectives
+
+    return getattr(collectives, name)

@@ -125,6 +125,15 @@ def test_an_encoder_decoder_is_refused_with_the_reason():
         traced_model(request)
 
 
+@pytest.mark.slow
+def test_a_mixture_of_experts_is_traced_in_all_its_parts():
+    """Quick tests trace whole layers: those of parts, which are traced after them, change none of these."""
+    model = traced_model(asked("mixtral"))
+    assert model.layers == traced("mixtral").layers
+    assert model.context_layers
+    assert model.expert_layers
+
+
 def test_a_mixture_of_experts_does_six_flop_for_each_active_parameter_and_token():
     model, (batch, length) = traced("mixtral"), shape_of("mixtral")
     config = FAMILIES["mixtral"]

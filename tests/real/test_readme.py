@@ -263,7 +263,10 @@ def test_a_program_runs_under_torchrun(training, tmp_path, ranks):
 
 def test_the_example_of_the_python_api_runs_in_a_small_form(monkeypatch, tmp_path):
     ((_, text),) = [(tags, body) for tags, body in FENCE.findall(TEXT) if tags == "python api"]
-    small = 'scenario.with_({"search.methods": ["ddp", "gs"], "search.micro_batches": [1], "run.steps": 2})'
+    small = (
+        'scenario.with_({"search.methods": ["ddp", "gs"], "search.micro_batches": [1], "search.recompute": ["none"], '
+        '"run.steps": 2})'
+    )
     assert "gssim.search(scenario," in text
     (file,) = re.findall(r'gssim\.sweep\("(.*?)"\)', text)
     sweep = (ROOT / file).read_text(encoding="utf-8").replace('"../', f'"{ROOT}/scenarios/')
