@@ -115,7 +115,7 @@ def _note(models: Sequence[str], *, has_bands: bool) -> str:
         return (
             f"{cells} Steps to that loss are measured on the study's small model, and taken to be the same everywhere."
         )
-    band = ", with a band that the table has" if has_bands else ""
+    band = " (bands: in the table)" if has_bands else ""
     return (
         f"{cells} Steps to that loss are measured on {models[0]} alone. For other models they are assumed to be the "
         "same, relative to dense's, where a threshold pushes the same fraction of the gradients; times are predicted "

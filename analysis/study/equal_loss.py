@@ -239,18 +239,18 @@ def map_findings(points: Sequence[MapPoint], ours: Sequence[str]) -> list[str]:
     """Return in sentences which variants are fastest where, and what `ours`, thresholded variants, reach."""
     said = []
     own = points[0].model
+    further = list(dict.fromkeys(point.model for point in points if point.model != own))
     for (model, slow_ratio), group in groupby(points, key=lambda point: (point.model, point.slow_ratio)):
         of_devices = list(group)
         devices = "equal devices" if slow_ratio == 1 else f"one device {slow_ratio:g} times slower than the others"
-        where = f"With {devices}" if model == own else f"{model}, with {devices}"
+        where = f"{model}, with {devices}" if further else f"With {devices}"
         counts = Counter(point.fastest for point in of_devices).most_common()
         fastest = ", ".join(f"'{name}' on {count}" for name, count in counts)
         said.append(f"{where}, fastest to the equal loss on {len(of_devices)} networks: {fastest}")
         if unfit := sorted(set[str]().union(*(point.unfit for point in of_devices))):
             said.append(f"{where}, these do not fit in the devices' memory: {', '.join(unfit)}")
         if ours:
-            said.append(_ours(of_devices, ours, devices if model == own else f"{model}, {devices}"))
-    further = list(dict.fromkeys(point.model for point in points if point.model != own))
+            said.append(_ours(of_devices, ours, f"{model}, {devices}" if further else devices))
     if further:
         said.append(
             f"Not trained: {', '.join(further)}; that a method needs so many times dense's steps is assumed, as for "
