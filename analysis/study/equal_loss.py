@@ -1,10 +1,18 @@
-"""Time of each method to an equal loss, by network and by how unequal the devices are.
+"""Time of each method to an equal loss, by network, by how unequal the devices are, and by model.
 
 [Note: equal loss] A study's trainings say how many steps each variant needs; a simulation says how long a step takes on
 each network. For each seed, the equal loss is the one that dense training has after a third of its steps, which leaves
 the others three times as many steps to get there; one that does not needs infinite time. Steps are read from held-out
 losses, linear between evaluations. Assumptions: the steps that a variant needs depend neither on the network nor on how
 samples are divided among the ranks, and thresholded variants push the same fraction of the gradients everywhere.
+
+[Note: further models] A larger model is not trained. That a variant needs so many times dense's steps is taken from the
+study's trainings, as if it did not depend on the model: an assumption. It can only hold for the same fraction of the
+gradients, not for the same threshold: gradients of a larger model are smaller, and fewer of them would reach it. So the
+variant's push gets a target density, the one that was counted in its trainings, whose threshold follows the model's
+own gradients. A relative threshold of a publish stays, since it is in units of the learning rate, that is about
+of a step of Adam's. The fraction that it publishes is what statistics transferred from the family say, with their band.
+A variant that does not fit in the devices' memory does not get to the loss at all.
 """
 
 import csv
@@ -12,18 +20,28 @@ import io
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
+from itertools import groupby, pairwise
 from statistics import fmean
 
-from analysis.study.rivals import Course, dense_first, dense_ratio
+from analysis.study.rivals import Course, dense_ratio
 from analysis.study.rows import paired_ratio
-from analysis.study.study import Elsewhere, LoadedStudy, Map, on_network, say
+from analysis.study.study import (
+    LEAST_DENSITY,
+    Elsewhere,
+    FurtherModel,
+    LoadedStudy,
+    Map,
+    on_network,
+    say,
+)
 from analysis.sweep_tables import bit_rate
 from gssim.errors import UserError
 from gssim.execution.cache import Shared
 from gssim.plan import splitting
+from gssim.result import Result
 from gssim.scenario import Scenario
+from gssim.scenario.overrides import as_overrides
 from gssim.simulation import simulate
 from gssim.units import human_seconds
 
@@ -33,15 +51,31 @@ EQUAL_LOSS_RATIO = 1 / 3
 
 @dataclass(frozen=True)
 class MapPoint:
-    """One network and one set of devices, with the time of every variant to the equal loss."""
+    """One model on one network and one set of devices, with the time of every variant to the equal loss."""
 
+    model: str
     bandwidth_bytes_per_s: float
     latency_s: float
     slow_ratio: float
     step_time_s: Mapping[str, float]
     """Predicted, by variant."""
     times_s: Mapping[str, tuple[float, ...]]
-    """To the equal loss, by variant and seed."""
+    """To the equal loss, by variant and seed; infinite where it is not reached, or where the variant does not fit."""
+    step_time_band_s: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Ends of the step time's band, of variants with transferred gradient statistics."""
+    unfit: frozenset[str] = frozenset()
+    """Variants for which the devices' memory does not suffice."""
+
+    def at_end(self, *, high: bool) -> "MapPoint":
+        """Return the point with the times at the upper or the lower ends of the bands."""
+        of_step = {name: ends[high] for name, ends in self.step_time_band_s.items()}
+        times_s = {
+            name: tuple(each * of_step[name] / self.step_time_s[name] for each in self.times_s[name])
+            for name in of_step
+        }
+        return replace(
+            self, step_time_s={**self.step_time_s, **of_step}, times_s={**self.times_s, **times_s}, step_time_band_s={}
+        )
 
     @property
     def fastest(self) -> str:
@@ -97,39 +131,88 @@ def steps_to_equal_loss(courses: Sequence[Course], dense: str) -> dict[str, tupl
 
 
 def map_points(loaded: LoadedStudy, courses: Sequence[Course], inputs: tuple[str, ...], asked: Map) -> list[MapPoint]:
-    """Return every combination of the map's values; see [Note: equal loss].
+    """Return every combination of the map's values; see [Note: equal loss] and [Note: further models].
 
-    `inputs`: overrides that name the gradient statistics.
+    `inputs`: overrides that name the gradient statistics of the study's own model.
     """
-    study = loaded.study
-    steps = steps_to_equal_loss(courses, study.dense)
+    steps = steps_to_equal_loss(courses, loaded.study.dense)
     networks = [
         Elsewhere(name=f"{bandwidth}, {latency}", bandwidth_bytes_per_s=bandwidth, latency_s=latency)
         for latency in asked.latency_s
         for bandwidth in asked.bandwidth_bytes_per_s
     ]
+    points: list[MapPoint] = []
+    for model in (None, *asked.models):
+        overrides = {
+            each.variant.name: inputs if model is None else carried_over(each, model, loaded.study.silent)
+            for each in courses
+        }
+        for slow_ratio in asked.slow_ratio:
+            points += _points_of(loaded, model, overrides, networks, slow_ratio, steps)
+    return points
+
+
+def carried_over(course: Course, model: FurtherModel, silent: str) -> tuple[str, ...]:
+    """Return the overrides that predict a variant for a further model; see [Note: further models]."""
+    overrides = ('workload.gradients="transferred"', *as_overrides(model.set))
+    if course.density is None or course.variant.name == silent:
+        return overrides
+    target = float(f"{max(course.density, LEAST_DENSITY):.3g}")
+    return (*overrides, "plan.push.kind=target-density", f"plan.push.threshold={target!r}")
+
+
+def _points_of(
+    loaded: LoadedStudy,
+    model: FurtherModel | None,
+    overrides: Mapping[str, tuple[str, ...]],
+    networks: Sequence[Elsewhere],
+    slow_ratio: float,
+    steps: Mapping[str, tuple[float, ...]],
+) -> list[MapPoint]:
+    """Return the points of one model and one set of devices; `overrides`: by variant, `steps`: to the equal loss."""
+    study, seed = loaded.study, loaded.study.seeds[0]
+    name = model.name if model else loaded.load(study.variants[0], seed=seed).scenario.workload.model.name
+    on_devices = f"{len(study.variants)} variants on {len(networks)} networks"
+    say(f"predicts {on_devices}: {name}, last rank {slow_ratio:g} times slow")
+    results: dict[str, list[Result]] = {}
+    dense_ratios: dict[str, float] = {}
+    for variant in study.variants:
+        extra = overrides[variant.name]
+        unequal = _with_slow_rank(loaded.load(variant, seed=seed, extra=extra).scenario, slow_ratio)
+        here = loaded.load(variant, seed=seed, extra=(*extra, *unequal), predicts=True)
+        dense_ratios[variant.name] = dense_ratio(here.scenario)
+        shared = Shared()
+        results[variant.name] = [
+            simulate(on_network(here, each), shared=shared, spread=False, banded=model is not None).result
+            for each in networks
+        ]
     points = []
-    for slow_ratio in asked.slow_ratio:
-        say(f"predicts {len(study.variants)} variants on {len(networks)} networks, last rank {slow_ratio:g} times slow")
-        step_time_s: dict[str, dict[str, float]] = {}
-        for variant in dense_first(study):
-            scenario = loaded.load(variant, seed=study.seeds[0]).scenario
-            unequal = _with_slow_rank(scenario, slow_ratio)
-            here = loaded.load(variant, seed=study.seeds[0], extra=(*inputs, *unequal), predicts=True)
-            ratio = dense_ratio(here.scenario)
-            shared = Shared()
-            times = {
-                each.name: simulate(
-                    on_network(here, each), shared=shared, spread=False, banded=False
-                ).result.step_time_s
-                for each in networks
-            }
-            dense = step_time_s.get(study.dense, times)
-            step_time_s[variant.name] = {name: s + (dense[name] - s) * ratio for name, s in times.items()}
-        for each in networks:
-            of_step = {variant.name: step_time_s[variant.name][each.name] for variant in study.variants}
-            times_s = {name: tuple(n * step_s for n in steps[name]) for name, step_s in of_step.items()}
-            points.append(MapPoint(each.bandwidth_bytes_per_s, each.latency_s, slow_ratio, of_step, times_s))
+    for place, network in enumerate(networks):
+        found = {variant.name: results[variant.name][place] for variant in study.variants}
+        unfit = frozenset(each for each, result in found.items() if not result.fits)
+        dense_s = found[study.dense].step_time_s
+        step_time_s = {
+            each: result.step_time_s + (dense_s - result.step_time_s) * dense_ratios[each]
+            for each, result in found.items()
+        }
+        times_s = {
+            each: tuple(math.inf if each in unfit else n * of_step for n in steps[each])
+            for each, of_step in step_time_s.items()
+        }
+        if all(math.inf in each for each in times_s.values()):
+            raise UserError(
+                f"map: {name}: no variant that fits gets to the equal loss; needed: devices with more memory"
+            )
+        bands_s = {
+            each: (result.band.step_time_low_s, result.band.step_time_high_s)
+            for each, result in found.items()
+            if result.band is not None
+        }
+        points.append(
+            MapPoint(
+                name, network.bandwidth_bytes_per_s, network.latency_s, slow_ratio, step_time_s, times_s, bands_s, unfit
+            )
+        )
     return points
 
 
@@ -155,37 +238,63 @@ def pushed_variants(courses: Sequence[Course], silent: str) -> list[str]:
 def map_findings(points: Sequence[MapPoint], ours: Sequence[str]) -> list[str]:
     """Return in sentences which variants are fastest where, and what `ours`, thresholded variants, reach."""
     said = []
-    for slow_ratio in sorted({point.slow_ratio for point in points}):
-        of_ratio = [point for point in points if point.slow_ratio == slow_ratio]
+    own = points[0].model
+    for (model, slow_ratio), group in groupby(points, key=lambda point: (point.model, point.slow_ratio)):
+        of_devices = list(group)
         devices = "equal devices" if slow_ratio == 1 else f"one device {slow_ratio:g} times slower than the others"
-        counts = Counter(point.fastest for point in of_ratio).most_common()
+        where = f"With {devices}" if model == own else f"{model}, with {devices}"
+        counts = Counter(point.fastest for point in of_devices).most_common()
         fastest = ", ".join(f"'{name}' on {count}" for name, count in counts)
-        said.append(f"With {devices}, fastest to the equal loss on {len(of_ratio)} networks: {fastest}")
-        if not ours:
-            continue
-        level = [point for point in of_ratio if any(point.is_level(name) for name in ours)]
-        ratios = [min(point.over_fastest(name) for name in ours) for point in of_ratio]
-        worst = of_ratio[ratios.index(max(ratios))]
-        where = f"the most at {bit_rate(worst.bandwidth_bytes_per_s)} and {human_seconds(worst.latency_s)}"
-        longer = f"its best variant takes {min(ratios):.2f} to {max(ratios):.2f} times as long as the fastest, {where}"
-        if math.inf in ratios:  # reached or not, it is the same steps everywhere
-            longer = "no variant of it reaches that loss from every seed"
-        near = f"fastest or not told from it on {len(level)} of these"
-        said.append(f"Thresholded Gradient Sharding with {devices}: {near}; {longer}")
+        said.append(f"{where}, fastest to the equal loss on {len(of_devices)} networks: {fastest}")
+        if unfit := sorted(set[str]().union(*(point.unfit for point in of_devices))):
+            said.append(f"{where}, these do not fit in the devices' memory: {', '.join(unfit)}")
+        if ours:
+            said.append(_ours(of_devices, ours, devices if model == own else f"{model}, {devices}"))
+    further = list(dict.fromkeys(point.model for point in points if point.model != own))
+    if further:
+        said.append(
+            f"Not trained: {', '.join(further)}; that a method needs so many times dense's steps is assumed, as for "
+            f"{own}, of thresholded pushes at the density that was counted there"
+        )
     return said
+
+
+def _ours(points: Sequence[MapPoint], ours: Sequence[str], where: str) -> str:
+    """Return in a sentence what the best of our variants reach on the networks of one model and one set of devices."""
+
+    def near(points: Sequence[MapPoint]) -> int:
+        return sum(any(point.is_level(name) for name in ours) for point in points)
+
+    ratios = [min(point.over_fastest(name) for name in ours) for point in points]
+    worst = points[ratios.index(max(ratios))]
+    at = f"the most at {bit_rate(worst.bandwidth_bytes_per_s)} and {human_seconds(worst.latency_s)}"
+    longer = f"its best variant takes {min(ratios):.2f} to {max(ratios):.2f} times as long as the fastest, {at}"
+    if math.inf in ratios:  # reached or not, it is the same steps everywhere
+        longer = "no variant of it reaches that loss from every seed"
+        if all(name in worst.unfit for name in ours):
+            longer = "no variant of it fits"
+    band = ""
+    if any(point.step_time_band_s for point in points):
+        least, most = (near([point.at_end(high=high) for point in points]) for high in (True, False))
+        band = f" ({least} to {most} by the band of transferred gradient statistics)"
+    first = f"fastest or not told from it on {near(points)} of these{band}"
+    return f"Thresholded Gradient Sharding with {where}: {first}; {longer}"
 
 
 def write_map(points: Sequence[MapPoint]) -> str:
     """Return a line for every point and variant as CSV; times are empty where the equal loss is not reached."""
     stream = io.StringIO()
-    head = ["slow_ratio", "bandwidth_bytes_per_s", "latency_s", "variant", "step_time_s", "time_s", "time_ratio"]
+    head = ["model", "slow_ratio", "bandwidth_bytes_per_s", "latency_s", "variant", "fits", "step_time_s"]
+    head += ["step_time_low_s", "step_time_high_s", "time_s", "time_ratio", "is_fastest", "is_level"]
     writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow([*head, "is_fastest", "is_level"])
+    writer.writerow(head)
     for point in points:
         for name, times_s in point.times_s.items():
-            where = [point.slow_ratio, point.bandwidth_bytes_per_s, point.latency_s, name, point.step_time_s[name]]
+            where = [point.model, point.slow_ratio, point.bandwidth_bytes_per_s, point.latency_s, name]
+            band = point.step_time_band_s.get(name, (None, None))
             figures: list[str | None] = [None, None]
             if math.inf not in times_s:
                 figures = [f"{math.exp(fmean(map(math.log, times_s))):.6g}", f"{point.over_fastest(name):.4f}"]
-            writer.writerow([*where, *figures, name == point.fastest, point.is_level(name)])
+            verdict = [name == point.fastest, point.is_level(name)]
+            writer.writerow([*where, name not in point.unfit, point.step_time_s[name], *band, *figures, *verdict])
     return stream.getvalue()

@@ -64,8 +64,18 @@ class Elsewhere:
 
 
 @spec
+class FurtherModel:
+    """A model that the map asks about besides the one that the study trains, with devices and batches that suit it."""
+
+    name: str
+    """In tables and charts: the model, and on what it is trained."""
+    set: dict[str, Any]
+    """Overrides of every variant: `workload.model`, the cluster, the batch, ... As many ranks as the study trains."""
+
+
+@spec
 class Map:
-    """Networks and devices for which the time to an equal loss is predicted, every combination of the three lists."""
+    """Networks, devices and models for which the time to an equal loss is predicted, every combination of the lists."""
 
     bandwidth_bytes_per_s: Annotated[tuple[BytesPerSecond, ...], Field(min_length=2)]
     """Of every link, in one direction; ascending."""
@@ -73,9 +83,17 @@ class Map:
     """Of every link; ascending."""
     slow_ratio: Annotated[tuple[Annotated[float, Field(ge=1)], ...], Field(min_length=1)] = (1.0,)
     """Compute time of the last rank's device over that of the others. Samples are divided in proportion to speed."""
+    models: tuple[FurtherModel, ...] = ()
+    """Models besides the study's own. None is trained: the steps that a variant needs, relative to dense, are assumed
+    to be those of the study's trainings. Thresholded pushes send the fraction of the gradients that was counted there
+    (`plan.push.kind = "target-density"`), since the same threshold would be another fraction in another model. Gradient
+    statistics are those transferred from the model's family, with their band, unless `set` names others."""
 
     def __post_init__(self) -> None:
-        """Check that values ascend, as the axes of the map do."""
+        """Check that values ascend, as the axes of the map do, and that models can be told apart."""
+        names = [slug(model.name) for model in self.models]
+        if len(set(names)) < len(names):
+            raise ValueError(f"models: two are named alike, of {names}; names must differ in letters or digits")
         for key in ("bandwidth_bytes_per_s", "latency_s", "slow_ratio"):
             given = getattr(self, key)
             if list(given) != sorted(set(given)):
@@ -210,7 +228,25 @@ def load_study(path: Path, overrides: tuple[str, ...] = (), *, seeds: int | None
         _check(scenario, variant, study, f"{path}: variants[{place}] '{variant.name}'")
         if study.elsewhere and not scenario.cluster.links:
             raise UserError(f"{path}: elsewhere: the cluster lists no links that could be others; leave it out")
+        for model in study.map.models if study.map else ():
+            _check_model(loaded, variant, model, ranks=scenario.ranks)
     return loaded
+
+
+def _check_model(loaded: LoadedStudy, variant: Variant, model: FurtherModel, *, ranks: int) -> None:
+    """Raise UserError where a variant with a further model is no valid scenario, or another than the map can ask."""
+    where = f"{loaded.file}: map.models '{model.name}'"
+    overrides = tuple(as_overrides(model.set))
+    if not any(each.partition("=")[0] == "workload.model" for each in overrides):
+        raise UserError(f"{where}: set: workload.model is missing, which makes it another model")
+    try:
+        scenario = loaded.load(variant, seed=loaded.study.seeds[0], extra=overrides).scenario
+    except UserError as error:
+        raise UserError(f"{where}: variant '{variant.name}': {error}") from None
+    if scenario.ranks != ranks:
+        raise UserError(f"{where}: its cluster has {scenario.ranks} ranks; needed: {ranks}, as the study trains")
+    if not scenario.cluster.links:
+        raise UserError(f"{where}: its cluster lists no links that could be others; needed: one with `links`")
 
 
 def on_network(loaded: Loaded, network: Elsewhere) -> Loaded:

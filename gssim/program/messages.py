@@ -328,8 +328,9 @@ def _movements(low: Lowering, steps: int) -> Sequence[float]:
     return movements(low.statistics, elements, steps=steps)
 
 
-MAX_CACHED_DENSITIES = 256
-"""Cached densities by step, threshold and number of samples: a sweep of thresholds has one per step and threshold."""
+MAX_CACHED_DENSITIES = 1024
+"""Cached densities by step, threshold and number of samples: a sweep of thresholds has one per step and threshold, and
+networks compared under one plan have one per step, number of samples, and end of a band."""
 
 
 def _sender_samples(low: Lowering, micro_batch: MicroBatch, node: int) -> tuple[int, float]:

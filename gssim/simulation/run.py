@@ -183,15 +183,13 @@ def _with_band(loaded: Loaded, simulated: Simulated, unfolded: bool, shared: Sha
         return simulated
     machine = simulated.typical.machine
     overheads = allocator_overheads(loaded.scenario, machine.program, _peaks(machine))
+    # made once, since densities are cached by the statistics that they are of
+    both = shared.once(
+        "ends of a band", Same(statistics), lambda: [at_end(statistics, high=high) for high in (False, True)]
+    )
     ends = [
-        _simulated(
-            replace(loaded, gradients=at_end(statistics, high=high)),
-            unfolded,
-            shared,
-            spread=False,
-            overheads=overheads,
-        ).result
-        for high in (False, True)
+        _simulated(replace(loaded, gradients=end), unfolded, shared, spread=False, overheads=overheads).result
+        for end in both
     ]
     every = [result, *ends]
 

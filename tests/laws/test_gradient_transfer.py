@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,13 +12,14 @@ from matplotlib import pyplot
 from real_runs import quick
 
 from analysis.charts.sweeps.thresholds import draw_band
+from gssim import sparsity
 from gssim.errors import UserError
 from gssim.execution.cache import Shared
 from gssim.interop.models import find_model
 from gssim.plan import METHODS, Push
 from gssim.scenario import Loaded, load_scenario, read_toml
 from gssim.simulation import simulate
-from gssim.sparsity import push_density
+from gssim.sparsity import push_density, push_ratios
 from gssim.sweeps.table import outcome
 from gssim.workload import Model, shipped_models, unrolled
 from gssim.workload.gradient_family import (
@@ -170,6 +172,28 @@ def asked(model: str, push: dict[str, object], method: str = "gs", **publish: ob
 
 
 OTHER_KINDS = tuple(kind for kind in PUSHES if kind != "absolute")
+
+
+def test_networks_under_one_plan_share_the_densities_of_both_ends_of_the_band(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        asked.append(kwargs["step"])
+        return push_ratios(*args, **kwargs)
+
+    monkeypatch.setattr(sparsity, "push_ratios", counted)
+    overrides = ["workload.gradients=transferred", "plan.push.threshold=1e-4", "run.steps=4"]
+    loaded = load_scenario(ROOT / "scenarios" / "gpt2-unequal-gpus.toml", overrides)
+    shared = Shared()
+    first = simulate(loaded, shared=shared).result
+    assert asked
+    asked.clear()
+    again = simulate(loaded, shared=shared).result
+    assert not asked
+    assert again.band == first.band
+    assert first.band is not None
+
+
 QUICK = ("gpt2-124m", "resnet-50", "bert-byte-1m", "mixture-byte-1m", "gpt-byte-1m")
 MODELS = {name: () if name in QUICK else (pytest.mark.slow,) for name in sorted(shipped_models())}
 

@@ -7,11 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tomli_w
 
 from analysis import charts
 from analysis.study import rivals
 from analysis.study import study as study_module
 from analysis.study.equal_loss import (
+    carried_over,
     map_findings,
     map_points,
     pushed_variants,
@@ -31,7 +33,7 @@ from analysis.study.rivals import (
     winners_table,
     write_table,
 )
-from analysis.study.study import Map, Study, Variant, load_study
+from analysis.study.study import FurtherModel, Map, Study, Variant, load_study
 from gssim.errors import UserError
 from gssim.units import validated
 
@@ -285,10 +287,18 @@ def test_a_map_is_told_in_sentences_a_table_and_a_picture(mapped):
     assert "With one device 3 times slower" in said[2]
     assert len(write_map(points).splitlines()) == 1 + len(points) * len(NAMES)
     drawn = charts.equal_loss_map(points, ["GS, threshold inf"], said)
-    assert drawn.figure.axes[0].get_title(loc="left") == "Equal devices"
-    texts = [text.get_text() for text in drawn.figure.axes[0].texts]
-    assert "dense" in texts
-    assert any(text.startswith("GS: ") for text in texts)
+    titles = [axes.get_title(loc="left") for axes in drawn.figure.axes]
+    assert titles == ["Equal devices", "One device 3 times slower"]
+    (legend,) = drawn.figure.legends
+    assert {text.get_text() for text in legend.get_texts()} == {point.fastest for point in points}
+    colour_of = {
+        text.get_text(): patch.get_facecolor()
+        for text, patch in zip(legend.get_texts(), legend.get_patches(), strict=True)
+    }
+    axes = drawn.figure.axes[0]
+    assert [patch.get_facecolor() for patch in axes.patches] == [colour_of[point.fastest] for point in points[:2]]
+    ratios = [point.over_fastest("GS, threshold inf") for point in points[:2]]
+    assert [text.get_text() for text in axes.texts] == [f"{ratio:.3g}" for ratio in ratios]
 
 
 def test_a_map_without_thresholds_or_with_some_that_do_not_get_there_says_so(mapped):
@@ -302,9 +312,145 @@ def test_a_map_without_thresholds_or_with_some_that_do_not_get_there_says_so(map
     said = map_findings(never, [silent])
     assert "no variant of it reaches that loss from every seed" in said[1]
     assert ",,,False,False" in write_map(never)
-    for ours, below in (([], ""), ([silent], "GS: not reached")):
+    for ours, inside in (([], ""), ([silent], "-")):
         texts = [text.get_text() for text in charts.equal_loss_map(never, ours, said).figure.axes[0].texts]
-        assert texts[1] == below
+        assert texts == [inside, inside]
+
+
+# Further models ------------------------------------------------------------------------------------------------------
+
+LARGE = FurtherModel(
+    name="GPT-2 124M on A100",
+    set={
+        "cluster": "clusters/a100-4-hosts-links.toml",
+        "workload": {"model": "models/gpt2-124m.toml", "sequence_length": 1024, "global_batch_size": 32},
+    },
+)
+PUSHES = ("dense", "GS, 1e-3", "GS, 1e-3, publish 0.5")
+
+
+@pytest.fixture(scope="module")
+def larger():
+    """Return the shipped study with two thresholds, their courses, and a map of two models on two networks."""
+    whole = load_study(STUDY)
+    variants = tuple(each for each in whole.study.variants if each.name in (*PUSHES, whole.study.silent))
+    loaded = replace(whole, study=replace(whole.study, variants=variants))
+    densities = dict.fromkeys(PUSHES[1:], 0.12) | {whole.study.silent: 0.0}
+    courses = [
+        replace(
+            course(each.name, ends=(2.0, 2.1, 1.9), step_bytes=1.0, step_time_s=1.0, density=densities.get(each.name)),
+            variant=each,
+        )
+        for each in variants
+    ]
+    asked = Map(bandwidth_bytes_per_s=(1e7, 1e12), latency_s=(0.0,), models=(LARGE,))
+    return loaded, courses, map_points(loaded, courses, ('workload.gradients="transferred"',), asked)
+
+
+def test_a_threshold_of_a_larger_model_pushes_the_density_that_was_counted(larger):
+    loaded, courses, points = larger
+    dense, pushed, published, silent = (carried_over(each, LARGE, loaded.study.silent) for each in courses)
+    assert pushed == published == (*dense, "plan.push.kind=target-density", "plan.push.threshold=0.12")
+    assert silent == dense  # which pushes nothing, of any model
+    # on a slow link a step takes as long as its messages: all gradients, or 0.12 with a bit for each, and parameters
+    slow = points[2]
+    assert slow.model == LARGE.name
+    ratio = slow.step_time_s["GS, 1e-3"] / slow.step_time_s["dense"]
+    assert ratio == pytest.approx((0.12 + 1 / 32 + 1) / 2, rel=0.02)
+    for name in PUSHES:  # the steps are those of the study's own model
+        steps = [time_s / slow.step_time_s[name] for time_s in slow.times_s[name]]
+        assert steps == pytest.approx([time_s / points[0].step_time_s[name] for time_s in points[0].times_s[name]])
+
+
+def test_bands_are_of_what_the_density_of_pushes_leaves_open(larger):
+    _, _, points = larger
+    assert not points[0].step_time_band_s  # statistics of the study's own model have a band elsewhere
+    slow = points[2]
+    low, high = slow.step_time_band_s["GS, 1e-3"]
+    assert low == pytest.approx(high, rel=0.05)  # the target holds the density, whatever the gradients' scale
+    low, high = slow.step_time_band_s["GS, 1e-3, publish 0.5"]
+    assert high > 1.2 * low
+    assert "dense" not in slow.step_time_band_s
+    for end, is_high in ((low, False), (high, True)):
+        at = slow.at_end(high=is_high)
+        assert at.step_time_s["GS, 1e-3, publish 0.5"] == end
+        factor = end / slow.step_time_s["GS, 1e-3, publish 0.5"]
+        assert at.times_s["GS, 1e-3, publish 0.5"] == pytest.approx(
+            [factor * time_s for time_s in slow.times_s["GS, 1e-3, publish 0.5"]]
+        )
+        assert at.times_s["dense"] == slow.times_s["dense"]
+
+
+def test_a_map_of_several_models_tells_them_apart_and_what_it_assumes(larger):
+    loaded, courses, points = larger
+    ours = pushed_variants(courses, loaded.study.silent)
+    said = map_findings(points, ours)
+    assert said[2].startswith("GPT-2 124M on A100, with equal devices, fastest to the equal loss on 2 networks: ")
+    assert "by the band of transferred gradient statistics" in said[3]
+    assert said[-1].startswith(
+        "Not trained: GPT-2 124M on A100; that a method needs so many times dense's steps is assumed"
+    )
+    drawn = charts.equal_loss_map(points, ours, said)
+    titles = [axes.get_title(loc="left") for axes in drawn.figure.axes]
+    assert titles == ["gpt-byte-150k: equal devices", "GPT-2 124M on A100: equal devices"]
+    notes = " ".join(text.get_text() for text in drawn.figure.texts)
+    assert "measured on gpt-byte-150k alone" in notes
+    assert "transferred" in notes
+    lines = write_map(points).splitlines()
+    assert [line.partition(",")[0] for line in lines[1::8]] == ["gpt-byte-150k", "GPT-2 124M on A100"]
+
+
+def test_what_does_not_fit_does_not_get_to_the_loss():
+    whole = load_study(STUDY)
+    large = replace(
+        LARGE,
+        set={
+            "cluster": tomllib.loads((STUDY.parents[1] / "clusters" / "a100-4-hosts-links.toml").read_text())
+            | {"device_types": {"a100-sxm-80": "rtx2080ti"}},
+            "workload": {"model": "models/gpt2-774m.toml", "sequence_length": 256, "global_batch_size": 4},
+        },
+    )
+    variants = tuple(each for each in whole.study.variants if each.name in ("dense", "GS, 1e-3", whole.study.silent))
+    loaded = replace(whole, study=replace(whole.study, variants=variants))
+    courses = [
+        replace(course(each.name, ends=(2.0, 2.1, 1.9), step_bytes=1.0, step_time_s=1.0, density=density), variant=each)
+        for each, density in zip(variants, (None, 0.12, 0.0), strict=True)
+    ]
+    asked = Map(bandwidth_bytes_per_s=(1e9, 1e12), latency_s=(0.0,), models=(large,))
+    points = map_points(loaded, courses, ('workload.gradients="transferred"',), asked)
+    assert not points[0].unfit
+    assert points[2].unfit == {"dense"}  # replicas of the optimizer's state; Gradient Sharding divides it
+    assert points[2].times_s["dense"] == (math.inf,) * 3
+    assert points[2].fastest.startswith("GS")
+    assert "these do not fit in the devices' memory: dense" in " ".join(map_findings(points, []))
+    assert sum(",False,False" in line and ",dense,False," in line for line in write_map(points).splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"workload": {"global_batch_size": 32}}, r"map\.models 'large': set: workload\.model is missing"),
+        ({"workload": {"model": "models/none.toml"}}, r"map\.models 'large': variant 'dense': .*none\.toml"),
+        (
+            {"cluster": "clusters/two-cores.toml", "workload": {"model": "models/gpt2-124m.toml"}},
+            "its cluster has 2 ranks; needed: 4, as the study trains",
+        ),
+    ],
+)
+def test_a_further_model_that_cannot_be_asked_about_is_refused(changes, message, tmp_path):
+    given = tomllib.loads(STUDY.read_text(encoding="utf-8"))
+    given["map"]["models"] = [{"name": "large", "set": changes}]
+    given["scenario"] = str(STUDY.parents[1] / "demo.toml")
+    del given["reuse"]
+    file = tmp_path / "study.toml"
+    file.write_text(tomli_w.dumps(given))
+    with pytest.raises(UserError, match=message):
+        load_study(file)
+
+
+def test_further_models_are_told_apart_by_name():
+    with pytest.raises(ValueError, match="models: two are named alike"):
+        Map(bandwidth_bytes_per_s=(1.0, 2.0), latency_s=(0.0,), models=(LARGE, LARGE))
 
 
 def test_an_unknown_key_of_a_map_is_told_with_those_that_there_are():
