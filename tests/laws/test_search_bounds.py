@@ -31,7 +31,7 @@ def question():
 
 
 @pytest.mark.parametrize(
-    ("seed", "plans"), [(1, 25), *(pytest.param(seed, 60, marks=pytest.mark.slow) for seed in (0, 1, 2))]
+    ("seed", "plans"), [(1, 12), *(pytest.param(seed, 60, marks=pytest.mark.slow) for seed in (0, 1, 2))]
 )
 def test_no_plan_on_gpus_is_better_than_its_bounds(seed, plans):
     loaded = question()
@@ -159,7 +159,7 @@ def thresholded(seed):
     return loaded_of(scenario, exponential_statistics()), {"methods": ("zero2", "gs", "gs_z3"), **thresholds, **more}
 
 
-@pytest.mark.parametrize("seed", [3, 4, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 1, 2, 5))])
+@pytest.mark.parametrize("seed", [3, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 1, 2, 4, 5))])
 def test_no_thresholded_plan_is_better_than_its_bounds_and_the_best_is_found(seed):
     loaded, space = thresholded(seed)
     found, workers = searched(loaded, top=3, **space)

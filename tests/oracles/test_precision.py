@@ -330,7 +330,7 @@ RUNS = {
     "gs-coo-sgd": [*GPT, *SGD, *SHARDS, "plan.method=gs", "plan.push.threshold=0", 'plan.push.encoding="coo"'],
     "gs-foreach": [*FEW, *SHARDS, "plan.method=gs", "workload.optimizer_implementation=foreach"],
 }
-FEW_RUNS = ["zero1-adamw", "zero3-fused", "gs-sgd"]
+FEW_RUNS = ["zero1-adamw", "gs-sgd"]
 TRAINED_RATIO = 0.02
 """How far a sharded training may be from one device's, of how far that has come: bf16 rounds every partial sum to one
 part in 2^9, sums are taken in another order, and after five steps each parameter is rounded once more."""

@@ -72,9 +72,7 @@ FEW = [
     "zero1-each-sgd",
     "zero3-each-sgd",
     "ddp-buckets-uneven-adamw",
-    "ddp-each-without-overlap-adamw",
     "gs-coo-uneven-adamw",
-    "gs-one-bucket-each-sum-sgd",
     "zero3-recompute-sgd",
 ]
 PAIRS = [slow_where(ranks, name, slow=[3], few=FEW) for ranks in (2, 3) for name in cases_for(ranks)]

@@ -22,10 +22,10 @@ SHAPE = ["workload.sequence_length=24"]
 ROWS = {2: 8, 3: 12, 4: 12}
 """Samples of a batch, which shares of as many ranks divide; products in 16 bits without oneDNN take long."""
 SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05"]
-FEW = ("gpt-ddp-bf16", "gpt-zero1-fp16", "llama-zero3-bf16", "gpt-zero2-fp16")
-FEW += ("gpt-ddp-bf16-full", "llama-zero3-bf16-full", "llama-zero2-fp16-selective", "gpt-zero3-fp16-full")
-FEW += ("gpt-gs-shares", "llama-gs-selective", "llama-gs_z3-full-shares", "gpt-gs-clipped", "gpt-gs-kept")
-FEW += ("gpt-pipeline-fp16", "gpt-pipeline-interleaved", "llama-pipeline-full", "gpt-pipeline-selective")
+FEW = ("gpt-ddp-bf16", "gpt-zero1-fp16", "llama-zero3-bf16")
+FEW += ("gpt-ddp-bf16-full", "llama-zero2-fp16-selective")
+FEW += ("gpt-gs", "llama-gs_z3-full-shares", "gpt-gs-kept")
+FEW += ("gpt-pipeline-fp16", "llama-pipeline-full")
 SHARES = {
     2: ["plan.shares.shards=[0.7,0.3]", "plan.shares.batch=[0.75,0.25]"],
     3: ["plan.shares.shards=[0.6,0.3,0.1]", "plan.shares.batch=[0.5,0.25,0.25]"],
@@ -156,6 +156,7 @@ def test_what_training_changes_is_that_of_one_device(world: tuple[dict, dict]) -
 def test_owners_get_the_gradients_that_replicas_average(world: tuple[dict, dict]) -> None:
     """Of the same rows the same products: what differs is the order in which fp32 gradients are added up."""
     methods = [name for name in ("gpt-ddp-bf16", "gpt-gs-bf16", "gpt-gs_z3-bf16") if name in world[1]]
+    assert len(methods) >= 2
     ratios = [world[1][name]["difference_ratio"] for name in methods]
     assert ratios == pytest.approx([ratios[0]] * len(ratios), rel=0.05)
 

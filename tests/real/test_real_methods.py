@@ -91,20 +91,17 @@ NAMES = {ranks: [name for name in cases_for(ranks) if not name.startswith("plant
 FEW = {
     2: [
         "ddp-adamw",
-        "ddp-buckets-sgd",
         "zero1-buckets-adamw",
         "zero3-sgd",
         "zero2-few-sgd",
-        "zero1-few-adamw",
         "gs-coo-adamw",
         "gs-buckets-adamw",
         "gs-resnet-adamw",
         "gs-bert-recompute-sgd",
-        "ddp-recompute-many-sgd",
         "zero3-resnet-recompute-sgd",
     ],
     3: [],
-    4: ["zero3-adamw", "gs-buckets-adamw"],
+    4: ["zero3-adamw"],
 }
 """By number of ranks: every method, model, optimizer and way to recompute once."""
 PAIRS = [slow_where(ranks, name, slow=[3], few=FEW[ranks]) for ranks, names in NAMES.items() for name in names]

@@ -199,7 +199,6 @@ FEW = [
     "interleaved-bert-recompute-adamw",
     "1f1b-resnet-sgd",
     "gpipe-bf16",
-    "1f1b-tied-sgd",
     "1f1b-tied-head-clipped-sgd",
     "gpipe-llama-recompute-sgd",
     "gpipe-batch-norm-resnet-sgd",
@@ -208,7 +207,6 @@ FEW = [
     "gpipe-zero1-adamw",
     "1f1b-zero3-adamw",
     "1f1b-gs-adamw",
-    "gpipe-zero2-bert-adamw",
     "interleaved-zero2-bert-adamw",
 ]
 """Every schedule, kind of model, optimizer, way to recompute, and method with replicas once."""
