@@ -349,8 +349,8 @@ class EndedError(SystemExit):
     """A signal asked this process to end; its exit code is the shell's for that signal."""
 
 
-_ended: list[BaseException] = []
-"""The signal that ended this process, or the user's interrupt, as it was raised; if any."""
+_ended: list[EndedError] = []
+"""The signal that ended this process, if one did."""
 
 
 def _unwind(number: int, frame: FrameType | None) -> None:
@@ -360,37 +360,44 @@ def _unwind(number: int, frame: FrameType | None) -> None:
     raise _ended[-1]
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    _ended.append(KeyboardInterrupt())
-    raise _ended[-1]
-
-
 @contextmanager
 def unwinding() -> Iterator[None]:
     """Let signals that end the process raise EndedError, so that temporary folders and locks are removed.
 
     Signals that are ignored at the start, as under `nohup`, stay ignored. Libraries raise exceptions of their own for a
-    signal that arrives in a callback or in the middle of an import; the signal's is raised in their place.
+    signal that arrives in a callback or in the middle of an import; the signal's is raised in their place. So is the
+    user's interrupt, unless it was reported as the error of a run.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    usual = {number: signal.getsignal(number) for number in (*ENDING, signal.SIGINT)}
-    usual = {number: now for number, now in usual.items() if now in (signal.SIG_DFL, signal.default_int_handler)}
+    usual = [number for number in ENDING if signal.getsignal(number) is signal.SIG_DFL]
     if usual:  # else within another
         _ended.clear()
     for number in usual:
-        signal.signal(number, _interrupt if number == signal.SIGINT else _unwind)
+        signal.signal(number, _unwind)
     try:
         yield
     except Exception as error:
-        # an interrupt may have been reported before, as the error of a run
-        if not _ended or (isinstance(_ended[-1], KeyboardInterrupt) and isinstance(error, UserError | RunFailedError)):
-            raise
-        raise _ended[-1] from None
+        if _ended:
+            raise _ended[-1] from None
+        if not isinstance(error, UserError | RunFailedError) and _follows_interrupt(error):
+            raise KeyboardInterrupt from None
+        raise
     finally:
-        for number, handler in usual.items():
-            signal.signal(number, handler)
+        for number in usual:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _follows_interrupt(error: Exception) -> bool:
+    """Return whether an exception was raised for the user's interrupt, or while that was handled."""
+    before: BaseException | None = error
+    while before is not None:
+        # pydantic names a callback's exception, at times, in its text alone
+        if isinstance(before, KeyboardInterrupt) or "KeyboardInterrupt" in str(before):
+            return True
+        before = before.__cause__ or before.__context__
+    return False
 
 
 def run_command_line(app: typer.Typer, program: str, *, interrupted: str = "") -> None:
