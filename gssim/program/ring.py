@@ -29,6 +29,7 @@ from gssim.memory import Event, footprint
 from gssim.plan import Block, ring_blocks
 from gssim.program.lowering import Lowering
 from gssim.program.task import PASSES, Task, TaskId, collective_task
+from gssim.units import PRECISION_BYTES
 from gssim.workload import LayerInstance, Reduction, TokenInput
 
 RING_OPERATIONS = ("rotate", "attend")
@@ -127,9 +128,6 @@ def merged_bytes(phase: str, step: int, last: int, block: Block | None, size: fl
     return 3 * (of_queries + of_keys) if phase == "b" else 7 * of_queries
 
 
-FLOAT_BYTES = 4
-
-
 def merged_in_float_bytes(
     phase: str, step: int, last: int, block: Block | None, size: float, out: float, *, value: int
 ) -> float:
@@ -143,7 +141,7 @@ def merged_in_float_bytes(
     >>> merged_in_float_bytes("b", 1, 2, block, 10, 100, value=2)
     605.0
     """
-    wide = FLOAT_BYTES / value
+    wide = PRECISION_BYTES["fp32"] / value
     cast = 1 + wide if wide > 1 else 0.0
     sent = 2 * size if step == 0 < last else 0.0
     of_queries, of_keys = ((2 - block.first_half) / 2 * out, block.key_halves / 2 * size) if block else (0.0, 0.0)

@@ -314,6 +314,8 @@ AllocatorOverhead = tuple[float, float, float]
 """A peak, the excess of allocated blocks over it, and the reserved bytes beside them."""
 Alike = tuple[int, bool]
 """Number of a rank's tasks, and its allocator's settings: see [Note: alike]."""
+Overheads = Mapping[Alike, Sequence[AllocatorOverhead]]
+"""Overheads of the largest and the smallest peak, or of one for both, by what makes ranks comparable."""
 
 
 def footprints_of(
@@ -322,7 +324,7 @@ def footprints_of(
     peaks: Sequence[Peak],
     *,
     reserved: bool = True,
-    overheads: Mapping[Alike, Sequence[AllocatorOverhead]] | None = None,
+    overheads: Overheads | None = None,
 ) -> list[MemoryFootprint]:
     """Return the memory footprints of ranks; see [Note: alike].
 
@@ -343,9 +345,7 @@ def footprints_of(
     return [_with_float_gradients(scenario, footprint) for footprint in footprints]
 
 
-def allocator_overheads(
-    scenario: Scenario, program: Program, peaks: Sequence[Peak]
-) -> Mapping[Alike, Sequence[AllocatorOverhead]]:
+def allocator_overheads(scenario: Scenario, program: Program, peaks: Sequence[Peak]) -> Overheads:
     """Return the allocator's overheads of ranks, by what makes them comparable; see [Note: alike]."""
     footprints = footprints_of(scenario, program, peaks, reserved=False)
     return {

@@ -26,9 +26,8 @@ from gssim.scenario import Loaded, Scenario
 from gssim.scenario.device_rates import check_rates, with_profile_slowdowns
 from gssim.simulation.extrapolation import extrapolated, simulated_counts, with_micro_batches
 from gssim.simulation.footprint import (
-    Alike,
-    AllocatorOverhead,
     MemoryFootprint,
+    Overheads,
     Peak,
     allocator_overheads,
     footprints_of,
@@ -69,9 +68,6 @@ SETTLED = 1e-9
 """Part of a step by which ranks' distances at its end may differ from those at its beginning in the steady state."""
 JITTERY_STEPS = 1 + 40
 """Steps of runs whose devices vary by chance, of which the median counts; drawn from the run's seed."""
-
-
-Overheads = Mapping[Alike, Sequence[AllocatorOverhead]]
 
 
 @dataclass(frozen=True)
