@@ -3,7 +3,17 @@
 import json
 
 import pytest
-from real_runs import HELPERS, Cases, predicted, predicted_peaks, run_once, scenario_file, slow_where, star, tolerance_of
+from real_runs import (
+    HELPERS,
+    Cases,
+    predicted,
+    predicted_peaks,
+    run_once,
+    scenario_file,
+    slow_where,
+    star,
+    tolerance_of,
+)
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
