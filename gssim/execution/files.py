@@ -428,7 +428,7 @@ def _remove_marked(folder: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
             elif path.name != FOLDER_MARK:
                 path.unlink(missing_ok=True)
-        if os.listdir(folder) == [FOLDER_MARK]:  # nothing was written meanwhile
+        if {FOLDER_MARK}.issuperset(os.listdir(folder)):  # nothing was written meanwhile
             shutil.rmtree(folder, ignore_errors=True)
 
 
