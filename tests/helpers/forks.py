@@ -269,12 +269,12 @@ def load_cases(run: dict[str, Any]) -> None:
     from gssim.scenario import load_scenario
 
     file = Path(run["folder"], run["arguments"][0])
-    if file.name != "cases.json":
-        return
+    cases = json.loads(file.read_text(encoding="utf-8")) if file.name == "cases.json" else {}
     with chdir(run["folder"]):
-        for case in json.loads(file.read_text(encoding="utf-8")).values():
+        for case in cases.values():
             with suppress(UserError):  # which ranks raise too
-                load_scenario(Path(case["scenario"]), case["overrides"], gradients_needed=False)
+                if "scenario" in case:
+                    load_scenario(Path(case["scenario"]), case["overrides"], gradients_needed=False)
 
 
 def start(run: dict[str, Any], rank: int) -> int:
