@@ -390,7 +390,7 @@ def scratch_folder(prefix: str = PREFIXES[0], *, inside: Path | None = None) -> 
     try:
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove_marked(folder)
         os.close(handle)
 
 
@@ -409,11 +409,27 @@ def remove_abandoned(inside: Path | None = None) -> list[Path]:
             handle = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
             try:
                 if _lock(handle, wait=False) and _is_at(handle, folder):
-                    shutil.rmtree(folder, ignore_errors=True)
+                    _remove_marked(folder)
                     removed.append(folder)
             finally:
                 os.close(handle)
     return removed
+
+
+def _remove_marked(folder: Path) -> None:
+    """Remove a temporary folder of ours, its mark last.
+
+    By the mark a later process knows what is left, where this one is killed meanwhile, or where a process that is dying
+    still writes into the folder.
+    """
+    with suppress(OSError):  # as far as it can be removed
+        for path in folder.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name != FOLDER_MARK:
+                path.unlink(missing_ok=True)
+        if {FOLDER_MARK}.issuperset(os.listdir(folder)):  # nothing was written meanwhile
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _is_ours(folder: Path) -> bool:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -291,6 +292,59 @@ def test_a_process_that_is_ended_leaves_no_temporary_folder_and_the_next_takes_t
     with scratch_folder() as another:
         assert sorted(temporary.iterdir()) == sorted([foreign, another, temporary / "gsreal-abcdefgh"])
     assert sorted(temporary.iterdir()) == sorted([foreign, temporary / "gsreal-abcdefgh"])
+
+
+def abandoned(temporary):
+    """Return a temporary folder as a killed process leaves it."""
+    folder = temporary / "gsreal-run-abcdefgh"
+    (folder / "part").mkdir(parents=True)
+    for name in (FOLDER_MARK, "a", "part/b", "z"):
+        (folder / name).touch()
+    return folder
+
+
+@pytest.mark.parametrize("removed", range(6))
+def test_a_folder_whose_removal_was_cut_off_is_taken_by_the_next(temporary, monkeypatch, removed):
+    folder = abandoned(temporary)
+    left, scandir = [removed], os.scandir
+
+    @contextmanager
+    def in_order(path):
+        with scandir(path) as entries:
+            yield sorted(entries, key=lambda entry: entry.name)  # in a file system's own order, the mark may be last
+
+    def killed_after(call):
+        def once_more(*arguments, **how):
+            if not left[0]:
+                raise KeyboardInterrupt
+            left[0] -= 1
+            return call(*arguments, **how)
+
+        return once_more
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", in_order)
+        patch.setattr(os, "unlink", killed_after(os.unlink))
+        patch.setattr(os, "rmdir", killed_after(os.rmdir))
+        with pytest.raises(KeyboardInterrupt):
+            remove_abandoned(temporary)
+    assert folder.exists()
+    assert remove_abandoned(temporary) == [folder]
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_folder_into_which_a_dying_process_writes_is_taken_by_the_next(temporary, monkeypatch):
+    folder, unlink = abandoned(temporary), os.unlink
+
+    def unlink_and_write(path, **how):
+        unlink(path, **how)
+        (folder / "late").touch()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", unlink_and_write)
+        remove_abandoned(temporary)
+    assert remove_abandoned(temporary) == [folder]
+    assert list(temporary.iterdir()) == []
 
 
 @pytest.mark.parametrize("names_its_cause", [True, False])
