@@ -833,8 +833,10 @@ def _check_sequence_parts(scenario: Scenario, policies: Policies, file: str) -> 
             f"{where}: method '{scenario.plan.method}' pushes gradients in the backward, and those of norms are only "
             "summed over the parts of the sequence after it; allowed: methods that push no gradients"
         )
-    if (flat := scenario.plan.zero1_implementation) != "torch":
-        raise UserError(f"{where}: cannot run yet with plan.zero1_implementation = '{flat}'; allowed: 'torch'")
+    if scenario.plan.zero1_implementation == "deepspeed":
+        raise UserError(
+            f"{where}: cannot run yet with plan.zero1_implementation = 'deepspeed'; allowed: 'torch', 'megatron'"
+        )
     if not isinstance(model.input, TokenInput):
         raise UserError(f"{where}: the input of '{model.name}' is no sequence; leave it out")
     if not model.sequence_layers:
