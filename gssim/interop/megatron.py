@@ -443,6 +443,8 @@ def _sharding(keys: Keys, training: Training) -> None:
     on = overlap is not None and overlap.value
     if training.sharding.value in ("none", "zero1"):
         training.overlap = Value(on, overlap.origin if overlap else "overlap-grad-reduce is not given")
+        bucket = keys.integer("ddp-bucket-size", sets="plan.bucket_bytes")
+        training.bucket_parameters = bucket or Value(0, "ddp-bucket-size is not given")
 
 
 def _pipeline(keys: Keys, training: Training) -> None:
@@ -512,6 +514,7 @@ def _deepspeed(keys: Keys, training: Training) -> None:
         implementation = keys.choice({"local": False, "torch": True}, "DDP-impl", sets="plan.method")
         if implementation is not None and training.sharding is not None and training.sharding.value == "none":
             training.overlap = implementation
+            training.bucket_parameters = None
         return
     if experts is not None and experts.value > 1:
         keys.refuse("num-experts", "DeepSpeed's mixtures of experts, which drop tokens, cannot be simulated")
@@ -520,6 +523,7 @@ def _deepspeed(keys: Keys, training: Training) -> None:
     inner = _engine(keys, stage)
     if inner is None:
         return
+    training.bucket_parameters = None
     for name in (
         "sharding",
         "zero1_implementation",

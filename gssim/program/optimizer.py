@@ -366,13 +366,6 @@ def _gradients_at_end(low: Lowering, rank: int) -> tuple[float, ...]:
     return tuple(float(elements * value_bytes) for elements in owned_tensors(low, rank))
 
 
-def _module_buffers(low: Lowering) -> Sequence[int]:
-    """Return the bytes of the module buffers that a rank holds; layers that all its stages run have one module each."""
-    if not low.stages:
-        return low.scenario.workload.model.buffer_sizes(low.value_bytes)
-    return [instance.layer.buffer_size(low.value_bytes) for instance in low.layers]
-
-
 def persistent_bytes(low: Lowering, rank: int) -> tuple[dict[str, float], dict[str, float]]:
     """Return what a rank always keeps on its device, and in its host's memory, by category."""
     workload, policies = low.scenario.workload, low.scenario.policies
@@ -386,10 +379,13 @@ def persistent_bytes(low: Lowering, rank: int) -> tuple[dict[str, float], dict[s
         pushes = policies.gradients == "push"
         pushed_bytes = sum(owned) * low.master_bytes + frozen_bytes
         parameters = pushed_bytes if pushes else sum(unit.shard_bytes for unit in units(low))
+    buffers: Sequence[int] = workload.model.buffer_sizes(low.value_bytes)
+    if low.stages:  # layers that all stages run have one module each
+        buffers = [instance.layer.buffer_size(low.value_bytes) for instance in low.layers]
     held = {
         "parameters": parameters,
         "workspace": low.device(rank).workspace_bytes,
-        "buffers": float(sum(_module_buffers(low))),
+        "buffers": float(sum(buffers)),
         "optimizer": optimizer_state_bytes(
             workload.optimizer,
             elements=sum(owned),

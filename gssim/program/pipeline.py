@@ -160,7 +160,10 @@ class _ScheduleWriter:
         several = stage_tasks(low, micro_batch, gathered)
         key = (id(several), action.kind)
         if key not in self.parts:
-            own = _direction(several, action)
+            forward_count = next(
+                place for place, task in enumerate(several) if task.id.op in BACKWARD or task.id.during == "backward"
+            )
+            own = several[:forward_count] if action.kind == "forward" else several[forward_count:]
             plain = all(task.stream == "compute" and not task.after and not is_reduction(task) for task in own)
             self.parts[key] = Template(tuple(own)) if plain and chunked and gathered is None else own
         unnumbered = self.parts[key]
@@ -237,14 +240,6 @@ class _ScheduleWriter:
     def size_bytes(self, message: Message) -> float:
         """Return the size of a message: that of the output of its source, or of the input whose gradient it carries."""
         return self.output_bytes[message.source if message.kind == "activation" else message.target]
-
-
-def _direction(tasks: Sequence[Task], action: Action) -> Sequence[Task]:
-    """Return the forward, or the backward, of a stage's tasks."""
-    forward_count = next(
-        place for place, task in enumerate(tasks) if task.id.op in BACKWARD or task.id.during == "backward"
-    )
-    return tasks[:forward_count] if action.kind == "forward" else tasks[forward_count:]
 
 
 def replicas_of(low: Lowering, rank: int) -> Sequence[Sequence[int]]:

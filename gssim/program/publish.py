@@ -77,13 +77,14 @@ def published_bytes(low: Lowering, bucket: Bucket, place: int) -> float:
     return to_all(parts, 1).total if _posts_messages(low) else (low.nodes - 1) * sum(parts)
 
 
-def _buffers(low: Lowering, place: int) -> Floats:
-    """Return the bytes of every message's buffer, by bucket and node.
+def _buffers(low: Lowering, place: int) -> tuple[Floats, Floats]:
+    """Return the bytes of every message's buffer, and of those of all other owners' messages, by bucket and node.
 
     0 for a dense message, which is sent from the replica and received in it.
     """
     messages = published(low, place)
-    return np.where(messages.encoding == DENSE, 0.0, messages.size_bytes)
+    buffers = np.where(messages.encoding == DENSE, 0.0, messages.size_bytes)
+    return buffers, sums_without_own(buffers)
 
 
 def publish_ratios(low: Lowering) -> Mapping[str, sparsity.Ratios]:
@@ -143,7 +144,7 @@ def _of_rank(low: Lowering, rank: int) -> tuple[list[float], ...]:
     theirs to the replica, and to pack its own.
     """
     place, node, device_type = low.place(rank), low.node(rank), low.scenario.cluster.devices[rank].type
-    buffers, messages = low.once_a_step(_buffers, place), published(low, place)
+    (buffers, others), messages = low.once_a_step(_buffers, place), published(low, place)
     device, own = low.scenario.cluster.device_types[device_type], slice(node, node + 1)
     mine = Messages(
         messages.encoding[:, own], messages.elements[:, own], messages.entries[:, own], messages.size_bytes[:, own]
@@ -151,18 +152,8 @@ def _of_rank(low: Lowering, rank: int) -> tuple[list[float], ...]:
     packing_s = mine.priced(partial(cost.pack_time_s, device, value=low.value_bytes, clears=False))
     packing_s = np.where((mine.encoding != DENSE) & (mine.elements > 0), packing_s, 0.0)
     others_s = low.once_a_step(_unpacking_s, place, device_type)
-    columns = (
-        low.once_a_step(_buffers_of_others, place)[:, node],
-        buffers[:, node],
-        others_s[:, node],
-        packing_s[:, 0],
-    )
+    columns = (others[:, node], buffers[:, node], others_s[:, node], packing_s[:, 0])
     return tuple(column.tolist() for column in columns)
-
-
-def _buffers_of_others(low: Lowering, place: int) -> Floats:
-    """Return the bytes of the buffers of all other owners' messages, by bucket and node."""
-    return sums_without_own(low.once_a_step(_buffers, place))
 
 
 def _unpacking_s(low: Lowering, place: int, device_type: str) -> Floats:
@@ -237,23 +228,23 @@ def _publish_tasks(low: Lowering, rank: int) -> tuple[list[Task], dict[TaskId, l
         if overlaps:
             first_reader = min((instance for instance, _ in bucket.members), key=lambda instance: instance.index)
             reader = forward_id(first_reader).at(micro_batch=low.micro_batches[0].number)
-            waits[reader] += _waits_for(low, rank, bucket, exchanges)
+            after = tuple(task.id for task in exchanges if task.stream == "communication")
+            if low.thresholds_publish and _posts_messages(low):
+                waits[reader].append(replace(unpack(low, rank, bucket), after=after))
+            else:
+                waits[reader].append(Task(_publish_id(bucket).serving("take"), "forward", after=after))
     return sends, waits
-
-
-def _waits_for(low: Lowering, rank: int, bucket: Bucket, exchanges: Sequence[Task]) -> list[Task]:
-    """Return the tasks that wait for a bucket whose exchanges are under way."""
-    after = tuple(task.id for task in exchanges if task.stream == "communication")
-    if low.thresholds_publish and _posts_messages(low):
-        return [replace(unpack(low, rank, bucket), after=after)]
-    return [Task(_publish_id(bucket).serving("take"), "forward", after=after)]
 
 
 def _bucket_exchanges(low: Lowering, rank: int, bucket: Bucket) -> list[Task]:
     """Return the tasks that publish a bucket: across nodes, then, with all of the rank's place, within the node."""
-    if not low.policies.point_to_point:
-        return _on_communication_stream(low, _broadcast_parts(low, bucket))
     tasks = []
+    if not low.policies.point_to_point:  # the backend's collectives: owners broadcast their parts, in rank order
+        for root, elements in enumerate(low.division(bucket).owned[0]):
+            if elements:
+                exchange = Communication("broadcast", low.group, elements * low.value_bytes, root=root)
+                tasks.append(collective_task(TaskId("publish", bucket=bucket.index, part=root), exchange))
+        return _on_communication_stream(low, tasks)
     if low.nodes > 1 or low.places == 1:
         tasks += _exchange_across_nodes(low, rank, bucket)
     if low.places > 1:
@@ -318,13 +309,3 @@ def _exchange_across_nodes(low: Lowering, rank: int, bucket: Bucket) -> list[Tas
 def _dense_bytes(low: Lowering, owned: tuple[int, ...]) -> tuple[int, ...]:
     """Return the bytes of owners' ranges."""
     return tuple(elements * low.value_bytes for elements in owned)
-
-
-def _broadcast_parts(low: Lowering, bucket: Bucket) -> list[Task]:
-    """GS with the backend's collectives: every owner broadcasts its part of a bucket, in rank order."""
-    tasks = []
-    for rank, elements in enumerate(low.division(bucket).owned[0]):
-        if elements:
-            exchange = Communication("broadcast", low.group, elements * low.value_bytes, root=rank)
-            tasks.append(collective_task(TaskId("publish", bucket=bucket.index, part=rank), exchange))
-    return tasks

@@ -463,6 +463,9 @@ def _reduce_scatter(
         gradients = sum(tensors)
     own_bytes = unit.ranks * unit.tensors.trained_elements * unit.tensors.value_bytes
     copied_bytes = (own_bytes + unit.scattered_bytes) / 2
+    # copies that a CPU makes first, all of them; a CUDA kernel pads on the fly (torch 2.13,
+    # aten/src/ATen/native/TensorShape.cpp, _chunk_cat and _pad_chunk)
+    padded_bytes = unit.uneven_bytes if low.device(rank).kind == "cpu" else 0
     added = Event(7, 0 if stays else -_added_bytes(low, unit, micro_batch), "gradients")
     copy = Task(
         reduce.serving("copy-in"),
@@ -473,7 +476,8 @@ def _reduce_scatter(
             unit.gathered(0, sign=-1),
             *(Event(1, -each.scattered_bytes, "communication") for each in freed),
             Event(2, unit.scattered_bytes, "communication"),
-            *_padding(low, rank, unit, position=3),
+            Event(3, padded_bytes, "temporaries"),
+            Event(4, -padded_bytes, "temporaries"),
             Event(5, -gradients, "gradients", tensors),
             Event(6, unit.reduced_bytes, "communication" if unit.casts_gradients else "gradients", stream=REDUCE),
             *([added] if (overlaps or unit.ranks == 1) and not unit.casts_gradients else []),
@@ -520,15 +524,6 @@ def _offload_gradients(low: Lowering, rank: int, unit: Unit, reduced: Task, micr
         added_s = cost.moving_time_s(host, value_bytes=values, elements=elements, tensors=count)
         tasks.append(Task(own.serving("wait"), "backward", duration_s=added_s, after=(own,)))
     return tasks
-
-
-def _padding(low: Lowering, rank: int, unit: Unit, *, position: int) -> list[Event]:
-    """Return the padded copies of gradients that a CPU makes during copy-in; a CUDA kernel pads on the fly.
-
-    Source: torch 2.13, aten/src/ATen/native/TensorShape.cpp, _chunk_cat and _pad_chunk; they are all made first.
-    """
-    size = unit.uneven_bytes if low.device(rank).kind == "cpu" else 0
-    return [Event(position, size, "temporaries"), Event(position + 1, -size, "temporaries")]
 
 
 def _overlapped(own: TaskId, exchange: Communication, after: TaskId, stream: str, need: Footprint) -> Task:

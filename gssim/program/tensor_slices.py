@@ -122,12 +122,16 @@ def sum_partial_gradients(low: Lowering, rank: int) -> list[Task]:
     """Return the all-reduce over a tensor group of gradients of which each rank has a part.
 
     Such are those of norms that each rank runs on its part of the sequence, or on its own heads. They are copied into
-    one tensor, and back; of parameters that are sharded, a rank has the gradients of its shards.
+    one tensor, and back; of parameters that are sharded, a rank has the gradients of its shards. Megatron-LM's
+    distributed optimizer sums those in its buffer after they are reduce-scattered, whole ones, of which a rank uses its
+    part (core/distributed/finalize_model_grads.py).
     """
     elements = low.once_a_run(_summed_elements) if low.policies.tp > 1 else 0
     if not elements:
         return []
-    size = float(elements * (low.value_bytes if low.policies.gradients != "reduce-scatter" else low.master_bytes))
+    size = float(
+        elements * (low.master_bytes if low.policies.gradients == "reduce-scatter" else low.buffer_value_bytes)
+    )
     group, *beside = low.once_a_run(layer_groups, low.batch_sizes[rank])
     own = TaskId("sum-gradients", samples=low.batch_sizes[rank] if len(beside) + 1 < len(low.group) else None)
     copy_s = cost.copy_time_s(low.device(rank), size)

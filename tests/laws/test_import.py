@@ -330,10 +330,32 @@ def test_megatron_script(tmp_path):
         "zero1_implementation": "megatron",
         "micro_batches": 4,
         "recompute": "full",
+        "bucket_bytes": 80_000_000,
     }
     assert tables["workload"]["gradient_precision"] == tables["workload"]["reduce_precision"] == "fp32"
     assert tables["workload"]["learning_rate"] == 1.5e-4
     assert not found.defaults
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--use-distributed-optimizer --overlap-grad-reduce", 2 * 40_000_000),
+        ("--overlap-grad-reduce --ddp-bucket-size 1000000", 2 * 1_000_000),
+        ("--use-distributed-optimizer", "1024 TiB"),
+        ("", "1024 TiB"),
+    ],
+)
+def test_megatrons_buckets_are_of_so_many_parameters_and_one_without_overlap(tmp_path, words, expected):
+    text = MEGATRON.replace("--use-distributed-optimizer --overlap-grad-reduce", words)
+    tables, _ = imported(tmp_path, text, name="train.sh", model="gpt3-1.3b")
+    assert tables["plan"]["bucket_bytes"] == expected
+    assert ("overlap" in tables["plan"]) == (expected == "1024 TiB")
+    many = text.replace("--nnodes 1", "--nnodes 8").replace("size 64", "size 128")
+    tables, _ = imported(
+        tmp_path, many, name="train.sh", model="gpt3-1.3b", cluster="scenarios/clusters/dgx-a100-128.toml"
+    )
+    assert tables["plan"]["bucket_bytes"] == (2 * 64_000_000 if expected == 2 * 40_000_000 else expected)
 
 
 @pytest.mark.parametrize(
@@ -1202,6 +1224,7 @@ def test_a_megatron_job_in_three_dimensions_is_imported_and_predicted(tmp_path):
     plan = tomllib.loads(found.text)["plan"]
     assert plan["method"] == "zero1"
     assert [plan[key] for key in ("tp", "pp", "micro_batches", "sequence_parallel")] == [2, 2, 8, True]
+    assert plan["zero1_implementation"] == "megatron"
     assert tomllib.loads(found.text)["workload"]["clip_norm"] == 1.0
     (tmp_path / "job.toml").write_text(found.text)
     result = simulate(load_scenario(tmp_path / "job.toml", ["plan.micro_batches=2"])).result

@@ -91,6 +91,33 @@ def test_all_ranks_gather_scatter_and_sum_once_what_they_run_on_parts():
     assert (entries["all-reduce"].bytes, entries["all-reduce"].count) == (norms_bytes, 1)
 
 
+@pytest.mark.parametrize(
+    ("precision", "gradients", "value_bytes"), [("fp32", None, 4), ("bf16", "fp32", 4), ("bf16", None, 2)]
+)
+def test_megatrons_distributed_optimizer_sums_norms_in_its_buffer_after_its_reduce_scatter(
+    precision, gradients, value_bytes
+):
+    plan = {"method": "zero1", "tp": 2, "dp_replicate": 2, "sequence_parallel": True}
+    plan |= {"zero1_implementation": "megatron", "bucket_bytes": "1024 TiB"}
+    workload = {"precision": precision, "gradient_precision": gradients, "reduce_precision": gradients}
+    made = scenario(plan, 4, **workload)
+    norms = (2 * LAYERS + 1) * 2 * WIDTH
+    entries = simulate(loaded_of(made)).result.collectives
+    of_slices = [each for each in entries if each.kind in ("all-reduce", "reduce-scatter") and 1 in each.group]
+    held = sum(
+        each.elements for layer in model_slice(GPT, (0.5, 0.5), 0).layers for each in layer.parameters * layer.repeats
+    )
+    assert {(each.kind, each.group, each.count, each.bytes) for each in of_slices} >= {
+        ("all-reduce", (0, 1), 1, norms * value_bytes),
+        ("reduce-scatter", (1, 3), 1, held * value_bytes),
+    }
+    labels = [task.label for task in lower(made).tasks[0]]
+    scattered, summed, updated = (
+        labels.index(each) for each in ("wait for all-reduce", "all-reduce partial gradients", "optimizer")
+    )
+    assert scattered < summed < updated
+
+
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_it_saves_memory(recompute):
     def peak(**plan) -> float:
@@ -115,6 +142,7 @@ def test_messages_of_a_pipeline_are_parts_of_sequences():
         ({"method": "tensor"}, 4),
         ({"method": "ddp", "tp": 2, "dp_replicate": 2, "micro_batches": 2}, 4),
         ({"method": "zero3", "tp": 2, "dp_shard": 2}, 4),
+        ({"method": "zero1", "zero1_implementation": "megatron", "tp": 2, "dp_replicate": 2}, 4),
         ({"method": "pipeline", "tp": 2, "pp": 2, "micro_batches": 4}, 4),
     ],
     ids=str,
@@ -139,6 +167,7 @@ def test_shards_are_reduced_once_a_blocks_whole_backward_is_done():
         ({"method": "ddp"}, 2, "there are no tensor-parallel ranks"),
         ({"method": "gs", "tp": 2, "dp_shard": 2}, 4, "pushes gradients in the backward"),
         ({"method": "gs_z3", "tp": 2, "dp_shard": 2}, 4, "pushes gradients in the backward"),
+        ({"method": "zero1", "zero1_implementation": "deepspeed", "tp": 2}, 4, "allowed: 'torch', 'megatron'"),
     ],
     ids=str,
 )
