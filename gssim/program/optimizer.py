@@ -10,7 +10,7 @@ from gssim.collectives import Communication
 from gssim.memory import Event, footprint, input_bytes
 from gssim.program.clipping import clip_gradients, divides_master_gradients, unscale_gradients
 from gssim.program.compressed import compressor_tensors
-from gssim.program.lowering import Lowering
+from gssim.program.lowering import Lowering, once_a_step
 from gssim.program.messages import threshold_memory
 from gssim.program.offload import around_update, host_bytes, updating_device
 from gssim.program.periodic import outer_memory, outer_tensors, synchronize_parameters, unsent_tensors
@@ -52,8 +52,8 @@ def persistent_tensors(low: Lowering, rank: int, held: Mapping[str, float]) -> T
         "buckets": lambda: [bucket.elements * low.buffer_value_bytes for bucket in _buffers(low)],
         "outer_parameters": lambda: outer_tensors(low),
         "outer_momentum": lambda: outer_tensors(low),
-        "residuals": lambda: [*low.once_a_run(compressor_tensors).get("residuals", ()), *unsent_tensors(low)],
-        "low_rank_factors": lambda: low.once_a_run(compressor_tensors)["low_rank_factors"],
+        "residuals": lambda: [*compressor_tensors(low).get("residuals", ()), *unsent_tensors(low)],
+        "low_rank_factors": lambda: compressor_tensors(low)["low_rank_factors"],
         "buffers": lambda: [] if low.stages else workload.model.buffer_sizes(low.value_bytes),
         "workspace": lambda: workspaces(held["workspace"]),
         "optimizer": lambda: [
@@ -143,14 +143,14 @@ def optimize(low: Lowering, rank: int, tasks: list[Task], *, replicas: Sequence[
             _update(low, rank, dense, of_dense, None, ends=False),
             _update(low, rank, experts, of_experts, 1, ends=True),
         ]
-        published = [low.once_a_step(_broadcast_tensors), low.once_a_step(_broadcast_experts)]
+        published = [_broadcast_tensors(low), _broadcast_experts(low)]
         return [*tasks, updates[0], *published[0], updates[1], *published[1]]
     update = _update(low, rank, owned, low.matrices(rank), None, ends=True)
     if low.policies.gradients == "push":
         return publish(low, rank, [*tasks, *clipped], update)
     summed = sum_partial_gradients(low, rank)
     updated = around_update(low, rank, update, partial(owned_tensors, low))
-    tasks = [*tasks, *summed, *unscaled, *clipped, *updated, *low.once_a_step(_publish_replicas)]
+    tasks = [*tasks, *summed, *unscaled, *clipped, *updated, *_publish_replicas(low)]
     return [*tasks, *synchronize_parameters(low, rank)]
 
 
@@ -246,6 +246,7 @@ def holds_shards(low: Lowering) -> bool:
     return low.policies.parameters != "replicated" and (not pushes or len(low.group) > 1)
 
 
+@once_a_step
 def _publish_replicas(low: Lowering) -> Sequence[Task]:
     """Return the tasks that bring updated parameters to all replicas."""
     if low.assigns_tensors:
@@ -260,6 +261,7 @@ def _publish_replicas(low: Lowering) -> Sequence[Task]:
     return [collective_task(TaskId("publish"), exchange)]
 
 
+@once_a_step
 def _broadcast_tensors(low: Lowering) -> list[Task]:
     """ZeRO-1: every tensor is broadcast by its owner, rank after rank; the step ends when all have arrived.
 
@@ -269,6 +271,7 @@ def _broadcast_tensors(low: Lowering) -> list[Task]:
     return _broadcast_owned(low, [low.group], low.owned_parameters, None)
 
 
+@once_a_step
 def _broadcast_experts(low: Lowering) -> list[Task]:
     """The same of divided experts, among the ranks that hold the same ones; nothing where no other rank does."""
     groups = low.expert_replicas
@@ -405,6 +408,6 @@ def persistent_bytes(low: Lowering, rank: int) -> tuple[dict[str, float], dict[s
     if policies.gradients == "all-reduce":
         held["buckets"] = sum(bucket.elements for bucket in _buffers(low)) * low.buffer_value_bytes
     held |= outer_memory(low)
-    held |= {name: sum(sizes) for name, sizes in low.once_a_run(compressor_tensors).items()}
+    held |= {name: sum(sizes) for name, sizes in compressor_tensors(low).items()}
     held |= threshold_memory(low, rank)
     return held, host_bytes(low, rank, held, owned)

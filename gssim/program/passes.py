@@ -25,7 +25,7 @@ from gssim.plan import REPLICA_AXES
 from gssim.program.compute import compute
 from gssim.program.equal_messages import message_classes
 from gssim.program.flat_units import gather_flat_parameters, gather_flat_parameters_twice, push_units
-from gssim.program.lowering import Lowering
+from gssim.program.lowering import Lowering, once_a_run
 from gssim.program.messages import in_order, is_thresholded, mean_push_density, push_totals, sent_ratios
 from gssim.program.optimizer import Tensors, optimize, persistent_bytes, persistent_tensors
 from gssim.program.pipeline import pipeline, replicas_of, stage_buffers
@@ -421,7 +421,7 @@ def _tasks(low: Lowering, rank: int, alike: "_Alike", *, chunked: bool) -> list[
 
 def _step_tasks(low: Lowering, rank: int, alike: "_Alike") -> list[Task]:
     """Return the tasks of a rank's step on the whole model."""
-    kind = low.once_a_run(_rank_kind, rank)
+    kind = _rank_kind(low, rank)
     if kind not in alike.steps:
         alike.steps[kind] = []
         for micro_batch in low.micro_batches:
@@ -500,6 +500,7 @@ class _RankKind(NamedTuple):
     """Of ranks in a ring, whose blocks differ, the rank's position."""
 
 
+@once_a_run
 def _rank_kind(low: Lowering, rank: int) -> _RankKind:
     return _RankKind(
         low.scenario.cluster.devices[rank].type,
@@ -546,7 +547,7 @@ def _unnumbered(
     policies = low.scenario.policies
     pushes, sharded = policies.gradients == "push", policies.parameters != "replicated"
     kind = _MicroBatchKind(
-        low.once_a_run(_rank_kind, rank),
+        _rank_kind(low, rank),
         low.samples(rank, micro_batch),
         micro_batch.first,
         micro_batch.sends_gradients,
@@ -598,7 +599,7 @@ def _of_equal_stage(low: Lowering, rank: int, micro_batch: MicroBatch) -> Sequen
         exchange = task.exchange
         if exchange is not None:
             if id(exchange) not in exchanges:
-                group, *groups = low.once_a_run(layer_groups, low.batch_sizes[rank])
+                group, *groups = layer_groups(low, low.batch_sizes[rank])
                 exchanges[id(exchange)] = replace(exchange, group=group, beside=tuple(groups))
             exchange = exchanges[id(exchange)]
         joined = None if task.communication is None else _of_layer(task.communication, own)

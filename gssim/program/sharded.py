@@ -48,7 +48,7 @@ from gssim import cost
 from gssim.collectives import Communication
 from gssim.memory import NOTHING, Event, Footprint, footprint
 from gssim.program.compute import backward_begin, beside_host, forward_id, pass_ends
-from gssim.program.lowering import Lowering
+from gssim.program.lowering import Lowering, once_a_run
 from gssim.program.offload import COPY_TO_DEVICE, COPY_TO_HOST, copy, updating_device
 from gssim.program.task import MicroBatch, Task, TaskId, collective_task
 from gssim.units import PRECISION_BYTES
@@ -227,12 +227,9 @@ class Unit:
         return not self.layers[0].layer.block
 
 
+@once_a_run
 def units(low: Lowering) -> tuple[Unit, ...]:
     """Return FSDP2's units in the order in which they are gathered: the root first, then each block."""
-    return low.once_a_run(_units)
-
-
-def _units(low: Lowering) -> tuple[Unit, ...]:
     kept_bytes = low.value_bytes if low.offload == "optimizer" else low.master_bytes
     ranks, sizes = low.shards, (low.value_bytes, kept_bytes, PRECISION_BYTES[low.reduce_precision])
     root = tuple(instance for instance in low.layers if not instance.layer.block)
@@ -257,9 +254,10 @@ def _units(low: Lowering) -> tuple[Unit, ...]:
 def owned_rows(low: Lowering, rank: int) -> list[int]:
     """Return the elements of each parameter in `rank`'s shard, in the model's order, which is the optimizer's."""
     position = low.shard_position(rank)
-    return low.once_a_run(_rows_at, position, position // low.policies.ep)
+    return _rows_at(low, position, position // low.policies.ep)
 
 
+@once_a_run
 def _rows_at(low: Lowering, position: int, of_experts: int) -> list[int]:
     own: dict[int, int] = {}
     for unit in units(low):
