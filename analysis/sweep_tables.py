@@ -273,7 +273,10 @@ def layout_of(table: SweepTable, *, without: Sequence[str] = ()) -> Layout:
     axes = [axis for axis in table.axes if not axis.startswith(PLAN)]
     candidates = [column for column in (*axes, "group", "cluster", "model") if column not in without]
     settings = distinguishing_columns(rows, candidates)
-    if _is_headed(rows, settings):
+    # labels need the group where groups differ in the keys that they have: four servers belong to one cluster in one
+    # group, and to another in the next
+    has_gaps = any({row.get(column) is None for row in rows} == {True, False} for column in settings)
+    if "group" not in settings and _varies(rows, "group") and has_gaps and follows(rows, settings, "group"):
         settings.insert(0, "group")
     policies = [axis for axis in table.axes if axis.startswith(PLAN) and axis not in (THRESHOLD, METHOD, *without)]
     plans = ["method", *(axis for axis in policies if _varies(rows, axis))]
@@ -295,19 +298,6 @@ def distinguishing_columns(rows: Sequence[Row], columns: Iterable[str]) -> list[
         if rest and not column.endswith(BANDWIDTH) and follows(rows, rest, column):
             kept = rest
     return kept
-
-
-def _is_headed(rows: Sequence[Row], settings: Sequence[str]) -> bool:
-    """Return whether labels of settings need the group: where groups differ in the keys that they have.
-
-    Four servers belong to one cluster in one group, and to another in the next.
-    """
-    return (
-        "group" not in settings
-        and _varies(rows, "group")
-        and any({row.get(column) is None for row in rows} == {True, False} for column in settings)
-        and follows(rows, settings, "group")
-    )
 
 
 def _varies(rows: Sequence[Row], column: str) -> bool:

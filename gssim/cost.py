@@ -12,10 +12,10 @@ import numpy as np
 
 from gssim.cluster import Curve, DeviceType
 from gssim.cluster.kernel_rates import KernelRates, ProductKind
-from gssim.cluster.measured import CutBlockCost, OptimizerCost, ShardedUnitCost, UnitCost
+from gssim.cluster.measured import CutBlockCost, ShardedUnitCost, UnitCost
 from gssim.plan import INDEX_BYTES
 from gssim.scenario import achieved_flop_per_s, has_master_copy, layer_profile, master_bytes, value_bytes
-from gssim.scenario.device_rates import product_precision
+from gssim.scenario.device_rates import measured_optimizer, product_precision
 from gssim.units import PRECISION_BYTES, Floats, Precision, Rate
 from gssim.workload import (
     Layer,
@@ -332,7 +332,7 @@ def optimizer_time_s(
         rest_s = optimizer_time_s(device, adamw, elements=others[0], tensors=others[1])
         return rest_s + _muon_time_s(device, workload, matrices)
     implementation = implementation_on(device.kind, workload.optimizer_implementation)
-    cost = _measured_optimizer(device, workload)
+    cost = measured_optimizer(device, workload.optimizer, workload.optimizer_implementation)
     if cost is not None:
         of_tensors_s = tensors * cost.tensor_s
         if cost.host_s is None:
@@ -369,13 +369,6 @@ def _muon_time_s(device: DeviceType, workload: Workload, matrices: Sequence[Matr
     return total_s + issue_s if device.kind == "cpu" else max(total_s, issue_s)
 
 
-def _measured_optimizer(device: DeviceType, workload: Workload) -> OptimizerCost | None:
-    optimizer = workload.optimizer
-    implementation = implementation_on(device.kind, workload.optimizer_implementation)
-    default = implementation == implementation_on(device.kind, "default")
-    return device.optimizers.get(optimizer if default else f"{optimizer} {implementation}")
-
-
 def optimizer_issue_s(
     device: DeviceType, workload: Workload, *, tensors: int, sharded_tensors: int = 0, casts: int = 0
 ) -> float | None:
@@ -383,7 +376,7 @@ def optimizer_issue_s(
 
     `casts`: times that each tensor is cast from or to a master copy, see `master_copy_time_s`.
     """
-    cost = _measured_optimizer(device, workload)
+    cost = measured_optimizer(device, workload.optimizer, workload.optimizer_implementation)
     if cost is None or cost.host_s is None or not tensors:
         return None
     update_s = cost.host_s + tensors * (cost.host_tensor_s or 0.0) + sharded_tensors * cost.sharded_tensor_s

@@ -67,6 +67,13 @@ def pytest_runtest_teardown(item, nextitem):
         gc.freeze()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _shared_folder(tmp_path_factory):
+    """Name the folder in which processes that run tests side by side find what one of them has measured."""
+    own = tmp_path_factory.getbasetemp()
+    os.environ["GSREAL_TESTS_SHARED"] = str(own.parent if "PYTEST_XDIST_WORKER" in os.environ else own)
+
+
 @pytest.fixture(autouse=True)
 def _trusted_code():
     """Trust the factories of tests again, where a command of an earlier test did not."""

@@ -218,7 +218,11 @@ def _server(group: ServerGroup, name: str, *, big: bool) -> Layout:
     """Return one server: from top to bottom its network cards, devices, NVSwitch or PCIe, the host's memory."""
     layout = Layout()
     pitch, points = (0.62, 8.0) if big else (0.2, 6.0)
-    places = _cube(pitch) if group.inside == "cube-mesh" else [(i * pitch, 0.0) for i in range(group.devices)]
+    places = [(i * pitch, 0.0) for i in range(group.devices)]
+    if group.inside == "cube-mesh":  # devices 0, 3, 7 and 4 on the nearer face
+        wide, tall = 2.4 * pitch, 1.6 * pitch
+        left = [(0.0, 2 * tall), (wide, 1.45 * tall), (wide, 0.55 * tall), (0.0, 0.0)]
+        places = left + [(3 * wide - x, y) for x, y in left]
     if group.devices == 1:
         pitch = max(pitch, 0.5)
     width = max(x for x, _ in places)
@@ -263,13 +267,6 @@ def _bars(group: ServerGroup, x: float, below: float, above: float) -> list[tupl
     if group.host_memory:
         bars.append(("memory", "host memory", x, above))
     return bars
-
-
-def _cube(pitch: float) -> list[tuple[float, float]]:
-    """Return the positions of a cube mesh's devices: a cube, devices 0, 3, 7 and 4 on the nearer face."""
-    wide, high = 2.4 * pitch, 1.6 * pitch
-    left = [(0.0, 2 * high), (wide, 1.45 * high), (wide, 0.55 * high), (0.0, 0.0)]
-    return left + [(3 * wide - x, y) for x, y in left]
 
 
 def _switches(layout: Layout, topology: Servers, wiring: Wiring, prefix: str) -> None:

@@ -90,8 +90,8 @@ def sweep_explorer(sweep: SweepTable, *, name: str = "") -> list[Part]:
         ),
         "larger": LARGER_IS_BETTER,
         "why": [
-            _texts("why", "longest part of a step", [_longest(row) for row in rows]),
-            _texts("why", "busiest link", [_link(row) for row in rows]),
+            _texts("why", "longest part of a step", [longest_part(row) for row in rows]),
+            _texts("why", "busiest link", [busiest_link(row) for row in rows]),
             _texts("why", "memory margin", [_margin(row) for row in rows]),
         ],
         "command": _command(sweep),
@@ -255,13 +255,15 @@ def _colour(columns: Sequence[Mapping[str, Any]]) -> str | None:
     return next((column["key"] for column in columns if column["kind"] == "text"), None)
 
 
-def _longest(row: Row) -> str:
+def longest_part(row: Row) -> str:
+    """Return the phase that takes longest of a step, with its share."""
     phase = max(PHASES, key=lambda phase: row[f"{phase}_s"] or 0.0)
     share = (row[f"{phase}_s"] or 0.0) / row["step_time_s"] if row["step_time_s"] else 0.0
     return f"{phase.replace('_', ' ')}, {100 * share:.0f} %"
 
 
-def _link(row: Row) -> str:
+def busiest_link(row: Row) -> str:
+    """Return the link that is used most, with its utilisation."""
     ratio = row["slowest_link_utilisation_ratio"]
     return (
         "none" if row["slowest_link"] is None or ratio is None else f"{row['slowest_link']}, used {100 * ratio:.0f} %"

@@ -8,7 +8,7 @@ from markupsafe import Markup
 from analysis.charts.drawing import Chart
 from analysis.charts.sweeps import sweep_charts
 from analysis.charts.sweeps.panels import density_words, threshold_words
-from analysis.html_report.explorer import sweep_explorer
+from analysis.html_report.explorer import busiest_link, longest_part, sweep_explorer
 from analysis.html_report.markup import Cell, Column, Part, counted, figure, folded, paragraph, seconds, size, table
 from analysis.sweep_tables import (
     THRESHOLD,
@@ -26,7 +26,6 @@ from analysis.sweep_tables import (
     peak_bytes,
     representative,
 )
-from gssim.result import PHASES
 
 MOST_SETTINGS = 40
 MOST_ROWS = 200
@@ -205,8 +204,6 @@ def _bottlenecks(sweep: SweepTable, layout: Layout) -> Markup:
             ("thresholded", fastest(row for row in members if not is_dense(row) and not is_control(row))),
         ):
             if row is not None:
-                phase = max(PHASES, key=lambda phase: row[f"{phase}_s"] or 0.0)
-                share = (row[f"{phase}_s"] or 0.0) / row["step_time_s"] if row["step_time_s"] else 0.0
                 margin = "not known"
                 if row["margin_bytes"] is not None:
                     left = f"{size(row['margin_bytes'])} of {size(row['capacity_bytes'])} left"
@@ -215,8 +212,8 @@ def _bottlenecks(sweep: SweepTable, layout: Layout) -> Markup:
                     [
                         layout.setting_label(place) or "all points",
                         f"{_threshold(row, layout)} ({kind})",
-                        f"{phase.replace('_', ' ')}, {100 * share:.0f} %",
-                        _link(row),
+                        longest_part(row),
+                        busiest_link(row),
                         margin,
                     ]
                 )
@@ -224,10 +221,3 @@ def _bottlenecks(sweep: SweepTable, layout: Layout) -> Markup:
     columns = [Column("setting", False), *(Column(head, False) for head in heads)]
     found_in = paragraph(f"{_part(shown, settings)}.", "soft") if len(shown) < len(settings) else Markup()
     return table("What the fastest plans wait for, as predicted", columns, lines) + found_in
-
-
-def _link(row: Row) -> str:
-    ratio = row["slowest_link_utilisation_ratio"]
-    return (
-        "none" if row["slowest_link"] is None or ratio is None else f"{row['slowest_link']}, used {100 * ratio:.0f} %"
-    )

@@ -145,8 +145,11 @@ def _cluster_tables_of(run: Run) -> dict[str, Any]:
             changes["workspace_bytes"] = known[name].workspace_bytes + _dummy_gradient_bytes(run)
             changes["source"] += ": dummy gradients of Transformer Engine"
         if kept:
+            # of a micro-batch, the gradient of the logits on a tensor rank, and the output layer's input
+            tokens = run.micro_batch * run.shape.sequence_length // software.context_ranks
+            values = tokens * (run.shape.vocabulary // run.tp + run.shape.hidden)
             workspace_bytes = changes.get("workspace_bytes", known[name].workspace_bytes)
-            changes["workspace_bytes"] = workspace_bytes + kept * _deferred_bytes(run)
+            changes["workspace_bytes"] = workspace_bytes + kept * PRECISION_BYTES[software.precision] * values
             changes["source"] += f": what {kept} micro-batches keep of the output layer, as of the last stage"
         cluster["device_types"][name] = ({"preset": device} if isinstance(device, str) else device) | changes
     return cluster
@@ -166,12 +169,6 @@ def _call_overheads(platform: Platform, ranks: int, expert_ranks: int) -> dict[s
         for among in [expert_ranks if kind in fixed else ranks]
     }
     return {"overhead_s": overhead_s, "source": "analysis/literature/platforms.toml"}
-
-
-def _deferred_bytes(run: Run) -> int:
-    """Return the bytes of a micro-batch's gradient of the logits, on a tensor rank, and of the output layer's input."""
-    tokens = run.micro_batch * run.shape.sequence_length // run.software.context_ranks
-    return PRECISION_BYTES[run.software.precision] * tokens * (run.shape.vocabulary // run.tp + run.shape.hidden)
 
 
 def _dummy_gradient_bytes(run: Run) -> int:

@@ -111,7 +111,8 @@ def train_together(loaded: LoadedStudy, out: Path, *, again: bool = False) -> li
     """
     study = loaded.study
     trained = _trainings(loaded, out, again=again)
-    write_text(out / COURSES, _json_of(list(trained.values())))
+    lines = ",\n".join(json.dumps(asdict(each)) for each in trained.values())  # one a training
+    write_text(out / COURSES, f'{{"schema": "gssim.courses/1", "trainings": [\n{lines}\n]}}\n')
     inputs = inputs_of(loaded, out)
     courses: dict[str, Course] = {}
     for variant in dense_first(study):
@@ -191,12 +192,6 @@ def _training(job: Mapping[str, Any]) -> Training | None:
         density=fmean(seen["densities"]) if seen["densities"] else None,
         sent_bytes=fmean(seen["sent_bytes"]) if seen["sent_bytes"] else None,
     )
-
-
-def _json_of(trainings: Sequence[Training]) -> str:
-    """Return a file of trainings with a line for each."""
-    lines = ",\n".join(json.dumps(asdict(each)) for each in trainings)
-    return f'{{"schema": "gssim.courses/1", "trainings": [\n{lines}\n]}}\n'
 
 
 def _partly_dense(ratio: float, course: Course, dense: Course) -> Course:

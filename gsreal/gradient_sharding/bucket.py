@@ -141,9 +141,15 @@ class Bucket:
                 del self._placeholders[parameter]  # it has the added values
         if self.gradient is None:
             self.gradient = torch.empty_like(self.whole)
-        if parameter.grad is not None:
+        gradient, slot = parameter.grad, self.gradient[self.slots[parameter]]
+        if gradient is None:
+            slot.fill_(ABSENT)
+        else:
             self.reached.add(parameter)
-        _copy_gradient(parameter, self.gradient[self.slots[parameter]], self.weight)
+            if gradient.is_sparse:
+                slot.zero_().view(parameter.shape).add_(gradient, alpha=self.weight)
+            else:  # adding it to zero turns negative zeros into positive ones, in as many passes as a copy
+                torch.add(slot.new_zeros(()), gradient.reshape(-1), alpha=self.weight, out=slot)
         parameter.grad = self._placeholder(parameter) if parameter in self.reached else None
 
     def _placeholder(self, parameter: nn.Parameter) -> PushedGradient:
@@ -276,20 +282,6 @@ def _are_absent(values: Tensor) -> Tensor:
     """Return a mask of the values that are the negative zero of an absent gradient."""
     values = values.real if values.is_complex() else values
     return values.signbit().logical_and_(values == 0)
-
-
-def _copy_gradient(parameter: nn.Parameter, slot: Tensor, weight: float) -> None:
-    """Write a parameter's gradient times `weight`, dense or sparse, into its slot, or fill the slot as absent.
-
-    Adding it to zero turns negative zeros into positive ones, in as many passes as a copy.
-    """
-    gradient = parameter.grad
-    if gradient is None:
-        slot.fill_(ABSENT)
-    elif gradient.is_sparse:
-        slot.zero_().view(parameter.shape).add_(gradient, alpha=weight)
-    else:
-        torch.add(slot.new_zeros(()), gradient.reshape(-1), alpha=weight, out=slot)
 
 
 def _moved(parameters: list[nn.Parameter], flat: Tensor) -> dict[nn.Parameter, slice]:

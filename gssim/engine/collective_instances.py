@@ -276,7 +276,9 @@ def _instances(
             groups = communication.groups
             if groups not in parts:
                 parts[groups] = []
-                for part in _by_class(groups, classes.groups):
+                colours = classes.groups[groups].tolist() if len(groups) > 1 else [0]
+                for colour in dict.fromkeys(colours):
+                    part = tuple(group for group, own in zip(groups, colours, strict=True) if own == colour)
                     ranks = {rank for group in part for rank in group}
                     members = tuple(each for each in classes.ranks if each.representative in ranks)
                     parts[groups].append((part, members))
@@ -289,14 +291,6 @@ def _instances(
                 by_communication[communication] = alike
         instances[id(communication)] = alike
     return instances, by_communication
-
-
-def _by_class(groups: Groups, classes: Mapping[Groups, Ints]) -> list[Groups]:
-    """Return groups by class, those of the first one first."""
-    if len(groups) == 1:
-        return [groups]
-    colour = classes[groups].tolist()
-    return [tuple(g for g, c in zip(groups, colour, strict=True) if c == each) for each in dict.fromkeys(colour)]
 
 
 def _refined_kinds(

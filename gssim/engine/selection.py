@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
+from typing import cast
 
 import numpy as np
 
@@ -153,8 +154,9 @@ class Scheduler:
         The tuner prices a group independently of the root.
         """
         group = self.nccl_group(communication.group)
-        kind, size = _priced_as(communication)
-        choice = times(tuning, kind, size, group)
+        uneven = communication.kind == "all-to-all-v"  # other uneven forms count as even ones of their size
+        size_bytes = communication.most_sent_bytes if uneven else communication.size_bytes
+        choice = times(tuning, cast(Kind, communication.kind.removesuffix("-v")), size_bytes, group)
         name = BACKEND_ALGORITHMS["nccl"][communication.kind]
         if communication.kind == "all-reduce":  # all other kinds have one algorithm
             name = NCCL_ALGORITHMS[choice.algorithm]
@@ -377,26 +379,6 @@ def _rounded(group: Group) -> Group:
         bandwidth_bytes_per_s=float(f"{group.bandwidth_bytes_per_s:.12g}"),
         network_bytes_per_s=None if across is None else float(f"{across:.12g}"),
     )
-
-
-def _priced_as(communication: Communication) -> tuple[Kind, float]:
-    """Return the kind and size by which NCCL's tuner prices a collective; uneven forms count as even ones of their
-    size.
-    """
-    if communication.kind == "all-to-all-v":
-        return "all-to-all", communication.most_sent_bytes
-    kinds: dict[str, Kind] = {
-        "all-reduce": "all-reduce",
-        "all-gather": "all-gather",
-        "all-gather-v": "all-gather",
-        "reduce-scatter": "reduce-scatter",
-        "reduce-scatter-v": "reduce-scatter",
-        "broadcast": "broadcast",
-        "reduce": "reduce",
-        "all-to-all": "all-to-all",
-        "send": "send",
-    }
-    return kinds[communication.kind], communication.size_bytes
 
 
 MAX_PACKED_DEVICES = 8

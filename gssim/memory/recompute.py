@@ -61,7 +61,10 @@ def recomputed_buffers(
             end = FORWARD_END if autocast and _is_cached(buffer, end, last) else end
             moved += [replace(buffer, freed=end), replace(buffer, born=replace(buffer.born, phase="r"))]
         elif handed is not None and buffer is handed:
-            moved.append(replace(buffer, freed=_kept_for(buffer.freed, following)))
+            released = Moment("b", _released(following[-1], None), len(following))  # by the last of them, the block
+            own = (-buffer.freed.layer_offset, buffer.freed.position)
+            is_later = buffer.freed.phase == "b" and own > (-len(following), released.position)
+            moved.append(replace(buffer, freed=buffer.freed if is_later else released))
         else:
             # beside its output, a layer may leave a tensor to the caller, who drops it once the next block has run
             dropped = buffer.freed.phase == "f" and buffer is not passed
@@ -149,13 +152,6 @@ def _input_of_block(layer: Layer, following: Sequence[Layer]) -> Buffer | None:
         if buffer.born.phase == "f" and buffer.freed.layer_offset > 1 and buffer.size_bytes == layer.output_bytes
     ]
     return max(candidates, key=lambda buffer: buffer.born.position, default=None)
-
-
-def _kept_for(freed: Moment, following: Sequence[Layer]) -> Moment:
-    """Return when the input of the last of the layers, a block, is freed; `freed`: without checkpointing."""
-    released = Moment("b", _released(following[-1], None), len(following))
-    is_later = freed.phase == "b" and (-freed.layer_offset, freed.position) > (-len(following), released.position)
-    return freed if is_later else released
 
 
 def _moved(freed: Moment, layer: Layer, after: Layer | None) -> Moment:

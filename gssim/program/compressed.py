@@ -34,7 +34,7 @@ from gssim.collectives import Communication
 from gssim.memory import Event, footprint
 from gssim.plan import INDEX_BYTES, largest_count
 from gssim.plan.plan import low_rank_of
-from gssim.program.lowering import Lowering
+from gssim.program.lowering import Lowering, once_a_run
 from gssim.program.task import Bucket, Task, TaskId, collective_task
 
 HALF_BYTES = 2
@@ -75,13 +75,14 @@ def compress_bucket(low: Lowering, device: DeviceType, bucket: Bucket) -> tuple[
     return _send_factors(low, device, bucket)
 
 
+@once_a_run
 def compressor_tensors(low: Lowering) -> dict[str, list[float]]:
     """Return the bytes of what a compressor keeps between steps, by category, each bucket's in turn."""
     plan, kept = low.scenario.plan, {}
     if low.policies.compressor == "topk" and plan.topk.error_feedback:
         kept["residuals"] = [bucket.elements for bucket in low.buckets]
     if low.policies.compressor == "powersgd":
-        factors = low.once_a_run(_low_rank)
+        factors = _low_rank(low)
         if plan.powersgd.error_feedback:
             kept["residuals"] = [each.elements for each in factors if each.matrices]
         if plan.powersgd.warm_start:
@@ -89,6 +90,7 @@ def compressor_tensors(low: Lowering) -> dict[str, list[float]]:
     return {name: [float(elements * low.value_bytes) for elements in sizes] for name, sizes in kept.items()}
 
 
+@once_a_run
 def _low_rank(low: Lowering) -> tuple[LowRank, ...]:
     """Return the tensors of every bucket under PowerSGD."""
     options, result = low.scenario.plan.powersgd, []
@@ -101,7 +103,7 @@ def _low_rank(low: Lowering) -> tuple[LowRank, ...]:
 
 def _send_factors(low: Lowering, device: DeviceType, bucket: Bucket) -> tuple[list[Task], list[Task], list[Task]]:
     options, value, precision = low.scenario.plan.powersgd, low.value_bytes, low.scenario.workload.precision
-    tensors = low.once_a_run(_low_rank)[bucket.index]
+    tensors = _low_rank(low)[bucket.index]
     others, count = sum(tensors.others), len(tensors.matrices)
     pass_s, call_s = value / device.memory_bandwidth_bytes_per_s, device.operation_overhead_s
 

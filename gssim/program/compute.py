@@ -23,7 +23,7 @@ from gssim.memory import (
     with_scratch,
 )
 from gssim.program.kernel_workspace import scratch_events
-from gssim.program.lowering import Lowering
+from gssim.program.lowering import Lowering, once_a_run
 from gssim.program.stage_boundary import stage_timeline
 from gssim.program.task import BACKWARD, PASSES, Issue, MicroBatch, Task, TaskId
 from gssim.program.tensor_slices import (
@@ -44,9 +44,10 @@ def cuts(low: Lowering, micro_batch: MicroBatch) -> dict[int, list[int]]:
     """Return the positions at which each layer's backward is split into parts: where a bucket becomes complete inside
     it.
     """
-    return low.once_a_run(_completions) if _sends_in_buckets(low, micro_batch) else {}
+    return _completions(low) if _sends_in_buckets(low, micro_batch) else {}
 
 
+@once_a_run
 def _completions(low: Lowering) -> dict[int, list[int]]:
     """Return the positions in each layer's backward at which a bucket becomes complete."""
     positions: dict[int, list[int]] = {}
@@ -118,13 +119,13 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
     if low.recomputes or own.layers is not base:
         lives = _checkpointed(low, rank) if low.recomputes else as_traced
         timeline = _timeline(low, samples, own.layers, lives)
-    always_kept = low.once_a_run(_gradient_events, 0, 0)
+    always_kept = _gradient_events(low, 0, 0)
     added = micro_batch.accumulates and not low.casts_units  # FSDP2 itself adds those that it casts
     given_back = added + in_buckets
     adds_itself = low.has_one_gradient_buffer  # the products do
     of_slices = added if low.policies.ep > 1 else given_back  # no bucket takes those of experts
     if own.layers is low.layers and not adds_itself:
-        gradients = low.once_a_run(_gradient_events, given_back, of_slices)
+        gradients = _gradient_events(low, given_back, of_slices)
     else:
         gradients = gradient_events(
             () if adds_itself else own.layers,
@@ -191,6 +192,7 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
     return tasks
 
 
+@once_a_run
 def _gradient_events(low: Lowering, given_back: int, of_slices: int) -> Mapping[tuple[int, str], Sequence[Event]]:
     """Return the allocations and releases of the gradients of all layers; see `gradient_events`."""
     return gradient_events(
@@ -347,7 +349,7 @@ class BackwardParts:
         """Return the index of the task in which the backward reaches `place` (layer, position)."""
         layer, position = place
         instance = self.low.layers[layer]
-        cuts = set(self.low.once_a_run(_completions).get(layer, ())) | set(sum_positions(instance.layer, "b"))
+        cuts = set(_completions(self.low).get(layer, ())) | set(sum_positions(instance.layer, "b"))
         part = sum(1 for cut in cuts if cut < position)
         while backward_id(instance, part) not in self._index:
             part -= 1

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from gssim import cost
 from gssim.collectives import Communication, Pairs
 from gssim.memory import footprint
-from gssim.program.lowering import Lowering
+from gssim.program.lowering import Lowering, once_a_run
 from gssim.program.task import PASSES, Operation, Task, TaskId, collective_task
 from gssim.scenario import rows_by_rank
 from gssim.units import PRECISION_BYTES
@@ -38,11 +38,12 @@ def expert_exchange(
 ) -> Task:
     """Return the task of an all-to-all of a layer with divided experts; `samples`: of each rank."""
     own = TaskId(OPERATIONS[reduction.kind], layer=instance.module, during=PASSES[phase])
-    exchange = low.once_a_run(_exchange, instance.module, reduction.kind, reduction.size_bytes.at(b=1, s=1), samples)
+    exchange = _exchange(low, instance.module, reduction.kind, reduction.size_bytes.at(b=1, s=1), samples)
     staged = low.staging(low.device(rank), exchange)
     return collective_task(own, exchange, need=footprint(staged))
 
 
+@once_a_run
 def _exchange(low: Lowering, module: str, kind: str, size: int, samples: int) -> Communication:
     """Return an all-to-all of every group of ranks that divide experts; `size`: bytes of a row, or of the counts."""
     group, *beside = low.expert_groups

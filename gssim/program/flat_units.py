@@ -24,7 +24,7 @@ from gssim import cost
 from gssim.collectives import Communication
 from gssim.memory import Event, footprint
 from gssim.program.compute import backward_begin, beside_host, forward_id, pass_ends
-from gssim.program.lowering import Lowering
+from gssim.program.lowering import Lowering, once_a_run
 from gssim.program.push import send_bucket
 from gssim.program.sharded import gather_id, insert_beside
 from gssim.program.task import Bucket, MicroBatch, Task, TaskId, collective_task
@@ -160,6 +160,7 @@ def _just_in_time(low: Lowering, rank: int, uses: Sequence[Use], phase: str, beg
     return before
 
 
+@once_a_run
 def _all_gather(low: Lowering, elements: int, size_bytes: float) -> Communication:
     """Return the all-gather of a unit of so many elements, which is the same for all ranks."""
     parts = tuple(float(n * low.value_bytes) for n in low.division_of(elements).owned[0])
@@ -169,7 +170,7 @@ def _all_gather(low: Lowering, elements: int, size_bytes: float) -> Communicatio
 def _gather(low: Lowering, rank: int, unit: FlatUnit, phase: str) -> list[Task]:
     """Return the gather of a unit: the own shard is cast into a new flat buffer, then all shards are all-gathered."""
     own = gather_id(unit.name, phase)
-    exchange = low.once_a_run(_all_gather, unit.bucket.elements, unit.size_bytes)
+    exchange = _all_gather(low, unit.bucket.elements, unit.size_bytes)
     owned = low.division(unit.bucket).owned[0]
     moved_bytes = owned[low.position(rank)] * (low.master_bytes + low.value_bytes) / 2  # one read, the other written
     copy_s = cost.copy_time_s(low.device(rank), moved_bytes)

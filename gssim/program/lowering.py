@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, wraps
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 import numpy as np
@@ -39,6 +39,32 @@ from gssim.workload.owned import OwnedLayers, owned_layers
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def once_a_step(function: Callable[Concatenate["Lowering", P], T]) -> Callable[Concatenate["Lowering", P], T]:
+    """Cache a function of the lowering: it is computed once for all ranks of a step that ask for the same."""
+
+    @wraps(function)
+    def cached(low: "Lowering", /, *arguments: P.args, **named: P.kwargs) -> T:
+        key = (cached, arguments, *named.items())
+        if key not in low.step_cache:
+            low.step_cache[key] = function(low, *arguments, **named)
+        return cast(T, low.step_cache[key])
+
+    return cached
+
+
+def once_a_run(function: Callable[Concatenate["Lowering", P], T]) -> Callable[Concatenate["Lowering", P], T]:
+    """Cache a function of the lowering that is equal in all steps: it is computed once for all of them."""
+
+    @wraps(function)
+    def cached(low: "Lowering", /, *arguments: P.args, **named: P.kwargs) -> T:
+        key = (cached, arguments, *named.items())
+        if key not in low.run_cache:
+            low.run_cache[key] = function(low, *arguments, **named)
+        return cast(T, low.run_cache[key])
+
+    return cached
 
 
 class ComputeKind(NamedTuple):
@@ -82,9 +108,9 @@ class Lowering:
     slowed_steps: Sequence[Mapping[int, float]] = ()
     """The same in each step of a period, where a program is of all of them; empty: `slowed` holds in all."""
 
-    _of_step: dict[Hashable, object] = field(default_factory=dict)
+    step_cache: dict[Hashable, object] = field(default_factory=dict)
     """Values of functions that differ from step to step, by function and arguments."""
-    _of_run: dict[Hashable, object] = field(default_factory=dict)
+    run_cache: dict[Hashable, object] = field(default_factory=dict)
     """Values of functions that are equal in all steps, by function and arguments."""
 
     computed: dict[ComputeKind, Sequence[Task]] = field(default_factory=dict)
@@ -94,29 +120,14 @@ class Lowering:
         """Return the lowering of another step; cached is only what is equal in all steps."""
         other = copy(self)
         slowed = self.slowed_steps[step % len(self.slowed_steps)] if self.slowed_steps else self.slowed
-        for name, value in (("step", step), ("_of_step", {}), ("slowed", slowed)):
+        for name, value in (("step", step), ("step_cache", {}), ("slowed", slowed)):
             object.__setattr__(other, name, value)
         return other
 
+    @once_a_step
     def of_stage(self, stage: Stage) -> "Lowering":
         """Return the lowering of one of the stages that are held."""
-        return replace(self, stages=(stage,), _of_step={}, _of_run={}, computed={})
-
-    def once_a_step(
-        self, function: Callable[Concatenate["Lowering", P], T], *arguments: P.args, **_none: P.kwargs
-    ) -> T:
-        """Return the value of a function of the lowering, computed once for all ranks of a step that ask for it."""
-        key = (function, arguments)
-        if key not in self._of_step:
-            self._of_step[key] = function(self, *arguments, **_none)
-        return cast(T, self._of_step[key])
-
-    def once_a_run(self, function: Callable[Concatenate["Lowering", P], T], *arguments: P.args, **_none: P.kwargs) -> T:
-        """Return the value of a function of the lowering that is equal in all steps, computed once for all of them."""
-        key = (function, arguments)
-        if key not in self._of_run:
-            self._of_run[key] = function(self, *arguments, **_none)
-        return cast(T, self._of_run[key])
+        return replace(self, stages=(stage,), step_cache={}, run_cache={}, computed={})
 
     @cached_property
     def layers(self) -> tuple[LayerInstance, ...]:
@@ -161,6 +172,7 @@ class Lowering:
         """Return the first position among the ranks that divide experts whose experts get as many rows as a rank's."""
         return self._expert_positions[self.policies.mesh.expert_position(rank)]
 
+    @once_a_run
     def _routed_layers(self, position: int) -> OwnedLayers:
         if position == 0:
             return OwnedLayers(self.layers)
@@ -296,9 +308,9 @@ class Lowering:
 
     def ranks_on_host(self, rank: int) -> int:
         """Return the number of ranks on the host of a rank."""
-        devices = self.scenario.cluster.devices
-        return self.once_a_run(Lowering._ranks_by_host)[devices[rank].host]
+        return self._ranks_by_host()[self.scenario.cluster.devices[rank].host]
 
+    @once_a_run
     def _ranks_by_host(self) -> Mapping[str, int]:
         return Counter(device.host for device in self.scenario.cluster.devices[: self.scenario.ranks])
 
@@ -341,11 +353,9 @@ class Lowering:
         """Return how a bucket's elements are divided among the ranks."""
         return self.division_of(bucket.elements)
 
+    @once_a_run
     def division_of(self, elements: int) -> Division:
         """Return how a bucket of so many elements is divided among the ranks."""
-        return self.once_a_run(Lowering._divided, elements)
-
-    def _divided(self, elements: int) -> Division:
         rows = [self.shard_shares[first : first + self.places] for first in range(0, len(self.group), self.places)]
         return divide(elements, by_node=rows)
 
@@ -353,11 +363,9 @@ class Lowering:
         """Return the number of elements of a bucket that a rank owns, where gradients are pushed to their owners."""
         return self.division(bucket).owned[self.place(rank)][self.node(rank)]
 
+    @once_a_run
     def groups_along(self, axis: str) -> tuple[Sequence[int], ...]:
         """Return the groups of the lowering's ranks along a data axis, by first rank; shards are along `cp` too."""
-        return self.once_a_run(Lowering._groups_by_first_rank, axis)
-
-    def _groups_by_first_rank(self, axis: str) -> tuple[Sequence[int], ...]:
         mesh, axes = self.policies.mesh, (axis, "cp") if axis == "dp_shard" else (axis,)
         alone = math.prod(getattr(mesh, name) for name in axes) == len(self.group)
         groups = [self.group] if alone else [mesh.group(rank, *axes) for rank in self.group]
@@ -409,8 +417,9 @@ class Lowering:
 
     def samples(self, rank: int, micro_batch: MicroBatch) -> int:
         """Return the number of samples of a rank in a micro-batch."""
-        return self.once_a_run(Lowering._split, self.batch_sizes[rank], micro_batch.count)[micro_batch.index]
+        return self._split(self.batch_sizes[rank], micro_batch.count)[micro_batch.index]
 
+    @once_a_run
     def _split(self, samples: int, micro_batches: int) -> Sequence[int]:
         return splitting.split(samples, splitting.even(micro_batches))
 
@@ -585,11 +594,12 @@ class Lowering:
         Of ranks that divide experts, with the rows of its own.
         """
         if self.policies.ep > 1:
-            return self.once_a_run(Lowering._routed_layers, self.expert_position(rank))
+            return self._routed_layers(self.expert_position(rank))
         if not self.assigns_layers:
             return OwnedLayers(self.layers)
-        return self.once_a_run(Lowering._layers_as_owned, *self.owned_ranges[rank])
+        return self._layers_as_owned(*self.owned_ranges[rank])
 
+    @once_a_run
     def _layers_as_owned(self, first: int, last: int) -> OwnedLayers:
         return owned_layers(self.layers, frozenset(range(first, last)))
 

@@ -13,7 +13,7 @@ from gssim import sparsity
 from gssim.collectives import Pairs, summed
 from gssim.execution.cache import Same
 from gssim.plan import absolute_threshold, encodings
-from gssim.program.lowering import Lowering
+from gssim.program.lowering import Lowering, once_a_run, once_a_step
 from gssim.program.task import Bucket, MicroBatch
 from gssim.sparsity import movements, staleness_steps
 from gssim.units import PRECISION_BYTES, Floats, Ints
@@ -29,11 +29,13 @@ def push_matrix(low: Lowering, bucket: Bucket, micro_batch: MicroBatch, place: i
     """Return the matrix of bytes from each node's rank at a place to each owner, for a bucket."""
     if is_thresholded(low):
         return push_sizes(low, micro_batch, place).matrix(bucket.index)
-    return low.once_a_step(_dense_matrix, low.division(bucket).owned[place])
+    return matrix_to_all(low, low.division(bucket).owned[place], low.value_bytes)
 
 
-def _dense_matrix(low: Lowering, owned: tuple[int, ...]) -> Pairs:
-    return to_all(owned, low.value_bytes)
+@once_a_run
+def matrix_to_all(low: Lowering, owned: tuple[int, ...], factor: int) -> Pairs:
+    """Return one matrix for all exchanges of equal parts to all: matrices take long to compare."""
+    return to_all(owned, factor)
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,11 +148,6 @@ class OthersOf(Sequence[float]):
         return (*row[: self.own], *row[self.own + 1 :])
 
 
-def push_sizes(low: Lowering, micro_batch: MicroBatch, place: int) -> PushSizes:
-    """Return the messages of a step's thresholded pushes from the ranks at a place, after a micro-batch."""
-    return low.once_a_step(_push_sizes, micro_batch, place)
-
-
 @dataclass(frozen=True, eq=False)
 class PushTotals:
     """Sums over the messages between the ranks at a place, of a step's thresholded pushes."""
@@ -162,17 +159,20 @@ class PushTotals:
 
 def push_totals(low: Lowering, micro_batch: MicroBatch, place: int) -> PushTotals:
     """Return the sums over the messages of `push_sizes`: kept for all steps, as the messages of many ranks are not."""
-    return low.once_a_run(_push_totals, low.step, micro_batch, place)
+    return _push_totals(low, low.step, micro_batch, place)
 
 
+@once_a_run
 def _push_totals(low: Lowering, _step: int, micro_batch: MicroBatch, place: int) -> PushTotals:
     sizes = push_sizes(low, micro_batch, place)
     entries = float(sizes.payloads(sizes.messages.entries).sum())
     return PushTotals(sizes.payloads(sizes.messages.size_bytes), entries)
 
 
-def _push_sizes(low: Lowering, micro_batch: MicroBatch, place: int) -> PushSizes:
-    pieces, (kinds, numbers) = owned_pieces(low, place), low.once_a_run(_sender_classes, micro_batch)
+@once_a_step
+def push_sizes(low: Lowering, micro_batch: MicroBatch, place: int) -> PushSizes:
+    """Return the messages of a step's thresholded pushes from the ranks at a place, after a micro-batch."""
+    pieces, (kinds, numbers) = owned_pieces(low, place), _sender_classes(low, micro_batch)
     entries = np.zeros((len(low.buckets), len(kinds), low.nodes))
     for number, (samples, part) in enumerate(kinds):
         if samples:
@@ -181,6 +181,7 @@ def _push_sizes(low: Lowering, micro_batch: MicroBatch, place: int) -> PushSizes
     return PushSizes(np.array(numbers), messages_of(low, low.push.encoding, pieces.elements_owned[:, None], entries))
 
 
+@once_a_run
 def _sender_classes(low: Lowering, micro_batch: MicroBatch) -> tuple[Sequence[tuple[int, float]], Sequence[int]]:
     """Return the distinct gradient means over senders (see `_sender_samples`), and the index of the one of each
     node.
@@ -216,18 +217,15 @@ class OwnedPieces:
         return summed(self.owner, self.elements * densities, whole.size).reshape(whole.shape)
 
 
+@once_a_run
 def owned_pieces(low: Lowering, place: int) -> OwnedPieces:
     """Return the pieces of tensors in each owner's range of every bucket."""
-    return low.once_a_run(_pieces, place)
-
-
-def _pieces(low: Lowering, place: int) -> OwnedPieces:
     members = [(instance, p) for bucket in low.buckets for instance, p in bucket.members]
     names = tuple(p.name.replace("{}", instance.module) for instance, p in members)
     tensor_sizes = np.array([p.elements for _, p in members], dtype=np.int64)
     starts = np.cumsum(tensor_sizes) - tensor_sizes  # as if all buckets were one
     begins = np.cumsum([0, *(bucket.elements for bucket in low.buckets)])[:-1]
-    by_bucket = [low.once_a_run(_ranges, bucket.elements, place) for bucket in low.buckets]
+    by_bucket = [_ranges(low, bucket.elements, place) for bucket in low.buckets]
     ranges = np.concatenate([each + begin for each, begin in zip(by_bucket, begins, strict=True)])
     first, last = ranges[:, 0], ranges[:, 1]
     # a range is cut where tensors begin
@@ -244,6 +242,7 @@ def _pieces(low: Lowering, place: int) -> OwnedPieces:
     return OwnedPieces(owned, owner, end - begin, names, parts)
 
 
+@once_a_run
 def _ranges(low: Lowering, elements: int, place: int) -> Ints:
     """Return the first and the last element of each owner's range in a bucket of so many elements."""
     return np.array(low.division_of(elements).ranges(place), dtype=np.int64)
@@ -259,7 +258,7 @@ def _push_ratios(low: Lowering, samples: int, part: float) -> Mapping[str, spars
             statistics, low.push, samples=samples, tensor=name, step=step, part=part, lag_steps=lag_steps
         )
 
-    step, lag_steps = low.once_a_step(_density_step)
+    step, lag_steps = _density_step(low)
     key = (Same(statistics), Same(low.scenario.workload.model), low.push, samples, part, step, lag_steps)
     return low.shared.once("densities of pushes", key, lambda: by_parameter(low, ratios_of), most=MAX_CACHED_DENSITIES)
 
@@ -287,7 +286,7 @@ def by_parameter(low: Lowering, ratios_of: Callable[[str], sparsity.Ratios]) -> 
 
 def sent_ratios(low: Lowering, micro_batch: MicroBatch) -> tuple[Hashable, ...]:
     """Return the sent fractions of all tensors in this step, for each class of senders with samples."""
-    kinds, _ = low.once_a_run(_sender_classes, micro_batch)
+    kinds, _ = _sender_classes(low, micro_batch)
     ratios = [_push_ratios(low, *kind) for kind in kinds if kind[0]]
     return tuple(in_order(low, each) for each in ratios)
 
@@ -297,18 +296,20 @@ def in_order(low: Lowering, ratios: Mapping[str, sparsity.Ratios]) -> Hashable:
     return low.shared.once("order of densities", Same(ratios), lambda: tuple(sorted(ratios.items())))
 
 
+@once_a_step
 def _density_step(low: Lowering) -> tuple[int, float]:
     """Return the step, and by how many steps its parameters lag, for the densities of a step.
 
     After the last sampled step, densities are constant.
     """
     assert low.statistics is not None
-    lag_steps, last = low.once_a_step(_lag_steps), low.statistics.sampled_steps[-1]
+    lag_steps, last = _lag_steps(low), low.statistics.sampled_steps[-1]
     if low.step > low.push.warmup_steps and low.step - lag_steps >= last:
         return max(last, low.push.warmup_steps + 1), 0.0
     return low.step, lag_steps
 
 
+@once_a_step
 def _lag_steps(low: Lowering) -> float:
     """Return the number of steps by which parameters used for compute lag, where not all updates are published."""
     if not low.thresholds_publish:
@@ -316,11 +317,10 @@ def _lag_steps(low: Lowering) -> float:
     threshold = absolute_threshold(low.scenario.plan.publish, low.scenario.workload.learning_rate)
     assert threshold is not None
     run = low.scenario.run
-    return staleness_steps(
-        low.once_a_run(_movements, max(low.step, run.warmup_steps + run.steps))[: low.step], threshold
-    )
+    return staleness_steps(_movements(low, max(low.step, run.warmup_steps + run.steps))[: low.step], threshold)
 
 
+@once_a_run
 def _movements(low: Lowering, steps: int) -> Sequence[float]:
     """Return the distance by which the mean element moves in each of the first steps."""
     elements = {p.name.replace("{}", instance.module): p.elements for instance, p in low.parameters}
@@ -385,13 +385,14 @@ def threshold_memory(low: Lowering, rank: int) -> dict[str, float]:
     if low.policies.gradients != "push" or (low.push.threshold is None and not low.thresholds_publish):
         return {}
     chunked = low.device(rank).kind == "cpu"
-    range_elements, part_elements = low.once_a_run(_most_owned, low.place(rank))
+    range_elements, part_elements = _most_owned(low, low.place(rank))
     flags, magnitudes = encodings.scratch_elements(range_elements, part_elements, chunked=chunked)
     residuals = sum(residual_elements(low, bucket, rank) for bucket in low.buckets)
     scratch = flags + magnitudes * max(low.value_bytes, PRECISION_BYTES["fp32"])
     return {"residuals": float(residuals * residual_value_bytes(low)), "scratch": float(scratch)}
 
 
+@once_a_run
 def _most_owned(low: Lowering, place: int) -> tuple[int, int]:
     """Return the elements of the largest range of an owner at a place, and of the largest part of a place."""
     owned = [low.division(bucket).owned[place] for bucket in low.buckets]

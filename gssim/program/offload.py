@@ -27,7 +27,7 @@ from gssim.cluster import DeviceType
 from gssim.collectives import TO_HOST, Communication
 from gssim.collectives.communication import FROM_HOST
 from gssim.memory import NOTHING, Event, Footprint, footprint
-from gssim.program.lowering import Lowering
+from gssim.program.lowering import Lowering, once_a_run
 from gssim.program.task import Task, TaskId, collective_task
 
 COPY_TO_HOST: Final = "copy-to-host"
@@ -38,9 +38,10 @@ def updating_device(low: Lowering, rank: int) -> DeviceType:
     """Return the device that updates what a rank owns: its own, or its part of its host's cores and bandwidth."""
     if low.offload is None:
         return low.device(rank)
-    return low.once_a_run(_part_of_host, low.scenario.cluster.devices[rank].type, low.ranks_on_host(rank))
+    return _part_of_host(low, low.scenario.cluster.devices[rank].type, low.ranks_on_host(rank))
 
 
+@once_a_run
 def _part_of_host(low: Lowering, device_type: str, ranks: int) -> DeviceType:
     device, host = low.scenario.cluster.device_types[device_type], low.scenario.cluster.host
     assert host is not None  # a scenario is checked for it

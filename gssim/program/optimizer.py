@@ -10,7 +10,7 @@ from gssim.collectives import Communication
 from gssim.memory import Event, footprint, input_bytes
 from gssim.program.clipping import clip_gradients, divides_master_gradients, unscale_gradients
 from gssim.program.compressed import compressor_tensors
-from gssim.program.lowering import Lowering
+from gssim.program.lowering import Lowering, once_a_step
 from gssim.program.messages import threshold_memory
 from gssim.program.offload import around_update, host_bytes, updating_device
 from gssim.program.periodic import outer_memory, outer_tensors, synchronize_parameters, unsent_tensors
@@ -52,8 +52,8 @@ def persistent_tensors(low: Lowering, rank: int, held: Mapping[str, float]) -> T
         "buckets": lambda: [bucket.elements * low.buffer_value_bytes for bucket in _buffers(low)],
         "outer_parameters": lambda: outer_tensors(low),
         "outer_momentum": lambda: outer_tensors(low),
-        "residuals": lambda: [*low.once_a_run(compressor_tensors).get("residuals", ()), *unsent_tensors(low)],
-        "low_rank_factors": lambda: low.once_a_run(compressor_tensors)["low_rank_factors"],
+        "residuals": lambda: [*compressor_tensors(low).get("residuals", ()), *unsent_tensors(low)],
+        "low_rank_factors": lambda: compressor_tensors(low)["low_rank_factors"],
         "buffers": lambda: [] if low.stages else workload.model.buffer_sizes(low.value_bytes),
         "workspace": lambda: workspaces(held["workspace"]),
         "optimizer": lambda: [
@@ -143,14 +143,14 @@ def optimize(low: Lowering, rank: int, tasks: list[Task], *, replicas: Sequence[
             _update(low, rank, dense, of_dense, None, ends=False),
             _update(low, rank, experts, of_experts, 1, ends=True),
         ]
-        published = [low.once_a_step(_broadcast_tensors), low.once_a_step(_broadcast_experts)]
+        published = [_broadcast_tensors(low, each) for each in (False, True)]
         return [*tasks, updates[0], *published[0], updates[1], *published[1]]
     update = _update(low, rank, owned, low.matrices(rank), None, ends=True)
     if low.policies.gradients == "push":
         return publish(low, rank, [*tasks, *clipped], update)
     summed = sum_partial_gradients(low, rank)
     updated = around_update(low, rank, update, partial(owned_tensors, low))
-    tasks = [*tasks, *summed, *unscaled, *clipped, *updated, *low.once_a_step(_publish_replicas)]
+    tasks = [*tasks, *summed, *unscaled, *clipped, *updated, *_publish_replicas(low)]
     return [*tasks, *synchronize_parameters(low, rank)]
 
 
@@ -246,10 +246,11 @@ def holds_shards(low: Lowering) -> bool:
     return low.policies.parameters != "replicated" and (not pushes or len(low.group) > 1)
 
 
+@once_a_step
 def _publish_replicas(low: Lowering) -> Sequence[Task]:
     """Return the tasks that bring updated parameters to all replicas."""
     if low.assigns_tensors:
-        return _broadcast_tensors(low)
+        return _broadcast_tensors(low, False)
     if low.flat_part:
         return _all_gather_flat(low)
     if not low.assigns_layers:
@@ -260,26 +261,18 @@ def _publish_replicas(low: Lowering) -> Sequence[Task]:
     return [collective_task(TaskId("publish"), exchange)]
 
 
-def _broadcast_tensors(low: Lowering) -> list[Task]:
+@once_a_step
+def _broadcast_tensors(low: Lowering, of_experts: bool) -> list[Task]:
     """ZeRO-1: every tensor is broadcast by its owner, rank after rank; the step ends when all have arrived.
 
     ZeroRedundancyOptimizer posts all of them and then waits; the backend starts them in that order, as many
-    concurrently as it has threads.
+    concurrently as it has threads. `of_experts`: those of divided experts, which have an optimizer of their own, among
+    the ranks that hold the same ones; nothing where no other rank does.
     """
-    return _broadcast_owned(low, [low.group], low.owned_parameters, None)
-
-
-def _broadcast_experts(low: Lowering) -> list[Task]:
-    """The same of divided experts, among the ranks that hold the same ones; nothing where no other rank does."""
-    groups = low.expert_replicas
-    return _broadcast_owned(low, groups, low.owned_experts, 1) if len(groups[0]) > 1 else []
-
-
-def _broadcast_owned(
-    low: Lowering, groups: Sequence[Sequence[int]], by_root: Sequence[Sequence[int]], part: int | None
-) -> list[Task]:
-    """Return the broadcasts of every group, whose ranks own the tensors `by_root`; `part`: number of the optimizer."""
-    group, *beside = groups
+    group, *beside = low.expert_replicas if of_experts else [low.group]
+    if of_experts and len(group) == 1:
+        return []
+    by_root, part = (low.owned_experts, 1) if of_experts else (low.owned_parameters, None)
     handed = Task(TaskId("parameters", "hand-over", part=part), "idle")
     tasks: list[Task] = []
     for root, owned in enumerate(by_root):
@@ -326,7 +319,7 @@ def owned_tensors(low: Lowering, rank: int) -> Sequence[int]:
     if gradients == "push":
         return [low.pushed_elements(bucket, rank) for bucket in low.buckets]
     if gradients == "reduce-scatter":
-        return owned_rows(low, rank)
+        return owned_rows(low, low.shard_position(rank))
     if low.flat_part and low.scenario.workload.optimizer == "muon":
         groups = ((len(low.group), False), (len(low.expert_replicas[0]), True))
         rest = [low.even_rest(ranks, of_experts=of_experts) for ranks, of_experts in groups]
@@ -366,13 +359,6 @@ def _gradients_at_end(low: Lowering, rank: int) -> tuple[float, ...]:
     return tuple(float(elements * value_bytes) for elements in owned_tensors(low, rank))
 
 
-def _module_buffers(low: Lowering) -> Sequence[int]:
-    """Return the bytes of the module buffers that a rank holds; layers that all its stages run have one module each."""
-    if not low.stages:
-        return low.scenario.workload.model.buffer_sizes(low.value_bytes)
-    return [instance.layer.buffer_size(low.value_bytes) for instance in low.layers]
-
-
 def persistent_bytes(low: Lowering, rank: int) -> tuple[dict[str, float], dict[str, float]]:
     """Return what a rank always keeps on its device, and in its host's memory, by category."""
     workload, policies = low.scenario.workload, low.scenario.policies
@@ -386,10 +372,13 @@ def persistent_bytes(low: Lowering, rank: int) -> tuple[dict[str, float], dict[s
         pushes = policies.gradients == "push"
         pushed_bytes = sum(owned) * low.master_bytes + frozen_bytes
         parameters = pushed_bytes if pushes else sum(unit.shard_bytes for unit in units(low))
+    buffers: Sequence[int] = workload.model.buffer_sizes(low.value_bytes)
+    if low.stages:  # layers that all stages run have one module each
+        buffers = [instance.layer.buffer_size(low.value_bytes) for instance in low.layers]
     held = {
         "parameters": parameters,
         "workspace": low.device(rank).workspace_bytes,
-        "buffers": float(sum(_module_buffers(low))),
+        "buffers": float(sum(buffers)),
         "optimizer": optimizer_state_bytes(
             workload.optimizer,
             elements=sum(owned),
@@ -409,6 +398,6 @@ def persistent_bytes(low: Lowering, rank: int) -> tuple[dict[str, float], dict[s
     if policies.gradients == "all-reduce":
         held["buckets"] = sum(bucket.elements for bucket in _buffers(low)) * low.buffer_value_bytes
     held |= outer_memory(low)
-    held |= {name: sum(sizes) for name, sizes in low.once_a_run(compressor_tensors).items()}
+    held |= {name: sum(sizes) for name, sizes in compressor_tensors(low).items()}
     held |= threshold_memory(low, rank)
     return held, host_bytes(low, rank, held, owned)

@@ -25,7 +25,7 @@ from gssim.plan import REPLICA_AXES
 from gssim.program.compute import compute
 from gssim.program.equal_messages import message_classes
 from gssim.program.flat_units import gather_flat_parameters, gather_flat_parameters_twice, push_units
-from gssim.program.lowering import Lowering
+from gssim.program.lowering import Lowering, once_a_run
 from gssim.program.messages import in_order, is_thresholded, mean_push_density, push_totals, sent_ratios
 from gssim.program.optimizer import Tensors, optimize, persistent_bytes, persistent_tensors
 from gssim.program.pipeline import pipeline, replicas_of, stage_buffers
@@ -414,17 +414,24 @@ def _tasks(low: Lowering, rank: int, alike: "_Alike", *, chunked: bool) -> list[
             tasks += with_ids(_step_tasks(low.at_step(step), rank, alike), partial(TaskId.in_step, step=step + 1))
         return tasks
     if low.stages:
-        parts = pipeline(low, rank, partial(_stage_tasks, rank=rank, alike=alike), chunked=chunked)
-        return [*_load_batch(low, rank), *parts, *optimize(low, rank, [], replicas=replicas_of(low, rank))]
+        parts = pipeline(low, rank, partial(_unnumbered, rank=rank, alike=alike), chunked=chunked)
+        replicas = replicas_of(low, low.batch_sizes[rank])
+        return [*_load_batch(low, rank), *parts, *optimize(low, rank, [], replicas=replicas)]
     return [*_step_tasks(low, rank, alike)]
 
 
 def _step_tasks(low: Lowering, rank: int, alike: "_Alike") -> list[Task]:
     """Return the tasks of a rank's step on the whole model."""
-    kind = low.once_a_run(_rank_kind, rank)
+    kind = _rank_kind(low, rank)
     if kind not in alike.steps:
-        micro_batches = (_micro_batch(low, micro_batch, rank=rank, alike=alike) for micro_batch in low.micro_batches)
-        alike.steps[kind] = [task for tasks in micro_batches for task in tasks]
+        alike.steps[kind] = []
+        for micro_batch in low.micro_batches:
+            if (kind, micro_batch) not in alike.micro_batches:
+                own = _unnumbered(low, micro_batch, rank=rank, alike=alike)
+                if micro_batch.number is not None:
+                    own = with_ids(own, partial(TaskId.at, micro_batch=micro_batch.number))
+                alike.micro_batches[kind, micro_batch] = own
+            alike.steps[kind] += alike.micro_batches[kind, micro_batch]
     tasks, ratio = [*_load_batch(low, rank), *optimize(low, rank, alike.steps[kind])], low.slowed.get(rank, 1.0)
     if ratio != 1:
         tasks = [replace(t, duration_s=ratio * t.duration_s) if t.phase in SLOWED_PHASES else t for t in tasks]
@@ -494,6 +501,7 @@ class _RankKind(NamedTuple):
     """Of ranks in a ring, whose blocks differ, the rank's position."""
 
 
+@once_a_run
 def _rank_kind(low: Lowering, rank: int) -> _RankKind:
     return _RankKind(
         low.scenario.cluster.devices[rank].type,
@@ -530,36 +538,17 @@ class _Alike:
     """Tasks of micro-batches without their number."""
 
 
-def _micro_batch(low: Lowering, micro_batch: MicroBatch, *, rank: int, alike: _Alike) -> list[Task]:
-    """Return the tasks of one micro-batch of a rank: all passes but the update."""
-    kind = low.once_a_run(_rank_kind, rank)
-    if (kind, micro_batch) not in alike.micro_batches:
-        several, number = _unnumbered(low, rank, kind, micro_batch, alike), micro_batch.number
-        alike.micro_batches[kind, micro_batch] = (
-            several if number is None else with_ids(several, partial(TaskId.at, micro_batch=number))
-        )
-    return alike.micro_batches[kind, micro_batch]
-
-
-def _stage_tasks(
-    low: Lowering, micro_batch: MicroBatch, gathered: Gathered | None, *, rank: int, alike: _Alike
-) -> list[Task]:
-    """Return the tasks of one micro-batch of a rank's stage without its number, equal ones as the same list."""
-    return _unnumbered(low, rank, low.once_a_run(_rank_kind, rank), micro_batch, alike, gathered)
-
-
 def _unnumbered(
-    low: Lowering,
-    rank: int,
-    rank_kind: _RankKind,
-    micro_batch: MicroBatch,
-    alike: _Alike,
-    gathered: Gathered | None = None,
+    low: Lowering, micro_batch: MicroBatch, gathered: Gathered | None = None, *, rank: int, alike: _Alike
 ) -> list[Task]:
+    """Return the tasks of one micro-batch of a rank, or of its stage, without its number: all passes but the update.
+
+    Equal ones are the same list.
+    """
     policies = low.scenario.policies
     pushes, sharded = policies.gradients == "push", policies.parameters != "replicated"
     kind = _MicroBatchKind(
-        rank_kind,
+        _rank_kind(low, rank),
         low.samples(rank, micro_batch),
         micro_batch.first,
         micro_batch.sends_gradients,
@@ -567,24 +556,19 @@ def _unnumbered(
         gathered,
     )
     if kind not in alike.unnumbered:
-        tasks = _forward_and_backward(low, rank, micro_batch)
+        computed = low.compute_kind(rank, micro_batch)
+        if computed not in low.computed:
+            if low.stages and low.policies.ep == 1:  # else equal layers may exchange other numbers of rows
+                low.computed[computed] = _of_equal_stage(low, rank, micro_batch)
+            else:
+                low.computed[computed] = compute(low, rank, micro_batch)
+        tasks = list(low.computed[computed])
         if gathered is not None:
             alike.unnumbered[kind] = run_stage(low, rank, tasks, micro_batch, gathered)
             return alike.unnumbered[kind]
         tasks = REDUCE_GRADIENTS[policies.gradients, sharded](low, rank, tasks, micro_batch)
         alike.unnumbered[kind] = HOLD_PARAMETERS[policies.parameters, pushes](low, rank, tasks)
     return alike.unnumbered[kind]
-
-
-def _forward_and_backward(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
-    """Return forward and backward of a micro-batch, cached over ranks and steps."""
-    kind = low.compute_kind(rank, micro_batch)
-    if kind not in low.computed:
-        if low.stages and low.policies.ep == 1:  # else equal layers may exchange other numbers of rows
-            low.computed[kind] = _of_equal_stage(low, rank, micro_batch)
-        else:
-            low.computed[kind] = compute(low, rank, micro_batch)
-    return list(low.computed[kind])
 
 
 def _of_equal_stage(low: Lowering, rank: int, micro_batch: MicroBatch) -> Sequence[Task]:
@@ -616,7 +600,7 @@ def _of_equal_stage(low: Lowering, rank: int, micro_batch: MicroBatch) -> Sequen
         exchange = task.exchange
         if exchange is not None:
             if id(exchange) not in exchanges:
-                group, *groups = low.once_a_run(layer_groups, low.batch_sizes[rank])
+                group, *groups = layer_groups(low, low.batch_sizes[rank])
                 exchanges[id(exchange)] = replace(exchange, group=group, beside=tuple(groups))
             exchange = exchanges[id(exchange)]
         joined = None if task.communication is None else _of_layer(task.communication, own)

@@ -38,7 +38,7 @@ from gssim.collectives import Communication
 from gssim.memory import Event, footprint
 from gssim.plan.buckets import Fragment, fragments_of
 from gssim.plan.plan import INT8_BLOCK_ELEMENTS, INT8_SCALE_BYTES, chunks_of, int8_blocks, sparse_message_bytes
-from gssim.program.lowering import Lowering
+from gssim.program.lowering import Lowering, once_a_run
 from gssim.program.replicated import broadcast_buffers
 from gssim.program.task import Program, Task, TaskId, collective_task, with_ids
 from gssim.units import Floats
@@ -70,7 +70,7 @@ def synchronize_parameters(low: Lowering, rank: int) -> list[Task]:
     step = low.step % every + 1
     tasks: list[Task] = []
     number = 0
-    for fragment in low.once_a_run(_fragments):
+    for fragment in _fragments(low):
         for tensors in _elements(low, fragment):
             if step in (fragment.begin_step, fragment.end_step):
                 copied_in, exchange, copied_out = _bucket_tasks(low, rank, number, tensors)
@@ -234,6 +234,7 @@ def _largest(low: Lowering, rank: int, number: int, tensors: tuple[int, ...]) ->
     ]
 
 
+@once_a_run
 def _fragments(low: Lowering) -> tuple[Fragment, ...]:
     """Return what is synchronized together, and when."""
     layers = [instance.index for instance, _ in low.parameters]
@@ -246,14 +247,15 @@ def _elements(low: Lowering, fragment: Fragment) -> list[tuple[int, ...]]:
     return [tuple(low.parameters[position][1].elements for position in bucket) for bucket in fragment.buckets]
 
 
+@once_a_run
 def _buckets(low: Lowering) -> tuple[tuple[int, ...], ...]:
     """Return the elements of each tensor of every bucket, fragment after fragment."""
-    return tuple(bucket for fragment in low.once_a_run(_fragments) for bucket in _elements(low, fragment))
+    return tuple(bucket for fragment in _fragments(low) for bucket in _elements(low, fragment))
 
 
 def outer_tensors(low: Lowering) -> list[float]:
     """Return the bytes of the outer parameters of every bucket, which are those of its momentum."""
-    return [float(sum(tensors) * low.master_bytes) for tensors in low.once_a_run(_buckets)]
+    return [float(sum(tensors) * low.master_bytes) for tensors in _buckets(low)]
 
 
 def outer_memory(low: Lowering) -> dict[str, float]:
@@ -271,7 +273,7 @@ def unsent_tensors(low: Lowering) -> list[float]:
     if low.policies.outer_optimizer != "sparse" or len(low.group) == 1:
         return []
     options = low.scenario.plan.sparse_outer
-    buckets = low.once_a_run(_buckets)
+    buckets = _buckets(low)
     return [float(chunks_of(options, sum(each)) * options.chunk_elements * low.master_bytes) for each in buckets]
 
 

@@ -17,7 +17,7 @@ from gssim.memory import Footprint, input_bytes, release_of
 from gssim.plan import Action
 from gssim.plan.pipeline_schedule import Message
 from gssim.program.compressed import HALF_BYTES
-from gssim.program.lowering import Lowering
+from gssim.program.lowering import Lowering, once_a_run
 from gssim.program.replicated import is_reduction
 from gssim.program.sharded import Gathered, reduce_stage_gradients, reshard_stage, unshard_stage
 from gssim.program.task import BACKWARD, Chunk, MicroBatch, Task, TaskId, Template, collective_task, with_ids
@@ -43,8 +43,9 @@ def pipeline(low: Lowering, rank: int, stage_tasks: StageTasks, *, chunked: bool
     if len(low.stages) == 1:
         stages = {low.stages[0].number: low}
     else:  # lowerings that all replicas share
-        stages = {stage.number: low.once_a_step(Lowering.of_stage, stage) for stage in low.stages}
-    writer = _ScheduleWriter(low, rank, replicas_of(low, rank), stages, _output_bytes(low, rank), low.device(rank))
+        stages = {stage.number: low.of_stage(stage) for stage in low.stages}
+    sizes = _output_bytes(low, low.samples(rank, low.micro_batches[0]))
+    writer = _ScheduleWriter(low, rank, replicas_of(low, low.batch_sizes[rank]), stages, sizes, low.device(rank))
     writer.add(Task(TaskId("step-begin"), "idle"))
     actions = low.schedule[mesh.place(rank).pp]
     for place, action in enumerate(actions):
@@ -160,7 +161,10 @@ class _ScheduleWriter:
         several = stage_tasks(low, micro_batch, gathered)
         key = (id(several), action.kind)
         if key not in self.parts:
-            own = _direction(several, action)
+            forward_count = next(
+                place for place, task in enumerate(several) if task.id.op in BACKWARD or task.id.during == "backward"
+            )
+            own = several[:forward_count] if action.kind == "forward" else several[forward_count:]
             plain = all(task.stream == "compute" and not task.after and not is_reduction(task) for task in own)
             self.parts[key] = Template(tuple(own)) if plain and chunked and gathered is None else own
         unnumbered = self.parts[key]
@@ -239,30 +243,16 @@ class _ScheduleWriter:
         return self.output_bytes[message.source if message.kind == "activation" else message.target]
 
 
-def _direction(tasks: Sequence[Task], action: Action) -> Sequence[Task]:
-    """Return the forward, or the backward, of a stage's tasks."""
-    forward_count = next(
-        place for place, task in enumerate(tasks) if task.id.op in BACKWARD or task.id.during == "backward"
-    )
-    return tasks[:forward_count] if action.kind == "forward" else tasks[forward_count:]
-
-
-def replicas_of(low: Lowering, rank: int) -> Sequence[Sequence[int]]:
-    """Return the ranks of every replica of the pipeline with as many samples as the rank's own."""
-    return low.once_a_run(_replicas_with, low.batch_sizes[rank])
-
-
-def _replicas_with(low: Lowering, samples: int) -> Sequence[Sequence[int]]:
+@once_a_run
+def replicas_of(low: Lowering, samples: int) -> Sequence[Sequence[int]]:
+    """Return the ranks of every replica of the pipeline with so many samples."""
     mesh = low.scenario.policies.mesh
     return [mesh.group(rank, "pp") for rank in low.group if low.batch_sizes[rank] == samples]
 
 
-def _output_bytes(low: Lowering, rank: int) -> Sequence[float]:
-    """Return the size of every stage's output for one of a rank's micro-batches."""
-    return low.once_a_run(_output_bytes_of, low.samples(rank, low.micro_batches[0]))
-
-
-def _output_bytes_of(low: Lowering, samples: int) -> Sequence[float]:
+@once_a_run
+def _output_bytes(low: Lowering, samples: int) -> Sequence[float]:
+    """Return the size of every stage's output for a micro-batch of so many samples."""
     length = low.scenario.workload.sequence_length or 1
     return [low.traced_scale * stage.output[0].at(b=samples, s=length) for stage in low.all_stages]
 
@@ -275,7 +265,8 @@ def stage_buffers(low: Lowering, rank: int) -> dict[str, float]:
     """
     last = len(low.all_stages) - 1
     numbers = {stage.number for stage in low.stages}
-    sizes, in_flight = _output_bytes(low, rank), low.scenario.plan.receive_buffers == "in-flight"
+    sizes = _output_bytes(low, low.samples(rank, low.micro_batches[0]))
+    in_flight = low.scenario.plan.receive_buffers == "in-flight"
     actions, every = low.schedule[low.policies.mesh.place(rank).pp], len(low.micro_batches)
     received_bytes = sum(
         sizes[number - 1] * (_most_in_flight(actions, number) if in_flight else every)

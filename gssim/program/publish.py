@@ -31,7 +31,7 @@ from gssim.execution.cache import Same
 from gssim.memory import Event, footprint
 from gssim.plan import absolute_threshold, encodings
 from gssim.program.compute import forward_id
-from gssim.program.lowering import Lowering
+from gssim.program.lowering import Lowering, once_a_run, once_a_step
 from gssim.program.messages import (
     MAX_CACHED_DENSITIES,
     Messages,
@@ -51,39 +51,35 @@ INDEX_BYTES = 8
 DENSE = encodings.ENCODINGS.index("dense")
 
 
+@once_a_step
 def published(low: Lowering, place: int) -> Messages:
     """Return the messages of the owners at a place, by bucket and node."""
-    return low.once_a_step(_published, place)
-
-
-def _published(low: Lowering, place: int) -> Messages:
     pieces, rules = owned_pieces(low, place), low.scenario.plan.publish
     entries = pieces.entries(publish_ratios(low)) if rules.selects else pieces.elements_owned
     return messages_of(low, rules.encoding, pieces.elements_owned, entries)
 
 
-def message_bytes(low: Lowering, bucket: Bucket, place: int) -> tuple[float, ...]:
+@once_a_step
+def message_bytes(low: Lowering, bucket: int, place: int) -> tuple[float, ...]:
     """Return the size of the message of the owner on every node, at a place."""
-    return low.once_a_step(_message_bytes, bucket.index, place)
-
-
-def _message_bytes(low: Lowering, bucket: int, place: int) -> tuple[float, ...]:
     return tuple(published(low, place).size_bytes[bucket].tolist())
 
 
 def published_bytes(low: Lowering, bucket: Bucket, place: int) -> float:
     """Return the payload of the thresholded publication of a bucket among the ranks at a place."""
-    parts = message_bytes(low, bucket, place)
+    parts = message_bytes(low, bucket.index, place)
     return to_all(parts, 1).total if _posts_messages(low) else (low.nodes - 1) * sum(parts)
 
 
-def _buffers(low: Lowering, place: int) -> Floats:
-    """Return the bytes of every message's buffer, by bucket and node.
+@once_a_step
+def _buffers(low: Lowering, place: int) -> tuple[Floats, Floats]:
+    """Return the bytes of every message's buffer, and of those of all other owners' messages, by bucket and node.
 
     0 for a dense message, which is sent from the replica and received in it.
     """
     messages = published(low, place)
-    return np.where(messages.encoding == DENSE, 0.0, messages.size_bytes)
+    buffers = np.where(messages.encoding == DENSE, 0.0, messages.size_bytes)
+    return buffers, sums_without_own(buffers)
 
 
 def publish_ratios(low: Lowering) -> Mapping[str, sparsity.Ratios]:
@@ -119,7 +115,7 @@ def _threshold_bucket(low: Lowering, rank: int, bucket: Bucket) -> Task:
     Differences are computed in scratch; published values are read from the master copy, and written to the replica.
     """
     device = low.device(rank)
-    _, buffer_bytes, _, packing_s = low.once_a_step(_of_rank, rank)
+    _, buffer_bytes, _, packing_s = _of_rank(low, rank)
     elements = low.pushed_elements(bucket, rank)
     duration_s = cost.copy_time_s(device, elements * (low.value_bytes + low.master_bytes))
     duration_s += cost.select_time_s(device, elements=float(elements), parts=1, value=low.value_bytes)
@@ -135,36 +131,28 @@ def _publish_id(bucket: Bucket) -> TaskId:
 
 def received_bytes(low: Lowering, bucket: Bucket, rank: int) -> float:
     """Return the size of the receive buffers for the other owners' messages."""
-    return low.once_a_step(_of_rank, rank)[0][bucket.index]
+    return _of_rank(low, rank)[0][bucket.index]
 
 
+@once_a_step
 def _of_rank(low: Lowering, rank: int) -> tuple[list[float], ...]:
     """Return by bucket, for a rank: bytes of the buffers of the others' messages and of its own, the time to write
     theirs to the replica, and to pack its own.
     """
     place, node, device_type = low.place(rank), low.node(rank), low.scenario.cluster.devices[rank].type
-    buffers, messages = low.once_a_step(_buffers, place), published(low, place)
+    (buffers, others), messages = _buffers(low, place), published(low, place)
     device, own = low.scenario.cluster.device_types[device_type], slice(node, node + 1)
     mine = Messages(
         messages.encoding[:, own], messages.elements[:, own], messages.entries[:, own], messages.size_bytes[:, own]
     )
     packing_s = mine.priced(partial(cost.pack_time_s, device, value=low.value_bytes, clears=False))
     packing_s = np.where((mine.encoding != DENSE) & (mine.elements > 0), packing_s, 0.0)
-    others_s = low.once_a_step(_unpacking_s, place, device_type)
-    columns = (
-        low.once_a_step(_buffers_of_others, place)[:, node],
-        buffers[:, node],
-        others_s[:, node],
-        packing_s[:, 0],
-    )
+    others_s = _unpacking_s(low, place, device_type)
+    columns = (others[:, node], buffers[:, node], others_s[:, node], packing_s[:, 0])
     return tuple(column.tolist() for column in columns)
 
 
-def _buffers_of_others(low: Lowering, place: int) -> Floats:
-    """Return the bytes of the buffers of all other owners' messages, by bucket and node."""
-    return sums_without_own(low.once_a_step(_buffers, place))
-
-
+@once_a_step
 def _unpacking_s(low: Lowering, place: int, device_type: str) -> Floats:
     """Return the time of a device to write all other owners' messages to the replica, by bucket and node.
 
@@ -187,7 +175,7 @@ def unpack(low: Lowering, rank: int, bucket: Bucket) -> Task:
     indexed = encoding == encodings.ENCODINGS.index("coo") if on_cpu else encoding != DENSE
     indexed[own] = False
     places = min(float(messages.entries[bucket.index].max(where=indexed, initial=0.0)), most)
-    others_bytes, own_bytes, unpack_s, _ = low.once_a_step(_of_rank, rank)
+    others_bytes, own_bytes, unpack_s, _ = _of_rank(low, rank)
     given_back = others_bytes[bucket.index] + own_bytes[bucket.index]
     stream = _side_stream(low, rank)
     cast = [
@@ -211,7 +199,7 @@ def publish(low: Lowering, rank: int, tasks: Sequence[Task], update: Task) -> li
     if low.policies.parameters != "replicated":
         return [*tasks, update]
     sends: Sequence[Task]
-    sends, waits = low.once_a_step(_publish_tasks, rank if low.thresholds_publish else low.group[low.place(rank)])
+    sends, waits = _publish_tasks(low, rank if low.thresholds_publish else low.group[low.place(rank)])
     if not _overlaps(low):
         return [*tasks, update, *sends]
     if sends and not _posts_messages(low):  # a CPU's compute stream posts the messages itself
@@ -225,6 +213,7 @@ PUBLISH_BEGIN = TaskId("publish-begin")
 """Marker of the beginning of a step that first publishes the update of the step before."""
 
 
+@once_a_step
 def _publish_tasks(low: Lowering, rank: int) -> tuple[list[Task], dict[TaskId, list[Task]]]:
     """Return the tasks that publish, and those that wait for them, by the forward that they precede."""
     overlaps = _overlaps(low)
@@ -237,23 +226,23 @@ def _publish_tasks(low: Lowering, rank: int) -> tuple[list[Task], dict[TaskId, l
         if overlaps:
             first_reader = min((instance for instance, _ in bucket.members), key=lambda instance: instance.index)
             reader = forward_id(first_reader).at(micro_batch=low.micro_batches[0].number)
-            waits[reader] += _waits_for(low, rank, bucket, exchanges)
+            after = tuple(task.id for task in exchanges if task.stream == "communication")
+            if low.thresholds_publish and _posts_messages(low):
+                waits[reader].append(replace(unpack(low, rank, bucket), after=after))
+            else:
+                waits[reader].append(Task(_publish_id(bucket).serving("take"), "forward", after=after))
     return sends, waits
-
-
-def _waits_for(low: Lowering, rank: int, bucket: Bucket, exchanges: Sequence[Task]) -> list[Task]:
-    """Return the tasks that wait for a bucket whose exchanges are under way."""
-    after = tuple(task.id for task in exchanges if task.stream == "communication")
-    if low.thresholds_publish and _posts_messages(low):
-        return [replace(unpack(low, rank, bucket), after=after)]
-    return [Task(_publish_id(bucket).serving("take"), "forward", after=after)]
 
 
 def _bucket_exchanges(low: Lowering, rank: int, bucket: Bucket) -> list[Task]:
     """Return the tasks that publish a bucket: across nodes, then, with all of the rank's place, within the node."""
-    if not low.policies.point_to_point:
-        return _on_communication_stream(low, _broadcast_parts(low, bucket))
     tasks = []
+    if not low.policies.point_to_point:  # the backend's collectives: owners broadcast their parts, in rank order
+        for root, elements in enumerate(low.division(bucket).owned[0]):
+            if elements:
+                exchange = Communication("broadcast", low.group, elements * low.value_bytes, root=root)
+                tasks.append(collective_task(TaskId("publish", bucket=bucket.index, part=root), exchange))
+        return _on_communication_stream(low, tasks)
     if low.nodes > 1 or low.places == 1:
         tasks += _exchange_across_nodes(low, rank, bucket)
     if low.places > 1:
@@ -294,8 +283,9 @@ def _on_communication_stream(low: Lowering, tasks: list[Task]) -> list[Task]:
 
 def _exchange_across_nodes(low: Lowering, rank: int, bucket: Bucket) -> list[Task]:
     """Return the exchange of a bucket in the push group, by a ring or posted; a ring is followed by unpacking."""
-    owned, thresholded = low.division(bucket).owned[low.place(rank)], low.thresholds_publish
-    parts = message_bytes(low, bucket, low.place(rank)) if thresholded else low.once_a_run(_dense_bytes, owned)
+    place, thresholded = low.place(rank), low.thresholds_publish
+    owned = low.division(bucket).owned[place]
+    parts = message_bytes(low, bucket.index, place) if thresholded else _dense_bytes(low, owned)
     carried: dict[str, Any] = {"part_bytes": parts}
     if _posts_messages(low):
         carried = {"pair_bytes": to_all(parts, 1), "carried_as": "all-to-all-v"}
@@ -315,16 +305,7 @@ def _exchange_across_nodes(low: Lowering, rank: int, bucket: Bucket) -> list[Tas
     return [begin, post, collective_task(own, exchange, communication=communication, after=(begin.id,))]
 
 
+@once_a_run
 def _dense_bytes(low: Lowering, owned: tuple[int, ...]) -> tuple[int, ...]:
     """Return the bytes of owners' ranges."""
     return tuple(elements * low.value_bytes for elements in owned)
-
-
-def _broadcast_parts(low: Lowering, bucket: Bucket) -> list[Task]:
-    """GS with the backend's collectives: every owner broadcasts its part of a bucket, in rank order."""
-    tasks = []
-    for rank, elements in enumerate(low.division(bucket).owned[0]):
-        if elements:
-            exchange = Communication("broadcast", low.group, elements * low.value_bytes, root=rank)
-            tasks.append(collective_task(TaskId("publish", bucket=bucket.index, part=rank), exchange))
-    return tasks

@@ -10,20 +10,20 @@ from typing import Any
 import numpy as np
 
 from gssim import collectives, cost
-from gssim.collectives import Communication, Pairs
+from gssim.collectives import Communication
 from gssim.memory import Event, Footprint, footprint
 from gssim.plan import encodings
 from gssim.program.compute import BackwardParts
-from gssim.program.lowering import Lowering
+from gssim.program.lowering import Lowering, once_a_run, once_a_step
 from gssim.program.messages import (
     OthersOf,
     accumulates_in_residual,
     is_thresholded,
+    matrix_to_all,
     push_matrix,
     push_sizes,
     residual_elements,
     residual_value_bytes,
-    to_all,
 )
 from gssim.program.task import Bucket, MicroBatch, Task, TaskId, collective_task
 from gssim.units import Floats
@@ -116,9 +116,9 @@ def _push_bucket(
         carried_as=carried_as,
     )
     if thresholded:
-        amounts = low.once_a_step(_amounts, rank, micro_batch)
+        amounts = _amounts(low, rank, micro_batch)
         sent_bytes, received_bytes = amounts.sent_bytes[bucket.index], amounts.received_bytes[bucket.index]
-        tasks.append(low.once_a_run(_count_exchange, bucket.index))
+        tasks.append(_count_exchange(low, bucket.index))
     else:
         sent_bytes, received_bytes = matrix.sent[own], matrix.received[own]
     packed = Event(0, -sent_bytes, "communication") if thresholded else Event(0, -float(offered), "buckets")
@@ -150,15 +150,17 @@ class _Amounts:
     """To add the messages of all others, and their weights."""
 
 
+@once_a_step
 def _amounts(low: Lowering, rank: int, micro_batch: MicroBatch) -> _Amounts:
     place, node, device_type = low.place(rank), low.node(rank), low.scenario.cluster.devices[rank].type
     sizes = push_sizes(low, micro_batch, place)
-    select_s = low.once_a_step(_selecting_s, micro_batch, place, device_type)
-    add_s = low.once_a_step(_adding_s, micro_batch, place, device_type)
+    select_s = _selecting_s(low, micro_batch, place, device_type)
+    add_s = _adding_s(low, micro_batch, place, device_type)
     columns = (sizes.sent_bytes, sizes.received_bytes, select_s, add_s)
     return _Amounts(*(column[:, node].tolist() for column in columns))
 
 
+@once_a_step
 def _selecting_s(low: Lowering, micro_batch: MicroBatch, place: int, device_type: str) -> Floats:
     """Return the time of each node's rank to select and to pack the entries for all other owners, by bucket.
 
@@ -176,6 +178,7 @@ def _selecting_s(low: Lowering, micro_batch: MicroBatch, place: int, device_type
     return sizes.to_others(np.where(messages.elements > 0, times_s, 0.0))
 
 
+@once_a_step
 def _adding_s(low: Lowering, micro_batch: MicroBatch, place: int, device_type: str) -> Floats:
     """Return the time of each node's rank to add the messages of all others, and their weights, by bucket."""
     sizes, device = push_sizes(low, micro_batch, place), low.scenario.cluster.device_types[device_type]
@@ -193,7 +196,7 @@ def _add_s(low: Lowering, bucket: Bucket, rank: int, micro_batch: MicroBatch, re
     add_s = 0.0 if low.policies.point_to_point else cost.copy_time_s(device, received_bytes)
     if not is_thresholded(low):
         return add_s + cost.copy_time_s(device, 1.5 * received_bytes)  # read both, write one
-    add_s += low.once_a_step(_amounts, rank, micro_batch).add_s[bucket.index]
+    add_s += _amounts(low, rank, micro_batch).add_s[bucket.index]
     return add_s + cost.division_time_s(device, size_bytes=own * low.master_bytes) * _normalises_by_weight(low)
 
 
@@ -298,7 +301,7 @@ def _threshold_s(low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBat
         if not estimates_thresholds(low) and push.threshold:
             samples = [encodings.followed_elements(push.threshold, bucket.elements)]
         total_s += cost.estimate_time_s(device, samples=sum(samples), tensors=len(bucket.members))
-    return total_s + low.once_a_step(_amounts, rank, micro_batch).select_s[bucket.index]
+    return total_s + _amounts(low, rank, micro_batch).select_s[bucket.index]
 
 
 def estimates_thresholds(low: Lowering) -> bool:
@@ -329,7 +332,7 @@ def _threshold_memory(low: Lowering, rank: int, bucket: Bucket, micro_batch: Mic
         return footprint(events)
     place = low.place(rank)
     messages = OthersOf(push_matrix(low, bucket, micro_batch, place), low.node(rank))
-    sent_bytes = low.once_a_step(_amounts, rank, micro_batch).sent_bytes[bucket.index]
+    sent_bytes = _amounts(low, rank, micro_batch).sent_bytes[bucket.index]
     events.append(Event(2, sent_bytes, "communication", messages))
     released = 1 if accumulates_in_residual(low) and low.batch_sizes[rank] > 0 else 3
     events.append(Event(released, -float(low.division(bucket).places[place] * low.value_bytes), "buckets"))
@@ -340,14 +343,12 @@ def _is_first_push(micro_batch: MicroBatch) -> bool:
     return micro_batch.first or not micro_batch.sent_before
 
 
+@once_a_run
 def _count_exchange(low: Lowering, bucket: int) -> Task:
     """Return the task that sends the number of entries to every owner: posted, and waited for."""
     size = low.nodes * (low.nodes - 1) * COUNT_BYTES
-    axis, carried_as, matrix = low.policies.push_axis, _carried_as(low), low.once_a_run(_count_matrix)
+    axis, carried_as = low.policies.push_axis, _carried_as(low)
+    matrix = matrix_to_all(low, (COUNT_BYTES,) * low.nodes, 1)
     settings: dict[str, Any] = {"pair_bytes": matrix, "carried_as": carried_as, "at_once": low.places}
     exchange = low.communication("all-to-all-v", axis, size, **settings)
     return collective_task(TaskId("counts", bucket=bucket), exchange)
-
-
-def _count_matrix(low: Lowering) -> Pairs:
-    return to_all((COUNT_BYTES,) * low.nodes, 1)

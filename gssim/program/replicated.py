@@ -50,7 +50,11 @@ def all_reduce_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batc
     for bucket in low.buckets:
         index = parts.at(bucket.complete)
         kind = "reduce-scatter" if low.has_one_gradient_buffer else "all-reduce"
-        copied = parts.lengthen(index, cost.copy_time_s(device, _collected_bytes(low, bucket)))
+        # gradients are copied into the bucket; where they exist there alone, they are divided in place by the number of
+        # ranks, if there are several (Megatron-LM, core/distributed/param_and_grad_buffer.py, start_grad_sync)
+        is_ready = low.has_one_gradient_buffer and len(low.group) == 1
+        copied_bytes = 0.0 if is_ready else float(bucket.elements * low.buffer_value_bytes)
+        copied = parts.lengthen(index, cost.copy_time_s(device, copied_bytes))
         if low.policies.compressor:
             begun, *ended = compress_bucket(low, device, bucket)
             if not low.scenario.plan.overlap:
@@ -104,17 +108,6 @@ def _in_hook(low: Lowering, bucket: Bucket, tasks: Sequence[Task]) -> list[Task]
         changed = Event(position, change, "gradients")
         result[place] = replace(result[place], need=footprint([*events, changed]))
     return result
-
-
-def _collected_bytes(low: Lowering, bucket: Bucket) -> float:
-    """Return the bytes that are read and written before a bucket is reduced: its gradients are copied into it.
-
-    Where they exist there alone, they are divided in place by the number of ranks, if there are several (Megatron-LM,
-    core/distributed/param_and_grad_buffer.py, start_grad_sync).
-    """
-    if low.has_one_gradient_buffer and len(low.group) == 1:
-        return 0.0
-    return float(bucket.elements * low.buffer_value_bytes)
 
 
 def _with_casts(low: Lowering, device: DeviceType, bucket: Bucket, reduction: Task, precision: Precision) -> list[Task]:

@@ -48,7 +48,7 @@ from gssim import cost
 from gssim.collectives import Communication
 from gssim.memory import NOTHING, Event, Footprint, footprint
 from gssim.program.compute import backward_begin, beside_host, forward_id, pass_ends
-from gssim.program.lowering import Lowering
+from gssim.program.lowering import Lowering, once_a_run
 from gssim.program.offload import COPY_TO_DEVICE, COPY_TO_HOST, copy, updating_device
 from gssim.program.task import MicroBatch, Task, TaskId, collective_task
 from gssim.units import PRECISION_BYTES
@@ -227,12 +227,9 @@ class Unit:
         return not self.layers[0].layer.block
 
 
+@once_a_run
 def units(low: Lowering) -> tuple[Unit, ...]:
     """Return FSDP2's units in the order in which they are gathered: the root first, then each block."""
-    return low.once_a_run(_units)
-
-
-def _units(low: Lowering) -> tuple[Unit, ...]:
     kept_bytes = low.value_bytes if low.offload == "optimizer" else low.master_bytes
     ranks, sizes = low.shards, (low.value_bytes, kept_bytes, PRECISION_BYTES[low.reduce_precision])
     root = tuple(instance for instance in low.layers if not instance.layer.block)
@@ -254,16 +251,12 @@ def _units(low: Lowering) -> tuple[Unit, ...]:
     return tuple(result)
 
 
-def owned_rows(low: Lowering, rank: int) -> list[int]:
-    """Return the elements of each parameter in `rank`'s shard, in the model's order, which is the optimizer's."""
-    position = low.shard_position(rank)
-    return low.once_a_run(_rows_at, position, position // low.policies.ep)
-
-
-def _rows_at(low: Lowering, position: int, of_experts: int) -> list[int]:
+@once_a_run
+def owned_rows(low: Lowering, position: int) -> list[int]:
+    """Return the elements of each parameter in the shard at a position, in the model's order, the optimizer's too."""
     own: dict[int, int] = {}
     for unit in units(low):
-        elements = unit.own_elements(of_experts if unit.experts else position)
+        elements = unit.own_elements(position // low.policies.ep if unit.experts else position)
         own |= zip(map(id, unit.tensors.trained), elements, strict=True)
     return [own[id(parameter)] for _, parameter in low.parameters]
 
@@ -463,6 +456,9 @@ def _reduce_scatter(
         gradients = sum(tensors)
     own_bytes = unit.ranks * unit.tensors.trained_elements * unit.tensors.value_bytes
     copied_bytes = (own_bytes + unit.scattered_bytes) / 2
+    # copies that a CPU makes first, all of them; a CUDA kernel pads on the fly (torch 2.13,
+    # aten/src/ATen/native/TensorShape.cpp, _chunk_cat and _pad_chunk)
+    padded_bytes = unit.uneven_bytes if low.device(rank).kind == "cpu" else 0
     added = Event(7, 0 if stays else -_added_bytes(low, unit, micro_batch), "gradients")
     copy = Task(
         reduce.serving("copy-in"),
@@ -473,7 +469,8 @@ def _reduce_scatter(
             unit.gathered(0, sign=-1),
             *(Event(1, -each.scattered_bytes, "communication") for each in freed),
             Event(2, unit.scattered_bytes, "communication"),
-            *_padding(low, rank, unit, position=3),
+            Event(3, padded_bytes, "temporaries"),
+            Event(4, -padded_bytes, "temporaries"),
             Event(5, -gradients, "gradients", tensors),
             Event(6, unit.reduced_bytes, "communication" if unit.casts_gradients else "gradients", stream=REDUCE),
             *([added] if (overlaps or unit.ranks == 1) and not unit.casts_gradients else []),
@@ -520,15 +517,6 @@ def _offload_gradients(low: Lowering, rank: int, unit: Unit, reduced: Task, micr
         added_s = cost.moving_time_s(host, value_bytes=values, elements=elements, tensors=count)
         tasks.append(Task(own.serving("wait"), "backward", duration_s=added_s, after=(own,)))
     return tasks
-
-
-def _padding(low: Lowering, rank: int, unit: Unit, *, position: int) -> list[Event]:
-    """Return the padded copies of gradients that a CPU makes during copy-in; a CUDA kernel pads on the fly.
-
-    Source: torch 2.13, aten/src/ATen/native/TensorShape.cpp, _chunk_cat and _pad_chunk; they are all made first.
-    """
-    size = unit.uneven_bytes if low.device(rank).kind == "cpu" else 0
-    return [Event(position, size, "temporaries"), Event(position + 1, -size, "temporaries")]
 
 
 def _overlapped(own: TaskId, exchange: Communication, after: TaskId, stream: str, need: Footprint) -> Task:

@@ -280,18 +280,15 @@ class TaskId(NamedTuple):
             yield f"micro-batch {self.micro_batch}"
         if self.stage is not None and not is_message:
             yield f"stage {self.stage}"
-        if self.group is not None:
-            yield f"of {_ranks_text(self.group)}"
+        group = self.group
+        if isinstance(group, range) and len(group) > 2:
+            yield f"of ranks {group[0]}-{group[-1]}" + (f" by {group.step}" if group.step > 1 else "")
+        elif group is not None:
+            yield f"of ranks {', '.join(map(str, group))}"
         if self.inner:
             yield "(inner step)"
         if self.step is not None:
             yield f"step {self.step}"
-
-
-def _ranks_text(group: Sequence[int]) -> str:
-    if isinstance(group, range) and len(group) > 2:
-        return f"ranks {group[0]}-{group[-1]}" + (f" by {group.step}" if group.step > 1 else "")
-    return f"ranks {', '.join(map(str, group))}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from gssim.collectives import Communication
 from gssim.memory import Event, footprint, last_saved
 from gssim.program.experts import OPERATIONS as EXPERT_OPERATIONS
 from gssim.program.experts import expert_exchange
-from gssim.program.lowering import Lowering
+from gssim.program.lowering import Lowering, once_a_run
 from gssim.program.ring import RING_OPERATIONS, attention_ratio, ring_attention
 from gssim.program.task import PASSES, Operation, Task, TaskId, collective_task
 from gssim.scenario import Scenario
@@ -53,7 +53,7 @@ def with_all_reduces(
     pending = list(enumerate(_reductions(instance.layer, phase)))
     if not pending:
         return list(parts)
-    group, *beside = low.once_a_run(layer_groups, low.batch_sizes[rank])
+    group, *beside = layer_groups(low, low.batch_sizes[rank])
     device = low.device(rank)
     several = len(beside) + 1 < len(low.group) // low.policies.cp
     samples_of_group = low.batch_sizes[rank] if several else None
@@ -126,13 +126,13 @@ def sum_partial_gradients(low: Lowering, rank: int) -> list[Task]:
     distributed optimizer sums those in its buffer after they are reduce-scattered, whole ones, of which a rank uses its
     part (core/distributed/finalize_model_grads.py).
     """
-    elements = low.once_a_run(_summed_elements) if low.policies.tp > 1 else 0
+    elements = _summed_elements(low) if low.policies.tp > 1 else 0
     if not elements:
         return []
     size = float(
         elements * (low.master_bytes if low.policies.gradients == "reduce-scatter" else low.buffer_value_bytes)
     )
-    group, *beside = low.once_a_run(layer_groups, low.batch_sizes[rank])
+    group, *beside = layer_groups(low, low.batch_sizes[rank])
     own = TaskId("sum-gradients", samples=low.batch_sizes[rank] if len(beside) + 1 < len(low.group) else None)
     copy_s = cost.copy_time_s(low.device(rank), size)
     need = [footprint([Event(0, change, "temporaries")]) for change in (size, -size)]
@@ -146,12 +146,13 @@ def sum_partial_gradients(low: Lowering, rank: int) -> list[Task]:
 
 def sum_over_slices(low: Lowering, rank: int, own: TaskId, size_bytes: float) -> Task:
     """Return an all-reduce over the ranks that hold the slices of the same blocks."""
-    group, *beside = low.once_a_run(layer_groups, low.batch_sizes[rank])
+    group, *beside = layer_groups(low, low.batch_sizes[rank])
     if len(beside) + 1 < len(low.group):
         own = own._replace(samples=low.batch_sizes[rank])
     return collective_task(own, Communication("all-reduce", group, size_bytes, beside=tuple(beside)))
 
 
+@once_a_run
 def _summed_elements(low: Lowering) -> int:
     """Return the elements of the gradients that a tensor group sums; shards are padded to equal rows (torch.chunk)."""
     count, shards = 0, low.shards if low.policies.gradients == "reduce-scatter" else 1
@@ -215,6 +216,7 @@ def unmeasured_host_time(scenario: Scenario) -> tuple[str, ...]:
     return tuple(messages)
 
 
+@once_a_run
 def layer_groups(low: Lowering, samples: int) -> list[Sequence[int]]:
     """Return the groups of ranks that run layers together, of those of the lowering that have so many samples.
 

@@ -167,23 +167,6 @@ def _check_compressor(scenario: Scenario, policies: Policies, file: str) -> None
             raise UserError(f"{file}: workload.{key} = {value!r}: cannot run yet with {method}; leave it out")
 
 
-def _check_frozen(scenario: Scenario, policies: Policies, where: str, *, runs: bool) -> None:
-    """Refuse frozen layers beside what is not modelled; `runs`: whether the method takes models of other layers."""
-    plan = scenario.plan
-    if not runs or policies.compressor:
-        raise UserError(
-            f"{where}: cannot run yet with method '{plan.method}': how it gathers, pushes or compresses beside frozen "
-            "layers is not modelled; allowed: methods single, ddp, half, zero1, zero2, zero3 (fsdp), hsdp, gs, gs_z3, "
-            "gs_hier"
-        )
-    for key, threshold in (("push", scenario.push.threshold), ("publish", plan.publish.threshold)):
-        if threshold:
-            raise UserError(
-                f"{where}: plan.{key}.threshold = {threshold:g}: gradient statistics are of a training of all layers; "
-                "leave it out"
-            )
-
-
 def _check_traced_variants(scenario: Scenario, policies: Policies, file: str) -> None:
     """Refuse adapters, autocast and frozen layers where plans divide the model's layers, or they do not run so."""
     workload, plan = scenario.workload, scenario.plan
@@ -199,7 +182,18 @@ def _check_traced_variants(scenario: Scenario, policies: Policies, file: str) ->
             )
     runs = policies.partition == "data" and policies.gradients != "periodic"
     if name == "frozen":
-        _check_frozen(scenario, policies, where, runs=runs)
+        if not runs or policies.compressor:
+            raise UserError(
+                f"{where}: cannot run yet with method '{plan.method}': how it gathers, pushes or compresses beside "
+                "frozen layers is not modelled; allowed: methods single, ddp, half, zero1, zero2, zero3 (fsdp), hsdp, "
+                "gs, gs_z3, gs_hier"
+            )
+        for key, threshold in (("push", scenario.push.threshold), ("publish", plan.publish.threshold)):
+            if threshold:
+                raise UserError(
+                    f"{where}: plan.{key}.threshold = {threshold:g}: gradient statistics are of a training of all "
+                    "layers; leave it out"
+                )
         return
     if not runs or policies.compressor:
         raise UserError(

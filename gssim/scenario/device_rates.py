@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gssim.cluster import Cluster, Curve, DeviceType, LayerProfile
-from gssim.cluster.measured import Profile
+from gssim.cluster.measured import OptimizerCost, Profile
 from gssim.errors import UserError
 from gssim.units import PRECISION_BYTES, Precision, Rate
-from gssim.workload import Layer, LayerInstance, Model, TokenInput, Workload
+from gssim.workload import Layer, LayerInstance, Model, TokenInput, Workload, implementation_on
 
 
 def sample_costs(device: DeviceType, workload: Workload) -> tuple[float, float]:
@@ -179,3 +179,10 @@ def reduce_precision(workload: Workload) -> Precision:
 def takes_tokens(model: Model) -> bool:
     """Return whether the model reads tokens (else images)."""
     return isinstance(model.input, TokenInput)
+
+
+def measured_optimizer(device: DeviceType, optimizer: str, implementation: str) -> OptimizerCost | None:
+    """Return the measured cost of an optimizer on a device, in an implementation; None: it was not measured."""
+    own = implementation_on(device.kind, implementation)
+    is_default = own == implementation_on(device.kind, "default")
+    return device.optimizers.get(optimizer if is_default else f"{optimizer} {own}")

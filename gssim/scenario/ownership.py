@@ -18,7 +18,7 @@ from gssim.cluster import Cluster, DeviceType
 from gssim.cluster.topology import Wiring
 from gssim.errors import UserError
 from gssim.plan import Plan, Policies, rebalancing, resolved_push, shard_sizing
-from gssim.scenario.device_rates import has_master_copy, master_bytes, value_bytes
+from gssim.scenario.device_rates import has_master_copy, master_bytes, measured_optimizer, value_bytes
 from gssim.units import PRECISION_BYTES, Floats, Ints
 from gssim.workload import (
     VALUES_KEPT,
@@ -259,8 +259,7 @@ def _update_element_s(device: DeviceType, workload: Workload, ranks: int) -> flo
     # beside Muon shards are refused, but the search sizes them before it asks
     optimizer = "adamw" if workload.optimizer == "muon" else workload.optimizer
     implementation = implementation_on(device.kind, workload.optimizer_implementation)
-    default = implementation == implementation_on(device.kind, "default")
-    cost = device.optimizers.get(optimizer if default else f"{optimizer} {implementation}")
+    cost = measured_optimizer(device, optimizer, implementation)
     if cost is not None:
         elements = max(1.0, workload.model.elements / ranks)
         return cost.elements_s.at(elements) / elements

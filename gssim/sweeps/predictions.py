@@ -164,7 +164,12 @@ def answer(chunk: Chunk[Made]) -> Answers[Made]:
     made: list[Made | Fault] = []
     with _rare_collection() as collect:
         for number, point in enumerate(chunk.points):
-            made.append(_answer_one(point, chunk.work, chunk.files, shared))
+            local_files = unpacked(chunk.files, shared) if chunk.files is not None else None
+            try:
+                made.append(chunk.work(local_files.localised(point) if local_files is not None else point, shared))
+            except (UserError, RunFailedError) as error:  # names the paths of the requesting machine
+                text = local_files.original_text(str(error)) if local_files is not None else str(error)
+                made.append(type(error)(text))
             if number % POINTS_PER_COLLECTION == POINTS_PER_COLLECTION - 1:
                 collect()
             if time.perf_counter() - began_s > MAX_CHUNK_S:
@@ -186,15 +191,6 @@ def _rare_collection() -> Iterator[Callable[[], object]]:
     finally:
         if collecting:
             gc.enable()
-
-
-def _answer_one(point: Point, work: Work[Made], files: Packed | None, shared: Shared) -> Made | Fault:
-    """Return the answer for a point, or its fault with the paths of the requesting machine."""
-    local_files = unpacked(files, shared) if files is not None else None
-    try:
-        return work(local_files.localised(point) if local_files is not None else point, shared)
-    except (UserError, RunFailedError) as error:
-        return type(error)(local_files.original_text(str(error)) if local_files is not None else str(error))
 
 
 class _Interrupted:

@@ -170,12 +170,6 @@ def question_of(rung: Rung) -> Question:
 ALMOST_NONE, ALMOST_ALL = 1e-9, 1 - 1e-6
 
 
-def _weibull(ratios: Floats) -> Floats:
-    """Return ln(-ln(p / p(0))), which is nearly linear in the logarithm of the level, for normal tails and heavier."""
-    whole = ratios[0] if ratios[0] > 0 else 1.0
-    return np.asarray(np.log(-np.log(np.clip(ratios / whole, ALMOST_NONE, ALMOST_ALL))))
-
-
 def tail_at(levels: Sequence[float], ratios: Sequence[float], at: Floats) -> Floats:
     """Return the fractions that reach the levels `at`, from those that reach `levels`, the lowest of which all reach.
 
@@ -183,7 +177,10 @@ def tail_at(levels: Sequence[float], ratios: Sequence[float], at: Floats) -> Flo
     [0.5, 0.25, 0.0]
     """
     known = np.asarray(ratios, dtype=float)
-    found = known[0] * np.exp(-np.exp(np.interp(np.log(at), np.log(levels), _weibull(known))))
+    # ln(-ln(p / p(0))) is nearly linear in the logarithm of the level, for normal tails and heavier
+    whole = known[0] if known[0] > 0 else 1.0
+    transformed = np.log(-np.log(np.clip(known / whole, ALMOST_NONE, ALMOST_ALL)))
+    found = known[0] * np.exp(-np.exp(np.interp(np.log(at), np.log(levels), transformed)))
     return np.asarray(np.where(found <= 2 * ALMOST_NONE * known[0], 0.0, np.where(at <= levels[0], known[0], found)))
 
 

@@ -65,7 +65,14 @@ def owned_layers(layers: Sequence[LayerInstance], owned: AbstractSet[int]) -> Ow
         key = (*map(id, layer_and_neighbours), roles_around)
         if key not in once:  # repetitions stay one layer
             once[key] = _adapted_to_neighbours(layer_and_neighbours, roles_around)
-        adapted.append(replace(instance, layer=_ended_at(once[key], index - deepest)))
+        layer, above = once[key], index - deepest
+        buffers = tuple(  # those that are freed below the layers with a backward end with it
+            replace(each, freed=Moment("end"))
+            if each.freed.phase == "b" and each.freed.layer_offset + above < 0
+            else each
+            for each in layer.buffers
+        )
+        adapted.append(replace(instance, layer=layer if buffers == layer.buffers else replace(layer, buffers=buffers)))
     return OwnedLayers(tuple(adapted), deepest, tuple(roles))
 
 
@@ -251,16 +258,3 @@ def _gradient_freed(layer: Layer, before: Layer, role: str) -> Moment | None:
         return _partial_backward(before, role).gradient_freed
     back = layer_input_gradient(layer.buffers)
     return back.freed if back else None
-
-
-def _ended_at(layer: Layer, above: int) -> Layer:
-    """Return a layer with `above` layers that have a backward beneath it: buffers freed below those end with the
-    backward.
-    """
-
-    def ended(buffer: Buffer) -> Buffer:
-        below = buffer.freed.phase == "b" and buffer.freed.layer_offset + above < 0
-        return replace(buffer, freed=Moment("end")) if below else buffer
-
-    buffers = tuple(map(ended, layer.buffers))
-    return layer if buffers == layer.buffers else replace(layer, buffers=buffers)

@@ -49,7 +49,7 @@ def on_device(data):
 def trained(form, device=False):
     """Return a model trained in one of the forms, and its optimizer."""
     model = mlp(torch.float32)
-    data = batches(4, torch.float32)
+    data = batches(3, torch.float32)
     if device:
         model, data = model.cuda(), on_device(data)
     optimizer = sharded(model, partial(torch.optim.SGD, **SGD), **form)
@@ -78,7 +78,7 @@ def whatever_reaches_the_backend_is_on_the_device():
             model, optimizer = trained(form, device=True)
             assert all(isinstance(p.grad, type(None)) for p in model.parameters())
             found = {key: value.cpu() for key, value in model.state_dict().items()}
-        assert sum(wire.carried.values()) > 20, (name, wire.carried)
+        assert sum(wire.carried.values()) > 15, (name, wire.carried)
         reference, on_host = trained({**form, "group": gloo})
         assert all(isinstance(bucket.flat, OnDevice) for bucket in optimizer.buckets)
         assert optimizer.sent == on_host.sent, name
@@ -171,7 +171,7 @@ def the_loop_of_the_readme_runs():
         "generator=random)": "generator=random).cuda()",
         "dist.init_process_group()": "",  # it is there, as it would be
         "dist.destroy_process_group()": "",
-        "range(100)": "range(60)",
+        "range(100)": "range(40)",
     }
     for old, new in changes.items():
         assert text.count(old) == 1, old
@@ -179,7 +179,7 @@ def the_loop_of_the_readme_runs():
     with Device(), Wire() as wire:
         namespace = {}
         exec(compile(text, "README.md", "exec"), namespace)
-    assert wire.carried.total() > 200
+    assert wire.carried.total() > 150
     optimizer, loss = namespace["optimizer"], float(namespace["loss"])
     assert 0 < optimizer.sent.entries < optimizer.sent.offered
     assert loss < 0.8 * float(torch.tensor(10.0).log())

@@ -25,7 +25,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import chdir, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib import import_module
@@ -258,8 +258,23 @@ def answer_all() -> None:
         if "commands" in run:
             print(json.dumps(codes_of(run)), flush=True)
             continue
+        load_cases(run)
         started = {start(run, rank): rank for rank in range(run["ranks"])}
         print(json.dumps(first_failure(started)), flush=True)
+
+
+def load_cases(run: dict[str, Any]) -> None:
+    """Load the scenarios of a run's file `cases.json`, if it has one: ranks find the files of their models parsed."""
+    from gssim.errors import UserError
+    from gssim.scenario import load_scenario
+
+    file = Path(run["folder"], run["arguments"][0])
+    cases = json.loads(file.read_text(encoding="utf-8")) if file.name == "cases.json" else {}
+    with chdir(run["folder"]):
+        for case in cases.values():
+            with suppress(UserError):  # which ranks raise too
+                if "scenario" in case:
+                    load_scenario(Path(case["scenario"]), case["overrides"], gradients_needed=False)
 
 
 def start(run: dict[str, Any], rank: int) -> int:

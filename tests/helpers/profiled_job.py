@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from gsreal.measure import CollectiveRecorder, ObservedCollective, collectives_of
 from gsreal.models import gpt
 
-SAMPLES, LENGTH, PROFILED = 8, 128, 6
+SAMPLES, LENGTH, WAITED, PROFILED = 8, 128, 1, 4
 
 
 def main(folder: str) -> None:
@@ -47,18 +47,18 @@ def main(folder: str) -> None:
     path = Path(folder) / f"rank{rank}.json.gz"
     with profile(
         activities=[ProfilerActivity.CPU],
-        schedule=schedule(wait=2, warmup=1, active=PROFILED),
+        schedule=schedule(wait=WAITED, warmup=1, active=PROFILED),
         on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
         record_shapes=True,
         profile_memory=True,
     ) as profiler:
-        for _ in range(3 + PROFILED):
+        for _ in range(WAITED + 1 + PROFILED):
             passes_s.append([end_s - began_s for began_s, end_s in pairwise(step())])
             profiler.step()
     with CollectiveRecorder() as recorder:
         step()
     found: list[tuple[list[list[float]], list[ObservedCollective]]] = [([], [])] * dist.get_world_size()
-    dist.all_gather_object(found, (passes_s[3:], recorder.seen))
+    dist.all_gather_object(found, (passes_s[WAITED + 1 :], recorder.seen))
     if rank == 0:
         own = [entry.key for entry in collectives_of([seen for _, seen in found])]
         Path(folder, "own.json").write_text(

@@ -12,18 +12,20 @@ from gsreal.methods.apply import full_parameters
 from gsreal.run.rank import run_on_rank
 from gsreal.statistics.together import Apart, trainer_of
 
-STEPS = 7
+STEPS, STEPS_OF_PERIODS = 4, 7
+"""The second: of ranks that meet every third or fourth step, and then train on."""
 
 
 def main(cases_file: str, out: str) -> None:
     found = {}
     for name, scenario in scenarios_in(cases_file):
         rank = dist.get_rank()
-        real = trained(scenario, rank, steps=STEPS)
+        steps = STEPS if scenario.policies.sync_every_steps is None else STEPS_OF_PERIODS
+        real = trained(scenario, rank, steps=steps)
         trainer = trainer_of(scenario)
         start = full_parameters(trainer.modules[rank] if isinstance(trainer, Apart) else trainer.module)
         start = {key: value.detach().clone() for key, value in start.items()}
-        for step in range(STEPS):
+        for step in range(steps):
             trainer.train(step)
         module = trainer.modules[rank] if isinstance(trainer, Apart) else trainer.module
         together = full_parameters(module)

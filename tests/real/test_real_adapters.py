@@ -92,7 +92,6 @@ FEW = (
     "gpt-zero2-micro-batches-sgd",
     "gpt-gs_z3-clipped-sgd",
     "gpt-pipeline-sgd",
-    "llama-zero2-sgd",
     "llama-zero3-all-sgd",
     "llama-zero3-selective-sgd",
     "llama-pipeline-all-full-sgd",

@@ -23,7 +23,7 @@ ROWS = {2: 8, 3: 12, 4: 12}
 """Samples of a batch, which shares of as many ranks divide; products in 16 bits without oneDNN take long."""
 SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05"]
 FEW = ("gpt-ddp-bf16", "gpt-zero1-fp16", "llama-zero3-bf16")
-FEW += ("gpt-ddp-bf16-full", "llama-zero2-fp16-selective")
+FEW += ("llama-zero2-fp16-selective",)
 FEW += ("gpt-gs", "llama-gs_z3-full-shares", "gpt-gs-kept")
 FEW += ("gpt-pipeline-fp16", "llama-pipeline-full")
 SHARES = {

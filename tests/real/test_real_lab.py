@@ -103,7 +103,8 @@ def emulated_devices(cluster):
 
 
 def test_a_lab_trains_as_predicted_and_leaves_nothing(tmp_path):
-    ended, marker = lab_to_its_end(SCENARIO, *overrides(SMALL), "--out", tmp_path)
+    """Its ranks are forks; those of a lab that is ended, and of the scenarios that ship, are processes of their own."""
+    ended, marker = lab_to_its_end(SCENARIO, *overrides(SMALL), "--out", tmp_path, forked=True)
     said = ended.stderr
     assert ended.returncode == 0, said
     (line,) = (line for line in said.splitlines() if "verified" in line)

@@ -3,7 +3,17 @@
 import json
 
 import pytest
-from real_runs import Cases, predicted, predicted_peaks, run_once, scenario_file, slow_where, star, tolerance_of
+from real_runs import (
+    HELPERS,
+    Cases,
+    predicted,
+    predicted_peaks,
+    run_once,
+    scenario_file,
+    slow_where,
+    star,
+    tolerance_of,
+)
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
@@ -33,7 +43,7 @@ apart."""
 def cases_for(ranks: int) -> Cases:
     return {
         name: {
-            "scenario": scenario_file("demo.toml" if name == "few" else "small-demo.toml"),
+            "scenario": scenario_file("small-demo.toml"),
             "overrides": [star(ranks), *SMALL, *MUON, *changes],
         }
         for name, changes in CASES.items()
@@ -43,7 +53,8 @@ def cases_for(ranks: int) -> Cases:
 def of_two_ranks() -> Cases:
     usual = [star(2), *SMALL, *MUON, FP64]
     stages = ["plan.method=pipeline", "plan.pp=2", "plan.micro_batches=2"]
-    experts = ["plan.method=zero1", "plan.ep=2"]  # stacked in one tensor, which AdamW updates
+    model = f"workload.model={HELPERS}/models/of_tests/tiny-mixture.toml"
+    experts = [model, "plan.method=zero1", "plan.ep=2"]  # stacked in one tensor, which AdamW updates
     return {
         "pipeline": {"scenario": scenario_file("small-demo.toml"), "overrides": [*usual, *stages]},
         "experts": {"scenario": scenario_file("moe-experts.toml"), "overrides": [*usual, *experts]},

@@ -79,17 +79,17 @@ WRITTEN_OUT = quick(
 )
 QUICK = (
     "local",
-    "diloco",
     "int8",
     "sparse",
     "recomputed",
     "unequal batches",
     "bf16",
     "residual network",
-    "streaming",
     "streaming, without own steps",
 )
-"""Not `streaming, int8`, whose peak depends on how long gloo's gather, and with it its copies, takes beside compute."""
+"""Every method once, and what changes its memory: DiLoCo is recomputed, of unequal batches and in bf16. Not `streaming,
+int8`, whose peak depends on how long gloo's gather, and with it its copies, takes beside compute.
+"""
 SHOWN = [
     slow_where(ranks, name, slow=(3, 4), few=QUICK)
     for ranks in (2, 3, 4)

@@ -8,7 +8,7 @@ from itertools import accumulate
 from pathlib import Path
 
 import pytest
-from real_runs import predicted, predicted_peaks, run_cases, scenario_file, star, tolerance_of
+from real_runs import Cases, predicted, predicted_peaks, run_once, scenario_file, slow_where, star, tolerance_of
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
@@ -133,18 +133,32 @@ def cases_for(ranks: int) -> dict[str, dict[str, object]]:
     }
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, dict]]:
-    """Run all cases, those of one number of ranks in one launch; return what they showed."""
-    folder = tmp_path_factory.mktemp
-    return {ranks: run_cases(folder(f"ranks{ranks}"), cases_for(ranks), ranks=ranks) for ranks in CASES}
+WORLDS: dict[int, tuple[Cases, Cases]] = {}
 
 
-@pytest.mark.parametrize(("ranks", "name"), [(ranks, name) for ranks, cases in CASES.items() for name in cases])
-def test_it_trains_as_one_device_does_publishes_once_and_peaks_where_predicted(found, ranks, name):
-    seen, prediction = found[ranks][name], predicted(cases_for(ranks)[name])
+@pytest.fixture
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Cases, Cases]:
+    """Run the selected cases of one number of ranks in one launch; return (cases, what they showed)."""
+    return run_once(WORLDS, request, cases_for, tmp_path_factory.mktemp)
+
+
+FEW = {
+    2: ["gpt-slowed-sgd", "gpt-selective-micro-batches-adamw", "bert-full-adamw"],
+    3: ["gpt-adamw", "resnet-selective-sgd"],
+}
+"""Every model, optimizer and way to recompute once, with shares and without."""
+
+
+@pytest.mark.parametrize(
+    ("world", "name"),
+    [slow_where(ranks, name, slow=[], few=FEW[ranks]) for ranks, cases in CASES.items() for name in cases],
+    indirect=["world"],
+)
+def test_it_trains_as_one_device_does_publishes_once_and_peaks_where_predicted(world, name):
+    case, seen = world[0][name], world[1][name]
+    prediction = predicted(case)
     assert seen["largest_parameter"] > 0.05
     assert seen["difference"] <= tolerance_of(name, name.split("-")[-1]) * seen["largest_parameter"]
     assert seen["replicas_equal"]
     assert json.loads(json.dumps([list(entry.key) for entry in prediction.collectives])) == seen["collectives"]
-    assert predicted_peaks(cases_for(ranks)[name]) == pytest.approx(seen["peaks"], rel=0.01)
+    assert predicted_peaks(case) == pytest.approx(seen["peaks"], rel=0.01)

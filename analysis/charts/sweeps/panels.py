@@ -12,6 +12,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from analysis.charts.accuracy import log_ticks
 from analysis.charts.drawing import LABEL_POINTS, LOG_FROM_RATIO, MARKS, label_width_in, new_figure, plain, wrapped
+from analysis.study.findings import percentage
 from analysis.sweep_tables import Layout, Place, Row, SweepTable, by_plan
 
 Look = dict[str, Any]
@@ -44,15 +45,6 @@ def density_words(row: Row) -> str:
     pushed, published = row["push_density_ratio"], row.get("publish_density_ratio")
     words = "all pushed" if pushed is None else f"{percentage(pushed)} pushed"
     return words if published is None else f"{words}, {percentage(published)} published"
-
-
-def percentage(ratio: float) -> str:
-    """Return a density in percent.
-
-    >>> percentage(0.1234), percentage(0.0), percentage(1.0)
-    ('12 %', '0 %', '100 %')
-    """
-    return f"{100 * ratio:.2g} %" if ratio < 0.995 else f"{100 * ratio:.0f} %"
 
 
 def threshold_words(value: float) -> str:

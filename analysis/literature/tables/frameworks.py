@@ -202,9 +202,14 @@ def _megatron_run(record: Mapping[str, str], identity: str) -> Run:
     shape = _shape(record, tp)
     ep = count(record, "expert-model-parallel-size") or 1
     method = method_of(dp * context, tp, pp, _replicas(record, pp))
+    median_s, least_s = positive(record, "iter_time_median_s"), positive(record, "iter_time_min_s")
+    # steps took by turns far longer: others used the host, or it had too few cores; such are nearly all on one node of
+    # GB200, and what they would have taken alone is not known
+    is_uneven = median_s and least_s and least_s < STEADY_RATIO * median_s
+    uneven = ", steps of uneven lengths" if is_uneven else ""
     return Run(
         identity=record["test_case"] + " " + record["platform"] if record["test_case"] else identity,
-        source=f"Megatron-LM tests, {record['family']} on {_gpu(record['platform'])}{_steadiness(record)}",
+        source=f"Megatron-LM tests, {record['family']} on {_gpu(record['platform'])}{uneven}",
         gpu=_gpu(record["platform"]),
         per_node=count(record, "gpus_per_node"),
         shape=shape,
@@ -224,7 +229,7 @@ def _megatron_run(record: Mapping[str, str], identity: str) -> Run:
         deferred_outputs=DEFERRED_OUTPUTS if "defer_embedding_wgrad" in record["test_case"] else 0,
         # in a pipeline, gradients are reduced after the schedule
         overlap=record["overlap-grad-reduce"] == "True" and pp == 1,
-        step_s=positive(record, "iter_time_median_s"),
+        step_s=median_s,
         memory_bytes=positive(record, "mem_max_allocated_bytes"),
         memory_metric="allocated",
         memory_of="last",
@@ -236,15 +241,6 @@ DEFERRED_OUTPUTS = 2
 """`wgrad-deferral-limit` of the tests with `defer-embedding-wgrad-compute` (Megatron-LM, model_config.yaml)."""
 STEADY_RATIO = 0.8
 """Of the shortest step over the median one; steps of a test that has its machine for itself differ by a tenth."""
-
-
-def _steadiness(record: Mapping[str, str]) -> str:
-    """Return words for a test whose steps took by turns far longer: others used the host, or it had too few cores.
-
-    Such are nearly all on one node of GB200; what they would have taken alone is not known, and they are told apart.
-    """
-    median_s, least_s = positive(record, "iter_time_median_s"), positive(record, "iter_time_min_s")
-    return ", steps of uneven lengths" if median_s and least_s and least_s < STEADY_RATIO * median_s else ""
 
 
 def _refuse(record: Mapping[str, str]) -> None:

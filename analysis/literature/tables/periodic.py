@@ -35,7 +35,11 @@ def periodic(record: Mapping[str, str], identity: str, table: Sequence[Mapping[s
         raise SkippedError("one host exchanges nothing")
     if not record["gpu"].startswith(GPU):
         raise SkippedError("a GPU that this table's reader does not know")
-    network = next((row for row in table if _tells_network_of(record, row)), None)
+    # a row's exchange tells the rate of the network of others of its size
+    of_network = ("gpu", "world_size", "bandwidth", "n_params")
+    alike = [row for row in table if all(row[key] == record[key] for key in of_network)]
+    exchanges = [row for row in alike if row["algorithm"] in ("localsgd", "diloco")]
+    network = next((row for row in exchanges if positive(row, "sync_ms_median") is not None), None)
     sync_ms = positive(network, "sync_ms_median") if network else None
     if network is None or sync_ms is None:
         raise SkippedError("no row of local SGD or DiLoCo tells the rate of its network")
@@ -62,9 +66,3 @@ def periodic(record: Mapping[str, str], identity: str, table: Sequence[Mapping[s
         ),
         calibration=network["run"] == record["run"],
     )
-
-
-def _tells_network_of(record: Mapping[str, str], row: Mapping[str, str]) -> bool:
-    """Return whether a row's exchange tells the rate of another row's network."""
-    same = all(record[key] == row[key] for key in ("gpu", "world_size", "bandwidth", "n_params"))
-    return same and row["algorithm"] in ("localsgd", "diloco") and positive(row, "sync_ms_median") is not None

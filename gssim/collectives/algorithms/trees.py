@@ -83,16 +83,6 @@ def double_tree(members: Members, communication: Communication) -> tuple[Stage, 
     return (Stage(hops, size, steps=2 * depth, reduced_bytes=2 * size),)
 
 
-def _parents(n: int) -> list[int]:
-    """Return the parent of each node of a binary tree whose odd nodes are leaves; -1 at the root, node 0."""
-    parents = [-1]
-    for node in range(1, n):
-        bit = node & -node
-        up = (node ^ bit) | (bit << 1)
-        parents.append(up if up < n else node ^ bit)
-    return parents
-
-
 def tree_depth(n: int) -> int:
     """Return the depth of the binary tree over n nodes, in hops.
 
@@ -106,7 +96,11 @@ def tree_depth(n: int) -> int:
 def _tree_hops(members: Members) -> tuple[Hops, int]:
     starts, sizes = members.blocks
     hosts = len(starts)
-    parents = _parents(hosts)
+    parents = [-1]  # of each node of a binary tree whose odd nodes are leaves; -1 at the root, node 0
+    for node in range(1, hosts):
+        bit = node & -node
+        up = (node ^ bit) | (bit << 1)
+        parents.append(up if up < hosts else node ^ bit)
     mirrored = [hosts - 1 - i if hosts % 2 == 0 else (i + 1) % hosts for i in range(hosts)]
     back = [mirrored.index(i) for i in range(hosts)] if hosts < 64 else list(np.argsort(mirrored))
     edges = [(i, up) for i, up in enumerate(parents) if up >= 0]

@@ -123,6 +123,7 @@ class _Way:
         return self.latency_s(size_bytes) + self.transfer_s_per_byte * size_bytes
 
 
+@lru_cache(maxsize=2**16)
 def times(tuning: NcclTuning, kind: Kind, size_bytes: float, group: Group) -> Choice:
     """Return the fastest way to run a collective of `size_bytes` (the full tensor: gathered, to be scattered, sent).
 
@@ -138,11 +139,8 @@ def times(tuning: NcclTuning, kind: Kind, size_bytes: float, group: Group) -> Ch
         raise ValueError(f'kind = "{kind}": allowed: {", ".join(get_args(Kind))}')
     if size_bytes < 0:
         raise ValueError(f"size_bytes = {size_bytes}: must not be negative")
-    return _fastest(tuning, kind, size_bytes, group) if group.ranks > 1 else Choice()
-
-
-@lru_cache(maxsize=2**16)
-def _fastest(tuning: NcclTuning, kind: Kind, size_bytes: float, group: Group) -> Choice:
+    if group.ranks <= 1:
+        return Choice()
     size = np.asarray(size_bytes, dtype=np.float64)
     way = min(ways(tuning, kind, group), key=lambda way: float(way.time_s(size)))
     return Choice(
