@@ -571,17 +571,29 @@ def _numbers(text: str, option: str, *, whole: bool = False) -> list[float]:
 
 @app.command("trace")
 def trace_command(
-    model: Annotated[str, typer.Argument(help="Dotted path to a factory, hf:MODEL_TYPE, or a model file to redo.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="Dotted path to a factory, a Hugging Face config.json, hf:MODEL_TYPE, or a model file to redo."
+        ),
+    ],
     out: Annotated[Path, typer.Option("--out", help="Model file to write.")],
     arguments: Annotated[
         list[str] | None, typer.Option("--argument", metavar="NAME=VALUE", help="For the factory or the config.")
     ] = None,
     name: Annotated[str | None, typer.Option("--name", help="Name of the model; the file's by default.")] = None,
     vocabulary: Annotated[int | None, typer.Option("--vocabulary", help="The input is token ids below this.")] = None,
-    maximum_sequence_length: Annotated[int, typer.Option("--maximum-sequence-length")] = 256,
+    maximum_sequence_length: Annotated[
+        int | None, typer.Option("--maximum-sequence-length", help="Default: the config.json's, or 256.")
+    ] = None,
     task: Annotated[
-        str, typer.Option("--task", help="For tokens: next-token, masked-token or sequence-classification.")
-    ] = "next-token",
+        str | None,
+        typer.Option(
+            "--task",
+            help="For tokens: next-token, masked-token or sequence-classification. Default: the config.json's, or "
+            "next-token.",
+        ),
+    ] = None,
     image: Annotated[str | None, typer.Option("--image", help="The input is images, such as 1x8x8.")] = None,
     classes: Annotated[int | None, typer.Option("--classes", help="Images: 10 by default; sequences: 2.")] = None,
     padding: Annotated[int, typer.Option("--padding", help="Of sequences: the token that fills them up.")] = 0,

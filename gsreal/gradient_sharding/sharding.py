@@ -369,13 +369,13 @@ class GradientSharding(torch.optim.Optimizer):
         """
         if self.skip_nonfinite and not self._has_nonfinite:
             norm = self._norm
-            nonfinite = self._any_non_finite() if norm is None else not bool(norm.isfinite())
+            if norm is not None:
+                nonfinite = not bool(norm.isfinite())
+            else:
+                nonfinite = any_non_finite(self._gradients(), self.hierarchy.all_reduce, self._device)
             if nonfinite:
                 self._mark_nonfinite()
         return self._has_nonfinite
-
-    def _any_non_finite(self) -> bool:
-        return any_non_finite(self._gradients(), self.hierarchy.all_reduce, self._device)
 
     # Step -------------------------------------------------------------------------------------------------------------
 

@@ -123,13 +123,7 @@ def divide_context(module: nn.Module, blocks: Iterable[nn.Module], parts: Contex
 
     module.register_forward_pre_hook(with_positions, with_kwargs=True)
     if isinstance(parts, Ring):  # positions that do not follow one another are no packed sequences
-        module.forward = partial(_as_one_sequence, module.forward)
-
-
-def _as_one_sequence(forward: Callable[..., Any], *args: Any, **settings: Any) -> Any:
-    """Run a model's forward with each sample taken for one sequence."""
-    with sequences_not_packed():
-        return forward(*args, **settings)
+        module.forward = sequences_not_packed()(module.forward)
 
 
 def observed_parts(group: dist.ProcessGroup, timeline: Timeline) -> ContextParts:

@@ -8,7 +8,7 @@ blocks only a few are traced, see `repeated`.
 
 import tomllib
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -19,6 +19,7 @@ import torch
 from pydantic import TypeAdapter
 
 from gsreal.methods.adapters import adapted_maps
+from gsreal.model_files import config_file
 from gsreal.model_files.build import DTYPES
 from gsreal.model_files.fit import Shape, fit_layers, grouped
 from gsreal.model_files.partial_backward import with_partial_costs
@@ -435,12 +436,16 @@ class Request:
     arguments: tuple[str, ...]
     name: str
     vocabulary: int | None
-    maximum_sequence_length: int
+    maximum_sequence_length: int | None
+    """None: what a config.json says, or 256."""
     image: str | None
     classes: int | None
     auto_class: str | None
     sequence_length: int | None
-    task: str = "next-token"
+    task: str | None = None
+    """None: what a config.json says, or next-token."""
+    config: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """Entries of a Hugging Face config, before those of `arguments`."""
     padding: int = 0
     precision: str | None = None
     """Precision of the trace; None: that of the model file, or fp32."""
@@ -456,12 +461,35 @@ class Request:
     """Maps that get adapters: for each time that the model is traced with adapters, a role or names and commas."""
 
 
+def completed(request: Request) -> Request:
+    """Return a request with what its config.json says, or defaults, in place of what the user left out.
+
+    Raises UserError where the file cannot be read, or says what cannot be traced.
+    """
+    if request.model.endswith(".json"):
+        given = _arguments(request, f"gsreal trace {request.model}")
+        said = config_file.settings_in(Path(request.model), given=given)
+        if request.image is not None or request.vocabulary is not None:  # the form of the input is the user's
+            said = {key: said[key] for key in ("model", "config")}
+        said = {key: value for key, value in said.items() if key == "model" or not getattr(request, key)}
+        request = replace(request, **said)
+    return replace(
+        request,
+        task=request.task or "next-token",
+        maximum_sequence_length=request.maximum_sequence_length or MAXIMUM_SEQUENCE_LENGTH,
+    )
+
+
+MAXIMUM_SEQUENCE_LENGTH = 256
+
+
 def traced_model(request: Request, *, on_counted: Callable[[OperationCounts], None] = lambda _counted: None) -> Model:
     """Return the traced model for a `request`; raise UserError if it cannot be traced.
 
     `on_counted` is called with the operations of the largest step that was traced.
     """
     where = f"gsreal trace {request.model}"
+    request = completed(request)
     model = load_model(Path(request.model)) if request.model.endswith(".toml") else _untraced(request, where)
     if request.precision is not None:
         if request.precision not in DTYPES:
@@ -503,13 +531,14 @@ def _compiled(model: Model, request: Request, where: str) -> Model:
 
 def check_options(request: Request) -> None:
     """Raise UserError for an option of the command line that does not apply to such a model."""
+    request = completed(request)
     is_file, is_image = request.model.endswith(".toml"), request.image is not None
     is_text_classifier = request.task == CLASSIFICATION and not is_image
     without_effect = {
         "--argument": is_file and request.arguments,
         "--vocabulary": is_file and request.vocabulary is not None,
         "--image": is_file and is_image,
-        "--task": request.task != Request.task and (is_file or is_image),
+        "--task": request.task != "next-token" and (is_file or is_image),
         "--classes": request.classes is not None and (is_file or not (is_image or is_text_classifier)),
         "--padding": request.padding != Request.padding and (is_file or not is_text_classifier),
         "--auto-class": request.auto_class is not None and not request.model.startswith("hf:"),
@@ -518,7 +547,7 @@ def check_options(request: Request) -> None:
         raise UserError(f"gsreal trace {request.model}: {option}: has no effect on this model; leave it out")
 
 
-def _untraced(request: Request, where: str) -> Model:
+def _arguments(request: Request, where: str) -> dict[str, Any]:
     arguments: dict[str, Any] = {}
     for text in request.arguments:
         key, separator, value = text.partition("=")
@@ -528,6 +557,11 @@ def _untraced(request: Request, where: str) -> Model:
             arguments[key] = tomllib.loads(f"value = {value}")["value"]
         except tomllib.TOMLDecodeError:  # a string without quotes
             arguments[key] = value
+    return arguments
+
+
+def _untraced(request: Request, where: str) -> Model:
+    arguments = {**request.config, **_arguments(request, where)}
     if request.model.startswith("hf:"):
         if request.image is not None:
             arguments = {"num_labels": _classes(request, 10), **arguments}
@@ -537,7 +571,7 @@ def _untraced(request: Request, where: str) -> Model:
             "hugging_face": {
                 "model_type": request.model.removeprefix("hf:"),
                 "auto_class": request.auto_class
-                or AUTO_CLASSES.get("image" if request.image else request.task, "AutoModel"),
+                or AUTO_CLASSES.get("image" if request.image else str(request.task), "AutoModel"),
                 "config": arguments,
             }
         }

@@ -393,9 +393,6 @@ class Books:
     def _gradient_books(self) -> list[GradientBook]:
         return [book for books in self.gradients.values() for book in books.values()]
 
-    def _is_first(self, step: int) -> bool:
-        return step == self.push.warmup_steps and not self.push.threshold
-
     def _masters(self, replica: Replica) -> Gradients:
         masters = replica.masters() if self.changes else {}
         return {name: master.detach().clone() for name, master in masters.items()}
@@ -411,7 +408,7 @@ class Books:
             book = self.gradients[self.samples[rank]][name]
             if step in self.sampled:
                 book.see(step, batch, gradient)
-            if self._is_first(step):
+            if step == self.push.warmup_steps and not self.push.threshold:
                 book.see_first(gradient)
 
     def traces(self) -> list[dict[str, Any]]:

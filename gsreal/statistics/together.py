@@ -196,15 +196,12 @@ class Reducing(Replica):
                 torch.cat([gradients[name].reshape(-1) for name in names]).mul_(ranks * weight)
                 for gradients, weight in found
             ]
-            mean = self._mean(number, names, flat, compressed=bool(self.compressors) and step >= self._start)
+            compressed = bool(self.compressors) and step >= self.compressors[0].start_step
+            mean = self._mean(number, names, flat, compressed=compressed)
             parts = mean.split([self.parameters[name].numel() for name in names])
             for name, part in zip(names, parts, strict=True):
                 self.parameters[name].grad = part.view_as(self.parameters[name]).clone()
         self.optimizer.step()
-
-    @property
-    def _start(self) -> int:
-        return self.compressors[0].start_step
 
     def _mean(self, number: int, names: Sequence[str], flat: list[Tensor], *, compressed: bool) -> Tensor:
         ranks, dtype = self.scenario.ranks, flat[0].dtype

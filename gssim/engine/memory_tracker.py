@@ -145,16 +145,13 @@ class GroupPeaks:
         """
         if self.in_one_stream:
             return [self._peaks_of_order(np.arange(2 * self.steps * len(self.needs.tasks)))[role] for role in columns]
-        rows = [place for number in sorted(set(self.needs.streams), reverse=True) for place in self._of_stream(number)]
+        rows = sorted(range(len(self.needs.streams)), key=self.needs.streams.__getitem__, reverse=True)
         places = [self.needs.tasks[row] for row in rows]
         times_s = np.stack([began_s[:, places], ended_s[:, places]], axis=2)
         # events by stream, step, task, begin or end; `_peaks_of_order` has them by step, task, begin or end
         flat, numbers = self._by_stream(times_s, rows)
         orders = numbers[np.argsort(flat, axis=0, kind="stable")]
         return [self._peaks_of_order(orders[:, i])[role] for i, role in enumerate(columns)]
-
-    def _of_stream(self, number: int) -> list[int]:
-        return [row for row, stream in enumerate(self.needs.streams) if stream == number]
 
     def _by_stream(self, times_s: Floats, rows: Sequence[int]) -> tuple[Floats, Ints]:
         steps, tasks, ranks = self.steps, len(rows), times_s.shape[-1]

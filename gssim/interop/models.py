@@ -50,7 +50,7 @@ def _of_config(path: Path) -> ModelFile:
     asked, kind = sizes_in(config), config["model_type"]
     lacking = [name for name in TOLD_BY_ALL if name not in asked]
     if lacking:
-        raise UserError(f"{path}: names no number of {lacking[0]}; trace it: gsreal trace hf:{kind} --help")
+        raise UserError(f"{path}: names no number of {lacking[0]}; trace it: gsreal trace {path} --out FILE")
     for name, place in shipped_models().items():
         model = load_model(place)
         source = model.module.hugging_face
@@ -61,6 +61,6 @@ def _of_config(path: Path) -> ModelFile:
             return ModelFile(model, place, name)
     sizes = ", ".join(f"{size} {value}" for size, value in asked.items())
     raise UserError(
-        f"{path}: no shipped model is a {kind} of {sizes}; trace it (`gsreal trace hf:{kind} --out FILE`, "
-        "with the sizes as --argument), and give the file by --model"
+        f"{path}: no shipped model is a {kind} of {sizes}; trace it (`gsreal trace {path} --out FILE`), and give the "
+        "file by --model"
     )

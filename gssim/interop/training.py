@@ -198,7 +198,7 @@ def scenario_of(
     for name, value in training.architecture.items():
         if name in known and known[name] != value.value:
             _refuse(keys, value, f"the model '{model.name}' has {name} = {known[name]}; give the right one by --model")
-        elif name not in known and name.startswith("experts"):
+        elif name not in known and name.startswith("experts") and not model.expert_layers:
             _refuse(keys, value, f"the model '{model.name}' has no routed experts; give the right one by --model")
         elif name not in known:
             keys.note(value.origin.partition(" = ")[0], f"the model is --model ('{model.name}')")
@@ -427,7 +427,8 @@ def _axes(
     ranks: int = overrides.get("plan.ranks") or (world.value if world else devices)
     if ranks > devices:
         if world is not None:
-            _refuse(keys, world, f"the cluster '{cluster.name}' has {devices} devices", "plan.ranks")
+            what = f"{ranks} ranks in all, and the cluster '{cluster.name}' has {devices} devices"
+            _refuse(keys, world, what, "plan.ranks")
         return None
     one = Value(1, "not in the file: 1")
     tp, pp, cp = (

@@ -143,7 +143,7 @@ def optimize(low: Lowering, rank: int, tasks: list[Task], *, replicas: Sequence[
             _update(low, rank, dense, of_dense, None, ends=False),
             _update(low, rank, experts, of_experts, 1, ends=True),
         ]
-        published = [_broadcast_tensors(low), _broadcast_experts(low)]
+        published = [_broadcast_tensors(low, each) for each in (False, True)]
         return [*tasks, updates[0], *published[0], updates[1], *published[1]]
     update = _update(low, rank, owned, low.matrices(rank), None, ends=True)
     if low.policies.gradients == "push":
@@ -250,7 +250,7 @@ def holds_shards(low: Lowering) -> bool:
 def _publish_replicas(low: Lowering) -> Sequence[Task]:
     """Return the tasks that bring updated parameters to all replicas."""
     if low.assigns_tensors:
-        return _broadcast_tensors(low)
+        return _broadcast_tensors(low, False)
     if low.flat_part:
         return _all_gather_flat(low)
     if not low.assigns_layers:
@@ -262,27 +262,17 @@ def _publish_replicas(low: Lowering) -> Sequence[Task]:
 
 
 @once_a_step
-def _broadcast_tensors(low: Lowering) -> list[Task]:
+def _broadcast_tensors(low: Lowering, of_experts: bool) -> list[Task]:
     """ZeRO-1: every tensor is broadcast by its owner, rank after rank; the step ends when all have arrived.
 
     ZeroRedundancyOptimizer posts all of them and then waits; the backend starts them in that order, as many
-    concurrently as it has threads.
+    concurrently as it has threads. `of_experts`: those of divided experts, which have an optimizer of their own, among
+    the ranks that hold the same ones; nothing where no other rank does.
     """
-    return _broadcast_owned(low, [low.group], low.owned_parameters, None)
-
-
-@once_a_step
-def _broadcast_experts(low: Lowering) -> list[Task]:
-    """The same of divided experts, among the ranks that hold the same ones; nothing where no other rank does."""
-    groups = low.expert_replicas
-    return _broadcast_owned(low, groups, low.owned_experts, 1) if len(groups[0]) > 1 else []
-
-
-def _broadcast_owned(
-    low: Lowering, groups: Sequence[Sequence[int]], by_root: Sequence[Sequence[int]], part: int | None
-) -> list[Task]:
-    """Return the broadcasts of every group, whose ranks own the tensors `by_root`; `part`: number of the optimizer."""
-    group, *beside = groups
+    group, *beside = low.expert_replicas if of_experts else [low.group]
+    if of_experts and len(group) == 1:
+        return []
+    by_root, part = (low.owned_experts, 1) if of_experts else (low.owned_parameters, None)
     handed = Task(TaskId("parameters", "hand-over", part=part), "idle")
     tasks: list[Task] = []
     for root, owned in enumerate(by_root):
@@ -329,7 +319,7 @@ def owned_tensors(low: Lowering, rank: int) -> Sequence[int]:
     if gradients == "push":
         return [low.pushed_elements(bucket, rank) for bucket in low.buckets]
     if gradients == "reduce-scatter":
-        return owned_rows(low, rank)
+        return owned_rows(low, low.shard_position(rank))
     if low.flat_part and low.scenario.workload.optimizer == "muon":
         groups = ((len(low.group), False), (len(low.expert_replicas[0]), True))
         rest = [low.even_rest(ranks, of_experts=of_experts) for ranks, of_experts in groups]

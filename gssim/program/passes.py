@@ -415,7 +415,8 @@ def _tasks(low: Lowering, rank: int, alike: "_Alike", *, chunked: bool) -> list[
         return tasks
     if low.stages:
         parts = pipeline(low, rank, partial(_unnumbered, rank=rank, alike=alike), chunked=chunked)
-        return [*_load_batch(low, rank), *parts, *optimize(low, rank, [], replicas=replicas_of(low, rank))]
+        replicas = replicas_of(low, low.batch_sizes[rank])
+        return [*_load_batch(low, rank), *parts, *optimize(low, rank, [], replicas=replicas)]
     return [*_step_tasks(low, rank, alike)]
 
 

@@ -45,7 +45,7 @@ def pipeline(low: Lowering, rank: int, stage_tasks: StageTasks, *, chunked: bool
     else:  # lowerings that all replicas share
         stages = {stage.number: low.of_stage(stage) for stage in low.stages}
     sizes = _output_bytes(low, low.samples(rank, low.micro_batches[0]))
-    writer = _ScheduleWriter(low, rank, replicas_of(low, rank), stages, sizes, low.device(rank))
+    writer = _ScheduleWriter(low, rank, replicas_of(low, low.batch_sizes[rank]), stages, sizes, low.device(rank))
     writer.add(Task(TaskId("step-begin"), "idle"))
     actions = low.schedule[mesh.place(rank).pp]
     for place, action in enumerate(actions):
@@ -243,13 +243,9 @@ class _ScheduleWriter:
         return self.output_bytes[message.source if message.kind == "activation" else message.target]
 
 
-def replicas_of(low: Lowering, rank: int) -> Sequence[Sequence[int]]:
-    """Return the ranks of every replica of the pipeline with as many samples as the rank's own."""
-    return _replicas_with(low, low.batch_sizes[rank])
-
-
 @once_a_run
-def _replicas_with(low: Lowering, samples: int) -> Sequence[Sequence[int]]:
+def replicas_of(low: Lowering, samples: int) -> Sequence[Sequence[int]]:
+    """Return the ranks of every replica of the pipeline with so many samples."""
     mesh = low.scenario.policies.mesh
     return [mesh.group(rank, "pp") for rank in low.group if low.batch_sizes[rank] == samples]
 

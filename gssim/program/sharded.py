@@ -251,17 +251,12 @@ def units(low: Lowering) -> tuple[Unit, ...]:
     return tuple(result)
 
 
-def owned_rows(low: Lowering, rank: int) -> list[int]:
-    """Return the elements of each parameter in `rank`'s shard, in the model's order, which is the optimizer's."""
-    position = low.shard_position(rank)
-    return _rows_at(low, position, position // low.policies.ep)
-
-
 @once_a_run
-def _rows_at(low: Lowering, position: int, of_experts: int) -> list[int]:
+def owned_rows(low: Lowering, position: int) -> list[int]:
+    """Return the elements of each parameter in the shard at a position, in the model's order, the optimizer's too."""
     own: dict[int, int] = {}
     for unit in units(low):
-        elements = unit.own_elements(of_experts if unit.experts else position)
+        elements = unit.own_elements(position // low.policies.ep if unit.experts else position)
         own |= zip(map(id, unit.tensors.trained), elements, strict=True)
     return [own[id(parameter)] for _, parameter in low.parameters]
 

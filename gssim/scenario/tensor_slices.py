@@ -204,13 +204,11 @@ def ring_layer(layer: Layer) -> Layer:
         return layer
     (_, key, value, output), (of_output, *of_inputs) = forward, backward
     positions = {each.moment.phase + str(each.moment.position + by) for each in (*forward, *backward) for by in (-1, 0)}
-    attention = {
-        phase: _busiest(layer, phase, *between)
-        for phase, between in (
-            ("f", (value.moment.position, output.moment.position)),
-            ("b", (of_output.moment.position, of_inputs[0].moment.position)),
-        )
-    }
+    attention: dict[str, int] = {}  # between the all-to-alls, most buffers are allocated by the attention itself
+    for phase, first, last in (("f", value, output), ("b", of_output, of_inputs[0])):
+        born = Counter(each.born.position for each in layer.buffers if each.born.phase == phase)
+        inside = [position for position in born if first.moment.position < position < last.moment.position]
+        attention[phase] = max(inside, key=born.__getitem__)
     copies = {each.moment.position + 3 for each in of_inputs}
     buffers = []
     for buffer in layer.buffers:
@@ -225,12 +223,6 @@ def ring_layer(layer: Layer) -> Layer:
     others = [each for each in layer.reductions if each.kind != "all-to-all"]
     reductions = (*others, *(Reduction(moment, both, "ring") for moment in moments))
     return replace(layer, buffers=tuple(buffers), reductions=reductions)
-
-
-def _busiest(layer: Layer, phase: str, first: int, last: int) -> int:
-    """Return the position between two others at which most buffers are allocated: that of the attention itself."""
-    born = Counter(each.born.position for each in layer.buffers if each.born.phase == phase)
-    return max((int(position) for position in born if first < position < last), key=lambda position: born[position])
 
 
 def held_slice(scenario: Scenario, position: int) -> Model:

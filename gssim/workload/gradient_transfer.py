@@ -114,17 +114,15 @@ class _Transferred:
         )
 
     def _transfer(self) -> Transfer:
-        question = self.question
+        question, source = self.question, self.model.input
+        vocabulary = source.vocabulary if isinstance(source, TokenInput) else 0
         asked = (question, self.model.name, self.batch, self.steps, [(p.name, p.shape) for p in self.parameters])
         return Transfer(
             family=self.family.family,
             digest=sha256(repr((self.family.digest, asked)).encode()).hexdigest()[:16],
-            scale_error_ratio=float(f"{math.exp(scale_error(self.family, question, self._vocabulary())):.3g}"),
+            scale_error_ratio=float(f"{math.exp(scale_error(self.family, question, vocabulary)):.3g}"),
             density_error_ratio=float(f"{math.exp(self.family.density_error):.3g}"),
         )
-
-    def _vocabulary(self) -> int:
-        return self.model.input.vocabulary if isinstance(self.model.input, TokenInput) else 0
 
     def _rows_of(self, each: Placed) -> int:
         """Return the number of rows of an embedding or head that has far more than the ladder's; else 0."""

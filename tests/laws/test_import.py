@@ -1120,7 +1120,7 @@ def test_a_config_of_hugging_face_names_the_shipped_model(tmp_path):
     tables, _ = imported(tmp_path, DEEPSPEED, name="ds.json", model=str(tmp_path / "config.json"))
     assert tables["workload"]["model"] == "llama3-8b"
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 33}))
-    with pytest.raises(UserError, match="gsreal trace hf:llama"):
+    with pytest.raises(UserError, match=r"gsreal trace \S*config\.json --out FILE"):
         imported(tmp_path, DEEPSPEED, name="ds.json", model=str(tmp_path / "config.json"))
 
 

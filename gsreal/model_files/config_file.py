@@ -1,0 +1,81 @@
+"""Reads from a Hugging Face config.json what is to be traced: the architecture, its sizes, the form of its input."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gsreal.model_files.build import training_config
+from gssim.errors import UserError
+from gssim.interop.reading import parsed_json, read_bounded
+from gssim.workload import HuggingFace
+
+TASKS = {
+    "ForCausalLM": "next-token",
+    "LMHeadModel": "next-token",
+    "ForMaskedLM": "masked-token",
+    "ForSequenceClassification": "sequence-classification",
+    "ForImageClassification": "image",
+}
+"""Task by the end of a class of transformers, which a config names under `architectures`."""
+WITHOUT_EFFECT = frozenset(
+    [
+        *("model_type", "architectures", "transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache"),
+        *("bos_token_id", "eos_token_id", "sep_token_id", "cls_token_id", "mask_token_id", "decoder_start_token_id"),
+        *("id2label", "label2id", "problem_type", "task_specific_params", "return_dict"),
+        *("output_attentions", "output_hidden_states", "_attn_implementation_autoset"),
+    ]
+)
+"""Keys that change neither a training's operations nor its tensors; the run's precision is the scenario's."""
+
+
+def settings_in(path: Path, *, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of `trace.Request` that a config.json says.
+
+    `given`: entries that replace the file's. Raises UserError where the file is no such config, or says what a model
+    file cannot.
+    """
+    data = parsed_json(read_bounded(path), file=str(path))
+    if not isinstance(data, dict) or not isinstance(data.get("model_type"), str):
+        raise UserError(f"{path}: model_type: missing; this is no config of a Hugging Face model")
+    kind = data["model_type"]
+    config = _entries(data, training_config(HuggingFace(model_type=kind), str(path)).to_dict(), given, path)
+    resolved = training_config(HuggingFace(model_type=kind, config=config | dict(given)), str(path))
+    found: dict[str, Any] = {"model": f"hf:{kind}", "config": config}
+    names = data.get("architectures") or [""]
+    task = next((task for end, task in TASKS.items() if str(names[0]).endswith(end)), "next-token")
+    if task in ("image", "sequence-classification"):
+        labels = data.get("id2label")
+        found["classes"] = len(labels) if isinstance(labels, dict) else resolved.num_labels
+    text = resolved.get_text_config()
+    if task != "image" and (vocabulary := getattr(text, "vocab_size", None)) is not None:
+        found |= {"task": task, "vocabulary": vocabulary}
+        if isinstance(longest := getattr(text, "max_position_embeddings", None), int):
+            found["maximum_sequence_length"] = longest
+    elif isinstance(side := getattr(resolved, "image_size", None), int):
+        found["image"] = f"{getattr(resolved, 'num_channels', 3)}x{side}x{side}"
+    return found
+
+
+def _entries(data: Mapping[str, Any], usual: Mapping[str, Any], given: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Return the entries of a config that change a training."""
+    if data.get("quantization_config") and "quantization_config" not in given:
+        raise UserError(f"{path}: quantization_config: quantized weights are not trained; take the model without")
+    config = {}
+    for key, value in data.items():
+        if key in WITHOUT_EFFECT or key in given:
+            continue
+        if value is not None:
+            config[key] = _without_null(value)
+        elif usual.get(key) is not None:
+            raise UserError(
+                f"{path}: {key} = null: a model file has no null, and would mean {usual[key]!r}, the default; give "
+                f"--argument {key}=..."
+            )
+    return config
+
+
+def _without_null(value: Any) -> Any:
+    """Return a value without the entries of its tables that are null."""
+    if isinstance(value, dict):
+        return {key: _without_null(inner) for key, inner in value.items() if inner is not None}
+    return value

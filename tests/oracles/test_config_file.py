@@ -1,0 +1,92 @@
+"""A Hugging Face config.json as transformers writes it is traced as the model that transformers makes of it."""
+
+import json
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install 'gssim[models]'")
+
+from gsreal.model_files import trace  # noqa: E402
+from gsreal.model_files.build import build_module  # noqa: E402
+from gsreal.model_files.trace import Request, check_options, completed, traced_model  # noqa: E402
+from gssim.errors import UserError  # noqa: E402
+
+SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
+TEXT = SMALL | {"vocab_size": 60, "max_position_embeddings": 128}
+IMAGES = SMALL | {"image_size": 16, "patch_size": 4, "num_channels": 1}
+MODELS = {
+    "llama": ("LlamaForCausalLM", TEXT | {"num_key_value_heads": 2, "rope_theta": 5e5, "tie_word_embeddings": True}),
+    "gpt2": ("GPT2LMHeadModel", {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 128, "vocab_size": 60}),
+    "bert": ("BertForMaskedLM", TEXT),
+    "vit": ("ViTForImageClassification", IMAGES),
+}
+
+
+def written(folder, kind, changes=None, **more):
+    """Return the file that transformers writes of a small config, with changes to it."""
+    name, sizes = MODELS[kind]
+    config = transformers.AutoConfig.for_model(kind, **sizes, **more)
+    path = folder / "config.json"
+    config.to_json_file(path, use_diff=False)
+    data = json.loads(path.read_text()) | {"architectures": [name], "torch_dtype": "bfloat16"} | (changes or {})
+    path.write_text(json.dumps(data))
+    return path
+
+
+def asked(path, **settings):
+    usual = {"name": "small", "arguments": (), "vocabulary": None, "maximum_sequence_length": None, "image": None}
+    return Request(model=str(path), **usual | {"classes": None, "auto_class": None, "sequence_length": None} | settings)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_it_is_the_class_that_it_names_of_its_sizes(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(trace, "trace", lambda model, **_: model)  # tracing has tests of its own
+    labels = {"num_labels": 5} if kind == "vit" else {}
+    path = written(tmp_path, kind, **labels)
+    check_options(asked(path))
+    model = traced_model(asked(path))
+    config = transformers.AutoConfig.for_model(kind, **MODELS[kind][1], **labels)
+    real = getattr(transformers, MODELS[kind][0])(config)
+    built = build_module(model.module, where="test")
+    assert type(built) is type(real)
+    assert [tuple(each.shape) for each in built.parameters()] == [tuple(each.shape) for each in real.parameters()]
+    if kind == "vit":
+        assert (model.input.shape, model.input.classes) == ((1, 16, 16), 5)
+    else:
+        assert (model.input.vocabulary, model.input.maximum_sequence_length) == (60, 128)
+        assert model.input.task == ("masked-token" if kind == "bert" else "next-token")
+    kept = model.module.hugging_face.config
+    assert not {"transformers_version", "torch_dtype", "architectures"} & set(kept)
+    assert set(MODELS[kind][1]) - {"rope_theta"} <= set(kept)  # which transformers writes as a table
+
+
+def test_what_the_user_gives_goes_before_the_file(tmp_path):
+    path = written(tmp_path, "llama")
+    found = completed(asked(path, arguments=("hidden_size=64",), maximum_sequence_length=64, task="masked-token"))
+    assert (found.maximum_sequence_length, found.vocabulary, found.task) == (64, 60, "masked-token")
+    assert "hidden_size" not in found.config
+    assert completed(asked(path, vocabulary=50)).vocabulary == 50
+    assert completed(found) == found
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": None}, "config.json: model_type: missing"),
+        ({"model_type": "lama"}, "config.json: module.hugging_face: .*lama"),
+        ({"quantization_config": {"bits": 4}}, "config.json: quantization_config: quantized weights are not trained"),
+        ({"auto_map": {"AutoModel": "own.Model"}}, "auto_map: names code outside of transformers"),
+        ({"rms_norm_eps": None}, r"config.json: rms_norm_eps = null: .* give --argument rms_norm_eps=\.\.\."),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_traced_is_refused_by_its_key(tmp_path, changes, message):
+    path = written(tmp_path, "llama", changes)
+    with pytest.raises(UserError, match=message):
+        traced_model(asked(path))
+
+
+def test_a_null_that_the_user_replaces_is_no_longer_one(tmp_path):
+    path = written(tmp_path, "llama", {"rms_norm_eps": None})
+    assert "rms_norm_eps" not in completed(asked(path, arguments=("rms_norm_eps=1e-5",))).config
