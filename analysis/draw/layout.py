@@ -271,10 +271,11 @@ def _bars(group: ServerGroup, x: float, below: float, above: float) -> list[tupl
 
 def _switches(layout: Layout, topology: Servers, wiring: Wiring, prefix: str) -> None:
     """Add the leaf switches above the network cards that they connect, and the spines above the leafs."""
-    served = defaultdict(list)
+    served, places = defaultdict(list), defaultdict(list)
+    for i, name in enumerate(wiring.names):
+        places[name].append(i)
     for name, x in [(name, node.x) for name, node in layout.nodes.items() if node.kind == "nic"]:
-        card = np.array([i for i, other in enumerate(wiring.names) if other == name])
-        linked = {wiring.names[i] for i in wiring.target[np.isin(wiring.source, card)]}
+        linked = {wiring.names[i] for i in wiring.target[np.isin(wiring.source, places[name])]}
         for other in linked - layout.nodes.keys():
             served[other].append(x)
     left, _, right, top = layout.extent

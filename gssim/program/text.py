@@ -219,7 +219,8 @@ def _divided(text: str, separator: str) -> list[str]:
     ['a=[b c; d]', 'e="f g"']
     """
     parts, depth, quoted, begin = [], 0, False, 0
-    for place, character in enumerate(text):
+    for found in re.finditer(rf'["\[\]{re.escape(separator)}]', text):
+        place, character = found.start(), found[0]
         if character == '"' and text[place - 1] != "\\":
             quoted = not quoted
         elif not quoted:

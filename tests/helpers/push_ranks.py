@@ -7,6 +7,7 @@ A parameter's gradient is whatever it is multiplied by in the loss, so that all 
 import json
 import math
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ class Recorder(torch.optim.SGD):
         self.seen.append([p.grad.detach().clone() for g in self.param_groups for p in g["params"]])
 
 
+@cache
 def gradients_of(rank: int, step: int, dtype: torch.dtype) -> list[Tensor]:
     """Return a rank's gradients: of unequal scale by tensor, some of them zeros."""
     random = torch.Generator().manual_seed(1000 * step + rank)
