@@ -252,7 +252,8 @@ def mapped():
         for name in NAMES
     ]
     asked = Map(bandwidth_bytes_per_s=(1e5, 1e12), latency_s=(0.0,), slow_ratio=(1.0, 3.0))
-    return loaded, courses, map_points(loaded, courses, ('workload.gradients="transferred"',), asked)
+    short = ('workload.gradients="transferred"', "run.steps=16")  # of which eight are a period
+    return loaded, courses, map_points(loaded, courses, short, asked)
 
 
 def test_where_links_bound_a_step_times_to_the_loss_are_those_of_the_bytes(mapped):

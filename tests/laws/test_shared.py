@@ -29,18 +29,19 @@ def of(name: str, *overrides: str) -> tuple[Path, tuple[str, ...]]:
 
 SMALL = ("workload.model=models/gpt-byte-150k.toml", "workload.sequence_length=64")
 SHORT = ("run.steps=2", "run.warmup_steps=1", *SMALL)
+FEW = ("run.steps=6",)
 POINTS = [
     *(of("lab-unequal-links", *SHORT, f"plan.method={m}") for m in ("ddp", "zero1", "zero2", "zero3", "gs", "gs_z3")),
     *(of("lab-unequal-links", *SHORT, "plan.method=gs", f"plan.push.threshold={t}") for t in (1e-4, 1e-3, "inf")),
     of("lab-unequal-links", *SHORT, "plan.method=gs", "plan.push.threshold=1e-3", "plan.push.error_feedback=true"),
     of("lab-unequal-links", *SHORT, "plan.method=gs", "plan.push.threshold=1e-3", "plan.publish.threshold=1e-3"),
-    of("gpt2-unequal-gpus"),
+    of("gpt2-unequal-gpus", *FEW),
     of("gpt2-unequal-gpus", "plan.method=zero3"),
     of("gpt2-unequal-gpus", "plan.method=zero3", "plan.recompute=full", "workload.precision=bf16"),
     of("gpt2-unequal-gpus", 'network.faults=[{between=["v100-0", "ethernet"], bandwidth_ratio=0.5}]'),
     of("gpt2-unequal-gpus", 'network.faults=[{between=["v100-0", "ethernet"], bandwidth_ratio=0.25}]'),
     of("gpt2-unequal-gpus", "plan.shares.shards=cost"),
-    of("gpt2-unequal-gpus", "plan.shares.batch=even", "plan.shares.replan=true"),
+    of("gpt2-unequal-gpus", *FEW, "plan.shares.batch=even", "plan.shares.replan=true"),
     of("gpt2-unequal-gpus", "plan.method=zero2", "workload.global_batch_size=31"),
     of("gpt2-unequal-gpus", "plan.method=pipeline", "plan.micro_batches=4"),
 ]

@@ -20,7 +20,7 @@ from gssim.planner.bounds import Bounds
 from gssim.program import Lowering
 from gssim.scenario import load_scenario
 from gssim.simulation import simulate
-from gssim.workload import optimizer_state_bytes, unrolled
+from gssim.workload import Workload, optimizer_state_bytes, unrolled
 from gssim.workload.muon import (
     OPERATIONS_PER_MATRIX,
     elements_of,
@@ -262,11 +262,16 @@ def test_the_peak_is_muons_or_that_of_adamw_behind_it(implementation: str):
     assert found == max(of_adamw, (4 + 4) * 64 + 4 * 64)
 
 
+def small_workload() -> Workload:
+    overrides = ["workload.optimizer=muon", "plan.method=single"]
+    return load_scenario(Path(scenario_file("small-demo.toml")), overrides).scenario.workload
+
+
 def made_twice(precision: str) -> tuple[nn.Module, nn.Module, list[str]]:
-    """Return a module of the demo's twice, with matrices marked in the first, and the names of these."""
+    """Return a small module twice, with matrices marked in the first, and the names of these."""
     from gsreal.model_files.build import DTYPES, build_module
 
-    workload = muon_of(method="single").workload
+    workload = small_workload()
     torch.manual_seed(0)
     first, second = (build_module(workload.model.module, where="demo").to(DTYPES[precision]) for _ in range(2))
     second.load_state_dict(first.state_dict())
@@ -275,9 +280,9 @@ def made_twice(precision: str) -> tuple[nn.Module, nn.Module, list[str]]:
 
 
 def test_it_is_torchs_own_muon_for_matrices_of_blocks_and_adamw_for_all_else():
-    workload = replace(muon_of(method="single").workload, weight_decay=0.1, momentum=0.8, learning_rate=1e-2)
+    workload = replace(small_workload(), weight_decay=0.1, momentum=0.8, learning_rate=1e-2)
     module, by_hand, names = made_twice("fp32")
-    assert len(names) == 16
+    assert len(names) == 4 * 2  # of two blocks
     assert all(name.startswith("blocks.") for name in names)
     own = dict(by_hand.named_parameters())
     apart = [
@@ -297,7 +302,7 @@ def test_it_is_torchs_own_muon_for_matrices_of_blocks_and_adamw_for_all_else():
 
 
 def test_a_checkpoint_has_the_momentum_of_matrices_and_the_moments_of_all_else():
-    workload = replace(muon_of(method="single").workload, precision="bf16")
+    workload = replace(small_workload(), precision="bf16")
     module, _, names = made_twice("bf16")
     before = {name: each.detach().clone() for name, each in module.named_parameters()}
     found = Elements(module, make_optimizer(workload, module.parameters(), CPU)).state_dict()["optimizer"]

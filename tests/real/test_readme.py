@@ -88,7 +88,13 @@ def lines():
 
 
 LINES = lines()
-QUICK = [line for line in LINES if not line.slow]
+MADE_ELSEWHERE = {("analysis", ("keys",)), ("analysis", ("literature", "--headlines"))}
+"""What tests of their own make as well, in seconds: the reference page, and the headlines."""
+QUICK = [
+    pytest.param(line, marks=[pytest.mark.slow] if (line.program, line.arguments) in MADE_ELSEWHERE else [])
+    for line in LINES
+    if not line.slow
+]
 
 
 def need(line):
@@ -291,4 +297,4 @@ def test_python_in_the_text_is_python_and_toml_is_toml():
 
 def test_there_is_something_to_run():
     assert {line.program for line in LINES} >= {"gssim", "gsreal"}
-    assert any(line.program == "gssim" for line in QUICK)
+    assert any(line.program == "gssim" and not line.slow for line in LINES)

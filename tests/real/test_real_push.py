@@ -155,6 +155,8 @@ def cases_for(ranks: int, folder: Path) -> Cases:
             statistics = planted(folder, scenario, overrides, density, name=name)
             overrides.append(f"workload.gradients={statistics}")
             found[name] = {"scenario": scenario, "overrides": overrides}
+            if name.startswith("some"):
+                found[name]["same_peak_ratio"] = 0.003
     return found
 
 
