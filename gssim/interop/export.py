@@ -73,6 +73,7 @@ ONE_KIND: dict[str, Any] = {
     "plan.receive_buffers": "micro-batch",
     "plan.stages": None,
     "plan.context_split": "zigzag",
+    "plan.gathered_inputs": "kept",
 }
 """Keys of which the programs have one kind."""
 IN_CODE: dict[str, tuple[Any, str]] = {

@@ -351,6 +351,7 @@ def megatron(keys: Keys) -> Training:
     _deepspeed(keys, training)
     training.loss_parallel = Value(True, "Megatron-LM divides the vocabulary among tensor-parallel ranks")
     training.sequence_parallel = keys.flag("sequence-parallel")
+    training.gathered_inputs = Value("gathered-again", "Megatron-LM gathers inputs of linear maps again")
     keys.close(MEGATRON)
     return training
 

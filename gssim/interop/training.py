@@ -163,6 +163,7 @@ class Training:
     """Parameters of a bucket in Megatron-LM, which closes none before; 0: as many as it chooses; None: not its buckets.
     """
     overlap: Value | None = None
+    gathered_inputs: Value | None = None
     compiled: Value | None = None
     """Whether each block is compiled by itself; None: the program does not compile."""
     seed: Value | None = None
@@ -412,9 +413,10 @@ def _options(training: Training, keys: Keys, method: str, tp: int, pp: int, *, a
         entries.append(Entry("plan.overlap", False, training.overlap.origin))
     if training.sequence_parallel is not None and training.sequence_parallel.value and tp > 1:
         entries.append(Entry("plan.sequence_parallel", True, training.sequence_parallel.origin))
-        if training.bucket_parameters is not None:
-            name = training.sequence_parallel.origin.partition(" = ")[0]
-            keys.note(name, "approximated: gathered inputs are kept for the backward; Megatron-LM gathers them again")
+        if training.gathered_inputs is not None:
+            entries.append(
+                Entry("plan.gathered_inputs", training.gathered_inputs.value, training.gathered_inputs.origin)
+            )
     return entries
 
 

@@ -380,8 +380,11 @@ class Plan:
     """Batch split and shard sizes."""
     sequence_parallel: bool = False
     """Divide sequences among the ranks of the axis tp between the cut parts of blocks: norms, dropouts and residuals
-    then run on parts of the sequence, and all-gathers and reduce-scatters take the place of all-reduces. As torch does
-    (and Megatron-LM does not), the gathered inputs of linear maps are kept for the backward."""
+    then run on parts of the sequence, and all-gathers and reduce-scatters take the place of all-reduces."""
+    gathered_inputs: Literal["kept", "gathered-again"] = "kept"
+    """With `sequence_parallel`, the gathered inputs of linear maps. `kept`: for the backward, as torch does.
+    `gathered-again`: each rank keeps its part, and a second all-gather runs beside the map's backward, as Megatron-LM
+    does (predicted only)."""
     loss_parallel: bool = False
     """Divide the vocabulary among the ranks of the axis tp: each has its rows of the head, and its logits alone; the
     loss takes two small all-reduces, and the gradient of the head's input one. Needs a head of its own, that is a

@@ -116,6 +116,8 @@ USUAL_THRESHOLDS = tuple(float(f"{digit}e{power}") for power in range(-7, -1) fo
 """Thresholds searched where only a least density is given: two per decade."""
 KEPT_KEYS = ("bucket_bytes", "first_bucket_bytes", "overlap")
 """Keys of the scenario's own plan that every candidate keeps, where they are set."""
+OF_SEQUENCES = ("sequence_parallel", "gathered_inputs")
+"""The same of plans with tensor-parallel ranks that push no gradients."""
 
 
 @dataclass(frozen=True)
@@ -162,14 +164,16 @@ def candidates(
     """
     left_out = left_out or RefusedPlans()
     yield Candidate(0, _plan_table(scenario.plan), scenario.plan)
-    kept = {key: value for key, value in _plan_table(scenario.plan).items() if key in KEPT_KEYS}
+    own = _plan_table(scenario.plan)
+    kept = {key: value for key, value in own.items() if key in KEPT_KEYS}
     seen = {_with_axis_sizes(scenario.plan, batches)}
     for table in _tables(scenario, space, batches, left_out):
         whole = kept | _push_table(scenario.plan, table) | table
         if table["method"] == "zero1" and scenario.plan.zero1_implementation != "torch":
             whole["zero1_implementation"] = scenario.plan.zero1_implementation
-        if table.get("tp", 1) > 1 and scenario.plan.loss_parallel:
-            whole["loss_parallel"] = True
+        if table.get("tp", 1) > 1:
+            pushes = METHODS[table["method"]].gradients == "push"
+            whole |= {key: own[key] for key in ("loss_parallel", *(() if pushes else OF_SEQUENCES)) if key in own}
         plan = PLAN.validate_python(whole)
         if (sized := _with_axis_sizes(plan, batches)) not in seen:
             seen.add(sized)

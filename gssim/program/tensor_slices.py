@@ -3,6 +3,7 @@ time.
 
 Blocks all-reduce, or where the ranks divide sequences (`plan.sequence_parallel`) all-gather and reduce-scatter; the
 gradients of what runs on parts of sequences are then summed after the backward, all in one tensor, as Megatron-LM does.
+Where inputs are gathered again (`plan.gathered_inputs`), the second gather runs beside the backward of the map.
 The host's time for each gather and reduce-scatter is assumed to be that of an all-reduce.
 
 torch's functional all-reduce copies its input and sums the copies (the copy is traced as the layer's own buffer); the
@@ -24,7 +25,7 @@ from gssim.program.ring import RING_OPERATIONS, attention_ratio, ring_attention
 from gssim.program.task import PASSES, Operation, Task, TaskId, collective_task
 from gssim.scenario import Scenario
 from gssim.workload import Layer, LayerInstance, Reduction
-from gssim.workload.layer import EXPERT_EXCHANGES
+from gssim.workload.layer import EXPERT_EXCHANGES, GATHER_AGAIN
 
 
 def _reductions(layer: Layer, phase: str) -> list[Reduction]:
@@ -59,8 +60,11 @@ def with_all_reduces(
     samples_of_group = low.batch_sizes[rank] if several else None
     parts, in_ring_s = _without_ring(low, instance, phase, parts, samples)
     tasks: list[Task] = []
+    awaited: list[TaskId] = []
     for part, end in zip(parts, ends, strict=True):
         tasks.append(part)
+        tasks += [Task(each.serving("await"), "exposed_communication", after=(each,)) for each in awaited]
+        awaited = []
         while pending and pending[0][1].moment.position <= end:
             number, reduction = pending.pop(0)
             if reduction.kind in EXPERT_EXCHANGES:
@@ -89,10 +93,16 @@ def with_all_reduces(
                 samples=samples_of_group,
             )
             size = _sum_bytes(low, reduction, samples)
+            if reduction.kind == GATHER_AGAIN:
+                exchange = Communication("all-gather", group, size, beside=tuple(beside))
+                tasks.append(collective_task(own, exchange, "gather", after=(tasks[-1].id,)))
+                awaited.append(own)
+                continue
             if device.kind == "cpu" and low.policies.tp > 1 and (host_s := cost.cut_sum_time_s(device, sum_bytes=size)):
                 tasks.append(Task(own.serving("issue"), "exposed_communication", duration_s=host_s))
             exchange = Communication(reduction.kind, group, size, beside=tuple(beside))
             tasks.append(collective_task(own, exchange, need=footprint(low.staging(device, exchange))))
+    assert not awaited, "a map's backward follows the gather of its input"
     return tasks
 
 
@@ -113,6 +123,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "all-gather": "gather-sequence",
     "reduce-scatter": "scatter-sequence",
     "all-to-all": "exchange-heads",
+    GATHER_AGAIN: "gather-sequence",
 }
 """By kind of collective."""
 SLICE_COLLECTIVES = frozenset([*OPERATIONS.values(), *EXPERT_OPERATIONS.values(), *RING_OPERATIONS])

@@ -824,6 +824,11 @@ def _check_divided_loss(scenario: Scenario, policies: Policies, file: str) -> No
 def _check_sequence_parts(scenario: Scenario, policies: Policies, file: str) -> None:
     """Refuse to divide sequences where there is nobody to divide them among, or gradients leave before their sum."""
     if not policies.sequence_parallel:
+        if scenario.plan.gathered_inputs != "kept":
+            raise UserError(
+                f"{file}: plan.gathered_inputs = '{scenario.plan.gathered_inputs}': without plan.sequence_parallel "
+                "nothing is gathered; leave it out"
+            )
         return
     where, model = f"{file}: plan.sequence_parallel = true", scenario.workload.model
     if policies.tp == 1:

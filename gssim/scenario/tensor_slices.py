@@ -26,6 +26,7 @@ from gssim.workload import (
     layer_output,
     sliced_layer,
 )
+from gssim.workload.layer import GATHER_AGAIN
 
 
 def units_of_ranks(units: int, parts: Sequence[float]) -> tuple[int, ...]:
@@ -160,17 +161,22 @@ def model_slice(
     *,
     positions: int | None = None,
     value_bytes: int | None = None,
+    gathers_again: bool = False,
 ) -> Model:
     """Return the slice of the model on the rank at `position` of a tensor group; `parts`: every rank's share.
 
     `positions`: of each sequence that the rank has with sequence parallelism; None: without. `value_bytes`: of an
-    element of the logits, where ranks divide the vocabulary; None: they do not.
+    element of the logits, where ranks divide the vocabulary; None: they do not. `gathers_again`: gathered inputs are
+    not kept for the backward.
     """
     layers = []
     for layer in model.sliced_layers if positions is None else model.sequence_layers:
         units = units_of_ranks(layer.units, parts)[position] if layer.units else 0
         changes = layer.units or positions is not None
         layers.append(sliced_layer(layer, units, positions or 0) if changes else layer)
+    if gathers_again:
+        length = (positions or 0) * len(parts)
+        layers = [_gathering_again(layer, len(parts), length) for layer in layers]
     if value_bytes is not None:
         vocabulary = layers[-2].parameters[0].shape[0]
         traced_bytes = PRECISION_BYTES[model.traced_precision]
@@ -233,4 +239,51 @@ def held_slice(scenario: Scenario, position: int) -> Model:
     if scenario.policies.cp > 1:
         return context_part(model, positions or 0, ring=scenario.policies.ring)
     value = value_bytes(scenario.workload) if scenario.plan.loss_parallel else None
-    return model_slice(model, scenario.slice_shares, position, positions=positions, value_bytes=value)
+    again = scenario.plan.gathered_inputs == "gathered-again"
+    return model_slice(
+        model, scenario.slice_shares, position, positions=positions, value_bytes=value, gathers_again=again
+    )
+
+
+@lru_cache(maxsize=256)
+def _gathering_again(layer: Layer, ranks: int, length: int) -> Layer:
+    """Return a layer that keeps its part of the gathered inputs of its maps, and gathers them again in its backward.
+
+    A gathered input lives until the maps' outputs are summed; in the backward from the gradient of the map's input on,
+    which is computed meanwhile, until the gradient of the weights, where it was freed before. `length`: of sequences.
+    Source: Megatron-LM, core/tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication.
+    """
+    in_forward = [each.moment.position for each in layer.reductions if each.moment.phase == "f"]
+    in_backward = [each.born.position for each in layer.buffers if each.born.phase == "b"]
+    changed: dict[int, Buffer] = {}
+    gathered, reductions = [], list(layer.reductions)
+    for gather in (each for each in layer.reductions if (each.kind, each.moment.phase) == ("all-gather", "f")):
+        place = gather.moment.position
+        end = min((position for position in in_forward if position > place), default=place)
+        whole = [each for each in layer.buffers if each.is_saved and place < each.born.position < end]
+        whole = [each for each in whole if not each.freed.layer_offset and each.size_bytes == gather.size_bytes]
+        parts = [
+            each
+            for each in layer.buffers
+            if each.born.phase == each.freed.phase == "f"
+            and each.born.position <= place < each.freed.position
+            and all(ranks * each.size_bytes.at(b=b, s=length) == gather.size_bytes.at(b=b, s=length) for b in (1, 2))
+        ]
+        if not whole or not parts:
+            continue
+        freed = whole[0].freed
+        begin = max((position for position in in_backward if position < freed.position), default=1)
+        changed[id(whole[0])] = replace(whole[0], freed=Moment("f", end), category="temporaries")
+        changed[id(parts[-1])] = replace(parts[-1], freed=freed, category="activations")
+        gathered.append(Buffer(Moment("b", begin), freed, "temporaries", gather.size_bytes))
+        reductions.append(Reduction(Moment("b", begin - 1), gather.size_bytes, GATHER_AGAIN))
+    saved = [each for each in layer.buffers if each.is_saved]
+    releases = {id(each): at for each, at in zip(saved, layer.recompute_releases or (), strict=False)}
+    kept = [each for each in layer.buffers if changed.get(id(each), each).is_saved]
+    return replace(
+        layer,
+        buffers=(*(changed.get(id(each), each) for each in layer.buffers), *gathered),
+        reductions=tuple(sorted(reductions, key=lambda each: (each.moment.phase != "f", each.moment.position))),
+        recompute_releases=layer.recompute_releases
+        and tuple(releases.get(id(each), each.freed.position) for each in kept),
+    )

@@ -295,7 +295,9 @@ class Parameter:
 
 EXPERT_EXCHANGES = ("counts", "dispatch", "combine")
 """Collectives of divided experts: the numbers of rows, rows to the ranks of their experts, and results back."""
-REDUCTIONS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ring", *EXPERT_EXCHANGES)
+GATHER_AGAIN = "gather-again"
+"""A second all-gather of parts of sequences, beside the compute that follows."""
+REDUCTIONS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ring", GATHER_AGAIN, *EXPERT_EXCHANGES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1224,7 +1224,7 @@ def test_a_megatron_job_in_three_dimensions_is_imported_and_predicted(tmp_path):
     plan = tomllib.loads(found.text)["plan"]
     assert plan["method"] == "zero1"
     assert [plan[key] for key in ("tp", "pp", "micro_batches", "sequence_parallel")] == [2, 2, 8, True]
-    assert plan["zero1_implementation"] == "megatron"
+    assert (plan["zero1_implementation"], plan["gathered_inputs"]) == ("megatron", "gathered-again")
     assert tomllib.loads(found.text)["workload"]["clip_norm"] == 1.0
     (tmp_path / "job.toml").write_text(found.text)
     result = simulate(load_scenario(tmp_path / "job.toml", ["plan.micro_batches=2"])).result

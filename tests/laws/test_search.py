@@ -122,6 +122,28 @@ def test_the_best_is_compared_with_itself_under_other_shares():
     assert "computes for" in told["best with even shares"]["why"]
 
 
+@pytest.mark.parametrize("gathered", ["kept", "gathered-again"])
+def test_plans_of_tensor_ranks_divide_sequences_as_the_scenarios_own_does_within_their_bounds(gathered):
+    model = load_model(Path("scenarios/models/gpt-byte-150k.toml"))
+    own = {"method": "ddp", "tp": 2, "dp_replicate": 2, "sequence_parallel": True, "gathered_inputs": gathered}
+    cluster = star(4)
+    cluster = replace(cluster, devices=tuple(replace(each, host="host") for each in cluster.devices))
+    made = scenario_of(cluster, own, model=model, sequence_length=32, global_batch_size=8)
+    loaded, methods = loaded_of(made), ("ddp", "zero1", "zero3", "tensor", "pipeline", "gs")
+    space = SearchSpace(methods=methods, micro_batches=(2,))
+    workers, bounds = InThisProcess(loaded), Bounds(made)
+    seen = set()
+    for each in candidates(made, space, Batches(bounds)):
+        divided = (each.plan.sequence_parallel, each.plan.gathered_inputs)
+        divides = each.plan.tp > 1 and METHODS[each.plan.method].gradients != "push"
+        assert divided == ((True, gathered) if divides else (False, "kept"))
+        result = workers.answer_of(each.plan)
+        if divides and not isinstance(result, UserError):
+            seen.add(each.plan.method)
+            check_bounds(workers, bounds, each, result)
+    assert {"ddp", "zero1", "zero3", "tensor"} <= seen
+
+
 def test_of_plans_that_come_to_the_same_the_first_is_shown():
     loaded = loaded_of(scenario_of(star(2), {"method": "gs"}))  # equal devices: shares by compute are even
     found, _ = searched(loaded, top=5, methods=("gs",), recompute=("none",), micro_batches=(1,))

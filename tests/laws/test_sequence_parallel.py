@@ -52,11 +52,19 @@ def test_a_block_saves_what_korthikanti_and_others_count(ranks):
     each row of a head in place of 5as/h; each norm keeps two statistics of each position.
     """
     b, s = 3, 64
-    saved = block(model_slice(GPT, (1 / ranks,) * ranks, 0, positions=s // ranks).layers).saved_bytes.at(b=b, s=s)
+
+    def held(**how) -> Layer:
+        return block(model_slice(GPT, (1 / ranks,) * ranks, 0, positions=s // ranks, **how).layers)
+
+    def own_bytes(layer: Layer) -> float:  # without its input, which the layer before it makes
+        return sum(each.size_bytes.at(b=b, s=s) for each in layer.buffers if each.is_saved)
+
     published = s * b * WIDTH * 32 / ranks * VALUE_BYTES / 2
-    gathered = 2 * s * b * WIDTH * VALUE_BYTES * (1 - 1 / ranks)
+    gathered = 2 * s * b * WIDTH * VALUE_BYTES
     statistics = s * b * VALUE_BYTES * (HEADS + 4) / ranks
-    assert saved == published + gathered + statistics
+    saved = held().saved_bytes.at(b=b, s=s)
+    assert saved == published + gathered * (1 - 1 / ranks) + statistics
+    assert saved - own_bytes(held()) + own_bytes(held(gathers_again=True)) == published + statistics
 
 
 def test_a_block_has_two_gathers_and_two_reduce_scatters_in_each_pass():
@@ -119,6 +127,25 @@ def test_megatrons_distributed_optimizer_sums_norms_in_its_buffer_after_its_redu
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_inputs_that_are_gathered_again_take_less_memory_two_more_gathers_of_a_block_and_hardly_time(recompute):
+    kept, again = (
+        simulate(loaded_of(scenario(DIVIDED | {"recompute": recompute, "gathered_inputs": each}))).result
+        for each in ("kept", "gathered-again")
+    )
+    assert again.ranks[0].peak_allocated_bytes < kept.ranks[0].peak_allocated_bytes
+    counts = [next(e.count for e in each.collectives if e.kind == "all-gather") for each in (kept, again)]
+    assert counts[1] - counts[0] == 2 * LAYERS
+    assert kept.step_time_s < again.step_time_s  # over slow links, which more than fill the time of the products
+    fast = star(2, bandwidth=1e15, latency_s=0.0)
+    made = (
+        scenario_of(fast, DIVIDED | {"gathered_inputs": each}, model=GPT, sequence_length=64, global_batch_size=12)
+        for each in ("kept", "gathered-again")
+    )
+    hidden = [simulate(loaded_of(each)).result.step_time_s for each in made]
+    assert hidden[0] == pytest.approx(hidden[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_it_saves_memory(recompute):
     def peak(**plan) -> float:
         table = {"method": "tensor", "recompute": recompute} | plan
@@ -143,6 +170,7 @@ def test_messages_of_a_pipeline_are_parts_of_sequences():
         ({"method": "ddp", "tp": 2, "dp_replicate": 2, "micro_batches": 2}, 4),
         ({"method": "zero3", "tp": 2, "dp_shard": 2}, 4),
         ({"method": "zero1", "zero1_implementation": "megatron", "tp": 2, "dp_replicate": 2}, 4),
+        ({"method": "ddp", "tp": 2, "dp_replicate": 2, "gathered_inputs": "gathered-again", "recompute": "full"}, 4),
         ({"method": "pipeline", "tp": 2, "pp": 2, "micro_batches": 4}, 4),
     ],
     ids=str,
@@ -174,6 +202,11 @@ def test_shards_are_reduced_once_a_blocks_whole_backward_is_done():
 def test_what_cannot_be_divided_is_refused(plan, ranks, message):
     with pytest.raises(UserError, match=message):
         scenario(plan | {"sequence_parallel": True}, ranks)
+
+
+def test_inputs_that_nothing_gathers_are_not_gathered_again():
+    with pytest.raises(UserError, match="nothing is gathered"):
+        scenario({"method": "tensor", "gathered_inputs": "gathered-again"})
 
 
 def test_a_length_that_ranks_do_not_divide_is_refused():

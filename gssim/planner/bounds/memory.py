@@ -135,7 +135,8 @@ class MemoryBounds:
         """Return the stage at a place of a pipeline, as the first ranks of tensor groups hold it."""
         cut = self.parts.stages(plan, policies)
         ends = tuple((stage[0].index, stage[-1].index, len(stage)) for stage in cut)
-        key = ("held", ends, policies.tp, plan.loss_parallel, sequence_positions(policies, self.parts.workload))
+        positions = sequence_positions(policies, self.parts.workload)
+        key = ("held", ends, policies.tp, plan.loss_parallel, plan.gathered_inputs, positions)
 
         def held() -> list[tuple[Part, Stage]]:
             layers, scenario = cut, self.parts.with_plan(plan)

@@ -87,8 +87,9 @@ class ModelParts:
         parts = self._slice_shares(plan, policies)
         position = rank % policies.tp if policies.slices == "shares" else 0
         positions = sequence_positions(policies, self.workload)
-        key = ("slice", parts, position, positions, plan.loss_parallel)
-        return self.once(key, lambda: self._new_slice(key, parts, position, positions, plan.loss_parallel))
+        again = plan.gathered_inputs == "gathered-again"
+        key = ("slice", parts, position, positions, plan.loss_parallel, again)
+        return self.once(key, lambda: self._new_slice(key, parts, position, positions, plan.loss_parallel, again))
 
     def _stage_part(self, plan: Plan, policies: Policies, place: int) -> Part:
         stages = self.stages(plan, policies)[place :: policies.pp]
@@ -118,14 +119,23 @@ class ModelParts:
         return self.once(key, lambda: self.with_plan(plan).slice_shares)
 
     def _new_slice(
-        self, key: Hashable, parts: Sequence[float], position: int, positions: int | None, loss_parallel: bool
+        self,
+        key: Hashable,
+        parts: Sequence[float],
+        position: int,
+        positions: int | None,
+        loss_parallel: bool,
+        gathers_again: bool,
     ) -> Part:
         if not self.model.sliced_layers:
             raise UserError("the model does not say how its blocks are cut")
         if any(layer.units and layer.units < len(parts) for layer in self.model.sliced_layers):
             raise UserError("there are fewer units than ranks")
         value = self.value if loss_parallel else None
-        layers = unrolled(model_slice(self.model, parts, position, positions=positions, value_bytes=value))
+        held = model_slice(
+            self.model, parts, position, positions=positions, value_bytes=value, gathers_again=gathers_again
+        )
+        layers = unrolled(held)
         return Part(key, layers, tuple(instance.layer for instance in self.layers))
 
     def stages(self, plan: Plan, policies: Policies) -> tuple[tuple[LayerInstance, ...], ...]:
