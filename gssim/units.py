@@ -406,7 +406,12 @@ def _allowed(table: Any, place: tuple[Any, ...]) -> str:
     names = [field.name for field in fields(table)]
     close = difflib.get_close_matches(str(place[-1]), names, n=1)
     hint = f"did you mean {close[0]}? " if close else ""
-    return f"{hint}allowed: {', '.join(names)}"
+    others = f" and {len(names) - MOST_NAMES} others" if len(names) > MOST_NAMES else ""
+    return f"{hint}allowed: {', '.join(names[:MOST_NAMES])}{others}"
+
+
+MOST_NAMES = 30
+"""Keys that a message lists; a table with more has them in `scenarios/README.md`."""
 
 
 def _inside(table: Any, part: object) -> Any:
