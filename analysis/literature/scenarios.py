@@ -36,6 +36,7 @@ from analysis.literature.runs import Measured, Run, SkippedError, UnscoredError
 from analysis.literature.transformer import transformer
 from gssim.cluster import Cluster, Link, presets
 from gssim.execution.files import check_place, write_text
+from gssim.interop.training import ONE_BUCKET
 from gssim.plan import DATA_AXES, METHODS
 from gssim.scenario import achieved_flop_per_s
 from gssim.units import PRECISION_BYTES, validated
@@ -43,8 +44,6 @@ from gssim.workload import Model
 
 MOST_RANKS, MOST_BLOCKS = 2**16, 2**10
 """Limits on the size of a run; a larger value is taken for a typing error in the table."""
-NO_OVERLAP_BUCKET = "1024 TiB"
-"""Size of gradient buckets where all gradients are reduced in one message after the backward."""
 
 
 def scenario_of(run: Run) -> gssim.Scenario:
@@ -287,7 +286,7 @@ def plan_of(run: Run) -> dict[str, Any]:
         filled = "1f1b" if run.micro_batches >= run.pp else "gpipe"
         plan["schedule"] = "interleaved" if run.chunks > 1 else filled
     if (run.method == "ddp" or run.flat_optimizer) and not run.overlap:
-        plan["bucket_bytes"] = NO_OVERLAP_BUCKET
+        plan["bucket_bytes"] = ONE_BUCKET
     return plan
 
 

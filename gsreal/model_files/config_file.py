@@ -65,7 +65,7 @@ def _entries(data: Mapping[str, Any], usual: Mapping[str, Any], given: Mapping[s
         if key in WITHOUT_EFFECT or key in given:
             continue
         if value is not None:
-            config[key] = _without_null(value)
+            config[key] = _without_null(value, f"{path}: {key}")
         elif usual.get(key) is not None:
             raise UserError(
                 f"{path}: {key} = null: a model file has no null, and would mean {usual[key]!r}, the default; give "
@@ -74,8 +74,12 @@ def _entries(data: Mapping[str, Any], usual: Mapping[str, Any], given: Mapping[s
     return config
 
 
-def _without_null(value: Any) -> Any:
-    """Return a value without the entries of its tables that are null."""
+def _without_null(value: Any, where: str) -> Any:
+    """Return a value without the entries of its tables that are null; raise UserError for a null in a list."""
     if isinstance(value, dict):
-        return {key: _without_null(inner) for key, inner in value.items() if inner is not None}
+        return {key: _without_null(inner, where) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list):
+        if None in value:
+            raise UserError(f"{where}: has a null in a list, which a model file cannot say; give it by --argument")
+        return [_without_null(inner, where) for inner in value]
     return value

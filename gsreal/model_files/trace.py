@@ -481,6 +481,7 @@ def completed(request: Request) -> Request:
 
 
 MAXIMUM_SEQUENCE_LENGTH = 256
+"""Of models for which nobody says it."""
 
 
 def traced_model(request: Request, *, on_counted: Callable[[OperationCounts], None] = lambda _counted: None) -> Model:
@@ -548,6 +549,7 @@ def check_options(request: Request) -> None:
 
 
 def _arguments(request: Request, where: str) -> dict[str, Any]:
+    """Return the values of the command line's `--argument`, as TOML reads them."""
     arguments: dict[str, Any] = {}
     for text in request.arguments:
         key, separator, value = text.partition("=")

@@ -160,10 +160,11 @@ class Training:
     gradient_sync: Value | None = None
     bucket_bytes: Value | None = None
     bucket_parameters: Value | None = None
-    """Parameters of a bucket in Megatron-LM, which closes none before; 0: as many as it chooses; None: not its buckets.
+    """Least number of parameters in a gradient bucket of Megatron-LM; 0: its default; None: another program's buckets.
     """
     overlap: Value | None = None
     gathered_inputs: Value | None = None
+    """With sequence parallelism; None: they are kept for the backward."""
     compiled: Value | None = None
     """Whether each block is compiled by itself; None: the program does not compile."""
     seed: Value | None = None
@@ -327,14 +328,19 @@ def _plan(training: Training, keys: Keys, model: Model, cluster: Cluster, overri
             entries.append(
                 Entry("plan.receive_buffers", training.receive_buffers.value, training.receive_buffers.origin)
             )
+    sequences = training.sequence_parallel
+    if sequences is not None and sequences.value and tp.value > 1 and training.zero1_implementation == "deepspeed":
+        training.zero1_implementation = "torch"
+        if method == "zero1" and training.sharding is not None:
+            name = training.sharding.origin.partition(" = ")[0]
+            keys.note(name, "approximated beside sequence parallelism: broadcasts of parameters, not gathers")
     if method == "zero1" and training.zero1_implementation != "torch" and training.sharding is not None:
         entries.append(Entry("plan.zero1_implementation", training.zero1_implementation, training.sharding.origin))
     batch = _batch(training, keys, dp, pp.value, overrides)
     _shorten(training, entries, batch, pp.value)
     accumulates = any(entry.key == "plan.micro_batches" and entry.value > 1 for entry in batch)
     entries += _options(training, keys, method, tp.value, pp.value, accumulates=accumulates)
-    if training.bucket_parameters is not None and method in ("ddp", "zero1"):
-        entries.append(_megatron_bucket(training, training.bucket_parameters, dp))
+    entries += _megatron_bucket(training, method, dp)
     entries += [*_offload(training, keys, cluster), *_loss(training, keys, model, tp.value)]
     if ranks < len(cluster.devices) and method != "single":
         origin = training.world.origin if training.world else "what the file says"
@@ -346,18 +352,22 @@ MEGATRON_BUCKET_PARAMETERS, MEGATRON_RANK_PARAMETERS = 40_000_000, 1_000_000
 """Least parameters of Megatron-LM's buckets, and parameters for each data-parallel rank, where these are more
 (core/distributed/distributed_data_parallel.py)."""
 ONE_BUCKET = "1024 TiB"
+"""More than all gradients together: they are reduced in one message after the backward."""
 
 
-def _megatron_bucket(training: Training, parameters: Value, dp: int) -> Entry:
-    """Return the size of Megatron-LM's gradient buckets; without overlap with the backward there is one.
+def _megatron_bucket(training: Training, method: str, dp: int) -> list[Entry]:
+    """Return the size of Megatron-LM's gradient buckets, if it has some; without overlap with the backward it has one.
 
     Later stages of a pipeline have one bucket in any case, which is not modelled.
     """
+    parameters = training.bucket_parameters
+    if parameters is None or method not in ("ddp", "zero1"):
+        return []
     if training.overlap is not None and not training.overlap.value:
-        return Entry("plan.bucket_bytes", ONE_BUCKET, f"{training.overlap.origin}: one bucket, after the backward")
+        return [Entry("plan.bucket_bytes", ONE_BUCKET, f"{training.overlap.origin}: one bucket, after the backward")]
     count = parameters.value or max(MEGATRON_BUCKET_PARAMETERS, MEGATRON_RANK_PARAMETERS * dp)
     value_bytes = PRECISION_BYTES[training.precision.value if training.precision else "fp32"]
-    return Entry("plan.bucket_bytes", count * value_bytes, f"{parameters.origin}: {count} parameters")
+    return [Entry("plan.bucket_bytes", count * value_bytes, f"{parameters.origin}: {count} parameters")]
 
 
 def _shorten(training: Training, entries: list[Entry], batch: list[Entry], pp: int) -> None:

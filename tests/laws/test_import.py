@@ -583,6 +583,16 @@ def test_megatron_deepspeed_contradictions(tmp_path, change, said):
     assert said in refused(tmp_path, text.replace(*change), name="job.slurm", model="gpt3-1.3b")
 
 
+def test_deepspeeds_zero1_beside_megatrons_sequence_parallelism_is_approximated_and_says_so(tmp_path):
+    more = "--tensor-model-parallel-size 2 --sequence-parallel"
+    text = ENGINE.format(batch=64, more=more).replace("--partition-activations", "")
+    tables, found = imported(tmp_path, text, name="job.slurm", model="gpt3-1.3b")
+    plan = tables["plan"]
+    assert (plan["method"], plan["tp"], plan["sequence_parallel"]) == ("zero1", 2, True)
+    assert "zero1_implementation" not in plan
+    assert any("broadcasts of parameters, not gathers" in line for line in found.listed)
+
+
 def test_megatron_deepspeeds_sequence_parallelism_is_ulysses(tmp_path):
     text = ENGINE.format(batch=64, more="--ds-sequence-parallel-size 2").replace("--partition-activations", "")
     tables, _ = imported(tmp_path, text, name="job.slurm", model="gpt3-1.3b")

@@ -77,6 +77,7 @@ def test_what_the_user_gives_goes_before_the_file(tmp_path):
         ({"model_type": "lama"}, "config.json: module.hugging_face: .*lama"),
         ({"quantization_config": {"bits": 4}}, "config.json: quantization_config: quantized weights are not trained"),
         ({"auto_map": {"AutoModel": "own.Model"}}, "auto_map: names code outside of transformers"),
+        ({"layer_types": ["full_attention", None]}, "config.json: layer_types: has a null in a list"),
         ({"rms_norm_eps": None}, r"config.json: rms_norm_eps = null: .* give --argument rms_norm_eps=\.\.\."),
     ],
     ids=str,
