@@ -328,24 +328,31 @@ def _plan(training: Training, keys: Keys, model: Model, cluster: Cluster, overri
             entries.append(
                 Entry("plan.receive_buffers", training.receive_buffers.value, training.receive_buffers.origin)
             )
-    sequences = training.sequence_parallel
-    if sequences is not None and sequences.value and tp.value > 1 and training.zero1_implementation == "deepspeed":
-        training.zero1_implementation = "torch"
-        if method == "zero1" and training.sharding is not None:
-            name = training.sharding.origin.partition(" = ")[0]
-            keys.note(name, "approximated beside sequence parallelism: broadcasts of parameters, not gathers")
-    if method == "zero1" and training.zero1_implementation != "torch" and training.sharding is not None:
-        entries.append(Entry("plan.zero1_implementation", training.zero1_implementation, training.sharding.origin))
+    asked = overrides.get("plan.method", method)
+    if asked == "zero1" and training.sharding is not None:
+        entries += _zero1_implementation(training, keys, training.sharding, tp.value)
     batch = _batch(training, keys, dp, pp.value, overrides)
     _shorten(training, entries, batch, pp.value)
     accumulates = any(entry.key == "plan.micro_batches" and entry.value > 1 for entry in batch)
     entries += _options(training, keys, method, tp.value, pp.value, accumulates=accumulates)
-    entries += _megatron_bucket(training, method, dp)
+    entries += _megatron_bucket(training, asked, dp, overrides)
+    if not overrides.get("plan.sequence_parallel", True):
+        entries = [entry for entry in entries if entry.key != "plan.gathered_inputs"]
     entries += [*_offload(training, keys, cluster), *_loss(training, keys, model, tp.value)]
     if ranks < len(cluster.devices) and method != "single":
         origin = training.world.origin if training.world else "what the file says"
         entries.append(Entry("plan.ranks", ranks, f"{origin}; the cluster has {len(cluster.devices)} devices"))
     return [*batch, *entries]
+
+
+def _zero1_implementation(training: Training, keys: Keys, sharding: Value, tp: int) -> list[Entry]:
+    """Return whose ZeRO-1 it is, where it is not torch's."""
+    implementation, sequences = training.zero1_implementation, training.sequence_parallel
+    if implementation == "deepspeed" and sequences is not None and sequences.value and tp > 1:
+        name = sharding.origin.partition(" = ")[0]
+        keys.note(name, "approximated beside sequence parallelism: broadcasts of parameters, not gathers")
+        return []
+    return [] if implementation == "torch" else [Entry("plan.zero1_implementation", implementation, sharding.origin)]
 
 
 MEGATRON_BUCKET_PARAMETERS, MEGATRON_RANK_PARAMETERS = 40_000_000, 1_000_000
@@ -355,7 +362,7 @@ ONE_BUCKET = "1024 TiB"
 """More than all gradients together: they are reduced in one message after the backward."""
 
 
-def _megatron_bucket(training: Training, method: str, dp: int) -> list[Entry]:
+def _megatron_bucket(training: Training, method: str, dp: int, overrides: dict[str, Any]) -> list[Entry]:
     """Return the size of Megatron-LM's gradient buckets, if it has some; without overlap with the backward it has one.
 
     Later stages of a pipeline have one bucket in any case, which is not modelled.
@@ -366,7 +373,8 @@ def _megatron_bucket(training: Training, method: str, dp: int) -> list[Entry]:
     if training.overlap is not None and not training.overlap.value:
         return [Entry("plan.bucket_bytes", ONE_BUCKET, f"{training.overlap.origin}: one bucket, after the backward")]
     count = parameters.value or max(MEGATRON_BUCKET_PARAMETERS, MEGATRON_RANK_PARAMETERS * dp)
-    value_bytes = PRECISION_BYTES[training.precision.value if training.precision else "fp32"]
+    precision = overrides.get("workload.precision") or (training.precision.value if training.precision else "fp32")
+    value_bytes = PRECISION_BYTES[precision]
     return [Entry("plan.bucket_bytes", count * value_bytes, f"{parameters.origin}: {count} parameters")]
 
 

@@ -583,6 +583,24 @@ def test_megatron_deepspeed_contradictions(tmp_path, change, said):
     assert said in refused(tmp_path, text.replace(*change), name="job.slurm", model="gpt3-1.3b")
 
 
+@pytest.mark.parametrize(
+    ("override", "plan"),
+    [
+        ("plan.sequence_parallel=false", {"sequence_parallel": False, "zero1_implementation": "megatron"}),
+        ("plan.gathered_inputs=kept", {"sequence_parallel": True, "gathered_inputs": "kept"}),
+        ("plan.method=zero3", {"method": "zero3", "sequence_parallel": True}),
+        ("workload.precision=fp32", {"bucket_bytes": 4 * 40_000_000}),
+    ],
+)
+def test_what_is_set_takes_along_what_megatrons_job_said_with_it(tmp_path, override, plan):
+    more = "--tensor-model-parallel-size 2 --sequence-parallel --log-interval"
+    text = MEGATRON.replace("--log-interval", more).replace("--bf16", "--bf16 --grad-reduce-in-bf16")
+    tables, _ = imported(tmp_path, text, name="train.sh", model="gpt3-1.3b", overrides=[override])
+    assert tables["plan"].items() >= plan.items()
+    assert ("gathered_inputs" in tables["plan"]) == tables["plan"]["sequence_parallel"]
+    assert ("zero1_implementation" in tables["plan"]) == (tables["plan"]["method"] == "zero1")
+
+
 def test_deepspeeds_zero1_beside_megatrons_sequence_parallelism_is_approximated_and_says_so(tmp_path):
     more = "--tensor-model-parallel-size 2 --sequence-parallel"
     text = ENGINE.format(batch=64, more=more).replace("--partition-activations", "")
