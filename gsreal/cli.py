@@ -616,7 +616,8 @@ def trace_command(
         bool, typer.Option("--compile", help="Each block as torch.compile (inductor) runs it, without a compiler.")
     ] = False,
     recompute: Annotated[
-        str, typer.Option("--recompute", help="Of compiled blocks: none, selective or full, inside of their graphs.")
+        str,
+        typer.Option("--recompute", help="What compiled blocks recompute inside of their graphs (see plan.recompute)."),
     ] = "none",
     trust_code: TrustCode = False,
 ) -> None:

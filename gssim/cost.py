@@ -16,7 +16,7 @@ from gssim.cluster.measured import CutBlockCost, ShardedUnitCost, UnitCost
 from gssim.plan import INDEX_BYTES
 from gssim.scenario import achieved_flop_per_s, has_master_copy, layer_profile, master_bytes, value_bytes
 from gssim.scenario.device_rates import measured_optimizer, product_precision
-from gssim.units import PRECISION_BYTES, Floats, Precision, Rate
+from gssim.units import PRECISION_BYTES, Floats, Precision, Rate, Recompute
 from gssim.workload import (
     Layer,
     Model,
@@ -47,14 +47,14 @@ def layer_time_s(
     *,
     phase: str,
     batch_size: int,
-    selective: bool = False,
+    recompute: Recompute = "full",
     whole: Layer | None = None,
     issued: bool = True,
 ) -> float:
     """Return the time of one repetition of `layer` for `batch_size` samples.
 
-    `phase`: `f`, `b`, or `r`: its forward recomputed for the backward, as far as needed; `selective`: without its
-    compute-heavy operations. A profile does not have the recomputed part: its forward is scaled as the roofline is.
+    `phase`: `f`, `b`, or `r`: its forward recomputed for the backward, as far as needed; `recompute`: as far as
+    that runs it again. A profile does not have the recomputed part: its forward is scaled as the roofline is.
     Assumes that nothing else runs on the device; the engine adds the slowdown of communication. `whole`: the layer of
     which `layer` is a slice, or has part of the backward; a profile is of the whole one, and is scaled as the roofline
     too. `issued`: whether a GPU's host time to launch the operations is a lower bound.
@@ -62,15 +62,15 @@ def layer_time_s(
     if not issued and device.kind != "cpu":
         device = replace(device, operation_overhead_s=0.0)
     if whole is not None and whole is not layer:
-        measured_s = layer_time_s(device, workload, whole, phase=phase, batch_size=batch_size, selective=selective)
-        works = [_work_on(device, workload, part, phase, selective=selective, whole=whole) for part in (layer, whole)]
+        measured_s = layer_time_s(device, workload, whole, phase=phase, batch_size=batch_size, recompute=recompute)
+        works = [_work_on(device, workload, part, phase, recompute=recompute, whole=whole) for part in (layer, whole)]
         own_s, whole_s = (
             _layer_roofline_s(device, workload, part, work, phase, batch_size)
             for part, work in zip((layer, whole), works, strict=True)
         )
         return measured_s * own_s / whole_s if whole_s else measured_s
     profile = layer_profile(device, workload, layer)
-    work = _work_on(device, workload, layer, phase, selective=selective)
+    work = _work_on(device, workload, layer, phase, recompute=recompute)
     if profile is None:
         return _layer_roofline_s(device, workload, layer, work, phase, batch_size)
     if phase == "b":
@@ -84,7 +84,7 @@ def layer_time_s(
 
 
 def issue_time_s(
-    device: DeviceType, workload: Workload, layer: Layer, *, phase: str, sums: int, selective: bool = False
+    device: DeviceType, workload: Workload, layer: Layer, *, phase: str, sums: int, recompute: Recompute = "full"
 ) -> float:
     """Return a GPU's host time to launch a layer's phase with so many all-reduces; 0 where it is included elsewhere.
 
@@ -92,7 +92,7 @@ def issue_time_s(
     """
     if device.kind == "cpu" or device.cut_block is not None or layer_profile(device, workload, layer) is not None:
         return 0.0
-    return (_work(layer, phase, selective=selective).operations + sums) * device.operation_overhead_s
+    return (_work(layer, phase, recompute=recompute).operations + sums) * device.operation_overhead_s
 
 
 def measured_issue_s(
@@ -103,7 +103,7 @@ def measured_issue_s(
     phase: str,
     batch_size: int,
     sums: int = 0,
-    selective: bool = False,
+    recompute: Recompute = "full",
 ) -> float | None:
     """Return a GPU's host time to issue a layer's phase where it is measured apart from the device's; else None.
 
@@ -111,13 +111,13 @@ def measured_issue_s(
     profile it is the number of operations, with the phase's `sums` over ranks, times `layer_operation_s`.
     """
     profile = layer_profile(device, workload, layer)
-    work = _work(layer, phase, selective=selective).operations
+    work = _work(layer, phase, recompute=recompute).operations
     if profile is None:
         return None if device.layer_operation_s is None else (work + sums) * device.layer_operation_s
     curve = profile.backward_host_s if phase == "b" else profile.forward_host_s
     if curve is None:
         return None
-    forward = _work(layer, "f", selective=selective).operations
+    forward = _work(layer, "f", recompute=recompute).operations
     within = min(max(batch_size, curve.sizes[0]), curve.sizes[-1])  # it hardly depends on the batch
     return curve.at(within) * (work / forward if phase == "r" and forward else 1.0)
 
@@ -132,7 +132,7 @@ class Work(NamedTuple):
     """Part of the moved bytes, where known: those of operations with next to no arithmetic."""
 
 
-def _work(layer: Layer, phase: str, *, selective: bool = False) -> Work:
+def _work(layer: Layer, phase: str, *, recompute: Recompute = "full") -> Work:
     """Return the work of a phase; for recomputation that is not traced, that of the whole forward."""
     if phase == "b":
         return Work(layer.backward_flop, layer.backward_bytes, layer.backward_operations, layer.backward_streamed_bytes)
@@ -141,9 +141,12 @@ def _work(layer: Layer, phase: str, *, selective: bool = False) -> Work:
         return forward
     flop, moved_bytes, operations = layer.recompute_flop, layer.recompute_bytes, layer.recompute_operations
     streamed = layer.recompute_streamed_bytes
-    if selective:
+    part = layer.every_second_product
+    if recompute == "selective":
         flop, moved_bytes, operations = layer.selective_flop, layer.selective_bytes, layer.selective_operations
         streamed = layer.selective_streamed_bytes
+    elif recompute == "every-second-product" and part is not None:
+        flop, moved_bytes, operations, streamed = part.flop, part.bytes, part.operations, part.streamed_bytes
     return Work(
         forward.flop if flop is None else flop,
         forward.moved_bytes if moved_bytes is None else moved_bytes,
@@ -163,7 +166,7 @@ def _work_on(
     layer: Layer,
     phase: str,
     *,
-    selective: bool = False,
+    recompute: Recompute = "full",
     whole: Layer | None = None,
 ) -> Work:
     """Return the work of a phase, where linear maps run in 8 bits as that which takes as long at the device's rates.
@@ -171,7 +174,7 @@ def _work_on(
     Each weight matrix of a block is a map of every token: 2 FLOP an element in a forward, 4 in a backward. Of slices of
     `whole`, ranks cast parts of inputs and outputs. What is recomputed may lack some of the maps.
     """
-    work, ratio = _work(layer, phase, selective=selective), device.float8_ratio
+    work, ratio = _work(layer, phase, recompute=recompute), device.float8_ratio
     if workload.map_precision is None or ratio is None or not layer.block:
         return work
     elements = sum(prod(shape) for shape in _maps(layer))

@@ -287,6 +287,8 @@ Threshold = Annotated[
 """A threshold of magnitudes; `inf`, which is a text in JSON, is reached by none."""
 
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
+Recompute = Literal["none", "selective", "every-second-product", "full"]
+"""What a block's backward runs again of its forward; see `plan.recompute`."""
 Rate = Precision | Literal["tf32"]
 """Precisions of matrix products: tf32 multiplies fp32 values with 10 bits of mantissa."""
 PRECISION_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}

@@ -59,7 +59,7 @@ def prepare(scenario: Scenario, module: nn.Module, timeline: Timeline, device: t
         ring = observed_ring(group, timeline, zigzag=policies.zigzag) if policies.ring else None
         divide_context(module, blocks_of(scenario.workload.model, module), ring or observed_parts(group, timeline))
     if scenario.plan.recompute != "none":
-        checkpoint_blocks(scenario.workload.model, module, selective=scenario.plan.recompute == "selective")
+        checkpoint_blocks(scenario.workload.model, module, scenario.plan.recompute)
     divided: PartialGradients | None = None
     loss: Loss = loss_of
     if policies.tp > 1:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from gssim.units import Recompute
 from gssim.workload import Model, unrolled
 
 aten = torch.ops.aten
@@ -27,18 +28,38 @@ COMPUTE_HEAVY: frozenset[Any] = frozenset(
         aten._scaled_dot_product_fused_attention_overrideable,
     )
 )
-"""Matrix products (of experts too), convolutions, fused attention (composed operations are seen as their parts).
-
-Source: torchtitan's list for selective checkpointing per operation, which saves only every second matrix product.
-"""
-
-
-def _policy(_context: Any, operation: Any, *_args: Any, **_settings: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in COMPUTE_HEAVY else CheckpointPolicy.PREFER_RECOMPUTE
+"""Matrix products (of experts too), convolutions, fused attention (composed operations are seen as their parts)."""
+PRODUCTS: frozenset[Any] = frozenset((aten.mm.default, aten.addmm.default))
+"""Matrix products of which torchtitan's selective checkpointing by operation runs every second one again."""
 
 
-selective_contexts = partial(create_selective_checkpoint_contexts, _policy)
-"""For `checkpoint(..., context_fn=selective_contexts)`: compute-heavy operations run once, all others twice."""
+SELECTIVE: tuple[Recompute, ...] = ("selective", "every-second-product")
+"""Kinds of checkpointing that keep the outputs of some operations."""
+
+
+def is_kept(operation: Any, recompute: Recompute, *, products: int) -> bool:
+    """Return whether selective checkpointing keeps an operation's output.
+
+    `products`: how many matrix products the block's forward has run, with this one.
+    """
+    is_second = operation in PRODUCTS and recompute == "every-second-product" and products % 2 == 0
+    return operation in COMPUTE_HEAVY and not is_second
+
+
+def _settings(recompute: Recompute) -> dict[str, Any]:
+    """Return what torch's checkpoint takes for a recomputation: for a selective one a policy for each forward."""
+
+    def contexts() -> Any:
+        products = {False: 0, True: 0}  # of the first forward and of the second
+
+        def policy(context: Any, operation: Any, *_args: Any, **_settings: Any) -> CheckpointPolicy:
+            products[context.is_recompute] += operation in PRODUCTS
+            kept = is_kept(operation, recompute, products=products[context.is_recompute])
+            return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return create_selective_checkpoint_contexts(policy)
+
+    return {"use_reentrant": False} | ({} if recompute == "full" else {"context_fn": contexts})
 
 
 def blocks_of(model: Model, module: nn.Module) -> list[nn.Module]:
@@ -47,29 +68,28 @@ def blocks_of(model: Model, module: nn.Module) -> list[nn.Module]:
     return [inner[layer.module] for layer in unrolled(model) if layer.layer.block]
 
 
-def checkpoint_blocks(model: Model, module: nn.Module, *, selective: bool = False) -> None:
+def checkpoint_blocks(model: Model, module: nn.Module, recompute: Recompute) -> None:
     """Run every block of the module under torch's checkpoint, with its default settings (it restores random states).
 
-    `selective`: the outputs of compute-heavy operations are saved too, and only the others are recomputed.
+    `recompute`: what each runs again in its backward; see `plan.recompute`.
 
     The blocks' own forward is replaced: wrappers then enclose it, as intended, and parameters keep their names.
     """
     for block in blocks_of(model, module):
-        checkpoint_block(block, selective=selective)
+        checkpoint_block(block, recompute)
 
 
-def checkpoint_block(block: nn.Module, *, selective: bool = False) -> None:
+def checkpoint_block(block: nn.Module, recompute: Recompute) -> None:
     """Run one block under torch's checkpoint."""
-    context: dict[str, Any] = {"context_fn": selective_contexts} if selective else {}
-    block.forward = partial(checkpoint, block.forward, use_reentrant=False, **context)
+    block.forward = partial(checkpoint, block.forward, **_settings(recompute))
 
 
-def checkpoint_inside(block: nn.Module, *, selective: bool = False) -> None:
+def checkpoint_inside(block: nn.Module, recompute: Recompute) -> None:
     """Let a block's forward recompute itself, as a method of its own: what is compiled then contains both."""
-    context: dict[str, Any] = {"context_fn": selective_contexts} if selective else {}
+    settings = _settings(recompute)
     plain = type(block).forward
 
     def forward(self: nn.Module, *args: Any, **named: Any) -> Any:
-        return checkpoint(plain, self, *args, use_reentrant=False, **context, **named)
+        return checkpoint(plain, self, *args, **settings, **named)
 
     block.forward = MethodType(forward, block)

@@ -40,7 +40,7 @@ def compile_blocks(model: Model, module: nn.Module) -> None:
     dynamo_config.recompile_limit = len(blocks) + 8  # for blocks that differ
     for block in blocks:
         if model.compiled_recompute != "none":
-            checkpoint_inside(block, selective=model.compiled_recompute == "selective")
+            checkpoint_inside(block, model.compiled_recompute)
         forward: Any = block.forward
         # a method of its own, so that a copy of the block, as a rank with several stages makes, runs with what it holds
         block.forward = MethodType(torch.compile(forward.__func__, fullgraph=True, dynamic=False), block)

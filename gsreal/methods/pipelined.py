@@ -265,7 +265,7 @@ def pipeline_stages(scenario: Scenario, module: nn.Module, timeline: Timeline, d
             inner = dict(part.named_modules())
             for instance in stages[number]:
                 if instance.layer.block:
-                    checkpoint_block(inner[instance.module], selective=scenario.plan.recompute == "selective")
+                    checkpoint_block(inner[instance.module], scenario.plan.recompute)
         modules.append(part)
     experts: list[ExpertGradients | ShardedExpertGradients | None] = []
     for part in modules:

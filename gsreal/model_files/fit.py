@@ -9,9 +9,10 @@ from math import lcm, prod
 from operator import mul
 from typing import Any
 
-from gsreal.model_files.recorder import NoPolynomialError, Recomputation, Record, Work
+from gsreal.model_files.recorder import NoPolynomialError, Record, Work
 from gsreal.model_files.step import LOSS
-from gssim.workload import Buffer, Layer, Moment, Parameter, Polynomial, Reduction
+from gssim.units import Recompute
+from gssim.workload import Buffer, Layer, Moment, Parameter, PartialRecomputation, Polynomial, Reduction
 
 Shape = (
     tuple[int, int | None]
@@ -75,23 +76,20 @@ def fit_layers(records: dict[Shape, Record], check: Record, checked: Shape) -> l
 def _recomputed(
     first: Record, index: int, name: str, fit: Callable[[Callable[[Record], int], str], Polynomial]
 ) -> dict[str, Any]:
-    """Return the costs of a block's forward under full and selective checkpointing.
+    """Return the costs of a block's recomputation, full and selective, and the positions that the latter keep."""
 
-    And the positions saved by the latter.
-    """
-
-    def cost(kind: str, read: Callable[[Recomputation], Work]) -> dict[str, Any]:
+    def cost(prefix: str, recompute: Recompute) -> dict[str, Any]:
         def work(record: Record) -> Work:
-            return read(record.until_saved.get(index, Recomputation()))
+            return record.until_saved.get(index, {}).get(recompute, Work())
 
         return {
-            f"{kind}_flop": fit(lambda r: work(r).flop, f"{name}: recomputed FLOP"),
-            f"{kind}_bytes": fit(lambda r: work(r).bytes_moved, f"{name}: recomputed bytes"),
-            f"{kind}_streamed_bytes": fit(lambda r: work(r).streamed, f"{name}: recomputed streamed bytes"),
-            f"{kind}_operations": work(first).operations,
+            f"{prefix}flop": fit(lambda r: work(r).flop, f"{name}: recomputed FLOP"),
+            f"{prefix}bytes": fit(lambda r: work(r).bytes_moved, f"{name}: recomputed bytes"),
+            f"{prefix}streamed_bytes": fit(lambda r: work(r).streamed, f"{name}: recomputed streamed bytes"),
+            f"{prefix}operations": work(first).operations,
         }
 
-    costs = cost("recompute", lambda again: again.work)
+    costs = cost("recompute_", "full")
     counted = [-1, *first.counted[index, "f"]]
     costs["recompute_positions"] = counted[costs["recompute_operations"]] + 1
     costs["recompute_releases"] = tuple(
@@ -101,8 +99,10 @@ def _recomputed(
         if alive.freed[0] <= index
     )
     if index not in first.overwritten:
-        costs |= cost("selective", lambda again: again.light)
-        costs["selective_positions"] = tuple(first.heavy[index])
+        costs |= cost("selective_", "selective")
+        costs["selective_positions"] = tuple(first.kept[index, "selective"])
+        part, positions = cost("", "every-second-product"), tuple(first.kept[index, "every-second-product"])
+        costs["every_second_product"] = PartialRecomputation(positions=positions, **part)
     return costs
 
 

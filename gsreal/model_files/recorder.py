@@ -6,7 +6,7 @@ other is refused: it would count nothing, however much it computes.
 """
 
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import flop_registry
 
-from gsreal.methods.checkpointing import COMPUTE_HEAVY
+from gsreal.methods.checkpointing import PRODUCTS, SELECTIVE, is_kept
+from gssim.units import Recompute
 
 aten = torch.ops.aten
 
@@ -184,15 +185,6 @@ class Work:
         return Work(count * self.flop, count * self.bytes_moved, count * self.operations, count * self.streamed)
 
 
-@dataclass(frozen=True)
-class Recomputation:
-    """Work that checkpointing recomputes of a module's forward."""
-
-    work: Work = Work()
-    light: Work = Work()
-    """The part of it that is not compute-heavy."""
-
-
 SliceCollective = tuple[tuple[int, str, int], int, str]
 """Moment (layer, phase, position), bytes and kind of a collective over the ranks that share a sliced block."""
 
@@ -212,16 +204,17 @@ class Record:
     operations: dict[tuple[int, str], int] = field(default_factory=lambda: defaultdict(int))
     saved: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     output: dict[int, int] = field(default_factory=lambda: defaultdict(int))
-    until_saved: dict[int, Recomputation] = field(default_factory=dict)
-    """Work of a module's forward until autograd has saved the last of its tensors: checkpointing recomputes it."""
+    until_saved: dict[int, dict[Recompute, Work]] = field(default_factory=dict)
+    """Work of a module's forward until autograd has saved the last of its tensors, as far as each kind of checkpointing
+    recomputes it."""
     counted: dict[tuple[int, str], list[int]] = field(default_factory=lambda: defaultdict(list))
     """Positions of operations (not views), by layer and phase."""
     names: dict[tuple[int, str], list[str]] = field(default_factory=lambda: defaultdict(list))
     """Names of these operations."""
     by_operation: dict[int, dict[str, Work]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(Work)))
     """By layer: name of an operation -> its work, forward and backward."""
-    heavy: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
-    """Positions of the compute-heavy operations."""
+    kept: dict[tuple[int, Recompute], list[int]] = field(default_factory=lambda: defaultdict(list))
+    """By layer and kind of checkpointing: positions of the operations whose outputs it keeps."""
     overwritten: set[int] = field(default_factory=set)
     """Layers that change the output of a compute-heavy operation in place, so that it cannot be saved."""
     alive: list[StorageLife] = field(default_factory=list)
@@ -260,7 +253,10 @@ class Recorder(TorchDispatchMode):
         self.position: dict[tuple[int, str], int] = defaultdict(lambda: -1)
         self.live: dict[int, StorageLife] = {}
         self.first_use: dict[int, int] = {}
-        self.light: dict[tuple[int, str], Work] = defaultdict(Work)
+        self.recomputed: dict[tuple[int, str, Recompute], Work] = defaultdict(Work)
+        """By layer, phase and kind of selective checkpointing: work of the operations whose outputs it does not keep.
+        """
+        self.products: Counter[tuple[int, str]] = Counter()
         self.allocating = False
         """Whether operations only allocate what a collective fills."""
 
@@ -278,9 +274,10 @@ class Recorder(TorchDispatchMode):
         place, record = (self.layer, self.phase), self.record
         return Work(record.flop[place], record.bytes_moved[place], record.operations[place], record.streamed[place])
 
-    def again(self) -> Recomputation:
+    def again(self) -> dict[Recompute, Work]:
         """Return the work to recompute if the current layer's forward ended here."""
-        return Recomputation(self.work(), self.light[self.layer, self.phase])
+        again = {each: self.recomputed[self.layer, self.phase, each] for each in SELECTIVE}
+        return {"full": self.work(), **again}
 
     def now(self) -> tuple[int, str, int]:
         """Return the current moment: layer, phase, position."""
@@ -318,22 +315,31 @@ class Recorder(TorchDispatchMode):
         flop = flop_of(func, args, kwargs, result, [*inputs, *outputs])
         moved = sum({id(t): t.numel() * t.element_size() for t in [*inputs, *outputs]}.values())
         work = Work(flop, moved, 1, 0 if flop or _is_alias(func, inputs, outputs) else moved)
-        heavy = func in COMPUTE_HEAVY
-        self._add(str(func._overloadpacket), work, place, heavy=heavy, called=str(func))
-        if heavy and place[1] == "f":
-            self.record.heavy[place[0]].append(self.position[place])
+        self.products[place] += func in PRODUCTS
+        kept = [each for each in SELECTIVE if is_kept(func, each, products=self.products[place])]
+        self._add(str(func._overloadpacket), work, place, kept=kept, called=str(func))
+        for each in kept if place[1] == "f" else ():
+            self.record.kept[place[0], each].append(self.position[place])
 
     def _add(
-        self, name: str, work: Work, place: tuple[int, str], *, heavy: bool = False, called: str | None = None
+        self,
+        name: str,
+        work: Work,
+        place: tuple[int, str],
+        *,
+        kept: Sequence[Recompute] = (),
+        called: str | None = None,
     ) -> None:
-        """Add one operation's work to the record of a phase of a layer."""
+        """Add one operation's work to the record of a phase of a layer; `kept`: who keeps its output."""
         self.record.flop[place] += work.flop
         self.record.bytes_moved[place] += work.bytes_moved
         self.record.streamed[place] += work.streamed
         self.record.operations[place] += 1
         self.record.by_operation[place[0]][name] += work
-        if not heavy:
-            self.light[place] += work if work.flop else replace(work, bytes_moved=work.streamed)
+        again = work if work.flop else replace(work, bytes_moved=work.streamed)
+        for each in SELECTIVE:
+            if each not in kept:
+                self.recomputed[*place, each] += again
         self.record.counted[place].append(self.position[place])
         self.record.names[place].append(called or name)
 
@@ -359,7 +365,7 @@ class Recorder(TorchDispatchMode):
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.is_write and isinstance(value, Tensor):
                 alive = self.live.get(value.untyped_storage()._cdata)
-                if alive is not None and alive.born[2] in self.record.heavy[alive.born[0]]:
+                if alive is not None and alive.born[2] in self.record.kept[alive.born[0], "selective"]:
                     self.record.overwritten.add(alive.born[0])
 
     def reduce(self, tensor: Tensor) -> Tensor:

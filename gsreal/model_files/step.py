@@ -219,7 +219,7 @@ def _compiled(
         raise UserError(f"{where}: --compile: the module has no stack of blocks, which are compiled one by one")
     blocks = [module.get_submodule(name) for name in record.modules if name in record.blocks]
     for block in blocks if model.compiled_recompute != "none" else ():
-        checkpoint_inside(block, selective=model.compiled_recompute == "selective")
+        checkpoint_inside(block, model.compiled_recompute)
     with ExitStack() as stack:
         with _explained(where):
             others = apart.kernel_plans if apart else {}

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import tomli_w
 import torch
@@ -37,7 +37,7 @@ from gsreal.model_files.step import (
 from gssim.errors import UserError
 from gssim.execution.files import write_text
 from gssim.scenario import load_model
-from gssim.units import Precision, validated
+from gssim.units import Precision, Recompute, validated
 from gssim.workload import Adapters, Layer, Model, TokenInput
 from gssim.workload.model import AdaptedLayers, AutocastLayers
 
@@ -516,8 +516,8 @@ def traced_model(request: Request, *, on_counted: Callable[[OperationCounts], No
 def _compiled(model: Model, request: Request, where: str) -> Model:
     """Return the model with what the request says of compilation; raise UserError for what does not go with it."""
     kind: Any = request.recompute
-    if kind != "none" and (kind not in ("selective", "full") or not request.compiled):
-        allowed = "none, selective, full" if request.compiled else "with --compile alone"
+    if kind != "none" and (kind not in get_args(Recompute) or not request.compiled):
+        allowed = ", ".join(get_args(Recompute)) if request.compiled else "with --compile alone"
         raise UserError(f"{where}: --recompute {kind}: allowed: {allowed}")
     if request.compiled:
         name = model.name  # a profile of the model that is not compiled has another

@@ -276,7 +276,7 @@ def _deepspeed_precision(workload: Workload) -> dict[str, Any]:
 def _accelerate(scenario: Scenario, notes: list[str]) -> Exported:
     plan, workload, policies = scenario.plan, scenario.workload, scenario.policies
     _refuse("accelerate", "plan.pp", policies.pp, policies.pp == 1, "1")
-    _refuse("accelerate", "plan.recompute", plan.recompute, plan.recompute != "selective", "none, full")
+    _refuse("accelerate", "plan.recompute", plan.recompute, plan.recompute in ("none", "full"), "none, full")
     sharded = plan.method in SHARDED
     if not sharded:
         fine = workload.precision == "fp32"
@@ -338,7 +338,8 @@ def _torchtitan(scenario: Scenario, notes: list[str]) -> Exported:
     named = FLAVORS.get(workload.model.name)
     _refuse("torchtitan", "workload.model", workload.model.name, named is not None, ", ".join(FLAVORS))
     name, flavor = named or ("", "")
-    _refuse("torchtitan", "plan.recompute", plan.recompute, plan.recompute != "selective", "none, full")
+    allowed = "none, every-second-product, full"
+    _refuse("torchtitan", "plan.recompute", plan.recompute, plan.recompute != "selective", allowed)
     if plan.method == "ddp":  # which it has on one axis alone, and whose place FSDP takes where there are context ranks
         for axis in ("tp", "pp", "cp"):
             ranks = getattr(policies, axis)
@@ -382,7 +383,9 @@ def _torchtitan(scenario: Scenario, notes: list[str]) -> Exported:
             **({"tensor_parallel_degree": policies.tp} if policies.tp > 1 else {}),
             **({"disable_loss_parallel": True} if policies.tp > 1 and not plan.loss_parallel else {}),
         },
-        "activation_checkpoint": {"mode": plan.recompute},
+        "activation_checkpoint": {"mode": plan.recompute}
+        if plan.recompute != "every-second-product"
+        else {"mode": "selective", "selective_ac_option": "op"},
     }
     if workload.model.compiled:
         tables["compile"] = {"enable": True, "components": ["model"]}
@@ -411,8 +414,8 @@ def _torchrun(scenario: Scenario, notes: list[str]) -> Exported:
     )
     _refuse("torchrun", "plan.pp", scenario.policies.pp, scenario.policies.pp == 1, "1; `gsreal run` has pipelines")
     _refuse("torchrun", "plan.tp", scenario.policies.tp, scenario.policies.tp == 1, "1; `gsreal run` cuts blocks")
-    fine = scenario.plan.recompute != "selective"
-    _refuse("torchrun", "plan.recompute", scenario.plan.recompute, fine, "none, full; `gsreal run` has 'selective'")
+    fine = scenario.plan.recompute in ("none", "full")
+    _refuse("torchrun", "plan.recompute", scenario.plan.recompute, fine, "none, full; `gsreal run` has the others")
     plain = scenario.workload.precision != "bf16" or scenario.plan.method in SHARDED
     _refuse("torchrun", "workload.precision", scenario.workload.precision, plain, "fp32, or bf16 under FSDP2")
     _refuse(

@@ -243,27 +243,19 @@ def _compilation(keys: Keys, training: Training) -> None:
         keys.refuse("compile.backend", "fuses operations in a way that is not known; allowed: inductor")
     if components is None or "loss" in components:
         keys.listed.append((compiled.origin, "approximated: the loss is not compiled here"))
-    if training.recompute is not None and training.recompute.value == "full":
-        keys.listed.append(
-            (
-                training.recompute.origin,
-                "approximated: whole graphs are recomputed; a model of `gsreal trace --compile --recompute full`, with "
-                "--set plan.recompute=none, recomputes inside of its graphs as torchtitan does",
-            )
-        )
 
 
 def _recompute(keys: Keys, training: Training) -> None:
-    """Read the recomputation, by `mode`, or in the newer generations by the fields that a policy has."""
-    mode_key = "activation_checkpoint.mode"
-    reason = (
-        "recomputes every second matrix product too (or every second layer), which is not this plan's 'selective'; "
-        "nearest is selective"
-    )
+    """Read the recomputation, by `mode`, or in the newer generations by the fields that a policy has.
+
+    Selective recomputation is by operation in these, and by `selective_ac_option` before: `op`, or whole layers.
+    """
+    mode_key, option_key = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
+    by_operation = True
     fields = {key.partition(".")[2] for key in keys.values if key.startswith("activation_checkpoint.")}
     if keys.has(mode_key):
         mode = str(keys.raw(mode_key)).lower()
-        keys.raw("activation_checkpoint.selective_ac_option")
+        by_operation = keys.raw(option_key) == "op"
     elif "activation_checkpoint" in keys.values:  # null
         mode, mode_key = "none", "activation_checkpoint"
         keys.raw(mode_key)
@@ -275,11 +267,12 @@ def _recompute(keys: Keys, training: Training) -> None:
         mode, mode_key = "full", f"activation_checkpoint.{min(fields)}"
     else:
         mode, mode_key = "selective", "activation_checkpoint"
-    if mode in ("none", "full"):
-        training.recompute = Value(mode, keys.line(mode_key))
+    if mode in ("none", "full") or (mode == "selective" and by_operation):
+        training.recompute = Value("every-second-product" if mode == "selective" else mode, keys.line(mode_key))
         keys.read.add(mode_key)
     elif mode == "selective":
-        keys.refuse(mode_key, reason, replaced_by=RECOMPUTE)
+        reason = "recomputes every second layer (its default), or every n-th: recomputed are all blocks, or none"
+        keys.refuse(option_key if keys.has(option_key) else mode_key, reason, replaced_by=RECOMPUTE)
     elif mode == "memory_budget":
         keys.refuse(mode_key, "what the compiler would recompute within a budget is not known", replaced_by=RECOMPUTE)
     else:

@@ -205,6 +205,7 @@ def scenario_of(
         elif name not in known:
             keys.note(value.origin.partition(" = ")[0], f"the model is --model ('{model.name}')")
     _check_compiled(training, keys, model)
+    _recompute_inside(training, keys, model)
     _check_clipping(training)
     for name, pending in PENDING.items():
         _check_pending(name, pending, training, keys)
@@ -225,6 +226,30 @@ def _refuse(keys: Keys, value: Value, reason: str, *replaced_by: str) -> None:
     """Refuse the key from which a value is; one that an option sets stands in the message as it is."""
     key = value.origin if value.origin.startswith("--set ") else value.origin.partition(" = ")[0]
     keys.refuse(key, reason, replaced_by=replaced_by)
+
+
+def _recompute_inside(training: Training, keys: Keys, model: Model) -> None:
+    """Leave recomputation to compiled blocks that do it inside of their graphs; say where these do not."""
+    recompute = training.recompute
+    if not model.compiled or recompute is None or recompute.value == "none":
+        return
+    if recompute.value == model.compiled_recompute:
+        inside = f"{recompute.origin}: inside of the graphs of '{model.name}'"
+        training.recompute = Value("none", inside)
+        return
+    made = f"`gsreal trace MODEL_FILE --compile --recompute {recompute.value} --out FILE` makes one that does"
+    if recompute.value == "full" and model.compiled_recompute == "none":
+        keys.listed.append(
+            (recompute.origin, f"approximated: whole graphs are recomputed, and not inside of compiled blocks; {made}")
+        )
+    else:
+        _refuse(
+            keys,
+            recompute,
+            f"the compiled blocks of '{model.name}' recompute '{model.compiled_recompute}' inside of their graphs; "
+            f"{made}, for --model",
+            "plan.recompute",
+        )
 
 
 def _check_compiled(training: Training, keys: Keys, model: Model) -> None:
@@ -484,7 +509,7 @@ def _context_exchange(training: Training, keys: Keys, cp: Value) -> list[Entry]:
     exchange = training.context_exchange or Value("ring", f"{cp.origin}: keys and values in a ring")
     if exchange.value == "all-to-all":
         return []
-    if training.recompute is not None and training.recompute.value == "selective":
+    if training.recompute is not None and training.recompute.value not in ("none", "full"):
         name = cp.origin.partition(" = ")[0]
         keys.note(name, "approximated: parts of sequences are exchanged for heads by all-to-alls, not passed in a ring")
         return []

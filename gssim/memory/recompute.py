@@ -8,9 +8,10 @@ it, as without checkpointing. The placeholders keep the inputs, and the state of
 until the last of the block's nodes is done. The phase `r` is this second forward, with the positions of the first.
 
 [Note: selective] With create_selective_checkpoint_contexts, each output of a compute-heavy operation (matrix product,
-convolution, attention) is kept from the first forward, whether the backward needs it or not. The second forward uses it
-instead of running the operation, and takes it over: it is freed when that of a second forward would have been. Outputs
-that the second forward does not reach, since it stops early, are kept as long as the placeholders.
+convolution, attention; or of these all but every second matrix product) is kept from the first forward, whether the
+backward needs it or not. The second forward uses it instead of running the operation, and takes it over: it is freed
+when that of a second forward would have been. Outputs that the second forward does not reach, since it stops early, are
+kept as long as the placeholders.
 
 [Note: casts] torch.autocast keeps the casts of parameters until its outermost context ends, so that none is cast twice
 in a forward. The first forward leaves them there: those of all blocks are held until the loss is computed, where
@@ -22,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gssim.memory.lifetimes import FORWARD_END, LAST
+from gssim.units import Recompute
 from gssim.workload import Buffer, Layer, Moment, Polynomial, layer_output, passed_bytes
 
 CPU_RANDOM_STATE_BYTES = 5056
@@ -33,17 +35,18 @@ def recomputed_buffers(
     before: Layer | None,
     following: Sequence[Layer],
     *,
-    selective: bool = False,
+    recompute: Recompute = "full",
     random_state_bytes: int = 0,
     autocast: bool = False,
 ) -> tuple[Buffer, ...]:
     """Return the buffers of `layer` where each block is checkpointed.
 
     `before`: the layer before it; `following`: those after it, up to the first block.
-    `selective`: the outputs of compute-heavy operations are kept; see [Note: selective]. `autocast`: whether the layers
-    are those of a forward under torch.autocast; see [Note: casts].
+    `recompute`: what of it runs again; see [Note: selective]. `autocast`: whether the layers are those of a forward
+    under torch.autocast; see [Note: casts].
     """
     moved: list[Buffer] = []
+    kept = layer.kept_positions(recompute) or ()
     again, after = layer.is_recomputed, following[0] if following else None
     handed = _input_of_block(layer, following)
     output = _own_output(layer) if again else None
@@ -53,7 +56,7 @@ def recomputed_buffers(
     last = max([*releases.values(), *positions], default=0)
     for buffer in layer.buffers:
         is_forward = buffer.born.phase == "f"
-        if layer.block and selective and is_forward and buffer.born.position in (layer.selective_positions or ()):
+        if layer.block and is_forward and buffer.born.position in kept:
             moved.append(replace(buffer, freed=_kept_until(buffer, layer, before), category="activations"))
         elif again and buffer.is_saved:
             # older model files lack its release in the first forward: at the end at the latest

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from gssim.plan.methods import MethodName
-from gssim.units import Count, NonNegativeFloat, PositiveBytes, PositiveFloat, PositiveInt, Threshold, spec
+from gssim.units import Count, NonNegativeFloat, PositiveBytes, PositiveFloat, PositiveInt, Recompute, Threshold, spec
 
 Partition = Literal["data", "weight-gradient"]
 ParameterPolicy = Literal["replicated", "gathered", "sharded"]
@@ -389,10 +389,12 @@ class Plan:
     """Divide the vocabulary among the ranks of the axis tp: each has its rows of the head, and its logits alone; the
     loss takes two small all-reduces, and the gradient of the head's input one. Needs a head of its own, that is a
     linear map without bias, whose weight no embedding shares."""
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Recompute = "none"
     """`full`: each block keeps only its input, and its backward runs its forward again (gradient checkpointing).
     `selective`: it keeps the outputs of compute-heavy operations too (matrix products, convolutions, attention), and
-    only the others run again: torch's selective activation checkpointing."""
+    only the others run again: torch's selective activation checkpointing. `every-second-product`: as `selective`, but
+    of a block's matrix products the second, the fourth, ... run again too: torchtitan's selective checkpointing by
+    operation."""
     micro_batches: PositiveInt = 1
     """Parts in which each rank processes its samples, one after another, before an update (gradient accumulation)."""
     schedule: Literal["gpipe", "1f1b", "interleaved"] | None = None

@@ -237,7 +237,9 @@ def _checkpointed(low: Lowering, rank: int) -> Lives:
     state = CPU_RANDOM_STATE_BYTES if low.device(rank).kind == "cpu" else 0  # a GPU's is kept in the host's memory
     unscaled = round(state / low.traced_scale)  # bytes, whatever the precision
     casts = low.scenario.workload.autocast is not None
-    return partial(recomputed_buffers, selective=low.selective, random_state_bytes=unscaled, autocast=casts)
+    return partial(
+        recomputed_buffers, recompute=low.scenario.plan.recompute, random_state_bytes=unscaled, autocast=casts
+    )
 
 
 def _layer_s(
@@ -249,7 +251,7 @@ def _layer_s(
         instance.layer,
         phase=phase,
         batch_size=samples,
-        selective=low.selective,
+        recompute=low.scenario.plan.recompute,
         whole=low.whole_layer(instance),
         issued=issued,
     )
@@ -277,7 +279,7 @@ def _timing(low: Lowering, rank: int, instance: LayerInstance, phase: str, sampl
     Of a GPU both times may be measured apart. Else the device's includes the host's, unless sums over ranks, which the
     device waits for, divide the phase.
     """
-    device, workload, selective = low.device(rank), low.scenario.workload, low.selective
+    device, workload, recompute = low.device(rank), low.scenario.workload, low.scenario.plan.recompute
     hooks_s = hook_s * len(instance.layer.parameters) if phase == "b" else 0.0
     if phase == "f" and instance.index == 0 and low.policies.gradients == "all-reduce":
         hooks_s += device.replica_forward_s or 0.0  # the wrapper's own
@@ -286,13 +288,13 @@ def _timing(low: Lowering, rank: int, instance: LayerInstance, phase: str, sampl
     issued = whole if profiled else instance.layer  # a profile is of the whole layer
     sums = len(sum_positions(instance.layer, phase))
     issue_s = cost.measured_issue_s(
-        device, workload, issued, phase=phase, batch_size=samples, sums=sums, selective=selective
+        device, workload, issued, phase=phase, batch_size=samples, sums=sums, recompute=recompute
     )
     alone_s = _layer_s(low, rank, instance, phase, samples, issued=profiled or issue_s is None)
     if issue_s is not None:
         return _Timing(alone_s, issue_s + slicing_host_s(low, rank, instance, phase, samples) + hooks_s, is_ahead=True)
     duration_s = with_host_time(low, rank, instance, phase, samples, alone_s=alone_s) + hooks_s
-    host_s = cost.issue_time_s(device, workload, instance.layer, phase=phase, sums=sums, selective=selective)
+    host_s = cost.issue_time_s(device, workload, instance.layer, phase=phase, sums=sums, recompute=recompute)
     busy_s = _layer_s(low, rank, instance, phase, samples, issued=False) if sums and host_s else 0.0
     return _Timing(duration_s - alone_s + busy_s, host_s) if sums and host_s > busy_s else _Timing(duration_s)
 

@@ -59,7 +59,7 @@ def _measured_events(
 ) -> list[Event]:
     layer = instance.layer
     again, traced_phase = phase == "r", "f" if phase == "r" else phase
-    kept = (layer.selective_positions or ()) if again and low.selective else ()
+    kept = (layer.kept_positions(low.scenario.plan.recompute) or ()) if again else ()
     events = []
     for scratch in (profile.scratch_bytes or {}).get(_profile_key(low, rank, instance), ()):
         runs = not again or (scratch.position <= last_saved(layer) and scratch.position not in kept)
@@ -83,7 +83,7 @@ def _profile_key(low: Lowering, rank: int, instance: LayerInstance) -> str:
 def _worst_case_bytes(
     low: Lowering, rank: int, instance: LayerInstance, phase: str, samples: int, traced: Sequence[Event]
 ) -> float:
-    if phase == "r" and low.selective:
+    if phase == "r" and low.scenario.plan.recompute == "selective":
         return 0.0  # the kernels that need scratch are those of compute-heavy operations
     if instance.layer.reductions:
         return 0.0  # such profiles are of whole blocks

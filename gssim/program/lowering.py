@@ -233,11 +233,6 @@ class Lowering:
         return self.scenario.plan.recompute != "none"
 
     @cached_property
-    def selective(self) -> bool:
-        """Whether blocks keep the outputs of compute-heavy operations, and recompute only the others."""
-        return self.scenario.plan.recompute == "selective"
-
-    @cached_property
     def schedule(self) -> tuple[tuple[Action, ...], ...]:
         """Schedule of each rank of a pipeline, by its coordinate on the axis pp."""
         plan, ranks = self.scenario.plan, self.scenario.policies.pp

@@ -225,9 +225,9 @@ def _check_compiled(scenario: Scenario, policies: Policies, file: str) -> None:
         (
             "plan.recompute",
             plan.recompute,
-            plan.recompute == "selective",
+            plan.recompute not in ("none", "full"),
             "it chooses among operations, which are fused; allowed: none, full, or a model of `gsreal trace --compile "
-            "--recompute selective`",
+            "--recompute {plan.recompute}`",
         ),
         (
             "plan.recompute",
@@ -639,14 +639,13 @@ def _check_threshold(scenario: Scenario, file: str) -> None:
 
 
 def _check_recompute(scenario: Scenario, policies: Policies, file: str) -> None:
-    if scenario.plan.recompute != "selective":
-        return
+    recompute = scenario.plan.recompute
     model = scenario.workload.model
     held = model.sliced_layers if policies.tp > 1 else model.context_layers if policies.cp > 1 else model.layers
     for layer in held:
-        if layer.block and layer.selective_positions is None:
+        if layer.block and layer.kept_positions(recompute) is None:
             raise UserError(
-                f"{file}: plan.recompute = 'selective': the model file does not list what the block '{layer.name}' "
+                f"{file}: plan.recompute = '{recompute}': the model file does not list what the block '{layer.name}' "
                 "keeps: trace it again; the output of a matrix product or convolution that is changed in place cannot "
                 "be kept"
             )
@@ -748,8 +747,10 @@ def _check_experts(scenario: Scenario, policies: Policies, file: str) -> None:
     ):
         if value is not None:
             raise UserError(f"{where}: workload.{name} = {value!r} cannot run yet with divided experts; leave it out")
-    if scenario.plan.recompute == "selective":
-        raise UserError(f"{where}: plan.recompute = 'selective' cannot run yet with divided experts; allowed: full")
+    if scenario.plan.recompute not in ("none", "full"):
+        raise UserError(
+            f"{where}: plan.recompute = '{scenario.plan.recompute}' cannot run yet with divided experts; allowed: full"
+        )
     if scenario.run.slowdowns:
         raise UserError(f"{where}: run.slowdowns cannot run yet with divided experts; leave them out")
 
@@ -906,8 +907,8 @@ def _check_ring(plan: Plan, policies: Policies, length: int, file: str) -> None:
             "allowed with plan.context_exchange = 'ring'"
         )
     where = f"{file}: plan.cp = {policies.cp}"
-    if plan.recompute == "selective":
-        raise UserError(f"{where}: plan.recompute = 'selective' cannot run yet with a ring; allowed: none, full")
+    if plan.recompute not in ("none", "full"):
+        raise UserError(f"{where}: plan.recompute = '{plan.recompute}' cannot run yet with a ring; allowed: none, full")
     if policies.zigzag and length % (2 * policies.cp):
         raise UserError(
             f"{where}: workload.sequence_length = {length}: cannot be divided into {2 * policies.cp} equal parts, two "

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from gssim.plan import METHODS, MethodName
-from gssim.units import NonNegativeFloat, PositiveFloat, PositiveInt, Threshold, spec
+from gssim.units import NonNegativeFloat, PositiveFloat, PositiveInt, Recompute, Threshold, spec
 
 Objective = Literal["step-time", "cost", "energy"]
 Choice = Annotated[tuple[PositiveInt, ...], Field(min_length=1)]
@@ -29,11 +29,7 @@ class SearchSpace:
     """Pipeline sizes. Absent: all divisors of the number of devices."""
     micro_batches: Choice | None = None
     """Numbers of micro-batches. Absent: powers of two, up to the samples of each part of an evenly split batch."""
-    recompute: Annotated[tuple[Literal["none", "selective", "full"], ...], Field(min_length=1)] = (
-        "none",
-        "selective",
-        "full",
-    )
+    recompute: Annotated[tuple[Recompute, ...], Field(min_length=1)] = ("none", "selective", "full")
     """Activation recomputation policies."""
     offload: Annotated[tuple[Literal["none", "optimizer", "parameters"], ...], Field(min_length=1)] | None = None
     """State kept in the hosts' memory (`plan.offload`). Absent: as in the scenario's plan."""

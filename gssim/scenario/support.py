@@ -23,6 +23,7 @@ FEATURES: dict[str, Mapping[str, Any]] = {
     "2 micro-batches": {"plan.micro_batches": 2},
     "full recomputation": {"plan.recompute": "full"},
     "selective recomputation": {"plan.recompute": "selective"},
+    "every second product recomputed": {"plan.recompute": "every-second-product"},
     "batch by throughput": {"plan.shares.batch": "throughput"},
     "shards by compute": {"plan.shares.shards": "compute"},
     "shards by memory": {"plan.shares.shards": "memory"},

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, PlainSerializer, SerializerFunctionWrapHandler, WithJsonSchema, model_serializer
 
-from gssim.units import PRECISION_BYTES, Count, PositiveFloat, PositiveInt, spec
+from gssim.units import PRECISION_BYTES, Count, PositiveFloat, PositiveInt, Recompute, spec
 
 _TERM = re.compile(r"^(-?\d+)((?:\*(?:[bs](?:\^[12])?|[upr]))*)$")
 Terms = tuple[tuple[int, int, int], ...]
@@ -346,6 +346,22 @@ STREAMED = (
 
 
 @spec
+class PartialRecomputation:
+    """Costs of a recomputation that keeps the outputs of some operations from the first forward."""
+
+    flop: Quantity
+    """FLOP that are recomputed."""
+    bytes: Quantity
+    """Bytes read and written by it."""
+    streamed_bytes: Quantity
+    """Of these bytes, those of operations with next to no arithmetic."""
+    operations: Count
+    """Number of operations that the host launches for it."""
+    positions: tuple[Count, ...]
+    """Positions of the forward's operations whose outputs are kept."""
+
+
+@spec
 class PartialBackward:
     """Costs of a layer's training where some parameters are frozen, and only the others get gradients.
 
@@ -436,6 +452,9 @@ class Layer:
     """The same of `recompute_bytes`."""
     selective_streamed_bytes: Quantity | None = None
     """The same of `selective_bytes`."""
+    every_second_product: PartialRecomputation | None = None
+    """Recomputation where of the block's matrix products the second, the fourth, ... run again, and the outputs of the
+    other compute-heavy operations are kept; absent: not traced."""
     buffers: tuple[text_of(Buffer), ...] = ()  # type: ignore[valid-type]
     """Every tensor that it allocates: the moments of its allocation and release, category and size."""
     module_buffer_bytes: Count = 0
@@ -472,7 +491,7 @@ class Layer:
         for key in ("module_buffer_bytes", "integer_buffer_bytes"):
             if not data.get(key):
                 data.pop(key, None)
-        for key in ("experts_per_token", "expert_capacity_ratio"):
+        for key in ("experts_per_token", "expert_capacity_ratio", "every_second_product"):
             if data.get(key) is None:
                 data.pop(key, None)
         if not data.get("frozen_parameters"):
@@ -483,6 +502,14 @@ class Layer:
     def is_recomputed(self) -> bool:
         """Whether checkpointing runs its forward again: it does so for a block that has a backward."""
         return self.block and bool(self.parameters or self.backward_operations or self.backward_flop != NO_COST)
+
+    def kept_positions(self, recompute: Recompute) -> tuple[int, ...] | None:
+        """Return the positions of the forward's operations whose outputs a recomputation keeps; None: not traced."""
+        if recompute == "selective":
+            return self.selective_positions
+        if recompute == "every-second-product":
+            return None if self.every_second_product is None else self.every_second_product.positions
+        return ()
 
     @property
     def repeats(self) -> int:
@@ -518,4 +545,7 @@ def sliced_layer(layer: Layer, units: int, positions: int, rows: int = 0) -> Lay
         value = getattr(layer, field.name)
         if isinstance(value, Polynomial):
             changes[field.name] = value.held(*size)
+    if again := layer.every_second_product:
+        held = {name: getattr(again, name).held(*size) for name in ("flop", "bytes", "streamed_bytes")}
+        changes["every_second_product"] = replace(again, **held)
     return replace(layer, **changes)

@@ -39,7 +39,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from gssim.execution.cache import Same
-from gssim.units import PRECISION_BYTES, Count, PositiveFloat, PositiveInt, Precision, excess, spec
+from gssim.units import PRECISION_BYTES, Count, PositiveFloat, PositiveInt, Precision, Recompute, excess, spec
 from gssim.workload.layer import Layer, sliced_layer
 
 
@@ -188,9 +188,9 @@ class Model:
     """False: the dependence on the sequence length is no polynomial; only `traced_sequence_lengths` may be used."""
     compiled: bool = False
     """Each block is compiled by itself with torch.compile (inductor), and `layers` are those of compiled blocks."""
-    compiled_recompute: Literal["none", "selective", "full"] = "none"
+    compiled_recompute: Recompute = "none"
     """What compiled blocks recompute inside of their graphs, as torchtitan's do: torch fuses it with the backward.
-    `plan.recompute` recomputes whole graphs instead. Selective: products and attention are kept."""
+    `plan.recompute` recomputes whole graphs instead, and says what each of these words means."""
     buffer_bytes: tuple[Count, ...] = ()
     """Module buffers (not parameters), a number for each data type: DDP broadcasts them in every forward. Those of
     floating-point values are given in fp32, and are cast to a workload's precision as parameters are."""

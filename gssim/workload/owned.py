@@ -21,6 +21,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from typing import Any
 
 from gssim.execution.cache import Same
 from gssim.workload.layer import (
@@ -218,19 +219,22 @@ def _recomputed_in_role(layer: Layer, buffers: Sequence[Buffer]) -> Layer:
         return own[max(0, bisect_right(born, position) - 1)].born.position
 
     if not same:
-        return replace(layer, recompute_positions=None, recompute_releases=None, selective_positions=None)
+        untraced: dict[str, Any] = {"selective_positions": None, "every_second_product": None}
+        return replace(layer, recompute_positions=None, recompute_releases=None, **untraced)
     released = dict(zip((id(each) for each in traced if each.is_saved), layer.recompute_releases or (), strict=False))
     releases = [
         released.get(id(whole), whole.freed.position)
         for each, whole in zip(own, traced, strict=True)
         if each.is_saved and (id(whole) in released or whole.freed.phase == "f")
     ]
+    again = layer.every_second_product
     complete = layer.recompute_releases is not None and len(releases) == sum(each.is_saved for each in own)
     return replace(
         layer,
         recompute_positions=in_role(layer.recompute_positions - 1) + 1,
         recompute_releases=tuple(map(in_role, releases)) if complete else None,
         selective_positions=layer.selective_positions and tuple(map(in_role, layer.selective_positions)),
+        every_second_product=again and replace(again, positions=tuple(map(in_role, again.positions))),
     )
 
 

@@ -84,18 +84,18 @@ def test_what_selective_checkpointing_runs_again_takes_its_part_of_the_measured_
         selective_bytes=Polynomial.parse("1000*b*s"),
         selective_operations=1,
     )
-    again_s = seconds(device(), light, "r", selective=True)
+    again_s = seconds(device(), light, "r", recompute="selective")
     assert again_s == pytest.approx(1000 * 2 * 8 / 1e9)  # bytes over the memory's bandwidth
     whole_s = seconds(device(), light, "f")
     curve = Curve(sizes=(2,), values=(8.0,))
     layers = {"h": LayerProfile(forward_s=curve, backward_s=curve)}
     measured = replace(device(), profiles=(Profile(model="tiny", precision="fp32", layers=layers),))
-    assert seconds(measured, light, "r", selective=True) == pytest.approx(8.0 * again_s / whole_s)
+    assert seconds(measured, light, "r", recompute="selective") == pytest.approx(8.0 * again_s / whole_s)
     assert seconds(measured, light, "r") == 8.0
 
 
-def seconds(on: DeviceType, layer: Layer, phase: str, *, selective: bool = False) -> float:
-    return costs.layer_time_s(on, WORKLOAD, layer, phase=phase, batch_size=2, selective=selective)
+def seconds(on: DeviceType, layer: Layer, phase: str, *, recompute: str = "full") -> float:
+    return costs.layer_time_s(on, WORKLOAD, layer, phase=phase, batch_size=2, recompute=recompute)
 
 
 def test_a_precision_without_peak_or_profile_is_the_users_to_mend():

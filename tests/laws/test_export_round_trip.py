@@ -40,7 +40,7 @@ CHOICES = {
     "plan.dp_shard": [1, 2, 4],
     "plan.ranks": [2, 4, 8],
     "plan.micro_batches": [2, 4],
-    "plan.recompute": ["full", "selective"],
+    "plan.recompute": ["full", "selective", "every-second-product"],
     "plan.gradient_sync": ["step", "micro-batch"],
     "plan.overlap": [False],
     "plan.offload": ["optimizer", "parameters"],

@@ -34,7 +34,7 @@ def times(of, **options):
     """Return the time of a block's passes without what the host takes."""
     block = next(layer for layer in of.workload.model.layers if layer.block)
     device = of.cluster.device_types["gpu"]
-    passes = [{"phase": "f"}, {"phase": "b"}, {"phase": "r"}, {"phase": "r", "selective": True}]
+    passes = [{"phase": "f"}, {"phase": "b"}, {"phase": "r"}, {"phase": "r", "recompute": "selective"}]
     return [
         cost.layer_time_s(device, of.workload, block, batch_size=10**4, issued=False, **each) for each in passes
     ], block

@@ -844,16 +844,39 @@ def test_maps_in_8_bits_are_said_by_an_option(tmp_path):
     assert "gathered in 8 bits" in refused(tmp_path, gathered, name="t.toml", overrides=overrides)
 
 
-def test_torchtitan_selective_is_not_ours(tmp_path):
+def test_torchtitan_selects_by_operation_or_by_layer(tmp_path):
     text = TITAN.format(batch=-1, replicate=1, shard=-1, reshard="default", mode="selective")
-    assert "--set plan.recompute" in refused(tmp_path, text, name="t.toml")
+    tables, _ = imported(tmp_path, f'{text}selective_ac_option = "op"', name="t.toml")
+    assert (tables["plan"]["recompute"], tables["workload"]["global_batch_size"]) == ("every-second-product", 8)
+    for by_layer in (text, f'{text}selective_ac_option = "2"'):
+        said = refused(tmp_path, by_layer, name="t.toml")
+        assert "every second layer" in said
+        assert "--set plan.recompute" in said
     tables, _ = imported(tmp_path, text, name="t.toml", overrides=["plan.recompute=selective"])
-    assert (tables["plan"]["recompute"], tables["workload"]["global_batch_size"]) == ("selective", 8)
+    assert tables["plan"]["recompute"] == "selective"
+
+
+def test_what_torchtitan_recomputes_in_compiled_blocks_is_the_compiled_models(tmp_path):
+    text = TITAN.format(batch=-1, replicate=1, shard=-1, reshard="default", mode="selective")
+    text = f'{text}selective_ac_option = "op"\n[compile]\nenable = true\n'
+    tables, _ = imported(tmp_path, text, name="t.toml", model="llama3-8b-compiled-every-second-product")
+    assert tables["plan"]["recompute"] == "none"
+    for other in ("llama3-8b-compiled", "llama3-8b-compiled-selective"):
+        said = refused(tmp_path, text, name="t.toml", model=other)
+        assert "--compile --recompute every-second-product" in said
+    tables, found = imported(tmp_path, text.replace("selective", "full"), name="t.toml", model="llama3-8b-compiled")
+    assert tables["plan"]["recompute"] == "full"
+    assert any("whole graphs are recomputed" in line for line in found.listed)
 
 
 @pytest.mark.parametrize(
     ("checkpointing", "recompute"),
-    [(None, "none"), ({"preserve_rng_state": True}, "full"), ({"memory_budget": 0.5}, None)],
+    [
+        (None, "none"),
+        ({"preserve_rng_state": True}, "full"),
+        ({"force_recompute_mm_shapes_by_fqns": []}, "every-second-product"),
+        ({"memory_budget": 0.5}, None),
+    ],
 )
 def test_torchtitan_saved_json(tmp_path, checkpointing, recompute):
     training = {"num_tokens_per_microbatch_per_dp_rank": 16384, "num_tokens_per_train_step": 262144}

@@ -15,6 +15,7 @@ from gssim.memory import CPU_RANDOM_STATE_BYTES, activation_timeline, footprint,
 from gssim.program import lower
 from gssim.scenario import Scenario, load_model
 from gssim.simulation import simulate
+from gssim.units import Recompute
 from gssim.workload import Model, unrolled
 from gssim.workload.owned import with_frozen_layers
 
@@ -32,8 +33,8 @@ def trained(recompute: str, method: str = "single", *, model: Model = GPT, ranks
     return scenario_of(cluster, {"method": method, "recompute": recompute}, **settings | workload)
 
 
-def timeline_of(model: Model, *, batch: int = BATCH, length: int = LENGTH, selective: bool = False):
-    lives = partial(recomputed_buffers, selective=selective)
+def timeline_of(model: Model, *, batch: int = BATCH, length: int = LENGTH, recompute: Recompute = "full"):
+    lives = partial(recomputed_buffers, recompute=recompute)
     return activation_timeline(unrolled(model), batch_size=batch, sequence_length=length, lives=lives)
 
 
@@ -53,7 +54,7 @@ def test_a_block_keeps_its_input_alone_and_makes_again_what_it_would_have_kept()
 
 
 def test_a_block_keeps_its_matrix_products_and_attention_too_and_makes_the_rest_again():
-    timeline = timeline_of(GPT, selective=True)
+    timeline = timeline_of(GPT, recompute="selective")
     # by hand, values of 4 bytes: q, k and v (3 x 144); attention's output (144) and a logarithm for each of 4 heads;
     # its projection (144); up (4 x 144); down (144)
     heavy = 4 * (3 * 144 + 144 + 4 + 144 + 4 * 144 + 144) * TOKENS
@@ -66,12 +67,12 @@ def test_a_block_keeps_its_matrix_products_and_attention_too_and_makes_the_rest_
         assert footprint(timeline.at(block, "r")).kept == (("activations", kept_again - projection),)
 
 
-@pytest.mark.parametrize("selective", [False, True])
+@pytest.mark.parametrize("recompute", ["full", "selective", "every-second-product"])
 @pytest.mark.parametrize("name", NAMES)
-def test_all_buffers_of_a_recomputed_step_are_freed_within_it(name, selective):
+def test_all_buffers_of_a_recomputed_step_are_freed_within_it(name, recompute):
     model = load_model(MODELS / f"{name}.toml")
     layers = unrolled(model)
-    timeline = timeline_of(model, batch=2, length=16, selective=selective)
+    timeline = timeline_of(model, batch=2, length=16, recompute=recompute)
     places = [*((i, "f") for i in range(len(layers)))]
     places += [(i, phase) for i in reversed(range(len(layers))) for phase in "rb"]
     assert set(timeline.events) <= set(places)
@@ -161,22 +162,40 @@ def test_the_more_is_kept_the_less_is_run_again(name):
         )
         assert 0 < layer.selective_bytes.at(**shape) < layer.recompute_bytes.at(**shape)
         assert 0 < layer.selective_operations < layer.recompute_operations <= layer.forward_operations
+        second = layer.every_second_product
+        assert 0 <= second.flop.at(**shape) < layer.recompute_flop.at(**shape)
+        assert layer.selective_operations <= second.operations < layer.recompute_operations
+        assert set(second.positions) <= set(layer.selective_positions)
+
+
+def test_every_second_product_of_a_llama_is_that_of_keys_of_attentions_output_and_of_the_gated_values():
+    """Torchtitan's list for Llama 3: of seven products the keys', attention's output and the one beside the gate."""
+    width, ffn, keys = 4096, 14336, 1024
+    block = next(layer for layer in load_model(MODELS / "llama3-8b.toml").layers if layer.block)
+    again = block.every_second_product
+    assert again.flop.at(b=1, s=1) == 2 * width * (keys + width + ffn)
+    assert len(again.positions) == len(block.selective_positions) - 3 == 5  # four products and attention
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_more_is_kept_the_sooner_a_step_is_over_and_with_the_same_traffic(method):
-    none, selective, full = (
-        result_of(trained(each, method, ranks=1 if method == "single" else 2)) for each in ("none", "selective", "full")
-    )
-    assert none.step_time_s < selective.step_time_s < full.step_time_s
-    assert none.collectives == selective.collectives == full.collectives
+    kinds = ("none", "selective", "every-second-product", "full")
+    found = [result_of(trained(each, method, ranks=1 if method == "single" else 2)) for each in kinds]
+    times = [each.step_time_s for each in found]
+    assert times == sorted(set(times))
+    assert [each.collectives for each in found] == [found[0].collectives] * 4
 
 
 def test_selective_checkpointing_adds_the_light_operations_of_each_block():
     none, selective = (result_of(trained(each)) for each in ("none", "selective"))
     scenario = trained("selective")
     again_s = cost.layer_time_s(
-        scenario.cluster.type_of(0), scenario.workload, GPT.layers[1], phase="r", batch_size=BATCH, selective=True
+        scenario.cluster.type_of(0),
+        scenario.workload,
+        GPT.layers[1],
+        phase="r",
+        batch_size=BATCH,
+        recompute="selective",
     )
     assert again_s == pytest.approx((2304 + 8656 * TOKENS) / 1e9)  # bytes at 1 GB/s
     assert selective.step_time_s == pytest.approx(none.step_time_s + 4 * again_s, rel=1e-12)
@@ -197,7 +216,7 @@ def test_flop_of_a_checkpointed_step_with_frozen_layers_are_torchs(name, frozen)
     model = load_model(MODELS / f"{name}.toml")
     model = with_frozen_layers(model, frozen) if frozen else model
     module = build_module(model.module, where="test")
-    checkpoint_blocks(model, module)
+    checkpoint_blocks(model, module, "full")
     tokens = torch.zeros((BATCH, LENGTH), dtype=torch.int64)
     with FlopCounterMode(display=False, custom_mapping=UNCOUNTED) as counter:
         loss_of(module(tokens), tokens).backward()
@@ -210,15 +229,15 @@ def test_flop_of_a_checkpointed_step_with_frozen_layers_are_torchs(name, frozen)
     assert ours + sum(layer.recompute_flop.at(**shape) for layer in again) == counter.get_total_flops()
 
 
-@pytest.mark.parametrize("selective", [False, True])
+@pytest.mark.parametrize("recompute", ["full", "selective", "every-second-product"])
 @pytest.mark.parametrize("name", ["gpt-byte-1m", "bert-byte-1m", "mixture-byte-1m", "resnet-digits"])
-def test_all_buffers_of_a_step_with_frozen_layers_are_freed_within_it(name, selective):
+def test_all_buffers_of_a_step_with_frozen_layers_are_freed_within_it(name, recompute):
     whole = load_model(MODELS / f"{name}.toml")
     modules = [each.module for each in unrolled(whole) if each.layer.parameters]
     for frozen in (modules[:2], modules[1:2], modules[1:-1:2], modules[:-1]):
         model = with_frozen_layers(whole, tuple(frozen))
         layers = unrolled(model)
-        timeline = timeline_of(model, batch=2, length=16, selective=selective)
+        timeline = timeline_of(model, batch=2, length=16, recompute=recompute)
         held = 0.0
         for place in [
             *((i, "f") for i in range(len(layers))),
@@ -234,7 +253,7 @@ def test_all_buffers_of_a_step_with_frozen_layers_are_freed_within_it(name, sele
 # Order ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recompute", ["full", "selective"])
+@pytest.mark.parametrize("recompute", ["full", "selective", "every-second-product"])
 @pytest.mark.parametrize("method", METHODS)
 def test_each_block_runs_again_right_before_its_backward_and_labels_are_unique(method, recompute):
     program = lower(trained(recompute, method, ranks=1 if method == "single" else 2))
@@ -249,7 +268,7 @@ def test_each_block_runs_again_right_before_its_backward_and_labels_are_unique(m
     }
 
 
-@pytest.mark.parametrize("recompute", ["full", "selective"])
+@pytest.mark.parametrize("recompute", ["full", "selective", "every-second-product"])
 @pytest.mark.parametrize("method", METHODS)
 def test_all_that_a_recomputed_step_takes_is_given_back(method, recompute):
     scenario = trained(recompute, method, ranks=1 if method == "single" else 2)

@@ -235,7 +235,7 @@ def real_step(model, shape, *, recompute="none"):
     module = build_module(model.module, where=model.name)
     module.train()
     if recompute != "none":
-        checkpoint_blocks(model, module, selective=recompute == "selective")
+        checkpoint_blocks(model, module, recompute)
     inputs, targets = example_batch(model, batch_size=shape[0], sequence_length=shape[1])
     return module, (inputs, targets), lambda: loss_of(module(inputs), targets)
 
@@ -244,7 +244,7 @@ def lives_of(recompute):
     """Return what recomputing makes of a layer's buffers."""
     if recompute == "none":
         return as_traced
-    return partial(recomputed_buffers, selective=recompute == "selective", random_state_bytes=CPU_RANDOM_STATE_BYTES)
+    return partial(recomputed_buffers, recompute=recompute, random_state_bytes=CPU_RANDOM_STATE_BYTES)
 
 
 def replayed_peak_bytes(model, shape, *, recompute="none"):
@@ -383,7 +383,7 @@ def test_the_replayed_peak_is_the_counted_one(name):
 
 
 @pytest.mark.parametrize("name", [larger_is_slow(name) for name in TRANSFORMERS])
-@pytest.mark.parametrize("recompute", ["full", "selective"])
+@pytest.mark.parametrize("recompute", ["full", "selective", "every-second-product"])
 def test_the_replayed_peak_of_checkpointed_blocks_is_the_counted_one(name, recompute):
     model = shipped(name)
     for shape in (untraced_shape(model), (16, untraced_shape(model)[1])):
@@ -404,12 +404,14 @@ def work_of_a_step(model, shape, *, recompute):
 def test_checkpointing_runs_again_what_is_traced_and_no_more(name):
     model = shipped(name)
     shape = untraced_shape(model)
-    plain, full, selective = (work_of_a_step(model, shape, recompute=each) for each in ("none", "full", "selective"))
+    kinds = ("none", "full", "selective", "every-second-product")
+    plain, full, selective, second = (work_of_a_step(model, shape, recompute=each) for each in kinds)
     blocks = [layer.layer for layer in unrolled(model) if layer.layer.block]
     assert full[0] - plain[0] == sum(at(layer.recompute_flop, shape) for layer in blocks)
     assert full[1] - plain[1] == sum(at(layer.recompute_bytes, shape) for layer in blocks)
     assert full[2] - plain[2] == sum(layer.recompute_operations for layer in blocks)
     assert selective[0] - plain[0] == sum(at(layer.selective_flop, shape) for layer in blocks) == 0
+    assert second[0] - plain[0] == sum(at(layer.every_second_product.flop, shape) for layer in blocks)
     assert selective[1] - plain[1] == sum(at(layer.selective_bytes, shape) for layer in blocks)
     assert selective[2] - plain[2] == sum(layer.selective_operations for layer in blocks)
 
@@ -488,7 +490,7 @@ def test_a_shortcut_keeps_what_it_skips_with():
     assert replayed_peak_bytes(model, shape) == pytest.approx(counted_peak_bytes(model, shape), rel=5e-3)
 
 
-@pytest.mark.parametrize("recompute", ["full", "selective"])
+@pytest.mark.parametrize("recompute", ["full", "selective", "every-second-product"])
 @pytest.mark.parametrize("factory", ["Shortcut", "Perceptrons"])
 def test_the_replayed_peak_of_checkpointed_modules_of_the_users_own_is_the_counted_one(factory, recompute):
     model, shape = made(factory), (640, None)

@@ -9,6 +9,7 @@ from gssim.engine import SMALLEST_JITTER
 from gssim.plan import Plan, Policies, splitting
 from gssim.planner.bounds.parts import ModelParts, Part
 from gssim.scenario import layer_profile
+from gssim.units import Recompute
 from gssim.workload import Layer
 
 
@@ -42,7 +43,7 @@ class ComputeBounds:
             busy_s.append(found[key])
         return busy_s
 
-    def micro_batch_s(self, rank: int, samples: int, recompute: str, part: Part | None = None) -> float:
+    def micro_batch_s(self, rank: int, samples: int, recompute: Recompute, part: Part | None = None) -> float:
         """Return the time of one micro-batch, forward and backward, through (a part of) the model on a rank's device.
 
         Devices that vary by chance may be faster, down to the least factor of the machine.
@@ -61,16 +62,18 @@ class ComputeBounds:
             )
         )
 
-    def _layer_s(self, device: DeviceType, layer: Layer, whole: Layer | None, samples: int, recompute: str) -> float:
+    def _layer_s(
+        self, device: DeviceType, layer: Layer, whole: Layer | None, samples: int, recompute: Recompute
+    ) -> float:
         """Return the time of a layer's forward and backward, and of its recomputation where it is checkpointed."""
 
         def found() -> float:
             phases = ["f", "b", *(["r"] if recompute != "none" and layer.is_recomputed else [])]
-            selective, workload = recompute == "selective", self.parts.workload
+            workload = self.parts.workload
             # a host that issues ahead bounds no single layer
             issued = device.layer_operation_s is None or layer_profile(device, workload, whole or layer) is not None
             cost = partial(layer_time_s, device, workload, layer, batch_size=samples, whole=whole, issued=issued)
-            return sum(cost(phase=phase, selective=selective) for phase in phases)
+            return sum(cost(phase=phase, recompute=recompute) for phase in phases)
 
         return self.parts.once(("layer", id(layer), id(device), samples, recompute), found)
 

@@ -14,7 +14,7 @@ from gssim.planner.bounds.parts import ModelParts, Part
 from gssim.program.stage_boundary import Stage, stage_timeline, stages_of
 from gssim.scenario import held_layers, held_slice, schedule_of
 from gssim.scenario.scenario import sequence_positions
-from gssim.units import PRECISION_BYTES
+from gssim.units import PRECISION_BYTES, Recompute
 from gssim.workload import VALUES_KEPT, LayerInstance, unrolled
 from gssim.workload.muon import is_matrix
 
@@ -177,7 +177,9 @@ class MemoryBounds:
         """Bytes of an element over those of the traced precision."""
         return self.parts.value / PRECISION_BYTES[self.parts.model.traced_precision]
 
-    def _stage_activations(self, stage: Stage, part: Part, recompute: str, samples: int) -> tuple[float, float, float]:
+    def _stage_activations(
+        self, stage: Stage, part: Part, recompute: Recompute, samples: int
+    ) -> tuple[float, float, float]:
         """Return the activations of a micro-batch between its forward and its backward, and the peaks of both.
 
         The schedule refers to a stage's output up to the end of its backward.
@@ -242,7 +244,7 @@ class MemoryBounds:
         key = ("passing", part.key, gathers, plan.recompute, samples)
         return self.parts.once(key, lambda: self._extrapolated_peak(part, gathers, plan.recompute, samples))
 
-    def _extrapolated_peak(self, part: Part, gathers: str, recompute: str, samples: int) -> float:
+    def _extrapolated_peak(self, part: Part, gathers: str, recompute: Recompute, samples: int) -> float:
         if samples <= 2:
             return self._peak_bytes(part, gathers, recompute, samples)
         # memory at each moment is linear in the samples, so the peak is convex: above its extended chords
@@ -251,7 +253,7 @@ class MemoryBounds:
         low, high = (self._peak_bytes(part, gathers, recompute, each) for each in (first, second))
         return high + (high - low) / (second - first) * (samples - second)
 
-    def _peak_bytes(self, part: Part, gathers: str, recompute: str, samples: int) -> float:
+    def _peak_bytes(self, part: Part, gathers: str, recompute: Recompute, samples: int) -> float:
         held = self.parts.once(
             ("activations", part.key, recompute, samples),
             lambda: _held_bytes(part.layers, self._timeline(part, recompute, samples)),
@@ -262,7 +264,7 @@ class MemoryBounds:
             lambda: max(a + self.parts.value * b for a, b in zip(held, gathered, strict=True)),
         )
 
-    def _timeline(self, part: Part, recompute: str, samples: int) -> Timeline:
+    def _timeline(self, part: Part, recompute: Recompute, samples: int) -> Timeline:
         return activation_timeline(
             part.layers,
             batch_size=samples,
@@ -312,9 +314,9 @@ class MemoryBounds:
         return [max(0.0, share * part.elements - lost) for share in scenario.shard_shares]
 
 
-def _lives(recompute: str) -> Lives:
+def _lives(recompute: Recompute) -> Lives:
     """Return the lifetimes of a layer's buffers, with what is recomputed."""
-    return as_traced if recompute == "none" else partial(recomputed_buffers, selective=recompute == "selective")
+    return as_traced if recompute == "none" else partial(recomputed_buffers, recompute=recompute)
 
 
 def _fsdp_chunks(part: Part, ranks: int) -> list[float]:
