@@ -19,7 +19,12 @@ from gssim.scenario.run import Run
 from gssim.workload import Workload
 
 SHARDED = tuple(name for name, method in METHODS.items() if method.gradients == "reduce-scatter")
-FLAVORS = {"llama3-8b": ("llama3", "8B"), "llama3-70b": ("llama3", "70B"), "llama3-8b-compiled": ("llama3", "8B")}
+FLAVORS = {
+    "llama3-8b": ("llama3", "8B"),
+    "llama3-70b": ("llama3", "70B"),
+    "llama3-8b-compiled": ("llama3", "8B"),
+    "llama3-8b-compiled-every-second-product": ("llama3", "8B"),
+}
 """Names of shipped models in torchtitan: (model.name, model.flavor)."""
 OPTIMIZER_TYPES = {"adamw": "AdamW", "adam": "Adam"}
 
@@ -53,7 +58,7 @@ def export_scenario(scenario: Scenario, to: str) -> Exported:
         _refuse(to, f"plan.{name}", shown, value == getattr(usual, name), "leave it out")
     _refuse(to, "plan.ep", policies.ep, policies.ep == 1, "1")
     model = scenario.workload.model
-    as_there = not model.compiled or (to == "torchtitan" and model.compiled_recompute == "none")
+    as_there = not model.compiled or (to == "torchtitan" and model.compiled_recompute != "selective")
     _refuse(to, "workload.model", model.name, as_there, "a model whose blocks are not compiled")
     offloads = {"deepspeed": "optimizer", "torchrun": None}.get(to, "parameters")
     _refuse(to, "plan.offload", plan.offload, plan.offload in (None, offloads), "leave it out")
@@ -338,6 +343,7 @@ def _torchtitan(scenario: Scenario, notes: list[str]) -> Exported:
     named = FLAVORS.get(workload.model.name)
     _refuse("torchtitan", "workload.model", workload.model.name, named is not None, ", ".join(FLAVORS))
     name, flavor = named or ("", "")
+    recompute = plan.recompute if plan.recompute != "none" else workload.model.compiled_recompute
     allowed = "none, every-second-product, full"
     _refuse("torchtitan", "plan.recompute", plan.recompute, plan.recompute != "selective", allowed)
     if plan.method == "ddp":  # which it has on one axis alone, and whose place FSDP takes where there are context ranks
@@ -383,9 +389,9 @@ def _torchtitan(scenario: Scenario, notes: list[str]) -> Exported:
             **({"tensor_parallel_degree": policies.tp} if policies.tp > 1 else {}),
             **({"disable_loss_parallel": True} if policies.tp > 1 and not plan.loss_parallel else {}),
         },
-        "activation_checkpoint": {"mode": plan.recompute}
-        if plan.recompute != "every-second-product"
-        else {"mode": "selective", "selective_ac_option": "op"},
+        "activation_checkpoint": {"mode": "selective", "selective_ac_option": "op"}
+        if recompute == "every-second-product"
+        else {"mode": recompute},
     }
     if workload.model.compiled:
         tables["compile"] = {"enable": True, "components": ["model"]}

@@ -16,6 +16,7 @@ from gssim.plan import METHODS as REGISTRY
 SCENARIOS = Path(__file__).resolve().parent.parent.parent / "scenarios"
 
 Table = dict[str, Any]
+RECOMPUTED = ("full", "selective", "every-second-product")
 
 
 @dataclass(frozen=True)
@@ -229,7 +230,9 @@ def _plan(random: Random, method: str, devices: int, model: Trained) -> tuple[Ta
     parts = _axes(random, plan, devices, model)
     _take_in_parts(random, plan, devices)
     if random.random() < 0.35:
-        plan["recompute"] = random.choice(["full", "selective", "every-second-product"] if method != "gs_wgrad" else ["none"])
+        plan["recompute"] = random.choice(
+            ["full", "selective", "every-second-product"] if method != "gs_wgrad" else ["none"]
+        )
     if random.random() < 0.3:
         plan["bucket_bytes"] = random.choice([100_000, "1 MiB", "5 MB", "200 MiB"])
         if method in ("gs", "gs_hier"):
@@ -472,13 +475,13 @@ def _recompute_keys(random: Random, seed: int, workload: Table, plan: Table) -> 
     """Checkpoint blocks of what is partly frozen or under autocast, at times."""
     varies = seed >= RECOMPUTING and any(key in workload for key in ("frozen", "adapters", "autocast"))
     if varies and plan["method"] != "gs_wgrad" and random.random() < 0.6:
-        plan["recompute"] = random.choice(["full", "selective", "every-second-product"])
+        plan["recompute"] = random.choice(RECOMPUTED)
 
 
 def _combined_keys(random: Random, workload: Table, plan: Table) -> None:
     """Freeze layers, add adapters or cast beside pushes and in stages, and checkpoint `gs_wgrad`, at times."""
     if plan["method"] == "gs_wgrad" and random.random() < 0.5:
-        plan["recompute"] = random.choice(["full", "selective", "every-second-product"])
+        plan["recompute"] = random.choice(RECOMPUTED)
     divided = any(plan.get(axis, 1) > 1 for axis in ("tp", "cp", "ep"))
     combines = plan["method"] in (*PUSHING, "pipeline") or plan.get("pp", 1) > 1
     if not combines or divided or random.random() < 0.3:

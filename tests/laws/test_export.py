@@ -137,13 +137,18 @@ def test_scripts_for_torchrun_are_python(method):
     assert '"model.layers.31",' in text
 
 
-def test_compiled_blocks_go_to_torchtitan_and_come_back_and_to_no_other_program(tmp_path):
-    scenario = scenario_with({"workload.model": "llama3-8b-compiled", "plan.method": "zero3"} | FP32)
+@pytest.mark.parametrize("model", ["llama3-8b-compiled", "llama3-8b-compiled-every-second-product"])
+def test_compiled_blocks_go_to_torchtitan_and_come_back(tmp_path, model):
+    scenario = scenario_with({"workload.model": model, "plan.method": "zero3"} | FP32)
     file = tmp_path / "t.toml"
     file.write_text(export_scenario(scenario, "torchtitan").text)
     out = tmp_path / "back.toml"
-    out.write_text(import_scenario(file, model="llama3-8b-compiled", cluster=TWO_HOSTS, out=out).text)
+    out.write_text(import_scenario(file, model=model, cluster=TWO_HOSTS, out=out).text)
     assert load_scenario(out).scenario.scenario_id == scenario.scenario_id
+
+
+def test_compiled_blocks_go_to_no_other_program_than_torchtitan():
+    scenario = scenario_with({"workload.model": "llama3-8b-compiled", "plan.method": "zero3"} | FP32)
     for program in sorted(set(EXPORTS) - {"torchtitan"}):
         with pytest.raises(UserError, match=r"workload\.model = 'llama3-8b-compiled': cannot be exported"):
             export_scenario(scenario, program)
