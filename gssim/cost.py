@@ -24,7 +24,7 @@ from gssim.workload import (
     TokenInput,
     Workload,
     implementation_on,
-    optimizer_moved_values,
+    optimizer_moved_bytes,
 )
 from gssim.workload.muon import (
     NEWTON_SCHULZ_STEPS,
@@ -35,6 +35,7 @@ from gssim.workload.muon import (
     newton_schulz_products,
 )
 from gssim.workload.optimizers import optimizer_operations
+from gssim.workload.quantized import quantized_weights, stored
 
 Amount = TypeVar("Amount", float, Floats)
 """A number of elements or entries, or the numbers of many messages, whose times are returned together."""
@@ -57,12 +58,47 @@ def layer_time_s(
     that runs it again. A profile does not have the recomputed part: its forward is scaled as the roofline is.
     Assumes that nothing else runs on the device; the engine adds the slowdown of communication. `whole`: the layer of
     which `layer` is a slice, or has part of the backward; a profile is of the whole one, and is scaled as the roofline
-    too. `issued`: whether a GPU's host time to launch the operations is a lower bound.
+    too. `issued`: whether a GPU's host time to launch the operations is a lower bound. Copies of quantized weights are
+    made at the memory's bandwidth, beside what is measured or not.
     """
     if not issued and device.kind != "cpu":
         device = replace(device, operation_overhead_s=0.0)
+    copies_s = _copies_s(device, workload, layer, phase, batch_size, recompute) if workload.frozen_precision else 0.0
+    return copies_s + _products_s(device, workload, layer, phase, batch_size, recompute, whole)
+
+
+def _copies_s(
+    device: DeviceType, workload: Workload, layer: Layer, phase: str, batch_size: int, recompute: Recompute
+) -> float:
+    """Return the time to copy a layer's quantized weights to the workload's precision, where a phase multiplies them.
+
+    t = bytes read and written / memory bandwidth; of a recomputation by the share of the forward's FLOP
+    """
+    precision = workload.frozen_precision
+    moved_bytes: float = sum(
+        sum(stored(weight, precision)) + weight.elements * value_bytes(workload)
+        for weight in quantized_weights(layer, precision)
+        if precision is not None
+    )
+    if phase == "r" and moved_bytes:
+        shape = {"b": batch_size, "s": workload.sequence_length or 1}
+        whole = layer.forward_flop.at(**shape)
+        moved_bytes *= _work(layer, phase, recompute=recompute).flop.at(**shape) / whole if whole else 0
+    return moved_bytes / device.memory_bandwidth_bytes_per_s
+
+
+def _products_s(
+    device: DeviceType,
+    workload: Workload,
+    layer: Layer,
+    phase: str,
+    batch_size: int,
+    recompute: Recompute,
+    whole: Layer | None = None,
+) -> float:
+    """Return the time of a layer's phase apart from copies of quantized weights; see `layer_time_s`."""
     if whole is not None and whole is not layer:
-        measured_s = layer_time_s(device, workload, whole, phase=phase, batch_size=batch_size, recompute=recompute)
+        measured_s = _products_s(device, workload, whole, phase, batch_size, recompute)
         works = [_work_on(device, workload, part, phase, recompute=recompute, whole=whole) for part in (layer, whole)]
         own_s, whole_s = (
             _layer_roofline_s(device, workload, part, work, phase, batch_size)
@@ -324,7 +360,7 @@ def optimizer_time_s(
     Muon updates, where it is the optimizer; AdamW updates the others. A measured cost is of torch's default
     implementation; that of another has its name in the key, such as `adamw fused`. Without one:
 
-        t = values moved * bytes of a value / memory bandwidth + operations * overhead
+        t = bytes moved / memory bandwidth + operations * overhead
     """
     if elements == 0:
         return 0.0
@@ -335,18 +371,29 @@ def optimizer_time_s(
         rest_s = optimizer_time_s(device, adamw, elements=others[0], tensors=others[1])
         return rest_s + _muon_time_s(device, workload, matrices)
     implementation = implementation_on(device.kind, workload.optimizer_implementation)
+    precision = workload.optimizer_state_precision
     cost = measured_optimizer(device, workload.optimizer, workload.optimizer_implementation)
-    if cost is not None:
+    if cost is not None and precision is None:
         of_tensors_s = tensors * cost.tensor_s
         if cost.host_s is None:
             of_tensors_s += sharded_tensors * cost.sharded_tensor_s
         return of_tensors_s + cost.elements_s.at(elements)
-    values = optimizer_moved_values(optimizer, implementation=implementation, weight_decay=decay)
-    operations = optimizer_operations(
-        optimizer, implementation=implementation, tensors=tensors, device_kind=device.kind, weight_decay=decay
+    of_element = optimizer_moved_bytes(
+        optimizer,
+        implementation=implementation,
+        value_bytes=master_bytes(workload),
+        weight_decay=decay,
+        precision=precision,
     )
-    moved_bytes = values * master_bytes(workload) * elements
-    return moved_bytes / device.memory_bandwidth_bytes_per_s + operations * device.operation_overhead_s
+    operations = optimizer_operations(
+        optimizer,
+        implementation=implementation,
+        tensors=tensors,
+        device_kind=device.kind,
+        weight_decay=decay,
+        precision=precision,
+    )
+    return of_element * elements / device.memory_bandwidth_bytes_per_s + operations * device.operation_overhead_s
 
 
 def _muon_time_s(device: DeviceType, workload: Workload, matrices: Sequence[Matrix]) -> float:

@@ -20,7 +20,7 @@ AXOLOTL: dict[str, Rule] = {
     **refused(LORA, "lora_model_dir", "relora*", "peft_*", "peft.loftq_config.*", "lisa_*"),
     **refused("which of its parts are not trained cannot be told", "freeze_mm_modules", or_set=("workload.frozen",)),
     **refused(LORA, "lora_modules_to_save", "lora_layers_to_transform", "peft.use_rslora"),
-    **refused("quantized weights cannot be simulated", "load_in_8bit", "load_in_4bit", "gptq", "qat.*", "ptq.*"),
+    **refused("quantized weights cannot be simulated", "gptq", "qat.*", "ptq.*"),
     **refused(
         "quantized weights cannot be simulated", "quantization.*", "model_quantization_config*", "use_onebitllms"
     ),
@@ -31,7 +31,6 @@ AXOLOTL: dict[str, Rule] = {
     **refused("maps in 8 bits are not read from the file", "fp8", or_set=("workload.map_precision",)),
     **refused("shards that are gathered in 8 bits cannot be simulated", "fp8_*"),
     **refused(WHOLE_MODEL_COMPILED, "torch_compile"),
-    **refused("fused kernels (Liger, cut cross-entropy, ...) are not modelled", "plugins", "cut_cross_entropy"),
     **refused(
         "fused kernels (Liger, cut cross-entropy, ...) are not modelled", "liger_*", "use_kernels", "lora_*_kernel"
     ),
@@ -122,6 +121,7 @@ def axolotl(keys: Keys, cluster: Cluster) -> Training:
         training.recompute = Value("full" if checkpointing.value else "none", checkpointing.origin)
     _axolotl_sharding(keys, training, cluster)
     _axolotl_adapters(keys, training)
+    _axolotl_loss(keys, training)
     _axolotl_precision(keys, training)
     keys.close(AXOLOTL)
     return training
@@ -157,11 +157,19 @@ def _axolotl_batch(keys: Keys, training: Training) -> None:
 def _axolotl_adapters(keys: Keys, training: Training) -> None:
     """Read adapters of low rank: their rank, scale and maps."""
     kind = keys.raw("adapter")
+    in_4_bits, in_8_bits = keys.flag("load_in_4bit"), keys.flag("load_in_8bit")
+    few = next((each for each in (in_4_bits, in_8_bits) if each is not None and each.value), None)
     if not kind:
+        if few is not None:
+            keys.refuse(few.origin.partition(" = ")[0], "quantized weights without adapters cannot be simulated")
         return
-    if kind != "lora":
+    if kind not in ("lora", "qlora"):
         keys.refuse("adapter", LORA)
         return
+    if few is not None:
+        double = keys.raw("bnb_config_kwargs.bnb_4bit_use_double_quant") is not False  # its default is true
+        form = "int8" if few is in_8_bits else "nf4-double" if double else "nf4"
+        training.frozen_precision = Value(form, few.origin)
     rank, alpha = keys.integer("lora_r"), keys.number("lora_alpha")
     linear, targets = keys.flag("lora_target_linear"), keys.raw("lora_target_modules")
     if rank is None or not (targets or (linear is not None and linear.value)):
@@ -180,6 +188,34 @@ def _axolotl_adapters(keys: Keys, training: Training) -> None:
     if keys.raw("lora_target_parameters"):
         keys.refuse("lora_target_parameters", LORA)
     training.adapters = Value(table, keys.line("adapter"))
+
+
+PLUGINS = {
+    "axolotl.integrations.liger.": "it does what its own keys say",
+    "axolotl.integrations.kernels.": "it does what its own keys say",
+    "axolotl.integrations.expert_parallel.": "it does what its own keys say",
+    "axolotl.integrations.swanlab.": LOGGING,
+    "axolotl.integrations.spectrum.": "it does what its own keys say",
+}
+"""What becomes of plugins that change nothing by themselves."""
+
+
+def _axolotl_loss(keys: Keys, training: Training) -> None:
+    """Read the plugins, and whether one of them fuses the loss with the head."""
+    plugins = keys.raw("plugins")
+    wanted = keys.flag("cut_cross_entropy")
+    for plugin in [plugins] if isinstance(plugins, str) else plugins or ():
+        if str(plugin).startswith("axolotl.integrations.cut_cross_entropy."):
+            if wanted is None or wanted.value:
+                training.fused_loss = Value(True, f"plugins: {plugin}")
+        elif (reason := next((PLUGINS[each] for each in PLUGINS if str(plugin).startswith(each)), None)) is not None:
+            keys.note("plugins", f"{plugin}: {reason}")
+        else:
+            keys.refuse("plugins", f"what {plugin} changes is not known")
+    fused = keys.flag("liger_fused_linear_cross_entropy")
+    if fused is not None and fused.value and training.fused_loss is None:
+        training.fused_loss = fused
+        keys.note("liger_fused_linear_cross_entropy", "approximated: logits are multiplied again in the backward")
 
 
 def _axolotl_sharding(keys: Keys, training: Training, cluster: Cluster) -> None:

@@ -18,22 +18,32 @@ from gssim.scenario.tensor_slices import undivided_reason
 from gssim.units import PRECISION_BYTES
 from gssim.workload import HuggingFace, ImageInput, Model, Workload, unrolled
 
-OPTIMIZERS: dict[str, tuple[str, str]] = {
-    "adam": ("adam", "default"),
-    "adamw": ("adamw", "default"),
-    "sgd": ("sgd", "default"),
-    "momentum": ("sgd-momentum", "default"),
-    "fusedadam": ("adamw", "fused"),
-    "adamw_torch": ("adamw", "default"),
-    "adamw_hf": ("adamw", "for-loop"),
-    "adamw_torch_fused": ("adamw", "fused"),
-    "adamw_apex_fused": ("adamw", "fused"),
-    "torch.optim.adam": ("adam", "default"),
-    "torch.optim.adamw": ("adamw", "default"),
-    "torch.optim.sgd": ("sgd", "default"),
-    "transformer_engine.pytorch.optimizers.fused_adam.fusedadam": ("adamw", "fused"),
+OPTIMIZERS: dict[str, tuple[str, str, str | None]] = {
+    "adam": ("adam", "default", None),
+    "adamw": ("adamw", "default", None),
+    "sgd": ("sgd", "default", None),
+    "momentum": ("sgd-momentum", "default", None),
+    "fusedadam": ("adamw", "fused", None),
+    "adamw_torch": ("adamw", "default", None),
+    "adamw_hf": ("adamw", "for-loop", None),
+    "adamw_torch_fused": ("adamw", "fused", None),
+    "adamw_apex_fused": ("adamw", "fused", None),
+    "torch.optim.adam": ("adam", "default", None),
+    "torch.optim.adamw": ("adamw", "default", None),
+    "torch.optim.sgd": ("sgd", "default", None),
+    "transformer_engine.pytorch.optimizers.fused_adam.fusedadam": ("adamw", "fused", None),
+    **dict.fromkeys(
+        (
+            *("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "adamw_torch_8bit", "ao_adamw_8bit"),
+            *("bitsandbytes.optim.adamw8bit", "torchao.optim.adamw8bit"),
+        ),
+        ("adamw", "fused", "8-bit"),
+    ),
+    **dict.fromkeys(("adamw_torch_4bit", "ao_adamw_4bit", "torchao.optim.adamw4bit"), ("adamw", "fused", "4-bit")),
+    "muon": ("muon", "default", None),
+    **dict.fromkeys(("paged_adamw", "paged_adamw_32bit"), ("adamw", "fused", None)),
 }
-"""(optimizer, implementation) by other programs' names in lower case."""
+"""(optimizer, implementation, precision of its moments) by other programs' names in lower case."""
 OTHER_OPTIMIZER = "no such optimizer here: its state and its update are not modelled"
 
 WHOLE_MODEL_COMPILED = (
@@ -134,12 +144,16 @@ class Training:
     autocast: Value | None = None
     adapters: Value | None = None
     """Table of `workload.adapters`; its targets are names of maps, or patterns of their paths."""
+    fused_loss: Value | None = None
+    frozen_precision: Value | None = None
+    """`nf4-double` and so on; None: frozen weights have the training's precision."""
     trained: Value | None = None
     """Regular expressions of the names of parameters, as axolotl has them, that alone are trained."""
     loss_scale: Value | None = None
     """In fp16; absent there: dynamic."""
     optimizer: Value | None = None
     optimizer_implementation: Value | None = None
+    optimizer_state_precision: Value | None = None
     learning_rate: Value | None = None
     weight_decay: Value | None = None
     momentum: Value | None = None
@@ -204,6 +218,8 @@ def scenario_of(
             _refuse(keys, value, f"the model '{model.name}' has no routed experts; give the right one by --model")
         elif name not in known:
             keys.note(value.origin.partition(" = ")[0], f"the model is --model ('{model.name}')")
+    if {"workload.optimizer", "workload.optimizer_implementation"} & set(overrides):
+        training.optimizer_state_precision = None
     _check_compiled(training, keys, model)
     _recompute_inside(training, keys, model)
     _check_clipping(training)
@@ -670,9 +686,12 @@ def _workload(training: Training, keys: Keys, model: Model) -> list[Entry]:
         ("reduce_precision", None, ""),
         ("autocast", None, ""),
         ("adapters", None, ""),
+        ("frozen_precision", None, ""),
+        ("fused_loss", None, ""),
         ("loss_scale", None, ""),
         ("optimizer", "adamw", "as the file does not say"),
         ("optimizer_implementation", None, ""),
+        ("optimizer_state_precision", None, ""),
         ("learning_rate", None, ""),
         ("weight_decay", None, ""),
         ("momentum", None, ""),
@@ -756,7 +775,11 @@ def optimizer_in(keys: Keys, training: Training, *names: str) -> None:
     """Read an optimizer and its implementation from the first of these keys that the file holds."""
     found = keys.choice(OPTIMIZERS, *names, sets="workload.optimizer", why=OTHER_OPTIMIZER)
     if found is not None:
-        kind, implementation = found.value
+        kind, implementation, state = found.value
         training.optimizer = Value(kind, found.origin)
         if implementation != "default":
             training.optimizer_implementation = Value(implementation, found.origin)
+        if state is not None:
+            training.optimizer_state_precision = Value(state, found.origin)
+        if "paged" in found.origin:
+            keys.listed.append((found.origin, "approximated: its paged state stays in the device's memory"))

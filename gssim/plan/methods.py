@@ -261,6 +261,13 @@ PREDICTED_ONLY: dict[tuple[str, object], str] = {
     ("workload.precision", "fp16"): "can be predicted, but not run without loss scaling: set workload.loss_scale",
     ("workload.map_precision", "fp8"): "can be predicted, but not run; leave it out",
     ("workload.autocast", "fp16"): "can be predicted, but not run without loss scaling: set workload.loss_scale",
+    ("workload.optimizer_state_precision", "8-bit"): "can be predicted, but not run; leave it out",
+    ("workload.optimizer_state_precision", "4-bit"): "can be predicted, but not run; leave it out",
+    ("workload.fused_loss", True): "can be predicted, but not run; leave it out",
+    **{
+        ("workload.frozen_precision", each): "can be predicted, but not run; leave it out"
+        for each in ("nf4", "nf4-double", "int8")
+    },
     ("workload.gradient_precision", "fp32"): "can be predicted, but not run; leave it out",
     ("run.extrapolate_micro_batches", True): "a real run has all micro-batches; allowed: false",
     ("plan.zero1_implementation", "deepspeed"): "can be predicted, but not run; allowed: 'torch'",

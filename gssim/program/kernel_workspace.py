@@ -8,6 +8,7 @@ from gssim.program.lowering import Lowering
 from gssim.scenario import layer_profile, units_of_ranks
 from gssim.units import PRECISION_BYTES
 from gssim.workload import LayerInstance
+from gssim.workload.quantized import quantized_weights
 
 
 def scratch_events(
@@ -16,18 +17,20 @@ def scratch_events(
     """Return the allocations of workspace in a phase, and the bytes allocated at an unknown moment besides.
 
     `traced`: the layer's events for a profile that records only peaks. Without a profile: only the buffers of
-    reductions over rows on a GPU.
+    reductions over rows on a GPU. A copy of the largest quantized weight counts at the worst moment.
     """
     profile = layer_profile(low.device(rank), low.scenario.workload, low.whole_layer(instance) or instance.layer)
     if not samples:
         return [], 0.0
+    weights = quantized_weights(instance.layer, low.scenario.workload.frozen_precision)
+    copied_bytes = float(max((each.elements for each in weights), default=0) * low.value_bytes)
     if profile is not None and profile.scratch_bytes is not None:
-        return _measured_events(low, rank, instance, phase, samples, profile), 0.0
+        return _measured_events(low, rank, instance, phase, samples, profile), copied_bytes
     bias_events = _bias_gradient_events(low, rank, instance, samples) if phase == "b" else []
     unplaced_bytes = (
         0.0 if profile is None else _worst_case_bytes(low, rank, instance, phase, samples, [*traced, *bias_events])
     )
-    return bias_events, unplaced_bytes
+    return bias_events, unplaced_bytes + copied_bytes
 
 
 def _bias_gradient_events(low: Lowering, rank: int, instance: LayerInstance, samples: int) -> list[Event]:

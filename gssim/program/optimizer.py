@@ -19,9 +19,10 @@ from gssim.program.sharded import owned_rows, units
 from gssim.program.task import Bucket, Issue, Task, TaskId, collective_task
 from gssim.program.tensor_slices import sum_partial_gradients
 from gssim.scenario.tensor_slices import native_parameters, native_tensors
-from gssim.workload import VALUES_KEPT, implementation_on, optimizer_state_bytes
+from gssim.workload import implementation_on, optimizer_state_bytes
 from gssim.workload.muon import Matrix, largest_temporaries
-from gssim.workload.optimizers import COUNTS_STEPS, optimizer_temporary_bytes
+from gssim.workload.optimizers import COUNTS_STEPS, optimizer_temporary_bytes, state_tensor_bytes
+from gssim.workload.quantized import frozen_bytes
 
 Tensors = dict[str, tuple[float, ...]]
 """Bytes of tensors, by category."""
@@ -37,12 +38,8 @@ def persistent_tensors(low: Lowering, rank: int, held: Mapping[str, float]) -> T
     """
     owned = owned_tensors(low, rank)
     workload = low.scenario.workload
-    kept = [VALUES_KEPT[workload.optimizer]] * len(owned)
-    counters = len(owned) if workload.optimizer in COUNTS_STEPS else 0
-    if workload.optimizer == "muon":  # its matrices come first, AdamW has the others
-        own = len(low.matrices(rank))
-        counters = len(owned) - own
-        kept[own:] = [VALUES_KEPT["adamw"]] * counters
+    own = len(low.matrices(rank))  # Muon's come first, AdamW has the others
+    counters = len(owned) - own if workload.optimizer in (*COUNTS_STEPS, "muon") and not in_few_bits(low) else 0
     fused = implementation_on(low.device(rank).kind, workload.optimizer_implementation) == "fused"
     on_device = [4.0] * counters if fused else []
     on_host = 0.0 if fused else 4.0 * counters
@@ -57,7 +54,8 @@ def persistent_tensors(low: Lowering, rank: int, held: Mapping[str, float]) -> T
         "buffers": lambda: [] if low.stages else workload.model.buffer_sizes(low.value_bytes),
         "workspace": lambda: workspaces(held["workspace"]),
         "optimizer": lambda: [
-            *(elements * low.master_bytes for elements, n in zip(owned, kept, strict=True) for _ in range(n)),
+            *_state_tensors(low, owned[:own], workload.optimizer),
+            *_state_tensors(low, owned[own:], "adamw" if workload.optimizer == "muon" else workload.optimizer),
             *on_device,
         ],
     }
@@ -66,6 +64,21 @@ def persistent_tensors(low: Lowering, rank: int, held: Mapping[str, float]) -> T
         for category, size in held.items()
         if size
     }
+
+
+def in_few_bits(low: Lowering) -> bool:
+    """Return whether the optimizer keeps its moments in 8 or 4 bits; it counts steps on the host then."""
+    return low.scenario.workload.optimizer_state_precision is not None
+
+
+def _state_tensors(low: Lowering, owned: Sequence[int], optimizer: str) -> list[float]:
+    """Return the bytes of the tensors of the optimizer's state, without step counters, for tensors of these sizes."""
+    precision = low.scenario.workload.optimizer_state_precision
+    return [
+        size
+        for elements in owned
+        for size in state_tensor_bytes(optimizer, elements=elements, value_bytes=low.master_bytes, precision=precision)
+    ]
 
 
 def workspaces(size_bytes: float) -> tuple[float, ...]:
@@ -87,7 +100,7 @@ def _parameters(low: Lowering, owned: Sequence[int]) -> Sequence[float]:
     if holds_shards(low):
         if pushes:  # what is not trained has no owner
             return [*(elements * low.master_bytes for elements in owned), *_frozen(low)]
-        return [elements * unit.tensors.master_bytes for unit in units(low) for elements in unit.shard_elements]
+        return [size for unit in units(low) for size in unit.tensors.shard_tensors]
     if pushes:
         return [*(bucket.elements * low.value_bytes for bucket in low.buckets), *_frozen(low)]
     if low.flat_part:
@@ -107,9 +120,11 @@ def _buffers(low: Lowering) -> Sequence[Bucket]:
 
 
 def _frozen(low: Lowering) -> list[int]:
-    """Return the bytes of each parameter that is not trained."""
-    frozen = (parameter for instance in low.layers for parameter in instance.layer.frozen_parameters)
-    return [parameter.elements * low.value_bytes for parameter in frozen]
+    """Return the bytes of each tensor that is not trained: of parameters, and of scales of quantized ones."""
+    precision = low.scenario.workload.frozen_precision
+    return [
+        size for instance in low.layers for size in frozen_bytes(instance.layer, precision, value_bytes=low.value_bytes)
+    ]
 
 
 def _fill(size: float, parts: Sequence[float]) -> tuple[float, ...]:
@@ -366,12 +381,12 @@ def persistent_bytes(low: Lowering, rank: int) -> tuple[dict[str, float], dict[s
     total = sum(parameter.elements for _, parameter in low.parameters)
     if low.flat_part:
         total = sum(_flat_elements(low))
-    frozen_bytes = sum(_frozen(low))
-    parameters = float(total * low.value_bytes + frozen_bytes)
+    at_rest_bytes = sum(_frozen(low))
+    parameters = float(total * low.value_bytes + at_rest_bytes)
     if holds_shards(low):  # these are the master copy
         pushes = policies.gradients == "push"
-        pushed_bytes = sum(owned) * low.master_bytes + frozen_bytes
-        parameters = pushed_bytes if pushes else sum(unit.shard_bytes for unit in units(low))
+        pushed_bytes = sum(owned) * low.master_bytes + at_rest_bytes
+        parameters = pushed_bytes if pushes else sum(sum(unit.tensors.shard_tensors) for unit in units(low))
     buffers: Sequence[int] = workload.model.buffer_sizes(low.value_bytes)
     if low.stages:  # layers that all stages run have one module each
         buffers = [instance.layer.buffer_size(low.value_bytes) for instance in low.layers]
@@ -379,7 +394,9 @@ def persistent_bytes(low: Lowering, rank: int) -> tuple[dict[str, float], dict[s
         "parameters": parameters,
         "workspace": low.device(rank).workspace_bytes,
         "buffers": float(sum(buffers)),
-        "optimizer": optimizer_state_bytes(
+        "optimizer": sum(_state_tensors(low, owned, workload.optimizer))
+        if in_few_bits(low)
+        else optimizer_state_bytes(
             workload.optimizer,
             elements=sum(owned),
             tensors=len(owned),

@@ -53,6 +53,7 @@ from gssim.program.offload import COPY_TO_DEVICE, COPY_TO_HOST, copy, updating_d
 from gssim.program.task import MicroBatch, Task, TaskId, collective_task
 from gssim.units import PRECISION_BYTES
 from gssim.workload import LayerInstance, Parameter
+from gssim.workload.quantized import Stored, quantized_weights, stored
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,8 @@ class Tensors:
     """Bytes of an element of a gradient while it is reduced."""
     frozen: tuple[Parameter, ...] = ()
     """Those that are gathered too, but have no gradients."""
+    quantized: tuple[Stored, ...] = ()
+    """Weights in few bits, which are gathered as they are kept; every rank has their scales."""
 
     @cached_property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -87,14 +90,20 @@ class Tensors:
         return tuple(math.ceil(rows / self.ranks) * row_elements for rows, row_elements in self.rows)
 
     @cached_property
+    def quantized_shards(self) -> tuple[int, ...]:
+        """Bytes of the values of each quantized weight on one rank, padding included."""
+        return tuple(math.ceil(each.values_bytes / self.ranks) for each in self.quantized)
+
+    @cached_property
     def padded_bytes(self) -> int:
         """Bytes of the gathered parameters: each padded in its first dimension to a multiple of the ranks."""
-        return self.ranks * sum(self.shard_elements) * self.value_bytes
+        return self.ranks * (sum(self.shard_elements) * self.value_bytes + sum(self.quantized_shards))
 
     @cached_property
     def padded_tensors(self) -> tuple[float, ...]:
         """Bytes of each gathered parameter, padding included."""
-        return tuple(float(self.ranks * elements * self.value_bytes) for elements in self.shard_elements)
+        shards = (*(elements * self.value_bytes for elements in self.shard_elements), *self.quantized_shards)
+        return tuple(float(self.ranks * size) for size in shards)
 
     @cached_property
     def gradient_tensors(self) -> tuple[float, ...]:
@@ -110,7 +119,14 @@ class Tensors:
     @cached_property
     def shard_bytes(self) -> int:
         """Bytes of the parameters in one shard, padding included."""
-        return sum(self.shard_elements) * self.master_bytes
+        return sum(self.shard_elements) * self.master_bytes + sum(self.quantized_shards)
+
+    @cached_property
+    def shard_tensors(self) -> tuple[float, ...]:
+        """Bytes of each tensor that a rank keeps of the parameters: its shards, and the scales of quantized ones."""
+        trained = (elements * self.master_bytes for elements in self.shard_elements)
+        scales = (each.scales_bytes for each in self.quantized)
+        return tuple(map(float, (*trained, *self.quantized_shards, *scales)))
 
     @cached_property
     def trained_elements(self) -> int:
@@ -234,6 +250,7 @@ def units(low: Lowering) -> tuple[Unit, ...]:
     ranks, sizes = low.shards, (low.value_bytes, kept_bytes, PRECISION_BYTES[low.reduce_precision])
     root = tuple(instance for instance in low.layers if not instance.layer.block)
     trained = tuple(parameter for instance in root for parameter in instance.layer.parameters)
+    precision = low.scenario.workload.frozen_precision
     frozen = tuple(parameter for instance in root for parameter in instance.layer.frozen_parameters)
     result = [Unit("root", root, Tensors(trained, ranks, *sizes, frozen))] if trained or frozen else []
     repeated: dict[int, Tensors] = {}
@@ -242,7 +259,10 @@ def units(low: Lowering) -> tuple[Unit, ...]:
         if layer.block and (layer.parameters or layer.frozen_parameters):
             if id(layer) not in repeated:
                 dense = tuple(each for each in layer.parameters if not (low.policies.ep > 1 and each.sliced))
-                repeated[id(layer)] = Tensors(dense, ranks, *sizes, layer.frozen_parameters)
+                weights = quantized_weights(layer, precision)
+                few_bits = tuple(stored(each, precision) for each in weights if precision)
+                frozen = tuple(each for each in layer.frozen_parameters if not any(each is one for one in weights))
+                repeated[id(layer)] = Tensors(dense, ranks, *sizes, frozen, few_bits)
             result.append(Unit(instance.module, (instance,), repeated[id(layer)]))
             own = tuple(each for each in layer.parameters if low.policies.ep > 1 and each.sliced)
             if own:
@@ -747,7 +767,7 @@ def _copy_out(low: Lowering, rank: int, unit: Unit, phase: str, freed_bytes: int
     return Task(
         gather.serving("copy-out"),
         phase,
-        **_wrapping(low, rank, phase="f", tensors=len(unit.parameters), copied_bytes=unit.padded_bytes),
+        **_wrapping(low, rank, phase="f", tensors=len(unit.tensors.padded_tensors), copied_bytes=unit.padded_bytes),
         after=after,
         need=_need(
             unit.gathered(0, sign=1),

@@ -14,7 +14,7 @@ from gssim.scenario.scenario import Scenario
 from gssim.scenario.stages import schedule_of, stage_cut_error, tied_parameters
 from gssim.scenario.tensor_slices import undivided_reason, units_of_ranks
 from gssim.units import excess
-from gssim.workload import ImageInput, TokenInput, unrolled
+from gssim.workload import ImageInput, TokenInput, Workload, unrolled
 from gssim.workload.muon import all_matrices
 
 
@@ -33,6 +33,7 @@ def check(scenario: Scenario, *, file: str) -> None:
     _check_push(scenario, policies, file)
     refuse_what_cannot_run(plan, policies, file=file)
     _check_muon(scenario, policies, file)  # before shards are sized
+    _check_optimizer_state(scenario.workload, file)
     _check_publish(scenario, policies, file)
     zero1 = (policies.gradients, policies.optimizer_state) == ("all-reduce", "sharded")
     if plan.zero1_implementation != "torch" and not zero1:
@@ -110,6 +111,19 @@ def _check_offload(scenario: Scenario, policies: Policies, file: str) -> None:
         raise UserError(
             f"{where}: the cluster has no node {memory_node(absent)!r} to which state could be copied; set host_memory "
             "and pcie_link of its servers, or link its devices to a switch of this name"
+        )
+
+
+def _check_optimizer_state(workload: Workload, file: str) -> None:
+    """Refuse moments in few bits of what is no Adam, or is not updated by one kernel."""
+    if workload.optimizer_state_precision is None:
+        return
+    where = f"{file}: workload.optimizer_state_precision = '{workload.optimizer_state_precision}'"
+    if workload.optimizer not in ("adam", "adamw"):
+        raise UserError(f"{where}: not for workload.optimizer = '{workload.optimizer}'; allowed: adam, adamw")
+    if workload.optimizer_implementation != "fused":
+        raise UserError(
+            f"{where}: needs workload.optimizer_implementation = 'fused', not '{workload.optimizer_implementation}'"
         )
 
 

@@ -21,7 +21,6 @@ from gssim.plan import Plan, Policies, rebalancing, resolved_push, shard_sizing
 from gssim.scenario.device_rates import has_master_copy, master_bytes, measured_optimizer, value_bytes
 from gssim.units import PRECISION_BYTES, Floats, Ints
 from gssim.workload import (
-    VALUES_KEPT,
     Buffer,
     ImageInput,
     Layer,
@@ -29,11 +28,13 @@ from gssim.workload import (
     implementation_on,
     layer_input_gradient,
     layer_output,
-    optimizer_moved_values,
+    optimizer_moved_bytes,
     optimizer_state_bytes,
     passed_bytes,
+    state_element_bytes,
 )
 from gssim.workload.muon import all_matrices
+from gssim.workload.quantized import frozen_bytes
 
 USABLE_RATIO = 0.92
 """Usable part of a device's memory: the rest is reserved for temporaries and fragmentation (assumed)."""
@@ -135,7 +136,8 @@ def better_shard_shares(
     capacity, fixed, whole = _memory_budget(cluster, workload, plan, policies, batch_sizes)
     most = tuple(max(share, (c - f) / whole) for share, c, f in zip(owned, capacity, fixed, strict=True))
     outgoing, incoming = rank_rates(cluster.wiring, tuple(device.host for device in cluster.devices[: policies.ranks]))
-    state_bytes = (VALUES_KEPT[workload.optimizer] + has_master_copy(workload)) * master_bytes(workload)
+    master = master_bytes(workload)
+    state_bytes = _state_element_bytes(workload) + has_master_copy(workload) * master
     moving = [[state_bytes * workload.model.elements / rate for rate in rates] for rates in (outgoing, incoming)]
     return rebalancing.worth_moving(
         replace(times, update_s=measured),
@@ -165,7 +167,10 @@ def held_bytes(device: DeviceType, workload: Workload, plan: Plan, policies: Pol
     residuals = model.elements * _residual_bytes(workload, plan)
     replica = whole if policies.parameters == "replicated" else 0
     if policies.parameters == "replicated" or policies.gradients == "push":  # there it has no owner
-        replica += model.frozen_elements * value
+        replica += sum(
+            layer.repeats * sum(frozen_bytes(layer, workload.frozen_precision, value_bytes=value))
+            for layer in model.layers
+        )
     activations = activation_bytes(workload, plan, samples=micro_batch)
     source = model.input
     if isinstance(source, ImageInput):
@@ -183,11 +188,18 @@ def owned_bytes(workload: Workload, plan: Plan, policies: Policies) -> float:
     state_bytes = optimizer_state_bytes(
         workload.optimizer, elements=model.elements, tensors=len(matrices), value_bytes=master, matrices=matrices
     )
-    each = state_bytes / max(1, model.elements) + master
+    each = state_bytes / max(1, model.elements) if workload.optimizer == "muon" else _state_element_bytes(workload)
+    each += master
     each -= _residual_bytes(workload, plan)  # an owner has no residual of its own shard
     each += master if has_master_copy(workload) else 0
     each += value_bytes(workload) if policies.parameters != "replicated" else 0
     return max(1.0, float(each * workload.model.elements))
+
+
+def _state_element_bytes(workload: Workload) -> float:
+    """Return the bytes of an element's state in the optimizer; of Muon that of a matrix."""
+    master, precision = master_bytes(workload), workload.optimizer_state_precision
+    return state_element_bytes(workload.optimizer, value_bytes=master, precision=precision)
 
 
 def _residual_bytes(workload: Workload, plan: Plan) -> int:
@@ -260,11 +272,18 @@ def _update_element_s(device: DeviceType, workload: Workload, ranks: int) -> flo
     optimizer = "adamw" if workload.optimizer == "muon" else workload.optimizer
     implementation = implementation_on(device.kind, workload.optimizer_implementation)
     cost = measured_optimizer(device, optimizer, implementation)
-    if cost is not None:
+    precision = workload.optimizer_state_precision
+    if cost is not None and precision is None:
         elements = max(1.0, workload.model.elements / ranks)
         return cost.elements_s.at(elements) / elements
-    values = optimizer_moved_values(optimizer, implementation=implementation, weight_decay=workload.weight_decay)
-    return values * master_bytes(workload) / device.memory_bandwidth_bytes_per_s
+    of_element = optimizer_moved_bytes(
+        optimizer,
+        implementation=implementation,
+        value_bytes=master_bytes(workload),
+        weight_decay=workload.weight_decay,
+        precision=precision,
+    )
+    return of_element / device.memory_bandwidth_bytes_per_s
 
 
 @lru_cache(maxsize=16)

@@ -61,6 +61,8 @@ def undivided_reason(model: Model) -> str | None:
     """Return why ranks cannot divide the vocabulary of a model's head and loss; None: they can."""
     if not isinstance(model.input, TokenInput) or model.input.classes is not None or len(model.layers) < 2:
         return "it predicts no tokens"
+    if model.loss_fused:
+        return "its loss is fused with the head"
     head, loss = model.layers[-2:]
     shapes = [parameter.shape for parameter in head.parameters]
     if loss.modules or head.block or len(shapes) != 1 or len(shapes[0]) != 2:

@@ -25,13 +25,17 @@ from gssim.workload.model import (
     gradient_order,
     unrolled,
 )
-from gssim.workload.optimizers import VALUES_KEPT, implementation_on, optimizer_moved_values, optimizer_state_bytes
+from gssim.workload.optimizers import (
+    implementation_on,
+    optimizer_moved_bytes,
+    optimizer_state_bytes,
+    state_element_bytes,
+)
 from gssim.workload.shipped import shipped_models
 from gssim.workload.workload import PATHS, Glue, ImageFolder, TextFolder, Workload
 
 __all__ = [
     "PATHS",
-    "VALUES_KEPT",
     "Adapters",
     "Buffer",
     "Glue",
@@ -55,10 +59,11 @@ __all__ = [
     "implementation_on",
     "layer_input_gradient",
     "layer_output",
-    "optimizer_moved_values",
+    "optimizer_moved_bytes",
     "optimizer_state_bytes",
     "passed_bytes",
     "shipped_models",
     "sliced_layer",
+    "state_element_bytes",
     "unrolled",
 ]

@@ -90,8 +90,13 @@ class Polynomial:
         return Polynomial(tuple((c, i, j) for (i, j), c in sums.items() if c) or ((0, 0, 0),))
 
     def plus(self, other: "Polynomial") -> "Polynomial":
-        """Return the sum of two polynomials in b and s alone."""
-        return Polynomial((*self.terms, *other.terms))
+        """Return the sum of two polynomials."""
+        return Polynomial(
+            (*self.terms, *other.terms),
+            (*self.unit_terms, *other.unit_terms),
+            (*self.part_terms, *other.part_terms),
+            (*self.row_terms, *other.row_terms),
+        )
 
     def __str__(self) -> str:
         """Return the text form, which `parse` reads."""

@@ -191,6 +191,8 @@ class Model:
     compiled_recompute: Recompute = "none"
     """What compiled blocks recompute inside of their graphs, as torchtitan's do: torch fuses it with the backward.
     `plan.recompute` recomputes whole graphs instead, and says what each of these words means."""
+    loss_fused: bool = False
+    """Whether head and loss are in their fused form; `workload.fused_loss` sets it."""
     buffer_bytes: tuple[Count, ...] = ()
     """Module buffers (not parameters), a number for each data type: DDP broadcasts them in every forward. Those of
     floating-point values are given in fp32, and are cast to a workload's precision as parameters are."""

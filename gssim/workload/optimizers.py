@@ -15,11 +15,18 @@ from typing import Literal
 from gssim.workload.muon import Matrix, elements_of, largest_temporaries
 
 Implementation = Literal["for-loop", "foreach", "fused"]
+StatePrecision = Literal["8-bit", "4-bit"]
 
 DEFAULT_IMPLEMENTATIONS: dict[str, Implementation] = {"cpu": "for-loop", "cuda": "foreach", "tpu": "fused"}
 """By kind of device; see [Note: implementations]."""
 STEP_COUNTER_BYTES = 4
 """torch's Adam keeps a float32 step counter for each tensor."""
+BITS: dict[StatePrecision, int] = {"8-bit": 8, "4-bit": 4}
+BLOCKS: dict[StatePrecision, int] = {"8-bit": 256, "4-bit": 128}
+"""Values of a moment in few bits that share a scale in fp32; Dettmers et al. 2021, "8-bit Optimizers via Block-wise
+Quantization"; bitsandbytes 0.45, optim/optimizer.py; torchao 0.14, optim/adam.py."""
+LEAST_ELEMENTS = 4096
+"""Smaller tensors keep their moments in fp32 (`min_8bit_size`)."""
 VALUES_KEPT = {"sgd": 0, "sgd-momentum": 1, "adam": 2, "adamw": 2, "muon": 1}
 """Values per element in the optimizer's state; of Muon in that of matrices, the rest has AdamW's."""
 COUNTS_STEPS = ("adam", "adamw")
@@ -50,6 +57,34 @@ def implementation_on(device_kind: str, wanted: str) -> Implementation:
         return DEFAULT_IMPLEMENTATIONS[device_kind]
     assert wanted in ("for-loop", "foreach", "fused"), wanted
     return wanted  # type: ignore[return-value]
+
+
+def state_tensor_bytes(
+    optimizer: str, *, elements: int, value_bytes: int, precision: StatePrecision | None = None
+) -> tuple[float, ...]:
+    """Return the bytes of each tensor of the state of one parameter, without step counters.
+
+    >>> state_tensor_bytes("adamw", elements=2560, value_bytes=4)
+    (10240.0, 10240.0)
+    >>> state_tensor_bytes("adamw", elements=5120, value_bytes=4, precision="8-bit")
+    (5120.0, 5120.0, 80.0, 80.0)
+    """
+    kept = VALUES_KEPT[optimizer]
+    if precision is None or elements < LEAST_ELEMENTS:
+        return (float(elements * value_bytes),) * kept
+    scales = math.ceil(elements / BLOCKS[precision])
+    return (float(math.ceil(elements * BITS[precision] / 8)),) * kept + (4.0 * scales,) * kept
+
+
+def state_element_bytes(optimizer: str, *, value_bytes: int, precision: StatePrecision | None = None) -> float:
+    """Return the bytes of the optimizer's state for an element of a large tensor.
+
+    >>> state_element_bytes("adamw", value_bytes=4), state_element_bytes("adamw", value_bytes=4, precision="8-bit")
+    (8.0, 2.03125)
+    """
+    if precision is None:
+        return float(VALUES_KEPT[optimizer] * value_bytes)
+    return VALUES_KEPT[optimizer] * (BITS[precision] / 8 + 4 / BLOCKS[precision])
 
 
 def optimizer_state_bytes(
@@ -110,19 +145,26 @@ def optimizer_temporary_bytes(
 
 
 def optimizer_operations(
-    optimizer: str, *, implementation: Implementation, tensors: int, device_kind: str, weight_decay: float = 0.0
+    optimizer: str,
+    *,
+    implementation: Implementation,
+    tensors: int,
+    device_kind: str,
+    weight_decay: float = 0.0,
+    precision: StatePrecision | None = None,
 ) -> int:
     """Return the number of operations that the host launches in a step.
 
     for-loop, and foreach on a CPU: all of each tensor. foreach on CUDA: a launch of each for as many tensors as one
     takes, and Adam's step counters, which are on the host, one by one. fused: one operation for as many, or for each.
+    With a state of another `precision` a launch takes one tensor.
 
     >>> optimizer_operations("adamw", implementation="for-loop", tensors=100, device_kind="cuda")
     700
     >>> optimizer_operations("adamw", implementation="foreach", tensors=100, device_kind="cuda")
     121
     """
-    launches = tensors if device_kind == "cpu" else math.ceil(tensors / TENSORS_PER_LAUNCH)
+    launches = tensors if device_kind == "cpu" or precision is not None else math.ceil(tensors / TENSORS_PER_LAUNCH)
     if implementation == "fused":
         return launches
     each = OPERATIONS[optimizer] + (weight_decay > 0)
@@ -131,13 +173,24 @@ def optimizer_operations(
     return launches * each + (tensors if optimizer in COUNTS_STEPS else 0)
 
 
-def optimizer_moved_values(optimizer: str, *, implementation: Implementation, weight_decay: float = 0.0) -> int:
-    """Return the number of values per element that a step reads and writes.
+def optimizer_moved_bytes(
+    optimizer: str,
+    *,
+    implementation: Implementation,
+    value_bytes: int,
+    weight_decay: float = 0.0,
+    precision: StatePrecision | None = None,
+) -> float:
+    """Return the bytes per element that a step reads and writes.
 
-    >>> optimizer_moved_values("adamw", implementation="foreach", weight_decay=0.01)
-    20
+    >>> optimizer_moved_bytes("adamw", implementation="foreach", value_bytes=4, weight_decay=0.01)
+    80.0
+    >>> optimizer_moved_bytes("adamw", implementation="fused", value_bytes=4, precision="8-bit")
+    16.0625
     """
     if implementation == "fused":
-        return FUSED_VALUES_MOVED[optimizer]
+        state = 2 * VALUES_KEPT[optimizer]
+        others = (FUSED_VALUES_MOVED[optimizer] - state) * value_bytes
+        return others + 2 * state_element_bytes(optimizer, value_bytes=value_bytes, precision=precision)
     decay = 0 if weight_decay == 0 else 2 if optimizer in DECOUPLES_DECAY else 3
-    return VALUES_MOVED[optimizer] + decay
+    return float((VALUES_MOVED[optimizer] + decay) * value_bytes)

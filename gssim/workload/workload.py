@@ -5,8 +5,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from gssim.units import NonNegativeFloat, PositiveFloat, PositiveInt, Precision, limited, spec
+from gssim.workload.fused_loss import with_fused_loss
 from gssim.workload.model import Adapters, ImageInput, Model, TokenInput, under_autocast, with_adapters
+from gssim.workload.optimizers import StatePrecision
 from gssim.workload.owned import with_frozen_layers
+from gssim.workload.quantized import FrozenPrecision
 
 GlueTask = Literal["CoLA", "SST-2", "MRPC", "QQP", "STS-B", "MNLI", "QNLI", "RTE", "WNLI"]
 Mean = Annotated[float, Field(allow_inf_nan=False)]
@@ -163,6 +166,11 @@ class Workload:
     optimizer_implementation: Literal["default", "for-loop", "foreach", "fused"] = "default"
     """Implementation in torch: `default` is foreach on CUDA, for-loop on a CPU and fused on a TPU, where XLA compiles
     the update; they differ in memory and time. Of `muon`, that of AdamW."""
+    optimizer_state_precision: StatePrecision | None = None
+    """Precision of the two moments of adam and adamw; absent: that of the master copy. `8-bit`: a byte for each value
+    and an fp32 scale for each block of 256, but fp32 in tensors of fewer than 4096: Adam of bitsandbytes and torchao.
+    `4-bit`: half a byte, blocks of 128. Predicted only. It needs `optimizer_implementation = "fused"`: one kernel
+    updates a tensor."""
     learning_rate: PositiveFloat = 1e-3
     """Constant over the run."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -178,6 +186,13 @@ class Workload:
     `["transformer.wte", "transformer.h.[0-5]"]`: all of a layer's parameters (those of positions are the embedding's)
     get no gradient and no optimizer state, and below the first trained layer there is no backward. Absent: all are
     trained."""
+    fused_loss: bool = False
+    """Compute the loss together with the head, tile by tile: the logits of a batch are never in memory, and the
+    backward multiplies them once more (cut cross-entropy; predicted only)."""
+    frozen_precision: FrozenPrecision | None = None
+    """Form in which the frozen weights of the blocks' linear maps are kept; absent: `precision`. `nf4`: 4 bits, with an
+    fp32 scale for each 64 values; `nf4-double`: those scales in 8 bits; `int8`: 8 bits, with a scale for each row. Each
+    forward and backward multiplies a copy in `precision` (QLoRA; predicted only). Needs `adapters` or `frozen`."""
     expert_load: Load = "balanced"
     """Load of routed experts where `plan.ep` divides them: `balanced`, a table, or the name of a TOML or JSON
     file of that table. The fullest rank sets the time of a layer."""
@@ -191,6 +206,10 @@ class Workload:
         """Refuse shapes and data that do not fit the model."""
         self._choose_layers()
         self._freeze_layers()
+        if self.fused_loss:
+            object.__setattr__(self, "model", with_fused_loss(self.model))
+        elif self.model.loss_fused:
+            raise ValueError("fused_loss: missing; head and loss of the model are fused")
         source = self.model.input
         if not isinstance(self.data, str) and (task := _task_of(self.data, source)) != source.task:
             raise ValueError(f"data.kind = '{self.data.kind}': is for {task}, the model's task is {source.task}")
@@ -229,6 +248,8 @@ class Workload:
 
     def _freeze_layers(self) -> None:
         """Take the model with the frozen layers; refuse adapters and autocast beside them."""
+        if self.frozen_precision is not None and self.adapters is None and self.frozen is None:
+            raise ValueError(f"frozen_precision = '{self.frozen_precision}': needs adapters or frozen layers")
         if self.frozen is None:
             if self.model.module.frozen is not None:
                 raise ValueError("frozen: missing; layers of the model are frozen")

@@ -58,7 +58,7 @@ def test_keys_that_files_use_are_keys_that_the_page_has(made):
     ("table", "key", "value", "default"),
     [
         (Plan, "tp", "whole number > 0", "`1`"),
-        (Plan, "recompute", '`"none"`, `"selective"`, `"full"`', '`"none"`'),
+        (Plan, "recompute", '`"none"`, `"selective"`, `"every-second-product"`, `"full"`', '`"none"`'),
         (Plan, "bucket_bytes", 'bytes, such as `"80 GiB"`', "`26214400` (25.00 MiB)"),
         (Plan, "push", "table Push", "its keys' own"),
         (Plan, "stages", "array: whole number > 0", "absent"),

@@ -17,7 +17,7 @@ from gssim.result import PHASES, Result
 from gssim.scenario import Loaded, Scenario, tied_parameters
 from gssim.simulation import Simulated, simulate
 from gssim.units import PRECISION_BYTES
-from gssim.workload import VALUES_KEPT, Layer, unrolled
+from gssim.workload import Layer, state_element_bytes, unrolled
 
 RELATIVE = 1e-9
 ROUNDED_BYTES = 1e-3
@@ -364,7 +364,8 @@ def _memory(scenario: Scenario, result: Result) -> Iterator[str]:
     """Compare peaks with the least that parameters and states take: of all ranks, and where nothing is cut, of each."""
     policies, workload = scenario.policies, scenario.workload
     value, master = PRECISION_BYTES[workload.precision], max(4, PRECISION_BYTES[workload.precision])
-    kept = VALUES_KEPT[workload.optimizer] * master
+    precision = workload.optimizer_state_precision
+    kept = state_element_bytes(workload.optimizer, value_bytes=master, precision=precision)
     elements, data = workload.model.elements, policies.mesh.data_ranks
     if policies.ep > 1:
         elements -= expert_elements(scenario) * (policies.ep - 1) // policies.ep

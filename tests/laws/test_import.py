@@ -1071,6 +1071,64 @@ def test_axolotl(tmp_path):
     assert tables["plan"]["method"] == "zero1"
 
 
+QLORA = """
+adapter: qlora
+lora_r: 32
+lora_alpha: 16
+lora_target_linear: true
+"""
+
+
+@pytest.mark.parametrize(
+    ("lines", "form"),
+    [
+        ("load_in_4bit: true", "nf4-double"),
+        ("load_in_4bit: true\nbnb_config_kwargs:\n  bnb_4bit_use_double_quant: false", "nf4"),
+        ("load_in_8bit: true\nload_in_4bit: false", "int8"),
+        ("load_in_4bit: false", None),
+    ],
+)
+def test_axolotls_quantized_weights_under_adapters(tmp_path, lines, form):
+    tables, _ = imported(tmp_path, f"{AXOLOTL}{QLORA}{lines}", name="x.yml")
+    assert tables["workload"].get("frozen_precision") == form
+    assert tables["workload"]["adapters"] == {"rank": 32, "alpha": 16.0, "targets": "all-linear"}
+    if form is not None:
+        assert "without adapters" in refused(tmp_path, f"{AXOLOTL}{lines}", name="x.yml")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "precision"),
+    [
+        ("adamw_bnb_8bit", "8-bit"),
+        ("adamw_torch_8bit", "8-bit"),
+        ("adamw_torch_4bit", "4-bit"),
+        ("paged_adamw_32bit", None),
+    ],
+)
+def test_optimizers_of_bitsandbytes_and_torchao(tmp_path, optimizer, precision):
+    text = AXOLOTL.replace("adamw_torch_fused", optimizer)
+    tables, found = imported(tmp_path, text, name="x.yml")
+    workload = tables["workload"]
+    assert (workload["optimizer"], workload["optimizer_implementation"]) == ("adamw", "fused")
+    assert workload.get("optimizer_state_precision") == precision
+    assert any("paged state" in line for line in found.listed) == ("paged" in optimizer)
+    tables, _ = imported(tmp_path, text, name="x.yml", overrides=["workload.optimizer=sgd"])
+    assert "optimizer_state_precision" not in tables["workload"]
+
+
+def test_a_loss_that_a_plugin_fuses(tmp_path):
+    plugin = "\nplugins:\n  - axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"
+    assert imported(tmp_path, AXOLOTL + plugin, name="x.yml")[0]["workload"]["fused_loss"]
+    off = f"{AXOLOTL}{plugin}\ncut_cross_entropy: false"
+    assert "fused_loss" not in imported(tmp_path, off, name="x.yml")[0]["workload"]
+    liger = plugin.replace("cut_cross_entropy.CutCrossEntropyPlugin", "liger.LigerPlugin")
+    fused = f"{AXOLOTL}{liger}\nliger_fused_linear_cross_entropy: true"
+    assert imported(tmp_path, fused, name="x.yml")[0]["workload"]["fused_loss"]
+    assert "liger_rms_norm" in refused(tmp_path, f"{fused}\nliger_rms_norm: true", name="x.yml")
+    other = plugin.replace("axolotl.integrations.cut_cross_entropy", "my.own")
+    assert "what my.own.CutCrossEntropyPlugin changes is not known" in refused(tmp_path, AXOLOTL + other, name="x.yml")
+
+
 def test_axolotl_fills_in_its_deepspeed_file(tmp_path):
     auto = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
     auto |= {"gradient_clipping": "auto", "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}

@@ -10,7 +10,7 @@ import gssim
 from gssim import simulate
 from gssim.planner.bounds.bounds import Bounds
 from gssim.sweeps.table import outcome
-from gssim.workload import optimizer_moved_values, unrolled
+from gssim.workload import optimizer_moved_bytes, unrolled
 
 SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
 PCIE_BYTES_PER_S, HOST_BYTES_PER_S = 20e9, 100e9
@@ -60,7 +60,8 @@ def elements_of(scenario: gssim.Scenario) -> int:
 
 def update_s(elements: int, ranks: int) -> float:
     """Adam on a CPU reads and writes so many values of four bytes; a host's ranks share its bandwidth."""
-    return optimizer_moved_values("adamw", implementation="for-loop") * 4 * elements * ranks / HOST_BYTES_PER_S
+    moved_bytes = optimizer_moved_bytes("adamw", implementation="for-loop", value_bytes=4)
+    return moved_bytes * elements * ranks / HOST_BYTES_PER_S
 
 
 @pytest.mark.parametrize("method", ["single", "ddp"])

@@ -14,9 +14,11 @@ from strategies import star as small_star
 from gssim import cost
 from gssim.cluster import Curve, DeviceType
 from gssim.cluster.measured import OptimizerCost
+from gssim.errors import UserError
+from gssim.scenario import load_model
 from gssim.simulation import simulate
-from gssim.workload import VALUES_KEPT, implementation_on, optimizer_moved_values, optimizer_state_bytes
-from gssim.workload.optimizers import optimizer_operations, optimizer_temporary_bytes
+from gssim.workload import implementation_on, optimizer_moved_bytes, optimizer_state_bytes
+from gssim.workload.optimizers import VALUES_KEPT, optimizer_operations, optimizer_temporary_bytes, state_tensor_bytes
 
 OPTIMIZERS = ("sgd", "sgd-momentum", "adam", "adamw")
 IMPLEMENTATIONS = ("for-loop", "foreach", "fused")
@@ -56,7 +58,12 @@ def test_lists_save_launches_on_cuda_and_one_kernel_saves_most(optimizer: str):
 def test_without_measurements_time_is_what_is_moved_and_issued(optimizer: str, implementation: str, decay: float):
     kind = DeviceType(**device_type(kind="cuda", operation_overhead_s=1e-6))
     workload = workload_of(optimizer, implementation, weight_decay=decay)
-    values = optimizer_moved_values(optimizer, implementation=implementation, weight_decay=decay)  # type: ignore[arg-type]
+    moved_bytes = optimizer_moved_bytes(
+        optimizer,
+        implementation=implementation,  # type: ignore[arg-type]
+        value_bytes=4,
+        weight_decay=decay,
+    )
     operations = optimizer_operations(
         optimizer,
         implementation=implementation,  # type: ignore[arg-type]
@@ -65,9 +72,9 @@ def test_without_measurements_time_is_what_is_moved_and_issued(optimizer: str, i
         weight_decay=decay,
     )
     found = cost.optimizer_time_s(kind, workload, elements=1000, tensors=5)
-    assert found == pytest.approx(4 * values * 1000 / 1e9 + operations * 1e-6)
+    assert found == pytest.approx(moved_bytes * 1000 / 1e9 + operations * 1e-6)
     in_fp64 = cost.optimizer_time_s(kind, replace(workload, precision="fp64"), elements=1000, tensors=5)
-    assert in_fp64 == pytest.approx(8 * values * 1000 / 1e9 + operations * 1e-6)
+    assert in_fp64 == pytest.approx(2 * moved_bytes * 1000 / 1e9 + operations * 1e-6)
 
 
 def test_a_measured_cost_is_of_the_default_and_others_have_their_own():
@@ -251,3 +258,46 @@ def test_what_the_names_stand_for():
     kinds = {name: type(make_optimizer(workload_of(name), parameter, CPU)) for name in OPTIMIZERS}
     sgd, adam, adamw = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
     assert kinds == {"sgd": sgd, "sgd-momentum": sgd, "adam": adam, "adamw": adamw}
+
+
+# Moments in 8 bits ---------------------------------------------------------------------------------------------------
+
+IN_8_BITS = {"optimizer_state_precision": "8-bit", "optimizer_implementation": "fused"}
+
+
+def test_moments_in_8_bits_take_a_quarter_and_a_scale_for_each_block():
+    """A bias of 1,000 values keeps fp32; of 5,000 values there are 20 blocks of 256, the last of them not full."""
+    sizes = state_tensor_bytes("adamw", elements=1000, value_bytes=4, precision="8-bit")
+    assert sizes == (4000.0, 4000.0)
+    sizes = state_tensor_bytes("adamw", elements=5000, value_bytes=4, precision="8-bit")
+    assert sizes == (5000.0, 5000.0, 80.0, 80.0)
+
+
+def test_a_rank_holds_its_moments_in_8_bits_and_updates_them_in_less_time():
+    gpt = load_model(Path(__file__).resolve().parents[2] / "scenarios/models/gpt-byte-1m.toml")
+
+    def held(**settings: str) -> dict[str, float]:
+        cluster = small_star(2, types={"fast": device_type(memory_bytes=2**40)})
+        shape = {"model": gpt, "global_batch_size": 2, "sequence_length": 8}
+        scenario = scenario_of(cluster, {"method": "zero1"}, optimizer="adamw", **shape, **settings)
+        return simulate(loaded_of(scenario)).result.ranks[0].peak_by_category_bytes
+
+    whole, less = held(optimizer_implementation="fused"), held(**IN_8_BITS)
+    assert {name for name in whole if whole[name] != less[name]} == {"optimizer"}
+    assert 0.25 < less["optimizer"] / whole["optimizer"] < 0.5  # norms and biases of this small model keep fp32
+    kind = DeviceType(**device_type(kind="cuda", operation_overhead_s=0.0))
+    fused = workload_of("adamw", "fused")
+    fused_s, eight_s = (
+        cost.optimizer_time_s(kind, each, elements=10**6, tensors=5)
+        for each in (fused, replace(fused, optimizer_state_precision="8-bit"))
+    )
+    assert eight_s / fused_s == pytest.approx((12 + 4 * (1 + 4 / 256)) / 28)
+
+
+def test_moments_in_8_bits_need_an_adam_in_one_kernel():
+    for settings, said in (
+        ({**IN_8_BITS, "optimizer": "sgd"}, "allowed: adam, adamw"),
+        ({**IN_8_BITS, "optimizer_implementation": "foreach"}, "needs workload.optimizer_implementation = 'fused'"),
+    ):
+        with pytest.raises(UserError, match=said):
+            scenario_of(small_star(1), {"method": "single"}, **settings)

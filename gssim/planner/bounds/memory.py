@@ -15,7 +15,7 @@ from gssim.program.stage_boundary import Stage, stage_timeline, stages_of
 from gssim.scenario import held_layers, held_slice, schedule_of
 from gssim.scenario.scenario import sequence_positions
 from gssim.units import PRECISION_BYTES, Recompute
-from gssim.workload import VALUES_KEPT, LayerInstance, unrolled
+from gssim.workload import LayerInstance, state_element_bytes, unrolled
 from gssim.workload.muon import is_matrix
 
 MAX_REPLAYED_SAMPLES = 8
@@ -219,7 +219,8 @@ class MemoryBounds:
             kept += (elements - part.expert_elements * (policies.ep > 1)) * value
         if offload is None:
             kept += owned * master if replicated and master > value else 0.0
-            kept += VALUES_KEPT[workload.optimizer] * int(owned) * master
+            precision = workload.optimizer_state_precision
+            kept += int(owned) * state_element_bytes(workload.optimizer, value_bytes=master, precision=precision)
         if policies.pp > 1:
             return kept
         length = -(-(workload.sequence_length or 0) // policies.cp)
