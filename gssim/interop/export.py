@@ -84,6 +84,9 @@ ONE_KIND: dict[str, Any] = {
 IN_CODE: dict[str, tuple[Any, str]] = {
     "workload.adapters": (None, "add them to the model"),
     "workload.frozen": (None, "freeze them"),
+    "workload.frozen_precision": (None, "load them so"),
+    "workload.fused_loss": (False, "fuse the loss with the head"),
+    "workload.optimizer_state_precision": (None, "make the optimizer"),
     "workload.map_precision": (None, "convert the linear maps"),
     "workload.tf32": (False, "set torch.backends.cuda.matmul.allow_tf32"),
     "workload.data": ("auto", "the data are your script's"),
