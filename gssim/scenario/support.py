@@ -36,6 +36,12 @@ FEATURES: dict[str, Mapping[str, Any]] = {
     "autocast in bf16": {"workload.autocast": "bf16"},
     "frozen layers": {"workload.frozen": ("*.0",)},
     "low-rank adapters": {"workload.adapters.rank": 8},
+    "adapters, weights in 4 bits": {"workload.adapters.rank": 8, "workload.frozen_precision": "nf4"},
+    "moments in 8 bits": {
+        "workload.optimizer_implementation": "fused",
+        "workload.optimizer_state_precision": "8-bit",
+    },
+    "fused loss": {"workload.fused_loss": True},
     "autocast in bf16, full recomputation": {"workload.autocast": "bf16", "plan.recompute": "full"},
     "frozen layers, full recomputation": {"workload.frozen": ("*.0",), "plan.recompute": "full"},
     "low-rank adapters, full recomputation": {"workload.adapters.rank": 8, "plan.recompute": "full"},

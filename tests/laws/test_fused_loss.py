@@ -59,3 +59,8 @@ def test_what_is_fused_stays_so_and_what_has_no_head_is_refused():
     bert = load_model(MODELS / "bert-base.toml")
     with pytest.raises(UserError, match="no head that returns logits"):
         scenario_of(star(1), {"method": "single"}, model=bert, sequence_length=64, fused_loss=True)
+
+
+def test_owners_of_weight_gradients_cannot_fuse_it():
+    with pytest.raises(UserError, match=r"fused_loss = true: cannot run with method 'gs_wgrad'"):
+        scenario_of(star(2), {"method": "gs_wgrad"}, model=GPT2, sequence_length=64, fused_loss=True)
