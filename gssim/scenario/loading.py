@@ -90,7 +90,7 @@ def _with_known_tables(data: dict[str, Any], shared: Shared) -> dict[str, Any]:
     """
     known = dict(data)
     for name, cls in TABLES.items():
-        table = data.get(name)
+        table = data.get(name, {})  # of an absent one, all keys have their defaults
         if not isinstance(table, dict):
             continue
         parts = tuple(Same(value) for value in table.values() if is_dataclass(value))
