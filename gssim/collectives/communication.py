@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from gssim.collectives.stage import Hops
+from gssim.collectives.stage import Hops, Members
 from gssim.units import Floats, Ints
 
 
@@ -118,17 +118,19 @@ class Pairs(Sequence[tuple[float, ...]]):
 class Exchange(Hops):
     """Hops between all pairs of members, stored by kind of sender; arrays over single pairs are made on demand only."""
 
-    def __init__(self, every: Hops, ranks: Ints, rows: Floats, kinds: Ints) -> None:
-        for name, value in (("every", every), ("ranks", ranks), ("rows", rows), ("kinds", kinds)):
+    def __init__(self, members: Members, rows: Floats, kinds: Ints) -> None:
+        for name, value in (("members", members), ("rows", rows), ("kinds", kinds)):
             object.__setattr__(self, name, value)
 
-    every: Hops
-    """A hop for every ordered pair, each of weight 1."""
-    ranks: Ints
-    """Ranks of the members."""
+    members: Members
     rows: Floats
     """Weight of each kind of sender's hop to every member, for each byte of the stage's size."""
     kinds: Ints
+
+    @property
+    def ranks(self) -> Ints:
+        """Ranks of the members."""
+        return self.members.ranks
 
     @property
     def count(self) -> int:
@@ -141,20 +143,31 @@ class Exchange(Hops):
         return self.rows.size + len(self.kinds)
 
     @cached_property
+    def _apart(self) -> tuple[Ints, Ints]:
+        """Positions of sender and receiver, by hop."""
+        sender, receiver = np.nonzero(~np.eye(len(self.ranks), dtype=bool))
+        return sender, receiver
+
+    @cached_property
     def source(self) -> Ints:
         """Rank that sends, by hop."""
-        return self.every.source
+        return self.ranks[self._apart[0]]
 
     @cached_property
     def target(self) -> Ints:
         """Rank that receives, by hop."""
-        return self.every.target
+        return self.ranks[self._apart[1]]
 
     @cached_property
     def weight(self) -> Floats:
         """Bytes carried for each byte of the stage's size, by hop."""
-        members = len(self.ranks)
-        return self.rows[self.kinds][~np.eye(members, dtype=bool)]
+        return self.rows[self.kinds][self._apart]
+
+    @cached_property
+    def most_handled(self) -> float:
+        """Bytes that the busiest rank sends and receives, for each byte of the stage's size."""
+        sent, received = self.carried_by_rank(int(self.ranks.max()) + 1)
+        return float((sent + received).max())
 
     def weighted(self, columns: Floats) -> float:
         """Return the sum over all hops of their weight times the value of `columns`, by kind of sender and target."""

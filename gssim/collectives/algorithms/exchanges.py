@@ -65,7 +65,7 @@ def _exchange(members: Members, pairs: Pairs) -> Exchange:
     key = ("exchange", Same(members), hashlib.sha256(rows.tobytes()).digest(), tuple(pairs.kinds))
     return members.kept.once(
         key,
-        lambda: Exchange(_pairs(members), members.ranks, rows, np.array(pairs.kinds)),
+        lambda: Exchange(members, rows, np.array(pairs.kinds)),
         weight=lambda hops: hops.elements,
     )
 
