@@ -69,10 +69,10 @@ def _uneven(members: Members, communication: Communication) -> tuple[Stage, ...]
 def _exchange(members: Members, pairs: Pairs) -> Exchange:
     """Return the hops of many members, most of which send the same; cached by proportions."""
     rows = pairs.arrays[0] / pairs.most
-    key = ("exchange", Same(members), hashlib.sha256(rows.tobytes()).digest(), tuple(pairs.kinds))
+    key = ("exchange", Same(members), hashlib.sha256(rows.tobytes()).digest(), pairs.arrays[1].tobytes())
     return members.kept.once(
         key,
-        lambda: Exchange(_pairs(members), members.ranks, rows, np.array(pairs.kinds)),
+        lambda: Exchange(members, rows, pairs.arrays[1]),
         weight=lambda hops: hops.elements,
     )
 
