@@ -15,7 +15,7 @@ from gssim.collectives.backend import (
     reduction_s,
     staging_bytes,
 )
-from gssim.collectives.communication import COPIES, KINDS, TO_HOST, Communication, Exchange, Pairs
+from gssim.collectives.communication import COPIES, KINDS, TO_HOST, Communication, Exchange, Pairs, sums_of_others
 from gssim.collectives.stage import Hops, Stage, summed
 
 __all__ = [
@@ -41,5 +41,6 @@ __all__ = [
     "reduction_s",
     "staging_bytes",
     "summed",
+    "sums_of_others",
     "tree_depth",
 ]

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from gssim.collectives.stage import Hops
+from gssim.collectives.stage import Hops, Members
 from gssim.units import Floats, Ints
 
 
@@ -19,17 +19,22 @@ class Pairs(Sequence[tuple[float, ...]]):
     """A matrix of bytes from the i-th to the j-th member, by rows, with a zero diagonal.
 
     `rows`: for each kind of sender, bytes for every member (the sender's own entry is ignored). `kinds`: index of each
-    sender's row. Sums are taken in the order of members, bit for bit as those of the full rows.
+    sender's row. Sums are taken in the order of members, bit for bit as those of the full rows. `columns`: index in the
+    rows of each receiver, where many receive the same; sums are then those of columns, times their members.
 
     >>> pairs = Pairs(rows=[(1.0, 2.0, 4.0)], kinds=(0, 0, 0))
     >>> list(pairs)
     [(0.0, 2.0, 4.0), (1.0, 0.0, 4.0), (1.0, 2.0, 0.0)]
     >>> pairs.sent, pairs.received, pairs.total
     ((6.0, 5.0, 3.0), (2.0, 4.0, 8.0), 14.0)
+    >>> list(Pairs(rows=[(1.0, 2.0)], kinds=(0, 0, 0), columns=np.array([0, 0, 1])))
+    [(0.0, 1.0, 2.0), (1.0, 0.0, 2.0), (1.0, 1.0, 0.0)]
     """
 
-    def __init__(self, rows: Sequence[Sequence[float]], kinds: Sequence[int]) -> None:
-        self.rows, self.kinds = rows, kinds
+    def __init__(
+        self, rows: Sequence[Sequence[float]] | Floats, kinds: Sequence[int] | Ints, columns: Ints | None = None
+    ) -> None:
+        self.rows, self.kinds, self.columns = rows, kinds, columns
 
     def __len__(self) -> int:
         """Return the number of members."""
@@ -39,8 +44,17 @@ class Pairs(Sequence[tuple[float, ...]]):
         """Return the bytes that a member sends to each."""
         if isinstance(member, slice):
             return [self[index] for index in range(*member.indices(len(self)))]
-        own, row = range(len(self))[member], self.rows[self.kinds[member]]
+        own = range(len(self))[member]
+        row = self.row(own)
         return (*row[:own], 0.0, *row[own + 1 :])
+
+    def row(self, member: int) -> Sequence[float]:
+        """Return the row of a member's kind: the bytes that such a member sends to each."""
+        row = self.rows[self.kinds[member]]
+        if self.columns is None:
+            return row
+        bytes_of_member: list[float] = np.asarray(row)[self.columns].tolist()
+        return bytes_of_member
 
     def __iter__(self) -> Iterator[tuple[float, ...]]:
         """Return an iterator over the rows."""
@@ -63,12 +77,27 @@ class Pairs(Sequence[tuple[float, ...]]):
 
     @cached_property
     def arrays(self) -> tuple[Floats, Ints]:
-        """The rows and the kinds as arrays, not to be changed."""
-        return np.array(self.rows, dtype=float), np.array(self.kinds)
+        """The rows by member and the kinds as arrays, not to be changed."""
+        rows = np.array(self.rows, dtype=float)
+        return rows if self.columns is None else rows[:, self.columns], np.array(self.kinds)
+
+    @cached_property
+    def _by_column(self) -> tuple[Floats, Ints, Ints, Ints]:
+        """Where `columns` are given: the rows, the kinds, and the number of members by column and by kind."""
+        assert self.columns is not None
+        rows, kinds = np.asarray(self.rows, dtype=float), np.asarray(self.kinds)
+        by_column, by_kind = (
+            np.bincount(each, minlength=count) for each, count in zip((self.columns, kinds), rows.T.shape, strict=True)
+        )
+        return rows, kinds, by_column, by_kind
 
     @cached_property
     def sent(self) -> tuple[float, ...]:
         """Total bytes that each member sends."""
+        if self.columns is not None:
+            rows, kinds, members, _ = self._by_column
+            by_column: list[float] = sums_of_others(rows, members)[kinds, self.columns].tolist()
+            return tuple(by_column)
         rows, kinds = self.arrays
         sums = np.zeros(len(kinds))
         for kind, row in enumerate(rows):
@@ -84,6 +113,9 @@ class Pairs(Sequence[tuple[float, ...]]):
     @cached_property
     def received(self) -> tuple[float, ...]:
         """Total bytes that each member receives."""
+        if self.columns is not None:
+            by_column: list[float] = self._received_by_column[self._by_column[1], self.columns].tolist()
+            return tuple(by_column)
         rows, kinds = self.arrays
         runs = np.cumsum(np.r_[0, kinds[1:] != kinds[:-1]])
         columns = np.column_stack([runs, rows.T])
@@ -91,25 +123,30 @@ class Pairs(Sequence[tuple[float, ...]]):
         sums = _sums_without(lambda some: rows[:, some][kinds].T, first, len(kinds))
         return tuple(sums[like.ravel()].tolist())
 
+    @property
+    def _received_by_column(self) -> Floats:
+        """Total bytes that a member of each kind and column receives."""
+        rows, _, _, senders = self._by_column
+        others: Floats = (senders - np.eye(len(senders))) @ rows
+        return others
+
     @cached_property
     def kind_count(self) -> int:
         """Number of kinds of senders."""
-        return len(set(self.kinds))
+        return len(np.unique(np.asarray(self.kinds)))
 
     @cached_property
     def most(self) -> float:
         """Most bytes of any pair."""
-        rows, kinds = self.arrays
-        largest = []
-        for kind in set(self.kinds):
-            members = np.flatnonzero(kinds == kind)
-            row = rows[kind] if len(members) > 1 else np.delete(rows[kind], members)
-            largest.append(float(row.max(initial=0.0)))
-        return max(largest, default=0.0)
+        return most_of(*self.arrays)
 
     @cached_property
     def total(self) -> float:
         """Total bytes of all pairs."""
+        if self.columns is not None:
+            rows, kinds, _, _ = self._by_column
+            members = np.bincount(kinds * rows.shape[1] + self.columns, minlength=rows.size).reshape(rows.shape)
+            return float((members * self._received_by_column).sum())
         rows, kinds = self.arrays
         others = np.bincount(kinds, minlength=len(rows))[:, None] - (kinds == np.arange(len(rows))[:, None])
         return float((others * rows).sum(axis=0).sum())
@@ -118,17 +155,19 @@ class Pairs(Sequence[tuple[float, ...]]):
 class Exchange(Hops):
     """Hops between all pairs of members, stored by kind of sender; arrays over single pairs are made on demand only."""
 
-    def __init__(self, every: Hops, ranks: Ints, rows: Floats, kinds: Ints) -> None:
-        for name, value in (("every", every), ("ranks", ranks), ("rows", rows), ("kinds", kinds)):
+    def __init__(self, members: Members, rows: Floats, kinds: Ints) -> None:
+        for name, value in (("members", members), ("rows", rows), ("kinds", kinds)):
             object.__setattr__(self, name, value)
 
-    every: Hops
-    """A hop for every ordered pair, each of weight 1."""
-    ranks: Ints
-    """Ranks of the members."""
+    members: Members
     rows: Floats
     """Weight of each kind of sender's hop to every member, for each byte of the stage's size."""
     kinds: Ints
+
+    @property
+    def ranks(self) -> Ints:
+        """Ranks of the members."""
+        return self.members.ranks
 
     @property
     def count(self) -> int:
@@ -141,20 +180,31 @@ class Exchange(Hops):
         return self.rows.size + len(self.kinds)
 
     @cached_property
+    def _apart(self) -> tuple[Ints, Ints]:
+        """Positions of sender and receiver, by hop."""
+        sender, receiver = np.nonzero(~np.eye(len(self.ranks), dtype=bool))
+        return sender, receiver
+
+    @cached_property
     def source(self) -> Ints:
         """Rank that sends, by hop."""
-        return self.every.source
+        return self.ranks[self._apart[0]]
 
     @cached_property
     def target(self) -> Ints:
         """Rank that receives, by hop."""
-        return self.every.target
+        return self.ranks[self._apart[1]]
 
     @cached_property
     def weight(self) -> Floats:
         """Bytes carried for each byte of the stage's size, by hop."""
-        members = len(self.ranks)
-        return self.rows[self.kinds][~np.eye(members, dtype=bool)]
+        return self.rows[self.kinds][self._apart]
+
+    @cached_property
+    def most_handled(self) -> float:
+        """Bytes that the busiest rank sends and receives, for each byte of the stage's size."""
+        sent, received = self.carried_by_rank(int(self.ranks.max()) + 1)
+        return float((sent + received).max())
 
     def weighted(self, columns: Floats) -> float:
         """Return the sum over all hops of their weight times the value of `columns`, by kind of sender and target."""
@@ -163,7 +213,7 @@ class Exchange(Hops):
     @cached_property
     def heaviest(self) -> float:
         """The largest weight."""
-        return Pairs(self.rows.tolist(), self.kinds.tolist()).most
+        return most_of(self.rows, self.kinds)
 
     @property
     def weight_in_all(self) -> float:
@@ -180,6 +230,35 @@ class Exchange(Hops):
         sent[self.ranks] = self.rows.sum(axis=1)[self.kinds] - own
         received[self.ranks] = counts @ self.rows - own
         return sent, received
+
+
+def most_of(rows: Floats, kinds: Ints) -> float:
+    """Return the largest value of a pair of members: by kind of sender and member, one's own left out."""
+    largest = 0.0
+    for kind, count in enumerate(np.bincount(kinds, minlength=len(rows)).tolist()):
+        if count:
+            row = rows[kind] if count > 1 else np.delete(rows[kind], np.flatnonzero(kinds == kind))
+            largest = max(largest, float(row.max(initial=0.0)))
+    return largest
+
+
+def sums_of_others(values: Floats, members: Ints | None = None) -> Floats:
+    """Return, for each value of the last axis, the sum of all others: for equal values the same, to the last digit.
+
+    `members`: number of members that have each value; absent: one. The others of a member include those alike.
+
+    >>> rows = np.array([[1.0, 2.0, 4.0], [1.0, 1.0, 1.0]])
+    >>> sums_of_others(rows).tolist(), sums_of_others(rows, np.array([3, 1, 1])).tolist()
+    ([[6.0, 5.0, 3.0], [2.0, 2.0, 2.0]], [[8.0, 7.0, 5.0], [4.0, 4.0, 4.0]])
+    """
+    counted = values if members is None else values * members
+    totals = counted.sum(axis=-1, keepdims=True)
+    others: Floats = totals - values
+    *row, own = np.nonzero(values > totals / 2)  # of no row more than one value, which one member has
+    rows = counted[tuple(row)]
+    rows[np.arange(len(own)), own] = 0.0
+    others[(*row, own)] = rows.sum(axis=-1)
+    return others
 
 
 def _repeated(row: Floats, some: Ints) -> Floats:

@@ -6,13 +6,11 @@ that use it. So the work grows with targets times links, and not with pairs.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gssim.cluster.topology import Wiring
-from gssim.collectives import Exchange, Hops, summed
+from gssim.collectives import Hops, summed
 from gssim.errors import UserError
 from gssim.units import Floats, Ints, distinct
 
@@ -34,7 +32,7 @@ class Bundle:
 
 
 @dataclass(frozen=True, eq=False)
-class _Steps:
+class Steps:
     """Links on best paths that lead one link closer to their targets; places are node * targets + target."""
 
     link: Ints
@@ -86,7 +84,7 @@ class _Ways:
     at: Ints
     """Place of each hop's source."""
     places: int
-    levels: tuple[_Steps, ...]
+    levels: tuple[Steps, ...]
     """Ordered away from the targets."""
     shares: tuple[Floats, ...]
     """Fraction of a place's flow that takes each step."""
@@ -136,14 +134,15 @@ def _toward(
     """Return the paths of the hops of `batch`, all to some of `targets`, and write their latencies to `latency_s`."""
     width = len(targets)
     at = hops.source[batch] * width + np.searchsorted(targets, hops.target[batch])
-    levels, paths, took_s = _searched(wiring, into, targets, at)
+    front, places = targets * width + np.arange(width), wiring.nodes * width
+    levels, paths, took_s = searched(wiring.source, wiring.latency_s, into, front, width, places, at)
     unreached = batch[np.isinf(took_s[at])]
     if len(unreached):
         source, target = (wiring.names[end[unreached[0]]] for end in (hops.source, hops.target))
         raise UserError(f"cluster.links: there is no path of links from {source} to {target}")
     latency_s[batch] = took_s[at]
     shares = tuple(paths[steps.there] / paths[steps.here] for steps in levels)
-    return _Ways(group, batch, at, wiring.nodes * width, tuple(levels), shares)
+    return _Ways(group, batch, at, places, tuple(levels), shares)
 
 
 def carried(wiring: Wiring, paths: Paths, weight: Floats) -> Bundle:
@@ -172,81 +171,27 @@ def _load(wiring: Wiring, ways: _Ways, weight: Floats) -> Floats:
     return load
 
 
-@dataclass(frozen=True, eq=False)
-class Columns:
-    """Loads of links where every sender of a kind sends a byte to a target: for each kind, links by targets."""
-
-    loads: tuple[Any, ...]
-    """Sparse matrices, by kind."""
-    latency_s: Floats
-    """Latency of the path from the i-th to the j-th member, by rows."""
-
-    def carried(self, rows: Floats) -> Floats:
-        """Return the load of every link, given the bytes of each kind of sender for every target."""
-        return np.asarray(sum(load @ row for load, row in zip(self.loads, rows, strict=True)))
-
-    @property
-    def elements(self) -> int:
-        """Size in the cache, in elements."""
-        return int(sum(load.nnz for load in self.loads)) // 3 + self.latency_s.size // 6  # of the usual 50 bytes
-
-
-def columns_of(wiring: Wiring, paths: Paths, exchange: Exchange) -> Columns:
-    """Return the loads of links by an exchange, for each byte of its senders; `paths`: of its hops."""
-    from scipy.sparse import coo_array  # lazy: only large exchanges need it
-
-    every, members = exchange.every, len(exchange.ranks)
-    order = np.argsort(exchange.ranks)
-    target = order[np.searchsorted(exchange.ranks, every.target, sorter=order)]
-    kind = np.repeat(exchange.kinds, members - 1)
-    loads = []
-    for number in range(len(exchange.rows)):
-        parts = [_column_loads(ways, target, kind == number, every) for ways in paths.ways]
-        link, column, load = (np.concatenate(column) for column in zip(*parts, strict=True))
-        loads.append(coo_array((load, (link, column)), shape=(wiring.links, members)).tocsr())
-    latency_s = np.zeros((members, members))
-    latency_s[~np.eye(members, dtype=bool)] = paths.latency_s
-    return Columns(tuple(loads), latency_s)
-
-
-def _column_loads(ways: _Ways, target: Ints, chosen: NDArray[np.bool_], every: Hops) -> tuple[Ints, Ints, Floats]:
-    """Return (link, target, load) of the chosen ones of some hops, each of weight 1."""
-    width = len(distinct(every.target[ways.hops]))
-    members = np.zeros(width, np.int64)
-    members[ways.at % width] = target[ways.hops]
-    inside = ways.at[chosen[ways.hops]]
-    flow = summed(inside, np.ones(len(inside)), ways.places)
-    links, columns, loads = [], [], []
-    for steps, share in zip(reversed(ways.levels), reversed(ways.shares), strict=True):
-        through = flow[steps.here] * share
-        used = np.flatnonzero(through)
-        links.append(steps.link[used])
-        columns.append(members[steps.here[used] % width])
-        loads.append(through[used])
-        flow += summed(steps.there, through, len(flow))
-    return np.concatenate(links), np.concatenate(columns), np.concatenate(loads)
-
-
-def _searched(wiring: Wiring, into: Adjacency, targets: Ints, wanted: Ints) -> tuple[list[_Steps], Floats, Floats]:
+def searched(
+    source: Ints, latency_s: Floats, into: Adjacency, front: Ints, width: int, places: int, wanted: Ints
+) -> tuple[list[Steps], Floats, Floats]:
     """Return the steps of the best paths, by level away from the targets, and each place's number of paths and latency.
 
-    The search ends once all `wanted` places are reached.
+    `source`, `latency_s`: of each link; `into`: the links by their targets; `front`: places of the targets; `width`:
+    targets for each node. The search ends once all `wanted` places are reached.
     """
-    width, places = len(targets), wiring.nodes * len(targets)
     took_s, paths = np.full(places, np.inf), np.zeros(places)
-    front = targets * width + np.arange(width)
     took_s[front], paths[front] = 0.0, 1.0
-    levels: list[_Steps] = []
+    levels: list[Steps] = []
     while len(front) and np.isinf(took_s[wanted]).any():
         link, degree = into.of(front // width)
         there = np.repeat(front, degree)
-        here = wiring.source[link] * width + there % width
+        here = source[link] * width + there % width
         new = np.isinf(took_s[here])
         link, there, here = link[new], there[new], here[new]
-        reach_s = took_s[there] + wiring.latency_s[link]
+        reach_s = took_s[there] + latency_s[link]
         np.minimum.at(took_s, here, reach_s)
         best = reach_s <= took_s[here] * (1 + 1e-12) + 1e-18
-        levels.append(_Steps(link[best], here[best], there[best]))
+        levels.append(Steps(link[best], here[best], there[best]))
         paths += summed(here[best], paths[there[best]], places)
         front = distinct(here)
     return levels, paths, took_s

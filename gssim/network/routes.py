@@ -19,14 +19,14 @@ from gssim.cluster.topology import Wiring
 from gssim.collectives import Exchange, Hops, summed
 from gssim.errors import UserError
 from gssim.execution.cache import MOST_LARGE, Recent, Same
+from gssim.network.blocks import Blocks, Columns, columns_of
 from gssim.network.bundles import (
+    TARGETS_AT_ONCE,
     Adjacency,
     Bundle,
-    Columns,
     Paths,
     adjacency,
     carried,
-    columns_of,
     is_worthwhile,
     paths_of,
     runs,
@@ -98,12 +98,16 @@ class Router:
         key = ("bundle", self.ways, Same(hops))
         return self.kept.once(key, lambda: self._bundle(hops), weight=lambda found: len(found.load))
 
-    def _columns(self, exchange: Exchange) -> Columns:
-        key = ("columns", self.ways, Same(exchange.every), exchange.kinds.tobytes())
+    @cached_property
+    def _blocks(self) -> Blocks:
         return self.kept.once(
-            key,
-            lambda: columns_of(self.wiring, self._paths(exchange.every), exchange),
-            weight=lambda found: found.elements,
+            ("blocks", self.ways), lambda: Blocks.of(self.wiring), weight=lambda found: found.ports // 3
+        )
+
+    def _columns(self, exchange: Exchange) -> Columns:
+        key = ("columns", self.ways, Same(exchange.members), exchange.kinds.tobytes())
+        return self.kept.once(
+            key, lambda: columns_of(self.wiring, self._blocks, exchange), weight=lambda found: found.elements
         )
 
     def latency_beyond_s(self, hops: Hops, floor_s: float) -> float:
@@ -111,15 +115,25 @@ class Router:
         if not isinstance(hops, Exchange):
             beyond_s = np.maximum(0.0, self.bundle(hops).latency_s - floor_s)
             return float(np.average(beyond_s, weights=hops.weight)) if beyond_s.any() else 0.0
-        key = ("latencies", self.ways, Same(hops.every), hops.kinds.tobytes(), floor_s)
-
-        def latency_sums() -> Floats:
-            beyond_s = np.maximum(0.0, self._columns(hops).latency_s - floor_s)
-            np.fill_diagonal(beyond_s, 0.0)
-            return np.array([beyond_s[hops.kinds == kind].sum(axis=0) for kind in range(len(hops.rows))])
-
-        by_kind = self.kept.once(key, latency_sums, weight=lambda sums: sums.size)
+        columns = self._columns(hops)
+        if columns.most_latency_s <= floor_s:
+            return 0.0
+        if not floor_s:
+            return columns.latency_in_all_s(hops.rows) / hops.weight_in_all
+        key = ("latencies", self.ways, Same(hops.members), hops.kinds.tobytes(), floor_s)
+        by_kind = self.kept.once(key, lambda: self._sums_beyond_s(hops, floor_s), weight=lambda sums: sums.size)
         return hops.weighted(by_kind) / hops.weight_in_all
+
+    def _sums_beyond_s(self, exchange: Exchange, floor_s: float) -> Floats:
+        """Return by how much the latencies of paths exceed a floor: summed over senders of a kind, for every member."""
+        ranks, sums_s = exchange.members.ranks, np.zeros_like(exchange.rows)
+        for start in range(0, len(ranks), TARGETS_AT_ONCE):
+            member = np.arange(start, min(len(ranks), start + TARGETS_AT_ONCE))
+            sender, target = (each.ravel() for each in np.meshgrid(np.arange(len(ranks)), member, indexing="ij"))
+            hops = Hops(ranks[sender], ranks[target], np.ones(len(sender)))
+            beyond_s = np.maximum(0.0, paths_of(self.wiring, self._into, hops).latency_s - floor_s)
+            np.add.at(sums_s, (exchange.kinds[sender], target), beyond_s)
+        return sums_s
 
     def _bundle(self, hops: Hops) -> Bundle:
         if isinstance(hops, Exchange):

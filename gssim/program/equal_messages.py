@@ -26,22 +26,29 @@ def message_classes(low: Lowering) -> Ints:
     classes = np.zeros(len(low.group), np.int64)
     first = 0
     for place in range(low.places):
-        columns = np.concatenate(list(_columns(low, place)))
-        changes = (columns[:, 1:] != columns[:, :-1]).any(axis=0)
+        runs, values = owned_pieces(low, place).runs, np.concatenate(list(_by_run(low, place)))
+        differs = np.r_[True, (values[:, 1:] != values[:, :-1]).any(axis=0)]  # from the run before
+        changes = (runs[1:] != runs[:-1]) & differs[runs[1:]]
+        for kinds in _senders(low, place):
+            changes |= kinds[1:] != kinds[:-1]
         classes[place :: low.places] = first + np.cumsum(np.r_[0, changes])
         first = int(classes[place :: low.places][-1]) + 1
     return classes
 
 
-def _columns(low: Lowering, place: int) -> Iterator[Floats]:
-    """Yield columns that distinguish the nodes' ranks at a place: elements owned, kind of sender, entries received per
-    kind, by bucket.
-    """
-    yield owned_pieces(low, place).elements_owned
+def _by_run(low: Lowering, place: int) -> Iterator[Floats]:
+    """Yield what distinguishes runs of owners at a place: elements owned, entries received per kind, by bucket."""
+    pieces = owned_pieces(low, place)
+    yield pieces.elements_owned
     for micro_batch in low.micro_batches:
         if micro_batch.sends_gradients and is_thresholded(low):
-            sizes = push_sizes(low, micro_batch, place)
-            yield sizes.classes[None].astype(np.float64)
-            yield sizes.messages.entries.reshape(-1, low.nodes)
+            yield push_sizes(low, micro_batch, place).messages.entries.reshape(-1, len(pieces.members))
     if low.thresholds_publish:
         yield published(low, place).entries
+
+
+def _senders(low: Lowering, place: int) -> Iterator[Ints]:
+    """Yield the kind of sender of each node's rank at a place."""
+    for micro_batch in low.micro_batches:
+        if micro_batch.sends_gradients and is_thresholded(low):
+            yield push_sizes(low, micro_batch, place).classes

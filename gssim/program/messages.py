@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from gssim import sparsity
-from gssim.collectives import Pairs, summed
+from gssim.collectives import Pairs, summed, sums_of_others
 from gssim.execution.cache import Same
 from gssim.plan import absolute_threshold, encodings
 from gssim.program.lowering import Lowering, once_a_run, once_a_step
 from gssim.program.task import Bucket, MicroBatch
 from gssim.sparsity import movements, staleness_steps
-from gssim.units import PRECISION_BYTES, Floats, Ints
+from gssim.units import PRECISION_BYTES, Bools, Floats, Ints
 
 
 def is_thresholded(low: Lowering) -> bool:
@@ -64,34 +64,21 @@ def messages_of(low: Lowering, encoding: str, elements: Floats, entries: Floats)
     return Messages(kinds, elements, entries, size_bytes)
 
 
-def sums_without_own(values: Floats) -> Floats:
-    """Return, for each value of the last axis, the sum of all others: for equal values the same, to the last digit.
-
-    >>> sums_without_own(np.array([1.0, 2.0, 4.0])).tolist()
-    [6.0, 5.0, 3.0]
-    """
-    totals = values.sum(axis=-1, keepdims=True)
-    others: Floats = totals - values
-    *row, own = np.nonzero(values > totals / 2)  # of no row more than one value
-    rows = values[tuple(row)]
-    rows[np.arange(len(own)), own] = 0.0
-    others[(*row, own)] = rows.sum(axis=-1)
-    return others
-
-
 @dataclass(frozen=True, eq=False)
 class PushSizes:
     """Thresholded pushes of all buckets from the ranks at a place, one on each node."""
 
     classes: Ints
     """Class of senders of each node's rank; see `_sender_classes`."""
+    runs: Ints
+    """Run of owners of each node's rank; see `OwnedPieces`."""
     messages: Messages
-    """By bucket, class of senders, and owner."""
+    """By bucket, class of senders, and run of owners."""
 
     def matrix(self, bucket: int) -> Pairs:
         """Return the bytes from each node's rank to each owner for a bucket."""
         if bucket not in self._matrices:
-            self._matrices[bucket] = Pairs(self.messages.size_bytes[bucket], self._numbers)
+            self._matrices[bucket] = Pairs(self.messages.size_bytes[bucket], self.classes, self.runs)
         return self._matrices[bucket]
 
     @cached_property
@@ -99,32 +86,42 @@ class PushSizes:
         return {}
 
     @cached_property
-    def _numbers(self) -> tuple[int, ...]:
-        return tuple(self.classes.tolist())
+    def _kinds(self) -> tuple[Ints, Ints, Ints, Ints]:
+        """Class and run of each distinct kind of node, number of its nodes, and the kind of each node."""
+        count = int(self.runs[-1]) + 1
+        kinds, of_node, nodes = np.unique(self.classes * count + self.runs, return_inverse=True, return_counts=True)
+        return kinds // count, kinds % count, nodes, of_node
+
+    def of_node(self, values: Floats, node: int) -> list[float]:
+        """Return the value of a node, by bucket, of those by kind of node."""
+        found: list[float] = values[:, self._kinds[3][node]].tolist()
+        return found
 
     @cached_property
     def sent_bytes(self) -> Floats:
-        """Bytes that each node's rank sends, by bucket."""
+        """Bytes that a rank of each kind of node sends, by bucket."""
         return self.to_others(self.messages.size_bytes)
 
     @cached_property
     def received_bytes(self) -> Floats:
-        """Bytes that each node's rank receives, by bucket."""
+        """Bytes that a rank of each kind of node receives, by bucket."""
         return self.from_others(self.messages.size_bytes)
 
     def to_others(self, values: Floats) -> Floats:
-        """Return the sum over a sender's messages to all others, by bucket and node, of values by message."""
-        return sums_without_own(values)[:, self.classes, np.arange(len(self.classes))]
+        """Return the sum over a sender's messages to all others, by bucket and kind of node, of values by message."""
+        kind, run, _, _ = self._kinds
+        return sums_of_others(values, np.bincount(self.runs))[:, kind, run]
 
     def from_others(self, values: Floats) -> Floats:
-        """Return the sum over the messages from all others to an owner, by bucket and node, of values by message."""
-        counts = np.bincount(self.classes, minlength=values.shape[1])[:, None]
-        others = counts - (self.classes == np.arange(len(counts))[:, None])
-        return np.asarray((others * values).sum(axis=1))
+        """Return the sum over the messages from all others to an owner, by bucket and kind of node."""
+        kind, run, _, _ = self._kinds
+        senders = np.bincount(self.classes, minlength=values.shape[1])[:, None]
+        others = senders - (kind == np.arange(len(senders))[:, None])
+        return np.asarray((others * values[:, :, run]).sum(axis=1))
 
     def payloads(self, values: Floats) -> Floats:
         """Return the sum over all messages between different nodes, by bucket."""
-        return np.asarray(self.from_others(values).sum(axis=-1))
+        return np.asarray(self.from_others(values) @ self._kinds[2].astype(np.float64))
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,7 +141,7 @@ class OthersOf(Sequence[float]):
 
     @cached_property
     def _sizes(self) -> tuple[float, ...]:
-        row = self.matrix.arrays[0][self.matrix.kinds[self.own]].tolist()
+        row = self.matrix.row(self.own)
         return (*row[: self.own], *row[self.own + 1 :])
 
 
@@ -173,12 +170,13 @@ def _push_totals(low: Lowering, _step: int, micro_batch: MicroBatch, place: int)
 def push_sizes(low: Lowering, micro_batch: MicroBatch, place: int) -> PushSizes:
     """Return the messages of a step's thresholded pushes from the ranks at a place, after a micro-batch."""
     pieces, (kinds, numbers) = owned_pieces(low, place), _sender_classes(low, micro_batch)
-    entries = np.zeros((len(low.buckets), len(kinds), low.nodes))
+    entries = np.zeros((len(low.buckets), len(kinds), len(pieces.members)))
     for number, (samples, part) in enumerate(kinds):
         if samples:
             every = not low.push.selects
             entries[:, number] = pieces.elements_owned if every else pieces.entries(_push_ratios(low, samples, part))
-    return PushSizes(np.array(numbers), messages_of(low, low.push.encoding, pieces.elements_owned[:, None], entries))
+    messages = messages_of(low, low.push.encoding, pieces.elements_owned[:, None], entries)
+    return PushSizes(np.array(numbers), pieces.runs, messages)
 
 
 @once_a_run
@@ -198,17 +196,28 @@ def to_all(owned: Sequence[float], factor: int) -> Pairs:
 
 @dataclass(frozen=True, eq=False)
 class OwnedPieces:
-    """The pieces of tensors in the ranges of the owners at a place, bucket by bucket, in order."""
+    """The pieces of tensors in the ranges of the owners at a place, bucket by bucket, in order.
 
+    Of a run of neighbours, of whose elements equally many are sent whatever the densities, those of the first: their
+    ranges are equally large in every bucket, and each inside one block of one tensor, the same for all of the run.
+    """
+
+    runs: Ints
+    """Run of each node's owner."""
     elements_owned: Floats
-    """Elements of each owner's range, by bucket and owner."""
+    """Elements of an owner's range, by bucket and run."""
     owner: Ints
-    """Range of each piece, counted over buckets and owners."""
+    """Range of each piece, counted over buckets and runs."""
     elements: Ints
     """Elements of each piece."""
     tensors: tuple[str, ...]
     """Names of the tensors of all buckets."""
     ranges: sparsity.Ranges
+
+    @cached_property
+    def members(self) -> Ints:
+        """Number of owners of each run."""
+        return np.bincount(self.runs)
 
     def entries(self, ratios: Mapping[str, sparsity.Ratios]) -> Floats:
         """Return the number of elements of every range that are sent, given the fraction of each tensor."""
@@ -219,14 +228,16 @@ class OwnedPieces:
 
 @once_a_run
 def owned_pieces(low: Lowering, place: int) -> OwnedPieces:
-    """Return the pieces of tensors in each owner's range of every bucket."""
+    """Return the pieces of tensors in the ranges of every bucket of the first owner of each run."""
     members = [(instance, p) for bucket in low.buckets for instance, p in bucket.members]
     names = tuple(p.name.replace("{}", instance.module) for instance, p in members)
     tensor_sizes = np.array([p.elements for _, p in members], dtype=np.int64)
     starts = np.cumsum(tensor_sizes) - tensor_sizes  # as if all buckets were one
     begins = np.cumsum([0, *(bucket.elements for bucket in low.buckets)])[:-1]
     by_bucket = [_ranges(low, bucket.elements, place) for bucket in low.buckets]
-    ranges = np.concatenate([each + begin for each, begin in zip(by_bucket, begins, strict=True)])
+    every = np.stack([each + begin for each, begin in zip(by_bucket, begins, strict=True)])
+    firsts = _first_of_runs(every, _block_starts(low, names, starts, tensor_sizes))
+    ranges = every[:, firsts].reshape(-1, 2)
     first, last = ranges[:, 0], ranges[:, 1]
     # a range is cut where tensors begin
     lowest = np.searchsorted(starts, first, side="right") - 1
@@ -239,7 +250,38 @@ def owned_pieces(low: Lowering, place: int) -> OwnedPieces:
     owner, tensor, begin, end = owner[some], tensor[some], begin[some], end[some]
     parts = sparsity.Ranges(tensor, begin / tensor_sizes[tensor], end / tensor_sizes[tensor])
     owned = (last - first).astype(np.float64).reshape(len(low.buckets), -1)
-    return OwnedPieces(owned, owner, end - begin, names, parts)
+    return OwnedPieces(np.cumsum(firsts) - 1, owned, owner, end - begin, names, parts)
+
+
+def _block_starts(low: Lowering, names: Sequence[str], starts: Ints, sizes: Ints) -> Floats:
+    """Return where blocks of tensors begin for which statistics have densities of their own, in order."""
+    if low.statistics is None:
+        return starts.astype(np.float64)
+    tables: list[Mapping[str, Any]] = [*(trace.tensors for trace in low.statistics.traces), low.statistics.changes]
+    found = []
+    for name, start, size in zip(names, starts.tolist(), sizes.tolist(), strict=True):
+        counts = {1, *(len(table[name].blocks) for table in tables if name in table)}
+        found += [start + size * number / count for count in counts for number in range(count)]
+    return np.unique(np.array(found, dtype=np.float64))
+
+
+def _first_of_runs(ranges: Ints, block_starts: Floats) -> Bools:
+    """Return whether each owner begins a run; `ranges`: first and last element, by bucket and owner.
+
+    >>> ranges = np.array([[[0, 2], [2, 4], [4, 6], [6, 8], [8, 10]]])
+    >>> _first_of_runs(ranges, np.array([0.0, 4.0, 9.0])).tolist()
+    [True, False, True, False, True]
+    """
+    owners = ranges.shape[1]
+    begins, ends = ranges[..., 0].ravel(), ranges[..., 1].ravel()
+    is_first = np.zeros(owners + 1, dtype=bool)
+    is_first[0] = True
+    is_first[1:-1] = (np.diff(ranges[..., 1] - ranges[..., 0], axis=1) != 0).any(axis=0)
+    after = np.searchsorted(begins, block_starts, side="left")  # the first owner that begins there or later
+    is_first[after % owners] = True
+    cut = after[(after > 0) & (block_starts < ends[after - 1])] - 1
+    is_first[cut % owners] = True
+    return is_first[:-1]
 
 
 @once_a_run

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from gssim import collectives, cost, sparsity
-from gssim.collectives import Communication
+from gssim.collectives import Communication, sums_of_others
 from gssim.execution.cache import Same
 from gssim.memory import Event, footprint
 from gssim.plan import absolute_threshold, encodings
@@ -38,7 +38,6 @@ from gssim.program.messages import (
     by_parameter,
     messages_of,
     owned_pieces,
-    sums_without_own,
     to_all,
 )
 from gssim.program.push import COUNT_BYTES, push_group_collective
@@ -53,7 +52,7 @@ DENSE = encodings.ENCODINGS.index("dense")
 
 @once_a_step
 def published(low: Lowering, place: int) -> Messages:
-    """Return the messages of the owners at a place, by bucket and node."""
+    """Return the messages of the owners at a place, by bucket and run of owners; see `OwnedPieces`."""
     pieces, rules = owned_pieces(low, place), low.scenario.plan.publish
     entries = pieces.entries(publish_ratios(low)) if rules.selects else pieces.elements_owned
     return messages_of(low, rules.encoding, pieces.elements_owned, entries)
@@ -62,7 +61,7 @@ def published(low: Lowering, place: int) -> Messages:
 @once_a_step
 def message_bytes(low: Lowering, bucket: int, place: int) -> tuple[float, ...]:
     """Return the size of the message of the owner on every node, at a place."""
-    return tuple(published(low, place).size_bytes[bucket].tolist())
+    return tuple(published(low, place).size_bytes[bucket][owned_pieces(low, place).runs].tolist())
 
 
 def published_bytes(low: Lowering, bucket: Bucket, place: int) -> float:
@@ -73,13 +72,13 @@ def published_bytes(low: Lowering, bucket: Bucket, place: int) -> float:
 
 @once_a_step
 def _buffers(low: Lowering, place: int) -> tuple[Floats, Floats]:
-    """Return the bytes of every message's buffer, and of those of all other owners' messages, by bucket and node.
+    """Return the bytes of every message's buffer, and of those of all other owners' messages, by bucket and run.
 
     0 for a dense message, which is sent from the replica and received in it.
     """
     messages = published(low, place)
     buffers = np.where(messages.encoding == DENSE, 0.0, messages.size_bytes)
-    return buffers, sums_without_own(buffers)
+    return buffers, sums_of_others(buffers, owned_pieces(low, place).members)
 
 
 def publish_ratios(low: Lowering) -> Mapping[str, sparsity.Ratios]:
@@ -139,28 +138,30 @@ def _of_rank(low: Lowering, rank: int) -> tuple[list[float], ...]:
     """Return by bucket, for a rank: bytes of the buffers of the others' messages and of its own, the time to write
     theirs to the replica, and to pack its own.
     """
-    place, node, device_type = low.place(rank), low.node(rank), low.scenario.cluster.devices[rank].type
+    place, device_type = low.place(rank), low.scenario.cluster.devices[rank].type
     (buffers, others), messages = _buffers(low, place), published(low, place)
-    device, own = low.scenario.cluster.device_types[device_type], slice(node, node + 1)
+    run = int(owned_pieces(low, place).runs[low.node(rank)])
+    device, own = low.scenario.cluster.device_types[device_type], slice(run, run + 1)
     mine = Messages(
         messages.encoding[:, own], messages.elements[:, own], messages.entries[:, own], messages.size_bytes[:, own]
     )
     packing_s = mine.priced(partial(cost.pack_time_s, device, value=low.value_bytes, clears=False))
     packing_s = np.where((mine.encoding != DENSE) & (mine.elements > 0), packing_s, 0.0)
     others_s = _unpacking_s(low, place, device_type)
-    columns = (others[:, node], buffers[:, node], others_s[:, node], packing_s[:, 0])
+    columns = (others[:, run], buffers[:, run], others_s[:, run], packing_s[:, 0])
     return tuple(column.tolist() for column in columns)
 
 
 @once_a_step
 def _unpacking_s(low: Lowering, place: int, device_type: str) -> Floats:
-    """Return the time of a device to write all other owners' messages to the replica, by bucket and node.
+    """Return the time of a device to write all other owners' messages to the replica, by bucket and run of owners.
 
     A dense one is received there.
     """
     device, messages = low.scenario.cluster.device_types[device_type], published(low, place)
     times_s = messages.priced(partial(cost.unpack_time_s, device, value=low.value_bytes))
-    return sums_without_own(np.where((messages.encoding != DENSE) & (messages.elements > 0), times_s, 0.0))
+    times_s = np.where((messages.encoding != DENSE) & (messages.elements > 0), times_s, 0.0)
+    return sums_of_others(times_s, owned_pieces(low, place).members)
 
 
 def unpack(low: Lowering, rank: int, bucket: Bucket) -> Task:
@@ -169,11 +170,13 @@ def unpack(low: Lowering, rank: int, bucket: Bucket) -> Task:
     torch writes at int64 indices: those of COO are cast, on a CPU in chunks; those of a bitmap are listed, on a CPU by
     numpy.
     """
-    device, own, messages = low.device(rank), low.node(rank), published(low, low.place(rank))
+    device, place = low.device(rank), low.place(rank)
+    messages, pieces = published(low, place), owned_pieces(low, place)
     on_cpu, encoding = device.kind == "cpu", messages.encoding[bucket.index]
     most = encodings.CHUNK_ELEMENTS if on_cpu else math.inf
     indexed = encoding == encodings.ENCODINGS.index("coo") if on_cpu else encoding != DENSE
-    indexed[own] = False
+    own = pieces.runs[low.node(rank)]
+    indexed[own] &= pieces.members[own] > 1
     places = min(float(messages.entries[bucket.index].max(where=indexed, initial=0.0)), most)
     others_bytes, own_bytes, unpack_s, _ = _of_rank(low, rank)
     given_back = others_bytes[bucket.index] + own_bytes[bucket.index]
@@ -189,9 +192,9 @@ def unpack(low: Lowering, rank: int, bucket: Bucket) -> Task:
 
 def mean_publish_density(low: Lowering) -> float:
     """Return the fraction of their elements that all owners publish in this step."""
-    messages = [published(low, place) for place in range(low.places)]
-    elements = sum(float(each.elements.sum()) for each in messages)
-    return sum(float(each.entries.sum()) for each in messages) / elements if elements else 0.0
+    messages = [(published(low, place), owned_pieces(low, place).members) for place in range(low.places)]
+    elements = sum(float((each.elements * members).sum()) for each, members in messages)
+    return sum(float((each.entries * members).sum()) for each, members in messages) / elements if elements else 0.0
 
 
 def publish(low: Lowering, rank: int, tasks: Sequence[Task], update: Task) -> list[Task]:

@@ -157,12 +157,12 @@ def _amounts(low: Lowering, rank: int, micro_batch: MicroBatch) -> _Amounts:
     select_s = _selecting_s(low, micro_batch, place, device_type)
     add_s = _adding_s(low, micro_batch, place, device_type)
     columns = (sizes.sent_bytes, sizes.received_bytes, select_s, add_s)
-    return _Amounts(*(column[:, node].tolist() for column in columns))
+    return _Amounts(*(sizes.of_node(column, node) for column in columns))
 
 
 @once_a_step
 def _selecting_s(low: Lowering, micro_batch: MicroBatch, place: int, device_type: str) -> Floats:
-    """Return the time of each node's rank to select and to pack the entries for all other owners, by bucket.
+    """Return the time of a rank to select and to pack the entries for all other owners, by bucket and kind of node.
 
     Entries that are sent are cleared in the residual, if there is one.
     """
@@ -180,7 +180,7 @@ def _selecting_s(low: Lowering, micro_batch: MicroBatch, place: int, device_type
 
 @once_a_step
 def _adding_s(low: Lowering, micro_batch: MicroBatch, place: int, device_type: str) -> Floats:
-    """Return the time of each node's rank to add the messages of all others, and their weights, by bucket."""
+    """Return the time of a rank to add the messages of all others, and their weights, by bucket and kind of node."""
     sizes, device = push_sizes(low, micro_batch, place), low.scenario.cluster.device_types[device_type]
     messages = sizes.messages
     times_s = messages.priced(partial(cost.unpack_time_s, device, value=low.value_bytes))

@@ -91,6 +91,19 @@ def test_thresholds_of_large_models_on_1024_unequal_devices(benchmark, model, ch
     benchmark.pedantic(lambda: simulate(loaded), rounds=1)
 
 
+@pytest.mark.parametrize(
+    "changes", [("gs",), ("gs", "publish.threshold=1e-4"), ("gs_z3",)], ids=lambda each: "-".join(each)
+)
+def test_thresholds_on_8192_unequal_devices(benchmark, changes):
+    method, *more = changes
+    plan = [f"plan.method={method}", "plan.push.threshold=1e-4", *(f"plan.{each}" for each in more)]
+    workload = ["global_batch_size=8192", f"model={SCENARIOS / 'models/gpt3-1.3b.toml'}"]
+    cluster = f"cluster={SCENARIOS / 'clusters/unequal-8192.toml'}"
+    run = ["run.steps=8", "run.warmup_steps=4"]
+    loaded = scenario("gpt3-1024-unequal", cluster, *plan, *(f"workload.{each}" for each in workload), *run)
+    benchmark.pedantic(lambda: simulate(loaded), rounds=1)
+
+
 @pytest.mark.parametrize("servers", [32, 128])
 def test_fully_sharded_training_of_6_7_billion_parameters(benchmark, servers):
     ranks = 8 * servers

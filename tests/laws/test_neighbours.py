@@ -2,10 +2,14 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from gssim.program import Steps
+from gssim.program import Steps, messages
+from gssim.program.messages import owned_pieces
+from gssim.result import Result
 from gssim.scenario import Loaded, load_scenario
+from gssim.simulation import simulate
 
 SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
 SWITCH = (
@@ -42,6 +46,57 @@ def test_neighbours_with_the_same_messages_have_one_role(changes, per_host):
         assert together.tasks[role] == alone.tasks[rank]
         assert together.persistent[role] == alone.persistent[rank]
     assert together.push_density == alone.push_density
+
+
+@pytest.mark.parametrize(
+    ("changes", "per_host"),
+    [
+        ((), 1),
+        (("plan.method=gs_z3",), 1),
+        (("plan.publish.threshold=1e-3", "plan.push.aggregate=received-weight"), 1),
+        (("plan.method=gs_hier", "plan.publish.threshold=1e-3"), 2),
+        (("plan.shares.shards=memory", "plan.push.encoding=coo"), 1),
+    ],
+)
+def test_runs_of_owners_are_all_of_their_owners(changes, per_host, monkeypatch):
+    asked = loaded(128, *changes, per_host=per_host)
+    places = range(per_host)
+    together, lows = simulate(asked).result, Steps(asked.scenario, asked.gradients)._at(10)
+    assert max(len(owned_pieces(lows[0], place).members) for place in places) < 0.9 * 128 / per_host
+    monkeypatch.setattr(messages, "_first_of_runs", lambda ranges, starts: np.ones(ranges.shape[1], dtype=bool))
+    apart, lows = simulate(asked).result, Steps(asked.scenario, asked.gradients)._at(10)
+    assert all(len(owned_pieces(lows[0], place).members) == 128 / per_host for place in places)
+    assert texts(together) == texts(apart)
+    assert numbers(together) == pytest.approx(numbers(apart), rel=1e-12)
+
+
+def texts(result: Result) -> dict[str, object]:
+    """Return what is no number in a Result, by path."""
+    return {path: value for path, value in flat(result).items() if not isinstance(value, float)}
+
+
+def numbers(result: Result) -> dict[str, float]:
+    """Return the numbers in a Result by path."""
+    return {path: value for path, value in flat(result).items() if isinstance(value, float)}
+
+
+def flat(result: Result) -> dict[str, object]:
+    """Return the values of a Result by path, and by rank instead of by class of ranks."""
+    found: dict[str, object] = {}
+
+    def walk(value: object, path: str) -> None:
+        if isinstance(value, dict | list | tuple):
+            for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+                walk(each, f"{path}.{key}")
+        else:
+            found[path] = float(value) if isinstance(value, int) else value
+
+    values = result.to_dict()
+    for each in values.pop("ranks"):
+        for rank in each["ranks"]:
+            walk(each | {"ranks": 1, "count": 1}, f"rank {rank}")
+    walk(values, "")
+    return found
 
 
 def test_what_a_step_sends_is_that_of_its_program():

@@ -8,6 +8,7 @@ from strategies import fabrics
 from test_routes import wiring_of, wirings
 
 from gssim.collectives import Exchange, Hops
+from gssim.collectives.algorithms import Members
 from gssim.errors import UserError
 from gssim.network import Router, bundles
 
@@ -74,22 +75,76 @@ def test_the_router_bundles_where_each_target_gets_many_messages_and_else_follow
     assert Router(star(600)).bundle(ring).load.tolist() == [1.0] * 1200
 
 
-@given(fabrics(), st.integers(1, 3))
-def test_an_exchange_told_by_kinds_of_senders_is_that_of_all_its_pairs(cluster, kinds):
-    count = len(cluster.devices)
-    if count < 2:
-        return
-    router = Router(cluster.wiring)
-    every = Hops.of([(i, j, 1.0) for i in range(count) for j in range(count) if i != j])
-    rows = np.array([[1.0 + kind + 0.5 * j for j in range(count)] for kind in range(kinds)])
-    told = Exchange(every, np.arange(count), rows, np.arange(count) % kinds)
-    plain = Hops(every.source, every.target, told.weight)
+def assert_exchanged(wiring, ranks: list[int], kinds: int, spread: float = 0.5) -> None:
+    """Check an exchange told by kinds of senders against every pair's own path."""
+    count, router = len(ranks), Router(wiring)
+    rows = np.array([[1.0 + kind + spread * j for j in range(count)] for kind in range(kinds)])
+    rows[:, 1] = 0.0  # an owner of nothing
+    told = Exchange(Members(np.array(ranks), np.array(ranks)), rows, np.arange(count) % kinds)
+    pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
+    assert list(zip(told.source.tolist(), told.target.tolist(), strict=True)) == [
+        (ranks[i], ranks[j]) for i, j in pairs
+    ]
+    assert told.weight.tolist() == [rows[i % kinds, j] for i, j in pairs]
+    plain = Hops(told.source, told.target, told.weight)
     mine, other = router.bundle(told), router._summed(plain)
     assert mine.link.tolist() == other.link.tolist()
     assert mine.load == pytest.approx(other.load, rel=1e-12)
-    assert router.latency_beyond_s(told, 1e-6) == pytest.approx(
-        float(np.average(np.maximum(0.0, other.latency_s - 1e-6), weights=plain.weight)), rel=1e-12, abs=1e-18
-    )
-    for ours, theirs in zip(told.carried_by_rank(count), plain.carried_by_rank(count), strict=True):
+    for floor_s in (0.0, 1e-6):
+        mean_s = np.average(np.maximum(0.0, other.latency_s - floor_s), weights=plain.weight)
+        assert router.latency_beyond_s(told, floor_s) == pytest.approx(float(mean_s), rel=1e-12, abs=1e-18)
+    for ours, theirs in zip(told.carried_by_rank(wiring.nodes), plain.carried_by_rank(wiring.nodes), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-12)
     assert (told.count, told.heaviest) == (plain.count, plain.weight.max())
+    assert told.most_handled == pytest.approx(plain.most_handled, rel=1e-12)
+
+
+@given(fabrics(), st.integers(1, 3))
+def test_an_exchange_told_by_kinds_of_senders_is_that_of_all_its_pairs(cluster, kinds):
+    if len(cluster.devices) > 1:
+        assert_exchanged(cluster.wiring, list(range(len(cluster.devices))), kinds)
+
+
+@given(wirings(), st.integers(1, 3), st.data())
+def test_an_exchange_among_any_nodes_of_any_links_is_that_of_all_its_pairs(wiring, kinds, data):
+    nodes = st.sampled_from(range(wiring.nodes))
+    assert_exchanged(wiring, data.draw(st.lists(nodes, min_size=2, unique=True)), kinds)
+
+
+@given(st.data())
+def test_an_exchange_over_blocks_in_a_tree_is_that_of_all_its_pairs(data):
+    """Cycles that share a node each with one before, some with chords: their nodes are the ports of several blocks."""
+    edges, nodes = [], 1
+    for _ in range(data.draw(st.integers(1, 4))):
+        size, shared = data.draw(st.integers(1, 4)), data.draw(st.integers(0, nodes - 1))
+        cycle = [shared, *range(nodes, nodes + size)]
+        edges += [(a, b) for a, b in zip(cycle, [*cycle[1:], shared], strict=True)]
+        edges += [(b, a) for a, b in edges[-len(cycle) :] if data.draw(st.booleans())]
+        edges += [(cycle[0], cycle[-2])] if size > 2 and data.draw(st.booleans()) else []
+        nodes += size
+    edges = list(dict.fromkeys(edges))
+    latencies_s = data.draw(st.lists(st.sampled_from([1e-7, 1e-6, 3e-6]), min_size=len(edges), max_size=len(edges)))
+    order = data.draw(st.permutations(range(nodes)))
+    ranks = data.draw(st.lists(st.sampled_from(range(nodes)), min_size=2, unique=True))
+    assert_exchanged(wiring_of(nodes, [(order[a], order[b]) for a, b in edges], latencies_s), ranks, 2)
+
+
+@pytest.mark.parametrize(
+    ("edges", "named"),
+    [
+        ([(0, 1), (1, 0), (2, 3), (3, 2)], "from n0 to n2"),  # no links between two parts
+        ([(0, 1), (1, 2), (2, 0), (2, 3)], "from n3 to n0"),  # links in one direction only
+    ],
+)
+def test_members_of_an_exchange_that_no_path_connects_are_named(edges, named):
+    told = Exchange(Members(np.arange(4), np.arange(4)), np.ones((1, 4)), np.zeros(4, np.int64))
+    with pytest.raises(UserError, match=f"no path of links {named}"):
+        Router(wiring_of(4, edges, [1.0] * 4)).bundle(told)
+
+
+def test_loads_of_an_exchange_on_equal_links_are_equal_to_the_last_digit():
+    """Else links that are equal were told apart by rounding, and the network would not fold."""
+    members = Members(np.arange(64), np.arange(64))
+    told = Exchange(members, np.full((1, 64), 0.1), np.zeros(64, np.int64))
+    into_switch, out_of_it = Router(star(64)).bundle(told).load.reshape(2, 64)
+    assert len(set(into_switch.tolist())) == len(set(out_of_it.tolist())) == 1

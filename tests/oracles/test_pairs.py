@@ -53,6 +53,22 @@ def test_a_collective_tells_the_same_of_both(found):
     assert by_rows.most_sent_bytes == pytest.approx(by_pairs.most_sent_bytes, rel=1e-12)
 
 
+@given(pairs(), st.data())
+def test_columns_stand_for_all_members_that_receive_the_same(found, data):
+    count = len(found.rows[0])
+    columns = data.draw(st.lists(st.integers(0, count - 1), min_size=2, max_size=15))
+    kinds = data.draw(st.lists(st.integers(0, len(found.rows) - 1), min_size=len(columns), max_size=len(columns)))
+    told = Pairs(found.rows, kinds, np.array(columns))
+    full = Pairs([[row[column] for column in columns] for row in found.rows], kinds)
+    assert [list(row) for row in told] == [list(row) for row in full]
+    assert np.asarray(told).tolist() == np.asarray(full).tolist()
+    assert list(told.row(0)) == list(full.row(0))
+    assert told.sent == pytest.approx(full.sent, rel=1e-12)
+    assert told.received == pytest.approx(full.received, rel=1e-12)
+    assert told.total == pytest.approx(full.total, rel=1e-12)
+    assert (told.most, told.kind_count) == (full.most, full.kind_count)
+
+
 @given(st.lists(st.tuples(SIZES, SIZES), min_size=1, max_size=9), SIZES, st.data())
 def test_sums_leave_out_ones_own(terms, first, data):
     own = data.draw(st.integers(0, len(terms) - 1))

@@ -1,0 +1,279 @@
+"""Loads of links by an exchange among all members of a group, computed by blocks of the wiring instead of by pairs.
+
+[Note: blocks] A block is a largest part of the wiring that stays connected without any one of its nodes. Two blocks
+have at most one node in common, which all paths from the one to the other cross. So a path of fewest links, and of
+those of least latency, consists of such paths through blocks, and what it loads in a block depends only on the nodes by
+which it enters and leaves, the block's ports. A server whose ports all lead to one switch is a block, and so are the
+switches among themselves: work grows with the pairs of ports of each block, instead of with pairs of members. A torus,
+and servers whose ports lead to different switches, are one block, whose ports are the members.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import networkx as nx
+import numpy as np
+
+from gssim.cluster.topology import Wiring
+from gssim.collectives import Exchange, summed
+from gssim.errors import UserError
+from gssim.network import bundles
+from gssim.network.bundles import Steps, adjacency, runs, searched
+from gssim.units import Bools, Floats, Ints, distinct
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """The blocks of a wiring, as trees: every node but a root is a port of one block above it.
+
+    Ports are numbered: those of nodes to the block above them by node, and after them the upper port of every block.
+    """
+
+    above: Ints
+    """Block above each node; -1: none."""
+    upper: Ints
+    """Upper node of each block."""
+
+    @classmethod
+    def of(cls, wiring: Wiring) -> "Blocks":
+        """Return the blocks of a wiring."""
+        graph = nx.Graph()
+        graph.add_node(wiring.nodes - 1)  # the first root: equal servers are equally far from an uppermost switch
+        graph.add_edges_from(zip(wiring.source.tolist(), wiring.target.tolist(), strict=True))
+        found = [np.fromiter(nodes, np.int64, len(nodes)) for nodes in nx.biconnected_components(graph)]
+        sizes = np.array([len(nodes) for nodes in found], np.int64)
+        node, block = np.concatenate([np.zeros(0, np.int64), *found]), np.repeat(np.arange(len(found)), sizes)
+        above = np.full(wiring.nodes, -1)
+        np.maximum.at(above, node, block)  # a block is found after those below it
+        upper = np.full(len(found), -1)
+        is_upper = above[node] != block
+        upper[block[is_upper]] = node[is_upper]
+        for last in np.flatnonzero(upper < 0).tolist():  # of each tree; any of its nodes may be the root
+            upper[last] = found[last].max()
+            above[upper[last]] = -1
+        return cls(above, upper)
+
+    @property
+    def ports(self) -> int:
+        """Number of ports."""
+        return len(self.above) + len(self.upper)
+
+    @cached_property
+    def depth(self) -> Ints:
+        """Number of blocks above each block."""
+        parents, depth = self.above[self.upper].tolist(), [0] * len(self.upper)
+        for block in reversed(range(len(depth))):  # a block is found after those below it
+            if parents[block] >= 0:
+                depth[block] = depth[parents[block]] + 1
+        return np.array(depth, np.int64)
+
+    @cached_property
+    def block(self) -> Ints:
+        """Block of each port."""
+        return np.concatenate([self.above, np.arange(len(self.upper))])
+
+    def of_links(self, wiring: Wiring) -> Ints:
+        """Return the block of each link."""
+        source, target = self.above[wiring.source], self.above[wiring.target]
+        return np.asarray(np.where((source == target) | (self.upper[target] == wiring.source), target, source))
+
+    def port(self, node: Ints, block: Ints) -> Ints:
+        """Return the ports of blocks at their nodes."""
+        return np.asarray(np.where(self.above[node] == block, node, len(self.above) + block))
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """Loads of links by an exchange, linear in the bytes for its members: for each kind of sender, links by ports.
+
+    What is sent to a port goes to the members behind it: those on the other side of its node, or the node itself.
+    """
+
+    loads: tuple[Any, ...]
+    """Sparse matrices, by kind: load of each link where every sender of the kind sends a byte to a port."""
+    latency_s: Floats
+    """By kind and port: sum over its senders of the latency within the port's block."""
+    members: Any
+    """Sparse matrix of ports by members: ones for the members behind a port, or for all others."""
+    is_all_but: Bools
+    """Whether the members behind a port are all others."""
+    most_latency_s: float
+    """At least the latency of any pair of members."""
+
+    def carried(self, rows: Floats) -> Floats:
+        """Return the load of every link, given the bytes of each kind of sender for every member."""
+        to_ports = self._to_ports(rows)
+        return np.asarray(sum(load @ column for load, column in zip(self.loads, to_ports, strict=True)))
+
+    def latency_in_all_s(self, rows: Floats) -> float:
+        """Return the sum over all pairs of members of bytes times latency."""
+        return float((self._to_ports(rows) * self.latency_s).sum())
+
+    def _to_ports(self, rows: Floats) -> Floats:
+        """Return the bytes of each kind of sender for the members behind every port."""
+        return _behind(self.members, self.is_all_but, rows)
+
+    @property
+    def elements(self) -> int:
+        """Size in the cache, in elements."""
+        return int(sum(load.nnz for load in self.loads) + self.members.nnz) // 3  # of the usual 50 bytes
+
+
+def _behind(members: Any, is_all_but: Bools, rows: Floats) -> Floats:
+    """Return the sums over the members behind every port of rows of values by member."""
+    sums, counts = (members @ rows.T).T, (members @ (rows != 0).astype(float).T).T
+    others = rows.sum(axis=1, keepdims=True) - sums
+    others[counts == np.count_nonzero(rows, axis=1)[:, None]] = 0.0  # instead of what is left by rounding
+    return np.asarray(np.where(is_all_but, others, sums))
+
+
+def columns_of(wiring: Wiring, blocks: Blocks, exchange: Exchange) -> Columns:
+    """Return the loads of links by an exchange, for each byte of its senders.
+
+    Raises UserError where no path leads from one member to another.
+    """
+    from scipy.sparse import coo_array  # lazy: only large exchanges need it
+
+    ranks, kinds = exchange.members.ranks, len(exchange.rows)
+    ports, members, is_all_but = _members_behind(wiring, blocks, ranks)
+    depth = blocks.depth[blocks.block[ports]]
+    senders = _behind(members, is_all_but, (exchange.kinds == np.arange(kinds)[:, None]).astype(float))
+    latency_s, most_s = np.zeros((kinds, len(ports))), np.zeros(int(depth.max(initial=0)) + 1)
+    entries: list[list[tuple[Ints, Ints, Floats]]] = [[] for _ in range(kinds)]
+    for crossing in _crossings(wiring, blocks, ports):
+        unreached = np.flatnonzero(np.isinf(crossing.took_s))
+        if len(unreached):
+            ends = (crossing.source[unreached[0]], crossing.target[unreached[0]])
+            behind = [(members[[end]].toarray()[0] > 0) != is_all_but[end] for end in ends]
+            raise _unconnected(wiring, *(ranks[np.flatnonzero(each)[0]] for each in behind))
+        np.maximum.at(most_s, depth[crossing.target], crossing.took_s)
+        for kind in range(kinds):
+            sent = senders[kind, crossing.source]
+            latency_s[kind] += summed(crossing.target, sent * crossing.took_s, len(ports))
+            entries[kind].append(crossing.loads(sent))
+    loads = []
+    for parts in entries:
+        link, column, load = (np.concatenate(column) for column in zip(*parts, strict=True))
+        loads.append(coo_array((load, (link, column)), shape=(wiring.links, len(ports))).tocsr())
+    return Columns(tuple(loads), latency_s, members, is_all_but, float(most_s[0] + 2 * most_s[1:].sum()))
+
+
+def _unconnected(wiring: Wiring, source: int, target: int) -> UserError:
+    ends = f"from {wiring.names[source]} to {wiring.names[target]}"
+    return UserError(f"cluster.links: there is no path of links {ends}")
+
+
+def _members_behind(wiring: Wiring, blocks: Blocks, ranks: Ints) -> tuple[Ints, Any, Bools]:
+    """Return the ports with some members behind them and others elsewhere, by block; and these; see `Columns`."""
+    from scipy.sparse import coo_array, vstack
+
+    node, member, root = ranks, np.arange(len(ranks)), ranks.copy()
+    rows, columns = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    while len(member):
+        root[member] = node
+        has_above = blocks.above[node] >= 0
+        node, member = node[has_above], member[has_above]
+        block = blocks.above[node]
+        rows += [node, len(blocks.above) + block]
+        columns += [member, member]
+        node = blocks.upper[block]
+    others = np.flatnonzero(root != root[0])
+    if len(others):
+        raise _unconnected(wiring, ranks[0], ranks[others[0]])
+    row, column = np.concatenate(rows), np.concatenate(columns)
+    below = coo_array((np.ones(len(row)), (row, column)), shape=(blocks.ports, len(ranks))).tocsr()
+    counts = np.diff(below.indptr)
+    ports = np.flatnonzero((counts > 0) & ((np.arange(blocks.ports) < len(blocks.above)) | (counts < len(ranks))))
+    ports = ports[np.argsort(blocks.block[ports], kind="stable")]
+    is_upper, below = ports >= len(blocks.above), below[ports]
+    # differences from the sum over all members lose digits where these are few
+    few = np.flatnonzero(is_upper & (2 * counts[ports] > len(ranks)))
+    if len(few):
+        place = np.arange(len(ports))
+        place[few] = len(ports) + np.arange(len(few))
+        elsewhere: Any = coo_array(1.0 - below[few].toarray())
+        below = vstack([below, elsewhere]).tocsr()[place]
+        is_upper[few] = False
+    return ports, below, is_upper
+
+
+@dataclass(frozen=True, eq=False)
+class _Crossings:
+    """The best paths through blocks: from all ports of some blocks to some of their ports, the targets.
+
+    Places are port * width + number of the target.
+    """
+
+    source: Ints
+    """Position of the port where each path begins."""
+    target: Ints
+    """Position of the port where it ends."""
+    took_s: Floats
+    at: Ints
+    """Place where it begins."""
+    places: int
+    levels: tuple[tuple[Steps, Floats], ...]
+    """Steps ordered away from the targets, and the fraction of a place's flow that takes each."""
+    links: Ints
+    """Link of the wiring of each link in the steps."""
+    first: Ints
+    """Position of the first target of each port's block."""
+
+    def loads(self, sent: Floats) -> tuple[Ints, Ints, Floats]:
+        """Return (link, target, load) where so much is sent over each path."""
+        width = self.places // len(self.first)
+        flow = summed(self.at, sent, self.places)
+        links, targets, loads = [], [], []
+        for steps, share in reversed(self.levels):
+            through = flow[steps.here] * share
+            used = np.flatnonzero(through)
+            links.append(self.links[steps.link[used]])
+            targets.append(self.first[steps.here[used] // width] + steps.here[used] % width)
+            loads.append(through[used])
+            flow += summed(steps.there, through, self.places)
+        return np.concatenate(links), np.concatenate(targets), np.concatenate(loads)
+
+
+def _crossings(wiring: Wiring, blocks: Blocks, used: Ints) -> Iterator[_Crossings]:
+    """Yield the best paths between the `used` ports of every block, those of blocks of similar size together."""
+    block_of_link = blocks.of_links(wiring)
+    ends = tuple(blocks.port(end, block_of_link) for end in (wiring.source, wiring.target))
+    block, first, counts = np.unique(blocks.block[used], return_index=True, return_counts=True)
+    sizes = np.ceil(np.log2(np.minimum(counts, bundles.TARGETS_AT_ONCE)))  # 0: nothing crosses it
+    for size in distinct(sizes[sizes > 0]):
+        for start in range(0, int(counts[sizes == size].max()), bundles.TARGETS_AT_ONCE):
+            some = np.flatnonzero((sizes == size) & (counts > start))
+            width = min(bundles.TARGETS_AT_ONCE, int(counts[some].max()) - start)
+            place_of = np.full(len(blocks.upper) + 1, -1)  # the last is that of nodes without a block above
+            place_of[block[some]] = np.arange(len(some))
+            ports = np.flatnonzero(place_of[blocks.block] >= 0)
+            number = np.full(blocks.ports, -1)
+            number[ports] = np.arange(len(ports))
+            links = np.flatnonzero(place_of[block_of_link] >= 0)
+            source, target = (number[end[links]] for end in ends)
+            here, lengths = first[some], counts[some]
+            widths = np.minimum(lengths - start, width)
+            targets, slots = runs(here + start, widths), runs(np.zeros(len(some), np.int64), widths)
+            front = number[used[targets]] * width + slots
+            others = np.repeat(lengths, widths)
+            begins, onto = runs(np.repeat(here, widths), others), np.repeat(np.arange(len(targets)), others)
+            apart = begins != targets[onto]
+            begins, onto = begins[apart], onto[apart]
+            at = number[used[begins]] * width + slots[onto]
+            places = len(ports) * width
+            levels, paths, took_s = searched(
+                source, wiring.latency_s[links], adjacency(target, len(ports)), front, width, places, at
+            )
+            shares = (paths[steps.there] / paths[steps.here] for steps in levels)
+            yield _Crossings(
+                begins,
+                targets[onto],
+                took_s[at],
+                at,
+                places,
+                tuple(zip(levels, shares, strict=True)),
+                links,
+                here[place_of[blocks.block[ports]]] + start,
+            )
