@@ -35,8 +35,6 @@ class Platform:
     """Measured rate of all-gathers and reduce-scatters over the wire rate of a server's links; absent: NCCL's own."""
     tensor_float_flop_per_s: FlopPerSecond | None = None
     """Rate of matrix products in TF32; absent: the device has no TF32."""
-    float8_ratio: PositiveFloat | None = None
-    """Rate of matrix products in float8 relative to 16 bits; absent: the device has no float8."""
     attention_ratio: PositiveFloat = 1.0
     """Rate of flash attention relative to linear layers; see `Software`."""
     first_attention_ratio: PositiveFloat = 1.0
@@ -82,7 +80,7 @@ def first_attention_ratio_of(gpu: str) -> float:
 def float8_ratio_of(gpu: str) -> float | None:
     """Return the rate of matrix products in float8 relative to 16 bits; None where it is unknown."""
     platform = platform_of(gpu)
-    return platform.float8_ratio if platform else None
+    return presets("devices")[platform.device].get("float8_ratio") if platform else None
 
 
 def calibration_rows() -> frozenset[str]:

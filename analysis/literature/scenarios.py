@@ -28,7 +28,6 @@ from analysis.literature.platforms import (
     Server,
     cluster_of,
     cluster_tables,
-    float8_ratio_of,
     platform_of,
     servers_of,
 )
@@ -129,7 +128,7 @@ def _cluster_tables_of(run: Run) -> dict[str, Any]:
         posting_s = software.message_calls * software.operation_overhead_s
         cluster["backend_cost"] = {"posting_s": posting_s, "source": f"{run.source}: messages between stages"}
     kept = run.deferred_outputs
-    if software.operation_overhead_s is None and not software.dummy_gradients and not software.float8_maps and not kept:
+    if software.operation_overhead_s is None and not software.dummy_gradients and not kept:
         return cluster
     known = validated(Cluster, cluster, file=run.identity).device_types
     for name, device in cluster["device_types"].items():
@@ -137,9 +136,6 @@ def _cluster_tables_of(run: Run) -> dict[str, Any]:
         if software.operation_overhead_s is not None:
             changes["operation_overhead_s"] = software.operation_overhead_s
             changes["source"] += ": overhead of an operation"
-        if software.float8_maps:
-            changes["float8_ratio"] = float8_ratio_of(run.gpu)
-            changes["source"] += ": float8, analysis/literature/platforms.toml"
         if software.dummy_gradients:
             changes["workspace_bytes"] = known[name].workspace_bytes + _dummy_gradient_bytes(run)
             changes["source"] += ": dummy gradients of Transformer Engine"
