@@ -71,7 +71,6 @@ MEGATRON: dict[str, Rule] = {
         "a training of several models or stages cannot be simulated", "encoder-*-model-parallel-size", neutral=(1,)
     ),
     **refused(INFERENCE, "inference", "task-list", "out-seq-length", "rollout-*", "num-rollout", "advantage-estimator"),
-    **refused("steps of changing batch cannot be simulated", "step-batch-size-schedule"),
     **listed("of context parallelism, which is off or read by its kind", "cp-comm-type", "hierarchical-context*"),
     **listed("of pipelines, which send while they compute here", "wgrad-deferral-limit", "variable-seq-lengths"),
     **refused("knowledge distillation cannot be simulated", "export-kd*", "logits-*", "teacher-*", "modelopt*"),
@@ -318,6 +317,7 @@ def megatron(keys: Keys) -> Training:
     training = Training()
     for name, (key, sets) in READ_SIZES.items():
         setattr(training, name, keys.integer(key, sets=sets))
+    _batch_schedule(keys, training)
     training.sequence = keys.integer("seq-length", "encoder-seq-length", sets="workload.sequence_length")
     for name in ("nproc-per-node", "nnodes"):
         if isinstance(keys.values.get(name), Undecided):
@@ -399,6 +399,20 @@ READ_SIZES = {
     "micro_batch": ("micro-batch-size", "plan.micro_batches"),
     "global_batch": ("global-batch-size", "workload.global_batch_size"),
 }
+
+
+def _batch_schedule(keys: Keys, training: Training) -> None:
+    """Take the last batch of a schedule, such as `0:16 2.4B:320`, which must be the global one."""
+    schedule = keys.raw("step-batch-size-schedule")
+    if schedule is None:
+        return
+    last = str(schedule).split()[-1].rpartition(":")[2] if str(schedule).split() else ""
+    if training.global_batch is not None and last == str(training.global_batch.value):
+        keys.note(
+            "step-batch-size-schedule", "approximated: steps are those of the schedule's end, of the global batch"
+        )
+    else:
+        keys.refuse("step-batch-size-schedule", "must end at --global-batch-size: predicted are steps of that batch")
 
 
 def _precision(keys: Keys, training: Training) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import tomllib
 from pathlib import Path
 
@@ -530,6 +531,16 @@ def test_scripts_that_cannot_be_followed_are_refused_in_a_line(tmp_path, text, s
     with pytest.raises(UserError, match=said) as caught:
         imported(tmp_path, text, name="train.sh", model="gpt3-1.3b")
     assert "\n" not in str(caught.value)
+
+
+def test_a_schedule_of_batches_counts_at_its_end(tmp_path):
+    batch = re.search(r"--global-batch-size (\d+)", MEGATRON).group(1)
+    text = f"{MEGATRON.rstrip()} --step-batch-size-schedule '0:16 2.4B:32 4.8B:{batch}'"
+    tables, found = imported(tmp_path, text, name="train.sh", model="gpt3-1.3b")
+    assert tables["workload"]["global_batch_size"] == int(batch)
+    assert any("schedule's end" in line for line in found.listed)
+    other = text.replace(f"4.8B:{batch}", "4.8B:17")
+    assert "must end at --global-batch-size" in refused(tmp_path, other, name="train.sh", model="gpt3-1.3b")
 
 
 ENGINE = """
