@@ -71,7 +71,7 @@ class Ranks:
         count, segments = len(classes), len(task_group.segments)
         self.task_group, self.classes, self.columns = task_group, np.array(classes), columns
         self.duration_s = task_group.duration_s[:, columns]
-        self.takes_time = [bool(row.any()) for row in self.duration_s]
+        self.takes_time: list[bool] = np.any(self.duration_s, axis=1).tolist()
         self.issued_s = np.zeros(count)
         """Time at which each rank's host had issued its latest task with an issue time."""
         self.now_s = {stream: np.zeros(count) for stream in task_group.streams}
