@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from fractions import Fraction
+from functools import cache
 from numbers import Integral
 from typing import Annotated, Any, Literal, TypeVar, dataclass_transform
 
@@ -319,12 +320,19 @@ def record(cls: type[T]) -> type[T]:
     return typing.cast(type[T], made)
 
 
+@cache
+def adapter(cls: Any) -> TypeAdapter[Any]:
+    """Return pydantic's adapter of a type, made once."""
+    return TypeAdapter(cls)
+
+
 def validated(cls: type[T], data: object, *, file: str, under: str = "") -> T:
     """Return `data` (as parsed from TOML) as a `cls`; raise UserError with the first error's file and key path."""
     if not isinstance(data, dict):
         raise UserError(f"{file}: {under or 'the whole file'} must be a table of keys")
+    kind: Any = cls
     try:
-        return TypeAdapter(cls).validate_python(data)
+        return typing.cast(T, adapter(kind).validate_python(data))
     except ValidationError as error:
         unknown = any(fault["type"] == "unexpected_keyword_argument" for fault in error.errors())
         kind = MistakenNameError if unknown else UserError

@@ -32,10 +32,11 @@ COSTLY_TASKS = 5000
 
 @dataclass(frozen=True)
 class Request:
-    """A plan to judge: its scenario, the override that sets it, and the limits that it must beat."""
+    """A plan to judge: its scenario, the override that sets it, its bound so far, and the limits that it must beat."""
 
     source: Source | None
     override: str
+    bound: Bound
     limits: Limits
 
 
@@ -45,17 +46,21 @@ def answered(request: Request) -> Answer:
     shared: Shared = worker_state()
     try:
         overrides = [*request.source.overrides, request.override]
-        return judged(load_scenario(request.source.path, overrides, shared=shared), request.limits, shared)
+        loaded = load_scenario(request.source.path, overrides, shared=shared)
+        return judged(loaded, request.bound, request.limits, shared)
     except (UserError, RunFailedError) as error:
         return error
 
 
-def judged(loaded: Loaded, limits: Limits, shared: Shared) -> Result | Bound:
-    """Return the prediction of a scenario, or its bound: where that rules it out, or other plans should go first."""
+def judged(loaded: Loaded, known: Bound, limits: Limits, shared: Shared) -> Result | Bound:
+    """Return the prediction of a scenario, or its bound: where that rules it out, or other plans should go first.
+
+    `known`: its bound so far, which has the fill and drain of a pipeline, as those of its program do not.
+    """
     with no_collection():
         if LoweredBounds.apply_to(loaded):
             bounds = LoweredBounds(loaded, limits.objective, shared)
-            bound = bounds.allocated()
+            bound = bounds.allocated().with_(known)
             for closer in (bounds.met, bounds.reserved):
                 if limits.rule_out(bound):
                     return bound
@@ -256,7 +261,8 @@ def explore(
             if first is not None:
                 limits = limits_of(first.candidate, wanted, found, objective)
                 least = math.inf if first.is_lowered else queue.next_objective()
-                request = Request(source, first.candidate.override, replace(limits, next_objective=least))
+                limits = replace(limits, next_objective=least)
+                request = Request(source, first.candidate.override, first.bound, limits)
                 in_progress[workers.submit(answered, request)] = first.candidate
         on_progress(plans - len(queue) - len(in_progress), plans)
         if not in_progress:

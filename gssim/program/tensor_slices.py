@@ -28,7 +28,7 @@ from gssim.workload import Layer, LayerInstance, Reduction
 from gssim.workload.layer import EXPERT_EXCHANGES, GATHER_AGAIN
 
 
-def _reductions(layer: Layer, phase: str) -> list[Reduction]:
+def reductions_in(layer: Layer, phase: str) -> list[Reduction]:
     """Return the sums over ranks in a phase; a recomputation stops once all saved tensors are there."""
     traced = "f" if phase == "r" else phase
     stop = last_saved(layer) if phase == "r" else None
@@ -38,7 +38,7 @@ def _reductions(layer: Layer, phase: str) -> list[Reduction]:
 
 def sum_positions(layer: Layer, phase: str) -> tuple[int, ...]:
     """Return the positions of sums over ranks, after which a layer's phase is split."""
-    return tuple(reduction.moment.position for reduction in _reductions(layer, phase))
+    return tuple(reduction.moment.position for reduction in reductions_in(layer, phase))
 
 
 def with_all_reduces(
@@ -51,7 +51,7 @@ def with_all_reduces(
     samples: int,
 ) -> list[Task]:
     """Return the parts of a layer's phase with the collectives among them; `ends`: the last position of each part."""
-    pending = list(enumerate(_reductions(instance.layer, phase)))
+    pending = list(enumerate(reductions_in(instance.layer, phase)))
     if not pending:
         return list(parts)
     group, *beside = layer_groups(low, low.batch_sizes[rank])
@@ -110,7 +110,7 @@ def _without_ring(
     low: Lowering, instance: LayerInstance, phase: str, parts: Sequence[Task], samples: int
 ) -> tuple[Sequence[Task], float]:
     """Return the parts of a layer's pass without the time of an attention in a ring, and that time."""
-    ring = next((each for each in _reductions(instance.layer, phase) if each.kind == "ring"), None)
+    ring = next((each for each in reductions_in(instance.layer, phase) if each.kind == "ring"), None)
     if ring is None:
         return parts, 0.0
     ratio = attention_ratio(low, instance, phase, ring, samples)
@@ -207,7 +207,7 @@ def slicing_host_s(low: Lowering, rank: int, instance: LayerInstance, phase: str
         size = _sum_bytes(low, layer.reductions[0], samples)
         host_s += cost.cut_pairs_time_s(device, phase=phase, pairs=pairs, sum_bytes=size)
     if device.kind != "cpu":
-        sizes = [_sum_bytes(low, each, samples) for each in _reductions(layer, phase)]
+        sizes = [_sum_bytes(low, each, samples) for each in reductions_in(layer, phase)]
         host_s += sum(cost.cut_sum_time_s(device, sum_bytes=size) for size in sizes)
     return host_s
 

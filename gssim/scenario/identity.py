@@ -9,16 +9,15 @@ which many scenarios have in common, by their digests.
 
 import hashlib
 import json
-from functools import cache
+from collections.abc import Hashable
 from typing import Any, NamedTuple
-
-from pydantic import TypeAdapter
 
 from gssim.cluster import Cluster, Conditions
 from gssim.cluster.topology import structure_of
 from gssim.execution.cache import Same, Shared
 from gssim.plan import Plan, Policies, Push
 from gssim.scenario.run import Run
+from gssim.units import adapter
 from gssim.workload import Model, Workload
 from gssim.workload.gradient_statistics import GradientStatistics
 
@@ -124,9 +123,7 @@ def canonical(scenario: ScenarioParts, shared: Shared) -> dict[str, Any]:
         "push": _fields(scenario.push),
         "shares": shares,
         "stages": scenario.stage_sizes,
-        "cluster": shared.once(
-            "identity of structure", (Same(cluster), ranks), lambda: _digest(_structure(cluster, ranks))
-        ),
+        "cluster": _structure_digest(cluster, ranks, shared),
         "network": _fields(scenario.network),
         "run": _fields(scenario.run, leave_out={"evaluate_every_steps"}),  # which changes no step
     }
@@ -134,7 +131,25 @@ def canonical(scenario: ScenarioParts, shared: Shared) -> dict[str, Any]:
 
 def scenario_id(scenario: ScenarioParts, shared: Shared) -> str:
     """Return the identity of a scenario: the digest of its canonical data."""
-    return _digest(canonical(scenario, shared))
+    key = (
+        *_tables(scenario),
+        _structure_digest(scenario.cluster, scenario.policies.ranks, shared),
+        scenario.batch_sizes,
+        scenario.shard_shares,
+        scenario.owned_layers,
+        tuple(scenario.stage_sizes),
+    )
+    return shared.once("scenario id", key, lambda: _digest(canonical(scenario, shared)))
+
+
+def _tables(scenario: ScenarioParts) -> tuple[Hashable, ...]:
+    """Return a key of a scenario's tables besides the cluster, by identity, and of what its plan resolves to."""
+    tables = (scenario.workload, scenario.plan, scenario.network, scenario.run)
+    return (*map(Same, tables), scenario.policies)
+
+
+def _structure_digest(cluster: Cluster, ranks: int, shared: Shared) -> str:
+    return shared.once("identity of structure", (Same(cluster), ranks), lambda: _digest(_structure(cluster, ranks)))
 
 
 def calibration_id(cluster: Cluster, gradients: GradientStatistics | None, shared: Shared) -> str:
@@ -191,8 +206,18 @@ def resolved(scenario: ScenarioParts, shared: Shared) -> dict[str, Any]:
 
     Tables and lists of what does not happen (conditions of the network, slow-downs, rebalancing) are left out.
     """
-    cluster, model, plan, run = scenario.cluster, scenario.workload.model, scenario.plan, scenario.run
-    policies = scenario.policies
+    cluster = scenario.cluster
+    head = {
+        "name": scenario.name,
+        "question": scenario.question,
+        "cluster": shared.once("plain cluster", Same(cluster), lambda: _dumped(cluster)),
+    }
+    return head | shared.once("plain tables", _tables(scenario), lambda: _resolved_tables(scenario, shared))
+
+
+def _resolved_tables(scenario: ScenarioParts, shared: Shared) -> dict[str, Any]:
+    """Return the tables of a scenario besides the cluster as plain data."""
+    model, plan, run, policies = scenario.workload.model, scenario.plan, scenario.run, scenario.policies
     unused = {"uncut_reason", "adapted", "autocast"}
     unused |= set() if model.traced_autocast else {"traced_autocast"}
     unused |= set() if model.whole_layers else {"whole_layers"}
@@ -201,9 +226,6 @@ def resolved(scenario: ScenarioParts, shared: Shared) -> dict[str, Any]:
     unused |= set() if policies.cp > 1 else {"context_layers"}
     whole = shared.once("plain model", (Same(model), frozenset(unused)), lambda: _dumped(model, exclude=unused))
     data: dict[str, Any] = {
-        "name": scenario.name,
-        "question": scenario.question,
-        "cluster": shared.once("plain cluster", Same(cluster), lambda: _dumped(cluster)),
         "workload": {"model": whole} | _dumped(scenario.workload, exclude={"model"}),
         "plan": _dumped(plan),
         "network": _dumped(scenario.network),
@@ -250,15 +272,10 @@ def resolved(scenario: ScenarioParts, shared: Shared) -> dict[str, Any]:
     return data
 
 
-@cache
-def _adapter(cls: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(cls)
-
-
 def _dumped(value: object, **options: Any) -> Any:
     """Return a value as plain data, as files hold it."""
     kind: Any = type(value)
-    return _adapter(kind).dump_python(value, mode="json", **options)
+    return adapter(kind).dump_python(value, mode="json", **options)
 
 
 def _fields(value: object, *, leave_out: set[str] | None = None) -> dict[str, Any]:

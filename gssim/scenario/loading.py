@@ -4,19 +4,24 @@ import difflib
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from contextlib import suppress
+from dataclasses import is_dataclass
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from gssim.cluster import Cluster
+from gssim.cluster import Cluster, Conditions
 from gssim.errors import MistakenNameError, UserError
 from gssim.execution.cache import Same, Shared
 from gssim.execution.files import read_json, read_text
+from gssim.plan import Plan
 from gssim.scenario.checks import check
 from gssim.scenario.overrides import parsed_override, put
+from gssim.scenario.run import Run
 from gssim.scenario.scenario import Loaded, Scenario, Source
+from gssim.scenario.search_space import SearchSpace
 from gssim.units import validated
-from gssim.workload import PATHS, Model, shipped_models, unrolled
+from gssim.workload import PATHS, Model, Workload, shipped_models, unrolled
 from gssim.workload.gradient_family import read_family, shipped_families
 from gssim.workload.gradient_rungs import family_of
 from gssim.workload.gradient_statistics import GradientStatistics, read_gradients
@@ -60,12 +65,39 @@ def load_scenario(
     if isinstance(data.get("search"), dict) and isinstance(data["search"].get("study"), str):
         study = _find(data["search"]["study"], "search.study", file, folders)
         data["search"] = data["search"] | {"study": str(study)}
-    scenario = validated(Scenario, data, file=file)
+    scenario = validated(Scenario, _with_known_tables(data, shared), file=file)
     vars(scenario)["source"] = Source(path, tuple(overrides), tables, load=_loaded_from)
     check(scenario, file=file)
     wanted = scenario.plan.sends_by_data or (searched and scenario.search.searches_thresholds)
     statistics = _statistics(scenario, file, folders, shared) if gradients_needed and wanted else None
     return Loaded(file=file, scenario=scenario, gradients=statistics)
+
+
+TABLES: dict[str, type] = {
+    "workload": Workload,
+    "plan": Plan,
+    "network": Conditions,
+    "run": Run,
+    "search": SearchSpace,
+}
+"""Tables of a scenario that are validated on their own."""
+
+
+def _with_known_tables(data: dict[str, Any], shared: Shared) -> dict[str, Any]:
+    """Return a scenario's data in which valid tables are validated: equal ones are the same object.
+
+    What follows from them is then cached by identity. Invalid ones are left, so that all errors are reported together.
+    """
+    known = dict(data)
+    for name, cls in TABLES.items():
+        table = data.get(name, {})  # of an absent one, all keys have their defaults
+        if not isinstance(table, dict):
+            continue
+        parts = tuple(Same(value) for value in table.values() if is_dataclass(value))
+        key = (name, parts, repr({key: None if is_dataclass(value) else value for key, value in table.items()}))
+        with suppress(UserError):
+            known[name] = shared.once("tables", key, partial(validated, cls, table, file=""))
+    return known
 
 
 def _loaded_from(source: Source) -> Scenario:
@@ -276,7 +308,9 @@ def _statistics(scenario: Scenario, file: str, folders: dict[str, Path], shared:
         return _transferred(scenario, shared)
     path = _find(name, "workload.gradients", file, folders)
     statistics = shared.once("gradients", _version(path), lambda: read_gradients(path), most=8)
-    _check_statistics(scenario, statistics, file, name)
+    workload, run = scenario.workload, scenario.run
+    key = (Same(workload), Same(statistics), run.warmup_steps + run.steps, scenario.push.error_feedback)
+    shared.once("checked gradients", key, lambda: _check_statistics(scenario, statistics, file, name))
     return statistics
 
 

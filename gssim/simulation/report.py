@@ -6,6 +6,7 @@ compute or wait.
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from statistics import fmean
 from typing import Any
 
@@ -137,8 +138,11 @@ def _equal_members(
     carried = np.round(np.column_stack([sent, received]), SIZE_DIGITS)
     columns = np.column_stack([carried, np.round(shard_shares, SHARE_DIGITS)])
     for rank_class in machine.classes:
+        if len(rank_class.members) == 1:
+            yield rank_class, rank_class.members
+            continue
         rows = columns[rank_class.members]
-        if len(rows) == 1 or (rows == rows[0]).all():
+        if (rows == rows[0]).all():
             yield rank_class, rank_class.members
             continue
         group = np.unique(rows, axis=0, return_inverse=True)[1].ravel()
@@ -160,16 +164,17 @@ def rank_classes(
     payloads.
     """
     classes: dict[tuple[Any, ...], dict[str, Any]] = {}
-    members: dict[tuple[Any, ...], list[Any]] = defaultdict(list)
+    members: dict[tuple[Any, ...], list[list[int]]] = defaultdict(list)
     total, batch_sizes, shard_shares = scenario.workload.global_batch_size, scenario.batch_sizes, scenario.shard_shares
-    sent, received, devices = *machine.carried_by_rank(), scenario.cluster.devices
-    for each, same in _equal_members(machine, sent, received, np.array(shard_shares)):
+    carried, devices = machine.carried_by_rank(), scenario.cluster.devices
+    sent, received = (size_bytes.tolist() for size_bytes in carried)
+    for each, same in _equal_members(machine, *carried, np.array(shard_shares)):
         footprint, rank, own_phases_s = footprints[each.index], int(same[0]), phases[each.index]
         on_host = machine.program.on_host[machine.roles[each.index]] if machine.program.on_host else {}
         outcome = {
             "device": devices[rank].type,
-            "bytes_sent": round(mean_ratio * float(sent[rank]) / machine.steps, SIZE_DIGITS),
-            "bytes_received": round(mean_ratio * float(received[rank]) / machine.steps, SIZE_DIGITS),
+            "bytes_sent": round(mean_ratio * sent[rank] / machine.steps, SIZE_DIGITS),
+            "bytes_received": round(mean_ratio * received[rank] / machine.steps, SIZE_DIGITS),
             "batch_share": batch_sizes[rank] / total,
             "shard_share": shard_shares[rank],
         }
@@ -177,6 +182,6 @@ def rank_classes(
         outcome |= {**footprint.reported, "phases_s": own_phases_s}
         outcome["host_bytes"] = {category: float(size) for category, size in on_host.items()}
         classes[key] = outcome
-        members[key].append(same)
-    ranks = {key: tuple(np.sort(np.concatenate(parts)).tolist()) for key, parts in members.items()}
+        members[key].append(same.tolist())
+    ranks = {key: tuple(sorted(chain.from_iterable(parts))) for key, parts in members.items()}
     return tuple(RankOutcome(ranks=ranks[key], count=len(ranks[key]), **outcome) for key, outcome in classes.items())

@@ -35,7 +35,7 @@ class InThisProcess:
     def answer(self, request):
         plan = PLAN.validate_python(tomllib.loads(request.override)["plan"])
         try:
-            answer = judged(self.with_plan(plan), request.limits, self.shared)
+            answer = judged(self.with_plan(plan), request.bound, request.limits, self.shared)
         except UserError as error:
             answer = error
         self.simulated += isinstance(answer, Result)

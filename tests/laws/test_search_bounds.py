@@ -144,6 +144,24 @@ def test_stages_hold_no_less_than_their_bound_and_hardly_more(changes, recompute
     assert sorted(parts)[len(parts) // 2] > 0.7
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("order", ["1f1b", "gpipe"])
+def test_a_pipeline_takes_no_less_than_its_round_trip_and_hardly_more(tp, order):
+    loaded, parts = question(), []
+    workers, bounds = InThisProcess(loaded), Bounds(loaded.scenario)
+    for pp, micro_batches, recompute in product((2, 4), (4, 8), ("none", "full")):
+        mesh = {"tp": tp, "pp": pp, "ranks": tp * pp, "schedule": order}
+        plan = PLAN.validate_python(
+            {"method": "pipeline", **mesh, "micro_batches": micro_batches, "recompute": recompute}
+        )
+        result, first = workers.answer_of(plan), bounds.of(plan)
+        found = bounds.closer(plan, first)
+        assert found.time_s <= result.step_time_s * (1 + 1e-9), plan
+        assert found.time_s > first.time_s
+        parts.append(found.time_s / result.step_time_s)
+    assert min(parts) > 0.7
+
+
 # Thresholds ----------------------------------------------------------------------------------------------------------
 
 

@@ -38,6 +38,13 @@ def direct(members: Members, communication: Communication) -> tuple[Stage, ...]:
 
 def direct_uneven(members: Members, communication: Communication) -> tuple[Stage, ...]:
     """All members send uneven parts to all others; exchanges in the same proportions share their hops."""
+    pairs = communication.pair_bytes
+    rows = len(pairs.rows if isinstance(pairs, Pairs) else pairs)
+    key = ("uneven exchange", Same(members), Same(pairs), communication.at_once)
+    return members.kept.once(key, lambda: _uneven(members, communication), weight=lambda _: rows * members.count)
+
+
+def _uneven(members: Members, communication: Communication) -> tuple[Stage, ...]:
     pairs, pair_count = communication.pair_bytes, members.count * (members.count - 1)
     many = pair_count * communication.at_once > SINGLE_FLOWS
     if many and isinstance(pairs, Pairs) and pairs.most and pairs.kind_count < members.count // 4:

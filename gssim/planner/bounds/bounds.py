@@ -5,8 +5,8 @@ everything else (communication, waiting for others, the update, contention with 
 As its largest micro-batch goes forward and backward it holds its activations, and its persistent memory. Its
 collectives, one after another on their stream, take no less than each alone on idle links, and links no less than the
 bytes that cross them. Terms that are not known to be a bound are left out. There are three bounds, each more expensive
-than the one before and tighter: `of` from the plan alone, `closer` with its communication and what stages of a pipeline
-hold, and those of `LoweredBounds` once it is lowered (which are three in turn).
+than the one before and tighter: `of` from the plan alone; `closer` with its communication, what stages of a pipeline
+hold, and how they wait for each other; and those of `LoweredBounds` once it is lowered (which are three in turn).
 """
 
 import math
@@ -20,6 +20,7 @@ from gssim.planner.bounds.collectives import CollectiveBounds
 from gssim.planner.bounds.compute import ComputeBounds
 from gssim.planner.bounds.memory import MemoryBounds
 from gssim.planner.bounds.parts import ModelParts
+from gssim.planner.bounds.pipeline import PipelineBounds
 from gssim.planner.bounds.traffic import TrafficBounds
 from gssim.scenario import Loaded, Objective, Scenario
 from gssim.simulation import footprints_of, program_of, worst_misfit
@@ -35,6 +36,18 @@ class Bound:
     full_ratio: float
     """Fraction of memory used on the fullest device."""
 
+    def with_(self, other: "Bound") -> "Bound":
+        """Return the closer of two bounds in each respect.
+
+        >>> Bound(2.0, 2.0, 0.5).with_(Bound(1.0, 1.0, 0.75))
+        Bound(time_s=2.0, objective=2.0, full_ratio=0.75)
+        """
+        return Bound(
+            max(self.time_s, other.time_s),
+            max(self.objective, other.objective),
+            max(self.full_ratio, other.full_ratio),
+        )
+
 
 class Bounds:
     """Lower bounds for plans of one workload on one cluster; values shared by many plans are computed once."""
@@ -47,6 +60,7 @@ class Bounds:
             MemoryBounds(self.parts),
             TrafficBounds(self.parts),
         )
+        self.pipeline = PipelineBounds(self.parts, self.compute, self.memory, self.traffic)
 
     def of(self, plan: Plan) -> Bound:
         """Return the bounds of a plan; raise UserError where it visibly cannot run."""
@@ -64,6 +78,7 @@ class Bounds:
         bound = replace(bound, full_ratio=max(bound.full_ratio, self.memory.stages_full_ratio(plan, policies, by_rank)))
         busy_s = self.compute.busy_s(plan, policies, by_rank)
         least_s = self.traffic.least_s(plan, policies, busy_s=busy_s[0])
+        least_s = max(least_s, self.pipeline.least_s(plan, policies, by_rank))
         if least_s <= bound.time_s:
             return bound
         return replace(bound, time_s=least_s, objective=self._objective(least_s, busy_s))
@@ -121,10 +136,10 @@ class LoweredBounds:
 
     def met(self, bound: Bound) -> Bound:
         """Return a bound that includes the sharing of links by equal groups; see [Note: met] in `lowered`."""
-        if not any(each.beside for each in self.program.communications.values()):
+        if not any(each.beside for each, _ in self.program.exchanges):
             return bound
         time_s = lowered.met_step_time_s(self.loaded.scenario, self.program, self.collectives, self.shared)
-        return bound if time_s <= bound.time_s else self._of_time(time_s, bound.full_ratio)
+        return bound if time_s <= bound.time_s else bound.with_(self._of_time(time_s, bound.full_ratio))
 
     def _of_time(self, time_s: float, full_ratio: float) -> Bound:
         busy_s = lowered.busy_s(self.loaded.scenario, self.program)

@@ -1,6 +1,5 @@
 """Lower bounds of collectives: their time for the ranks that carry them out, and for the links that they cross."""
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -42,10 +41,10 @@ class CollectiveBounds:
         """Return the least time of a collective for the group of a rank."""
         return next((each.alone_s for group, each in self._of(communication)[0].items() if rank in group), 0.0)
 
-    def links_s(self, communications: Iterable[Communication]) -> Floats:
-        """Return the busy time of each link for all groups of some collectives."""
+    def links_s(self, communications: Iterable[tuple[Communication, int]]) -> Floats:
+        """Return the busy time of each link for all groups of some collectives, with the number of each."""
         found = np.zeros(self.links)
-        for communication, count in Counter(communications).items():
+        for communication, count in communications:
             found += count * self._of(communication)[1]
         return found
 

@@ -63,16 +63,38 @@ class ComputeBounds:
 
     def _layer_s(self, device: DeviceType, layer: Layer, whole: Layer | None, samples: int, recompute: str) -> float:
         """Return the time of a layer's forward and backward, and of its recomputation where it is checkpointed."""
+        return sum(self._phases_s(device, layer, whole, samples, recompute))
 
-        def found() -> float:
+    def _phases_s(
+        self, device: DeviceType, layer: Layer, whole: Layer | None, samples: int, recompute: str
+    ) -> list[float]:
+        """Return the times of a layer's forward, of its backward, and of its recomputation if it is checkpointed."""
+
+        def found() -> list[float]:
             phases = ["f", "b", *(["r"] if recompute != "none" and layer.is_recomputed else [])]
             selective, workload = recompute == "selective", self.parts.workload
             # a host that issues ahead bounds no single layer
             issued = device.layer_operation_s is None or layer_profile(device, workload, whole or layer) is not None
             cost = partial(layer_time_s, device, workload, layer, batch_size=samples, whole=whole, issued=issued)
-            return sum(cost(phase=phase, selective=selective) for phase in phases)
+            return [cost(phase=phase, selective=selective) for phase in phases]
 
         return self.parts.once(("layer", id(layer), id(device), samples, recompute), found)
+
+    def passes_s(self, rank: int, samples: int, recompute: str, part: Part) -> tuple[float, float]:
+        """Return the times of a micro-batch forward, and backward, through a part of the model; see `micro_batch_s`."""
+        device = self.parts.types[rank]
+
+        def found() -> tuple[float, float]:
+            phases_s = [
+                self._phases_s(device, instance.layer, whole, samples, recompute)
+                for instance, whole in zip(part.layers, part.wholes, strict=True)
+            ]
+            return sum(forward_s for forward_s, *_ in phases_s), sum(sum(others_s) for _, *others_s in phases_s)
+
+        key = ("passes", part.key, self.parts.names[rank], samples, recompute)
+        forward_s, backward_s = self.parts.once(key, found)
+        ratio = chance_of(device) * part.ratio
+        return ratio * forward_s, ratio * backward_s
 
     def bubble_s(self, plan: Plan, policies: Policies, busy_s: Sequence[float]) -> float:
         """Return the least time of a pipeline with one stage per rank, including fill and drain.

@@ -31,7 +31,7 @@ STEPS = 2
 
 def step_time_s(scenario: Scenario, program: Program, collectives: CollectiveBounds) -> float:
     """Return the least step time; see [Note: lowered]."""
-    found = float(collectives.links_s(program.communications.values()).max(initial=0.0))
+    found = float(collectives.links_s(program.exchanges).max(initial=0.0))
     for role, tasks in enumerate(program.tasks):
         alone_s = _alone_s(program, tasks, program.role_of.index(role), collectives)
         found = max(found, role_time_s(tasks, alone_s))

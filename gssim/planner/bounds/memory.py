@@ -1,7 +1,8 @@
 """Lower bounds of the memory of ranks, by plan: persistent state, gradients, activations and gathered parameters."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -12,6 +13,7 @@ from gssim.plan import Plan, Policies, splitting
 from gssim.plan.pipeline_schedule import schedule
 from gssim.planner.bounds.parts import ModelParts, Part
 from gssim.program.stage_boundary import Stage, stage_timeline, stages_of
+from gssim.program.tensor_slices import reductions_in
 from gssim.scenario import held_layers, held_slice, schedule_of
 from gssim.scenario.scenario import sequence_positions
 from gssim.units import PRECISION_BYTES
@@ -86,12 +88,12 @@ class MemoryBounds:
         kinds: dict[tuple[str, int, int, float], int] = {}
         for rank, samples in enumerate(sizes):
             place = policies.mesh.place(rank).pp
-            owned = self._owned_of_stage(plan, policies, self._held_stage(plan, policies, place)[0], rank)
+            owned = self._owned_of_stage(plan, policies, self.held_stage(plan, policies, place)[0], rank)
             kinds.setdefault((self.parts.names[rank], place, samples, owned), rank)
         found = 0.0
         for (_, place, samples, owned), rank in kinds.items():
             device = self.parts.types[rank]
-            part, stage = self._held_stage(plan, policies, place)
+            part, stage = self.held_stage(plan, policies, place)
             kept, forward, backward = self._stage_activations(
                 stage, part, plan.recompute, samples // plan.micro_batches
             )
@@ -131,7 +133,7 @@ class MemoryBounds:
 
         return self.parts.once(("in flight", name, ranks, count), found)
 
-    def _held_stage(self, plan: Plan, policies: Policies, place: int) -> tuple[Part, Stage]:
+    def held_stage(self, plan: Plan, policies: Policies, place: int) -> tuple[Part, Stage]:
         """Return the stage at a place of a pipeline, as the first ranks of tensor groups hold it."""
         cut = self.parts.stages(plan, policies)
         ends = tuple((stage[0].index, stage[-1].index, len(stage)) for stage in cut)
@@ -142,10 +144,11 @@ class MemoryBounds:
             layers, scenario = cut, self.parts.with_plan(plan)
             if policies.tp > 1:
                 layers = held_layers(unrolled(held_slice(scenario, 0)), scenario.stage_ranges)
-            return [
-                (Part((key, number), stage.layers, (None,) * len(stage.layers)), stage)
-                for number, stage in enumerate(stages_of(layers))
-            ]
+            found = []
+            for number, stage in enumerate(stages_of(layers)):
+                whole = [self.parts.layers[each.index].layer if policies.tp > 1 else None for each in stage.layers]
+                found.append((Part((key, number), stage.layers, tuple(whole)), stage))
+            return found
 
         return self.parts.once(key, held)[place]
 
@@ -160,6 +163,33 @@ class MemoryBounds:
         if plan.zero1_implementation != "torch":
             return 0.0 if self.parts.workload.optimizer == "muon" else part.elements / ranks
         return self.parts.once(("dealt", part.key, ranks), lambda: self._tensor_owners(part, ranks))[place]
+
+    def output_bytes(self, plan: Plan, policies: Policies, samples: int) -> list[float]:
+        """Return the bytes that each stage of a pipeline but the last sends forward for so many samples."""
+        length = self.parts.workload.sequence_length or 1
+        stages = [self.held_stage(plan, policies, place)[1] for place in range(policies.pp - 1)]
+        return [self._scale * stage.output[0].at(b=samples, s=length) for stage in stages]
+
+    def sums(
+        self, plan: Plan, policies: Policies, place: int, phase: str, samples: int
+    ) -> Mapping[tuple[str, float], int]:
+        """Return the collectives over slices for which a stage waits in a phase, by kind and bytes.
+
+        `phase`: `f`, `b`, or `r`: the forward recomputed.
+        """
+        part, stage = self.held_stage(plan, policies, place)
+        length = self.parts.workload.sequence_length or 1
+
+        def found() -> Counter[tuple[str, float]]:
+            return Counter(
+                (each.kind, self._scale * each.size_bytes.at(b=samples, s=length))
+                for instance in stage.layers
+                if phase != "r" or instance.layer.is_recomputed
+                for each in reductions_in(instance.layer, phase)
+                if each.kind in ("all-reduce", "all-gather", "reduce-scatter")
+            )
+
+        return self.parts.once(("sums", part.key, phase, samples), found)
 
     def _received_bytes(self, plan: Plan, stage: Stage, samples: int, in_flight: int) -> float:
         """Return the buffers for what a stage receives; see `plan.receive_buffers`."""

@@ -7,7 +7,7 @@ many small ones take no less. A plan with thresholds is lowered without them, an
 counted at all: the rest is the same for any data and thresholds.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -67,6 +67,12 @@ class TrafficBounds:
         chance = least_chance(self.parts.with_plan(plan))
         return max(chance * max(links_s, *streams_s.values(), 0.0), busy_s + chance * streams_s.get("compute", 0.0))
 
+    def collectives(self, plan: Plan, policies: Policies) -> CollectiveBounds:
+        """Return the bounds of collectives among as many ranks as a plan has."""
+        if policies.ranks not in self.by_ranks:
+            self.by_ranks[policies.ranks] = CollectiveBounds(self.parts.with_plan(plan), self.shared)
+        return self.by_ranks[policies.ranks]
+
     def _canonical_plan(self, plan: Plan, policies: Policies) -> Plan:
         """Return a plan with the same collectives that many other plans share."""
         rule, batch = plan.shares.shards, plan.shares.batch if policies.tp > 1 else "even"
@@ -90,8 +96,7 @@ class TrafficBounds:
         """
         scenario = self._scenario(plain)
         ranks = scenario.ranks
-        if ranks not in self.by_ranks:
-            self.by_ranks[ranks] = CollectiveBounds(scenario, self.shared)
+        self.collectives(plain, scenario.policies)
         tasks, communications = Steps(scenario).first_rank()
         named = [(task, communications[task.communication]) for task in tasks if task.communication is not None]
         sent = [(task, each) for task, each in named if each.kind not in left_out]
@@ -118,4 +123,4 @@ class TrafficBounds:
         streams_s: dict[str, float] = defaultdict(float)
         for task, communication in sent:
             streams_s[task.stream] += collectives.alone_s(communication, 0)
-        return BusyTimes(streams_s, collectives.links_s(communication for _, communication in sent))
+        return BusyTimes(streams_s, collectives.links_s(Counter(communication for _, communication in sent).items()))

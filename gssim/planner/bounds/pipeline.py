@@ -1,0 +1,170 @@
+"""Lower bound of the step time of a pipeline, by the order in which its stages compute.
+
+[Note: round trip] A stage computes its forwards and backwards in the order of the schedule. None begins before the
+message that it needs has arrived, which takes no less than alone on idle links. The first stage's next step begins
+after its last backward: a step takes no less than all of this from the first stage's first forward on. Where stages
+are sliced, links carry the sums over slices as well.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+from gssim.collectives import Communication
+from gssim.plan import Plan, Policies
+from gssim.plan.pipeline_schedule import schedule
+from gssim.planner.bounds.compute import ComputeBounds
+from gssim.planner.bounds.lowered import least_chance
+from gssim.planner.bounds.memory import MemoryBounds
+from gssim.planner.bounds.parts import ModelParts
+from gssim.planner.bounds.traffic import TrafficBounds
+from gssim.scenario import schedule_of
+
+Computes = tuple[tuple[str, int], ...]
+"""Forwards and backwards of a stage in their order: kind and micro-batch of each."""
+Sums = tuple[tuple[Communication, int], ...]
+"""Distinct collectives, and the number of each."""
+
+
+class PipelineBounds:
+    """Lower bounds of pipelines with one stage per rank."""
+
+    def __init__(self, parts: ModelParts, compute: ComputeBounds, memory: MemoryBounds, traffic: TrafficBounds) -> None:
+        self.parts, self.compute, self.memory, self.traffic = parts, compute, memory, traffic
+
+    def least_s(self, plan: Plan, policies: Policies, sizes: Sequence[int]) -> float:
+        """Return the least step time of a pipeline; 0 where it is not known. See [Note: round trip].
+
+        `sizes`: samples of each rank.
+        """
+        mesh = policies.mesh
+        if mesh.pp == 1 or plan.shares.replan or len(self.parts.stages(plan, policies)) > mesh.pp:
+            return 0.0
+        name = schedule_of(plan, mesh.pp)
+        try:
+            orders = self.parts.once(
+                ("computes", name, mesh.pp, plan.micro_batches), lambda: _computes(name, mesh.pp, plan.micro_batches)
+            )
+        except ValueError:  # it is refused where it is loaded
+            return 0.0
+        found, stride = self._links_s(plan, policies, sizes), mesh.ranks // mesh.pp
+        for first in range(0, stride, mesh.tp):  # the first rank of each tensor group, which has the first slice
+            ranks = range(first, mesh.ranks, stride)
+            samples = sizes[first] // plan.micro_batches
+            passes_s = tuple(self._passes_s(plan, policies, rank, samples) for rank in ranks)
+            messages_s = self._messages_s(plan, policies, ranks, samples)
+            key = ("round trip", name, plan.micro_batches, passes_s, messages_s)
+            found = max(found, self.parts.once(key, partial(round_trip_s, orders, passes_s, messages_s)))
+        return found
+
+    def _passes_s(self, plan: Plan, policies: Policies, rank: int, samples: int) -> tuple[float, float]:
+        """Return the least time of a micro-batch forward, and backward, through a rank's stage.
+
+        That is its compute and, as the stage waits for them, the sums over the ranks that hold its slices.
+        """
+        if policies.tp > 1 and policies.ep == policies.cp == 1:
+            part, _ = self.memory.held_stage(plan, policies, policies.mesh.place(rank).pp)
+        else:
+            part = self.parts.part(plan, policies, rank)
+        own_s = self.compute.passes_s(rank, samples, plan.recompute, part)
+        collectives, chance = self.traffic.collectives(plan, policies), least_chance(self.parts.with_plan(plan))
+        forward_s, backward_s = (
+            pass_s + chance * sum(count * collectives.alone_s(each, rank) for each, count in sums)
+            for pass_s, sums in zip(own_s, self._sums(plan, policies, rank, samples), strict=True)
+        )
+        return forward_s, backward_s
+
+    def _sums(self, plan: Plan, policies: Policies, rank: int, samples: int) -> tuple[Sums, Sums]:
+        """Return the sums over the slices of a rank's stage for a micro-batch, in the forward and in the backward."""
+        workload = self.parts.workload
+        partly = workload.frozen is not None or workload.adapters is not None  # some layers may have no backward
+        if policies.tp == 1 or policies.ep > 1 or policies.cp > 1 or partly:
+            return (), ()
+        group, place = policies.mesh.group(rank, "tp"), policies.mesh.place(rank).pp
+
+        def in_phase(phase: str) -> Sums:
+            sums = self.memory.sums(plan, policies, place, phase, samples)
+            return tuple((Communication(kind, group, size), count) for (kind, size), count in sums.items())
+
+        return in_phase("f"), (*in_phase("b"), *(in_phase("r") if plan.recompute != "none" else ()))
+
+    def _links_s(self, plan: Plan, policies: Policies, sizes: Sequence[int]) -> float:
+        """Return the time for which the busiest link carries the sums over slices."""
+        if policies.tp == 1:
+            return 0.0
+        sums = [
+            (each, plan.micro_batches * count)
+            for rank in range(0, policies.ranks, policies.tp)
+            for several in self._sums(plan, policies, rank, sizes[rank] // plan.micro_batches)
+            for each, count in several
+        ]
+        links_s = self.traffic.collectives(plan, policies).links_s(sums)
+        return least_chance(self.parts.with_plan(plan)) * float(links_s.max(initial=0.0))
+
+    def _messages_s(
+        self, plan: Plan, policies: Policies, ranks: Sequence[int], samples: int
+    ) -> tuple[tuple[float, float], ...]:
+        """Return the least time of a message from each stage but the last to the next, and of one back.
+
+        Messages of parts of sequences, or beside divided experts, are left out.
+        """
+        if policies.cp > 1 or policies.ep > 1:
+            return ((0.0, 0.0),) * (policies.pp - 1)
+        collectives, chance = self.traffic.collectives(plan, policies), least_chance(self.parts.with_plan(plan))
+        return tuple(
+            (
+                chance * collectives.alone_s(Communication("send", (source, target), size), source),
+                chance * collectives.alone_s(Communication("send", (target, source), size), target),
+            )
+            for source, target, size in zip(
+                ranks[:-1], ranks[1:], self.memory.output_bytes(plan, policies, samples), strict=True
+            )
+        )
+
+
+def _computes(name: str, ranks: int, micro_batches: int) -> tuple[Computes, ...]:
+    """Return the forwards and backwards of each stage in their order."""
+    return tuple(
+        tuple((action.kind, action.micro_batch) for action in actions if action.kind in ("forward", "backward"))
+        for actions in schedule(name, ranks=ranks, stages=ranks, micro_batches=micro_batches)
+    )
+
+
+def round_trip_s(
+    orders: Sequence[Computes], passes_s: Sequence[tuple[float, float]], messages_s: Sequence[tuple[float, float]]
+) -> float:
+    """Return the time from the first stage's first forward to its last backward.
+
+    Args:
+        orders: the forwards and backwards of each stage.
+        passes_s: times of a forward and a backward of each stage.
+        messages_s: times of a message from each stage but the last to the next, and of one back.
+
+    >>> orders = _computes("gpipe", 2, 2)
+    >>> orders[1]
+    (('forward', 0), ('forward', 1), ('backward', 0), ('backward', 1))
+    >>> round_trip_s(orders, [(1.0, 2.0), (1.0, 2.0)], [(0.25, 0.25)])
+    9.5
+    """
+    last = len(orders) - 1
+    ends_s: dict[tuple[int, str, int], float] = {}
+    now_s, places = [0.0] * len(orders), [0] * len(orders)
+    moved = True
+    while moved:
+        moved = False
+        for stage, order in enumerate(orders):
+            place = places[stage]
+            for kind, micro_batch in order[place:]:
+                forward = kind == "forward"
+                if stage != (0 if forward else last):
+                    beside = stage - 1 if forward else stage + 1
+                    sent_s = ends_s.get((beside, kind, micro_batch))
+                    if sent_s is None:
+                        break
+                    arrived_s = sent_s + (messages_s[beside][0] if forward else messages_s[stage][1])
+                    now_s[stage] = max(now_s[stage], arrived_s)
+                now_s[stage] += passes_s[stage][0 if forward else 1]
+                ends_s[stage, kind, micro_batch] = now_s[stage]
+                place += 1
+            moved |= place > places[stage]
+            places[stage] = place
+    return now_s[0]
