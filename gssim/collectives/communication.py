@@ -111,6 +111,14 @@ class Pairs(Sequence[tuple[float, ...]]):
         return tuple(sums.tolist())
 
     @cached_property
+    def most_sent(self) -> float:
+        """Bytes of the member that sends most."""
+        if self.columns is None:
+            return max(self.sent)
+        rows, kinds, members, _ = self._by_column
+        return float(sums_of_others(rows, members)[kinds, self.columns].max())
+
+    @cached_property
     def received(self) -> tuple[float, ...]:
         """Total bytes that each member receives."""
         if self.columns is not None:
@@ -375,4 +383,4 @@ class Communication:
     def most_sent_bytes(self) -> float:
         """Bytes of the member that sends most in an all-to-all-v."""
         pairs = self.pair_bytes
-        return max(pairs.sent if isinstance(pairs, Pairs) else map(sum, pairs))
+        return pairs.most_sent if isinstance(pairs, Pairs) else max(map(sum, pairs))
