@@ -17,7 +17,7 @@ import networkx as nx
 import numpy as np
 
 from gssim.cluster.topology import Wiring
-from gssim.collectives import Exchange, summed
+from gssim.collectives import summed
 from gssim.errors import UserError
 from gssim.network import bundles
 from gssim.network.bundles import Steps, adjacency, runs, searched
@@ -129,17 +129,16 @@ def _behind(members: Any, is_all_but: Bools, rows: Floats) -> Floats:
     return np.asarray(np.where(is_all_but, others, sums))
 
 
-def columns_of(wiring: Wiring, blocks: Blocks, exchange: Exchange) -> Columns:
-    """Return the loads of links by an exchange, for each byte of its senders.
+def columns_of(wiring: Wiring, blocks: Blocks, ranks: Ints, kind_of: Ints, kinds: int) -> Columns:
+    """Return the loads of links by an exchange among ranks, for each byte of its senders, which are of some kinds.
 
     Raises UserError where no path leads from one member to another.
     """
     from scipy.sparse import coo_array  # lazy: only large exchanges need it
 
-    ranks, kinds = exchange.members.ranks, len(exchange.rows)
     ports, members, is_all_but = _members_behind(wiring, blocks, ranks)
     depth = blocks.depth[blocks.block[ports]]
-    senders = _behind(members, is_all_but, (exchange.kinds == np.arange(kinds)[:, None]).astype(float))
+    senders = _behind(members, is_all_but, (kind_of == np.arange(kinds)[:, None]).astype(float))
     latency_s, most_s = np.zeros((kinds, len(ports))), np.zeros(int(depth.max(initial=0)) + 1)
     entries: list[list[tuple[Ints, Ints, Floats]]] = [[] for _ in range(kinds)]
     for crossing in _crossings(wiring, blocks, ports):

@@ -55,7 +55,10 @@ def once_a_step(function: Callable[Concatenate["Lowering", P], T]) -> Callable[C
 
 
 def once_a_run(function: Callable[Concatenate["Lowering", P], T]) -> Callable[Concatenate["Lowering", P], T]:
-    """Cache a function of the lowering that is equal in all steps: it is computed once for all of them."""
+    """Cache a function of the lowering that is equal in all steps: it is computed once for all of them.
+
+    Of functions that depend on the gradient statistics, these are an argument.
+    """
 
     @wraps(function)
     def cached(low: "Lowering", /, *arguments: P.args, **named: P.kwargs) -> T:
@@ -121,6 +124,13 @@ class Lowering:
         other = copy(self)
         slowed = self.slowed_steps[step % len(self.slowed_steps)] if self.slowed_steps else self.slowed
         for name, value in (("step", step), ("step_cache", {}), ("slowed", slowed)):
+            object.__setattr__(other, name, value)
+        return other
+
+    def with_statistics(self, statistics: GradientStatistics | None) -> "Lowering":
+        """Return the lowering with other gradient statistics; what is independent of them stays cached."""
+        other = copy(self)
+        for name, value in (("statistics", statistics), ("step_cache", {})):
             object.__setattr__(other, name, value)
         return other
 

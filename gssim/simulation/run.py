@@ -58,7 +58,7 @@ from gssim.simulation.timeline import step_of
 from gssim.simulation.varying_run import Segment, StepReport, simulate_steps
 from gssim.units import Floats
 from gssim.workload import unrolled
-from gssim.workload.gradient_statistics import at_end
+from gssim.workload.gradient_statistics import GradientStatistics, at_end
 
 STEADY_STEPS = 2
 """The first step starts with all ranks together; the second shows the steady state, as a rule: see `_run`."""
@@ -338,12 +338,19 @@ def _steps(
     `slowed_steps`: slow ranks of every step of a period, where programs are of whole ones.
     """
     scenario, statistics = loaded.scenario, loaded.gradients if loaded.statistics_needed else None
-    key = (*lowering_key(scenario, statistics, shared), unfolded, tuple(sorted(slowed.items())), tuple(slowed_steps))
+    settings = (unfolded, tuple(sorted(slowed.items())), tuple(slowed_steps))
+
+    def first_steps() -> tuple[GradientStatistics | None, Steps]:
+        by_step = list(map(dict, slowed_steps))
+        steps = Steps(scenario, statistics, unfolded=unfolded, slowed=slowed, slowed_steps=by_step, shared=shared)
+        return statistics, steps
 
     def new_steps() -> Steps:
-        by_step = list(map(dict, slowed_steps))
-        return Steps(scenario, statistics, unfolded=unfolded, slowed=slowed, slowed_steps=by_step, shared=shared)
+        key = (*lowering_key(scenario, None, shared), *settings)
+        first, steps = shared.once("steps under any statistics", key, first_steps, most=1)
+        return steps if first is statistics else steps.with_statistics(statistics)
 
+    key = (*lowering_key(scenario, statistics, shared), *settings)
     return shared.once("steps", key, new_steps, most=_cached_runs(scenario))
 
 
