@@ -19,9 +19,8 @@ from gssim.cluster.topology import Wiring
 from gssim.collectives import Exchange, Hops, Members, summed
 from gssim.errors import UserError
 from gssim.execution.cache import MOST_LARGE, Recent, Same
-from gssim.network.blocks import Blocks, Columns, columns_of
+from gssim.network.blocks import Blocks, Columns, columns_of, latencies_beyond_s
 from gssim.network.bundles import (
-    TARGETS_AT_ONCE,
     Adjacency,
     Bundle,
     Paths,
@@ -126,15 +125,11 @@ class Router:
         return hops.weighted(by_kind) / hops.weight_in_all
 
     def _sums_beyond_s(self, exchange: Exchange, floor_s: float) -> Floats:
-        """Return by how much the latencies of paths exceed a floor: summed over senders of a kind, for every member."""
-        ranks, sums_s = exchange.members.ranks, np.zeros_like(exchange.rows)
-        for start in range(0, len(ranks), TARGETS_AT_ONCE):
-            member = np.arange(start, min(len(ranks), start + TARGETS_AT_ONCE))
-            sender, target = (each.ravel() for each in np.meshgrid(np.arange(len(ranks)), member, indexing="ij"))
-            hops = Hops(ranks[sender], ranks[target], np.ones(len(sender)))
-            beyond_s = np.maximum(0.0, paths_of(self.wiring, self._into, hops).latency_s - floor_s)
-            np.add.at(sums_s, (exchange.kinds[sender], target), beyond_s)
-        return sums_s
+        def latency_of(source: Ints, target: Ints) -> Floats:
+            return paths_of(self.wiring, self._into, Hops(source, target, np.ones(len(source)))).latency_s
+
+        ranks, kinds = exchange.members.ranks, len(exchange.rows)
+        return latencies_beyond_s(self.wiring, self._blocks, ranks, exchange.kinds, kinds, floor_s, latency_of)
 
     def _bundle(self, hops: Hops) -> Bundle:
         if isinstance(hops, Exchange):
