@@ -57,6 +57,7 @@ from gssim.simulation.report import (
 from gssim.simulation.timeline import step_of
 from gssim.simulation.varying_run import Segment, StepReport, simulate_steps
 from gssim.units import Floats
+from gssim.workload import unrolled
 from gssim.workload.gradient_statistics import GradientStatistics, at_end
 
 STEADY_STEPS = 2
@@ -316,7 +317,17 @@ def _steady(
 
 
 MAX_CACHED_RUNS = 4
-"""Number of cached runs of other scenarios with their programs: those of many ranks are large."""
+"""Least number of cached runs of other scenarios with their programs: those of many ranks are large."""
+MAX_CACHED_LAYERS = 2**15
+"""Layers of all ranks and micro-batches of the runs that are cached where these are more: small ones, which a sweep
+repeats on other networks. A layer is a few tasks of about 500 bytes each.
+"""
+
+
+def _cached_runs(scenario: Scenario) -> int:
+    """Return how many runs are cached once that of a scenario is."""
+    layers = scenario.ranks * len(unrolled(scenario.workload.model)) * scenario.plan.micro_batches
+    return max(MAX_CACHED_RUNS, MAX_CACHED_LAYERS // layers)
 
 
 def _steps(
@@ -340,7 +351,7 @@ def _steps(
         return steps if first is statistics else steps.with_statistics(statistics)
 
     key = (*lowering_key(scenario, statistics, shared), *settings)
-    return shared.once("steps", key, new_steps, most=MAX_CACHED_RUNS)
+    return shared.once("steps", key, new_steps, most=_cached_runs(scenario))
 
 
 def program_of(loaded: Loaded, shared: Shared) -> Program:
@@ -683,5 +694,5 @@ def _footprints(
         "footprints",
         key,
         lambda: footprints_of(scenario, program, peaks, reserved=sized, overheads=overheads),
-        most=MAX_CACHED_RUNS,
+        most=_cached_runs(scenario),
     )
