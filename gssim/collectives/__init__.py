@@ -16,7 +16,7 @@ from gssim.collectives.backend import (
     staging_bytes,
 )
 from gssim.collectives.communication import COPIES, KINDS, TO_HOST, Communication, Exchange, Pairs, sums_of_others
-from gssim.collectives.stage import Hops, Stage, summed
+from gssim.collectives.stage import Hops, Members, Stage, summed
 
 __all__ = [
     "BACKEND_ALGORITHMS",
@@ -26,6 +26,7 @@ __all__ = [
     "Communication",
     "Exchange",
     "Hops",
+    "Members",
     "Pairs",
     "Stage",
     "algorithm_of",

@@ -111,6 +111,14 @@ class Pairs(Sequence[tuple[float, ...]]):
         return tuple(sums.tolist())
 
     @cached_property
+    def most_sent(self) -> float:
+        """Bytes of the member that sends most."""
+        if self.columns is None:
+            return max(self.sent)
+        rows, kinds, members, _ = self._by_column
+        return float(sums_of_others(rows, members)[kinds, self.columns].max())
+
+    @cached_property
     def received(self) -> tuple[float, ...]:
         """Total bytes that each member receives."""
         if self.columns is not None:
@@ -155,24 +163,30 @@ class Pairs(Sequence[tuple[float, ...]]):
 class Exchange(Hops):
     """Hops between all pairs of members, stored by kind of sender; arrays over single pairs are made on demand only."""
 
-    def __init__(self, members: Members, rows: Floats, kinds: Ints) -> None:
-        for name, value in (("members", members), ("rows", rows), ("kinds", kinds)):
+    def __init__(self, members: Members, rows: Floats, kinds: Ints, beside: tuple[Members, ...] = ()) -> None:
+        for name, value in (("members", members), ("rows", rows), ("kinds", kinds), ("beside", beside)):
             object.__setattr__(self, name, value)
 
     members: Members
+    beside: tuple[Members, ...]
+    """Other groups that carry out the same exchange at once."""
     rows: Floats
     """Weight of each kind of sender's hop to every member, for each byte of the stage's size."""
     kinds: Ints
 
     @property
-    def ranks(self) -> Ints:
-        """Ranks of the members."""
-        return self.members.ranks
+    def groups(self) -> tuple[Members, ...]:
+        """All groups."""
+        return (self.members, *self.beside)
+
+    def in_groups(self, groups: tuple[Members, ...]) -> "Exchange":
+        """Return the same exchange in all of several groups."""
+        return Exchange(groups[0], self.rows, self.kinds, groups[1:])
 
     @property
     def count(self) -> int:
         """Number of hops."""
-        return len(self.ranks) * (len(self.ranks) - 1)
+        return len(self.groups) * len(self.kinds) * (len(self.kinds) - 1)
 
     @property
     def elements(self) -> int:
@@ -181,33 +195,38 @@ class Exchange(Hops):
 
     @cached_property
     def _apart(self) -> tuple[Ints, Ints]:
-        """Positions of sender and receiver, by hop."""
-        sender, receiver = np.nonzero(~np.eye(len(self.ranks), dtype=bool))
+        """Positions of sender and receiver in their group, by hop of one."""
+        sender, receiver = np.nonzero(~np.eye(len(self.kinds), dtype=bool))
         return sender, receiver
 
     @cached_property
     def source(self) -> Ints:
         """Rank that sends, by hop."""
-        return self.ranks[self._apart[0]]
+        return np.concatenate([members.ranks[self._apart[0]] for members in self.groups])
 
     @cached_property
     def target(self) -> Ints:
         """Rank that receives, by hop."""
-        return self.ranks[self._apart[1]]
+        return np.concatenate([members.ranks[self._apart[1]] for members in self.groups])
 
     @cached_property
     def weight(self) -> Floats:
         """Bytes carried for each byte of the stage's size, by hop."""
-        return self.rows[self.kinds][self._apart]
+        return np.tile(self.rows[self.kinds][self._apart], len(self.groups))
+
+    @cached_property
+    def group(self) -> Ints | None:
+        """Index of a hop's group."""
+        return np.repeat(np.arange(len(self.groups)), len(self._apart[0])) if self.beside else None
 
     @cached_property
     def most_handled(self) -> float:
         """Bytes that the busiest rank sends and receives, for each byte of the stage's size."""
-        sent, received = self.carried_by_rank(int(self.ranks.max()) + 1)
+        sent, received = self.carried_by_rank(int(max(members.ranks.max() for members in self.groups)) + 1)
         return float((sent + received).max())
 
     def weighted(self, columns: Floats) -> float:
-        """Return the sum over all hops of their weight times the value of `columns`, by kind of sender and target."""
+        """Return the sum over a group's hops of weight times value, by kind of sender and target."""
         return float((self.rows * columns).sum())
 
     @cached_property
@@ -217,7 +236,7 @@ class Exchange(Hops):
 
     @property
     def weight_in_all(self) -> float:
-        """The sum of all weights."""
+        """The sum of all weights in a group."""
         counts = np.bincount(self.kinds, minlength=len(self.rows))
         own = self.rows[self.kinds, np.arange(len(self.kinds))].sum()
         return float((self.rows.sum(axis=1) * counts).sum() - own)
@@ -227,8 +246,9 @@ class Exchange(Hops):
         own = self.rows[self.kinds, np.arange(len(self.kinds))]
         counts = np.bincount(self.kinds, minlength=len(self.rows))
         sent, received = np.zeros((2, ranks))
-        sent[self.ranks] = self.rows.sum(axis=1)[self.kinds] - own
-        received[self.ranks] = counts @ self.rows - own
+        for members in self.groups:
+            sent[members.ranks] = self.rows.sum(axis=1)[self.kinds] - own
+            received[members.ranks] = counts @ self.rows - own
         return sent, received
 
 
@@ -363,4 +383,4 @@ class Communication:
     def most_sent_bytes(self) -> float:
         """Bytes of the member that sends most in an all-to-all-v."""
         pairs = self.pair_bytes
-        return max(pairs.sent if isinstance(pairs, Pairs) else map(sum, pairs))
+        return pairs.most_sent if isinstance(pairs, Pairs) else max(map(sum, pairs))

@@ -14,7 +14,7 @@ import numpy as np
 import simpy
 
 from gssim.cluster import Cluster, Conditions, applied, contention_groups
-from gssim.collectives import Communication, Hops, Stage
+from gssim.collectives import Communication, Exchange, Hops, Stage
 from gssim.collectives.algorithms import SINGLE_FLOWS
 from gssim.engine.selection import CollectiveSchedule, Scheduler
 from gssim.engine.symmetry import Classes, Groups, RankClass, classes_of, repeated_groups
@@ -257,7 +257,13 @@ class _ScheduleCache:
     def _in_every(self, stage: Stage, groups: Groups) -> Stage:
         key = (id(stage.hops), groups)
         if key not in self._spread:
-            self._spread[key] = (stage.hops, stage.hops.in_every(np.array(groups)))
+            hops = stage.hops
+            every = (
+                hops.in_groups(tuple(map(self.scheduler.members, groups)))
+                if isinstance(hops, Exchange)
+                else hops.in_every(np.array(groups))
+            )
+            self._spread[key] = (hops, every)
         return replace(stage, hops=self._spread[key][1])
 
 

@@ -13,7 +13,7 @@ multiplied (`Network.on_idle_links_s`).
 """
 
 from collections import defaultdict, deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -26,7 +26,7 @@ from gssim.engine.memory_tracker import group_peaks_of
 from gssim.engine.rendezvous import carry_out, delays_of_collective, links_used_in_turn
 from gssim.engine.state import MachineState, TaskSpan
 from gssim.engine.task_groups import Segment, TaskGroup, task_groups_of
-from gssim.program import TaskId
+from gssim.program import Program, TaskId
 from gssim.result import PHASES
 from gssim.units import Floats, Ints, distinct
 
@@ -373,30 +373,38 @@ class VectorisedWalk:
 
     def _phase_times(self, ranks: Ranks, start_s: Floats, end_s: Floats) -> dict[str, Floats]:
         """Return the time of ranks in each phase between two times; gaps are idle."""
-        phases, began_s, ended_s, there = self._compute_intervals(ranks)
+        places, rows_of = self.machine.program.once(_rows_by_phase, ranks.task_group, self.steps)
+        began_s, ended_s, there = self._compute_intervals(ranks, places)
         left_s, right_s = np.clip(began_s, start_s, end_s), np.clip(ended_s, start_s, end_s)
         busy_until_s = np.maximum.accumulate(np.concatenate([start_s[None], np.where(there, right_s, start_s)]))
         idle_s = np.where(there, np.maximum(0.0, left_s - busy_until_s[:-1]), 0.0)
         spent_s = np.where(there, right_s - left_s, 0.0)
-        seconds = {phase: spent_s[phases == phase].sum(axis=0) for phase in PHASES}
+        seconds = {phase: spent_s[rows].sum(axis=0) for phase, rows in rows_of.items()}
         seconds["idle"] += idle_s.sum(axis=0) + (end_s - busy_until_s[-1])
         return seconds
 
-    def _compute_intervals(self, ranks: Ranks) -> tuple[Any, Floats, Floats, Any]:
-        """Return the intervals of the compute stream in order: phase, begin, end, and whether the interval exists.
+    def _compute_intervals(self, ranks: Ranks, places: Sequence[int]) -> tuple[Floats, Floats, Any]:
+        """Return the intervals of the compute stream in order: begin, end, and whether the interval exists.
 
-        Each task is preceded by its wait.
+        Each task, at one of `places` in the step, is preceded by its wait.
         """
-        tasks = ranks.task_group.tasks
-        places = [place for place, task in enumerate(tasks) if task.stream == "compute"]
-        phases = np.array([["exposed_communication", tasks[place].phase] for place in places] * self.steps).ravel()
         began_s, ended_s = ranks.began_s[:, places], ranks.ended_s[:, places]
         waited = ranks.awaited[:, places] >= 0
-        shape = (len(phases), len(ranks.classes))
+        shape = (2 * self.steps * len(places), len(ranks.classes))
         begins_s = np.stack([np.where(waited, ranks.wait_s[:, places], began_s), began_s], axis=2).reshape(shape)
         ends_s = np.stack([began_s, ended_s], axis=2).reshape(shape)
         there = np.stack([waited, ended_s > began_s], axis=2).reshape(shape)
-        return phases, begins_s, ends_s, there
+        return begins_s, ends_s, there
+
+
+def _rows_by_phase(_program: Program, task_group: TaskGroup, steps: int) -> tuple[list[int], Mapping[str, Ints]]:
+    """Return the places of the compute stream's tasks in a step, and which of their intervals are of each phase.
+
+    Of every task, those are its wait and itself; see `_compute_intervals`.
+    """
+    places = [place for place, task in enumerate(task_group.tasks) if task.stream == "compute"]
+    phases = np.array([["exposed_communication", task_group.tasks[place].phase] for place in places] * steps).ravel()
+    return places, {phase: np.flatnonzero(phases == phase) for phase in PHASES}
 
 
 def vectorised_walk_of(machine: MachineState, steps: int) -> VectorisedWalk:

@@ -8,7 +8,7 @@ switches among themselves: work grows with the pairs of ports of each block, ins
 and servers whose ports lead to different switches, are one block, whose ports are the members.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,7 +17,7 @@ import networkx as nx
 import numpy as np
 
 from gssim.cluster.topology import Wiring
-from gssim.collectives import Exchange, summed
+from gssim.collectives import summed
 from gssim.errors import UserError
 from gssim.network import bundles
 from gssim.network.bundles import Steps, adjacency, runs, searched
@@ -129,17 +129,16 @@ def _behind(members: Any, is_all_but: Bools, rows: Floats) -> Floats:
     return np.asarray(np.where(is_all_but, others, sums))
 
 
-def columns_of(wiring: Wiring, blocks: Blocks, exchange: Exchange) -> Columns:
-    """Return the loads of links by an exchange, for each byte of its senders.
+def columns_of(wiring: Wiring, blocks: Blocks, ranks: Ints, kind_of: Ints, kinds: int) -> Columns:
+    """Return the loads of links by an exchange among ranks, for each byte of its senders, which are of some kinds.
 
     Raises UserError where no path leads from one member to another.
     """
     from scipy.sparse import coo_array  # lazy: only large exchanges need it
 
-    ranks, kinds = exchange.members.ranks, len(exchange.rows)
     ports, members, is_all_but = _members_behind(wiring, blocks, ranks)
     depth = blocks.depth[blocks.block[ports]]
-    senders = _behind(members, is_all_but, (exchange.kinds == np.arange(kinds)[:, None]).astype(float))
+    senders = _behind(members, is_all_but, (kind_of == np.arange(kinds)[:, None]).astype(float))
     latency_s, most_s = np.zeros((kinds, len(ports))), np.zeros(int(depth.max(initial=0)) + 1)
     entries: list[list[tuple[Ints, Ints, Floats]]] = [[] for _ in range(kinds)]
     for crossing in _crossings(wiring, blocks, ports):
@@ -158,6 +157,56 @@ def columns_of(wiring: Wiring, blocks: Blocks, exchange: Exchange) -> Columns:
         link, column, load = (np.concatenate(column) for column in zip(*parts, strict=True))
         loads.append(coo_array((load, (link, column)), shape=(wiring.links, len(ports))).tocsr())
     return Columns(tuple(loads), latency_s, members, is_all_but, float(most_s[0] + 2 * most_s[1:].sum()))
+
+
+def latencies_beyond_s(
+    wiring: Wiring,
+    blocks: Blocks,
+    ranks: Ints,
+    kind_of: Ints,
+    kinds: int,
+    floor_s: float,
+    latency_of: Callable[[Ints, Ints], Floats],
+) -> Floats:
+    """Return by how much the latencies of paths exceed a floor: sums over senders of a kind, for every member.
+
+    `latency_of`: of paths from some nodes to others. Members that are the only ones behind their ports, in blocks of
+    such ports alone, are as far from all other blocks as those at the same distances from the same upper node. So only
+    paths between these classes of members are searched, and those inside blocks.
+    """
+    ports, members, _ = _members_behind(wiring, blocks, ranks)
+    is_lower, member_at = ports < len(blocks.above), np.full(blocks.ports, -1)
+    member_at[ranks] = np.arange(len(ranks))
+    own, block = member_at[ports], blocks.block[ports]
+    has_others = np.zeros(len(blocks.upper), dtype=bool)  # whether members are behind the members of a block
+    has_others[block[is_lower & ((own < 0) | (np.diff(members.indptr) > 1))]] = True
+    is_simple = is_lower & ~has_others[block]
+    place = np.column_stack([-1.0 - np.arange(len(ranks)), np.zeros((len(ranks), 2))])
+    """By member: the upper node, and the latency to it and from it; of others a number of their own."""
+    place[own[is_simple], 0] = blocks.upper[block[is_simple]]
+    for crossing in _crossings(wiring, blocks, ports):
+        for ends, others, column in ((crossing.source, crossing.target, 1), (crossing.target, crossing.source, 2)):
+            inside = is_simple[ends] & ~is_lower[others]
+            place[own[ends[inside]], column] = crossing.took_s[inside]
+    classes, first, class_of = np.unique(place, axis=0, return_index=True, return_inverse=True)
+    class_of = class_of.ravel()
+    some = np.arange(len(first))
+    source, target = np.nonzero(some[:, None] != some)
+    latency_s = np.zeros((len(first), len(first)))
+    latency_s[source, target] = latency_of(ranks[first[source]], ranks[first[target]])
+    same = (classes[:, :1] == classes[:, 0]) & (classes[:, 0] >= 0)
+    latency_s = np.where(same, classes[:, 1:2] + classes[:, 2], latency_s)
+    beyond_s = np.maximum(0.0, latency_s - floor_s)
+    senders = summed(kind_of * len(first) + class_of, np.ones(len(ranks)), kinds * len(first)).reshape(kinds, -1)
+    sums_s: Floats = (senders @ beyond_s)[:, class_of]
+    simple = own[is_simple]
+    sums_s[kind_of[simple], simple] -= beyond_s[class_of[simple], class_of[simple]]
+    for crossing in _crossings(wiring, blocks, ports):  # pairs of one block are as far apart as inside it
+        inside = is_simple[crossing.source] & is_simple[crossing.target]
+        sender, receiver = own[crossing.source[inside]], own[crossing.target[inside]]
+        apart_s = np.maximum(0.0, crossing.took_s[inside] - floor_s) - beyond_s[class_of[sender], class_of[receiver]]
+        np.add.at(sums_s, (kind_of[sender], receiver), apart_s)
+    return sums_s
 
 
 def _unconnected(wiring: Wiring, source: int, target: int) -> UserError:

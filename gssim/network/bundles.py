@@ -28,7 +28,7 @@ class Bundle:
     load: Floats
     """Bytes for each byte of the stage's size."""
     latency_s: Floats
-    """Latency of each hop's path; empty for an `Exchange`, whose mean `Router.latency_beyond_s` returns."""
+    """Latency of each hop's path; of an `Exchange` the mean one in each group, weighted by bytes."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -156,9 +156,9 @@ def _pattern(router: Router, hops: Hops, coupled: bool) -> _Pattern:
     """Return the sessions of hops: one for each group where they progress together, else one for each hop."""
     sessions = hops.count
     if coupled and isinstance(hops, Exchange):
-        bundle, none = router.bundle(hops), np.zeros(1, np.int64)
-        heaviest, late_s = np.array([hops.heaviest]), np.array([router.latency_beyond_s(hops, 0.0)])
-        return _Pattern(bundle.group, bundle.link, bundle.load / hops.heaviest, heaviest, late_s, none)
+        bundle, groups = router.bundle(hops), len(hops.groups)
+        load, heaviest = bundle.load / hops.heaviest, np.full(groups, hops.heaviest)
+        return _Pattern(bundle.group, bundle.link, load, heaviest, bundle.latency_s, np.zeros(groups, np.int64))
     if not coupled or not sessions:
         on = router.of(hops)
         return _Pattern(on.flow, on.link, on.share, hops.weight, on.latency_s, np.zeros(sessions, np.int64))

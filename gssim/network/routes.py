@@ -16,12 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gssim.cluster.topology import Wiring
-from gssim.collectives import Exchange, Hops, summed
+from gssim.collectives import Exchange, Hops, Members, summed
 from gssim.errors import UserError
 from gssim.execution.cache import MOST_LARGE, Recent, Same
-from gssim.network.blocks import Blocks, Columns, columns_of
+from gssim.network.blocks import Blocks, Columns, columns_of, latencies_beyond_s
 from gssim.network.bundles import (
-    TARGETS_AT_ONCE,
     Adjacency,
     Bundle,
     Paths,
@@ -104,42 +103,41 @@ class Router:
             ("blocks", self.ways), lambda: Blocks.of(self.wiring), weight=lambda found: found.ports // 3
         )
 
-    def _columns(self, exchange: Exchange) -> Columns:
-        key = ("columns", self.ways, Same(exchange.members), exchange.kinds.tobytes())
+    def _columns(self, exchange: Exchange, members: Members) -> Columns:
+        key = ("columns", self.ways, Same(members), len(exchange.rows), exchange.kinds.tobytes())
         return self.kept.once(
-            key, lambda: columns_of(self.wiring, self._blocks, exchange), weight=lambda found: found.elements
+            key,
+            lambda: columns_of(self.wiring, self._blocks, members.ranks, exchange.kinds, len(exchange.rows)),
+            weight=lambda found: found.elements,
         )
 
     def latency_beyond_s(self, hops: Hops, floor_s: float) -> float:
-        """Return the weighted mean by which the latencies of the hops' paths exceed a floor."""
+        """Return the weighted mean by which the latencies of the hops' paths exceed a floor; of an exchange in several
+        groups, in the first.
+        """
         if not isinstance(hops, Exchange):
             beyond_s = np.maximum(0.0, self.bundle(hops).latency_s - floor_s)
             return float(np.average(beyond_s, weights=hops.weight)) if beyond_s.any() else 0.0
-        columns = self._columns(hops)
-        if columns.most_latency_s <= floor_s:
+        if self._columns(hops, hops.members).most_latency_s <= floor_s:
             return 0.0
-        if not floor_s:
-            return columns.latency_in_all_s(hops.rows) / hops.weight_in_all
         key = ("latencies", self.ways, Same(hops.members), hops.kinds.tobytes(), floor_s)
         by_kind = self.kept.once(key, lambda: self._sums_beyond_s(hops, floor_s), weight=lambda sums: sums.size)
         return hops.weighted(by_kind) / hops.weight_in_all
 
     def _sums_beyond_s(self, exchange: Exchange, floor_s: float) -> Floats:
-        """Return by how much the latencies of paths exceed a floor: summed over senders of a kind, for every member."""
-        ranks, sums_s = exchange.members.ranks, np.zeros_like(exchange.rows)
-        for start in range(0, len(ranks), TARGETS_AT_ONCE):
-            member = np.arange(start, min(len(ranks), start + TARGETS_AT_ONCE))
-            sender, target = (each.ravel() for each in np.meshgrid(np.arange(len(ranks)), member, indexing="ij"))
-            hops = Hops(ranks[sender], ranks[target], np.ones(len(sender)))
-            beyond_s = np.maximum(0.0, paths_of(self.wiring, self._into, hops).latency_s - floor_s)
-            np.add.at(sums_s, (exchange.kinds[sender], target), beyond_s)
-        return sums_s
+        def latency_of(source: Ints, target: Ints) -> Floats:
+            return paths_of(self.wiring, self._into, Hops(source, target, np.ones(len(source)))).latency_s
+
+        ranks, kinds = exchange.members.ranks, len(exchange.rows)
+        return latencies_beyond_s(self.wiring, self._blocks, ranks, exchange.kinds, kinds, floor_s, latency_of)
 
     def _bundle(self, hops: Hops) -> Bundle:
         if isinstance(hops, Exchange):
-            load = self._columns(hops).carried(hops.rows)
-            used = np.flatnonzero(load)
-            return Bundle(np.zeros(len(used), np.int64), used, load[used], np.zeros(0))
+            columns = [self._columns(hops, members) for members in hops.groups]
+            load = np.array([each.carried(hops.rows) for each in columns])
+            mean_s = [each.latency_in_all_s(hops.rows) / hops.weight_in_all for each in columns]
+            group, link = np.nonzero(load)
+            return Bundle(group, link, load[group, link], np.array(mean_s))
         if not is_worthwhile(self.wiring, hops):
             return self._summed(hops)
         return carried(self.wiring, self._paths(hops), hops.weight)

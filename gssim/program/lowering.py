@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -41,28 +41,38 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+NOT_CACHED = object()
+
+
 def once_a_step(function: Callable[Concatenate["Lowering", P], T]) -> Callable[Concatenate["Lowering", P], T]:
     """Cache a function of the lowering: it is computed once for all ranks of a step that ask for the same."""
 
     @wraps(function)
     def cached(low: "Lowering", /, *arguments: P.args, **named: P.kwargs) -> T:
         key = (cached, arguments, *named.items())
-        if key not in low.step_cache:
-            low.step_cache[key] = function(low, *arguments, **named)
-        return cast(T, low.step_cache[key])
+        value = low.step_cache.get(key, NOT_CACHED)  # looked up once: hashing keys takes a good part of lowering
+        if value is NOT_CACHED:
+            value = low.step_cache[key] = function(low, *arguments, **named)
+        found: T = value
+        return found
 
     return cached
 
 
 def once_a_run(function: Callable[Concatenate["Lowering", P], T]) -> Callable[Concatenate["Lowering", P], T]:
-    """Cache a function of the lowering that is equal in all steps: it is computed once for all of them."""
+    """Cache a function of the lowering that is equal in all steps: it is computed once for all of them.
+
+    Of functions that depend on the gradient statistics, these are an argument.
+    """
 
     @wraps(function)
     def cached(low: "Lowering", /, *arguments: P.args, **named: P.kwargs) -> T:
         key = (cached, arguments, *named.items())
-        if key not in low.run_cache:
-            low.run_cache[key] = function(low, *arguments, **named)
-        return cast(T, low.run_cache[key])
+        value = low.run_cache.get(key, NOT_CACHED)
+        if value is NOT_CACHED:
+            value = low.run_cache[key] = function(low, *arguments, **named)
+        found: T = value
+        return found
 
     return cached
 
@@ -108,9 +118,9 @@ class Lowering:
     slowed_steps: Sequence[Mapping[int, float]] = ()
     """The same in each step of a period, where a program is of all of them; empty: `slowed` holds in all."""
 
-    step_cache: dict[Hashable, object] = field(default_factory=dict)
+    step_cache: dict[Hashable, Any] = field(default_factory=dict)
     """Values of functions that differ from step to step, by function and arguments."""
-    run_cache: dict[Hashable, object] = field(default_factory=dict)
+    run_cache: dict[Hashable, Any] = field(default_factory=dict)
     """Values of functions that are equal in all steps, by function and arguments."""
 
     computed: dict[ComputeKind, Sequence[Task]] = field(default_factory=dict)
@@ -121,6 +131,13 @@ class Lowering:
         other = copy(self)
         slowed = self.slowed_steps[step % len(self.slowed_steps)] if self.slowed_steps else self.slowed
         for name, value in (("step", step), ("step_cache", {}), ("slowed", slowed)):
+            object.__setattr__(other, name, value)
+        return other
+
+    def with_statistics(self, statistics: GradientStatistics | None) -> "Lowering":
+        """Return the lowering with other gradient statistics; what is independent of them stays cached."""
+        other = copy(self)
+        for name, value in (("statistics", statistics), ("step_cache", {})):
             object.__setattr__(other, name, value)
         return other
 

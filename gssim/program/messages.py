@@ -98,6 +98,16 @@ class PushSizes:
         return found
 
     @cached_property
+    def alike(self) -> Ints:
+        """Number by bucket and run, equal for neighbours that own as many elements and receive the same in a bucket.
+
+        Then they send the same to all others, too, in the same order: see [Note: neighbours] in `equal_messages`.
+        """
+        by_run = np.concatenate([self.messages.entries, self.messages.elements], axis=1)
+        changes = (by_run[..., 1:] != by_run[..., :-1]).any(axis=1)
+        return np.cumsum(np.pad(changes, ((0, 0), (1, 0))), axis=1)
+
+    @cached_property
     def sent_bytes(self) -> Floats:
         """Bytes that a rank of each kind of node sends, by bucket."""
         return self.to_others(self.messages.size_bytes)
@@ -156,11 +166,11 @@ class PushTotals:
 
 def push_totals(low: Lowering, micro_batch: MicroBatch, place: int) -> PushTotals:
     """Return the sums over the messages of `push_sizes`: kept for all steps, as the messages of many ranks are not."""
-    return _push_totals(low, low.step, micro_batch, place)
+    return _push_totals(low, Same(low.statistics), low.step, micro_batch, place)
 
 
 @once_a_run
-def _push_totals(low: Lowering, _step: int, micro_batch: MicroBatch, place: int) -> PushTotals:
+def _push_totals(low: Lowering, _statistics: Same, _step: int, micro_batch: MicroBatch, place: int) -> PushTotals:
     sizes = push_sizes(low, micro_batch, place)
     entries = float(sizes.payloads(sizes.messages.entries).sum())
     return PushTotals(sizes.payloads(sizes.messages.size_bytes), entries)
@@ -226,9 +236,13 @@ class OwnedPieces:
         return summed(self.owner, self.elements * densities, whole.size).reshape(whole.shape)
 
 
-@once_a_run
 def owned_pieces(low: Lowering, place: int) -> OwnedPieces:
     """Return the pieces of tensors in the ranges of every bucket of the first owner of each run."""
+    return _owned_pieces(low, Same(low.statistics), place)
+
+
+@once_a_run
+def _owned_pieces(low: Lowering, _statistics: Same, place: int) -> OwnedPieces:
     members = [(instance, p) for bucket in low.buckets for instance, p in bucket.members]
     names = tuple(p.name.replace("{}", instance.module) for instance, p in members)
     tensor_sizes = np.array([p.elements for _, p in members], dtype=np.int64)
@@ -359,11 +373,13 @@ def _lag_steps(low: Lowering) -> float:
     threshold = absolute_threshold(low.scenario.plan.publish, low.scenario.workload.learning_rate)
     assert threshold is not None
     run = low.scenario.run
-    return staleness_steps(_movements(low, max(low.step, run.warmup_steps + run.steps))[: low.step], threshold)
+    return staleness_steps(
+        _movements(low, Same(low.statistics), max(low.step, run.warmup_steps + run.steps))[: low.step], threshold
+    )
 
 
 @once_a_run
-def _movements(low: Lowering, steps: int) -> Sequence[float]:
+def _movements(low: Lowering, _statistics: Same, steps: int) -> Sequence[float]:
     """Return the distance by which the mean element moves in each of the first steps."""
     elements = {p.name.replace("{}", instance.module): p.elements for instance, p in low.parameters}
     assert low.statistics is not None

@@ -11,6 +11,7 @@ waits for as well.
 import json
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import NamedTuple, cast
@@ -157,6 +158,10 @@ class Steps:
             replace(low, shared=shared, slowed_steps=slowed_steps)
             for low in _lowerings(scenario, statistics, 0, scenario.policies.tp // self._copies, slowed)
         ]
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begin without the programs and traffic of any step."""
         self._programs: dict[int, Program] = {}
         self._traffic: dict[int, StepTraffic] = {}
         self._first_equal: dict[tuple[Hashable, ...], int] = {}
@@ -168,6 +173,13 @@ class Steps:
         self._sent_bytes: dict[int, float] = {}
         self._uneven: dict[bool, tuple[Mapping[TaskId, float], AbstractSet[TaskId]]] = {}
         """Payloads of the uneven collectives of a step that is thresholded or not, and which depend on the data."""
+
+    def with_statistics(self, statistics: GradientStatistics | None) -> "Steps":
+        """Return the steps under other gradient statistics, which share what is independent of them."""
+        other = copy(self)
+        other._lowerings = [low.with_statistics(statistics) for low in self._lowerings]
+        other._forget()
+        return other
 
     def program(self, step: int) -> Program:
         """Return the program of a step, counted from 0 with the warm-up's.
@@ -256,8 +268,8 @@ class Steps:
         for low in lowerings:
             message_class = message_classes(low) if low.sends_by_data and not self.unfolded else None
             role_of_rank, representatives = low.roles(unfolded=self.unfolded, by_data=message_class)
-            for copy in range(self._copies):
-                roles[np.array(low.group) + copy] = role_of_rank + len(tasks)
+            for number in range(self._copies):
+                roles[np.array(low.group) + number] = role_of_rank + len(tasks)
             tasks += self._tasks(low, representatives)
             for rank in representatives:
                 on_device, host = persistent_bytes(low, rank)

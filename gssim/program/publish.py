@@ -66,8 +66,14 @@ def message_bytes(low: Lowering, bucket: int, place: int) -> tuple[float, ...]:
 
 def published_bytes(low: Lowering, bucket: Bucket, place: int) -> float:
     """Return the payload of the thresholded publication of a bucket among the ranks at a place."""
-    parts = message_bytes(low, bucket.index, place)
-    return to_all(parts, 1).total if _posts_messages(low) else (low.nodes - 1) * sum(parts)
+    return (low.nodes - 1) * _published_bytes(low, place)[bucket.index]
+
+
+@once_a_step
+def _published_bytes(low: Lowering, place: int) -> list[float]:
+    """Return the bytes of the messages of all owners at a place, by bucket."""
+    sizes: list[float] = (published(low, place).size_bytes @ owned_pieces(low, place).members).tolist()
+    return sizes
 
 
 @once_a_step
@@ -287,14 +293,21 @@ def _on_communication_stream(low: Lowering, tasks: list[Task]) -> list[Task]:
 def _exchange_across_nodes(low: Lowering, rank: int, bucket: Bucket) -> list[Task]:
     """Return the exchange of a bucket in the push group, by a ring or posted; a ring is followed by unpacking."""
     place, thresholded = low.place(rank), low.thresholds_publish
-    owned = low.division(bucket).owned[place]
-    parts = message_bytes(low, bucket.index, place) if thresholded else _dense_bytes(low, owned)
+    division = low.division(bucket)
+    parts = message_bytes(low, bucket.index, place) if thresholded else _dense_bytes(low, division.owned[place])
     carried: dict[str, Any] = {"part_bytes": parts}
     if _posts_messages(low):
         carried = {"pair_bytes": to_all(parts, 1), "carried_as": "all-to-all-v"}
     own = _publish_id(bucket)
     communication, exchange = push_group_collective(
-        low, bucket, rank, own, "all-gather-v", sum(owned) * low.value_bytes, data_dependent=thresholded, **carried
+        low,
+        bucket,
+        rank,
+        own,
+        "all-gather-v",
+        division.places[place] * low.value_bytes,
+        data_dependent=thresholded,
+        **carried,
     )
     received = received_bytes(low, bucket, rank) if thresholded else 0.0
     need = footprint([Event(0, received, "communication", stream=_side_stream(low, rank))])

@@ -2,7 +2,7 @@
 them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -62,8 +62,35 @@ def send_bucket(
 ) -> tuple[list[Task], list[Task], list[Task]]:
     """Return the tasks that reduce a complete bucket within the node, that push it, and that add what is received.
 
-    `ready`: the task with which it is complete.
+    `ready`: the task with which it is complete. Ranks that send and receive the same of a bucket share its tasks.
     """
+    kind = (bucket.index, micro_batch, ready, *_bucket_kind(low, rank, bucket, micro_batch))
+    sent = _sent_buckets(low)
+    if kind not in sent:
+        sent[kind] = _send_bucket(low, rank, bucket, micro_batch, ready)
+    return sent[kind]
+
+
+_BucketTasks = tuple[list[Task], list[Task], list[Task]]
+
+
+@once_a_step
+def _sent_buckets(_low: Lowering) -> dict[Hashable, _BucketTasks]:
+    """Return where the tasks of buckets are kept in a step."""
+    return {}
+
+
+def _bucket_kind(low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBatch) -> Iterator[Hashable]:
+    """Yield what a rank's tasks of a bucket depend on."""
+    place, node = low.place(rank), low.node(rank)
+    yield from (low.scenario.cluster.devices[rank].type, low.batch_sizes[rank] > 0, place)
+    yield low.pushed_elements(bucket, rank)
+    if is_thresholded(low):
+        sizes = push_sizes(low, micro_batch, place)
+        yield from (int(sizes.classes[node]), int(sizes.alike[bucket.index, sizes.runs[node]]))
+
+
+def _send_bucket(low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBatch, ready: TaskId) -> _BucketTasks:
     reduce = _reduce_scatter_in_node(low, rank, bucket, ready) if low.places > 1 else []
     after = (reduce[-1].id,) if reduce and low.overlaps else ()
     push, drain = _push_bucket(low, rank, bucket, micro_batch, after)

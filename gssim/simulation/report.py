@@ -6,7 +6,6 @@ compute or wait.
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from statistics import fmean
 from typing import Any
 
@@ -163,8 +162,8 @@ def rank_classes(
     `mean_ratio`: see `mean_over_typical`. Bytes of ranks are means over steps, so that they agree with the collectives'
     payloads.
     """
-    classes: dict[tuple[Any, ...], dict[str, Any]] = {}
-    members: dict[tuple[Any, ...], list[list[int]]] = defaultdict(list)
+    found: dict[tuple[Any, ...], tuple[dict[str, Any], list[int]]] = {}
+
     total, batch_sizes, shard_shares = scenario.workload.global_batch_size, scenario.batch_sizes, scenario.shard_shares
     carried, devices = machine.carried_by_rank(), scenario.cluster.devices
     sent, received = (size_bytes.tolist() for size_bytes in carried)
@@ -178,10 +177,14 @@ def rank_classes(
             "batch_share": batch_sizes[rank] / total,
             "shard_share": shard_shares[rank],
         }
-        key = (*outcome.values(), footprint.reported_key, tuple(own_phases_s.items()), tuple(on_host.items()))
-        outcome |= {**footprint.reported, "phases_s": own_phases_s}
+        key = (*outcome.values(), footprint.reported_key, *own_phases_s.values(), *on_host.items())
+        if key in found:
+            found[key][1].extend(same.tolist())
+            continue
+        outcome |= footprint.reported
+        outcome["phases_s"] = own_phases_s
         outcome["host_bytes"] = {category: float(size) for category, size in on_host.items()}
-        classes[key] = outcome
-        members[key].append(same.tolist())
-    ranks = {key: tuple(sorted(chain.from_iterable(parts))) for key, parts in members.items()}
-    return tuple(RankOutcome(ranks=ranks[key], count=len(ranks[key]), **outcome) for key, outcome in classes.items())
+        found[key] = outcome, same.tolist()
+    return tuple(
+        RankOutcome(ranks=tuple(sorted(ranks)), count=len(ranks), **outcome) for outcome, ranks in found.values()
+    )

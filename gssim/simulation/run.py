@@ -57,7 +57,8 @@ from gssim.simulation.report import (
 from gssim.simulation.timeline import step_of
 from gssim.simulation.varying_run import Segment, StepReport, simulate_steps
 from gssim.units import Floats
-from gssim.workload.gradient_statistics import at_end
+from gssim.workload import unrolled
+from gssim.workload.gradient_statistics import GradientStatistics, at_end
 
 STEADY_STEPS = 2
 """The first step starts with all ranks together; the second shows the steady state, as a rule: see `_run`."""
@@ -316,7 +317,17 @@ def _steady(
 
 
 MAX_CACHED_RUNS = 4
-"""Number of cached runs of other scenarios with their programs: those of many ranks are large."""
+"""Least number of cached runs of other scenarios with their programs: those of many ranks are large."""
+MAX_CACHED_LAYERS = 2**15
+"""Layers of all ranks and micro-batches of the runs that are cached where these are more: small ones, which a sweep
+repeats on other networks. A layer is a few tasks of about 500 bytes each.
+"""
+
+
+def _cached_runs(scenario: Scenario) -> int:
+    """Return how many runs are cached once that of a scenario is."""
+    layers = scenario.ranks * len(unrolled(scenario.workload.model)) * scenario.plan.micro_batches
+    return max(MAX_CACHED_RUNS, MAX_CACHED_LAYERS // layers)
 
 
 def _steps(
@@ -327,13 +338,20 @@ def _steps(
     `slowed_steps`: slow ranks of every step of a period, where programs are of whole ones.
     """
     scenario, statistics = loaded.scenario, loaded.gradients if loaded.statistics_needed else None
-    key = (*lowering_key(scenario, statistics, shared), unfolded, tuple(sorted(slowed.items())), tuple(slowed_steps))
+    settings = (unfolded, tuple(sorted(slowed.items())), tuple(slowed_steps))
+
+    def first_steps() -> tuple[GradientStatistics | None, Steps]:
+        by_step = list(map(dict, slowed_steps))
+        steps = Steps(scenario, statistics, unfolded=unfolded, slowed=slowed, slowed_steps=by_step, shared=shared)
+        return statistics, steps
 
     def new_steps() -> Steps:
-        by_step = list(map(dict, slowed_steps))
-        return Steps(scenario, statistics, unfolded=unfolded, slowed=slowed, slowed_steps=by_step, shared=shared)
+        key = (*lowering_key(scenario, None, shared), *settings)
+        first, steps = shared.once("steps under any statistics", key, first_steps, most=1)
+        return steps if first is statistics else steps.with_statistics(statistics)
 
-    return shared.once("steps", key, new_steps, most=MAX_CACHED_RUNS)
+    key = (*lowering_key(scenario, statistics, shared), *settings)
+    return shared.once("steps", key, new_steps, most=_cached_runs(scenario))
 
 
 def program_of(loaded: Loaded, shared: Shared) -> Program:
@@ -676,5 +694,5 @@ def _footprints(
         "footprints",
         key,
         lambda: footprints_of(scenario, program, peaks, reserved=sized, overheads=overheads),
-        most=MAX_CACHED_RUNS,
+        most=_cached_runs(scenario),
     )

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from strategies import fabrics
 from test_routes import wiring_of, wirings
 
-from gssim.collectives import Exchange, Hops
-from gssim.collectives.algorithms import Members
+from gssim.collectives import Exchange, Hops, Members
 from gssim.errors import UserError
 from gssim.network import Router, bundles
 
@@ -109,6 +108,27 @@ def test_an_exchange_told_by_kinds_of_senders_is_that_of_all_its_pairs(cluster, 
 def test_an_exchange_among_any_nodes_of_any_links_is_that_of_all_its_pairs(wiring, kinds, data):
     nodes = st.sampled_from(range(wiring.nodes))
     assert_exchanged(wiring, data.draw(st.lists(nodes, min_size=2, unique=True)), kinds)
+
+
+@given(fabrics(), st.integers(1, 2))
+def test_an_exchange_in_several_groups_is_that_of_each(cluster, kinds):
+    count = len(cluster.devices) // 2
+    if count < 2:
+        return
+    router, groups = Router(cluster.wiring), np.arange(2 * count).reshape(count, 2).T
+    rows = np.array([[1.0 + kind + 0.5 * j for j in range(count)] for kind in range(kinds)])
+    one = Exchange(Members(groups[0], groups[0]), rows, np.arange(count) % kinds)
+    told, plain = one.in_groups(tuple(Members(group, group) for group in groups)), one.in_every(groups)
+    assert (told.count, told.most_handled) == (plain.count, pytest.approx(plain.most_handled, rel=1e-12))
+    for name in ("source", "target", "weight", "group"):
+        assert getattr(told, name).tolist() == getattr(plain, name).tolist()
+    mine, other = router.bundle(told), router._summed(plain)
+    assert (mine.group.tolist(), mine.link.tolist()) == (other.group.tolist(), other.link.tolist())
+    assert mine.load == pytest.approx(other.load, rel=1e-12)
+    mean_s = [np.average(other.latency_s[plain.group == k], weights=plain.weight[plain.group == k]) for k in (0, 1)]
+    assert mine.latency_s == pytest.approx(mean_s, rel=1e-12, abs=1e-18)
+    for ours, theirs in zip(*(each.carried_by_rank(2 * count) for each in (told, plain)), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-12)
 
 
 @given(st.data())

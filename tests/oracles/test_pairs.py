@@ -64,6 +64,7 @@ def test_columns_stand_for_all_members_that_receive_the_same(found, data):
     assert np.asarray(told).tolist() == np.asarray(full).tolist()
     assert list(told.row(0)) == list(full.row(0))
     assert told.sent == pytest.approx(full.sent, rel=1e-12)
+    assert (told.most_sent, full.most_sent) == (max(told.sent), max(full.sent))
     assert told.received == pytest.approx(full.received, rel=1e-12)
     assert told.total == pytest.approx(full.total, rel=1e-12)
     assert (told.most, told.kind_count) == (full.most, full.kind_count)

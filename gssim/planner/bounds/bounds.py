@@ -76,6 +76,8 @@ class Bounds:
         policies = self.parts.policies(plan)
         by_rank = self._samples(plan, policies)
         bound = replace(bound, full_ratio=max(bound.full_ratio, self.memory.stages_full_ratio(plan, policies, by_rank)))
+        if bound.full_ratio > 1:  # it is ruled out, however fast it may be
+            return bound
         busy_s = self.compute.busy_s(plan, policies, by_rank)
         least_s = self.traffic.least_s(plan, policies, busy_s=busy_s[0])
         least_s = max(least_s, self.pipeline.least_s(plan, policies, by_rank))

@@ -81,8 +81,10 @@ class MemoryBounds:
         from its first backward on the gradients that it adds up. `least_bytes`, by which batches are split, counts
         neither.
         """
-        divided = policies.slices == "shares" or policies.ep > 1 or policies.cp > 1 or policies.gradients == "push"
-        if policies.pp == 1 or divided or len(self.parts.stages(plan, policies)) > policies.pp:
+        pushes = policies.gradients == "push"
+        if policies.pp == 1 or pushes or not has_equal_slices(policies):
+            return 0.0
+        if len(self.parts.stages(plan, policies)) > policies.pp:
             return 0.0
         in_flight = self._in_flight(plan, policies)
         kinds: dict[tuple[str, int, int, float], int] = {}
@@ -343,6 +345,11 @@ class MemoryBounds:
         buckets = sum(len(instance.layer.parameters) for instance in part.layers)
         lost = buckets * (1 if scenario.policies.push_axis == "dp_shard" else 2)
         return [max(0.0, share * part.elements - lost) for share in scenario.shard_shares]
+
+
+def has_equal_slices(policies: Policies) -> bool:
+    """Return whether a stage is sliced evenly, if at all, and its experts and sequences are not divided."""
+    return policies.slices != "shares" and policies.ep == policies.cp == 1
 
 
 def _lives(recompute: Recompute) -> Lives:

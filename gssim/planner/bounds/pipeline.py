@@ -14,7 +14,7 @@ from gssim.plan import Plan, Policies
 from gssim.plan.pipeline_schedule import schedule
 from gssim.planner.bounds.compute import ComputeBounds
 from gssim.planner.bounds.lowered import least_chance
-from gssim.planner.bounds.memory import MemoryBounds
+from gssim.planner.bounds.memory import MemoryBounds, has_equal_slices
 from gssim.planner.bounds.parts import ModelParts
 from gssim.planner.bounds.traffic import TrafficBounds
 from gssim.scenario import schedule_of
@@ -37,7 +37,11 @@ class PipelineBounds:
         `sizes`: samples of each rank.
         """
         mesh = policies.mesh
-        if mesh.pp == 1 or plan.shares.replan or len(self.parts.stages(plan, policies)) > mesh.pp:
+        if mesh.pp == 1 or plan.shares.replan or not has_equal_slices(policies):
+            return 0.0
+        if policies.gradients == "push" and mesh.tp > 1:  # it is refused where it is loaded
+            return 0.0
+        if len(self.parts.stages(plan, policies)) > mesh.pp:
             return 0.0
         name = schedule_of(plan, mesh.pp)
         try:
@@ -61,7 +65,7 @@ class PipelineBounds:
 
         That is its compute and, as the stage waits for them, the sums over the ranks that hold its slices.
         """
-        if policies.tp > 1 and policies.ep == policies.cp == 1:
+        if policies.tp > 1:
             part, _ = self.memory.held_stage(plan, policies, policies.mesh.place(rank).pp)
         else:
             part = self.parts.part(plan, policies, rank)
@@ -77,7 +81,7 @@ class PipelineBounds:
         """Return the sums over the slices of a rank's stage for a micro-batch, in the forward and in the backward."""
         workload = self.parts.workload
         partly = workload.frozen is not None or workload.adapters is not None  # some layers may have no backward
-        if policies.tp == 1 or policies.ep > 1 or policies.cp > 1 or partly:
+        if policies.tp == 1 or partly:
             return (), ()
         group, place = policies.mesh.group(rank, "tp"), policies.mesh.place(rank).pp
 
@@ -103,12 +107,7 @@ class PipelineBounds:
     def _messages_s(
         self, plan: Plan, policies: Policies, ranks: Sequence[int], samples: int
     ) -> tuple[tuple[float, float], ...]:
-        """Return the least time of a message from each stage but the last to the next, and of one back.
-
-        Messages of parts of sequences, or beside divided experts, are left out.
-        """
-        if policies.cp > 1 or policies.ep > 1:
-            return ((0.0, 0.0),) * (policies.pp - 1)
+        """Return the least time of a message from each stage but the last to the next, and of one back."""
         collectives, chance = self.traffic.collectives(plan, policies), least_chance(self.parts.with_plan(plan))
         return tuple(
             (
