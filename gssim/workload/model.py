@@ -249,7 +249,13 @@ class Model:
         data: dict[str, Any] = inner(self)
         if not data.get("buffer_values"):
             data.pop("buffer_values", None)
-        for key, usual in (("expert_tensor_ranks", 1), ("compiled", False), ("compiled_recompute", "none")):
+        usual_values = {
+            "expert_tensor_ranks": 1,
+            "compiled": False,
+            "compiled_recompute": "none",
+            "loss_fused": False,
+        }
+        for key, usual in usual_values.items():
             if data.get(key) == usual:
                 data.pop(key)
         return data
