@@ -6,6 +6,8 @@ import gssim
 from gssim import cost
 from gssim.errors import UserError
 
+A100 = {"cluster.device_types.gpu.preset": "a100-sxm-80", "cluster.device_types.gpu.float8_ratio": None}
+"""Without products in 8 bits."""
 GPU = {"cluster.device_types.gpu.float8_ratio": 2.0, "workload.map_precision": "fp8"}
 
 
@@ -65,7 +67,7 @@ def test_memory_and_all_but_the_time_stay_as_they_are():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"cluster.device_types.gpu.float8_ratio": None}, "has no rate in 8 bits"),
+        (A100, "has no rate in 8 bits"),
         ({"workload.precision": "fp32"}, "goes with 16 bits"),
         ({"cluster.device_types.gpu.float8_ratio": 0.5}, "greater than or equal to 1"),
     ],

@@ -843,12 +843,8 @@ def test_maps_in_8_bits_are_said_by_an_option(tmp_path):
     titan = titan.replace('flavor = "8B"', 'flavor = "8B"\nconverters = ["float8"]')
     files = {"train.sh": (said, "gpt3-1.3b"), "t.toml": (titan, "llama3-8b")}
     overrides = ["workload.map_precision=fp8"]
-    cluster = tmp_path / "cluster.toml"
-    eight = '{ preset = "h100-sxm", float8_ratio = 1.8 }'
-    lines = Path(EIGHT).read_text().replace('h100-sxm = "h100-sxm"', f"h100-sxm = {eight}")
-    cluster.write_text(lines)
     for name, (text, model) in files.items():
-        tables, found = imported(tmp_path, text, name=name, model=model, overrides=overrides, cluster=str(cluster))
+        tables, found = imported(tmp_path, text, name=name, model=model, overrides=overrides)
         assert tables["workload"]["map_precision"] == "fp8"
         assert any("replaced by --set workload.map_precision" in line for line in found.listed)
     gathered = f"{titan}[quantize.linear.float8]\nenable_fsdp_float8_all_gather = true\n"
