@@ -45,12 +45,12 @@ class Stage:
     def output_place(self) -> tuple[int, Buffer | None]:
         """Place of the layer that computes the stage's output (of the last stage, the logits), and its buffer.
 
-        Layers that allocate nothing (a dropout of probability zero, a flattening), or nothing of a sample, pass on what
-        an earlier one made.
+        Layers whose forward allocates nothing (a dropout of probability zero, a flattening), or nothing of a sample,
+        pass on what an earlier one made.
         """
         last = place = max(i for i, instance in enumerate(self.layers) if instance.layer.modules)
         layers = [instance.layer for instance in self.layers]
-        while place > self.shared and (not layers[place].buffers or of_no_sample(layers[place])):
+        while place > self.shared and (of_no_sample(layers[place]) or not _allocates_forward(layers[place])):
             place -= 1
         buffer = passed_on(self.layers[place].layer)
         if place < last and (buffer is None or place + buffer.freed.layer_offset < last):
@@ -64,6 +64,10 @@ class Stage:
         if buffer is None:
             return self.layers[place].layer.output_bytes, "activations"
         return buffer.size_bytes, buffer.category
+
+
+def _allocates_forward(layer: Layer) -> bool:
+    return any(buffer.born.phase == "f" for buffer in layer.buffers)
 
 
 def stages_of(layers: Sequence[Sequence[LayerInstance]]) -> tuple[Stage, ...]:
