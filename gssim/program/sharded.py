@@ -124,9 +124,14 @@ class Tensors:
     @cached_property
     def shard_tensors(self) -> tuple[float, ...]:
         """Bytes of each tensor that a rank keeps of the parameters: its shards, and the scales of quantized ones."""
-        trained = (elements * self.master_bytes for elements in self.shard_elements)
+        shards = (elements * self.master_bytes for elements in self.shard_elements)
         scales = (each.scales_bytes for each in self.quantized)
-        return tuple(map(float, (*trained, *self.quantized_shards, *scales)))
+        return tuple(map(float, (*shards, *self.quantized_shards, *scales)))
+
+    @cached_property
+    def scales_bytes(self) -> int:
+        """Bytes of the scales of quantized weights, which stay on the device wherever their values are."""
+        return sum(each.scales_bytes for each in self.quantized)
 
     @cached_property
     def trained_elements(self) -> int:
@@ -753,6 +758,7 @@ def _fetched_tensors(unit: Unit) -> list[Event]:
         whole, cast_bytes = elements * unit.tensors.master_bytes, elements * unit.tensors.value_bytes
         changes = (whole, cast_bytes, -whole) if unit.casts else (whole,)
         events += [(size, "communication") for size in changes]
+    events += [(size, "communication") for size in unit.tensors.quantized_shards]  # nothing casts them
     return [Event(place, size, category, stream=GATHER) for place, (size, category) in enumerate(events)]
 
 

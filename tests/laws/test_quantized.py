@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from strategies import device_type, loaded_of, scenario_of, star
 
+import gssim
 from gssim import cost
 from gssim.errors import UserError
 from gssim.scenario import load_model
@@ -14,6 +15,7 @@ from gssim.workload.quantized import quantized_weights, stored
 
 GPT = load_model(Path(__file__).resolve().parents[2] / "scenarios/models/gpt-byte-1m.toml")
 ADAPTERS = {"rank": 8}
+OFFLOADED = Path(__file__).resolve().parents[2] / "scenarios/llama2-13b-offload.toml"
 FORMS = ("nf4", "nf4-double", "int8")
 
 
@@ -104,3 +106,34 @@ def test_nothing_is_quantized_that_is_trained():
         made(frozen_precision="nf4", adapters=None)
     frozen = made("ddp", adapters=None, frozen=("blocks.0",), frozen_precision="nf4")
     assert [len(quantized_weights(layer, "nf4")) for layer in blocks_of(frozen)] == [4, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "method", ["single", "ddp", "zero1", "zero2", "zero3", "hsdp", "gs", "gs_z3", "gs_hier", "pipeline"]
+)
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_no_method_frees_more_than_it_holds(method, micro_batches):
+    ranks = 1 if method == "single" else 4
+    plan = {"method": method, "micro_batches": micro_batches, "recompute": "full"}
+    shape = {"model": GPT, "global_batch_size": 4 * ranks, "sequence_length": 32, "adapters": ADAPTERS}
+    cluster = star(ranks, types={"fast": device_type(memory_bytes=2**40)})
+    scenario = scenario_of(cluster, plan, **shape, frozen_precision="nf4", precision="bf16")
+    for entry in simulate(loaded_of(scenario)).result.ranks:
+        assert min(entry.peak_by_category_bytes.values()) >= 0
+
+
+def test_values_in_the_hosts_memory_are_fetched_as_they_are_kept_and_scales_stay():
+    base = ["workload.model=gpt-byte-1m", "workload.sequence_length=64", "workload.adapters.rank=8"]
+    base += ["plan.method=zero3", "plan.offload=parameters"]
+    whole, few = (
+        gssim.simulate(gssim.load(OFFLOADED, [*base, *more])) for more in ((), ("workload.frozen_precision='nf4'",))
+    )
+    model = gssim.load(OFFLOADED, base).workload.model
+    kept = [stored(w, "nf4") for each in unrolled(model) for w in quantized_weights(each.layer, "nf4")]
+    ranks = sum(entry.count for entry in few.ranks)
+    (held, *_), (unquantized, *_) = few.ranks, whole.ranks
+    assert min(held.peak_by_category_bytes.values()) >= 0
+    assert held.peak_by_category_bytes["parameters"] == sum(scales for _, scales in kept)
+    assert "parameters" not in unquantized.peak_by_category_bytes
+    fewer = sum((4 * 2 * values - values) / ranks for values, _ in kept)  # shards are in fp32: 8 times half a byte
+    assert unquantized.host_bytes["parameters"] - held.host_bytes["parameters"] == pytest.approx(fewer, rel=0.01)
