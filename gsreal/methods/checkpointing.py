@@ -52,7 +52,7 @@ def _settings(recompute: Recompute) -> dict[str, Any]:
     def contexts() -> Any:
         products = {False: 0, True: 0}  # of the first forward and of the second
 
-        def policy(context: Any, operation: Any, *_args: Any, **_settings: Any) -> CheckpointPolicy:
+        def policy(context: Any, operation: Any, *_args: Any, **_named: Any) -> CheckpointPolicy:
             products[context.is_recompute] += operation in PRODUCTS
             kept = is_kept(operation, recompute, products=products[context.is_recompute])
             return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
