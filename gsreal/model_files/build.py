@@ -16,7 +16,6 @@ import os
 import textwrap
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -247,18 +246,19 @@ def _build_hugging_face(source: HuggingFace, where: str) -> nn.Module:
     except Exception as error:
         raise UserError(f"{where}: module.hugging_face: {first_line(error)}") from error
     assert isinstance(built, nn.Module)
-    if source.auto_class.endswith("ForSequenceClassification"):
-        built.register_forward_pre_hook(partial(_without_padding, config.pad_token_id), with_kwargs=True)
+    padding = config.pad_token_id
+
+    def with_mask(
+        _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Pass the mask of padding tokens, which the model does not derive itself."""
+        if "attention_mask" in kwargs:
+            return args, kwargs
+        return args, {**kwargs, "attention_mask": args[0] != padding}
+
+    if source.auto_class.endswith("ForSequenceClassification") and padding is not None:
+        built.register_forward_pre_hook(with_mask, with_kwargs=True)
     return built
-
-
-def _without_padding(
-    padding: int | None, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Pass a Hugging Face model the mask of its padding tokens, which it does not derive itself."""
-    if padding is None or "attention_mask" in kwargs:
-        return args, kwargs
-    return args, {**kwargs, "attention_mask": args[0] != padding}
 
 
 def example_batch(model: Model, *, batch_size: int, sequence_length: int | None) -> tuple[Tensor, Tensor]:
