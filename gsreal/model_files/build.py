@@ -246,17 +246,16 @@ def _build_hugging_face(source: HuggingFace, where: str) -> nn.Module:
     except Exception as error:
         raise UserError(f"{where}: module.hugging_face: {first_line(error)}") from error
     assert isinstance(built, nn.Module)
-    padding = config.pad_token_id
+    if source.auto_class.endswith("ForSequenceClassification"):
 
-    def with_mask(
-        _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Pass the mask of padding tokens, which the model does not derive itself."""
-        if "attention_mask" in kwargs:
-            return args, kwargs
-        return args, {**kwargs, "attention_mask": args[0] != padding}
+        def with_mask(
+            _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            """Pass the mask of padding tokens, which the model does not derive itself."""
+            if config.pad_token_id is None or "attention_mask" in kwargs:
+                return args, kwargs
+            return args, {**kwargs, "attention_mask": args[0] != config.pad_token_id}
 
-    if source.auto_class.endswith("ForSequenceClassification") and padding is not None:
         built.register_forward_pre_hook(with_mask, with_kwargs=True)
     return built
 
