@@ -26,6 +26,7 @@ from gssim.workload import (
     implementation_on,
     optimizer_moved_bytes,
 )
+from gssim.workload.layer import NO_COST
 from gssim.workload.muon import (
     NEWTON_SCHULZ_STEPS,
     OPERATIONS_PER_MATRIX,
@@ -221,7 +222,7 @@ def _work_on(
         linear = sum(c for c, i, j in work.flop.terms if (i, j) == (1, 1))
         widths, flop = widths * linear / flop if flop else 0.0, linear
     cast = round(CAST_PASSES[phase] * PRECISION_BYTES[workload.model.traced_precision] * widths)
-    moved, streamed = work.moved_bytes, work.streamed_bytes or Polynomial(((0, 0, 0),))
+    moved, streamed = work.moved_bytes, work.streamed_bytes or NO_COST
     return work._replace(
         flop=replace(work.flop, terms=(*work.flop.terms, (-round(flop * (1 - 1 / ratio)), 1, 1))),
         moved_bytes=replace(moved, terms=(*moved.terms, (cast, 1, 1))),
