@@ -222,11 +222,11 @@ class PredictionKey:
 
 def predictions_in(folder: Path) -> FileStore[Result]:
     """Return the store of the predictions in a folder."""
-    return FileStore(folder, read_result, Result.to_json, _key_of, is_exact=True)
 
+    def key_of(result: Result) -> PredictionKey:
+        return PredictionKey(result.scenario_id, result.calibration_id, result.provenance.get("code", ""))
 
-def _key_of(result: Result) -> PredictionKey:
-    return PredictionKey(result.scenario_id, result.calibration_id, result.provenance.get("code", ""))
+    return FileStore(folder, read_result, Result.to_json, key_of, is_exact=True)
 
 
 def key_of_point(point: Point, shared: Shared) -> PredictionKey:
