@@ -21,9 +21,10 @@ demo: $(VENV)/.demo ## set up, calibrate this machine, run ten plans for real, p
 demo-full: $(VENV)/.demo ## the same with seventeen plans and more steps: out/demo-full/
 	@$(BIN)/gsreal validate scenarios/sweeps/demo-full.toml --device cpu --out out/demo-full
 
-gpu: $(VENV)/.demo ## the same on the GPUs of this machine, in ten minutes: out/gpu/, out/gpu-bf16/
-	@$(BIN)/gsreal validate --device cuda --seconds 400 --out out/gpu
-	@$(BIN)/gsreal validate scenarios/sweeps/validate-gpu-bf16.toml --device cuda --seconds 200 --out out/gpu-bf16
+gpu: $(VENV)/.demo ## the same on the GPUs of this machine, in ten minutes: out/gpu/, out/gpu-bf16/, out/gpu-llama/
+	@$(BIN)/gsreal validate --device cuda --seconds 240 --out out/gpu
+	@$(BIN)/gsreal validate scenarios/sweeps/validate-gpu-bf16.toml --device cuda --seconds 220 --out out/gpu-bf16
+	@$(BIN)/gsreal validate scenarios/sweeps/validate-gpu-llama.toml --device cuda --seconds 140 --out out/gpu-llama
 
 study: $(VENV)/.demo ## what thresholds cost in quality and gain in bytes and time, with controls: out/study/
 	@$(BIN)/python -m analysis convergence scenarios/studies/gpt-byte.toml --out out/study/gpt-byte

@@ -302,7 +302,8 @@ def validate_command(
     ),
     device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
     ranks: Annotated[
-        int | None, typer.Option("--ranks", help="Devices to use: two cores, all GPUs, or four ranks on one GPU.")
+        int | None,
+        typer.Option("--ranks", help="Devices to use: two cores, all GPUs, or on one GPU what the sweep names."),
     ] = None,
     only: Annotated[
         list[str] | None, typer.Option("--only", metavar="NAME", help="Points so named; * and ? match; repeatable.")
@@ -336,10 +337,10 @@ def validate_command(
     from gsreal.validate import Request, default_ranks, device_kind, validate
 
     kind = device_kind(device)
-    count = _checked_ranks(default_ranks(kind) if ranks is None else ranks, kind)
     file = sweep or Path(__file__).resolve().parents[1] / "scenarios" / "sweeps" / VALIDATED[kind]
     if sweep is None and not file.exists():
         raise UserError("validate: name a sweep: the project's own are in its folder scenarios/sweeps")
+    count = _checked_ranks(default_ranks(kind, file) if ranks is None else ranks, kind)
     validate(Request(file, out, kind, count, tuple(only or ()), seconds, trust_code))
 
 

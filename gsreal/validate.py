@@ -461,8 +461,17 @@ def device_kind(asked: str) -> str:
     return asked
 
 
-def default_ranks(kind: str) -> int:
-    """Return the number of ranks to validate with: all GPUs, or four ranks that share the only one; two cores."""
+def default_ranks(kind: str, sweep: Path) -> int:
+    """Return the number of ranks to validate with: two cores, or all GPUs.
+
+    As many share an only GPU as the sweep's largest plan names, or four: each calibrates a model in its memory.
+    """
     if kind == "cpu":
         return min(2, len(usable_cores()))
-    return torch.cuda.device_count() if torch.cuda.device_count() > 1 else 4
+    if torch.cuda.device_count() > 1:
+        return torch.cuda.device_count()
+    key = "plan.ranks="
+    points = points_of(load_sweep(sweep), file=sweep)
+    return max(
+        (int(each.removeprefix(key)) for point in points for each in point.overrides if each.startswith(key)), default=4
+    )

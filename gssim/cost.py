@@ -26,6 +26,7 @@ from gssim.workload import (
     implementation_on,
     optimizer_moved_bytes,
 )
+from gssim.workload.layer import NO_COST
 from gssim.workload.muon import (
     NEWTON_SCHULZ_STEPS,
     OPERATIONS_PER_MATRIX,
@@ -221,7 +222,7 @@ def _work_on(
         linear = sum(c for c, i, j in work.flop.terms if (i, j) == (1, 1))
         widths, flop = widths * linear / flop if flop else 0.0, linear
     cast = round(CAST_PASSES[phase] * PRECISION_BYTES[workload.model.traced_precision] * widths)
-    moved, streamed = work.moved_bytes, work.streamed_bytes or Polynomial(((0, 0, 0),))
+    moved, streamed = work.moved_bytes, work.streamed_bytes or NO_COST
     return work._replace(
         flop=replace(work.flop, terms=(*work.flop.terms, (-round(flop * (1 - 1 / ratio)), 1, 1))),
         moved_bytes=replace(moved, terms=(*moved.terms, (cast, 1, 1))),
@@ -298,21 +299,17 @@ def _kernels_excess_s(
         excess_s += min(linear, listed) * (mean_s - 1 / own_flop_per_s)
     if attention and rates.attention:
         causal = model.input.task == "next-token"
-        rate = rates.attention_flop_per_s(_head_width(model, layer.name), s, backward=backward, causal=causal)
+        head_widths = [
+            parameter.shape[parameter.cut]
+            for sliced in model.sliced_layers
+            if sliced.name == layer.name
+            for parameter in sliced.parameters
+            if parameter.cut is not None and len(parameter.shape) == 2
+        ]  # a matrix is cut with a head into parts, of which the smallest are as wide as one
+        head_width = min(head_widths, default=None)
+        rate = rates.attention_flop_per_s(head_width, s, backward=backward, causal=causal)
         excess_s += attention * (1 / rate - 1 / own_flop_per_s)
     return excess_s
-
-
-def _head_width(model: Model, block: str) -> int | None:
-    """Return the width of a block's attention heads: the smallest part of its matrices that is cut with a head."""
-    widths = [
-        parameter.shape[parameter.cut]
-        for layer in model.sliced_layers
-        if layer.name == block
-        for parameter in layer.parameters
-        if parameter.cut is not None and len(parameter.shape) == 2
-    ]
-    return min(widths, default=None)
 
 
 def roofline_s(

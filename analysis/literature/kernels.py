@@ -94,20 +94,11 @@ def kernels_of(machine: str) -> Kernels | None:
     return read_kernels(path) if path else None
 
 
-def _read_streaming(path: Path) -> dict[str, tuple[float, float]]:
-    """Return rate and call time by kind, of a table with the columns name, efficient_factor, gbps and latency_us."""
-    if not path.is_file() or not path.stem.endswith("_bandwidth"):
-        return {}
-    with path.open(encoding="utf-8", newline="") as file:
-        return {
-            row["name"]: (float(row["efficient_factor"]) * float(row["gbps"]) * 1e9, float(row["latency_us"]) * 1e-6)
-            for row in csv.DictReader(file)
-            if row["gbps"]
-        }
-
-
 def read_kernels(path: Path) -> Kernels:
-    """Return the kernels of a table with the columns op, shape, tflops_peak and efficiency, and of that beside it."""
+    """Return the kernels of a table with the columns op, shape, tflops_peak and efficiency, and of that beside it.
+
+    That has the columns name, efficient_factor, gbps and latency_us: of a kind, the rate and the time of a call.
+    """
     products: dict[str, dict[Shape, float]] = {}
     attention: dict[str, dict[Shape, float]] = {}
     grouped: dict[str, dict[Shape, float]] = {}
@@ -128,6 +119,12 @@ def read_kernels(path: Path) -> Kernels:
             elif row["op"] == "group_matmul" and sizes.get("main_grad_dtype") == "fp32" and rate > 0:
                 shape = tuple(float(sizes[key]) for key in ("ng", "M", "N", "K"))
                 grouped.setdefault(sizes["stage"], {}).setdefault(shape, rate)
-    return Kernels(
-        products, attention, grouped, _read_streaming(path.with_name(path.name.replace("_ops.", "_bandwidth.")))
-    )
+    streaming: dict[str, tuple[float, float]] = {}
+    beside = path.with_name(path.name.replace("_ops.", "_bandwidth."))
+    if beside != path and beside.is_file():
+        with beside.open(encoding="utf-8", newline="") as file:
+            for row in csv.DictReader(file):
+                if row["gbps"]:
+                    rate = float(row["efficient_factor"]) * float(row["gbps"]) * 1e9
+                    streaming[row["name"]] = rate, float(row["latency_us"]) * 1e-6
+    return Kernels(products, attention, grouped, streaming)

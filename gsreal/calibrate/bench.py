@@ -19,7 +19,7 @@ from gsreal.machine import MATRIX_SIDE, settle, usable_cores
 from gsreal.methods.compilation import compile_blocks
 from gsreal.methods.compressed import orthogonalize, take_largest
 from gsreal.methods.optimizers import make_optimizer
-from gsreal.model_files.build import DTYPES, build_module, logits_of, loss_of, random_batch
+from gsreal.model_files.build import DTYPES, logits_of, loss_of, module_on, random_batch
 from gsreal.run.progress import note_progress
 from gsreal.run.rank import join
 from gssim.cluster import Cluster, Device, DeviceType
@@ -169,7 +169,7 @@ def optimizer_alone(name: str, parameters: Any, device: torch.device) -> torch.o
 
 def trained(bench: Bench, model: Model) -> tuple[nn.Module, torch.optim.Optimizer, list[str]]:
     """Return the model as for training, its optimizer, and the names of the modules that are its layers."""
-    module = build_module(model.module, where=model.name).to(bench.device, DTYPES[bench.settings.precision])
+    module = module_on(bench.device, bench.settings.precision, model.module, where=model.name)
     module.train()
     compile_blocks(model, module)
     names = [instance.layer.modules[instance.repetition] for instance in unrolled(model) if instance.layer.modules]

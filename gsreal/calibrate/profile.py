@@ -31,7 +31,7 @@ from gsreal.calibrate.bench import (
 from gsreal.calibrate.kernel_workspace import layer_scratch
 from gsreal.measure import MemoryCounter
 from gsreal.methods.compilation import compile_blocks
-from gsreal.model_files.build import DTYPES, build_module, logits_of, loss_of
+from gsreal.model_files.build import DTYPES, logits_of, loss_of, module_on
 from gsreal.model_files.step import layer_boundaries
 from gsreal.run.rank import gather_json
 from gssim.scenario import load_model
@@ -81,7 +81,7 @@ def trained_between(bench: Bench) -> Iterator[None]:
     before = bench.displace
     if bench.settings.models:
         model = load_model(Path(bench.settings.models[0]))
-        module = build_module(model.module, where=model.name).to(bench.device, DTYPES[bench.settings.precision])
+        module = module_on(bench.device, bench.settings.precision, model.module, where=model.name)
         compile_blocks(model, module)
         inputs, targets = batch_of(bench, model, middle_batch_size(bench))
         bench.displace = lambda: loss_of(logits_of(module(inputs)), targets).backward()

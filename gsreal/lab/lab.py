@@ -270,12 +270,11 @@ def cells_of(points: Sequence[Point], loaded: Sequence[Loaded], *, repeats: int,
 
 def measurements_in(folder: Path) -> FileStore[Result]:
     """Return the store of a lab's measurements: of equal scenarios on equal emulated clusters, whatever code ran."""
-    return FileStore(folder, read_result, Result.to_json, _key_of)
 
+    def key_of(result: Result) -> object:
+        return result.scenario_id, emulated(validated(Cluster, result.scenario["cluster"], file="a measurement"))
 
-def _key_of(result: Result) -> object:
-    """Return what is measured: the scenario, and what a lab emulates of its cluster."""
-    return result.scenario_id, emulated(validated(Cluster, result.scenario["cluster"], file="a measurement"))
+    return FileStore(folder, read_result, Result.to_json, key_of)
 
 
 def kept(cell: Cell) -> Result | None:

@@ -80,16 +80,6 @@ def _attend(
     return Mapped.apply(attention(*whole, *others, **settings), parts.to_parts, parts.to_heads)
 
 
-def _with_attention(forward: Callable[..., Any], attend: Attention, *args: Any, **settings: Any) -> Any:
-    """Run a block's forward with another attention in the place of torch's."""
-    before = F.scaled_dot_product_attention
-    F.scaled_dot_product_attention = attend
-    try:
-        return forward(*args, **settings)
-    finally:
-        F.scaled_dot_product_attention = before
-
-
 def divide_context(module: nn.Module, blocks: Iterable[nn.Module], parts: ContextParts | Ring) -> None:
     """Make a module of these blocks take a rank's parts of sequences, of all of which each rank has as many positions.
 
@@ -108,8 +98,18 @@ def divide_context(module: nn.Module, blocks: Iterable[nn.Module], parts: Contex
         if isinstance(parts, Ring)
         else partial(_attend, parts, F.scaled_dot_product_attention)
     )
+
+    def in_parts(forward: Callable[..., Any], *args: Any, **settings: Any) -> Any:
+        """Run a block's forward with this attention in the place of torch's."""
+        before = F.scaled_dot_product_attention
+        F.scaled_dot_product_attention = attend
+        try:
+            return forward(*args, **settings)
+        finally:
+            F.scaled_dot_product_attention = before
+
     for block in blocks:
-        block.forward = partial(_with_attention, block.forward, attend)
+        block.forward = partial(in_parts, block.forward)
 
     def with_positions(
         _module: nn.Module, args: tuple[Any, ...], settings: dict[str, Any]

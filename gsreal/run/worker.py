@@ -32,7 +32,7 @@ from gsreal.measure import (
 from gsreal.methods.apply import prepare
 from gsreal.methods.compilation import compile_blocks
 from gsreal.methods.training import Training, Weights
-from gsreal.model_files.build import DTYPES, build_module
+from gsreal.model_files.build import module_on
 from gsreal.run.checkpoint import Checkpoints, Progress
 from gsreal.run.feed import Feed
 from gsreal.run.nodes import check_nodes
@@ -166,8 +166,7 @@ def synchronized_step(training: Training, inputs: Tensor, targets: Tensor, weigh
 def build(scenario: Scenario, timeline: Timeline, device: torch.device) -> Training:
     """Return the scenario's module, the same on every rank, prepared for its plan."""
     torch.manual_seed(scenario.run.seed)
-    module = build_module(scenario.workload.model.module, where="workload.model")
-    module = module.to(device=device, dtype=DTYPES[scenario.workload.precision])
+    module = module_on(device, scenario.workload.precision, scenario.workload.model.module, where="workload.model")
     torch.backends.cuda.matmul.allow_tf32 = scenario.workload.tf32
     check_parameters(scenario, module)
     module.train()

@@ -65,14 +65,16 @@ def take_statistics(
     owners: all of a rank's own range, and elements of the others that reach the threshold; with error feedback, the
     residual is added first. This is repeated in several courses, the first with the run's seed, and the statistics are
     their medians: initial weights, and the effects of single batches, are random and no property of the training. At
-    each sampled step, gradients of several batches are taken. `thresholds`: in addition to 0. `magnitudes_only`:
+    each sampled step, gradients of several batches are taken. On a GPU, if the cluster's devices are GPUs and this
+    machine has one; the same on a machine's cores, slower. `thresholds`: in addition to 0. `magnitudes_only`:
     neither error feedback nor relative thresholds nor publications are looked at, which take most of the time.
     """
     steps = scenario.run.warmup_steps + scenario.run.steps
     sampled = sampled_steps(steps, first=scenario.run.warmup_steps, every=every)
     push = replace(scenario.plan.push, kind="absolute", threshold=None)
+    device = fastest_device(scenario)
     with one_thread():
-        replica = Replica(scenario, push)
+        replica = Replica(scenario, push, device)
         sizes = {name: parameter.numel() for name, parameter in replica.parameters.items()}
         push_grid, publish_grid = ((), ()) if magnitudes_only else _grids(replica)
         multiples = () if magnitudes_only else MULTIPLES
@@ -86,7 +88,7 @@ def take_statistics(
                 how = f"under the threshold {policy.threshold:g}{feedback}" if policy.threshold else "densely"
                 print(f"gsreal: training {how}, course {course + 1} of {courses}", file=sys.stderr, flush=True)
                 seed = scenario.run.seed + course * APART
-                trained = Replica(replace(scenario, run=replace(scenario.run, seed=seed)), policy)
+                trained = Replica(replace(scenario, run=replace(scenario.run, seed=seed)), policy, device)
                 books.begin()
                 for step in range(books.steps):
                     books.train(trained, step)
@@ -97,7 +99,7 @@ def take_statistics(
         for threshold in (each for each in thresholds if each):
             for feedback in (False, True):
                 traces += taken(replace(push, threshold=threshold, error_feedback=feedback)).traces()
-    workload, measured = scenario.workload, provenance(torch.device("cpu"))
+    workload, measured = scenario.workload, provenance(device)
     data = {
         "model": workload.model.name,
         "precision": workload.precision,
@@ -107,7 +109,8 @@ def take_statistics(
         "sequence_length": workload.sequence_length,
         "seed": scenario.run.seed,
         "source": f"measured {measured['date']} by gsreal gradients, torch {measured['torch']}, "
-        f"{scenario.ranks} ranks, {courses} course{'s' if courses > 1 else ''}",
+        f"{scenario.ranks} ranks, {courses} course{'s' if courses > 1 else ''}"
+        + (f", on {measured['gpu']}" if device.type == "cuda" else ""),
         "steps": steps,
         "sampled_steps": sampled,
         "first_step": min(push.warmup_steps, steps - 1),
@@ -118,6 +121,12 @@ def take_statistics(
         "changes": {name: book.trace() for name, book in dense.changes.items()},
     }
     return validated(GradientStatistics, data, file="gsreal gradients")
+
+
+def fastest_device(scenario: Scenario) -> torch.device:
+    """Return the device that trains a scenario for its statistics: a GPU, if it is for GPUs and there is one."""
+    has_gpu = scenario.cluster.type_of(0).kind == "cuda" and torch.cuda.is_available()
+    return torch.device("cuda" if has_gpu else "cpu")
 
 
 def _grids(replica: Replica) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -138,7 +147,7 @@ def _grids(replica: Replica) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 def _half_decades(tensors: Gradients, low: float, high: float) -> tuple[float, ...]:
     """Return 10^(k/2) from `low` to `high` times the median magnitude of the nonzero elements."""
-    magnitudes = torch.cat([tensor.detach().abs().reshape(-1).double() for tensor in tensors.values()]).numpy()
+    magnitudes = torch.cat([tensor.detach().abs().reshape(-1).double() for tensor in tensors.values()]).cpu().numpy()
     middle = float(np.median(magnitudes[magnitudes > 0])) if magnitudes.any() else 1.0
     first, last = (round(2 * math.log10(middle * factor)) for factor in (low, high))
     return tuple(float(f"{10 ** (k / 2):.4g}") for k in range(first, last + 1))

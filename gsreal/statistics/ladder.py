@@ -204,19 +204,19 @@ def fitted_family(family: str, rungs: Sequence[Rung], multiples: Sequence[float]
         )
         for exponents in product(*EXPONENTS.values())
     ]
-    return with_errors(min(candidates, key=_misfit))
 
+    def misfit(candidate: Family) -> float:
+        """Return the mean square of the logarithms of predicted over measured thresholds, of the fitted rungs."""
+        law = candidate.law
+        errors = [
+            np.log(reaching(predicted_ratios(candidate, law, rung, window)) / np.array(rung.thresholds[window]))
+            for rung in rungs
+            if not rung.shapes and not rung.held_back
+            for window in WINDOWS
+        ]
+        return float(np.mean(np.square(errors)))
 
-def _misfit(family: Family) -> float:
-    """Return the mean square of the logarithms of predicted over measured thresholds, of the rungs that are fitted."""
-    law = family.law
-    errors = [
-        np.log(reaching(predicted_ratios(family, law, rung, window)) / np.array(rung.thresholds[window]))
-        for rung in family.rungs
-        if not rung.shapes and not rung.held_back
-        for window in WINDOWS
-    ]
-    return float(np.mean(np.square(errors)))
+    return with_errors(min(candidates, key=misfit))
 
 
 def write_family(path: Path, family: Family) -> None:

@@ -42,9 +42,10 @@ class BlockSketches:
     def add(self, gradient: Tensor) -> None:
         """Add a gradient's elements."""
         magnitudes = gradient.detach().abs().reshape(-1).double()
-        below = torch.bucketize(magnitudes, torch.tensor(SKETCH_EDGES, dtype=torch.float64), right=True)
+        edges = torch.tensor(SKETCH_EDGES, dtype=torch.float64, device=magnitudes.device)
+        below = torch.bucketize(magnitudes, edges, right=True)
         counts = [torch.bincount(block, minlength=len(SKETCH_EDGES) + 1) for block in in_blocks(below)]
-        reached = torch.stack(counts).flip(1).cumsum(1).flip(1).numpy()
+        reached = torch.stack(counts).flip(1).cumsum(1).flip(1).cpu().numpy()
         self.elements, self.reached = self.elements + reached[:, 0], self.reached + reached[:, 1:]
         self.sums, self.squares = self.sums + summed(magnitudes), self.squares + summed(magnitudes.square())
 
@@ -98,6 +99,8 @@ def summed(values: Tensor) -> np.ndarray:
     """Return the sum of the values in each block, or the number of true ones."""
     if len(values) < BLOCKS:  # some blocks are empty
         return np.array([float(block.sum()) for block in in_blocks(values)])
+    if values.device.type == "cuda":  # one sum for each block, for the host to read together
+        return torch.stack([block.sum(dtype=torch.float64) for block in in_blocks(values)]).cpu().numpy()
     kind = np.int64 if values.dtype == torch.bool else np.float64
     return np.add.reduceat(values.numpy(), starts(len(values)), dtype=kind).astype(np.float64)
 

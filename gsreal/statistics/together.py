@@ -26,14 +26,12 @@ from gsreal.methods.periodic import Synchronization
 from gsreal.model_files.build import DTYPES, autocast, logits_of, loss_of
 from gsreal.run.feed import Feed, HeldOut
 from gsreal.run.worker import build
-from gsreal.statistics.training import Gradients, Replica, buckets_of, one_thread
+from gsreal.statistics.training import CPU, Gradients, Replica, buckets_of, one_thread
 from gssim.errors import UserError
 from gssim.execution.files import write_text
 from gssim.plan import absolute_threshold, chosen, message_bytes
 from gssim.scenario import Scenario, load_scenario, single_device
 from gssim.units import PRECISION_BYTES
-
-CPU = torch.device("cpu")
 
 
 class Unequal:

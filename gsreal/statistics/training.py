@@ -18,6 +18,7 @@ from gssim.plan import Push, assign_buckets, bucket_limits, ranges
 from gssim.scenario import Scenario, single_device
 from gssim.workload import gradient_order, unrolled
 
+CPU = torch.device("cpu")
 Gradients = dict[str, Tensor]
 """By parameter name."""
 
@@ -25,9 +26,8 @@ Gradients = dict[str, Tensor]
 class Replica:
     """The scenario's model on one device, trained by the gradients that all ranks would send under a push policy."""
 
-    def __init__(self, scenario: Scenario, push: Push) -> None:
-        device = torch.device("cpu")
-        self.scenario, self.push = scenario, push
+    def __init__(self, scenario: Scenario, push: Push, device: torch.device = CPU) -> None:
+        self.scenario, self.push, self.device = scenario, push, device
         self.module = build(single_device(scenario), Timeline(0, device), device).module
         self.parameters = dict(self.module.named_parameters())
         self.optimizer = make_optimizer(scenario.workload, self.module.parameters(), device)
@@ -35,7 +35,7 @@ class Replica:
             rank: Feed(scenario, rank, device) for rank in range(scenario.ranks) if scenario.batch_sizes[rank]
         }
         """Of the ranks that have samples: others have no gradient."""
-        self.owners = _owners(scenario, self.module)
+        self.owners = _owners(scenario, self.module, device)
         self.residuals: dict[tuple[int, str], Tensor] = {}
         self.thresholds: dict[tuple[int, str], Thresholds] = {}
         largest = max(parameter.numel() for parameter in self.parameters.values())
@@ -126,7 +126,7 @@ class Replica:
         Random states and buffers (running means) are restored.
         """
         before = [(buffer, buffer.detach().clone()) for buffer in self.module.buffers()]
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[] if self.device.type == "cpu" else [self.device]):
             yield
         for buffer, value in before:
             buffer.detach().copy_(value)
@@ -163,7 +163,7 @@ def buckets_of(scenario: Scenario, named: dict[str, Tensor]) -> list[list[str]]:
     return [[order[i] for i in members] for members in assign_buckets(sizes, first_bytes=first, cap_bytes=cap)]
 
 
-def _owners(scenario: Scenario, module: nn.Module) -> dict[str, Tensor]:
+def _owners(scenario: Scenario, module: nn.Module, device: torch.device) -> dict[str, Tensor]:
     """Return the owning rank of every element, by parameter name."""
     named: dict[str, Tensor] = dict(module.named_parameters())
     owner_of = {}
@@ -171,7 +171,7 @@ def _owners(scenario: Scenario, module: nn.Module) -> dict[str, Tensor]:
         elements = [named[name].numel() for name in names]
         flat = torch.cat(
             [
-                torch.full((last - start,), float(rank))
+                torch.full((last - start,), float(rank), device=device)
                 for rank, (start, last) in enumerate(ranges(sum(elements), scenario.shard_shares))
             ]
         )

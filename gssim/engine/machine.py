@@ -124,9 +124,11 @@ class Machine(MachineState):
         if len(self.classes) < MIN_CLASSES_VECTORISED:
             return False
         has_notices = any(instance.schedule.notices for several in self.arranged.all for instance in several)
-        computes = self.program.once(_all_roles_compute)
+        all_compute = all(any(task.stream == "compute" for task in tasks) for tasks in self.program.tasks)
         return (
-            computes and not has_notices and all(is_independent(self, rank_class.index) for rank_class in self.classes)
+            all_compute
+            and not has_notices
+            and all(is_independent(self, rank_class.index) for rank_class in self.classes)
         )
 
     def _run_outlines(self, steps: int) -> None:
@@ -268,8 +270,3 @@ class Machine(MachineState):
             return max(SMALLEST_JITTER, 1 + spread * float(self.random[index].standard_normal()))
         factor = self.step_speed[index] + (own * float(self.random[index].standard_normal()) if own else 0.0)
         return max(SMALLEST_JITTER, factor)
-
-
-def _all_roles_compute(program: Program) -> bool:
-    """Return whether every role has tasks on the compute stream."""
-    return all(any(task.stream == "compute" for task in tasks) for tasks in program.tasks)

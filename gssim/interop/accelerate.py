@@ -260,8 +260,8 @@ ACCELERATE: dict[str, Rule] = {
         neutral=("NO", "no"),
     ),
     **listed("offloading to a disk, which is off", "deepspeed_config.offload_*_nvme_path"),
-    **refused("modules that are left out cannot be simulated", "fsdp_config.fsdp_ignored_modules"),
-    **refused("units by size cannot be simulated", "fsdp_config.fsdp_min_num_params"),
+    **refused("modules that are left out cannot be simulated", "fsdp_config.*ignored_modules"),
+    **refused("units by size cannot be simulated", "fsdp_config.*min_num_params"),
     **refused("its messages have the data's type here", "deepspeed_config.seq_parallel_communication_data_type"),
     **listed(
         "approximated: keys and values pass in a ring, whether they are gathered at once or not",
@@ -458,7 +458,7 @@ def deepspeed_file(keys: Keys, key: str, name: str, *, fills: str = "", precisio
 
 def read_fsdp(keys: Keys, training: Training, cluster: Cluster, *, prefix: str) -> None:
     """Read the keys of FSDP, in either generation, that begin with `prefix`."""
-    version = keys.integer(f"{prefix}version", "fsdp_version")
+    version = keys.integer(f"{prefix}version", "fsdp_config.fsdp_version", "fsdp_version")
     names = [f"{prefix}reshard_after_forward", f"{prefix}sharding_strategy"]
     strategy = keys.choice(
         SHARDINGS, *(names if version and version.value == 2 else reversed(names)), sets="plan.method"

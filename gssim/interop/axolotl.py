@@ -1,6 +1,6 @@
 """Importer of axolotl's YAML, which builds on Accelerate and DeepSpeed; keys as of axolotl 0.13."""
 
-from fnmatch import fnmatchcase
+from typing import Any
 
 from gssim.cluster import Cluster
 from gssim.interop.accelerate import (
@@ -57,7 +57,6 @@ AXOLOTL: dict[str, Rule] = {
     **listed("attention is that of the model file", "*attention*", "attn_implementation", "sdp_*", "flex_attn_*"),
     **listed("of a feature that is off, or refused above", "lora_*", "gptq*", "trl.*", "ebft.*", "vllm.*", "bnb_*"),
     **listed("of a feature that is off, or refused above", "torch_compile_*", "adapter_*", "gdpo*", "kd_*", "dpo_*"),
-    **listed("of FSDP, which is off", "fsdp_config.*", "fsdp_final_state_dict_type"),
     **listed(
         "samples are of sequence_len tokens here", "sample_packing*", "eval_sample_packing", "pad_to_sequence_len"
     ),
@@ -90,6 +89,12 @@ AXOLOTL: dict[str, Rule] = {
     ),
 }
 """What becomes of axolotl's keys that are not read."""
+FSDP = {
+    **{pattern: rule for pattern, rule in ACCELERATE.items() if pattern.startswith("fsdp_config.")},
+    **listed("how the model is built and saved", "fsdp_final_state_dict_type"),
+}
+"""What becomes of those of FSDP, where it is on."""
+NO_FSDP = listed("of FSDP, which is off", "fsdp_config.*", "fsdp_final_state_dict_type")
 
 
 CONTEXT = "context_parallel_size"
@@ -119,11 +124,11 @@ def axolotl(keys: Keys, cluster: Cluster) -> Training:
         keys.refuse("gradient_checkpointing", "activations that are offloaded cannot be simulated")
     elif (checkpointing := keys.flag("gradient_checkpointing")) is not None:
         training.recompute = Value("full" if checkpointing.value else "none", checkpointing.origin)
-    _axolotl_sharding(keys, training, cluster)
+    shards = _axolotl_sharding(keys, training, cluster)
     _axolotl_adapters(keys, training)
     _axolotl_loss(keys, training)
     _axolotl_precision(keys, training)
-    keys.close(AXOLOTL)
+    keys.close((FSDP if shards else NO_FSDP) | AXOLOTL)
     return training
 
 
@@ -218,7 +223,8 @@ def _axolotl_loss(keys: Keys, training: Training) -> None:
         keys.note("liger_fused_linear_cross_entropy", "approximated: logits are multiplied again in the backward")
 
 
-def _axolotl_sharding(keys: Keys, training: Training, cluster: Cluster) -> None:
+def _axolotl_sharding(keys: Keys, training: Training, cluster: Cluster) -> bool:
+    """Read what shards, and return whether FSDP is on."""
     file = keys.raw("deepspeed")
     on = keys.raw("fsdp")
     shards = any(key.startswith("fsdp_config.") and keys.has(key) for key in keys.values) or bool(on)
@@ -227,13 +233,7 @@ def _axolotl_sharding(keys: Keys, training: Training, cluster: Cluster) -> None:
     elif file:
         _axolotl_deepspeed(keys, training, str(file))
     elif shards:
-        prefix = (
-            "fsdp_config.fsdp_" if any(key.startswith("fsdp_config.fsdp_") for key in keys.values) else "fsdp_config."
-        )
-        read_fsdp(keys, training, cluster, prefix=prefix)
-        if isinstance(on, list) and "offload" in on:
-            training.offload = Value("parameters", keys.line("fsdp"))
-        _close_fsdp(keys)
+        _axolotl_fsdp(keys, training, cluster, on)
         # the Trainer leaves gradients whole until the last micro-batch (accelerate's no_sync)
         each = keys.flag("accelerator_config.gradient_accumulation_kwargs.sync_each_batch")
         if each is not None and each.value:
@@ -242,6 +242,22 @@ def _axolotl_sharding(keys: Keys, training: Training, cluster: Cluster) -> None:
             training.gradient_sync = Value("step", f"{training.accumulation.origin}: the Trainer's no_sync")
     else:
         training.sharding = Value("none", "neither fsdp nor deepspeed")
+    return shards
+
+
+def _axolotl_fsdp(keys: Keys, training: Training, cluster: Cluster, on: Any) -> None:
+    """Read the keys of FSDP, all of which have a prefix in older recipes; `on`: the value of `fsdp`."""
+    prefixed = (key for key in keys.values if key.startswith("fsdp_config.fsdp_") and key != "fsdp_config.fsdp_version")
+    prefix = "fsdp_config.fsdp_" if any(prefixed) else "fsdp_config."
+    read_fsdp(keys, training, cluster, prefix=prefix)
+    if isinstance(on, list) and "offload" in on:
+        training.offload = Value("parameters", keys.line("fsdp"))
+    pinned = keys.flag(f"{prefix}cpu_offload_pin_memory")
+    if pinned is not None and not pinned.value and training.offload is not None:
+        keys.refuse(f"{prefix}cpu_offload_pin_memory", "copies are from and to pinned memory here")
+    precision = keys.raw(f"{prefix}mixed_precision_policy")
+    if precision is not None and keys.values.get(str(precision)) not in (True, "auto", "true"):
+        keys.refuse(f"{prefix}mixed_precision_policy", "contradicts the recipe's own precision")
 
 
 def _axolotl_deepspeed(keys: Keys, training: Training, file: str) -> None:
@@ -264,17 +280,6 @@ def _axolotl_deepspeed(keys: Keys, training: Training, file: str) -> None:
             "approximated: a ring; newer releases exchange heads under DeepSpeed: plan.context_exchange=all-to-all"
         )
         keys.note(training.cp.origin.partition(" = ")[0], exchange)
-
-
-def _close_fsdp(keys: Keys) -> None:
-    """Account for the other keys of FSDP as Accelerate does."""
-    for key in keys.values:
-        if key.startswith("fsdp_config.") and key not in keys.read:
-            rule = next((rule for pattern, rule in ACCELERATE.items() if fnmatchcase(key, pattern)), None)
-            if rule is not None and rule.harmless(keys.values[key]):
-                keys.note(key, rule.reason if rule.no_effect else "off")
-            elif rule is not None:
-                keys.refuse(key, rule.reason)
 
 
 def _axolotl_precision(keys: Keys, training: Training) -> None:

@@ -50,11 +50,17 @@ def suggested_changes(loaded: Loaded) -> tuple[Remedy, ...]:
     sharded at rest (by Gradient Sharding or FSDP2), more ranks. Then the helpful changes to the plan are applied
     together, with the method that is closer to the plan's own.
     """
-    now_bytes = _needed_bytes(_footprints(loaded.scenario, _program(loaded)))
-    plan = _plan_changes(loaded.scenario)
-    methods = _method_changes(loaded.scenario)
+    scenario = loaded.scenario
+    now_bytes = _needed_bytes(_footprints(scenario, _program(loaded)))
+    plan, methods, ranks = _plan_changes(scenario), list[Change](), list[Change]()
+    if scenario.policies.parameters != "sharded":  # the method that is closer to the plan's own first
+        names = ("gs_z3", "zero3") if scenario.policies.gradients == "push" else ("zero3", "gs_z3")
+        methods = [(f"plan.method={name}", partial(_with_plan, method=name, **METHOD_DEFAULTS)) for name in names]
+    if scenario.plan.shares.shards != "cost":  # which depends on the wiring of the added devices
+        multiples = [times for times in (2, 4) if times * scenario.ranks <= MAX_RANKS]
+        ranks = [(f"{times} times the ranks", partial(_with_ranks, times=times)) for times in multiples]
     suggestions, helpful = [], []
-    for change in [*plan, *methods, *_rank_changes(loaded.scenario)]:
+    for change in [*plan, *methods, *ranks]:
         remedy = _remedy(loaded, [change], now_bytes)
         if remedy is not None and remedy.saved_bytes > 0:
             suggestions.append(remedy)
@@ -120,21 +126,6 @@ def _plan_changes(scenario: Scenario) -> list[Change]:
         without_residuals = replace(plan.push, error_feedback=False)
         changes.append(("plan.push.error_feedback=false", partial(_with_plan, push=without_residuals)))
     return changes
-
-
-def _method_changes(scenario: Scenario) -> list[Change]:
-    """Return methods that shard parameters at rest, the one closer to the plan's own first."""
-    if scenario.policies.parameters == "sharded":
-        return []
-    methods = ("gs_z3", "zero3") if scenario.policies.gradients == "push" else ("zero3", "gs_z3")
-    return [(f"plan.method={name}", partial(_with_plan, method=name, **METHOD_DEFAULTS)) for name in methods]
-
-
-def _rank_changes(scenario: Scenario) -> list[Change]:
-    if scenario.plan.shares.shards == "cost":  # depends on the wiring of the added devices
-        return []
-    times = [times for times in (2, 4) if times * scenario.ranks <= MAX_RANKS]
-    return [(f"{times} times the ranks", partial(_with_ranks, times=times)) for times in times]
 
 
 def _with_plan(scenario: Scenario, **settings: object) -> Scenario:

@@ -290,8 +290,14 @@ def _plans_of_mesh(
         else ["even"]
     )
     rules = space.batch if parts > 1 else ("even",)
-    shard_options = list(product(shards, _pushes(scenario, space, method)))
-    for micro_batches in _micro_batches(space, total, parts):
+    pushes: list[dict[str, Any]] = [{}]  # as the scenario says, and with thresholds where their effect is bounded
+    if METHODS[method].gradients == "push" and space.searches_thresholds:
+        thresholds = space.thresholds or (USUAL_THRESHOLDS if space.study is None else ())
+        pushes += ({"threshold": value} for value in thresholds)
+    shard_options = list(product(shards, pushes))
+    most = min(max(1, total // parts), MAX_MICRO_BATCHES)
+    powers_of_two = [1 << power for power in range(most.bit_length())]
+    for micro_batches in powers_of_two if space.micro_batches is None else space.micro_batches:
         base = {"method": method, **mesh, "micro_batches": micro_batches}
         reason = _refusal(scenario, base) if method == "gs_wgrad" else batches.refusal(base)
         if reason is not None:
@@ -328,20 +334,5 @@ def _rule_applies(scenario: Scenario, method: str, axes: Axes, rule: str) -> boo
     return owners and (not METHODS[method].two_levels or rule == "memory")
 
 
-def _micro_batches(space: SearchSpace, total: int, parts: int) -> Sequence[int]:
-    if space.micro_batches is not None:
-        return space.micro_batches
-    most = max(1, total // parts)
-    return [1 << power for power in range(most.bit_length()) if 1 << power <= min(most, MAX_MICRO_BATCHES)]
-
-
 MAX_MICRO_BATCHES = 32
 """Searched where the user gives no numbers: more rarely pay, and take long to simulate."""
-
-
-def _pushes(scenario: Scenario, space: SearchSpace, method: str) -> list[dict[str, Any]]:
-    """Return the push settings to search: the scenario's own, and thresholds where their effect is bounded."""
-    if METHODS[method].gradients != "push" or not space.searches_thresholds:
-        return [{}]
-    usual = USUAL_THRESHOLDS if space.study is None else ()
-    return [{}, *({"threshold": value} for value in space.thresholds or usual)]

@@ -8,14 +8,12 @@ oneself leaves the same row for each. So they share one role. They must be neigh
 the last digits.
 """
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from gssim.program.lowering import Lowering
 from gssim.program.messages import is_thresholded, owned_pieces, push_sizes
 from gssim.program.publish import published
-from gssim.units import Floats, Ints
+from gssim.units import Ints
 
 
 def message_classes(low: Lowering) -> Ints:
@@ -26,29 +24,17 @@ def message_classes(low: Lowering) -> Ints:
     classes = np.zeros(len(low.group), np.int64)
     first = 0
     for place in range(low.places):
-        runs, values = owned_pieces(low, place).runs, np.concatenate(list(_by_run(low, place)))
+        pieces, sending = owned_pieces(low, place), [each for each in low.micro_batches if each.sends_gradients]
+        pushes = [push_sizes(low, micro_batch, place) for micro_batch in sending] if is_thresholded(low) else []
+        # what distinguishes runs of owners: elements owned, and entries received of each kind of sender, by bucket
+        by_run = [pieces.elements_owned]
+        by_run += [push.messages.entries.reshape(-1, len(pieces.members)) for push in pushes]
+        by_run += [published(low, place).entries] if low.thresholds_publish else []
+        values = np.concatenate(by_run)
         differs = np.r_[True, (values[:, 1:] != values[:, :-1]).any(axis=0)]  # from the run before
-        changes = (runs[1:] != runs[:-1]) & differs[runs[1:]]
-        for kinds in _senders(low, place):
-            changes |= kinds[1:] != kinds[:-1]
+        changes = (pieces.runs[1:] != pieces.runs[:-1]) & differs[pieces.runs[1:]]
+        for push in pushes:  # what neighbours send
+            changes |= push.classes[1:] != push.classes[:-1]
         classes[place :: low.places] = first + np.cumsum(np.r_[0, changes])
         first = int(classes[place :: low.places][-1]) + 1
     return classes
-
-
-def _by_run(low: Lowering, place: int) -> Iterator[Floats]:
-    """Yield what distinguishes runs of owners at a place: elements owned, entries received per kind, by bucket."""
-    pieces = owned_pieces(low, place)
-    yield pieces.elements_owned
-    for micro_batch in low.micro_batches:
-        if micro_batch.sends_gradients and is_thresholded(low):
-            yield push_sizes(low, micro_batch, place).messages.entries.reshape(-1, len(pieces.members))
-    if low.thresholds_publish:
-        yield published(low, place).entries
-
-
-def _senders(low: Lowering, place: int) -> Iterator[Ints]:
-    """Yield the kind of sender of each node's rank at a place."""
-    for micro_batch in low.micro_batches:
-        if micro_batch.sends_gradients and is_thresholded(low):
-            yield push_sizes(low, micro_batch, place).classes

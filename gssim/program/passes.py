@@ -325,7 +325,7 @@ def _data_payload(low: Lowering, name: TaskId) -> float:
     """Return the payload of a push or publication in this step: that of its `Communication`."""
     bucket, place = low.buckets[name.bucket or 0], name.place or 0
     if name.op == "publish":
-        return published_bytes(low, bucket, place)
+        return published_bytes(low, place)[bucket.index]
     (micro_batch,) = (each for each in low.micro_batches if each.number == name.micro_batch)
     return float(push_totals(low, micro_batch, place).payload_bytes[bucket.index])
 
@@ -338,7 +338,7 @@ def _sent_bytes(low: Lowering) -> float:
         pushes = (push_totals(low, each, place) for each in sending for place in places)
         whole += sum(float(each.payload_bytes.sum()) for each in pushes)
     if low.thresholds_publish:
-        whole += sum(published_bytes(low, bucket, place) for bucket in low.buckets for place in places)
+        whole += sum(published_bytes(low, place)[bucket.index] for bucket in low.buckets for place in places)
     return whole
 
 

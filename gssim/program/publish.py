@@ -64,16 +64,12 @@ def message_bytes(low: Lowering, bucket: int, place: int) -> tuple[float, ...]:
     return tuple(published(low, place).size_bytes[bucket][owned_pieces(low, place).runs].tolist())
 
 
-def published_bytes(low: Lowering, bucket: Bucket, place: int) -> float:
-    """Return the payload of the thresholded publication of a bucket among the ranks at a place."""
-    return (low.nodes - 1) * _published_bytes(low, place)[bucket.index]
-
-
 @once_a_step
-def _published_bytes(low: Lowering, place: int) -> list[float]:
-    """Return the bytes of the messages of all owners at a place, by bucket."""
-    sizes: list[float] = (published(low, place).size_bytes @ owned_pieces(low, place).members).tolist()
-    return sizes
+def published_bytes(low: Lowering, place: int) -> list[float]:
+    """Return the payload of the thresholded publication of each bucket among the ranks at a place."""
+    sizes = published(low, place).size_bytes @ owned_pieces(low, place).members
+    payloads: list[float] = ((low.nodes - 1) * sizes).tolist()
+    return payloads
 
 
 @once_a_step

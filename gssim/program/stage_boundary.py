@@ -50,7 +50,8 @@ class Stage:
         """
         last = place = max(i for i, instance in enumerate(self.layers) if instance.layer.modules)
         layers = [instance.layer for instance in self.layers]
-        while place > self.shared and (of_no_sample(layers[place]) or not _allocates_forward(layers[place])):
+        allocates = [any(buffer.born.phase == "f" for buffer in each.buffers) for each in layers]
+        while place > self.shared and (of_no_sample(layers[place]) or not allocates[place]):
             place -= 1
         buffer = passed_on(self.layers[place].layer)
         if place < last and (buffer is None or place + buffer.freed.layer_offset < last):
@@ -64,10 +65,6 @@ class Stage:
         if buffer is None:
             return self.layers[place].layer.output_bytes, "activations"
         return buffer.size_bytes, buffer.category
-
-
-def _allocates_forward(layer: Layer) -> bool:
-    return any(buffer.born.phase == "f" for buffer in layer.buffers)
 
 
 def stages_of(layers: Sequence[Sequence[LayerInstance]]) -> tuple[Stage, ...]:

@@ -4,17 +4,14 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, field
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
-from pydantic import TypeAdapter
-
 from gssim.errors import UserError
 from gssim.execution.files import read_json
-from gssim.units import Amount, Finite, PositiveInt, record, spec, validated
+from gssim.units import Amount, Finite, PositiveInt, adapter, record, spec, validated
 
 if TYPE_CHECKING:
     import polars
@@ -464,7 +461,7 @@ class Result:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the Result as plain data, keys in schema order; without some that most have no use for."""
-        data: dict[str, Any] = _adapter().dump_python(self)  # much faster than dataclasses.asdict
+        data: dict[str, Any] = adapter(Result).dump_python(self)  # much faster than dataclasses.asdict
         if self.periods is None:
             del data["periods"]
         elif not self.periods.begin_steps:
@@ -500,11 +497,6 @@ class Result:
             rows.append({**whole, "step_time_s": self.step_time_s, **row})
         frame: polars.DataFrame = dataframe(rows, infer_schema_length=None)
         return frame
-
-
-@cache
-def _adapter() -> TypeAdapter[Result]:
-    return TypeAdapter(Result)
 
 
 def imported_polars() -> Any:

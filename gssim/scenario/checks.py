@@ -34,7 +34,6 @@ def check(scenario: Scenario, *, file: str) -> None:
     refuse_what_cannot_run(plan, policies, file=file)
     _check_muon(scenario, policies, file)  # before shards are sized
     _check_optimizer_state(scenario.workload, file)
-    _check_fused_loss(scenario, policies, file)
     _check_publish(scenario, policies, file)
     zero1 = (policies.gradients, policies.optimizer_state) == ("all-reduce", "sharded")
     if plan.zero1_implementation != "torch" and not zero1:
@@ -112,15 +111,6 @@ def _check_offload(scenario: Scenario, policies: Policies, file: str) -> None:
         raise UserError(
             f"{where}: the cluster has no node {memory_node(absent)!r} to which state could be copied; set host_memory "
             "and pcie_link of its servers, or link its devices to a switch of this name"
-        )
-
-
-def _check_fused_loss(scenario: Scenario, policies: Policies, file: str) -> None:
-    """Refuse a loss that is fused with the head where other ranks compute the gradient of the head's weight."""
-    if scenario.workload.fused_loss and policies.partition == "weight-gradient":
-        raise UserError(
-            f"{file}: workload.fused_loss = true: cannot run with method '{scenario.plan.method}', under which owners "
-            "compute weight gradients: one kernel makes those of the head's weight and input; leave it out"
         )
 
 
@@ -970,6 +960,11 @@ def _check_batch(scenario: Scenario, ranks: int, file: str) -> None:
 def _check_weight_gradient_owners(scenario: Scenario, policies: Policies, file: str) -> None:
     """Refuse options that cannot be combined with weight gradients divided among ranks by layers."""
     rules, model = scenario.plan.shares, scenario.workload.model
+    if scenario.workload.fused_loss:
+        raise UserError(
+            f"{file}: workload.fused_loss = true: cannot run with method '{scenario.plan.method}', under which owners "
+            "compute weight gradients: one kernel makes those of the head's weight and input; leave it out"
+        )
     if rules.batch != "even":
         raise UserError(
             f"{file}: plan.shares.batch = {rules.batch!r}: method '{scenario.plan.method}' runs the whole batch on "

@@ -18,7 +18,7 @@ from gssim.execution.cache import Same, Shared
 from gssim.plan import Plan, Policies, Push
 from gssim.scenario.run import Run
 from gssim.units import adapter
-from gssim.workload import Model, Workload
+from gssim.workload import Workload
 from gssim.workload.gradient_statistics import GradientStatistics
 
 VERSION = 1
@@ -111,10 +111,16 @@ def canonical(scenario: ScenarioParts, shared: Shared) -> dict[str, Any]:
         shares["layers"] = scenario.owned_layers
     if plan.shares.replan:
         shares["replanning"] = _fields(plan.shares.replanning)
+
+    def model_digest() -> str:
+        """Return the digest of the model without its name, its source, and what follows from its module."""
+        layers = [_dumped(layer, include=LAYER_FIELDS) for layer in model.layers]
+        return _digest(_fields(model, leave_out=UNASKED_OF_MODEL) | {"layers": layers})
+
     return {
         "version": VERSION,
         "workload": _fields(workload, leave_out=unasked)
-        | {"model": shared.once("identity of model", Same(model), lambda: _digest(_canonical_model(model)))},
+        | {"model": shared.once("identity of model", Same(model), model_digest)},
         "plan": _fields(plan, leave_out=AS_RESOLVED) | {"publish": _fields(plan.publish, leave_out={"overlap"})},
         "policies": {name: getattr(policies, name) for name in POLICIES}
         | ({"compress": policies.compress} if policies.compress else {})
@@ -170,13 +176,6 @@ def calibration_id(cluster: Cluster, gradients: GradientStatistics | None, share
         )
 
     return shared.once("calibration", (Same(cluster), Same(gradients)), digest)
-
-
-def _canonical_model(model: Model) -> dict[str, Any]:
-    """Return a model without its name, its source, and what follows from its module."""
-    data = _fields(model, leave_out=UNASKED_OF_MODEL)
-    layers = [_dumped(layer, include=LAYER_FIELDS) for layer in model.layers]
-    return data | {"layers": layers}
 
 
 def _structure(cluster: Cluster, ranks: int) -> dict[str, Any]:

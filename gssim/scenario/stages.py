@@ -12,6 +12,7 @@ from gssim.plan import Plan, splitting
 from gssim.scenario.device_rates import layer_costs_s
 from gssim.units import PRECISION_BYTES
 from gssim.workload import Buffer, Layer, LayerInstance, Moment, Parameter, Polynomial, Workload, unrolled
+from gssim.workload.layer import NO_COST
 
 INTERLEAVED_STAGES_PER_RANK = 2
 """Default number of stages per rank of an interleaved plan."""
@@ -241,12 +242,11 @@ def of_no_sample(layer: Layer) -> bool:
 
 def _without_backward(layer: Layer) -> Layer:
     """Return a layer of whose outputs none needs a gradient."""
-    nothing = Polynomial(((0, 0, 0),))
     return replace(
         layer,
-        backward_flop=nothing,
-        backward_bytes=nothing,
-        backward_streamed_bytes=layer.backward_streamed_bytes and nothing,
+        backward_flop=NO_COST,
+        backward_bytes=NO_COST,
+        backward_streamed_bytes=layer.backward_streamed_bytes and NO_COST,
         backward_operations=0,
         buffers=tuple(buffer for buffer in layer.buffers if buffer.born.phase == "f"),
     )

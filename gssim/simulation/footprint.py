@@ -66,40 +66,38 @@ def reservation(scenario: Scenario, program: Program, rank: int, *, known_bytes:
     """
     role = program.role_of[rank]
     expandable = scenario.cluster.type_of(rank).expandable_segments
-    first, last = scenario.policies.pp + 2, scenario.plan.micro_batches - 2
-    without_bytes = program.once(_peak_without, role, first, last) if first < last else 0.0
+    left_out = range(scenario.policies.pp + 2, scenario.plan.micro_batches - 2)
+    without_bytes = program.once(_peak_without, role, left_out) if left_out else 0.0
     if NEAR_RATIO * known_bytes <= without_bytes <= (1 + 2 * TOLERANCE_RATIO) * known_bytes:
-        peaks = program.once(_replay_without, role, first, last, expandable)
+        peaks = program.once(_replay, role, expandable, None, left_out)
         if abs(peaks.requested_bytes - known_bytes) <= TOLERANCE_RATIO * known_bytes:
             return peaks
     return program.once(_replay, role, expandable, None)
 
 
-def _without(program: Program, role: int, first: int, last: int) -> list[Task | Chunk]:
-    """Return the parts of a role's tasks that are not of the micro-batches from `first` up to `last`."""
+def _without(program: Program, role: int, left_out: range) -> list[Task | Chunk]:
+    """Return the parts of a role's tasks that are not of these micro-batches."""
     parts = parts_of(program.tasks[role])
     numbers = (part.id.micro_batch if isinstance(part, Task) else part.micro_batch for part in parts)
-    return [part for part, number in zip(parts, numbers, strict=True) if number is None or not first <= number < last]
+    return [part for part, number in zip(parts, numbers, strict=True) if number is None or number not in left_out]
 
 
-def _peak_without(program: Program, role: int, first: int, last: int) -> float:
+def _peak_without(program: Program, role: int, left_out: range) -> float:
     """Return the peak of requested bytes without some micro-batches, as far as it is known without a replay."""
     memory = MemoryTracker(dict(program.persistent[role]))
-    parts = _without(program, role, first, last)
+    parts = _without(program, role, left_out)
     memory.run([part.need if isinstance(part, Task) else part.template.need for part in parts] * STEPS)
     return memory.peak_bytes
 
 
-def _replay_without(program: Program, role: int, first: int, last: int, expandable: bool) -> AllocatorPeaks:
-    """Return the peaks of a role's steps without the micro-batches from `first` up to `last`; see [Note: middle]."""
+def _replay(
+    program: Program, role: int, expandable: bool, limit_bytes: float | None, left_out: range = range(0)
+) -> AllocatorPeaks:
+    """Return the peaks of a role's steps, without some micro-batches if there are any; see [Note: middle]."""
     tasks: list[Task] = []
-    for part in _without(program, role, first, last):
+    for part in _without(program, role, left_out) if left_out else ():
         tasks += [part] if isinstance(part, Task) else part.template.tasks
-    return replay(program, role, tasks=tasks, expandable_segments=expandable)
-
-
-def _replay(program: Program, role: int, expandable: bool, limit_bytes: float | None) -> AllocatorPeaks:
-    return replay(program, role, limit_bytes=limit_bytes, expandable_segments=expandable)
+    return replay(program, role, tasks=tasks or None, limit_bytes=limit_bytes, expandable_segments=expandable)
 
 
 # The replay ----------------------------------------------------------------------------------------------------------

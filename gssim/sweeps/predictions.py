@@ -19,7 +19,7 @@ from gssim.execution.cache import Shared
 from gssim.execution.files import locked
 from gssim.result import Result, file_name, read_result
 from gssim.scenario.sweep import Point, is_rate
-from gssim.simulation import simulate
+from gssim.simulation import no_collection, simulate
 from gssim.sweeps.inputs import Packed, unpacked
 
 CHUNK_S = 1.0
@@ -162,7 +162,7 @@ def answer(chunk: Chunk[Made]) -> Answers[Made]:
         )
     began_s, shared = time.perf_counter(), _THREAD_CACHE.shared
     made: list[Made | Fault] = []
-    with _rare_collection() as collect:
+    with no_collection():
         for number, point in enumerate(chunk.points):
             local_files = unpacked(chunk.files, shared) if chunk.files is not None else None
             try:
@@ -171,7 +171,7 @@ def answer(chunk: Chunk[Made]) -> Answers[Made]:
                 text = local_files.original_text(str(error)) if local_files is not None else str(error)
                 made.append(type(error)(text))
             if number % POINTS_PER_COLLECTION == POINTS_PER_COLLECTION - 1:
-                collect()
+                gc.collect(0)  # not the points' common objects, which are older
             if time.perf_counter() - began_s > MAX_CHUNK_S:
                 break
     return Answers(tuple(made), time.perf_counter() - began_s)
@@ -179,18 +179,6 @@ def answer(chunk: Chunk[Made]) -> Answers[Made]:
 
 POINTS_PER_COLLECTION = 64
 """Number of points between garbage collections."""
-
-
-@contextmanager
-def _rare_collection() -> Iterator[Callable[[], object]]:
-    """Suspend garbage collection of the points' common objects; yield a function that collects the young ones."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield lambda: gc.collect(0)
-    finally:
-        if collecting:
-            gc.enable()
 
 
 class _Interrupted:
@@ -234,11 +222,11 @@ class PredictionKey:
 
 def predictions_in(folder: Path) -> FileStore[Result]:
     """Return the store of the predictions in a folder."""
-    return FileStore(folder, read_result, Result.to_json, _key_of, is_exact=True)
 
+    def key_of(result: Result) -> PredictionKey:
+        return PredictionKey(result.scenario_id, result.calibration_id, result.provenance.get("code", ""))
 
-def _key_of(result: Result) -> PredictionKey:
-    return PredictionKey(result.scenario_id, result.calibration_id, result.provenance.get("code", ""))
+    return FileStore(folder, read_result, Result.to_json, key_of, is_exact=True)
 
 
 def key_of_point(point: Point, shared: Shared) -> PredictionKey:

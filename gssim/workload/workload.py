@@ -6,7 +6,7 @@ from pydantic import Discriminator, Field, Tag
 
 from gssim.units import NonNegativeFloat, PositiveFloat, PositiveInt, Precision, limited, spec
 from gssim.workload.fused_loss import with_fused_loss
-from gssim.workload.model import Adapters, ImageInput, Model, TokenInput, under_autocast, with_adapters
+from gssim.workload.model import Adapters, ImageInput, Model, under_autocast, with_adapters
 from gssim.workload.optimizers import StatePrecision
 from gssim.workload.owned import with_frozen_layers
 from gssim.workload.quantized import FrozenPrecision
@@ -211,8 +211,9 @@ class Workload:
         elif self.model.loss_fused:
             raise ValueError("fused_loss: missing; head and loss of the model are fused")
         source = self.model.input
-        if not isinstance(self.data, str) and (task := _task_of(self.data, source)) != source.task:
-            raise ValueError(f"data.kind = '{self.data.kind}': is for {task}, the model's task is {source.task}")
+        if not isinstance(self.data, str) and source.task not in (tasks := TASKS[self.data.kind]):
+            allowed = " or ".join(tasks)
+            raise ValueError(f"data.kind = '{self.data.kind}': is for {allowed}, the model's task is {source.task}")
         if isinstance(source, ImageInput):
             if self.sequence_length is not None:
                 raise ValueError("sequence_length: a model of images takes none")
@@ -261,11 +262,9 @@ class Workload:
         object.__setattr__(self, "model", with_frozen_layers(self.model, self.frozen))
 
 
-def _task_of(data: ImageFolder | Glue | TextFolder, source: TokenInput | ImageInput) -> str:
-    """Return the task that the data are for; of text, either of two."""
-    if isinstance(data, TextFolder):
-        return source.task if source.task in TEXT_TASKS else " or ".join(TEXT_TASKS)
-    return "classification" if isinstance(data, ImageFolder) else "sequence-classification"
-
-
-TEXT_TASKS = ("next-token", "masked-token")
+TASKS = {
+    "image-folder": ("classification",),
+    "glue": ("sequence-classification",),
+    "text-folder": ("next-token", "masked-token"),
+}
+"""The tasks that data are for, by kind."""

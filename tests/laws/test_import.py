@@ -1210,6 +1210,35 @@ def test_axolotls_keys_that_change_the_answer_are_refused(tmp_path, line, said):
     assert said in refused(tmp_path, f"{AXOLOTL}{line}\n", name="x.yml")
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("ignored_modules: [lm_head]", "left out"),
+        ("min_num_params: 1000", "units by size"),
+        ("unheard: 5", "unknown key"),
+        ("mixed_precision_policy: fp16", "contradicts"),
+        ("offload_params: true\n  cpu_offload_pin_memory: false", "pinned"),
+    ],
+)
+def test_axolotls_keys_of_fsdp_that_change_the_answer_are_refused(tmp_path, line, said):
+    assert said in refused(tmp_path, AXOLOTL.replace("offload_params: false", line), name="x.yml")
+
+
+def test_axolotls_other_keys_of_fsdp(tmp_path):
+    more = "fsdp_version: 2\n  mixed_precision_policy: bf16\n  cpu_offload_pin_memory: true\n  final_state_dict_type: X"
+    text = (
+        AXOLOTL.replace("fsdp_version: 2\n", "")
+        .replace("offload_params: false", more)
+        .replace("reshard_after_forward: true", "reshard_after_forward: no")
+    )
+    tables, found = imported(tmp_path, text, name="x.yml")
+    assert tables["plan"]["method"] == "zero2"  # read although a key beside it has a prefix
+    assert not any("off" in line.rpartition(": ")[2] for line in found.listed if "fsdp_config" in line)
+    without = AXOLOTL[: AXOLOTL.index("fsdp_version")]
+    _, found = imported(tmp_path, without + "fsdp_config: {unheard: }\nfsdp_final_state_dict_type: X\n", name="x.yml")
+    assert sum("fsdp" in line for line in found.listed) == 2
+
+
 def test_axolotls_other_keys(tmp_path):
     more = "use_scattermoe: false\nmodel_config: {output_router_logits: true}\nloraplus_lr_ratio: 2\nuse_wandb: false\n"
     more += (

@@ -99,36 +99,33 @@ def halving_doubling(members: Members, communication: Communication) -> tuple[St
     halving: list[Stage] = []
     doubling: list[Stage] = []
     part = size
-    for hops in _exchange_hops(members, power):
+    into, *exchanges, out = _exchange_hops(members, power)
+    for hops in exchanges:
         part /= 2
         halving.append(Stage(hops, part, reduced_bytes=part))
         doubling.insert(0, Stage(hops, part))
     stages = {"all-reduce": [*halving, *doubling], "reduce-scatter": halving, "all-gather": doubling}
     chosen = stages[communication.kind]
     if extra:
-        into, out = _fold_hops(members, power)
         chosen = [Stage(into, size, reduced_bytes=size), *chosen, Stage(out, size)]
     return tuple(chosen)
 
 
 @cached_hops
 def _exchange_hops(members: Members, power: int) -> tuple[Hops, ...]:
-    """Return the pairwise exchanges of halving-doubling, at halving distances."""
+    """Return the pairwise exchanges of halving-doubling, at halving distances.
+
+    Before them the hops from the members beyond a power of two to their partners, behind them those back.
+    """
+    extra, partner = members.ranks[power:], members.ranks[: members.count - power]
+    ones = np.ones(len(extra))
     positions = np.arange(power)
     exchanges = []
     distance = power // 2
     while distance:
         exchanges.append(Hops(members.ranks[positions], members.ranks[positions ^ distance], np.ones(power)))
         distance //= 2
-    return tuple(exchanges)
-
-
-@cached_hops
-def _fold_hops(members: Members, power: int) -> tuple[Hops, Hops]:
-    """Return the hops from the members beyond a power of two to their partners, and back."""
-    extra, partner = members.ranks[power:], members.ranks[: members.count - power]
-    ones = np.ones(len(extra))
-    return Hops(extra, partner, ones), Hops(partner, extra, ones)
+    return (Hops(extra, partner, ones), *exchanges, Hops(partner, extra, ones))
 
 
 def hierarchical(members: Members, communication: Communication) -> tuple[Stage, ...]:
