@@ -428,8 +428,10 @@ def test_labels_are_as_wide_as_matplotlib_draws_them(text: str) -> None:
     assert label_width_in(text) == pytest.approx(drawn.get_extents().width / 72, rel=1e-12)
 
 
-@pytest.mark.parametrize("n", [2, 25])
-@pytest.mark.parametrize("spread_s", [0.0, 0.5])
+@pytest.mark.parametrize(
+    ("n", "spread_s"),
+    [(2, 0.5), (25, 0.0), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, 0.0), (25, 0.5)))],
+)
 def test_labels_never_overlap_nor_leave_the_picture(n: int, spread_s: float) -> None:
     figure = predicted_vs_measured(compare(join(crowd(n, spread_s=spread_s)).pairs))
     figure.canvas.draw()

@@ -428,6 +428,7 @@ def test_a_folder_where_a_file_is_to_be_written(monkeypatch, capsys, tmp_path, o
     assert not list(taken.glob(".*"))
 
 
+@pytest.mark.slow  # test_packaging.py runs it too
 def test_the_installed_command_does_the_same(tmp_path):
     call = [
         sys.executable,

@@ -155,6 +155,7 @@ def test_another_tools_file_is_imported_and_predicted(clean: Path, tmp_path: Pat
     assert "step" in call(clean / "gssim", "run", "theirs.toml", folder=tmp_path)
 
 
+@pytest.mark.slow  # they import torch and the charts' packages, from elsewhere
 def test_the_other_programs_start(clean: Path, tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
     assert "torch.distributed" in call(clean / "gsreal", "--help", folder=tmp_path)

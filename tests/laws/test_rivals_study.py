@@ -252,7 +252,7 @@ def mapped():
         for name in NAMES
     ]
     asked = Map(bandwidth_bytes_per_s=(1e5, 1e12), latency_s=(0.0,), slow_ratio=(1.0, 3.0))
-    short = ('workload.gradients="transferred"', "run.steps=16")  # of which eight are a period
+    short = ('workload.gradients="transferred"', "run.steps=8")  # which are a period
     return loaded, courses, map_points(loaded, courses, short, asked)
 
 

@@ -31,7 +31,7 @@ def question():
 
 
 @pytest.mark.parametrize(
-    ("seed", "plans"), [(1, 12), *(pytest.param(seed, 60, marks=pytest.mark.slow) for seed in (0, 1, 2))]
+    ("seed", "plans"), [(1, 6), *(pytest.param(seed, 60, marks=pytest.mark.slow) for seed in (0, 1, 2))]
 )
 def test_no_plan_on_gpus_is_better_than_its_bounds(seed, plans):
     loaded = question()
@@ -57,7 +57,7 @@ def test_no_plan_on_gpus_whose_hosts_issue_ahead_is_better_than_its_bounds():
     bounds = Bounds(loaded.scenario, "step-time")
     every = list(candidates(loaded.scenario, loaded.scenario.search, Batches(bounds)))
     workers = InThisProcess(loaded)
-    for each in random.Random(2).sample(every, 8):
+    for each in random.Random(2).sample(every, 4):
         result = workers.answer_of(each.plan)
         if not isinstance(result, UserError):
             check_bounds(workers, bounds, each, result)
@@ -144,8 +144,10 @@ def test_stages_hold_no_less_than_their_bound_and_hardly_more(changes, recompute
     assert sorted(parts)[len(parts) // 2] > 0.7
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("order", ["1f1b", "gpipe"])
+@pytest.mark.parametrize(
+    ("tp", "order"),
+    [(1, "1f1b"), (2, "gpipe"), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, "1f1b"), (1, "gpipe")))],
+)
 def test_a_pipeline_takes_no_less_than_its_round_trip_and_hardly_more(tp, order):
     loaded, parts = question(), []
     workers, bounds = InThisProcess(loaded), Bounds(loaded.scenario)

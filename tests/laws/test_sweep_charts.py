@@ -404,6 +404,7 @@ def test_many_settings_go_onto_several_pages(tmp_path: Path) -> None:
     assert [len(chart.figure.axes) for chart in who_wins(bare)] == [2]
 
 
+@pytest.mark.slow
 def test_of_many_settings_those_that_are_drawn_are_spread_over_the_sweep_and_the_note_says_so(tmp_path: Path) -> None:
     table = many_clusters(tmp_path)
     found = {chart.name: [text.get_text() for text in chart.figure.texts] for chart in sweep_charts(table)}

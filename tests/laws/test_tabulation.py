@@ -253,7 +253,13 @@ def test_a_folder_of_rows_that_holds_something_else_is_left_with_it(tmp_path):
     assert os.listdir(tmp_path / "t.parts") == ["notes.jsonl"]
 
 
-@pytest.mark.parametrize(("out", "lock"), [("t.parquet", "t.parquet.lock"), ("results", "results/.gssim-sweep.lock")])
+@pytest.mark.parametrize(
+    ("out", "lock"),
+    [
+        ("t.parquet", "t.parquet.lock"),
+        pytest.param("results", "results/.gssim-sweep.lock", marks=pytest.mark.slow),
+    ],
+)
 def test_of_two_sweeps_into_one_place_the_second_is_refused_by_the_name_of_the_first(folder, gssim, out, lock):
     many(folder, 3000).write_text(Path("sweep.toml").read_text().replace("plan.tp = 3", "plan.tp = 1"))
     process = subprocess.Popen(

@@ -90,7 +90,9 @@ SERVERS = (
 )
 
 
-@pytest.mark.parametrize("changes", [(), ("plan.publish.threshold=1e-4",), ("plan.overlap=false",)])
+@pytest.mark.parametrize(
+    "changes", [(), pytest.param(("plan.publish.threshold=1e-4",), marks=pytest.mark.slow), ("plan.overlap=false",)]
+)
 def test_collectives_inside_nodes_end_ahead_of_the_clock_when_they_would_by_it(changes, monkeypatch):
     asked = [SERVERS, "plan.method=gs_hier", "plan.push.threshold=1e-3", *changes]
     ahead = outcome(asked)

@@ -39,13 +39,13 @@ TRANSFORMERS = [name for name in SMALL if "-byte-" in name]
 
 
 def larger_is_slow(name: str) -> Any:
-    """Return a model's name as a test's parameter: what the larger one shows, the smaller ones show too."""
-    return pytest.param(name, marks=[pytest.mark.slow] if name == "gpt-byte-10m" else [])
+    """Return a model's name as a test's parameter: what the larger ones show, the smallest of their kind shows too."""
+    return pytest.param(name, marks=[pytest.mark.slow] if name in ("gpt-byte-10m", "gpt-byte-1m") else [])
 
 
 def deep_is_slow(name: str) -> Any:
     """Return a model's name as a test's parameter: what deep ones show, small siblings show in test_model_files."""
-    return pytest.param(name, marks=[] if name in (*SMALL, "resnet-50") else [pytest.mark.slow])
+    return pytest.param(name, marks=[] if name in SMALL else [pytest.mark.slow])
 
 
 # Modules -------------------------------------------------------------------------------------------------------------
@@ -340,7 +340,7 @@ def test_flop_at_a_shape_that_was_not_traced_is_what_torch_counts(name):
     )
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", [larger_is_slow(name) for name in SMALL])
 def test_saved_bytes_are_what_autograd_saves(name):
     model = shipped(name)
     shape = untraced_shape(model)
@@ -363,7 +363,7 @@ def test_saved_bytes_are_what_autograd_saves(name):
     assert traced == sum(storage.nbytes() for storage in saved.values())
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", [larger_is_slow(name) for name in SMALL])
 def test_gradients_become_ready_in_the_traced_order(name):
     model = shipped(name)
     module, _, step = real_step(model, untraced_shape(model))
@@ -375,7 +375,7 @@ def test_gradients_become_ready_in_the_traced_order(name):
     assert [layers[i].parameter_names[j] for i, j in gradient_order(layers)] == seen
 
 
-@pytest.mark.parametrize("name", TRANSFORMERS)
+@pytest.mark.parametrize("name", [larger_is_slow(name) for name in TRANSFORMERS])
 def test_the_replayed_peak_is_the_counted_one(name):
     model = shipped(name)
     shape = untraced_shape(model)

@@ -70,6 +70,7 @@ def test_the_partitioner_saves_what_backward_reads_and_recomputes_the_rest():
     assert traced(compiled=True).saved[FIRST] == 4 * values * TOKENS
 
 
+@pytest.mark.slow
 def test_what_is_recomputed_inside_of_a_graph_is_not_saved():
     """Selective: the input, products (all but the last, which no backward reads) and attention are saved."""
     selective, whole = record(compiled=True, recompute="selective"), traced(compiled=True)

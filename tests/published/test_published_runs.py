@@ -454,7 +454,7 @@ def scores(name: str, begin: str | tuple[str, ...] = "") -> tuple[SourceScore, .
     [
         pytest.param("amp_real_trials.csv", slice(20, None, 10), marks=pytest.mark.slow),
         ("examples_of_other_words.csv", slice(None)),
-        ("examples_sailor_other.csv", slice(None)),
+        pytest.param("examples_sailor_other.csv", slice(None), marks=pytest.mark.slow),
         ("simumax_b200.csv", slice(0, None, 5)),
         pytest.param("llm_foundry_fsdp.csv", slice(0, None, 25), marks=pytest.mark.slow),
         pytest.param("measured_master.csv", slice(2, None, 20), marks=pytest.mark.slow),
@@ -482,7 +482,7 @@ def test_scenarios_of_published_rows_are_predicted_as_the_rows(tmp_path, capsys,
 
 
 BARS = [
-    ("sailor_validation.csv", "", "Sailor", {"step": 0.12, "device": 0.10}),
+    pytest.param("sailor_validation.csv", "", "Sailor", {"step": 0.12, "device": 0.10}, marks=pytest.mark.slow),
     ("measured_master.csv", ("tt-T1", "tt-T2", "tt-T3", "tt-T4"), "llama3_h100", {"step": 0.12, "reserved": 0.12}),
     pytest.param("measured_master.csv", "tt-T", "llama3_h100", {"step": 0.12}, marks=pytest.mark.slow),
     pytest.param("measured_master.csv", "nar21", "Narayanan", {"step": 0.12}, marks=pytest.mark.slow),

@@ -46,7 +46,7 @@ def contents(folder):
     return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(70, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [2, pytest.param(70, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("out", ["table.parquet", "results"])
 def test_a_sweep_that_is_killed_and_run_again_leaves_what_an_undisturbed_one_does(tmp_path, killer, out, kills):
     undisturbed, disturbed = Path("undisturbed"), Path("disturbed")

@@ -88,8 +88,16 @@ def lines():
 
 
 LINES = lines()
-MADE_ELSEWHERE = {("analysis", ("keys",)), ("analysis", ("literature", "--headlines"))}
-"""What tests of their own make as well, in seconds: the reference page, and the headlines."""
+MADE_ELSEWHERE = {
+    ("analysis", ("keys",)),
+    ("analysis", ("literature", "--headlines")),
+    ("gssim", ("run", "scenarios/gpt3-65536.toml", "--timing")),
+    ("gssim", ("run", "scenarios/gpt3-gs-z3.toml")),
+    ("gssim", ("check", "scenarios/*.toml")),
+    ("gssim", ("models",)),
+}
+"""What tests of their own make as well, in seconds: the reference page, the headlines, predictions of the scenarios
+that ship, and the list of models."""
 QUICK = [
     pytest.param(line, marks=[pytest.mark.slow] if (line.program, line.arguments) in MADE_ELSEWHERE else [])
     for line in LINES

@@ -81,7 +81,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return run_once(WORLDS, request, cases_for, tmp_path_factory.mktemp)
 
 
-FEW = ["grid-coo-uneven-adamw", "rest-slices-uneven-sgd"]
+FEW = ["grid-coo-uneven-adamw"]
 PAIRS = [slow_where(ranks, name, slow=[3], few=FEW) for ranks in UNEVEN for name in cases_for(ranks)]
 each_case = pytest.mark.parametrize(("world", "name"), PAIRS, indirect=["world"])
 

@@ -71,7 +71,6 @@ WRITTEN_OUT = quick(
         "local",
         "int8",
         "sparse",
-        "streaming, without own steps",
         "streaming, in small buckets",
     ],
 )
@@ -80,10 +79,9 @@ QUICK = (
     "int8",
     "sparse",
     "unequal batches",
-    "residual network",
     "streaming, without own steps",
 )
-"""Every method once; DiLoCo of unequal batches and of a residual network. Not `streaming, int8`, whose peak depends on
+"""Every method once; DiLoCo of unequal batches. Not `streaming, int8`, whose peak depends on
 how long gloo's gather, and with it its copies, takes beside compute.
 """
 SHOWN = [

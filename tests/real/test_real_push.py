@@ -8,7 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_runs import Cases, planted, predicted, run_module, run_once, scenario_file, slow_where, star
+from real_runs import (
+    Cases,
+    planted,
+    predicted,
+    quick,
+    run_module,
+    run_once,
+    scenario_file,
+    selected,
+    slow_where,
+    star,
+)
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
@@ -64,30 +75,38 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+FURTHER = {"absolute-kept", "absolute-kept-bf16", "relative", "target-kept", "received-bitmap", "bfloat16-kept"}
+"""Cases that are slow: others keep what is not sent, in bf16 too, and have each kind of threshold and encoding."""
+
+
 @pytest.fixture(scope="module")
-def gather_json(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Run all cases on three ranks in one launch; return what each rank found."""
+def gather_json(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Run the selected cases on three ranks in one launch; return what each rank found."""
     folder: Path = tmp_path_factory.mktemp("push")
-    (folder / "cases.json").write_text(json.dumps(CASES))
+    always = {name: CASES[name] for name in ("dense", "target", "warm", "absolute")}
+    (folder / "cases.json").write_text(json.dumps(always | selected(request, CASES)))
     found: list[dict[str, Any]] = run_module("push_ranks", [str(folder / "cases.json")], folder, ranks=3)
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", quick(CASES, CASES.keys() - FURTHER))
 def test_owners_get_what_the_definition_says(gather_json: list[dict[str, Any]], name: str) -> None:
     for found in (each[name] for each in gather_json):
         assert found["largest"] > 0.5
         assert found["difference"] <= 1e-6 * found["largest"]
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case["push"].get("error_feedback")])
+KEPT = [name for name, case in CASES.items() if case["push"].get("error_feedback")]
+
+
+@pytest.mark.parametrize("name", quick(KEPT, set(KEPT) - FURTHER))
 def test_what_is_not_sent_is_kept(gather_json: list[dict[str, Any]], name: str) -> None:
     for found in (each[name] for each in gather_json):
         assert found["kept"] > 0.1
         assert found["residual_difference"] <= 1e-6
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", quick(CASES, CASES.keys() - FURTHER))
 def test_two_runs_are_bit_identical(gather_json: list[dict[str, Any]], name: str) -> None:
     assert all(each[name]["identical"] for each in gather_json)
 
@@ -171,7 +190,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return run_once(WORLDS, request, cases, tmp_path_factory.mktemp)
 
 
-FEW = ["all-received-coo-each", "some-kept-bitmap-each", "some-received-bfloat16-backend"]
+FEW = ["all-received-coo-each", "some-received-bfloat16-backend"]
 PAIRS = [slow_where(r, name, slow=[3], few=FEW) for r in (2, 3) for name in TRAINED if r == 2 or name in ON_THREE]
 each_case = pytest.mark.parametrize(("world", "name"), PAIRS, indirect=["world"])
 

@@ -57,20 +57,24 @@ def cases_for(ranks: int) -> dict[str, dict[str, Any]]:
     return found
 
 
-WORLDS: dict[tuple[int, bool], tuple[dict, dict]] = {}
+WORLDS: dict[tuple[int, str | None], tuple[dict, dict]] = {}
 
 
 def world(ranks: int, folder: Path, *, method: str = "gs") -> tuple[dict, dict]:
-    """Return the cases of a number of ranks and what they showed, in one launch: without `ddp`, or of it and `plain`.
+    """Return the cases of a number of ranks and what they showed, in one launch: of `ddp`, of `plain`, or all others.
 
-    Slow tests alone look at `ddp`.
+    Slow tests alone look at `ddp` and `plain`.
     """
-    is_ddp = method == "ddp"
-    if (ranks, is_ddp) not in WORLDS:
-        kept = {name: case for name, case in cases_for(ranks).items() if (name == "ddp") == is_ddp or name == "plain"}
+    alone = method if method in ("ddp", "plain") else None
+    if (ranks, alone) not in WORLDS:
+        kept = {
+            name: case
+            for name, case in cases_for(ranks).items()
+            if name == alone or (alone is None and name not in ("ddp", "plain"))
+        }
         (folder / "cases.json").write_text(json.dumps(kept))
-        WORLDS[ranks, is_ddp] = kept, run_module("share_ranks", [str(folder / "cases.json")], folder, ranks=ranks)
-    return WORLDS[ranks, is_ddp]
+        WORLDS[ranks, alone] = kept, run_module("share_ranks", [str(folder / "cases.json")], folder, ranks=ranks)
+    return WORLDS[ranks, alone]
 
 
 def answered(folder: Path, method: str) -> dict[str, Any]:
@@ -133,15 +137,16 @@ def test_the_prediction_answers_in_as_many_steps_and_says_how_far_it_recovers(tm
     assert before < mended < slow
 
 
-@pytest.mark.parametrize("method", [pytest.param("ddp", marks=pytest.mark.slow), "gs"])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ddp", "gs"])
 def test_how_the_batch_is_divided_changes_the_loss_by_rounding_alone(tmp_path, method):
-    _, found = world(2, tmp_path, method=method)
+    found = {**world(2, tmp_path, method=method)[1], **world(2, tmp_path, method="plain")[1]}
     assert found["plain"]["divisions"] == [[], []]
     assert found[method]["losses"] == pytest.approx(found["plain"]["losses"], rel=1e-4)
     assert found["plain"]["losses"][-1] < 0.9 * found["plain"]["losses"][0]
 
 
-@pytest.mark.parametrize("method", [pytest.param("ddp", marks=pytest.mark.slow), "gs", "plain"])
+@pytest.mark.parametrize("method", ["gs", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "plain"))])
 def test_the_collective_that_tells_the_times_is_predicted_and_seen(tmp_path, method):
     cases, found = world(2, tmp_path, method=method)
     entries = [

@@ -144,8 +144,8 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return run_once(WORLDS, request, cases_for, tmp_path_factory.mktemp)
 
 
-FEW = {2: ["gpt-slowed-sgd", "gpt-selective-micro-batches-adamw"], 3: ["resnet-selective-sgd"]}
-"""Both optimizers, with shares and without, of blocks and of convolutions that run again."""
+FEW = {2: ["gpt-slowed-sgd", "gpt-selective-micro-batches-adamw"], 3: ["gpt-adamw"]}
+"""Both optimizers, with shares and without, and blocks that run again."""
 
 
 @pytest.mark.parametrize(
