@@ -21,6 +21,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 import uuid
@@ -316,6 +317,7 @@ def enter(environment: Mapping[str, str], folder: str) -> None:
     die_with_parent()
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # of another environment
     os.chdir(folder)
     sys.path[:0] = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p not in sys.path]
 

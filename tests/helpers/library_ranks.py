@@ -637,28 +637,40 @@ class Checkpointed(nn.Module):
 
 
 def units_of_all_kinds():
-    """Units that return dataclasses, that are checkpointed without an early stop, and that are compiled."""
+    """Units that return dataclasses, and that are checkpointed without an early stop."""
+    train_units(
+        ("sharded", Wrapped, lambda model: [model.first, model.second]),
+        ("sharded", Checkpointed, lambda model: [model.first, model.second]),
+        ("gathered", Checkpointed, lambda model: [model.first[0], model.first[2]]),
+    )
+
+
+def units_of_all_kinds_in_both_forms():
+    """Those and compiled ones."""
     cases = (
         (Wrapped, lambda model: [model.first, model.second]),
         (Checkpointed, lambda model: [model.first, model.second]),
         (Checkpointed, lambda model: [model.first[0], model.first[2]]),
         (mlp, lambda model: [model[0], model[3]]),
     )
-    on_two = dist.get_world_size() == 2
-    for form in ("sharded", "gathered"):
-        for make, units in cases[:-1] if form == "gathered" and on_two else cases:  # compiling takes long
-            model, reference = make(), make()
-            called = model
-            if make is mlp:
-                torch._dynamo.reset()
-                called = torch.compile(model, backend="aot_eager")
-            factory = partial(torch.optim.SGD, **SGD)
-            train(called, sharded(called, factory, parameters=form, units=units(model)), batches(3))
-            train(reference, factory(reference.parameters()), batches(3), mine=False)
-            trained = model.state_dict()
-            for name, p in reference.state_dict().items():
-                assert float((trained[name] - p).abs().max()) <= EXACT, (form, make, name)
-            raises(units(model)[0].state_dict, "of the whole model")
+    train_units(*((form, *case) for form in ("sharded", "gathered") for case in cases))
+
+
+def train_units(*cases):
+    """Train models whose units are sharded in a form; those of `mlp` compiled."""
+    for form, make, units in cases:
+        model, reference = make(), make()
+        called = model
+        if make is mlp:
+            torch._dynamo.reset()
+            called = torch.compile(model, backend="aot_eager")
+        factory = partial(torch.optim.SGD, **SGD)
+        train(called, sharded(called, factory, parameters=form, units=units(model)), batches(3))
+        train(reference, factory(reference.parameters()), batches(3), mine=False)
+        trained = model.state_dict()
+        for name, p in reference.state_dict().items():
+            assert float((trained[name] - p).abs().max()) <= EXACT, (form, make, name)
+        raises(units(model)[0].state_dict, "of the whole model")
 
 
 def autocast():
@@ -823,34 +835,44 @@ def torchs_checkpoints():
 
 def torchs_checkpoints_between_forms():
     """Replicas are taken up as shards, and shards as replicas; what is saved beside training is of one step."""
+    take_up(("replicated", "sharded", torch.bfloat16, True), ("sharded", "replicated", torch.float32, True))
+
+
+def torchs_checkpoints_between_all_forms():
+    """Saved beside training or not, with master copies and without."""
+    directions = (("replicated", "sharded"), ("sharded", "replicated"))
+    kinds = [(dtype, asynchronous) for dtype in (torch.float32, torch.bfloat16) for asynchronous in (False, True)]
+    take_up(*((*direction, *kind) for kind in kinds for direction in directions))
+
+
+def take_up(*cases):
+    """Save what was trained in one form, and train it on in another."""
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folder)
     forms = {"replicated": {}, "sharded": {"parameters": "sharded"}}
     factory = partial(torch.optim.AdamW, lr=1e-2)
     wide = dist.new_group(backend="cpu:gloo")
-    for dtype in (torch.float32, torch.bfloat16):
-        for written, read in (("replicated", "sharded"), ("sharded", "replicated")):
-            for asynchronous in (False, True):
-                path = Path(folder[0], f"{written}-{dtype}-{asynchronous}")
-                model, other, reference = mlp(dtype), mlp(dtype, seed=5), mlp(dtype)
-                optimizer = sharded(model, factory, **forms[written])
-                again = sharded(other, factory, **other_division(), **forms[read])
-                undisturbed = sharded(reference, factory, **forms[written])
-                data = list(batches(4, dtype))
-                train(model, optimizer, data[:2])
-                state = {"model": model, "optimizer": optimizer.sharded()}
-                if asynchronous:
-                    saved = dcp.async_save(state, checkpoint_id=path, process_group=wide)
-                    train(model, optimizer, data[2:])
-                    saved.result()
-                else:
-                    dcp.save(state, checkpoint_id=path)
-                dcp.load({"model": other, "optimizer": again.sharded()}, checkpoint_id=path)
-                train(other, again, data[2:])
-                train(reference, undisturbed, data)
-                found, expected = other.state_dict(), reference.state_dict()
-                for name, value in expected.items():
-                    assert float((found[name] - value).abs().max()) <= 1e-6, (written, dtype, asynchronous, name)
+    for written, read, dtype, asynchronous in cases:
+        path = Path(folder[0], f"{written}-{dtype}-{asynchronous}")
+        model, other, reference = mlp(dtype), mlp(dtype, seed=5), mlp(dtype)
+        optimizer = sharded(model, factory, **forms[written])
+        again = sharded(other, factory, **other_division(), **forms[read])
+        undisturbed = sharded(reference, factory, **forms[written])
+        data = list(batches(4, dtype))
+        train(model, optimizer, data[:2])
+        state = {"model": model, "optimizer": optimizer.sharded()}
+        if asynchronous:
+            saved = dcp.async_save(state, checkpoint_id=path, process_group=wide)
+            train(model, optimizer, data[2:])
+            saved.result()
+        else:
+            dcp.save(state, checkpoint_id=path)
+        dcp.load({"model": other, "optimizer": again.sharded()}, checkpoint_id=path)
+        train(other, again, data[2:])
+        train(reference, undisturbed, data)
+        found, expected = other.state_dict(), reference.state_dict()
+        for name, value in expected.items():
+            assert float((found[name] - value).abs().max()) <= 1e-6, (written, dtype, asynchronous, name)
     dist.barrier()
 
 
@@ -1074,6 +1096,7 @@ CHECKS = {
         backwards_of_all_kinds,
         compiled,
         units_of_all_kinds,
+        units_of_all_kinds_in_both_forms,
         autocast,
         a_scaled_loss,
         a_threshold_is_of_unscaled_gradients,
@@ -1082,6 +1105,7 @@ CHECKS = {
         state_by_name,
         torchs_checkpoints,
         torchs_checkpoints_between_forms,
+        torchs_checkpoints_between_all_forms,
         torchs_state_dicts,
         calls_on_one_rank_alone,
         other_forms,
@@ -1090,6 +1114,8 @@ CHECKS = {
         master_copies_take_what_is_written,
     )
 }
+LONG = {"units_of_all_kinds_in_both_forms", "torchs_checkpoints_between_all_forms"}
+"""Run with the slow tests: further combinations of what others hold."""
 ON_THREE = (
     "a_plain_loop",
     "clipping",
@@ -1102,7 +1128,7 @@ ON_THREE = (
     "torchs_checkpoints",
     "other_forms",
     "error_feedback_goes_on",
-    "units_of_all_kinds",
+    "units_of_all_kinds_in_both_forms",
 )
 
 

@@ -50,7 +50,20 @@ def test_small_clusters_are_shown_whole_and_nothing_covers_another(topology):
     assert overlaps(layout) == []
 
 
-@pytest.mark.parametrize("path", sorted(CLUSTERS.glob("*.toml")), ids=lambda path: path.stem)
+QUICK = (
+    *("a100-4-hosts-links", "dgx-1v", "dgx-h100", "four-unequal-gpus", "fully-connected-8", "lab-ring", "lab-tree"),
+    *("lab-two-sites", "leaf-spine-64", "rail-optimised-128", "torus-4x4x4", "two-cores", "unequal-8192"),
+)
+"""Clusters whose pictures are not slow: every topology once, with links by hand, on one host, and of many devices."""
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=[] if path.stem in QUICK else pytest.mark.slow)
+        for path in sorted(CLUSTERS.glob("*.toml"))
+    ],
+)
 def test_every_shipped_cluster_has_a_picture_that_tells_its_name_and_devices(path):
     cluster = load_cluster(path)
     layout = layout_of(cluster)

@@ -165,8 +165,18 @@ def test_a_stage_whose_experts_one_rank_has_alone_gathers_its_dense_parameters_b
 
 
 @pytest.mark.parametrize("method", ["ddp", "zero1", "zero2", "zero3"])
-@pytest.mark.parametrize(("ep", "pp"), [(2, 1), (4, 1), (2, 2)])
-@pytest.mark.parametrize("load", ["balanced", {"skew": 1.0}], ids=str)
+@pytest.mark.parametrize(
+    ("ep", "pp", "load"),
+    [
+        (2, 1, {"skew": 1.0}),
+        (4, 1, "balanced"),
+        (2, 2, {"skew": 1.0}),
+        pytest.param(2, 1, "balanced", marks=pytest.mark.slow),
+        pytest.param(4, 1, {"skew": 1.0}, marks=pytest.mark.slow),
+        pytest.param(2, 2, "balanced", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_bounds_of_the_search_are_below_what_is_predicted(method, ep, pp, load):
     asked = scenario({"method": method, "ep": ep, "pp": pp, "micro_batches": pp}, expert_load=load)
     result, bounds = simulate(loaded_of(asked)).result, Bounds(asked)

@@ -78,6 +78,7 @@ def select(name: str, value: str) -> str:
       s.dispatchEvent(new Event('change')); return s.value; }})()"""
 
 
+@pytest.mark.slow
 def test_ten_thousand_points_are_painted_in_two_seconds_and_filtered_in_a_fifth(browser: Any, large: Path) -> None:
     loaded_ms, filtered_ms, fixed_ms = [], [], []
 

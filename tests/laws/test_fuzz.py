@@ -26,7 +26,7 @@ def fuzz(folder, *, first, cases, programs):
 
 
 def test_damaged_inputs_of_the_simulator_are_answered_or_refused_in_a_line(tmp_path):
-    answered, refused = fuzz(tmp_path / "fuzz", first=20_000, cases=24, programs="gssim")
+    answered, refused = fuzz(tmp_path / "fuzz", first=20_000, cases=16, programs="gssim")
     assert min(answered, refused) >= 5
 
 

@@ -331,7 +331,7 @@ def test_every_step_leaves_the_memory_as_it_found_it(scenario):
     assert_memory_returns(scenario)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("bucket_bytes", [1, 80, 25 * 2**20])
 @pytest.mark.parametrize(
     "plan",

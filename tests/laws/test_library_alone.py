@@ -55,6 +55,7 @@ print("trained")
 """
 
 
+@pytest.mark.slow  # of its imports import-linter tells, and tests/real/test_library.py of its training
 def test_the_library_trains_with_all_else_of_the_project_blocked():
     ended = subprocess.run(
         [sys.executable, "-c", BLOCKED + TRAINING],

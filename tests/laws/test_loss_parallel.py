@@ -50,7 +50,7 @@ def test_the_last_stage_of_a_pipeline_divides_its_loss():
     assert unfolded.step_time_s == pytest.approx(divided.step_time_s, rel=1e-9)
 
 
-@pytest.mark.parametrize(("file", "peaks"), [("bert-byte", 2), ("demo", 1)])
+@pytest.mark.parametrize(("file", "peaks"), [pytest.param("bert-byte", 2, marks=pytest.mark.slow), ("demo", 1)])
 def test_parts_may_be_uneven(file, peaks):
     scenario = gssim.load(f"{SCENARIOS}/{file}.toml", {"plan.method": "tensor", "plan.loss_parallel": True})
     folded = simulate(scenario)

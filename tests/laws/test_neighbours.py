@@ -52,9 +52,9 @@ def test_neighbours_with_the_same_messages_have_one_role(changes, per_host):
     ("changes", "per_host"),
     [
         ((), 1),
-        (("plan.method=gs_z3",), 1),
+        pytest.param(("plan.method=gs_z3",), 1, marks=pytest.mark.slow),
         (("plan.publish.threshold=1e-3", "plan.push.aggregate=received-weight"), 1),
-        (("plan.method=gs_hier", "plan.publish.threshold=1e-3"), 2),
+        pytest.param(("plan.method=gs_hier", "plan.publish.threshold=1e-3"), 2, marks=pytest.mark.slow),
         (("plan.shares.shards=memory", "plan.push.encoding=coo"), 1),
     ],
 )

@@ -142,15 +142,27 @@ def test_a_host_may_have_too_little_memory(scenario_of):
     assert full.does_not_fit.excess_bytes == pytest.approx(held_bytes - 1.9e9)
 
 
-@pytest.mark.parametrize("method", ["zero2", "zero3", "hsdp"])
-@pytest.mark.parametrize("offload", ["parameters", "optimizer"])
+@pytest.mark.parametrize(
+    ("method", "offload"),
+    [
+        ("zero3", "parameters"),
+        ("zero2", "optimizer"),
+        ("hsdp", "parameters"),
+        *(
+            pytest.param(method, offload, marks=pytest.mark.slow)
+            for method, offload in (("zero3", "optimizer"), ("zero2", "parameters"), ("hsdp", "optimizer"))
+        ),
+    ],
+)
 def test_equal_ranks_are_simulated_once(scenario_of, method, offload):
     axes = {"plan.dp_replicate": 2, "plan.dp_shard": 2} if method == "hsdp" else {}
     scenario = scenario_of({"plan.method": method, "plan.offload": offload, **axes}, devices=4, shared=2)
     assert simulate(scenario).step_time_s == pytest.approx(simulate(scenario, unfold=True).step_time_s, rel=1e-9)
 
 
-@pytest.mark.parametrize("axes", [{"plan.pp": 2, "plan.dp_replicate": 2}, {"plan.pp": 4}])
+@pytest.mark.parametrize(
+    "axes", [{"plan.pp": 2, "plan.dp_replicate": 2}, pytest.param({"plan.pp": 4}, marks=pytest.mark.slow)]
+)
 def test_stages_offload_their_own_optimizer(scenario_of, axes):
     changes = {"workload.model": "llama2-7b", "workload.precision": "bf16", "plan.micro_batches": 2, **axes}
     changes["plan.method"] = "ddp" if "plan.dp_replicate" in axes else "pipeline"

@@ -333,7 +333,7 @@ def test_what_sharded_stages_cannot_do_yet_is_refused(plan, settings, message):
         scenario_of(star(4), plan, model=model, global_batch_size=8, sequence_length=8)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "plan", [{"method": "zero2"}, {"method": "zero3"}, {"method": "hsdp", "dp_replicate": 2}, {"method": "gs"}]
 )
@@ -355,9 +355,16 @@ def test_sharded_stages_are_folded_and_change_nothing(plan, schedule):
     assert len(machine_of(scenario, steps=1)[0].classes) < 8
 
 
-@pytest.mark.parametrize("slow", [None, 0, 5])
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
-@pytest.mark.parametrize("batch", ["even", [0.25, 0.25, 0.5]])
+@pytest.mark.parametrize("slow", [None, 0, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("schedule", "batch"),
+    [
+        ("1f1b", "even"),
+        ("interleaved", [0.25, 0.25, 0.5]),
+        pytest.param("interleaved", "even", marks=pytest.mark.slow),
+        pytest.param("1f1b", [0.25, 0.25, 0.5], marks=pytest.mark.slow),
+    ],
+)
 def test_replicas_that_are_alike_are_simulated_once_and_change_nothing(slow, schedule, batch):
     types = {"fast": device_type(), "slow": device_type(peak_flop_per_s={"fp32": 5e8})}
     names = ["slow" if rank == slow else "fast" for rank in range(6)]

@@ -147,7 +147,7 @@ def small(tmp_path, monkeypatch):
     monkeypatch.setattr(rivals, "say", lambda _text: None)
     whole = load_study(STUDY, seeds=2)
     variants = tuple(each for each in whole.study.variants if each.name in ("dense", "half, bf16"))
-    study = replace(whole.study, variants=variants, silent="dense", reuse=None)
+    study = replace(whole.study, variants=variants, silent="dense", reuse=None, elsewhere=whole.study.elsewhere[:1])
     return replace(whole, study=study), made
 
 
@@ -325,9 +325,12 @@ LARGE = FurtherModel(
     set={
         "cluster": "clusters/a100-4-hosts-links.toml",
         "workload": {"model": "models/gpt2-124m.toml", "sequence_length": 1024, "global_batch_size": 32},
+        "run": {"steps": 6},
     },
 )
 PUSHES = ("dense", "GS, 1e-3", "GS, 1e-3, publish 0.5")
+SHORT = ('workload.gradients="transferred"', "run.steps=6")
+"""Under a threshold every step is simulated by itself, and what is compared is the typical one."""
 
 
 @pytest.fixture(scope="module")
@@ -345,7 +348,7 @@ def larger():
         for each in variants
     ]
     asked = Map(bandwidth_bytes_per_s=(1e7, 1e12), latency_s=(0.0,), models=(LARGE,))
-    return loaded, courses, map_points(loaded, courses, ('workload.gradients="transferred"',), asked)
+    return loaded, courses, map_points(loaded, courses, SHORT, asked)
 
 
 def test_a_threshold_of_a_larger_model_pushes_the_density_that_was_counted(larger):
@@ -409,6 +412,7 @@ def test_what_does_not_fit_does_not_get_to_the_loss():
             "cluster": tomllib.loads((STUDY.parents[1] / "clusters" / "a100-4-hosts-links.toml").read_text())
             | {"device_types": {"a100-sxm-80": "rtx2080ti"}},
             "workload": {"model": "models/gpt2-774m.toml", "sequence_length": 256, "global_batch_size": 4},
+            "run": {"steps": 6},
         },
     )
     variants = tuple(each for each in whole.study.variants if each.name in ("dense", "GS, 1e-3", whole.study.silent))
@@ -418,7 +422,7 @@ def test_what_does_not_fit_does_not_get_to_the_loss():
         for each, density in zip(variants, (None, 0.12, 0.0), strict=True)
     ]
     asked = Map(bandwidth_bytes_per_s=(1e9, 1e12), latency_s=(0.0,), models=(large,))
-    points = map_points(loaded, courses, ('workload.gradients="transferred"',), asked)
+    points = map_points(loaded, courses, SHORT, asked)
     assert not points[0].unfit
     assert points[2].unfit == {"dense"}  # replicas of the optimizer's state; Gradient Sharding divides it
     assert points[2].times_s["dense"] == (math.inf,) * 3

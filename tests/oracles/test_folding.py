@@ -35,7 +35,9 @@ def assert_folding_changes_nothing(scenario: Scenario) -> None:
     assert_same_as_unfolded(*(simulate(loaded_of(scenario), unfolded=each).result for each in (False, True)))
 
 
-@pytest.mark.parametrize("method", ["ddp", "zero1", "zero2", "zero3", "gs"])
+@pytest.mark.parametrize(
+    "method", ["ddp", *(pytest.param(each, marks=pytest.mark.slow) for each in ("zero1", "zero2")), "zero3", "gs"]
+)
 @settings(max_examples=examples(60))
 @given(st.data())
 def test_folding_changes_nothing_whatever_the_cluster_and_plan(method, data):

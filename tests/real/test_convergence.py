@@ -267,8 +267,14 @@ def test_density_that_moves_is_said():
 CHARTS = ("against_threshold", "against_bytes", "against_time", "by_step")
 
 
-@pytest.mark.parametrize("name", CHARTS)
-@pytest.mark.parametrize("accuracy", [False, True])
+@pytest.mark.parametrize(
+    ("name", "accuracy"),
+    [
+        pytest.param(name, accuracy, marks=[] if accuracy == (place % 2 == 0) else pytest.mark.slow)
+        for place, name in enumerate(CHARTS)
+        for accuracy in (False, True)
+    ],
+)
 def test_a_chart_asks_says_what_was_found_and_names_every_variant(name, accuracy):
     rows = make_rows({"high": 0.3, "inf": 0.4}, {"low": 1.2}, accuracy=accuracy)
     says = findings_of(make_study(), rows)

@@ -100,7 +100,9 @@ def test_densities_under_thresholds_that_move_are_predicted():
     assert worst <= 0.40
 
 
-@pytest.mark.parametrize(("precision", "rel"), [([], 1e-12), (["workload.autocast=bf16"], 1e-3)])
+@pytest.mark.parametrize(
+    ("precision", "rel"), [([], 1e-12), pytest.param(["workload.autocast=bf16"], 1e-3, marks=pytest.mark.slow)]
+)
 def test_trained_here_as_many_elements_are_sent_as_by_real_ranks(tmp_path, precision, rel):
     """On two ranks, whose contributions can be added in one order only.
 

@@ -10,7 +10,8 @@ import subprocess
 import sys
 import time
 import uuid
-from contextlib import nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -104,7 +105,11 @@ def dies(**settings):
 
 def lingers(**settings):
     def wait():
-        Path(os.environ["STARTED"]).touch()
+        started = Path(os.environ["STARTED"])
+        if not started.exists():
+            begun = started.with_suffix(".begun")
+            begun.write_text(str(os.getppid()))  # the launcher
+            begun.rename(started)
         time.sleep(0.05)
 
     return with_hook(wait, settings)
@@ -388,45 +393,62 @@ def test_a_rank_whose_launcher_was_killed_before_it_had_begun_does_nothing(tmp_p
     assert not (tmp_path / "worked").exists()
 
 
-def test_a_run_listens_on_the_loopback_alone_and_an_interrupt_stops_every_rank(files, tmp_path):
+@pytest.fixture(params=["forked", pytest.param("started", marks=pytest.mark.slow)])
+def interrupted(request, files, tmp_path):
+    """Return (exit code, stdout, stderr) of an interrupted run, and what its processes and its files were before.
+
+    Its launcher and ranks are forks of a process that has imported torch; started anew, importing takes far longer.
+    """
     changes = [f"workload.model={files / 'lingers'}.toml", "run.steps=900000", *DENSE]
-    started = tmp_path / "started"
-    asked = ("gsreal", "run", files / "scenario.toml", "--trust-code", "--out", tmp_path / "out", *overrides(changes))
-    line, environment, marker = command(files, *asked)
-    (tmp_path / "temporary").mkdir()
-    environment |= {"STARTED": str(started), "TMPDIR": str(tmp_path / "temporary")}
-    process = subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
+    started, temporary = tmp_path / "started", tmp_path / "temporary"
+    asked = ("run", files / "scenario.toml", "--trust-code", "--out", tmp_path / "out", *overrides(changes))
+    line, environment, marker = command(files, "gsreal", *asked)
+    temporary.mkdir()
+    environment |= {"STARTED": str(started), "TMPDIR": str(temporary)}
+    with ThreadPoolExecutor(1) as thread:
+        if request.param == "forked":
+            ends = thread.submit(lambda: forks.run_commands(forks.Command(line[3:], environment))[0])
+        else:
+            ends = thread.submit(subprocess.run, line, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
         until = time.monotonic() + LIMIT_S
-        while not started.exists() and process.poll() is None and time.monotonic() < until:
+        while not started.exists() and not ends.done() and time.monotonic() < until:
             time.sleep(0.1)
-        assert started.exists()
-        assert len(marked(marker)) >= 3  # itself and two ranks
-        found = listening(marker)
-        assert found  # gloo's
-        assert set(found) <= LOOPBACK
-        process.send_signal(signal.SIGINT)
-        stdout, stderr = process.communicate(timeout=LIMIT_S)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == 130
-    assert stdout == ""
-    assert without_progress(stderr) == ["gsreal: interrupted; all ranks are stopped"]
+        launcher = int(started.read_text())
+        processes = [launcher, *children(launcher)]
+        seen = {"processes": len(processes), "listening": listening(processes), "files": list(temporary.iterdir())}
+        os.kill(launcher, signal.SIGINT)
+        ended = ends.result(timeout=LIMIT_S)
     assert left_over(marker) == []
+    return (ended.returncode, ended.stdout, without_progress(ended.stderr)), seen
+
+
+def test_a_run_listens_on_the_loopback_alone_and_an_interrupt_stops_every_rank(interrupted, tmp_path):
+    ended, seen = interrupted
+    assert seen["processes"] == 3  # the launcher and two ranks
+    assert seen["listening"]  # gloo's
+    assert set(seen["listening"]) <= LOOPBACK
+    assert seen["files"]
+    assert ended == (130, "", ["gsreal: interrupted; all ranks are stopped"])
     assert list((tmp_path / "temporary").iterdir()) == []
     assert not (tmp_path / "out").exists()
 
 
-def listening(marker):
-    """Return the addresses, as the kernel writes them, on which processes with the marker listen."""
+def children(process):
+    """Return the ids of a process's children."""
+    found = []
+    for each in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # ended meanwhile
+            if int((each / "stat").read_text().rpartition(")")[2].split()[1]) == process:
+                found.append(int(each.name))
+    return found
+
+
+def listening(processes):
+    """Return the addresses, as the kernel writes them, on which processes listen."""
     inodes = set()
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if marker.encode() in (process / "environ").read_bytes():
-                inodes |= {os.readlink(handle) for handle in (process / "fd").iterdir()}
-        except OSError:
-            continue
+    for process in processes:
+        with suppress(OSError):  # a handle is closed meanwhile
+            inodes |= {os.readlink(handle) for handle in Path("/proc", str(process), "fd").iterdir()}
     lines = [line.split() for table in ("tcp", "tcp6") for line in Path("/proc/net", table).read_text().splitlines()]
     return [words[1].rpartition(":")[0] for words in lines if words[3] == "0A" and f"socket:[{words[9]}]" in inodes]
 

@@ -4,16 +4,17 @@ import pytest
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
-from library_ranks import CHECKS, ON_THREE
+from library_ranks import CHECKS, LONG, ON_THREE
 from needs_ranks import CASES
-from real_runs import run_module
+from real_runs import quick, run_module, selected
 
 pytestmark = pytest.mark.real
 
 
 @pytest.fixture(scope="module")
-def on_two(tmp_path_factory) -> dict[str, str]:
-    return run_module("library_ranks", [], tmp_path_factory.mktemp("two"), ranks=2)
+def on_two(request, tmp_path_factory) -> dict[str, str]:
+    names = selected(request, CHECKS, by="check")
+    return run_module("library_ranks", [*names], tmp_path_factory.mktemp("two"), ranks=2)
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,7 @@ def needs(tmp_path_factory) -> dict:
     return run_module("needs_ranks", [], tmp_path_factory.mktemp("needs"), ranks=2)
 
 
-@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("check", quick(CHECKS, CHECKS.keys() - LONG))
 def test_a_strangers_loop_on_two_ranks(on_two, check: str):
     assert on_two[check] == "ok"
 

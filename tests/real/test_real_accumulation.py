@@ -68,9 +68,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 FEW = [
-    "ddp-step-sgd",
     "zero1-each-sgd",
-    "zero3-each-sgd",
     "ddp-buckets-uneven-adamw",
     "gs-coo-uneven-adamw",
     "zero3-recompute-sgd",

@@ -86,17 +86,13 @@ def cases_of(ranks: int) -> dict[str, dict[str, object]]:
 
 
 FEW = (
-    "gpt-zero1-sgd",
     "gpt-gs-sgd",
     "gpt-ddp-full-sgd",
-    "gpt-zero2-micro-batches-sgd",
     "gpt-gs_z3-clipped-sgd",
-    "gpt-pipeline-sgd",
-    "llama-zero3-all-sgd",
     "llama-zero3-selective-sgd",
     "llama-pipeline-all-full-sgd",
 )
-"""Cases on two ranks that are not slow: every kind of method, model and way to recompute once."""
+"""Cases on two ranks that are not slow: replicas, owners, shards and stages, every model and way to recompute once."""
 
 
 @pytest.fixture(

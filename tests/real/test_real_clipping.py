@@ -4,7 +4,17 @@ import json
 from typing import Any
 
 import pytest
-from real_runs import HELPERS, predicted, predicted_peaks, run_cases, scenario_file, star, tolerance_of
+from real_runs import (
+    HELPERS,
+    predicted,
+    predicted_peaks,
+    quick,
+    run_cases,
+    scenario_file,
+    selected,
+    star,
+    tolerance_of,
+)
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
@@ -43,11 +53,12 @@ FOUR = {
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_cases(tmp_path_factory.mktemp("clipping"), CASES | {"unclipped": UNCLIPPED}, ranks=2)
+def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    cases = {"ddp": CASES["ddp"], "unclipped": UNCLIPPED} | selected(request, CASES)
+    return run_cases(tmp_path_factory.mktemp("clipping"), cases, ranks=2)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", quick(CASES, ["ddp", "zero2", "gs_z3", "pipeline", "gs_tp"]))
 def test_clipped_training_is_that_of_one_device_with_the_predicted_collectives_and_peaks(seen, name):
     found = seen[name]
     assert found["difference"] <= tolerance_of(name, "sgd") * found["largest_parameter"]

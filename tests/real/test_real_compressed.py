@@ -41,18 +41,11 @@ OTHER_NUMBERS = [name for name in CASES if "bf16" in name or "residual network" 
 """Cases that are compared in memory alone: in fp64 they are others, or a convolution's sums are rounded."""
 WRITTEN_OUT = quick(
     [name for name in CASES if name not in OTHER_NUMBERS],
-    ["powersgd in small buckets", "powersgd of unequal batches", "topk in small buckets", "topk blocking"],
+    ["powersgd in small buckets", "powersgd of unequal batches", "topk blocking"],
 )
 BY_TORCH = ("powersgd", "powersgd in small buckets")
 """Cases that are compared with torch's own hook too: it draws other factors where they do not begin as they ended."""
-QUICK = (
-    "powersgd in small buckets",
-    "powersgd blocking",
-    "powersgd recomputed",
-    "powersgd of a residual network",
-    "topk",
-    "topk recomputed",
-)
+QUICK = ("powersgd in small buckets", "powersgd recomputed", "powersgd of a residual network", "topk")
 SHOWN = [
     slow_where(ranks, name, slow=(3, 4), few=QUICK)
     for ranks in (2, 3, 4)

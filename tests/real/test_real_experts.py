@@ -78,9 +78,7 @@ def tiny() -> Path:
 
 
 FEW = (
-    "all-skewed-adamw",
     "all-accumulated-recomputed-sgd",
-    "all-without-overlap-sgd",
     "all-kept-accumulated-sgd",
     "all-mixtral-sharded-sgd",
     "all-dense-first-sharded-state-sgd",

@@ -142,22 +142,16 @@ def recomputed_cases(ranks: int) -> dict[str, dict[str, object]]:
 
 
 FEW = (
-    "ddp-lowest-sgd",
     "ddp-all-but-the-head-sgd",
     "zero1-between-sgd",
-    "zero2-highest-sgd",
-    "zero3-embedding-sgd",
-    "zero3-deeper-sgd",
     "gs-micro-batches-sgd",
     "ddp-between-selective-sgd",
     "zero3-bert-full-sgd",
     "pipeline-lowest-sgd",
-    "gs_z3-clipped-sgd",
     "gs_z3-lowest-full-sgd",
-    "ddp-masked-norm-sgd",
     "gs-masked-blocks-full-sgd",
 )
-"""Cases on two ranks that are not slow: every method, place of frozen layers and way to recompute once."""
+"""Cases on two ranks that are not slow: replicas, owners, shards and stages, and every way to recompute once."""
 
 
 @pytest.fixture(

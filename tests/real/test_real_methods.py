@@ -95,13 +95,11 @@ FEW = {
         "zero3-sgd",
         "zero2-few-sgd",
         "gs-coo-adamw",
-        "gs-buckets-adamw",
         "gs-resnet-adamw",
         "gs-bert-recompute-sgd",
-        "zero3-resnet-recompute-sgd",
     ],
     3: [],
-    4: ["zero3-adamw"],
+    4: [],
 }
 """By number of ranks: every method, model, optimizer and way to recompute once."""
 PAIRS = [slow_where(ranks, name, slow=[3], few=FEW[ranks]) for ranks, names in NAMES.items() for name in names]

@@ -69,10 +69,8 @@ WRITTEN_OUT = quick(
     [name for name in CASES if name not in OTHER_NUMBERS],
     [
         "local",
-        "in small buckets",
         "int8",
         "sparse",
-        "unequal batches",
         "streaming, without own steps",
         "streaming, in small buckets",
     ],
@@ -81,14 +79,12 @@ QUICK = (
     "local",
     "int8",
     "sparse",
-    "recomputed",
     "unequal batches",
-    "bf16",
     "residual network",
     "streaming, without own steps",
 )
-"""Every method once, and what changes its memory: DiLoCo is recomputed, of unequal batches and in bf16. Not `streaming,
-int8`, whose peak depends on how long gloo's gather, and with it its copies, takes beside compute.
+"""Every method once; DiLoCo of unequal batches and of a residual network. Not `streaming, int8`, whose peak depends on
+how long gloo's gather, and with it its copies, takes beside compute.
 """
 SHOWN = [
     slow_where(ranks, name, slow=(3, 4), few=QUICK)

@@ -24,7 +24,7 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[
 
 pytestmark = pytest.mark.real
 
-FEW = (2, (*range(1, 4), *range(LATER, LATER + 40)), 4)
+FEW = (2, (*range(1, 2), *range(LATER, LATER + 20)), 2)
 """Ranks, the first seeds, and how many points are run of those that are answered and have so many ranks. The fourth is
 of convolutions in bf16, which take as long as ten others."""
 MANY = [

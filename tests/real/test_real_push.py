@@ -171,7 +171,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return run_once(WORLDS, request, cases, tmp_path_factory.mktemp)
 
 
-FEW = ["all-received-coo-each", "some-kept-bitmap-each", "some-received-bfloat16-backend", "none-relative"]
+FEW = ["all-received-coo-each", "some-kept-bitmap-each", "some-received-bfloat16-backend"]
 PAIRS = [slow_where(r, name, slow=[3], few=FEW) for r in (2, 3) for name in TRAINED if r == 2 or name in ON_THREE]
 each_case = pytest.mark.parametrize(("world", "name"), PAIRS, indirect=["world"])
 

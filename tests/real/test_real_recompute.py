@@ -36,9 +36,11 @@ def case_of(name: str, *, ranks: int = RANKS) -> dict[str, object]:
 
 
 SECOND = "every-second-product"
-FEW = ["ddp-gpt-selective", "zero3-bert-selective", "gs-resnet-selective", f"gs-gpt-{SECOND}", f"zero3-bert-{SECOND}"]
+FEW = ["ddp-gpt-selective", "gs-resnet-selective", f"zero3-bert-{SECOND}"]
 NAMES = [
     *FEW,
+    "zero3-bert-selective",
+    f"gs-gpt-{SECOND}",
     "gs-gpt-selective",
     f"ddp-gpt-{SECOND}",
     "gs-bert-selective",

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from real_runs import predicted, predicted_peaks, run_cases, scenario_file, slow_where, star, tolerance_of
+from real_runs import predicted, predicted_peaks, quick, run_cases, scenario_file, star, tolerance_of
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
@@ -20,6 +20,8 @@ ON_TWO = {
     "gpt-uneven-selective-adamw": ("small-demo.toml", [*ADAMW64, *UNEVEN, "plan.recompute=selective"]),
     "bert-adamw": ("small-bert.toml", [*ADAMW64, *TENSOR]),
 }
+FEW = ("gpt-full-adamw", "gpt-uneven-selective-adamw")
+"""Cases on two ranks that are not slow: blocks are cut evenly and not, and run again in both ways."""
 ON_FOUR = {
     "gpt-ddp-sgd": ("small-demo.toml", [*SGD, "plan.method=ddp", "plan.tp=2", "plan.dp_replicate=2"]),
     "gpt-zero1-adamw": ("small-demo.toml", [*ADAMW64, "plan.method=zero1", "plan.tp=2", "plan.dp_replicate=2"]),
@@ -28,14 +30,22 @@ ON_FOUR = {
 }
 
 
-@pytest.fixture(scope="module", params=[2, slow_where(4, slow=[4])])
+GROUPS = {
+    "2": {name: ON_TWO[name] for name in FEW},
+    "2-others": {name: case for name, case in ON_TWO.items() if name not in FEW},
+    "4": ON_FOUR,
+}
+
+
+@pytest.fixture(scope="module", params=quick(GROUPS, ["2"]))
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict]:
-    """Run all cases of one number of ranks in one launch; return (cases, what they showed)."""
+    """Run all cases of a group in one launch; return (cases, what they showed)."""
+    ranks = int(request.param[0])
     cases = {
-        name: {"scenario": scenario_file(file), "overrides": [star(request.param), *USUAL, *overrides]}
-        for name, (file, overrides) in (ON_TWO if request.param == 2 else ON_FOUR).items()
+        name: {"scenario": scenario_file(file), "overrides": [star(ranks), *USUAL, *overrides]}
+        for name, (file, overrides) in GROUPS[request.param].items()
     }
-    return cases, run_cases(tmp_path_factory.mktemp(f"ranks{request.param}"), cases, ranks=request.param)
+    return cases, run_cases(tmp_path_factory.mktemp(f"ranks{request.param}"), cases, ranks=ranks)
 
 
 def test_parameters_after_five_steps_equal_those_of_one_device(world: tuple[dict, dict]) -> None:

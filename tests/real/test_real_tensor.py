@@ -93,8 +93,9 @@ def on_four_ranks() -> dict[str, list[str]]:
     }
 
 
-ALIKE = ("gpt-even-sgd", "gpt-uneven-adamw")
-"""Cases on two ranks that are slow: other models are cut as these, and this one where a rank is slow or runs again."""
+ALIKE = ("gpt-even-sgd", "gpt-uneven-adamw", "gpt-even-recompute-sgd", "bert-even-adamw", "gpt-even-slowed-sgd")
+ALIKE += ("gpt-llama-sgd",)
+"""Cases on two ranks that are slow: the others cut each kind of model, evenly and not, slow a rank and run again."""
 GROUPS = {
     "2": {name: case for name, case in cases_for(2).items() if name not in ALIKE},
     "2-alike": {name: case for name, case in cases_for(2).items() if name in ALIKE},

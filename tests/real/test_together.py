@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from real_runs import run_module, scenario_file, star
+from real_runs import quick, run_module, scenario_file, selected, star
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
@@ -34,18 +34,22 @@ CASES = {
 }
 
 
+QUICK = ("dense", "powersgd", "topk", "diloco, int8", "streaming_diloco", "with error feedback", "thresholded publish")
+
+
 @pytest.fixture(scope="module")
-def compared(tmp_path_factory):
+def compared(request, tmp_path_factory):
     folder: Path = tmp_path_factory.mktemp("together")
     cases = {
         name: {"scenario": scenario_file("demo.toml"), "overrides": [star(2), *SMALL, *changes]}
         for name, changes in CASES.items()
     }
+    cases = selected(request, cases)
     (folder / "cases.json").write_text(json.dumps(cases))
     return run_module("together_ranks", [str(folder / "cases.json")], folder, ranks=2)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", quick(CASES, QUICK))
 def test_ranks_in_one_process_train_as_real_ones(compared, name):
     assert compared[name]["moved"] > 1e-4
     assert max(compared[name]["differences"]) < 1e-9

@@ -57,7 +57,7 @@ def trace():
     return traced_case(*CASES["demo"])[2]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", real_runs.quick(CASES, ("demo", "interleaved", "tensor", "wgrad", "sites", "unequal")))
 def test_a_prediction_is_a_valid_trace(case):
     simulated, step, trace = traced_case(*CASES[case])
     assert faults(trace) == []
