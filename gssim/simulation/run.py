@@ -195,17 +195,18 @@ def _with_band(loaded: Loaded, simulated: Simulated, unfolded: bool, shared: Sha
         return (min(known), max(known)) if known else (None, None)
 
     push, publish = (between([getattr(each.density, name) for each in every]) for name in ("push", "publish"))
+    error_ratios = [1.0]
+    for middle, (low, high) in ((result.density.push, push), (result.density.publish, publish)):
+        if middle is not None and low is not None and high is not None:  # ends include the middle
+            least, middle, most = (max(LEAST_DENSITY, density) for density in (low, middle, high))
+            error_ratios += [middle / least, most / middle]
     times_s = [each.step_time_s for each in every]
     sent = [sum(each.count * (each.bytes_sent or 0.0) for each in one.ranks) for one in every]
     peaks = [max(each.peak_allocated_bytes for each in one.ranks) for one in every]
     band = Band(
         family=statistics.transfer.family,
         scale_error_ratio=statistics.transfer.scale_error_ratio,
-        density_error_ratio=max(
-            _factor(middle, end)
-            for middle, ends in ((result.density.push, push), (result.density.publish, publish))
-            for end in ends
-        ),
+        density_error_ratio=max(error_ratios),
         step_time_low_s=min(times_s),
         step_time_high_s=max(times_s),
         bytes_sent_low=min(sent),
@@ -223,14 +224,6 @@ def _with_band(loaded: Loaded, simulated: Simulated, unfolded: bool, shared: Sha
 
 LEAST_DENSITY = 1e-6
 """Densities below count as this one, where they are compared."""
-
-
-def _factor(middle: float | None, end: float | None) -> float:
-    """Return the factor between two densities, at least 1."""
-    if middle is None or end is None:
-        return 1.0
-    low, high = sorted(max(LEAST_DENSITY, value) for value in (middle, end))
-    return high / low
 
 
 def traced(simulated: Simulated, *, unfolded: bool = False) -> Step:
