@@ -189,9 +189,20 @@ class Session:
             read_previous(self.cluster, self.device)  # raises for another machine's
             cluster, wanted = load_cluster(self.cluster), self.settings
             device = cluster.device_types[self.device]
-            models = {profile.model for profile in device.profiles if profile.precision == wanted.precision}
-            profiled = {Path(file).stem for file in wanted.models} <= models
-            if len(cluster.devices) == self.request.ranks and profiled and {*wanted.optimizers} <= {*device.optimizers}:
+            sizes = {
+                profile.model: next(iter(profile.layers.values())).forward_s.sizes
+                for profile in device.profiles
+                if profile.precision == wanted.precision
+            }
+            models = {Path(file).stem for file in wanted.models}
+            if (
+                len(cluster.devices) == self.request.ranks
+                and models <= {*sizes}
+                and all(sizes[model][0] <= size <= sizes[model][-1] for model in models for size in wanted.batch_sizes)
+                and {*wanted.optimizers} <= {*device.optimizers}
+            ):
+                # of other points, whose batch sizes were others: their layers are measured again at the same
+                self.settings = replace(wanted, batch_sizes=tuple(map(int, sizes[min(models)])))
                 return
         self.say("calibrating this machine: arithmetic, memory, layers")
         measured = measure(replace(self.settings, only="devices"), ranks=self.request.ranks, forked=self.forks)

@@ -358,6 +358,9 @@ def optimizer_time_s(
     implementation; that of another has its name in the key, such as `adamw fused`. Without one:
 
         t = bytes moved / memory bandwidth + operations * overhead
+
+    Where each operation goes through all tensors, as on a GPU, the first part also bounds what a measured cost says of
+    more elements than were measured: of fewer, some are still in its cache when the next operation reads them.
     """
     if elements == 0:
         return 0.0
@@ -368,13 +371,16 @@ def optimizer_time_s(
         rest_s = optimizer_time_s(device, adamw, elements=others[0], tensors=others[1])
         return rest_s + _muon_time_s(device, workload, matrices)
     implementation = implementation_on(device.kind, workload.optimizer_implementation)
-    precision = workload.optimizer_state_precision
+    precision, measured_s = workload.optimizer_state_precision, 0.0
     cost = measured_optimizer(device, workload.optimizer, workload.optimizer_implementation)
     if cost is not None and precision is None:
         of_tensors_s = tensors * cost.tensor_s
         if cost.host_s is None:
             of_tensors_s += sharded_tensors * cost.sharded_tensor_s
-        return of_tensors_s + cost.elements_s.at(elements)
+        measured_s = of_tensors_s + cost.elements_s.at(elements)
+        goes_through_all = device.kind != "cpu" and implementation != "for-loop"
+        if not goes_through_all or elements <= cost.elements_s.sizes[-1]:
+            return measured_s
     of_element = optimizer_moved_bytes(
         optimizer,
         implementation=implementation,
@@ -390,7 +396,8 @@ def optimizer_time_s(
         weight_decay=decay,
         precision=precision,
     )
-    return of_element * elements / device.memory_bandwidth_bytes_per_s + operations * device.operation_overhead_s
+    moved_s = of_element * elements / device.memory_bandwidth_bytes_per_s
+    return max(measured_s, moved_s) if measured_s else moved_s + operations * device.operation_overhead_s
 
 
 def _muon_time_s(device: DeviceType, workload: Workload, matrices: Sequence[Matrix]) -> float:
@@ -656,6 +663,8 @@ def sharded_unit_copy_s(device: DeviceType, copied_bytes: float) -> float:
     cost: ShardedUnitCost | None = device.sharded_unit
     if cost is None:
         return copy_time_s(device, copied_bytes) + 10 * device.operation_overhead_s
+    if cost.copied_byte_s is None:
+        return copy_time_s(device, copied_bytes)
     return copied_bytes * cost.copied_byte_s
 
 

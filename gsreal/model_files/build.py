@@ -228,13 +228,13 @@ def build_module(module: Module, *, where: str) -> nn.Module:
 def module_on(device: torch.device, precision: str, module: Module, *, where: str) -> nn.Module:
     """Return the real module with freshly initialised parameters on a device, in a precision.
 
-    A GPU's are initialised there, in no time: one core takes a minute for 1.2 billion. They come back to it by way of
-    the host's memory, which leaves nothing of the initialisation in the GPU's allocator.
+    A GPU's are initialised there: one core takes a minute for 1.2 billion. They come back to it by way of the host's
+    memory, which leaves nothing of the initialisation in the GPU's allocator.
     """
     if device.type == "cuda":
         with device:
             built = build_module(module, where=where)
-        built.to("cpu")
+        built.to(DTYPES[precision]).to("cpu")
         torch.cuda.empty_cache()
     else:
         built = build_module(module, where=where)

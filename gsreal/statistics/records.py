@@ -44,8 +44,11 @@ class BlockSketches:
         magnitudes = gradient.detach().abs().reshape(-1).double()
         edges = torch.tensor(SKETCH_EDGES, dtype=torch.float64, device=magnitudes.device)
         below = torch.bucketize(magnitudes, edges, right=True)
-        counts = [torch.bincount(block, minlength=len(SKETCH_EDGES) + 1) for block in in_blocks(below)]
-        reached = torch.stack(counts).flip(1).cumsum(1).flip(1).cpu().numpy()
+        bins = len(SKETCH_EDGES) + 1
+        for number, block in enumerate(below.tensor_split(starts(len(below))[1:])):
+            block.add_(number * bins)
+        counts = torch.bincount(below, minlength=BLOCKS * bins).view(BLOCKS, bins)
+        reached = counts.flip(1).cumsum(1).flip(1).cpu().numpy()
         self.elements, self.reached = self.elements + reached[:, 0], self.reached + reached[:, 1:]
         self.sums, self.squares = self.sums + summed(magnitudes), self.squares + summed(magnitudes.square())
 
@@ -90,19 +93,15 @@ def starts(elements: int) -> list[int]:
     return [-(-elements * i // BLOCKS) for i in range(BLOCKS)]
 
 
-def in_blocks(flat: Tensor) -> list[Tensor]:
-    """Return the blocks of a flat tensor."""
-    return list(flat.tensor_split(starts(len(flat))[1:]))
-
-
 def summed(values: Tensor) -> np.ndarray:
-    """Return the sum of the values in each block, or the number of true ones."""
-    if len(values) < BLOCKS:  # some blocks are empty
-        return np.array([float(block.sum()) for block in in_blocks(values)])
-    if values.device.type == "cuda":  # one sum for each block, for the host to read together
-        return torch.stack([block.sum(dtype=torch.float64) for block in in_blocks(values)]).cpu().numpy()
-    kind = np.int64 if values.dtype == torch.bool else np.float64
-    return np.add.reduceat(values.numpy(), starts(len(values)), dtype=kind).astype(np.float64)
+    """Return the sum of the values in each block, or the number of true ones; of every row, if there are rows."""
+    kind = torch.int64 if values.dtype == torch.bool else torch.float64
+    length = values.shape[-1]
+    if values.device.type == "cpu" and length >= BLOCKS:  # with fewer, some blocks are empty
+        sums = np.add.reduceat(values.numpy(), starts(length), axis=-1, dtype=np.dtype(str(kind).rpartition(".")[2]))
+        return sums.astype(np.float64)
+    blocks = values.tensor_split(starts(length)[1:], dim=-1)
+    return torch.stack([block.sum(-1, dtype=kind) for block in blocks], -1).double().cpu().numpy()
 
 
 def partition(means: Sequence[np.ndarray], *, small: bool) -> tuple[slice, ...]:
@@ -141,50 +140,58 @@ class Reached:
         return Reached(self.sent + other.sent, self.relative + other.relative)
 
 
+ROW_ELEMENTS = 2**19
+"""Elements that a CPU looks at together: larger intermediate results do not stay in its caches. A GPU has no limit."""
+
+
 class Feedback:
-    """Residuals of one tensor, under each of several thresholds, and of several multiples of the mean."""
+    """Residuals of one tensor, under each of several thresholds, and of several multiples of the mean magnitude."""
 
     def __init__(self, thresholds: Sequence[float], multiples: Sequence[float] = ()) -> None:
-        self.thresholds, self.multiples = thresholds, multiples
-        self.residuals: list[Tensor] = []
+        self.count, self.absolute = len(thresholds) + len(multiples), len(thresholds)
+        self.floors = torch.tensor([*thresholds, *(TINY for _ in multiples)], dtype=torch.float64)[:, None]
+        """Least threshold of each row: of multiples of a mean of zero, one that no zero reaches."""
+        self.factors = torch.tensor([*(0.0 for _ in thresholds), *multiples], dtype=torch.float64)[:, None]
+        self.residuals = torch.empty(0)
+        """A row for each threshold, then for each multiple."""
 
     def reached(self, values: Tensor) -> Reached:
         """Return the number of elements that reach the thresholds if these values were sent now."""
-        flat = values.detach().reshape(-1).float()
-        held = [(flat + residual).abs() for residual in self._residuals(flat)]
-        pairs, absolute = list(zip(held, self._thresholds(held), strict=True)), len(self.thresholds)
-        sent = [summed(each >= threshold) for each, threshold in pairs]
-        magnitudes = flat.abs()
-        plain = [summed(magnitudes >= threshold) for threshold in self._of_means([magnitudes] * len(self.multiples))]
+        flat = self._begun(values)
+        held = ((rows, (self.residuals[rows] + flat).abs_()) for rows in self._groups(flat))
+        sent = np.concatenate([summed(each >= self._thresholds(rows, each)) for rows, each in held])
+        magnitudes, multiples = flat.abs()[None], slice(self.absolute, self.count)
+        every = self._thresholds(multiples, magnitudes).tensor_split(len(self._groups(flat)))
+        plain = np.concatenate([summed(magnitudes >= thresholds) for thresholds in every])
         return Reached(
-            sent=np.array(sent[:absolute]).reshape(-1, BLOCKS),
-            relative=np.array([plain, sent[absolute:]]).reshape(2, -1, BLOCKS),
+            sent=sent[: self.absolute].reshape(-1, BLOCKS),
+            relative=np.array([plain, sent[self.absolute :]]).reshape(2, -1, BLOCKS),
         )
 
     def add(self, values: Tensor) -> None:
         """Add values to the residuals, send what reaches each threshold, and keep the rest."""
+        flat = self._begun(values)
+        for rows in self._groups(flat):
+            magnitudes = self.residuals[rows].add_(flat).abs()
+            self.residuals[rows].mul_(magnitudes < self._thresholds(rows, magnitudes))
+
+    def _begun(self, values: Tensor) -> Tensor:
+        """Return the values as one row; at first, begin with residuals of zeros on their device."""
         flat = values.detach().reshape(-1).float()
-        values_held = [flat + residual for residual in self._residuals(flat)]
-        self.residuals = [
-            each.mul_(each.abs() < threshold)
-            for each, threshold in zip(values_held, self._thresholds(values_held), strict=True)
-        ]
+        if not self.residuals.numel():
+            self.residuals = flat.new_zeros(self.count, len(flat))
+            self.floors, self.factors = self.floors.to(flat.device), self.factors.to(flat.device)
+        return flat
 
-    def _thresholds(self, held: Sequence[Tensor]) -> list[float]:
-        return [*self.thresholds, *self._of_means(held[len(self.thresholds) :])]
+    def _groups(self, flat: Tensor) -> list[slice]:
+        """Return the rows that are looked at together."""
+        size = max(1, ROW_ELEMENTS // max(1, len(flat)) if flat.device.type == "cpu" else self.count)
+        return [slice(first, first + size) for first in range(0, max(1, self.count), size)]
 
-    def _of_means(self, held: Sequence[Tensor]) -> list[float]:
-        """Return every multiple of the mean magnitude of its tensor.
-
-        If all are zeros, a threshold that no zero reaches.
-        """
-        means = [float(each.abs().mean()) for each in held]
-        return [max(TINY, multiple * mean) for multiple, mean in zip(self.multiples, means, strict=True)]
-
-    def _residuals(self, flat: Tensor) -> list[Tensor]:
-        if not self.residuals:
-            self.residuals = [torch.zeros_like(flat) for _ in (*self.thresholds, *self.multiples)]
-        return self.residuals
+    def _thresholds(self, rows: slice, magnitudes: Tensor) -> Tensor:
+        """Return the thresholds of some rows, by the mean of their magnitudes, or of the only row's."""
+        means = magnitudes.mean(1, keepdim=True).double()
+        return torch.maximum(self.floors[rows], means * self.factors[rows]).float()
 
 
 MULTIPLES = tuple(float(f"{2 ** (k / 2):.4g}") for k in range(-2, 10))

@@ -284,8 +284,8 @@ class UnitCost:
 class ShardedUnitCost(UnitCost):
     """The same of FSDP2, with its copies."""
 
-    copied_byte_s: Seconds
-    """Per byte that is copied into or out of a communication buffer."""
+    copied_byte_s: Seconds | None = None
+    """Per byte that is copied into or out of a communication buffer; absent, as of a GPU: that of any copy."""
 
 
 @spec

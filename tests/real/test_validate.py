@@ -173,6 +173,28 @@ def test_a_calibration_that_lacks_what_points_need_is_made_anew(tmp_path, monkey
     assert written[1].optimizers == ("adam",)
 
 
+@pytest.mark.parametrize(("batch_size", "anew"), [(16, False), (64, True)])
+def test_other_points_take_a_calibration_and_its_batch_sizes_where_theirs_lie_between(
+    tmp_path, monkeypatch, batch_size, anew
+):
+    """Repeated measurements of layers were refused: those of a call with `--only` have fewer batch sizes."""
+    calibrated(tmp_path / "out")
+    measured = []
+    monkeypatch.setattr(validate, "measure", lambda settings, **_how: measured.append(settings))
+    monkeypatch.setattr(validate, "cluster_data", lambda _measured, settings: settings)
+    monkeypatch.setattr(validate, "write_cluster", lambda _file, _settings: None)
+    (tmp_path / "s.toml").write_text(SWEEP.replace("batch_size = 16", f"batch_size = {batch_size}"))
+    request = validate.Request(tmp_path / "s.toml", tmp_path / "out", "cpu", 2, only=("ddp",))
+    session = validate.Session(request, time.monotonic())
+    assert session.settings.batch_sizes == (batch_size // 2,)
+    session.calibrate()
+    assert len(measured) == anew
+    sizes = load_cluster(SCENARIOS / "clusters" / "two-cores.toml")
+    (profile,) = (each for kind in sizes.device_types.values() for each in kind.profiles if each.model == "gpt-byte-1m")
+    of_file = next(iter(profile.layers.values())).forward_s.sizes
+    assert session.settings.batch_sizes == ((32,) if anew else of_file)
+
+
 def test_batch_sizes_of_a_calibration_are_those_that_ranks_train():
     scenarios = [
         load_scenario(SCENARIOS / "demo.toml", [f"plan.method={method}", *more], gradients_needed=False)
