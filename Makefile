@@ -42,7 +42,7 @@ lab: $(VENV)/.demo ## predict and measure the lab's matrix, or SWEEP=FILE; as ro
 test: $(VENV)/.test ## all tests but the slow ones, two files at a time
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu"
 
-test-slow: $(VENV)/.test ## the slow real runs, and properties on more examples
+test-slow: $(VENV)/.test ## the slow tests, and properties on more examples
 	GSSIM_THOROUGH=1 $(BIN)/python -m pytest -m "slow or hypothesis"
 
 benchmark: $(VENV)/.test ## how fast the simulator is on this machine

@@ -439,6 +439,7 @@ def test_a_name_that_is_no_text_is_refused_where_something_is_named_after_it(
     assert message in err
 
 
+@pytest.mark.slow
 def test_other_names_that_are_no_text_are_written_as_they_are_and_shown_escaped(tmp_path):
     """Also where the terminal's encoding is strict."""
     write_scenario(tmp_path)

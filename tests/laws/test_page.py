@@ -164,6 +164,7 @@ def test_a_comparison_without_its_results_is_reported_from_its_tables(tmp_path: 
         report(tmp_path)
 
 
+@pytest.mark.slow
 def test_of_very_many_calibrations_the_most_used_are_listed_and_pages_of_charts_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

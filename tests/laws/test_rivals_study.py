@@ -404,6 +404,7 @@ def test_a_map_of_several_models_tells_them_apart_and_what_it_assumes(larger):
     assert [line.partition(",")[0] for line in lines[1::8]] == ["gpt-byte-150k", "GPT-2 124M on A100"]
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_does_not_get_to_the_loss():
     whole = load_study(STUDY)
     large = replace(

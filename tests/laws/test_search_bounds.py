@@ -106,11 +106,12 @@ TIED = ("workload.model='models/gpt2-124m.toml'", "workload.optimizer='sgd'")
 @pytest.mark.parametrize(
     ("changes", "recomputes"),
     [
-        ((), ("none", "selective", "full")),
+        ((), ("none", "full")),
+        pytest.param((), ("selective",), marks=pytest.mark.slow),
         (TIED, ("none",)),
         pytest.param(TIED, ("selective", "full"), marks=pytest.mark.slow),
     ],
-    ids=["alone", "tied", "tied-recomputed"],
+    ids=["alone", "alone-selective", "tied", "tied-recomputed"],
 )
 def test_stages_hold_no_less_than_their_bound_and_hardly_more(changes, recomputes):
     many = ("plan.method='ddp'", "workload.global_batch_size=8192")  # else communicators are most of the memory

@@ -400,6 +400,7 @@ WHOLE = []
 """Made once: it does not say in which folder."""
 
 
+@pytest.mark.slow  # tests/real/test_killed.py interrupts quickly
 def test_an_interrupted_sweep_goes_on_to_the_same_table(folder, gssim, whole):
     line = command("sweep.toml", "--out", "t.parquet", "--jobs", 2)
     process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

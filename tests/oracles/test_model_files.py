@@ -110,7 +110,7 @@ def traced(family: str) -> Model:
         return sibling(family)
 
 
-SLOW = ("bert", "gpt2", "llama", "resnet")
+SLOW = ("bert", "gpt2", "llama", "short-llama", "resnet")
 """What they are made of is in the other kinds too."""
 
 

@@ -79,6 +79,7 @@ def test_what_is_recomputed_inside_of_a_graph_is_not_saved():
     assert selective.bytes_moved[FIRST, "f"] < whole.bytes_moved[FIRST, "f"]  # less is written for the backward
 
 
+@pytest.mark.slow
 def test_a_plan_of_kernels_and_buffers_holds_for_other_shapes_too():
     first = traced(compiled=True)
     other = record(compiled=True, batch=2, like=first)
