@@ -38,7 +38,7 @@ def stored():
 
 
 def test_every_stored_result_is_named_by_the_id_of_its_scenario():
-    assert len(stored()) == 298
+    assert len(stored()) == 328
     shared, models = Shared(), {}
     for file in stored():
         data = file.result.scenario
@@ -52,8 +52,8 @@ def test_every_stored_result_is_named_by_the_id_of_its_scenario():
 
 
 def test_results_that_differ_in_more_than_repeats_and_rates_have_ids_of_their_own():
-    assert len({file.result.scenario_id for file in stored()}) == 251
-    assert len({file.result.calibration_id for file in stored()}) == 41
+    assert len({file.result.scenario_id for file in stored()}) == 281
+    assert len({file.result.calibration_id for file in stored()}) == 49
 
 
 def test_the_labs_points_ask_what_was_measured():
