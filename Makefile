@@ -24,7 +24,7 @@ demo-full: $(VENV)/.demo ## the same with seventeen plans and more steps: out/de
 gpu: $(VENV)/.demo ## the same on the GPUs of this machine, in ten minutes: out/gpu/, out/gpu-bf16/, out/gpu-llama/
 	@$(BIN)/gsreal validate --device cuda --seconds 240 --out out/gpu
 	@$(BIN)/gsreal validate scenarios/sweeps/validate-gpu-bf16.toml --device cuda --seconds 220 --out out/gpu-bf16
-	@$(BIN)/gsreal validate scenarios/sweeps/validate-gpu-llama.toml --device cuda --seconds 140 --out out/gpu-llama
+	@$(BIN)/gsreal validate scenarios/sweeps/validate-gpu-llama.toml --device cuda --only 'one--*' --seconds 140 --out out/gpu-llama
 
 study: $(VENV)/.demo ## what thresholds cost in quality and gain in bytes and time, with controls: out/study/
 	@$(BIN)/python -m analysis convergence scenarios/studies/gpt-byte.toml --out out/study/gpt-byte
