@@ -355,7 +355,10 @@ def test_nothing_is_wider_than_the_window_but_what_scrolls(browser: Any, file: P
     assert width <= window == wide
 
 
-@pytest.mark.parametrize(("scheme", "media"), [("light", "screen"), ("dark", "screen"), ("light", "print")])
+@pytest.mark.parametrize(
+    ("scheme", "media"),
+    [("light", "screen"), ("dark", "screen"), pytest.param("light", "print", marks=pytest.mark.slow)],
+)
 def test_text_stands_out_from_its_ground(browser: Any, file: Path, scheme: str, media: str) -> None:
     browser.open(file, scheme=scheme, media=media)
     ratio, where = browser.evaluate(CONTRAST)

@@ -181,7 +181,7 @@ def test_a_training_of_another_scenario_is_not_reused(small, tmp_path):
         assert len(made) == 4
 
 
-@pytest.mark.parametrize("name", ["rivals-gpt", "rivals-resnet"])
+@pytest.mark.parametrize("name", ["rivals-gpt", pytest.param("rivals-resnet", marks=pytest.mark.slow)])
 def test_the_shipped_studies_have_all_their_trainings(name, tmp_path):
     loaded = load_study(STUDY.with_name(f"{name}.toml"))
     kept = {each.key for each in read_courses(loaded)}
