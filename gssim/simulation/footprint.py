@@ -12,11 +12,11 @@ The reserved memory of a rank is found by replaying its tasks' tensors through P
 of the host.
 
 [Note: order of tensors] Persistent tensors come first, except the optimizer's states, which torch allocates in the
-first update, and the workspaces of libraries, which are allocated where a thread first multiplies: assumed to be the
-beginning of the first forward, and after the first task of the first backward (the loss). Then come two steps, of which
-the second finds all of these. (More steps take no more of the device.) A free releases the oldest tensor of its
-category and size; of activations, which the backward frees in reverse order, the latest. A free that gives only a sum
-takes any tensors of the category.
+first update, once the gradients are cast for it, and the workspaces of libraries, which are allocated where a thread
+first multiplies: assumed to be the beginning of the first forward, and after the first task of the first backward (the
+loss). Then come two steps, of which the second finds all of these. (More steps take no more of the device.) A free
+releases the oldest tensor of its category and size; of activations, which the backward frees in reverse order, the
+latest. A free that gives only a sum takes any tensors of the category.
 
 [Note: middle] Of many micro-batches, those in the middle start and end in the same state as the one before, once as
 many are under way as ever are. They are left out, where the peak of requested bytes, whose exact value is known, stays
@@ -146,9 +146,14 @@ def _run(program: Program, role: int, tasks: Iterable[Task], live: "_LiveTensors
         for _ in range(STEPS):
             for need, phase in needs:
                 tasks_begun[phase] += 1
-                if (phase, tasks_begun[phase]) in on_nth_task:
-                    yield live.kept(*on_nth_task[phase, tasks_begun[phase]])
-                yield live.needed(need)
+                kept = on_nth_task.get((phase, tasks_begun[phase]))
+                if kept is None:
+                    yield live.needed(need)
+                    continue
+                before = [event for event in need.events if phase == "optimizer" and event.position == 0]
+                yield live.requests_of(before)
+                yield live.kept(*kept)
+                yield live.requests_of(need.events[len(before) :])
 
     live.carry_out(chain.from_iterable(requests()))
 
@@ -177,16 +182,17 @@ class _LiveTensors:
 
     def kept(self, category: str, sizes: Sequence[float]) -> list[Request]:
         """Return the allocations of tensors that stay."""
-        return self._requests_of([Event(0, sum(sizes), category, tuple(sizes))])
+        return self.requests_of([Event(0, sum(sizes), category, tuple(sizes))])
 
     def needed(self, need: Footprint) -> list[Request]:
         """Return the allocations and frees of a task."""
         requests = self._needed.get(id(need))
         if requests is None:
-            requests = self._needed[id(need)] = self._requests_of(need.events)
+            requests = self._needed[id(need)] = self.requests_of(need.events)
         return requests
 
-    def _requests_of(self, events: Sequence[Event]) -> list[Request]:
+    def requests_of(self, events: Sequence[Event]) -> list[Request]:
+        """Return the allocations and frees of events, in their order."""
         requests: list[Request] = []
         for event in events:
             frees = event.size_bytes < 0

@@ -195,7 +195,7 @@ def test_what_equal_layers_ask_of_the_allocator_is_worked_out_once_however_many_
     for model, layers in (("llama2-7b", 32), ("llama2-13b", 40)):
         loaded = fully_sharded(model)
         assert sum(layer.repeats for layer in loaded.scenario.workload.model.layers if layer.block) == layers
-        with patch.object(_LiveTensors, "_requests_of", autospec=True, side_effect=_LiveTensors._requests_of) as found:
+        with patch.object(_LiveTensors, "requests_of", autospec=True, side_effect=_LiveTensors.requests_of) as found:
             simulate(loaded)
         worked_out.append(found.call_count)
     assert worked_out[0] == worked_out[1] > 0
