@@ -117,6 +117,7 @@ for changes in {TWICE}:
 """
 
 
+@pytest.mark.slow  # tests/laws/test_cli.py compares one command
 def test_two_processes_print_the_same_bytes(gssim):
     """Whatever order the processes' sets and hashes have: this one's is as it happens."""
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))

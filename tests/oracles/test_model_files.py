@@ -153,6 +153,7 @@ def all_blocks_of(family: str) -> Model:
         return sibling(family)
 
 
+@pytest.mark.slow
 def test_repeating_a_middle_block_says_what_tracing_all_blocks_says():
     with whole_layers_alone(sliced=True):
         assert all_blocks_of("gpt") == traced("gpt")

@@ -135,6 +135,7 @@ PLANS: dict[str, tuple[int, list[str]]] = {
 """How many ranks train, and how."""
 
 
+@pytest.mark.slow
 def test_a_model_cut_by_layers_goes_on_cut_inside_of_blocks(undisturbed, tmp_path: Path):
     """What is saved is by the names and elements that the whole model has."""
     go_on(tmp_path, ("pipeline", "gs_tp"), undisturbed)
