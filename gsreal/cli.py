@@ -376,7 +376,8 @@ def gradients_command(
 ) -> None:
     """Train the scenario's model for real and write statistics of every rank's gradients.
 
-    Calls the factory that the model file names.
+    On this machine's GPU, if the cluster's devices are GPUs and its memory suffices; else on a core. Calls the factory
+    that the model file names.
     """
     from gsreal.data.sources import check_data
     from gsreal.model_files.build import check_factory, set_trust

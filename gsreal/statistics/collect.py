@@ -24,6 +24,8 @@ EVERY = 10
 COURSES = 8
 """A step of one run sends a fifth more or less than that of another: the median of this many, less than a tenth."""
 BATCHES = 2
+BYTES_OF_ELEMENT = 200
+"""Memory for each element of a model: in fp32 its residuals under some 35 thresholds, gradients, and the training's."""
 APART = 1_000_003
 """Distance between the seeds of two courses: far from the seeds of other runs, which are to be predicted."""
 
@@ -124,9 +126,14 @@ def take_statistics(
 
 
 def fastest_device(scenario: Scenario) -> torch.device:
-    """Return the device that trains a scenario for its statistics: a GPU, if it is for GPUs and there is one."""
-    has_gpu = scenario.cluster.type_of(0).kind == "cuda" and torch.cuda.is_available()
-    return torch.device("cuda" if has_gpu else "cpu")
+    """Return the device that trains a scenario for its statistics: a GPU, if it is for GPUs and there is one.
+
+    And if its memory suffices for the residuals of every element under each threshold that is looked at.
+    """
+    if scenario.cluster.type_of(0).kind != "cuda" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    needed_bytes = BYTES_OF_ELEMENT * scenario.workload.model.elements
+    return torch.device("cuda" if needed_bytes < torch.cuda.mem_get_info()[0] else "cpu")
 
 
 def _grids(replica: Replica) -> tuple[tuple[float, ...], tuple[float, ...]]:

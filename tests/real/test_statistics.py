@@ -20,7 +20,7 @@ from gsreal.measure import Timeline
 from gsreal.model_files.build import loss_of
 from gsreal.run.feed import Feed
 from gsreal.run.worker import build
-from gsreal.statistics.collect import APART, Replica, sampled_steps, take_statistics, write_statistics
+from gsreal.statistics.collect import APART, Replica, fastest_device, sampled_steps, take_statistics, write_statistics
 from gsreal.statistics.records import BlockSketches, Feedback, partition, sketch, typical
 from gssim.plan import Push
 from gssim.scenario import Scenario, load_model, single_device
@@ -365,3 +365,23 @@ def test_weight_that_was_not_received_counts_for_nothing():
 
 
 AGGREGATES = ("batch-weight", "received-weight")
+
+
+@pytest.mark.parametrize(
+    ("kind", "has_gpu", "free_bytes", "expected"),
+    [
+        ("cuda", True, 1e12, "cuda"),
+        ("cuda", True, 1e3, "cpu"),
+        ("cuda", False, 1e12, "cpu"),
+        ("cpu", True, 1e12, "cpu"),
+    ],
+)
+def test_a_gpu_takes_the_statistics_of_a_scenario_for_gpus_if_it_has_room(
+    monkeypatch, kind, has_gpu, free_bytes, expected
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free_bytes, 2 * free_bytes))
+    scenario = scenario_of()
+    types = {name: replace(each, kind=kind) for name, each in scenario.cluster.device_types.items()}
+    of_kind = replace(scenario, cluster=replace(scenario.cluster, device_types=types))
+    assert fastest_device(of_kind).type == expected
