@@ -217,6 +217,7 @@ def test_an_empty_folder_or_none_is_refused_in_one_line(tmp_path, monkeypatch, c
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow  # tests/real/test_readme.py runs the command
 def test_the_command_says_where_the_page_is(tmp_path, monkeypatch, capsys) -> None:
     pair(tmp_path, "ddp", "d" * 16)
     assert run(monkeypatch, tmp_path, verb="report") == 0

@@ -486,6 +486,7 @@ def test_clusters_whose_links_have_other_names_have_maps_of_their_own(tmp_path: 
 # Command -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # tests/real/test_readme.py runs the command
 def test_the_command_writes_every_chart_twice_and_says_what_was_found(tmp_path, monkeypatch, capsys) -> None:
     table = write([row for row in grid() if row[LINK] == 1e8], tmp_path / "t.parquet")
     assert run_sweep(monkeypatch, table, "--out", tmp_path / "out") == 0

@@ -185,6 +185,7 @@ def test_siblings_of_transformers_tell_how_they_are_cut(family):
     assert units == (set() if family == "resnet" else {4})
 
 
+@pytest.mark.slow  # test_trace.py traces a shipped residual network
 def test_a_residual_block_is_a_layer_though_its_convolutions_are_a_stack():
     blocks = [layer.module for layer in unrolled(traced("resnet")) if layer.layer.block]
     assert blocks == [f"resnet.encoder.stages.{i}.layers.{j}" for i, depth in enumerate((2, 3)) for j in range(depth)]
