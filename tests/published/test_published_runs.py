@@ -512,6 +512,7 @@ def test_models_with_experts_have_the_parameters_that_they_are_named_for():
     assert transformer(shape, software, tp=1, tied=False).elements == shape.parameters
 
 
+@pytest.mark.slow
 def test_dense_rows_on_b200_by_measured_kernels():
     """Mean errors; the baseline's constant rate happens to be that of most of these rows, but not of eight ranks'."""
     (found,) = scores("simumax_b200.csv", "llama3")

@@ -95,12 +95,14 @@ MADE_ELSEWHERE = {
     ("gssim", ("run", "scenarios/gpt3-gs-z3.toml")),
     ("gssim", ("check", "scenarios/*.toml")),
     ("gssim", ("models",)),
+    ("gssim", ("run", "out/mine.toml")),
     ("analysis", ("compare", "out/job", "--out", "out/job-compared")),
     ("gssim", (*("sweep", "scenarios/sweeps/lab-small.toml", "--only", "two-hosts--*"), "--out", "out/small.parquet")),
     ("gssim", ("support", "scenarios/gpt2-unequal-gpus.toml")),
 }
 """What tests of their own make as well, in seconds: the reference page, the headlines, predictions of the scenarios
-that ship, the lists of models and of what combines, a sweep and a comparison."""
+that ship, the lists of models and of what combines, a sweep, a comparison and an imported
+plan's prediction."""
 QUICK = [
     pytest.param(line, marks=[pytest.mark.slow] if (line.program, line.arguments) in MADE_ELSEWHERE else [])
     for line in LINES
