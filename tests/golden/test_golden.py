@@ -21,8 +21,8 @@ from gssim.terminal import rank_list
 from gssim.units import validated
 
 ROOT = Path(__file__).resolve().parents[2]
-SLOW = ("gpt3-1024-3d", "mt-nlg-280-dgx")
-"""Pipelines of some thousand GPUs, each of which takes several seconds on a busy core."""
+SLOW = ("gpt3-1024-3d", "gpt3-65536", "mt-nlg-280-dgx")
+"""Plans of thousands of GPUs, each of which takes several seconds on a busy core."""
 SCENARIOS = [
     pytest.param(path, marks=[pytest.mark.slow] if path.stem in SLOW else [], id=path.stem)
     for path in sorted((ROOT / "scenarios").glob("*.toml"))
@@ -117,6 +117,7 @@ for changes in {TWICE}:
 """
 
 
+@pytest.mark.slow  # tests/laws/test_cli.py compares one command
 def test_two_processes_print_the_same_bytes(gssim):
     """Whatever order the processes' sets and hashes have: this one's is as it happens."""
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))

@@ -66,8 +66,8 @@ def packed(archive: str) -> list[str]:
 
 
 FILES = [file for archive in CLUSTERS for file in packed(archive)]
-FEW = 9
-"""Each ninth is looked at in every run of the tests."""
+FEW = 15
+"""Each fifteenth is looked at in every run of the tests."""
 
 
 def measured_in(file: str, folder: Path) -> Result:

@@ -1114,7 +1114,10 @@ CHECKS = {
         master_copies_take_what_is_written,
     )
 }
-LONG = {"units_of_all_kinds_in_both_forms", "torchs_checkpoints_between_all_forms"}
+LONG = {
+    *("units_of_all_kinds", "units_of_all_kinds_in_both_forms"),
+    *("torchs_checkpoints_between_forms", "torchs_checkpoints_between_all_forms"),
+}
 """Run with the slow tests: further combinations of what others hold."""
 ON_THREE = (
     "a_plain_loop",

@@ -398,7 +398,7 @@ def test_an_output_folder_that_is_a_file_is_refused(
     assert (tmp_path / "out").read_text() == "mine"
 
 
-@pytest.mark.parametrize("package", ["polars", "matplotlib"])
+@pytest.mark.parametrize("package", [pytest.param("polars", marks=pytest.mark.slow), "matplotlib"])
 def test_a_missing_extra_gives_an_instruction(package: str, tmp_path: Path) -> None:
     code = (
         f"import sys, runpy; sys.modules[{package!r}] = None; "

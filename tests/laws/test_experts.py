@@ -48,7 +48,9 @@ def carried(plan: dict, kind: str, ranks: int = 4) -> dict[tuple[int, ...], int]
 
 
 @pytest.mark.parametrize("method", ["zero2", "zero3"])
-@pytest.mark.parametrize(("ranks", "ep"), [(4, 2), (4, 4), (8, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "ep"), [(4, 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((4, 4), (8, 2)))]
+)
 def test_gradients_are_reduced_over_those_that_hold_them(method, ranks, ep):
     """Dense ones over all ranks; those of a rank's experts, a part of the whole, over the ranks that hold the same."""
     found = carried({"method": method, "ep": ep}, "reduce-scatter", ranks)
@@ -72,7 +74,7 @@ def test_state_of_experts_is_divided_and_of_the_rest_sharded():
     assert held({"method": "ddp", "ep": 2}) > 1.5 * held({"method": "zero3", "ep": 2})
 
 
-@pytest.mark.parametrize(("ranks", "ep"), [(4, 2), (4, 4), (8, 2)])
+@pytest.mark.parametrize(("ranks", "ep"), [(4, 2), pytest.param(4, 4, marks=pytest.mark.slow), (8, 2)])
 def test_updated_parameters_come_from_those_that_hold_them(ranks, ep):
     """ZeRO-1: dense tensors are broadcast among all ranks, those of experts among the ranks that hold the same ones."""
     found = carried({"method": "zero1", "ep": ep}, "broadcast", ranks)
@@ -82,7 +84,9 @@ def test_updated_parameters_come_from_those_that_hold_them(ranks, ep):
     assert found == dict.fromkeys(groups, of_experts)
 
 
-@pytest.mark.parametrize(("ranks", "ep"), [(4, 2), (4, 4), (8, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "ep"), [(4, 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((4, 4), (8, 2)))]
+)
 def test_one_buffer_of_gradients_holds_dense_ones_and_a_second_those_of_experts(ranks, ep):
     """Megatron's optimizer: each is reduce-scattered, and gathered, over those that hold the same parameters."""
     plan = {"method": "zero1", "zero1_implementation": "megatron", "ep": ep}
@@ -135,7 +139,7 @@ PLANS = [
 @pytest.mark.parametrize(
     ("plan", "ep"),
     [
-        pytest.param(plan, ep, marks=[] if (place, ep) in ((0, 4), (2, 2), (4, 4)) else [pytest.mark.slow])
+        pytest.param(plan, ep, marks=[] if (place, ep) in ((2, 2), (4, 4)) else [pytest.mark.slow])
         for place, plan in enumerate(PLANS)
         for ep in (2, 4)
     ],
@@ -164,16 +168,21 @@ def test_a_stage_whose_experts_one_rank_has_alone_gathers_its_dense_parameters_b
     assert bool(own) == (ep < 4)
 
 
-@pytest.mark.parametrize("method", ["ddp", "zero1", "zero2", "zero3"])
 @pytest.mark.parametrize(
-    ("ep", "pp", "load"),
+    ("ep", "pp", "load", "method"),
     [
-        (2, 1, {"skew": 1.0}),
-        (4, 1, "balanced"),
-        (2, 2, {"skew": 1.0}),
-        pytest.param(2, 1, "balanced", marks=pytest.mark.slow),
-        pytest.param(4, 1, {"skew": 1.0}, marks=pytest.mark.slow),
-        pytest.param(2, 2, "balanced", marks=pytest.mark.slow),
+        pytest.param(*case, method, marks=[] if place == quick else pytest.mark.slow)
+        for quick, method in enumerate(("ddp", "zero1", "zero2", "zero3"))
+        for place, case in enumerate(
+            (
+                (2, 1, {"skew": 1.0}),
+                (4, 1, "balanced"),
+                (2, 2, {"skew": 1.0}),
+                (2, 1, "balanced"),
+                (4, 1, {"skew": 1.0}),
+                (2, 2, "balanced"),
+            )
+        )
     ],
     ids=str,
 )

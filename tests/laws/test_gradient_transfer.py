@@ -132,7 +132,7 @@ def density(statistics: GradientStatistics, model: Model, threshold: float, samp
     ) / sum(sizes.values())
 
 
-@pytest.mark.parametrize("name", quick(MEASURED, ("gpt-byte-1m", "resnet-digits")))
+@pytest.mark.parametrize("name", quick(MEASURED, ("resnet-digits",)))
 def test_measured_statistics_of_shipped_models_lie_in_the_band(name: str) -> None:
     """No family has seen these models: they are wider than its first rung, and trained in longer sequences."""
     measured = read_gradients(ROOT / f"scenarios/gradients/{name}.json")
@@ -202,10 +202,9 @@ MODELS = {name: () if name in QUICK else (pytest.mark.slow,) for name in sorted(
     ("model", "kinds"),
     [
         *(pytest.param(each, ("absolute",), marks=marks) for each, marks in MODELS.items()),
-        ("bert-byte-1m", OTHER_KINDS),
         *(
             pytest.param(each, OTHER_KINDS, marks=pytest.mark.slow)
-            for each in ("resnet-50", "gpt2-124m", "mixture-byte-1m")
+            for each in ("bert-byte-1m", "resnet-50", "gpt2-124m", "mixture-byte-1m")
         ),
     ],
 )
@@ -247,9 +246,7 @@ def test_the_peaks_at_the_ends_of_the_band_are_those_of_steps_replayed_with_its_
     assert band.peak_allocated_high_bytes > 1.005 * band.peak_allocated_low_bytes
 
 
-@pytest.mark.parametrize(
-    "model", quick(("bert-large", "llama2-13b", "gpt3-175b", "mt-nlg-530b"), ("bert-large", "llama2-13b"))
-)
+@pytest.mark.parametrize("model", quick(("bert-large", "llama2-13b", "gpt3-175b", "mt-nlg-530b"), ("bert-large",)))
 def test_statistics_of_large_models_have_every_tensor(model: str) -> None:
     loaded = asked(model, {"threshold": 1e-4})
     statistics, names = loaded.gradients, {each.name for each in placed(loaded.scenario.workload.model)}

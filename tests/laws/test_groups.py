@@ -405,6 +405,7 @@ def test_naive_marks_that_are_outside_are_counted() -> None:
     assert "naive: compute, then bytes over the slowest link" not in names  # bytes are not known
 
 
+@pytest.mark.slow
 def test_a_large_matrix_has_phases_of_the_worst_and_of_each_group() -> None:
     pairs = join(map(in_file, crowd(3, 10))).pairs
     figures = {chart.name: chart.figure for chart in comparison_charts(compare(pairs), rival_table(pairs))}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import commands
 import pytest
+from combinations import each_once
 
 from gssim.errors import UserError
 from gssim.interop import RefusedError, import_scenario
@@ -56,8 +57,13 @@ DEEPSPEED = {
 }
 
 
-@pytest.mark.parametrize("value", ["a - b", 0, -1, 2.5, True, [2], 10**400, "x" * 5000])
-@pytest.mark.parametrize("key", ["plan.ranks", "plan.tp", "plan.pp", "plan.cp", "plan.micro_batches"])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    each_once(
+        ("plan.ranks", "plan.tp", "plan.pp", "plan.cp", "plan.micro_batches"),
+        ("a - b", 0, -1, 2.5, True, [2], 10**400, "x" * 5000),
+    ),
+)
 def test_counts_that_are_none_are_refused_in_a_line(tmp_path, key, value):
     with pytest.raises(UserError, match="a whole number") as caught:
         imported(tmp_path, DEEPSPEED, name="ds.json", overrides=[f"{key}={json.dumps(value)}"])

@@ -30,8 +30,8 @@ def loaded(ranks: int, *changes: str, per_host: int = 1) -> Loaded:
     ("changes", "per_host"),
     [
         ((), 1),
-        (("plan.method=gs_z3",), 1),
-        (("plan.publish.threshold=1e-3",), 1),
+        pytest.param(("plan.method=gs_z3",), 1, marks=pytest.mark.slow),
+        pytest.param(("plan.publish.threshold=1e-3",), 1, marks=pytest.mark.slow),
         (("plan.method=gs_hier",), 2),
         (("plan.push.aggregate=received-weight", "plan.push.error_feedback=true"), 1),
     ],
@@ -51,11 +51,11 @@ def test_neighbours_with_the_same_messages_have_one_role(changes, per_host):
 @pytest.mark.parametrize(
     ("changes", "per_host"),
     [
-        ((), 1),
+        pytest.param((), 1, marks=pytest.mark.slow),
         pytest.param(("plan.method=gs_z3",), 1, marks=pytest.mark.slow),
         (("plan.publish.threshold=1e-3", "plan.push.aggregate=received-weight"), 1),
         pytest.param(("plan.method=gs_hier", "plan.publish.threshold=1e-3"), 2, marks=pytest.mark.slow),
-        (("plan.shares.shards=memory", "plan.push.encoding=coo"), 1),
+        pytest.param(("plan.shares.shards=memory", "plan.push.encoding=coo"), 1, marks=pytest.mark.slow),
     ],
 )
 def test_runs_of_owners_are_all_of_their_owners(changes, per_host, monkeypatch):

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from combinations import each_once
 from strategies import device_type, loaded_of, machine_of, scenario_of, star
 from tasks import program_with, task_of
 
@@ -43,8 +44,7 @@ PLANS = [
 ]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("plan", PLANS, ids=repr)
+@pytest.mark.parametrize(("plan", "precision"), each_once(PLANS, ("fp32", "bf16")), ids=str)
 def test_a_replay_asks_for_what_the_machine_holds(plan, precision):
     """Peaks are the same, but for Adam's step counters, which are on the host."""
     ranks = 1 if plan["method"] == "single" else plan.get("pp", 4)

@@ -120,12 +120,14 @@ def test_the_wheel_holds_every_file_of_the_packages_and_nothing_else(wheel: Path
     assert held == ours
 
 
+@pytest.mark.slow
 def test_what_is_imported_is_what_was_installed(clean: Path, tmp_path: Path) -> None:
     code = f"import gssim, gsreal, analysis; print({', '.join(f'{name}.__file__' for name in PACKAGES)}, sep='\\n')"
     for file in call(clean / "python", "-c", code, folder=tmp_path).split():
         assert Path(file).is_relative_to(clean.parent)
 
 
+@pytest.mark.slow
 def test_a_question_is_answered_without_a_file(clean: Path, tmp_path: Path) -> None:
     shown = call(clean / "gssim", "models", folder=tmp_path)
     assert all(file.stem in shown for file in (ROOT / "scenarios/models").glob("*.toml"))
@@ -136,6 +138,7 @@ def test_a_question_is_answered_without_a_file(clean: Path, tmp_path: Path) -> N
     assert ": fits, " in fits
 
 
+@pytest.mark.slow
 def test_a_scenario_of_shipped_models_and_devices_is_predicted(clean: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text(SCENARIO)
     predicted = json.loads(call(clean / "gssim", "run", "mine.toml", "--json", folder=tmp_path))
@@ -144,6 +147,7 @@ def test_a_scenario_of_shipped_models_and_devices_is_predicted(clean: Path, tmp_
     assert 0 < other_s != predicted["step_time_s"] > 0
 
 
+@pytest.mark.slow
 def test_another_tools_file_is_imported_and_predicted(clean: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text(SCENARIO)
     cluster = SCENARIO.partition("[cluster]")[2].partition("[workload]")[0].replace("[cluster.", "[")
@@ -155,6 +159,7 @@ def test_another_tools_file_is_imported_and_predicted(clean: Path, tmp_path: Pat
     assert "step" in call(clean / "gssim", "run", "theirs.toml", folder=tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.slow  # they import torch and the charts' packages, from elsewhere
 def test_the_other_programs_start(clean: Path, tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")

@@ -217,6 +217,7 @@ def test_an_empty_folder_or_none_is_refused_in_one_line(tmp_path, monkeypatch, c
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow  # tests/real/test_readme.py runs the command
 def test_the_command_says_where_the_page_is(tmp_path, monkeypatch, capsys) -> None:
     pair(tmp_path, "ddp", "d" * 16)
     assert run(monkeypatch, tmp_path, verb="report") == 0
@@ -355,7 +356,10 @@ def test_nothing_is_wider_than_the_window_but_what_scrolls(browser: Any, file: P
     assert width <= window == wide
 
 
-@pytest.mark.parametrize(("scheme", "media"), [("light", "screen"), ("dark", "screen"), ("light", "print")])
+@pytest.mark.parametrize(
+    ("scheme", "media"),
+    [("light", "screen"), ("dark", "screen"), pytest.param("light", "print", marks=pytest.mark.slow)],
+)
 def test_text_stands_out_from_its_ground(browser: Any, file: Path, scheme: str, media: str) -> None:
     browser.open(file, scheme=scheme, media=media)
     ratio, where = browser.evaluate(CONTRAST)

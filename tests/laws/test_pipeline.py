@@ -150,9 +150,16 @@ def test_the_second_step_on_unequal_devices_and_slow_links_is_like_every_later_o
 # Memory --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", [GPT, BERT, RESNET], ids=["gpt", "bert", "resnet"])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(
+    ("schedule", "model"),
+    [
+        pytest.param(schedule, model, marks=[] if place == number else pytest.mark.slow)
+        for place, schedule in enumerate(("gpipe", "1f1b", "interleaved"))
+        for number, model in enumerate((GPT, BERT, RESNET))
+    ],
+    ids=lambda each: each if isinstance(each, str) else each.name,
+)
 def test_all_that_a_step_takes_it_gives_back(model, schedule, recompute):
     scenario = pipelined(2, 4, model=model, schedule=schedule, recompute=recompute, samples=3)
     machine, program = machine_of(scenario, steps=2)

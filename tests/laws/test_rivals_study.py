@@ -181,7 +181,7 @@ def test_a_training_of_another_scenario_is_not_reused(small, tmp_path):
         assert len(made) == 4
 
 
-@pytest.mark.parametrize("name", ["rivals-gpt", "rivals-resnet"])
+@pytest.mark.parametrize("name", ["rivals-gpt", pytest.param("rivals-resnet", marks=pytest.mark.slow)])
 def test_the_shipped_studies_have_all_their_trainings(name, tmp_path):
     loaded = load_study(STUDY.with_name(f"{name}.toml"))
     kept = {each.key for each in read_courses(loaded)}
@@ -190,16 +190,16 @@ def test_the_shipped_studies_have_all_their_trainings(name, tmp_path):
     assert len(kept) == len(loaded.study.variants) * len(loaded.study.seeds)
 
 
-def test_gradient_statistics_of_an_earlier_run_are_used_again(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", [pytest.param("rivals-gpt", marks=pytest.mark.slow), "rivals-resnet"])
+def test_gradient_statistics_of_an_earlier_run_are_used_again(name, tmp_path, monkeypatch):
     def fail(arguments):
         raise AssertionError(arguments)
 
     monkeypatch.setattr(study_module, "_gsreal", fail)
-    for name in ("rivals-gpt", "rivals-resnet"):
-        (given,) = inputs_of(load_study(STUDY.with_name(f"{name}.toml")), tmp_path / name)
-        shipped = STUDY.parents[1] / "measured" / "studies" / name / "gradients.json"
-        assert (tmp_path / name / "gradients.json").read_bytes() == shipped.read_bytes()
-        assert given == f'workload.gradients="{tmp_path / name / "gradients.json"}"'
+    (given,) = inputs_of(load_study(STUDY.with_name(f"{name}.toml")), tmp_path / name)
+    shipped = STUDY.parents[1] / "measured" / "studies" / name / "gradients.json"
+    assert (tmp_path / name / "gradients.json").read_bytes() == shipped.read_bytes()
+    assert given == f'workload.gradients="{tmp_path / name / "gradients.json"}"'
 
 
 def test_a_file_that_holds_no_courses_is_told(tmp_path):

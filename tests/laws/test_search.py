@@ -28,7 +28,7 @@ from gssim.scenario import SearchSpace, load_model
 
 
 @pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=[] if seed % 4 == 0 else pytest.mark.slow) for seed in range(20)]
+    "seed", [pytest.param(seed, marks=[] if seed % 8 == 0 else pytest.mark.slow) for seed in range(20)]
 )
 def test_a_search_finds_what_simulating_every_plan_finds(seed):
     loaded, space = random_question(seed)

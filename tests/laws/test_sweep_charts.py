@@ -370,9 +370,13 @@ def test_scaling_takes_the_fastest_point_of_each_size(tmp_path: Path) -> None:
     assert [row["throughput_samples_per_s"] for row in line] == [4.0, 8.0]
 
 
-def test_nothing_leaves_the_picture_and_the_same_table_gives_the_same_bytes(charts, tmp_path: Path) -> None:
+def test_nothing_leaves_the_picture(charts) -> None:
     for chart in charts.values():
         assert outside(chart.figure) == []
+
+
+@pytest.mark.slow  # test_analysis.py looks at the bytes of other charts
+def test_the_same_table_gives_the_same_bytes(charts, tmp_path: Path) -> None:
     (again,) = who_wins(made(grid(), tmp_path))
     assert png(again.figure) == png(charts["who_wins"].figure)
     assert svg(again.figure) == svg(charts["who_wins"].figure)
@@ -463,6 +467,7 @@ def legend(chart: Chart) -> list[str]:
     return [text.get_text() for each in chart.figure.legends for text in each.get_texts()]
 
 
+@pytest.mark.slow
 def test_clusters_whose_links_have_other_names_have_maps_of_their_own(tmp_path: Path) -> None:
     nic = "cluster.topology.servers.0.nic_link.bandwidth_bytes_per_s"
     stars = [row | {nic: None} for row in grid()]
@@ -481,6 +486,7 @@ def test_clusters_whose_links_have_other_names_have_maps_of_their_own(tmp_path: 
 # Command -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # tests/real/test_readme.py runs the command
 def test_the_command_writes_every_chart_twice_and_says_what_was_found(tmp_path, monkeypatch, capsys) -> None:
     table = write([row for row in grid() if row[LINK] == 1e8], tmp_path / "t.parquet")
     assert run_sweep(monkeypatch, table, "--out", tmp_path / "out") == 0

@@ -12,6 +12,7 @@ import zlib
 from contextlib import contextmanager
 from pathlib import Path
 
+import distributed
 import polars as pl
 import pytest
 from strategies import write_files
@@ -215,8 +216,17 @@ def test_a_kill_between_the_two_files_of_a_table_is_mended_by_the_next_run(folde
     assert written("t.csv") == written("whole.csv")
 
 
-@pytest.mark.parametrize("name", ["t.parquet", "t.csv"])
-@pytest.mark.parametrize("damage", ["one byte", "the end", "another table's"])
+@pytest.mark.parametrize(
+    ("damage", "name"),
+    [
+        ("one byte", "t.csv"),
+        ("the end", "t.parquet"),
+        ("another table's", "t.csv"),
+        pytest.param("one byte", "t.parquet", marks=pytest.mark.slow),
+        pytest.param("the end", "t.csv", marks=pytest.mark.slow),
+        pytest.param("another table's", "t.parquet", marks=pytest.mark.slow),
+    ],
+)
 def test_a_damaged_file_of_a_table_is_not_kept(folder, gssim, name, damage):
     sweep(gssim)
     whole, path = written("t.csv"), Path(name)
@@ -419,7 +429,7 @@ def test_an_interrupted_sweep_goes_on_to_the_same_table(folder, gssim, whole):
 
 
 def test_processes_end_with_the_one_that_was_killed(folder):
-    many(folder, 3000)
+    many(folder, 600)
     line = command("sweep.toml", "--out", "t.parquet", "--jobs", 2)
     process = subprocess.Popen(line, stderr=subprocess.DEVNULL, start_new_session=True)
     until = time.monotonic() + 100
@@ -507,6 +517,16 @@ def _free_port():
         return found.getsockname()[1]
 
 
+def test_a_dask_worker_makes_the_same_table(folder, gssim):
+    assert gssim("sweep", "sweep.toml", "--out", "whole.parquet", "--jobs", 1)[0] == 0
+    one = {"n_workers": 1, "threads_per_worker": 1, "processes": False, "dashboard_address": None}
+    with distributed.LocalCluster(protocol="tcp://", host="127.0.0.1", **one) as cluster:
+        code, _, err = gssim("sweep", "sweep.toml", "--out", "t.parquet", "--dask", cluster.scheduler_address)
+    assert code == 0, err
+    assert written("t.parquet") == written("whole.parquet")
+
+
+@pytest.mark.slow
 def test_dask_workers_make_the_same_table_and_a_killed_one_loses_nothing(folder, whole):
     with dask_cluster(folder / "elsewhere", 2) as (address, workers):
         line = command("sweep.toml", "--out", "t.parquet", "--dask", address)

@@ -38,7 +38,7 @@ def assert_folding_changes_nothing(scenario: Scenario) -> None:
 @pytest.mark.parametrize(
     "method", ["ddp", *(pytest.param(each, marks=pytest.mark.slow) for each in ("zero1", "zero2")), "zero3", "gs"]
 )
-@settings(max_examples=examples(60))
+@settings(max_examples=examples(20))
 @given(st.data())
 def test_folding_changes_nothing_whatever_the_cluster_and_plan(method, data):
     scenario = data.draw(wired_scenarios(methods=(method,)))

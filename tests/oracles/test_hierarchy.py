@@ -142,7 +142,7 @@ def grids(draw: st.DrawFn, *, methods: tuple[str, ...]) -> Scenario:
 
 
 @pytest.mark.parametrize("method", ["hsdp", "gs_hier", "gs_z3"])
-@settings(max_examples=examples(40))
+@settings(max_examples=examples(15))
 @given(st.data())
 def test_folding_changes_nothing_whatever_the_cluster_and_plan(method, data):
     assert_folding_changes_nothing(data.draw(grids(methods=(method,))))
@@ -162,7 +162,7 @@ def assert_roles_are_of_equal_ranks(scenario: Scenario) -> None:
 
 
 @pytest.mark.parametrize("method", ["hsdp", "gs_hier", "gs_z3"])
-@settings(max_examples=examples(40))
+@settings(max_examples=examples(15))
 @given(st.data())
 def test_ranks_of_one_role_do_the_same_in_the_same_memory(method, data):
     assert_roles_are_of_equal_ranks(data.draw(grids(methods=(method,))))

@@ -46,7 +46,9 @@ PUBLISHED = {
 UNITS = {"M": 1e6, "B": 1e9}
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if place % 3 else []) for place, name in enumerate(PUBLISHED)]
+)
 def test_a_model_has_the_published_number_of_parameters(name):
     exact, stated = PUBLISHED[name]
     model = load_model(MODELS / f"{name}.toml")
@@ -151,6 +153,7 @@ def all_blocks_of(family: str) -> Model:
         return sibling(family)
 
 
+@pytest.mark.slow
 def test_repeating_a_middle_block_says_what_tracing_all_blocks_says():
     with whole_layers_alone(sliced=True):
         assert all_blocks_of("gpt") == traced("gpt")
@@ -182,6 +185,7 @@ def test_siblings_of_transformers_tell_how_they_are_cut(family):
     assert units == (set() if family == "resnet" else {4})
 
 
+@pytest.mark.slow  # test_trace.py traces a shipped residual network
 def test_a_residual_block_is_a_layer_though_its_convolutions_are_a_stack():
     blocks = [layer.module for layer in unrolled(traced("resnet")) if layer.layer.block]
     assert blocks == [f"resnet.encoder.stages.{i}.layers.{j}" for i, depth in enumerate((2, 3)) for j in range(depth)]
@@ -231,7 +235,7 @@ def test_equal_blocks_are_found_by_the_argument_that_counts_them():
     assert [layer.module for layer in unrolled(model)] == ["first", *(f"blocks.{i}" for i in range(8)), "head", "loss"]
 
 
-@pytest.mark.parametrize("different", [{"every": 4}, {"extra": True}])
+@pytest.mark.parametrize("different", [{"every": 4}, pytest.param({"extra": True}, marks=pytest.mark.slow)])
 def test_blocks_that_differ_and_models_that_are_no_siblings_are_traced_whole(different):
     """In the first, every fourth block does more; in the second a parameter has an element for each block."""
     model = stacked(blocks=9, **different)

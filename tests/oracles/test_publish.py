@@ -367,8 +367,8 @@ CASES = {
         "beside-bf16": [*FEW, BESIDE, ALL, BITMAP, BF16, SHARDS[3]],
     },
 }
-SLOW = ((2, "coo"), (2, "bf16-bitmap"), (2, "accumulated-beside"), (3, "coo"))
-"""Others publish COO entries and beside compute on two ranks, and bitmaps in bf16 and by uneven shards on three."""
+SLOW = ((2, "coo"), (2, "beside"), (2, "accumulated-beside"), (3, "coo"), (3, "beside-bf16"))
+"""Others publish COO entries, also beside compute, and bitmaps in bf16 and by uneven shards."""
 PAIRS = [(ranks, name) for ranks, cases in CASES.items() for name in cases]
 
 

@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from combinations import each_once
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -67,8 +68,7 @@ def test_a_block_keeps_its_matrix_products_and_attention_too_and_makes_the_rest_
         assert footprint(timeline.at(block, "r")).kept == (("activations", kept_again - projection),)
 
 
-@pytest.mark.parametrize("recompute", ["full", "selective", "every-second-product"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "recompute"), each_once(NAMES, ("full", "selective", "every-second-product")))
 def test_all_buffers_of_a_recomputed_step_are_freed_within_it(name, recompute):
     model = load_model(MODELS / f"{name}.toml")
     layers = unrolled(model)
@@ -270,8 +270,7 @@ def test_each_block_runs_again_right_before_its_backward_and_labels_are_unique(m
     }
 
 
-@pytest.mark.parametrize("recompute", ["full", "selective", "every-second-product"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "recompute"), each_once(METHODS, ("full", "selective", "every-second-product")))
 def test_all_that_a_recomputed_step_takes_is_given_back(method, recompute):
     scenario = trained(recompute, method, ranks=1 if method == "single" else 2)
     one, two = (machine_of(scenario, steps=steps)[0].memory[0].peak for steps in (1, 2))

@@ -36,11 +36,17 @@ NAMES = sorted(path.stem for path in MODELS.glob("*.toml"))
 SMALL = [name for name in NAMES if "-byte-" in name or "-digits" in name]
 """Those that a test may really make, weights and all: by their names, since to read all files takes seconds."""
 TRANSFORMERS = [name for name in SMALL if "-byte-" in name]
+SMALLEST = ("bert-byte-1m", "deepseek-moe-byte-240k", "gpt-byte-150k", "resnet-digits-20k")
+"""The smallest of every family."""
 
 
 def larger_is_slow(name: str) -> Any:
     """Return a model's name as a test's parameter: what the larger ones show, the smallest of their kind shows too."""
     return pytest.param(name, marks=[pytest.mark.slow] if name in ("gpt-byte-10m", "gpt-byte-1m") else [])
+
+
+QUICK = {("full", "bert-byte-1m"), ("selective", "deepseek-moe-byte-240k"), ("every-second-product", "gpt-byte-150k")}
+"""Every kind of recomputing and every kind of block once."""
 
 
 def deep_is_slow(name: str) -> Any:
@@ -330,7 +336,9 @@ def flop_of(model, shape):
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("name", [deep_is_slow(name) for name in NAMES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in SMALLEST else [pytest.mark.slow]) for name in NAMES]
+)
 def test_flop_at_a_shape_that_was_not_traced_is_what_torch_counts(name):
     model = shipped(name)
     shape = untraced_shape(model)
@@ -382,8 +390,14 @@ def test_the_replayed_peak_is_the_counted_one(name):
     assert replayed_peak_bytes(model, shape) == pytest.approx(counted_peak_bytes(model, shape), rel=5e-3)
 
 
-@pytest.mark.parametrize("name", [larger_is_slow(name) for name in TRANSFORMERS])
-@pytest.mark.parametrize("recompute", ["full", "selective", "every-second-product"])
+@pytest.mark.parametrize(
+    ("recompute", "name"),
+    [
+        pytest.param(recompute, name, marks=[] if (recompute, name) in QUICK else pytest.mark.slow)
+        for recompute in ("full", "selective", "every-second-product")
+        for name in TRANSFORMERS
+    ],
+)
 def test_the_replayed_peak_of_checkpointed_blocks_is_the_counted_one(name, recompute):
     model = shipped(name)
     for shape in (untraced_shape(model), (16, untraced_shape(model)[1])):
@@ -400,7 +414,9 @@ def work_of_a_step(model, shape, *, recompute):
     return work.flop, work.bytes_moved, work.operations
 
 
-@pytest.mark.parametrize("name", [larger_is_slow(name) for name in SMALL])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in SMALLEST else [pytest.mark.slow]) for name in SMALL]
+)
 def test_checkpointing_runs_again_what_is_traced_and_no_more(name):
     model = shipped(name)
     shape = untraced_shape(model)
@@ -469,7 +485,7 @@ def test_a_written_model_loads_to_the_same_model(tmp_path):
     assert isinstance(model.input, ImageInput)
 
 
-@pytest.mark.parametrize("factory", ["Shortcut", "Stages"])
+@pytest.mark.parametrize("factory", ["Shortcut", pytest.param("Stages", marks=pytest.mark.slow)])
 def test_a_module_of_the_users_own_is_traced_exactly(factory):
     model = made(factory)
     shape = untraced_shape(model)

@@ -113,7 +113,9 @@ TARGETS = {
 }
 
 
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if "V100" in name else []) for name in TARGETS]
+)
 @pytest.mark.parametrize("half", HALVES)
 def test_every_other_size_predicts_the_rest_within_five_percent(name, half, record_property):
     load, group, generation = TARGETS[name]
@@ -122,7 +124,9 @@ def test_every_other_size_predicts_the_rest_within_five_percent(name, half, reco
     assert score(name, tuning, group, within(test), train, record_property) <= 0.05
 
 
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if "A100" in name else [pytest.mark.slow]) for name in TARGETS]
+)
 def test_equally_many_sizes_of_every_octave_are_predicted_within_eight_percent(name, record_property):
     """The vTrain tables have a row per MiB: without thinning, large messages decide the mean."""
     load, group, generation = TARGETS[name]

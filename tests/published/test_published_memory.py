@@ -225,7 +225,7 @@ def traced(factory: str, *, width: int, heads: int) -> Model:
         return traced_model(request)
 
 
-SIZES = [(32, 2), pytest.param(48, 4, marks=pytest.mark.slow)]
+SIZES = [pytest.param(*each, marks=pytest.mark.slow) for each in ((32, 2), (48, 4))]
 
 
 @pytest.mark.parametrize(("h", "a"), SIZES)

@@ -453,15 +453,15 @@ def scores(name: str, begin: str | tuple[str, ...] = "") -> tuple[SourceScore, .
     ("name", "chosen"),
     [
         pytest.param("amp_real_trials.csv", slice(20, None, 10), marks=pytest.mark.slow),
-        ("examples_of_other_words.csv", slice(None)),
+        pytest.param("examples_of_other_words.csv", slice(None), marks=pytest.mark.slow),
         pytest.param("examples_sailor_other.csv", slice(None), marks=pytest.mark.slow),
-        ("simumax_b200.csv", slice(0, None, 5)),
+        pytest.param("simumax_b200.csv", slice(0, None, 5), marks=pytest.mark.slow),
         pytest.param("llm_foundry_fsdp.csv", slice(0, None, 25), marks=pytest.mark.slow),
         pytest.param("measured_master.csv", slice(2, None, 20), marks=pytest.mark.slow),
-        ("megatron_ci_golden.csv", slice(0, None, 130)),
+        pytest.param("megatron_ci_golden.csv", slice(0, None, 130), marks=pytest.mark.slow),
         ("sailor_validation.csv", slice(0, None, 5)),
         pytest.param("vtrain_ground_truth_multi.csv", slice(0, None, 9), marks=pytest.mark.slow),
-        ("vtrain_ground_truth_single.csv", slice(0, None, 90)),
+        pytest.param("vtrain_ground_truth_single.csv", slice(0, None, 90), marks=pytest.mark.slow),
     ],
 )
 def test_scenarios_of_published_rows_are_predicted_as_the_rows(tmp_path, capsys, monkeypatch, name, chosen):
@@ -512,6 +512,7 @@ def test_models_with_experts_have_the_parameters_that_they_are_named_for():
     assert transformer(shape, software, tp=1, tied=False).elements == shape.parameters
 
 
+@pytest.mark.slow
 def test_dense_rows_on_b200_by_measured_kernels():
     """Mean errors; the baseline's constant rate happens to be that of most of these rows, but not of eight ranks'."""
     (found,) = scores("simumax_b200.csv", "llama3")

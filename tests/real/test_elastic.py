@@ -135,6 +135,7 @@ PLANS: dict[str, tuple[int, list[str]]] = {
 """How many ranks train, and how."""
 
 
+@pytest.mark.slow
 def test_a_model_cut_by_layers_goes_on_cut_inside_of_blocks(undisturbed, tmp_path: Path):
     """What is saved is by the names and elements that the whole model has."""
     go_on(tmp_path, ("pipeline", "gs_tp"), undisturbed)
@@ -213,6 +214,7 @@ def test_four_ranks_then_three_then_two(saved_by_four: Path, undisturbed, tmp_pa
 REPLAN = ["plan.shares.replan=true", "plan.shares.batch=[0.75,0.25]"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, slow_where(3, slow=[3])])
 def test_shares_that_follow_the_ranks_paces_go_on_as_they_were(undisturbed, tmp_path: Path, ranks: int):
     """As many ranks take them up, whatever the plan says to begin with; others begin with the plan's."""

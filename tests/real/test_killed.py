@@ -47,7 +47,7 @@ def contents(folder):
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(70, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("out", ["table.parquet", "results"])
+@pytest.mark.parametrize("out", ["table.parquet", pytest.param("results", marks=pytest.mark.slow)])
 def test_a_sweep_that_is_killed_and_run_again_leaves_what_an_undisturbed_one_does(tmp_path, killer, out, kills):
     undisturbed, disturbed = Path("undisturbed"), Path("disturbed")
     command = ("sweep", "sweep.toml", "--jobs", 1, "--out")

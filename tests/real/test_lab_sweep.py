@@ -112,7 +112,11 @@ def test_a_point_that_fails_is_told_and_tried_again_by_the_next_call(tmp_path, c
     assert run.asked == [cells[1].file.name, cells[4].file.name]
 
 
-@pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[] if path.stem == "lab-small" else [pytest.mark.slow]) for path in SWEEPS],
+    ids=lambda path: path.stem,
+)
 def test_what_was_measured_in_the_shipped_labs_is_known_again(path, tmp_path):
     first = {point.group: point for point in reversed(points_of(load_sweep(path), file=path))}
     loaded = [point.load(gradients_needed=False) for point in first.values()]

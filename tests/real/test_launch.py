@@ -515,7 +515,16 @@ main()
 """
 
 
-@pytest.mark.parametrize("arguments", [("run", "s.toml"), ("trace", "m", "--out", "o"), ("calibrate", "--out", "o")])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("run", "s.toml"),
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in (("trace", "m", "--out", "o"), ("calibrate", "--out", "o"))
+        ),
+    ],
+)
 def test_without_torch_there_is_an_instruction(arguments, tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(SCENARIOS.parent)}
     ended = subprocess.run(

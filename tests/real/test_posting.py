@@ -161,7 +161,9 @@ def test_on_slow_links_a_step_is_the_bytes_of_its_busiest_link(plan):
     assert result.step_time_s == pytest.approx(max(link.bytes for link in result.links), rel=0.02)
 
 
-@pytest.mark.parametrize("method", ["gs", "gs_z3", "zero2", "zero3", "ddp"])
+@pytest.mark.parametrize(
+    "method", ["gs", "ddp", *(pytest.param(each, marks=pytest.mark.slow) for each in ("gs_z3", "zero2", "zero3"))]
+)
 def test_the_measured_machine_with_a_thousandth_of_its_link_goes_at_the_links_pace(method):
     fault = 'network.faults=[{between=["device0", "device1"], bandwidth_ratio=0.001}]'
     loaded = load_scenario(SCENARIOS / "demo.toml", [f"plan.method={method}", "run.steps=5", fault])

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from combinations import each_once
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,9 +33,9 @@ def values(size: int, dtype=torch.float32, seed: int = 0):
     return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["coo", "bitmap", "dense", "auto"])
-@pytest.mark.parametrize("threshold", [0.0, 0.5, 3.0, 1e9])
+@pytest.mark.parametrize(
+    ("threshold", "kind", "dtype"), each_once((0.5, 0.0, 3.0, 1e9), ("coo", "bitmap", "dense", "auto"), DTYPES)
+)
 def test_what_is_packed_arrives_and_nothing_else(dtype, kind, threshold):
     for size in SIZES:
         scratch = Scratch(size, size, dtype, CPU)
@@ -171,9 +172,7 @@ SCALES = {
 }
 
 
-@pytest.mark.parametrize("feedback", [False, True])
-@pytest.mark.parametrize("target", [0.003, 0.1])
-@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize(("scale", "target", "feedback"), each_once(tuple(SCALES), (0.003, 0.1), (True, False)))
 def test_a_target_density_is_met_over_any_ten_steps_whatever_gradients_do(scale, target, feedback):
     sizes = {(0, 150_000): 1.0, (150_000, 150_064): 3.0, (150_064, 200_064): 0.01}
     push = Push(kind="target-density", threshold=target, error_feedback=feedback)

@@ -95,9 +95,14 @@ MADE_ELSEWHERE = {
     ("gssim", ("run", "scenarios/gpt3-gs-z3.toml")),
     ("gssim", ("check", "scenarios/*.toml")),
     ("gssim", ("models",)),
+    ("gssim", ("run", "out/mine.toml")),
+    ("analysis", ("compare", "out/job", "--out", "out/job-compared")),
+    ("gssim", (*("sweep", "scenarios/sweeps/lab-small.toml", "--only", "two-hosts--*"), "--out", "out/small.parquet")),
+    ("gssim", ("support", "scenarios/gpt2-unequal-gpus.toml")),
 }
 """What tests of their own make as well, in seconds: the reference page, the headlines, predictions of the scenarios
-that ship, and the list of models."""
+that ship, the lists of models and of what combines, a sweep, a comparison and an imported
+plan's prediction."""
 QUICK = [
     pytest.param(line, marks=[pytest.mark.slow] if (line.program, line.arguments) in MADE_ELSEWHERE else [])
     for line in LINES
@@ -278,7 +283,7 @@ def test_a_program_runs_under_torchrun(training, tmp_path, ranks):
 def test_the_example_of_the_python_api_runs_in_a_small_form(monkeypatch, tmp_path):
     ((_, text),) = [(tags, body) for tags, body in FENCE.findall(TEXT) if tags == "python api"]
     small = (
-        'scenario.with_({"search.methods": ["ddp", "gs"], "search.micro_batches": [1], "search.recompute": ["none"], '
+        'scenario.with_({"search.methods": ["ddp"], "search.micro_batches": [1], "search.recompute": ["none"], '
         '"run.steps": 2})'
     )
     assert "gssim.search(scenario," in text

@@ -23,7 +23,7 @@ ROWS = {2: 8, 3: 12, 4: 12}
 """Samples of a batch, which shares of as many ranks divide; products in 16 bits without oneDNN take long."""
 SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05"]
 FEW = ("gpt-ddp-bf16", "llama-zero2-fp16-selective", "llama-pipeline-full")
-FEW += ("gpt-gs", "llama-gs_z3-full-shares", "gpt-gs-kept")
+FEW += ("gpt-gs", "llama-gs_z3-full-shares")
 SHARES = {
     2: ["plan.shares.shards=[0.7,0.3]", "plan.shares.batch=[0.75,0.25]"],
     3: ["plan.shares.shards=[0.6,0.3,0.1]", "plan.shares.batch=[0.5,0.25,0.25]"],

@@ -45,7 +45,7 @@ WRITTEN_OUT = quick(
 )
 BY_TORCH = ("powersgd", "powersgd in small buckets")
 """Cases that are compared with torch's own hook too: it draws other factors where they do not begin as they ended."""
-QUICK = ("powersgd in small buckets", "powersgd recomputed", "powersgd of a residual network", "topk")
+QUICK = ("powersgd in small buckets", "powersgd recomputed", "topk")
 SHOWN = [
     slow_where(ranks, name, slow=(3, 4), few=QUICK)
     for ranks in (2, 3, 4)

@@ -79,7 +79,6 @@ def tiny() -> Path:
 
 FEW = (
     "all-accumulated-recomputed-sgd",
-    "all-kept-accumulated-sgd",
     "all-mixtral-sharded-sgd",
     "all-dense-first-sharded-state-sgd",
 )

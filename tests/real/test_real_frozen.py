@@ -142,14 +142,12 @@ def recomputed_cases(ranks: int) -> dict[str, dict[str, object]]:
 
 
 FEW = (
-    "ddp-all-but-the-head-sgd",
     "zero1-between-sgd",
     "gs-micro-batches-sgd",
-    "ddp-between-selective-sgd",
     "zero3-bert-full-sgd",
     "pipeline-lowest-sgd",
     "gs_z3-lowest-full-sgd",
-    "gs-masked-blocks-full-sgd",
+    "ddp-between-selective-sgd",
 )
 """Cases on two ranks that are not slow: replicas, owners, shards and stages, and every way to recompute once."""
 

@@ -205,11 +205,10 @@ FEW = [
     "1f1b-tied-head-clipped-sgd",
     "gpipe-batch-norm-resnet-sgd",
     "1f1b-ddp-tied-sgd",
-    "1f1b-zero3-adamw",
     "1f1b-gs-adamw",
 ]
-"""Every schedule, optimizer, and kind of stages with replicas once, and recomputed stages: a plain gpipe trains in bf16
-and, with statistics of its batch, exactly."""
+"""Every schedule and optimizer, stages with replicas and with owners, and recomputed stages once: a plain gpipe trains
+in bf16 and, with statistics of its batch, exactly."""
 NAMES = [(ranks, name) for ranks, cases in CASES.items() for name in cases]
 PAIRS = [slow_where(ranks, name, slow=[3], few=FEW) for ranks, name in NAMES]
 each_case = pytest.mark.parametrize(("world", "name"), PAIRS, indirect=["world"])

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from combinations import each_once
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
@@ -145,9 +146,7 @@ def test_what_courses_show_typically_is_what_half_of_them_exceed():
     assert list(typical(courses[:4])) == pytest.approx([0.025, 0.075])
 
 
-@pytest.mark.parametrize("every", [1, 10, 15])
-@pytest.mark.parametrize("first", [0, 1, 5, 100])
-@pytest.mark.parametrize("steps", [1, 2, 11, 45, 1000])
+@pytest.mark.parametrize(("steps", "first", "every"), each_once((1, 2, 11, 45, 1000), (0, 1, 5, 100), (1, 10, 15)))
 def test_steps_are_sampled_to_the_last_and_most_densely_at_the_start(steps, first, every):
     found = sampled_steps(steps, first=first, every=every)
     assert found[0] == min(first, 1, steps - 1)
@@ -223,7 +222,7 @@ def gradients_of(scenario, *, rank, step):
     return {name: parameter.grad for name, parameter in training.module.named_parameters()}
 
 
-@pytest.mark.parametrize(("rank", "step"), [(0, 3), (1, 1)])
+@pytest.mark.parametrize(("rank", "step"), [(0, 3), pytest.param(1, 1, marks=pytest.mark.slow)])
 def test_the_density_predicted_at_a_sampled_step_is_the_exact_fraction(taken, rank, step):
     """At an edge of the sketch to its digits; elsewhere it lies between the fractions at the next edges."""
     for name, gradient in gradients_of(scenario_of(), rank=rank, step=step).items():

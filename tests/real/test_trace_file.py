@@ -57,7 +57,7 @@ def trace():
     return traced_case(*CASES["demo"])[2]
 
 
-@pytest.mark.parametrize("case", real_runs.quick(CASES, ("demo", "interleaved", "tensor", "sites")))
+@pytest.mark.parametrize("case", real_runs.quick(CASES, ("demo", "tensor", "sites")))
 def test_a_prediction_is_a_valid_trace(case):
     simulated, step, trace = traced_case(*CASES[case])
     assert faults(trace) == []
@@ -72,7 +72,9 @@ def test_a_prediction_is_a_valid_trace(case):
         assert len(events_of(trace, "s")) == len(events_of(trace, "f")) > 0
 
 
-@pytest.mark.parametrize("case", ["demo", "fsdp", "pipeline", "uneven"])
+@pytest.mark.parametrize(
+    "case", ["demo", "uneven", *(pytest.param(each, marks=pytest.mark.slow) for each in ("fsdp", "pipeline"))]
+)
 def test_the_counters_rise_to_the_peak_that_the_result_states(case):
     simulated, step, trace = traced_case(*CASES[case])
     peaks = {rank: each.peak_allocated_bytes for each in simulated.result.ranks for rank in each.ranks}
