@@ -12,7 +12,6 @@ import zlib
 from contextlib import contextmanager
 from pathlib import Path
 
-import distributed
 import polars as pl
 import pytest
 from strategies import write_files
@@ -517,12 +516,24 @@ def _free_port():
         return found.getsockname()[1]
 
 
+ONE_WORKER = """
+import sys
+import distributed
+from gssim.cli import commands
+
+one = {"n_workers": 1, "threads_per_worker": 1, "processes": False, "dashboard_address": None}
+with distributed.LocalCluster(protocol="tcp://", host="127.0.0.1", **one) as cluster:
+    sys.argv = ["gssim", "sweep", "sweep.toml", "--out", "t.parquet", "--dask", cluster.scheduler_address]
+    commands.main()
+"""
+
+
 def test_a_dask_worker_makes_the_same_table(folder, gssim):
+    """Scheduler, worker and sweep in one process, but not in this one: their threads stay, and nothing forks then."""
     assert gssim("sweep", "sweep.toml", "--out", "whole.parquet", "--jobs", 1)[0] == 0
-    one = {"n_workers": 1, "threads_per_worker": 1, "processes": False, "dashboard_address": None}
-    with distributed.LocalCluster(protocol="tcp://", host="127.0.0.1", **one) as cluster:
-        code, _, err = gssim("sweep", "sweep.toml", "--out", "t.parquet", "--dask", cluster.scheduler_address)
-    assert code == 0, err
+    line = [sys.executable, "-W", "ignore", "-c", ONE_WORKER]
+    ended = subprocess.run(line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
     assert written("t.parquet") == written("whole.parquet")
 
 
