@@ -201,7 +201,7 @@ class Session:
                 and all(sizes[model][0] <= size <= sizes[model][-1] for model in models for size in wanted.batch_sizes)
                 and {*wanted.optimizers} <= {*device.optimizers}
             ):
-                # of other points, whose batch sizes were others: their layers are measured again at the same
+                # it may be of other points of the sweep: repeated measurements need the same batch sizes as the first
                 self.settings = replace(wanted, batch_sizes=tuple(map(int, sizes[min(models)])))
                 return
         self.say("calibrating this machine: arithmetic, memory, layers")
@@ -475,7 +475,8 @@ def device_kind(asked: str) -> str:
 def default_ranks(kind: str, sweep: Path) -> int:
     """Return the number of ranks to validate with: two cores, or all GPUs.
 
-    As many share an only GPU as the sweep's largest plan names, or four: each calibrates a model in its memory.
+    On one GPU as many ranks share it as the sweep's largest plan asks for, or four if no plan says: each of them
+    calibrates the models in its memory.
     """
     if kind == "cpu":
         return min(2, len(usable_cores()))

@@ -228,8 +228,8 @@ def build_module(module: Module, *, where: str) -> nn.Module:
 def module_on(device: torch.device, precision: str, module: Module, *, where: str) -> nn.Module:
     """Return the real module with freshly initialised parameters on a device, in a precision.
 
-    A GPU's are initialised there: one core takes a minute for 1.2 billion. They come back to it by way of the host's
-    memory, which leaves nothing of the initialisation in the GPU's allocator.
+    For a GPU they are initialised on it, because a CPU core takes a minute for 1.2 billion. They are then moved to the
+    host's memory and back, so that the initialisation leaves no blocks in the GPU's caching allocator.
     """
     if device.type == "cuda":
         with device:

@@ -67,8 +67,8 @@ def take_statistics(
     owners: all of a rank's own range, and elements of the others that reach the threshold; with error feedback, the
     residual is added first. This is repeated in several courses, the first with the run's seed, and the statistics are
     their medians: initial weights, and the effects of single batches, are random and no property of the training. At
-    each sampled step, gradients of several batches are taken. On a GPU, if the cluster's devices are GPUs and this
-    machine has one; the same on a machine's cores, slower. `thresholds`: in addition to 0. `magnitudes_only`:
+    each sampled step, gradients of several batches are taken. It trains on
+    `fastest_device`. `thresholds`: in addition to 0. `magnitudes_only`:
     neither error feedback nor relative thresholds nor publications are looked at, which take most of the time.
     """
     steps = scenario.run.warmup_steps + scenario.run.steps
@@ -126,9 +126,10 @@ def take_statistics(
 
 
 def fastest_device(scenario: Scenario) -> torch.device:
-    """Return the device that trains a scenario for its statistics: a GPU, if it is for GPUs and there is one.
+    """Return the device on which a scenario is trained for its statistics: a GPU or the CPU.
 
-    And if its memory suffices for the residuals of every element under each threshold that is looked at.
+    A GPU if the cluster's devices are GPUs, this machine has one, and its free memory holds the residuals of every
+    element under each threshold that is looked at.
     """
     if scenario.cluster.type_of(0).kind != "cuda" or not torch.cuda.is_available():
         return torch.device("cpu")

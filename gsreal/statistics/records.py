@@ -95,11 +95,11 @@ def starts(elements: int) -> list[int]:
 
 def summed(values: Tensor) -> np.ndarray:
     """Return the sum of the values in each block, or the number of true ones; of every row, if there are rows."""
-    kind = torch.int64 if values.dtype == torch.bool else torch.float64
-    length = values.shape[-1]
+    length, counts = values.shape[-1], values.dtype == torch.bool
     if values.device.type == "cpu" and length >= BLOCKS:  # with fewer, some blocks are empty
-        sums = np.add.reduceat(values.numpy(), starts(length), axis=-1, dtype=np.dtype(str(kind).rpartition(".")[2]))
+        sums = np.add.reduceat(values.numpy(), starts(length), axis=-1, dtype=np.int64 if counts else np.float64)
         return sums.astype(np.float64)
+    kind = torch.int64 if counts else torch.float64
     blocks = values.tensor_split(starts(length)[1:], dim=-1)
     return torch.stack([block.sum(-1, dtype=kind) for block in blocks], -1).double().cpu().numpy()
 

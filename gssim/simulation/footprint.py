@@ -150,6 +150,7 @@ def _run(program: Program, role: int, tasks: Iterable[Task], live: "_LiveTensors
                 if kept is None:
                     yield live.needed(need)
                     continue
+                # an update's first events are the gradients cast to the type of the master copies
                 before = [event for event in need.events if phase == "optimizer" and event.position == 0]
                 yield live.requests_of(before)
                 yield live.kept(*kept)
