@@ -104,6 +104,9 @@ class Training:
 
     rank's mean unchanged (the owner weights it).
     """
+    replica: Sequence[int] = ()
+    """Ranks of this rank's replica, if replicas train apart: ranks are then weighted by their parts of its loss terms.
+    """
     last_gradient: list[Any] = field(default_factory=list)
     """DDP: the mark of the last gradient hook in this backward."""
     replicas: Any = None
@@ -149,6 +152,8 @@ class Training:
         if isinstance(self.optimizer, GradientSharding):
             self.optimizer.weights = tuple(weights.ranks[each] for each in self.optimizer.ranks)
         scale = self.scale * weights.ranks[rank] if self.scale else 1.0
+        if self.replica:
+            scale /= sum(weights.ranks[each] for each in self.replica)
         scale *= self.scaler.scale if self.scaler is not None else 1.0
         losses = []
         for leaves, part, targets_part, weight in self._micro_batches(inputs, targets, weights.micro_batches):

@@ -292,7 +292,8 @@ class Lowering:
     @property
     def replicates(self) -> bool:
         """Whether sharded parameters have several replicas, whose gradients are all-reduced (HSDP)."""
-        return self.policies.gradients == "reduce-scatter" and self.policies.dp_replicate > 1
+        policies = self.policies
+        return policies.gradients == "reduce-scatter" and policies.dp_replicate > 1 and not policies.sync_every_steps
 
     @property
     def synchronizes(self) -> bool:

@@ -26,6 +26,7 @@ from gssim.scenario import Loaded, Scenario
 from gssim.scenario.device_rates import check_rates, with_profile_slowdowns
 from gssim.simulation.extrapolation import extrapolated, simulated_counts, with_micro_batches
 from gssim.simulation.footprint import (
+    SIZE_DIGITS,
     MemoryFootprint,
     Overheads,
     Peak,
@@ -41,11 +42,14 @@ from gssim.simulation.periodic_run import (
     Period,
     Slowed,
     alone_s,
+    carried_in,
     fragments_result,
     periodic_result,
 )
 from gssim.simulation.report import (
     WAITING_PHASES,
+    Carried,
+    carried_by,
     collectives_of,
     cost_usd,
     energy_j,
@@ -420,21 +424,23 @@ def _periodic(loaded: Loaded, unfolded: bool, shared: Shared) -> Simulated:
         return _steps(loaded, unfolded, shared, dict(slowed))
 
     def inner(slowed: Slowed) -> InnerStep:
-        steady = _run(scenario, programs(slowed).program(0), unfolded, shared, meets=False)
+        steady = _run(scenario, programs(slowed).program(0), unfolded, shared, replicas=scenario.policies.dp_replicate)
         times_s, phases_s = np.zeros(ranks), {name: np.zeros(ranks) for name in PHASES}
         for each, phases in zip(steady.machine.classes, _phases(steady), strict=True):
             times_s[each.members] = median(end - start for start, end in pairwise(steady.ends_s[each.index]))
             for name in PHASES:
                 phases_s[name][each.members] = phases[name]
-        return InnerStep(times_s, phases_s)
+        carried = carried_by(steady.machine) if scenario.policies.shards_replicas else None
+        return InnerStep(times_s, phases_s, carried)
 
     def period_of(before: tuple[InnerStep, ...], slowed: Slowed) -> Period:
         steps = programs(slowed)
         apart_s = alone_s(before, ranks)
         program = after_inner_steps(steps.program(every - 1), apart_s, count=len(before))
         steady = _run(scenario, program, unfolded, shared)
-        result = _result(loaded, steady, steady, [steps.traffic(every - 1)], steady, shared, 0.0, sized=True)
-        period = Period(before, steady.time_s - apart_s, result)
+        traffic, beside = [steps.traffic(every - 1)], carried_in(before)
+        result = _result(loaded, steady, steady, traffic, steady, shared, 0.0, sized=True, beside=beside)
+        period = Period(before, steady.time_s - apart_s, result, _outer_bytes_sent(steady))
         runs[id(period)] = steady
         return period
 
@@ -457,12 +463,18 @@ def _in_fragments(loaded: Loaded, unfolded: bool, shared: Shared) -> Simulated:
         steps = _steps(loaded, unfolded, shared, {}, slowed if any(slowed) else ())
         steady = _run(scenario, steps.program(0), unfolded, shared)
         result = _result(loaded, steady, steady, [steps.traffic(0)], steady, shared, 0.0, sized=True)
-        period = FragmentPeriod(_times_of_steps(steady).tolist(), result)
+        period = FragmentPeriod(_times_of_steps(steady).tolist(), result, _outer_bytes_sent(steady))
         runs[id(period)] = steady
         return period
 
     result, typical = fragments_result(scenario, period_of, shared)
     return Simulated(result, runs[id(typical)])
+
+
+def _outer_bytes_sent(steady: _SteadyRun) -> float:
+    """Return the bytes that the rank that sends most sends to other replicas in a period."""
+    sent = steady.machine.sent_across(steady.scenario.policies.dp_shard) / steady.machine.steps
+    return round(float(sent.max()), SIZE_DIGITS)
 
 
 def _times_of_steps(steady: _SteadyRun) -> Floats:
@@ -507,14 +519,14 @@ def _run(
     shared: Shared,
     *,
     recorded: bool = False,
-    meets: bool = True,
+    replicas: int = 1,
 ) -> _SteadyRun:
     """Run a program until it is steady: ranks end a step at the same distances from each other as the one before.
 
     Ranks begin together, but some are done before others; the step after is then another one. As many steps are run as
     it takes, and one more where the beginning of the next step changes the end of a step: where published parameters
-    are in flight, or ranks that are done earlier slow down others on their host. `meets`: whether ranks meet in a step;
-    else there is no such state, and the second step counts.
+    are in flight, or ranks that are done earlier slow down others on their host. `replicas`: number of replicas that do
+    not meet in a step, each of as many ranks in a row: distances count inside of them alone.
     """
     cluster = with_profile_slowdowns(scenario.cluster, scenario.workload)
     jittery = any(is_jittery(cluster.type_of(rank)) for rank in range(scenario.ranks))
@@ -531,9 +543,11 @@ def _run(
         if jittery:  # the median of many steps hardly depends on the last
             return _counted(scenario, machine, 0, steps, jittery=True)
         ends_s = np.array([ends[steps - 2 : steps] for ends in machine.ends_s])
+        if replicas > 1:
+            ends_s = ends_s[machine.class_of_rank].reshape(replicas, -1, 2).swapaxes(0, 1)
         latest_s = ends_s.max(axis=0)
         moved_s = np.abs(np.diff(ends_s - latest_s)).max()
-        if not meets or moved_s <= SETTLED * (latest_s[1] - latest_s[0]):
+        if moved_s <= SETTLED * np.diff(latest_s).min():
             return _counted(scenario, machine, steps - 2, steps)
         if steps >= MOST_STEPS:
             return _counted(scenario, machine, steps // 2 - 1, steps)
@@ -558,6 +572,7 @@ def _result(
     *,
     sized: bool,
     overheads: Overheads | None = None,
+    beside: Carried | None = None,
 ) -> Result:
     scenario, machine = loaded.scenario, typical.machine
     phases = _phases(typical)
@@ -577,7 +592,7 @@ def _result(
     first_footprints = footprints if first is typical else _footprints(scenario, first, shared, sized=sized)
     fit = worst_misfit(footprints) or worst_misfit(first_footprints) or host_misfit(scenario, machine.program)
     mean_ratio = mean_over_typical(machine, excess)
-    ranks = rank_classes(scenario, machine, phases, footprints, mean_ratio=mean_ratio)
+    ranks = rank_classes(scenario, machine, phases, footprints, mean_ratio=mean_ratio, beside=beside)
     return Result(
         source="simulated",
         scenario_id=scenario.identity(shared),
@@ -595,7 +610,7 @@ def _result(
             publish=_mean([step.publish_density for step in traffic]),
         ),
         collectives=collectives_of(machine.program, traffic),
-        links=links_of(machine, typical.time_s, mean_ratio=mean_ratio),
+        links=links_of(machine, typical.time_s, mean_ratio=mean_ratio, beside=beside),
         ranks=ranks,
         idle_devices=scenario.idle_devices,
         cost_usd_per_step=cost_usd(scenario, typical.time_s),
