@@ -303,7 +303,8 @@ class Plan:
     number of ranks."""
     dp_shard: PositiveInt | None = None
     """Ranks among which state is sharded. Absent: the ranks that the other axes leave, for methods that shard; else 1.
-    """
+    With `local_sgd`, `diloco`, `streaming_diloco` and `sparse_loco`: ranks of a replica, among which it is sharded as
+    under `zero3`; ranks with the same shard of all replicas synchronize it."""
     tp: PositiveInt = 1
     """Ranks that share each block's tensors; for `tensor` and `gs_tp`, 1 means the ranks that the other axes leave."""
     cp: PositiveInt = 1

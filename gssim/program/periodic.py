@@ -1,4 +1,4 @@
-"""Periodic synchronization of replicated parameters: local SGD, DiLoCo, Streaming DiLoCo and SparseLoCo.
+"""Periodic synchronization of replicas' parameters: local SGD, DiLoCo, Streaming DiLoCo and SparseLoCo.
 
 [Note: periods] Ranks train apart: inner steps communicate nothing, not even module buffers. An outer step is an inner
 one that ends with a synchronization, bucket by bucket and one after another, each bucket of whole tensors in the
@@ -23,9 +23,15 @@ streams behind the steps that follow; the step that ends it waits for each bucke
 all that time. A program of such ranks is a whole period: steps differ in what they begin and end, and exchanges in
 flight slow down the steps behind which they go on.
 
-w is a rank's part of the batch, so that with one step in a period, and without momentum, SGD trains as under `ddp`. The
-state of the inner optimizer stays on its rank; gradients are clipped by the norm of a rank's own. Module buffers are
-those of the first rank afterwards. Sources: Stich 2018, arXiv:1805.09767; Douillard et al. 2023,
+With `plan.dp_shard` = S above 1, replicas of S ranks train apart, each sharded by FSDP2 (`sharded`): gathers and
+reduce-scatters stay inside of a replica, and gradients are not reduced over replicas. Each shard is synchronized by
+itself among the ranks that hold it: buckets, outer parameters, momentum, blocks of quantized changes and chunks of
+sparse ones are those of a rank's own rows of all tensors, without FSDP2's padding, so that it sends an S-th. Shards are
+the master copy. OpenDiLoCo and INTELLECT-1 train so: Jaghouar et al. 2024, arXiv:2407.07852, arXiv:2412.01152.
+
+w is a replica's part of the batch, so that with one step in a period, and without momentum, SGD trains as under `ddp`.
+The state of the inner optimizer stays on its ranks; gradients are clipped by the norm of a replica's own. Module
+buffers are those of the first rank afterwards. Sources: Stich 2018, arXiv:1805.09767; Douillard et al. 2023,
 arXiv:2311.08105, whose outer optimizer is torch's SGD with `nesterov`; Douillard et al. 2025, arXiv:2501.18512,
 algorithm 2 (torchft's local_sgd.py has the same steps); Sarfi et al. 2025, arXiv:2508.15706, where e is each rank's own
 too and takes the place of the momentum, but w, there 1 / ranks, is a factor on the sum.
@@ -186,7 +192,10 @@ def _largest(low: Lowering, rank: int, number: int, tensors: tuple[int, ...]) ->
     message = float(sparse_message_bytes(options, elements, value))
     size, padded_bytes, found = float(elements * value), float(padded * value), float(entries * (value + FOUND_BYTES))
     byte_s, call_s = 1 / device.memory_bandwidth_bytes_per_s, device.operation_overhead_s
+    padded_codes = chunks_of(options, elements) * 4 * -(-options.chunk_entries // 4)
     write_passes, read_passes, write_calls, read_calls = CODING[options.precision]
+    # signs, magnitudes and codes are made beside indices and values, and are held while the message is read back
+    coding = float(entries * (value + 1) + padded_codes) if options.precision == "int2" else 0.0
     # codes, and the signs that they are made into, are held beside the values
     read = float(entries * (FOUND_BYTES + (1 + 3 * value if options.precision == "int2" else value)))
     read_s = read_passes * entries * value * byte_s + read_calls * call_s
@@ -210,8 +219,9 @@ def _largest(low: Lowering, rank: int, number: int, tensors: tuple[int, ...]) ->
                     Event(3, found, "temporaries"),
                     Event(4, -padded_bytes, "temporaries"),
                     Event(5, message, "communication"),
-                    Event(6, -found, "temporaries"),
-                    Event(7, ranks * message, "communication"),
+                    Event(6, coding + read, "temporaries"),
+                    Event(7, -coding - read - found, "temporaries"),
+                    Event(8, ranks * message, "communication"),
                 ]
             ),
         ),
