@@ -372,7 +372,7 @@ class Plan:
     receive_buffers: Literal["micro-batch", "in-flight"] = "micro-batch"
     """For pipelines. `micro-batch`: a stage keeps a buffer for every micro-batch's input, and for every gradient of its
     output, all step (torch's PipelineStage). `in-flight`: it has buffers for inputs whose backward is still to come,
-    and for one gradient (Megatron-LM, DeepSpeed; predicted only)."""
+    and for one gradient, and interleaved stages free what they have sent (Megatron-LM, DeepSpeed; predicted only)."""
     push: Push = field(default_factory=Push)
     """Push of gradients to owners."""
     publish: Publish = field(default_factory=Publish)

@@ -260,6 +260,7 @@ class Lowering:
             stages=stages,
             micro_batches=plan.micro_batches,
             sharded=self.reduces_after_schedule,
+            frees_sent=plan.receive_buffers == "in-flight",
         )
 
     def position(self, rank: int) -> int:

@@ -24,12 +24,13 @@ from gssim.result import COMPUTE_PHASES, PHASES, UPDATE_PHASES, Density, Result,
 from gssim.result.result import Band
 from gssim.scenario import Loaded, Scenario
 from gssim.scenario.device_rates import check_rates, with_profile_slowdowns
-from gssim.simulation.extrapolation import extrapolated, simulated_counts, with_micro_batches
+from gssim.simulation.extrapolation import extrapolated, further_peaks, simulated_counts, with_micro_batches
 from gssim.simulation.footprint import (
     SIZE_DIGITS,
     MemoryFootprint,
     Overheads,
     Peak,
+    PeakOfRank,
     allocator_overheads,
     footprints_of,
     host_misfit,
@@ -268,12 +269,17 @@ def _simulated(
     counts = simulated_counts(scenario) if scenario.run.extrapolate_micro_batches else None
     if counts is None:
         return _steady(loaded, unfolded, shared, spread=spread, overheads=overheads)
-    few, more = (  # the memory is that of the larger step
-        _steady(
-            replace(loaded, scenario=with_micro_batches(scenario, count)), unfolded, shared, spread=spread, sized=sized
-        )
-        for count, sized in zip(counts, (False, True), strict=True)
+    period = counts[1] - counts[0]
+    smaller, larger, longest = (
+        replace(loaded, scenario=with_micro_batches(scenario, count)) for count in (*counts, counts[1] + period)
     )
+    few = _steady(smaller, unfolded, shared, spread=spread, sized=False)
+    further = further_peaks(
+        program_of(larger, shared, unfolded=unfolded),
+        program_of(longest, shared, unfolded=unfolded),
+        periods=(scenario.plan.micro_batches - counts[1]) / period,
+    )
+    more = _steady(larger, unfolded, shared, spread=spread, further=further)
     return Simulated(extrapolated(scenario, few.result, more.result, counts, shared), more.typical)
 
 
@@ -286,11 +292,12 @@ def _steady(
     spread: bool = True,
     sized: bool = True,
     overheads: Overheads | None = None,
+    further: Mapping[int, Peak] | None = None,
 ) -> Simulated:
     """Return the prediction where all steps are equal.
 
     `slowed`: compute time ratio of slow ranks. `sized`: whether reserved memory is wanted. `overheads`: those of the
-    allocator in thresholded steps, if they are known.
+    allocator in thresholded steps, if they are known. `further`: what is added to the peak of each role.
     """
     scenario = loaded.scenario
     steps = _steps(loaded, unfolded, shared, slowed or {})
@@ -309,7 +316,9 @@ def _steady(
     lightest = _run(scenario, steps.program(light), unfolded, shared) if simulates_lightest else typical
     first = _run(scenario, steps.program(numbers[0]), unfolded, shared) if first_thresholded else typical
     excess = mean_excess_bytes(typical.machine.program, traffic, traffic[places[0]])
-    result = _result(loaded, typical, lightest, traffic, first, shared, excess, sized=sized, overheads=overheads)
+    result = _result(
+        loaded, typical, lightest, traffic, first, shared, excess, sized=sized, overheads=overheads, further=further
+    )
     return Simulated(result, typical)
 
 
@@ -351,9 +360,9 @@ def _steps(
     return shared.once("steps", key, new_steps, most=_cached_runs(scenario))
 
 
-def program_of(loaded: Loaded, shared: Shared) -> Program:
+def program_of(loaded: Loaded, shared: Shared, *, unfolded: bool = False) -> Program:
     """Return the program of a steady step, where all steps are equal; cached in `shared` for its simulation."""
-    return _steps(loaded, False, shared, {}).program(_distinct_steps(loaded)[-1])
+    return _steps(loaded, unfolded, shared, {}).program(_distinct_steps(loaded)[-1])
 
 
 def _distinct_steps(loaded: Loaded) -> Sequence[int]:
@@ -573,6 +582,7 @@ def _result(
     sized: bool,
     overheads: Overheads | None = None,
     beside: Carried | None = None,
+    further: Mapping[int, Peak] | None = None,
 ) -> Result:
     scenario, machine = loaded.scenario, typical.machine
     phases = _phases(typical)
@@ -588,7 +598,7 @@ def _result(
     phases_s = {name: fmean([phase[name] for phase in phases], counts) for name in phases[0]}
     total_s = sum(phases_s.values())  # ranks have their median steps at different times
     phases_s = {name: value * typical.time_s / total_s for name, value in phases_s.items()} if total_s else phases_s
-    footprints = _footprints(scenario, typical, shared, sized=sized, overheads=overheads)
+    footprints = _footprints(scenario, typical, shared, sized=sized, overheads=overheads, further=further)
     first_footprints = footprints if first is typical else _footprints(scenario, first, shared, sized=sized)
     fit = worst_misfit(footprints) or worst_misfit(first_footprints) or host_misfit(scenario, machine.program)
     mean_ratio = mean_over_typical(machine, excess)
@@ -678,13 +688,19 @@ def _times_in(step: _SteadyRun, phases: Collection[str], ranks: int) -> Floats:
     return times_s
 
 
-def _peaks(machine: Machine) -> list[Peak]:
+def _peaks(machine: Machine) -> list[PeakOfRank]:
     """Return the peak of a rank of each class, which has that of all."""
     return [(each.representative, memory.peak) for each, memory in zip(machine.classes, machine.memory, strict=True)]
 
 
 def _footprints(
-    scenario: Scenario, step: _SteadyRun, shared: Shared, *, sized: bool, overheads: Overheads | None = None
+    scenario: Scenario,
+    step: _SteadyRun,
+    shared: Shared,
+    *,
+    sized: bool,
+    overheads: Overheads | None = None,
+    further: Mapping[int, Peak] | None = None,
 ) -> list[MemoryFootprint]:
     """Return the memory footprint of each class of ranks; `sized`: with the allocator's overhead.
 
@@ -697,10 +713,11 @@ def _footprints(
         tuple(rank for rank, _ in peaks),
         tuple(Same(peak) for _, peak in peaks),
         Same(overheads),
+        Same(further),
     )
     return shared.once(
         "footprints",
         key,
-        lambda: footprints_of(scenario, program, peaks, reserved=sized, overheads=overheads),
+        lambda: footprints_of(scenario, program, peaks, reserved=sized, overheads=overheads, beside=further),
         most=_cached_runs(scenario),
     )
