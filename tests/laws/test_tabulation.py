@@ -410,6 +410,7 @@ WHOLE = []
 
 
 @pytest.mark.slow  # tests/real/test_killed.py interrupts quickly
+@pytest.mark.slow  # of a folder in test_sweep, and of a killed sweep's table in test_killed
 def test_an_interrupted_sweep_goes_on_to_the_same_table(folder, gssim, whole):
     line = command("sweep.toml", "--out", "t.parquet", "--jobs", 2)
     process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

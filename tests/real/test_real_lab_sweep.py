@@ -53,6 +53,7 @@ def assert_nothing_is_left(said, marker):
     assert soon(lambda: marked(marker) == [])
 
 
+@pytest.mark.slow  # one lab that trains, and one that is ended, in test_real_lab
 def test_a_sweep_that_is_interrupted_goes_on_and_is_as_predicted(tmp_path, monkeypatch):
     sweep, out = tmp_path / "tiny.toml", tmp_path / "out"
     sweep.write_text(TINY)
