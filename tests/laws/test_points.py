@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 import tomli_w
 from point_checks import assert_same_as_unfolded, faster_devices, faster_links, faults_of, slower_by
-from points import COMBINED, LATER, SCENARIOS, STREAMED, random_point
+from points import COMBINED, LATER, PARTED, SCENARIOS, STREAMED, random_point
 
 from gssim.engine import machine
 from gssim.errors import UserError
@@ -33,13 +33,19 @@ FEW, FEW_DEVICES = (
     4,
 )
 """Seeds of the small form, and how many devices their points have at most."""
-FURTHER = (*FEW, *range(20, 40), *range(LATER + 10, LATER + 20), *range(STREAMED + 5, STREAMED + 10))
+FURTHER = (
+    *FEW,
+    *range(20, 40),
+    *range(LATER + 10, LATER + 20),
+    *range(STREAMED + 5, STREAMED + 10),
+    *range(PARTED, PARTED + 20),
+)
 """Seeds of as small points that are no part of the quick tests."""
 MANY = [
     range(first, first + 500)
-    for first in (*range(1000, 8000, 1000), *range(LATER, LATER + 4000, 1000), STREAMED, COMBINED)
+    for first in (*range(1000, 8000, 1000), *range(LATER, LATER + 4000, 1000), STREAMED, COMBINED, PARTED)
 ]
-"""Of the large one: 6,500."""
+"""Of the large one: 7,000."""
 USUAL_DEVICES, MOST_DEVICES = 8, 32
 """Of its points, four in five have at most so many devices, one in five more."""
 LONGEST_REFUSAL = 300
