@@ -239,7 +239,8 @@ def fully_shard_parameters(scenario: Scenario, module: nn.Module, timeline: Time
     (HSDP), shards of gradients are all-reduced over `dp_replicate` after their reduce-scatter. FSDP2's hooks implement
     the plan's exchange; on a CPU it calls them on the computing thread, so that both ways block. With a master copy,
     the shards are the master: they are cast to the workload's precision when gathered, and gradients are reduced in
-    that precision, or in `workload.reduce_precision`, and cast back.
+    that precision, or in `workload.reduce_precision`, and cast back. Replicas that synchronize periodically have meshes
+    of their own.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -253,9 +254,20 @@ def fully_shard_parameters(scenario: Scenario, module: nn.Module, timeline: Time
         module.set_requires_gradient_sync(leaves)
         yield
 
-    sync_each = scenario.policies.gradient_sync == "micro-batch"
-    scale = float(scenario.policies.replica_ranks)
-    return Training(module, optimizer, timeline, scale=scale, sync_each=sync_each, syncing=syncing)
+    policies, rank = scenario.policies, dist.get_rank()
+    training = Training(
+        module,
+        optimizer,
+        timeline,
+        scale=float(policies.replica_ranks),
+        sync_each=policies.gradient_sync == "micro-batch",
+        syncing=syncing,
+    )
+    if policies.shards_replicas:
+        training.scale, training.replica = float(policies.shards), policies.replica_of(rank)
+        same_shard = shard_mesh(policies, device)["dp_replicate"].get_group()
+        training.periods = Synchronization(scenario, module, optimizer, timeline, rank=rank, group=same_shard)
+    return training
 
 
 def fully_shard_module(
@@ -378,7 +390,9 @@ def _expert_placement(
 
 
 def _mesh(policies: Policies, device: torch.device) -> DeviceMesh:
-    """Return the ranks with the same part of the model, on one axis, or on two if shards are replicated."""
+    """Return the ranks that reduce their gradients together, on one axis, or on two if shards are replicated."""
+    if policies.shards_replicas:
+        return shard_mesh(policies, device)["dp_shard"]
     if policies.dp_replicate == 1:
         return data_mesh(policies, device, "dp_shard")
     return shard_mesh(policies, device)

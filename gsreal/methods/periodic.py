@@ -1,16 +1,17 @@
-"""Periodic synchronization of replicated parameters: local SGD; outer steps of DiLoCo, streamed or not, and SparseLoCo.
+"""Periodic synchronization of replicas' parameters: local SGD; outer steps of DiLoCo, streamed or not, and SparseLoCo.
 
 What happens in an outer step, and in which order, is in [Note: periods] of `gssim.program.periodic`.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from gsreal.gradient_sharding.master import MasterCopy, master_type
 from gsreal.measure import Timeline
@@ -46,7 +47,8 @@ class Synchronization:
     """Counts the steps of a training, and synchronizes the parameters after some of them (a collective).
 
     After every n-th all of them; or, where the plan cuts them in fragments, each of these at a step of its own, and
-    behind the steps that follow.
+    behind the steps that follow. Of replicas that are sharded, a rank synchronizes its shards (the local tensors of
+    DTensors) with `group`, the ranks that hold the same ones; absent: all ranks hold all parameters.
     """
 
     def __init__(
@@ -57,13 +59,17 @@ class Synchronization:
         timeline: Timeline,
         *,
         rank: int,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         plan, policies = scenario.plan, scenario.policies
+        self.group = group
         self.every = policies.sync_every_steps or 1
         self.steps = 0
         self.module, self.optimizer, self.timeline = module, optimizer, timeline
-        self.weight = scenario.batch_sizes[rank] / sum(scenario.batch_sizes) if scenario.ranks > 1 else 1.0
-        self.alone = scenario.ranks == 1
+        own_samples = sum(scenario.batch_sizes[each] for each in policies.replica_of(rank))
+        self.weight = own_samples / sum(scenario.batch_sizes)
+        """Part of the batch on which this rank's replica trains."""
+        self.alone = policies.dp_replicate == 1
         kind = None if self.alone else policies.outer_optimizer
         self.outer = plan.outer if kind == "nesterov" else None
         self.sparse = plan.sparse_outer if kind == "sparse" else None
@@ -73,16 +79,22 @@ class Synchronization:
         self.local_ratio = plan.streaming.local_ratio if policies.in_fragments else 0.0
         """Part of a rank's own parameters after a synchronization."""
         layers = [each.index for each in unrolled(scenario.workload.model) for _ in each.layer.parameters]
-        sizes = [each.numel() * master_type(each.dtype).itemsize for each in module.parameters()]
+        own = [_local(each) for each in module.parameters()]
+        sizes = [each.numel() * master_type(each.dtype).itemsize for each in own]
         fragments = fragments_of(plan, policies, layers=layers, sizes_bytes=sizes)
         self.buckets = [bucket for fragment in fragments for bucket in fragment.buckets]
         """Positions of the tensors of every bucket, in the module's order."""
-        numbers = iter(range(len(self.buckets)))
+        numbered = enumerate(self.buckets)
         self.schedule = [
-            (fragment.begin_step, fragment.end_step, [next(numbers) for _ in fragment.buckets])
+            (
+                fragment.begin_step,
+                fragment.end_step,
+                [number for number, bucket in islice(numbered, len(fragment.buckets)) if any(sizes[i] for i in bucket)],
+            )
             for fragment in fragments
         ]
-        """Of every fragment: the steps of a period, from 1, that begin and end its exchange, and its buckets."""
+        """Of every fragment: the steps of a period, from 1, that begin and end its exchange, and its buckets, but those
+        of which this rank has no part."""
         buckets = self._values() if kind else []
         self.outer_parameters = [torch.cat([each.reshape(-1) for each in bucket]) for bucket in buckets]
         """Parameters after the last synchronization, by bucket; empty without an outer optimizer."""
@@ -104,7 +116,7 @@ class Synchronization:
 
     def _values(self) -> list[list[Tensor]]:
         """Return what is synchronized of every bucket: parameters, or their master copies."""
-        values = [parameter.detach() for parameter in self.module.parameters()]
+        values = [_local(parameter) for parameter in self.module.parameters()]
         if isinstance(self.optimizer, MasterCopy):
             masters = {id(parameter): master.detach() for parameter, master in self.optimizer.pairs()}
             values = [masters[id(parameter)] for parameter in self.module.parameters()]
@@ -151,10 +163,10 @@ class Synchronization:
         own = self.offered(number)
         began, received = self.timeline.mark(), own
         if self.gathers:
-            received = own.new_empty(dist.get_world_size() * own.numel())
-            work = dist.all_gather_into_tensor(received, own, async_op=True)
+            received = own.new_empty(dist.get_world_size(self.group) * own.numel())
+            work = dist.all_gather_into_tensor(received, own, group=self.group, async_op=True)
         else:
-            work = dist.all_reduce(own, async_op=True)
+            work = dist.all_reduce(own, group=self.group, async_op=True)
         assert work is not None
         self.in_flight[number] = Exchange(work, own, received, began)
 
@@ -166,7 +178,7 @@ class Synchronization:
         exchange = self.in_flight.pop(number)
         began = self.timeline.mark() if waits_only else exchange.began
         exchange.work.wait()
-        self.timeline.between(label, "exposed_communication", began, group=dist.group.WORLD)
+        self.timeline.between(label, "exposed_communication", began, group=self.group or dist.group.WORLD)
         received = exchange.received
         del exchange  # what this rank sent is free before the result is used
         self.take(number, received)
@@ -238,6 +250,11 @@ class Synchronization:
                 dist.broadcast(flat, src=0)
                 for each, part in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
                     each.copy_(part.view_as(each))
+
+
+def _local(parameter: Tensor) -> Tensor:
+    """Return a parameter, or the shard of it that this rank holds, without its history."""
+    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
 
 
 def quantize(flat: Tensor) -> Tensor:

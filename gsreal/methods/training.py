@@ -120,6 +120,9 @@ class Training:
 
     rank's mean unchanged (the owner weights it).
     """
+    replica: Sequence[int] = ()
+    """Ranks of this rank's replica, if replicas train apart: ranks are then weighted by their parts of its loss terms.
+    """
     last_gradient: list[Any] = field(default_factory=list)
     """DDP: the mark of the last gradient hook in this backward."""
     replicas: Any = None
@@ -167,6 +170,8 @@ class Training:
             pushed = weights.pushed
             self.optimizer.weights = tuple(pushed[each] for each in self.optimizer.ranks)
             scale = weights.ranks[rank] / pushed[rank] if pushed[rank] else 1.0
+        if self.replica:
+            scale /= sum(weights.ranks[each] for each in self.replica)
         scale *= self.scaler.scale if self.scaler is not None else 1.0
         losses = []
         for leaves, part, targets_part, weight in self._micro_batches(inputs, targets, weights.micro_batches):

@@ -485,7 +485,7 @@ def _unsupported_reason(scenario: Scenario) -> str | None:
     """
     if scenario.policies.compressor is not None:
         return f"what method '{scenario.plan.method}' has not sent yet is not saved"
-    if scenario.policies.gradients == "periodic":
+    if scenario.policies.sync_every_steps is not None:
         return "parameters of ranks that synchronize periodically differ in between, and only one rank's are saved"
     if scenario.policies.ep > 1:
         return "experts that ranks divide (plan.ep) are not saved yet"

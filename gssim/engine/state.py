@@ -11,6 +11,7 @@ import simpy
 from gssim import collectives
 from gssim.cluster import Cluster, Conditions, contention_groups, has_contention
 from gssim.cluster.contention import core_shares
+from gssim.collectives.stage import summed
 from gssim.engine.collective_instances import CollectiveInstance, arrange, router_of
 from gssim.engine.host import Clock, Host, Load
 from gssim.engine.memory_tracker import MemoryTracker
@@ -18,7 +19,7 @@ from gssim.engine.selection import CollectiveSchedule
 from gssim.execution.cache import Shared
 from gssim.program import Issue, Program, Task, TaskId
 from gssim.result import Span
-from gssim.units import Floats
+from gssim.units import Floats, Ints
 
 
 class TaskSpan(NamedTuple):
@@ -94,6 +95,14 @@ class MachineState:
             for number, instance in enumerate(instances)
         }
 
+    @cached_property
+    def class_of_rank(self) -> Ints:
+        """Index of the class of every rank."""
+        found = np.zeros(len(self.program.role_of), np.int64)
+        for rank_class in self.classes:
+            found[rank_class.members] = rank_class.index
+        return found
+
     def _hosts(self) -> dict[str, Host]:
         """Return the hosts, or cores, of the classes' representatives."""
         names = {rank_class.host for rank_class in self.classes}
@@ -143,6 +152,14 @@ class MachineState:
             total_sent += self._volumes[key] * sent
             total_received += self._volumes[key] * received
         return total_sent, total_received
+
+    def sent_across(self, size: int) -> Floats:
+        """Return the bytes that each rank sends to ranks outside its own `size` ranks in a row."""
+        total = np.zeros(len(self.program.role_of))
+        for key, hops in self._hops.items():
+            outward = hops.source // size != hops.target // size
+            total += self._volumes[key] * summed(hops.source[outward], hops.weight[outward], len(total))
+        return total
 
     def tasks_of(self, index: int, stream: str) -> list[Task]:
         """Return the tasks of a class on a stream."""

@@ -67,14 +67,14 @@ EVERYWHERE = ("deepspeed", "accelerate", "torchtitan", "torchrun")
 
 _REPLICATED: dict[str, Any] = {"parameters": "replicated", "optimizer_state": "replicated"}
 _PERIODIC: dict[str, Any] = _REPLICATED | {"gradients": "periodic", "sync_every_steps": 8}
-_FULLY_SHARDED: dict[str, Any] = {
+SHARDED: dict[str, str] = {
     "parameters": "sharded",
     "gradients": "reduce-scatter",
     "optimizer_state": "sharded",
     "gradient_sync": "micro-batch",
-    "programs": EVERYWHERE,
-    "in_pipelines": True,
 }
+"""Policies of `zero3`, and of the ranks of a replica that methods of periodic synchronization shard."""
+_FULLY_SHARDED: dict[str, Any] = SHARDED | {"programs": EVERYWHERE, "in_pipelines": True}
 _PUSHED: dict[str, Any] = {"parameters": "replicated", "gradients": "push", "optimizer_state": "sharded"}
 
 METHODS: dict[str, Method] = {

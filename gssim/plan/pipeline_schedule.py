@@ -45,19 +45,20 @@ class Action(NamedTuple):
 
 @lru_cache(maxsize=64)
 def schedule(
-    name: str, *, ranks: int, stages: int, micro_batches: int, sharded: bool = False
+    name: str, *, ranks: int, stages: int, micro_batches: int, sharded: bool = False, frees_sent: bool = False
 ) -> tuple[tuple[Action, ...], ...]:
     """Return the actions of each rank in a step; `sharded`: those on sharded parameters and gradients too.
 
-    GPipe and 1F1B leave gathering to the stages' own forwards and backwards. Raises ValueError, with the reason, where
-    the schedule does not exist for these numbers.
+    `frees_sent`: interleaved stages refer to an output until its backward, and to a gradient until the next, as
+    Megatron-LM's; torch's refer to all to the end. GPipe and 1F1B leave gathering to the stages' own forwards and
+    backwards. Raises ValueError, with the reason, where the schedule does not exist for these numbers.
 
     >>> [action.kind for action in schedule("1f1b", ranks=2, stages=2, micro_batches=2)[1]][:4]
     ['receive', 'wait', 'forward', 'backward']
     """
     refuse(name, ranks=ranks, stages=stages, micro_batches=micro_batches)
     if name == "interleaved":
-        return _interleaved(ranks, stages // ranks, micro_batches, sharded=sharded)
+        return _interleaved(ranks, stages // ranks, micro_batches, sharded=sharded, frees_sent=frees_sent)
     single = {"gpipe": _gpipe, "1f1b": _one_forward_one_backward}[name]
     reduced = [(Action("reduce", stage),) if sharded else () for stage in range(stages)]
     return tuple((*single(stage, stages, micro_batches), *reduced[stage]) for stage in range(stages))
@@ -214,14 +215,17 @@ def _exchange(do: _Recorder, sends: tuple[Message, ...], receives: tuple[Message
 # Interleaved ---------------------------------------------------------------------------------------------------------
 
 
-def _interleaved(ranks: int, local: int, micro_batches: int, *, sharded: bool) -> tuple[tuple[Action, ...], ...]:
+def _interleaved(
+    ranks: int, local: int, micro_batches: int, *, sharded: bool, frees_sent: bool
+) -> tuple[tuple[Action, ...], ...]:
     """Interleaved 1F1B (Narayanan et al. 2021, section 2.2): a rank has `local` stages, and runs the earliest first.
 
-    Messages are in flight while the rank computes; all sent tensors stay referenced, and are waited for, to the end.
+    Messages are in flight while the rank computes, and are waited for at the end; all sent tensors stay referenced
+    until then, unless `frees_sent`.
     """
     stages = ranks * local
     orders = [_with_shard_actions(_compute_order(rank, ranks, local, micro_batches)) for rank in range(ranks)]
-    every = [tuple(_with_waits(order, stages)) for order in _with_messages(orders, stages)]
+    every = [tuple(_with_waits(order, stages, frees_sent=frees_sent)) for order in _with_messages(orders, stages)]
     return tuple(tuple(each for each in order if sharded or each.kind not in SHARD_ACTIONS) for order in every)
 
 
@@ -316,9 +320,11 @@ def _outputs(action: Action, stages: int) -> tuple[Message, ...]:
     return (Message("gradient", action.stage, action.micro_batch),) if is_sent else ()
 
 
-def _with_waits(order: list[Action], stages: int) -> Iterator[Action]:
+def _with_waits(order: list[Action], stages: int, *, frees_sent: bool) -> Iterator[Action]:
     """Yield the order with waits and releases inserted where torch's runtime has them."""
     sent: list[Message] = []
+    freed: set[Message] = set()
+    gradient: Message | None = None
     received = {message for action in order if action.kind == "receive" for message in action.messages}
     for action in order:
         needed = [] if action.messages else [m for m in _inputs(action, stages) if m in received]
@@ -329,8 +335,14 @@ def _with_waits(order: list[Action], stages: int) -> Iterator[Action]:
             sent += action.messages
         if action.kind == "backward":
             output = Message("activation", action.stage, action.micro_batch)
-            if output not in sent:
-                yield Action("release", messages=(output,))
+            unused = [output] if frees_sent or output not in sent else []
+            if frees_sent:
+                unused += [gradient] if gradient is not None else []
+                gradient = next(iter(_outputs(action, stages)), None)
+            freed.update(unused)
+            for message in unused:
+                yield Action("release", messages=(message,))
     for message in reversed(sent):
         yield Action("wait", messages=(message,))
-        yield Action("release", messages=(message,))
+        if message not in freed:
+            yield Action("release", messages=(message,))

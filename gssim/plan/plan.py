@@ -303,7 +303,8 @@ class Plan:
     number of ranks."""
     dp_shard: PositiveInt | None = None
     """Ranks among which state is sharded. Absent: the ranks that the other axes leave, for methods that shard; else 1.
-    """
+    With `local_sgd`, `diloco`, `streaming_diloco` and `sparse_loco`: ranks of a replica, among which it is sharded as
+    under `zero3`; ranks with the same shard of all replicas synchronize it."""
     tp: PositiveInt = 1
     """Ranks that share each block's tensors; for `tensor` and `gs_tp`, 1 means the ranks that the other axes leave."""
     cp: PositiveInt = 1
@@ -371,7 +372,7 @@ class Plan:
     receive_buffers: Literal["micro-batch", "in-flight"] = "micro-batch"
     """For pipelines. `micro-batch`: a stage keeps a buffer for every micro-batch's input, and for every gradient of its
     output, all step (torch's PipelineStage). `in-flight`: it has buffers for inputs whose backward is still to come,
-    and for one gradient (Megatron-LM, DeepSpeed; predicted only)."""
+    and for one gradient, and interleaved stages free what they have sent (Megatron-LM, DeepSpeed; predicted only)."""
     push: Push = field(default_factory=Push)
     """Push of gradients to owners."""
     publish: Publish = field(default_factory=Publish)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from gssim.errors import UserError
 from gssim.plan.mesh import AXES, DATA_AXES, Mesh
-from gssim.plan.methods import METHODS
+from gssim.plan.methods import METHODS, SHARDED
 from gssim.plan.plan import DDP_FIRST_BUCKET_BYTES, Plan, default_plan
 from gssim.units import Precision
 
@@ -122,6 +122,24 @@ class Policies:
         """Number of ranks among which state is sharded, where it is: those of `dp_shard` and of `cp`."""
         return self.dp_shard * self.cp
 
+    @property
+    def shards_replicas(self) -> bool:
+        """Whether replicas that synchronize periodically are sharded, each among several ranks."""
+        return self.sync_every_steps is not None and self.dp_shard > 1
+
+    def replica_of(self, rank: int) -> range:
+        """Return the ranks among which the replica of a rank is sharded, where replicas synchronize periodically.
+
+        >>> resolve(Plan(method="diloco", dp_shard=2), devices=4).replica_of(3)
+        range(2, 4)
+        """
+        first = rank - rank % self.dp_shard
+        return range(first, first + self.dp_shard)
+
+    def joins_replicas(self, group: Sequence[int]) -> bool:
+        """Return whether sorted ranks are of several replicas that synchronize periodically."""
+        return group[-1] not in self.replica_of(group[0])
+
     def data_rank(self, rank: int) -> int:
         """Return the index of the part of the batch that a rank trains on."""
         return 0 if self.partition == "weight-gradient" else self.mesh.data_rank(rank)
@@ -142,12 +160,14 @@ def resolve(plan: Plan, *, devices: int, hosts: Sequence[str] = (), backend: str
 
     The axes together make `plan.ranks` ranks, or all `devices`; `single` makes one. The method's own axis, where the
     user does not size it, gets the ranks that the others leave; where it is sized, `dp_replicate` does, if the method
-    can have replicas. Methods of two levels put the devices of a host on one axis and the hosts on the other; `hosts`
+    can have replicas. Replicas that synchronize periodically are sharded as under `zero3` among several `dp_shard`.
+    Methods of two levels put the devices of a host on one axis and the hosts on the other; `hosts`
     names each device's. Raises UserError where the axes do not make that number.
     """
     method = METHODS[plan.method]
+    in_replicas = SHARDED if method.sync_every_steps and (plan.dp_shard or 1) > 1 else {}
     policies: dict[str, Any] = {
-        name: getattr(plan, name) or getattr(method, name)
+        name: getattr(plan, name) or in_replicas.get(name) or getattr(method, name)
         for name in ("partition", "parameters", "gradients", "gradient_sync", "optimizer_state")
     }
     if plan.pp > 1 and plan.gradient_sync is None:  # torch's stages send gradients after the last micro-batch
@@ -315,7 +335,7 @@ def _refuse_divided_experts(plan: Plan, policies: Policies, file: str) -> None:
     # one tensor group has nobody to reduce gradients with, and its ranks may divide experts
     alone = policies.gradients == "local" and policies.etp is not None
     replicated = policies.gradients == "all-reduce" or alone
-    if not replicated and policies.gradients != "reduce-scatter":
+    if policies.sync_every_steps or (not replicated and policies.gradients != "reduce-scatter"):
         raise UserError(
             f"{where}: cannot run yet with method '{plan.method}'; allowed today: methods that all-reduce or "
             "reduce-scatter gradients (ddp, zero1, zero2, zero3, fsdp)"
@@ -369,10 +389,13 @@ def _refuse_expert_axes(plan: Plan, policies: Policies, file: str, *, replicated
 def _refuse_periods(plan: Plan, policies: Policies, file: str) -> None:
     """Refuse options of periodic synchronization where there is none, and what cannot be combined with it yet."""
     periodic = [name for name, method in METHODS.items() if method.sync_every_steps]
-    if (policies.gradients == "periodic") != (METHODS[plan.method].gradients == "periodic"):
+    is_periodic = plan.method in periodic
+    own = SHARDED["gradients"] if policies.shards_replicas else "periodic"
+    if (policies.gradients != own) if is_periodic else (policies.gradients == "periodic"):
         raise UserError(
             f"{file}: plan.gradients = '{policies.gradients}': cannot run with method '{plan.method}'; allowed: "
-            f"'periodic' with {', '.join(periodic)} and only there"
+            f"'periodic' with {', '.join(periodic)} and only there, or 'reduce-scatter' where these shard replicas "
+            "(plan.dp_shard)"
         )
     for key, kind in (("outer", "nesterov"), ("sparse_outer", "sparse")):
         if getattr(plan, key) != getattr(default_plan(plan.method), key) and policies.outer_optimizer != kind:
@@ -388,14 +411,14 @@ def _refuse_periods(plan: Plan, policies: Policies, file: str) -> None:
             f"{file}: plan.sparse_outer.chunk_entries = {chosen.chunk_entries}: a chunk has "
             f"{chosen.chunk_elements} elements (plan.sparse_outer.chunk_elements); allowed: at most so many"
         )
-    if policies.gradients != "periodic":
+    if not is_periodic:
         if plan.sync_every_steps is not None:
             raise UserError(
                 f"{file}: plan.sync_every_steps = {plan.sync_every_steps}: method '{plan.method}' synchronizes in "
                 f"every step; allowed with {', '.join(periodic)}"
             )
         return
-    for axis in ("tp", "pp"):
+    for axis in ("tp", "pp", "cp"):
         if getattr(policies, axis) > 1:
             raise UserError(
                 f"{file}: plan.{axis} = {getattr(policies, axis)}: cannot run yet with method '{plan.method}'; "

@@ -265,6 +265,8 @@ def _data_axes(method: str, data: int, tp: int, pp: int) -> Iterator[Axes]:
             yield Axes(tp=tp, pp=pp)
     elif data > 1:
         yield Axes(data, 1, tp, pp) if axis == "dp_replicate" else Axes(1, data, tp, pp)
+        if METHODS[method].sync_every_steps:  # replicas may be sharded
+            yield from (Axes(data // inner, inner, tp, pp) for inner in _divisors(data) if 1 < inner < data)
 
 
 def _sizes(wanted: Sequence[int] | None, count: int, most: int) -> list[int]:

@@ -260,6 +260,7 @@ class Lowering:
             stages=stages,
             micro_batches=plan.micro_batches,
             sharded=self.reduces_after_schedule,
+            frees_sent=plan.receive_buffers == "in-flight",
         )
 
     def position(self, rank: int) -> int:
@@ -292,7 +293,8 @@ class Lowering:
     @property
     def replicates(self) -> bool:
         """Whether sharded parameters have several replicas, whose gradients are all-reduced (HSDP)."""
-        return self.policies.gradients == "reduce-scatter" and self.policies.dp_replicate > 1
+        policies = self.policies
+        return policies.gradients == "reduce-scatter" and policies.dp_replicate > 1 and not policies.sync_every_steps
 
     @property
     def synchronizes(self) -> bool:

@@ -47,9 +47,9 @@ def persistent_tensors(low: Lowering, rank: int, held: Mapping[str, float]) -> T
         "parameters": lambda: _parameters(low, owned),
         "master_copy": lambda: [elements * low.master_bytes for elements in owned],
         "buckets": lambda: [bucket.elements * low.buffer_value_bytes for bucket in _buffers(low)],
-        "outer_parameters": lambda: outer_tensors(low),
-        "outer_momentum": lambda: outer_tensors(low),
-        "residuals": lambda: [*compressor_tensors(low).get("residuals", ()), *unsent_tensors(low)],
+        "outer_parameters": lambda: outer_tensors(low, rank),
+        "outer_momentum": lambda: outer_tensors(low, rank),
+        "residuals": lambda: [*compressor_tensors(low).get("residuals", ()), *unsent_tensors(low, rank)],
         "low_rank_factors": lambda: compressor_tensors(low)["low_rank_factors"],
         "buffers": lambda: [] if low.stages else workload.model.buffer_sizes(low.value_bytes),
         "workspace": lambda: workspaces(held["workspace"]),
@@ -414,7 +414,7 @@ def persistent_bytes(low: Lowering, rank: int) -> tuple[dict[str, float], dict[s
         held["master_copy"] = float(sum(owned) * low.master_bytes)
     if policies.gradients == "all-reduce":
         held["buckets"] = sum(bucket.elements for bucket in _buffers(low)) * low.buffer_value_bytes
-    held |= outer_memory(low)
+    held |= outer_memory(low, rank)
     held |= {name: sum(sizes) for name, sizes in compressor_tensors(low).items()}
     held |= threshold_memory(low, rank)
     on_host = host_bytes(low, rank, held, owned)

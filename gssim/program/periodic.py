@@ -1,4 +1,4 @@
-"""Periodic synchronization of replicated parameters: local SGD, DiLoCo, Streaming DiLoCo and SparseLoCo.
+"""Periodic synchronization of replicas' parameters: local SGD, DiLoCo, Streaming DiLoCo and SparseLoCo.
 
 [Note: periods] Ranks train apart: inner steps communicate nothing, not even module buffers. An outer step is an inner
 one that ends with a synchronization, bucket by bucket and one after another, each bucket of whole tensors in the
@@ -23,14 +23,21 @@ streams behind the steps that follow; the step that ends it waits for each bucke
 all that time. A program of such ranks is a whole period: steps differ in what they begin and end, and exchanges in
 flight slow down the steps behind which they go on.
 
-w is a rank's part of the batch, so that with one step in a period, and without momentum, SGD trains as under `ddp`. The
-state of the inner optimizer stays on its rank; gradients are clipped by the norm of a rank's own. Module buffers are
-those of the first rank afterwards. Sources: Stich 2018, arXiv:1805.09767; Douillard et al. 2023,
+With `plan.dp_shard` = S above 1, replicas of S ranks train apart, each sharded by FSDP2 (`sharded`): gathers and
+reduce-scatters stay inside of a replica, and gradients are not reduced over replicas. Each shard is synchronized by
+itself among the ranks that hold it: buckets, outer parameters, momentum, blocks of quantized changes and chunks of
+sparse ones are those of a rank's own rows of all tensors, without FSDP2's padding, so that it sends an S-th. Shards are
+the master copy. OpenDiLoCo and INTELLECT-1 train so: Jaghouar et al. 2024, arXiv:2407.07852, arXiv:2412.01152.
+
+w is a replica's part of the batch, so that with one step in a period, and without momentum, SGD trains as under `ddp`.
+The state of the inner optimizer stays on its ranks; gradients are clipped by the norm of a replica's own. Module
+buffers are those of the first rank afterwards. Sources: Stich 2018, arXiv:1805.09767; Douillard et al. 2023,
 arXiv:2311.08105, whose outer optimizer is torch's SGD with `nesterov`; Douillard et al. 2025, arXiv:2501.18512,
 algorithm 2 (torchft's local_sgd.py has the same steps); Sarfi et al. 2025, arXiv:2508.15706, where e is each rank's own
 too and takes the place of the momentum, but w, there 1 / ranks, is a factor on the sum.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from gssim import cost
@@ -40,7 +47,8 @@ from gssim.plan.buckets import Fragment, fragments_of
 from gssim.plan.plan import INT8_BLOCK_ELEMENTS, INT8_SCALE_BYTES, chunks_of, int8_blocks, sparse_message_bytes
 from gssim.program.lowering import Lowering, once_a_run
 from gssim.program.replicated import broadcast_buffers
-from gssim.program.task import Program, Task, TaskId, collective_task, with_ids
+from gssim.program.sharded import owned_rows
+from gssim.program.task import Collectives, Program, Task, TaskId, collective_task, with_ids
 from gssim.units import Floats
 
 MEAN_PASSES, OUTER_PASSES = 4, 7
@@ -65,19 +73,23 @@ def synchronize_parameters(low: Lowering, rank: int) -> list[Task]:
     None in an inner step. See [Note: periods].
     """
     every = low.policies.sync_every_steps
-    if every is None or len(low.group) == 1:
+    if every is None or low.policies.dp_replicate == 1:
         return []
     step = low.step % every + 1
     tasks: list[Task] = []
     number = 0
-    for fragment in _fragments(low):
-        for tensors in _elements(low, fragment):
-            if step in (fragment.begin_step, fragment.end_step):
+    position = low.shard_position(rank)
+    for fragment in _fragments(low, position):
+        for tensors in _elements(low, position, fragment):
+            if step in (fragment.begin_step, fragment.end_step) and any(tensors):
                 copied_in, exchange, copied_out = _bucket_tasks(low, rank, number, tensors)
                 if fragment.begin_step == fragment.end_step:
                     tasks += [copied_in, exchange, copied_out]
                 elif step == fragment.begin_step:
-                    posted = replace(exchange, stream=low.communication_stream(number), after=(copied_in.id,))
+                    stream = low.communication_stream(number)
+                    if low.policies.shards_replicas and low.overlaps:  # FSDP2's own gathers are on that one
+                        stream = "replication"
+                    posted = replace(exchange, stream=stream, after=(copied_in.id,))
                     tasks += [copied_in, posted]
                 else:
                     waited = Task(exchange.id.serving("wait"), "exposed_communication", after=(exchange.id,))
@@ -99,7 +111,7 @@ def _bucket_tasks(low: Lowering, rank: int, number: int, tensors: tuple[int, ...
     back_s = (2 + _mixing_passes(low)) * pass_s + len(tensors) * device.operation_overhead_s
     if outer:
         back_s += UPDATE_PASSES * pass_s + 4 * device.operation_overhead_s
-    back_s += cost.master_copy_time_s(device, low.scenario.workload, elements=elements, tensors=len(tensors), casts=1)
+    back_s += _cast_s(low, rank, tensors)
     own = TaskId("outer", bucket=number)
     return [
         Task(
@@ -108,7 +120,7 @@ def _bucket_tasks(low: Lowering, rank: int, number: int, tensors: tuple[int, ...
             duration_s=(OUTER_PASSES if outer else MEAN_PASSES) * pass_s + 2 * device.operation_overhead_s,
             need=footprint([Event(0, size, "communication")]),
         ),
-        collective_task(own, Communication("all-reduce", low.group, size)),
+        _exchange(low, rank, own, "all-reduce", size),
         Task(
             own.serving("copy-out"),
             "optimizer",
@@ -125,7 +137,7 @@ def _mixing_passes(low: Lowering) -> int:
 
 def _quantized(low: Lowering, rank: int, number: int, tensors: tuple[int, ...]) -> list[Task]:
     """Return the tasks of a bucket whose changes are sent as 8-bit integers; see [Note: periods]."""
-    device, elements, ranks = low.device(rank), sum(tensors), len(low.group)
+    device, elements, ranks = low.device(rank), sum(tensors), low.policies.dp_replicate
     blocks = int8_blocks(elements)
     size, padded = float(elements * low.master_bytes), float(blocks * INT8_BLOCK_ELEMENTS * low.master_bytes)
     scales, message = (
@@ -134,8 +146,6 @@ def _quantized(low: Lowering, rank: int, number: int, tensors: tuple[int, ...]) 
     )
     byte_s, call_s = 1 / device.memory_bandwidth_bytes_per_s, device.operation_overhead_s
     own = TaskId("outer", bucket=number)
-    gather = Communication("all-gather", low.group, ranks * message)
-    master_s = cost.master_copy_time_s(device, low.scenario.workload, elements=elements, tensors=len(tensors), casts=1)
     return [
         Task(
             own.serving("copy-in"),
@@ -153,14 +163,14 @@ def _quantized(low: Lowering, rank: int, number: int, tensors: tuple[int, ...]) 
                 ]
             ),
         ),
-        collective_task(own, gather, need=footprint(low.staging(device, gather))),
+        _exchange(low, rank, own, "all-gather", ranks * message),
         Task(
             own.serving("copy-out"),
             "optimizer",
             duration_s=((1 + 6 * ranks) * padded + ranks * message) * byte_s
             + (2 + UPDATE_PASSES + _mixing_passes(low)) * size * byte_s
             + (5 + 3 * ranks + len(tensors)) * call_s
-            + master_s,
+            + _cast_s(low, rank, tensors),
             need=footprint(
                 [
                     Event(0, -message, "communication"),
@@ -176,18 +186,20 @@ def _quantized(low: Lowering, rank: int, number: int, tensors: tuple[int, ...]) 
 def _largest(low: Lowering, rank: int, number: int, tensors: tuple[int, ...]) -> list[Task]:
     """Return the tasks of a bucket whose largest changes alone are sent; see [Note: periods]."""
     device, options, value = low.device(rank), low.scenario.plan.sparse_outer, low.master_bytes
-    elements, ranks = sum(tensors), len(low.group)
+    elements, ranks = sum(tensors), low.policies.dp_replicate
     padded = chunks_of(options, elements) * options.chunk_elements
     entries = chunks_of(options, elements) * options.chunk_entries
     message = float(sparse_message_bytes(options, elements, value))
     size, padded_bytes, found = float(elements * value), float(padded * value), float(entries * (value + FOUND_BYTES))
     byte_s, call_s = 1 / device.memory_bandwidth_bytes_per_s, device.operation_overhead_s
+    padded_codes = chunks_of(options, elements) * 4 * -(-options.chunk_entries // 4)
     write_passes, read_passes, write_calls, read_calls = CODING[options.precision]
+    # signs, magnitudes and codes are made beside indices and values, and are held while the message is read back
+    coding = float(entries * (value + 1) + padded_codes) if options.precision == "int2" else 0.0
     # codes, and the signs that they are made into, are held beside the values
     read = float(entries * (FOUND_BYTES + (1 + 3 * value if options.precision == "int2" else value)))
     read_s = read_passes * entries * value * byte_s + read_calls * call_s
     own = TaskId("outer", bucket=number)
-    gather = Communication("all-gather", low.group, ranks * message)
     return [
         Task(
             own.serving("copy-in"),
@@ -207,12 +219,13 @@ def _largest(low: Lowering, rank: int, number: int, tensors: tuple[int, ...]) ->
                     Event(3, found, "temporaries"),
                     Event(4, -padded_bytes, "temporaries"),
                     Event(5, message, "communication"),
-                    Event(6, -found, "temporaries"),
-                    Event(7, ranks * message, "communication"),
+                    Event(6, coding + read, "temporaries"),
+                    Event(7, -coding - read - found, "temporaries"),
+                    Event(8, ranks * message, "communication"),
                 ]
             ),
         ),
-        collective_task(own, gather, need=footprint(low.staging(device, gather))),
+        _exchange(low, rank, own, "all-gather", ranks * message),
         Task(
             own.serving("copy-out"),
             "optimizer",
@@ -220,7 +233,7 @@ def _largest(low: Lowering, rank: int, number: int, tensors: tuple[int, ...]) ->
             + ranks
             * (read_s + cost.unpack_time_s(device, encoding="coo", elements=padded, entries=entries, value=value))
             + (2 + len(tensors)) * call_s
-            + cost.master_copy_time_s(device, low.scenario.workload, elements=elements, tensors=len(tensors), casts=1),
+            + _cast_s(low, rank, tensors),
             need=footprint(
                 [
                     Event(0, -message, "communication"),
@@ -234,46 +247,80 @@ def _largest(low: Lowering, rank: int, number: int, tensors: tuple[int, ...]) ->
     ]
 
 
+def _exchange(low: Lowering, rank: int, own: TaskId, kind: str, size_bytes: float) -> Task:
+    """Return a rank's part in the collective of those that hold the same, and of other shards of equal sizes."""
+    alike = _equal_shards(low, low.shard_position(rank))
+    group, *beside = (group for group in low.groups_along("dp_replicate") if low.shard_position(group[0]) in alike)
+    exchange = Communication(kind, group, size_bytes, beside=tuple(beside))
+    name = own if len(alike) == low.policies.dp_shard else own._replace(place=alike[0])
+    staged = low.staging(low.device(rank), exchange) if kind == "all-gather" else ()
+    return collective_task(own, exchange, communication=name, need=footprint(staged))
+
+
+def _cast_s(low: Lowering, rank: int, tensors: Sequence[int]) -> float:
+    """Return the time to cast updated master copies of tensors to the workload's precision; shards are the master."""
+    if low.policies.shards_replicas:
+        return 0.0
+    device, workload = low.device(rank), low.scenario.workload
+    return cost.master_copy_time_s(device, workload, elements=sum(tensors), tensors=len(tensors), casts=1)
+
+
 @once_a_run
-def _fragments(low: Lowering) -> tuple[Fragment, ...]:
-    """Return what is synchronized together, and when."""
+def _equal_shards(low: Lowering, position: int) -> tuple[int, ...]:
+    """Return the positions in a replica whose shards have as many elements of each tensor as that at `position`."""
+    own = _own_elements(low, position)
+    return tuple(each for each in range(low.policies.dp_shard) if _own_elements(low, each) == own)
+
+
+@once_a_run
+def _own_elements(low: Lowering, position: int) -> Sequence[int]:
+    """Return the elements of every parameter at a position in a replica, in the model's order."""
+    if low.policies.shards_replicas:
+        return owned_rows(low, position)
+    return [parameter.elements for _, parameter in low.parameters]
+
+
+@once_a_run
+def _fragments(low: Lowering, position: int) -> tuple[Fragment, ...]:
+    """Return what is synchronized together, and when, at a position in a replica."""
     layers = [instance.index for instance, _ in low.parameters]
-    sizes = [parameter.elements * low.master_bytes for _, parameter in low.parameters]
+    sizes = [elements * low.master_bytes for elements in _own_elements(low, position)]
     return fragments_of(low.scenario.plan, low.policies, layers=layers, sizes_bytes=sizes)
 
 
-def _elements(low: Lowering, fragment: Fragment) -> list[tuple[int, ...]]:
+def _elements(low: Lowering, position: int, fragment: Fragment) -> list[tuple[int, ...]]:
     """Return the elements of each tensor of every bucket of a fragment."""
-    return [tuple(low.parameters[position][1].elements for position in bucket) for bucket in fragment.buckets]
+    own = _own_elements(low, position)
+    return [tuple(own[place] for place in bucket) for bucket in fragment.buckets]
 
 
 @once_a_run
-def _buckets(low: Lowering) -> tuple[tuple[int, ...], ...]:
+def _buckets(low: Lowering, position: int) -> tuple[tuple[int, ...], ...]:
     """Return the elements of each tensor of every bucket, fragment after fragment."""
-    return tuple(bucket for fragment in _fragments(low) for bucket in _elements(low, fragment))
+    return tuple(bucket for fragment in _fragments(low, position) for bucket in _elements(low, position, fragment))
 
 
-def outer_tensors(low: Lowering) -> list[float]:
-    """Return the bytes of the outer parameters of every bucket, which are those of its momentum."""
-    return [float(sum(tensors) * low.master_bytes) for tensors in _buckets(low)]
+def outer_tensors(low: Lowering, rank: int) -> list[float]:
+    """Return the bytes of a rank's outer parameters of every bucket, which are those of its momentum."""
+    return [float(sum(tensors) * low.master_bytes) for tensors in _buckets(low, low.shard_position(rank))]
 
 
-def outer_memory(low: Lowering) -> dict[str, float]:
-    """Return what the outer optimizer keeps on every rank, by category; see [Note: periods]."""
-    if not low.policies.outer_optimizer or len(low.group) == 1:
+def outer_memory(low: Lowering, rank: int) -> dict[str, float]:
+    """Return what the outer optimizer keeps on a rank, by category; see [Note: periods]."""
+    if not low.policies.outer_optimizer or low.policies.dp_replicate == 1:
         return {}
-    size = sum(outer_tensors(low))
+    size = sum(outer_tensors(low, rank))
     if low.policies.outer_optimizer == "sparse":
-        return {"outer_parameters": size, "residuals": sum(unsent_tensors(low))}
+        return {"outer_parameters": size, "residuals": sum(unsent_tensors(low, rank))}
     return {"outer_parameters": size, "outer_momentum": size}
 
 
-def unsent_tensors(low: Lowering) -> list[float]:
+def unsent_tensors(low: Lowering, rank: int) -> list[float]:
     """Return the bytes of each bucket's changes that a rank has not sent yet, in whole chunks."""
-    if low.policies.outer_optimizer != "sparse" or len(low.group) == 1:
+    if low.policies.outer_optimizer != "sparse" or low.policies.dp_replicate == 1:
         return []
     options = low.scenario.plan.sparse_outer
-    buckets = _buckets(low)
+    buckets = _buckets(low, low.shard_position(rank))
     return [float(chunks_of(options, sum(each)) * options.chunk_elements * low.master_bytes) for each in buckets]
 
 
@@ -297,6 +344,7 @@ def after_inner_steps(program: Program, alone_s: Floats, *, count: int, shown: P
     return replace(
         program,
         tasks=tuple(tasks),
+        communications=Collectives(tasks) if shown else program.communications,
         persistent=tuple(program.persistent[role] for role, _, _ in kinds),
         roles=roles,
         tensors=tuple(program.tensors[role] for role, _, _ in kinds) if program.tensors else (),

@@ -321,9 +321,11 @@ class Periods:
     outer_steps: tuple[PositiveInt, ...] = ()
     """Those that end one, fragment by fragment."""
     outer_bytes: Amount
-    """Sizes of the collectives of a period: the tensors that ranks have in common after an outer step."""
+    """Sizes of the collectives of a period between replicas: the tensors that these have in common after an outer step.
+    """
     outer_bytes_sent: Amount | None = None
-    """Bytes that the rank that sends most sends in a period (simulated, or counted in the lab)."""
+    """Bytes that the rank that sends most sends to other replicas in a period (simulated; or counted in the lab, where
+    replicas are not sharded)."""
 
     def mean(self, inner: float, outer: float, begin: float = 0.0) -> float:
         """Return the mean over a period of a figure of inner steps, of outer ones, and of those that begin an exchange.

@@ -85,7 +85,7 @@ def _check_offload(scenario: Scenario, policies: Policies, file: str) -> None:
         return
     where = f"{file}: plan.offload = '{plan.offload}'"
     runs = ("reduce-scatter",) if plan.offload == "parameters" else ("local", "all-reduce", "reduce-scatter")
-    if policies.gradients not in runs or policies.partition != "data":
+    if policies.gradients not in runs or policies.partition != "data" or policies.sync_every_steps:
         allowed = "zero2, zero3 (fsdp) and hsdp" + ("" if plan.offload == "parameters" else ", single, ddp and zero1")
         raise UserError(f"{where}: cannot run with method '{plan.method}'; allowed: {allowed}")
     for axis in ("pp", "ep"):
@@ -136,6 +136,11 @@ def _check_muon(scenario: Scenario, policies: Policies, file: str) -> None:
     if not all_matrices(workload.model.layers, stacks=True):
         raise UserError(f"{where}: blocks of '{workload.model.name}' have no matrices that are trained; use another")
     whole = policies.parameters == "replicated" and policies.gradients in ("local", "all-reduce", "periodic")
+    if policies.shards_replicas:
+        raise UserError(
+            f"{where}: it orthogonalises whole matrices, and plan.dp_shard = {policies.dp_shard} shards them; allowed "
+            f"with method '{plan.method}': 1, or another optimizer"
+        )
     if not whole or policies.partition != "data":
         names = [
             name
@@ -194,7 +199,7 @@ def _check_traced_variants(scenario: Scenario, policies: Policies, file: str) ->
                 f"{where}: cannot run yet beside plan.{key} = {value}: parts of the model are traced without "
                 f"{variant}; leave one of them out"
             )
-    runs = policies.partition == "data" and policies.gradients != "periodic"
+    runs = policies.partition == "data" and policies.sync_every_steps is None
     if name == "frozen":
         if not runs or policies.compressor:
             raise UserError(

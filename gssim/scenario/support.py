@@ -50,6 +50,7 @@ FEATURES: dict[str, Mapping[str, Any]] = {
     "offloaded optimizer": {"plan.offload": "optimizer"},
     "DeepSpeed's ZeRO-1": {"plan.zero1_implementation": "deepspeed"},
     "Megatron-LM's distributed optimizer": {"plan.zero1_implementation": "megatron"},
+    "dp_shard 2": {"plan.dp_shard": 2},
 }
 """Features beside a method, each as changes to a scenario's keys."""
 

@@ -2,18 +2,28 @@
 
 [Note: period] Once a pipeline is filled, its schedule repeats itself: with a period of one micro-batch, or, with
 interleaved stages, of as many as there are ranks in a pipeline. Two steps are simulated that differ by one period; each
-period that they lack takes as long as that difference, sends as much, and needs no further memory. Step times are
-within 0.5 % of those of all micro-batches (tests/laws/test_micro_batches.py); of a pipeline on gloo, 1.5 %
-was seen.
+period that they lack takes as long as that difference, and sends as much. Step times are within 0.5 % of those of all
+micro-batches (tests/laws/test_micro_batches.py); of a pipeline on gloo, 1.5 % was seen.
+
+[Note: further memory] A rank's peak is a linear function of the micro-batches once it is reached in the repeated part
+of the step: torch's pipelines have a receive buffer for each, GPipe keeps the activations of all, and inputs are those
+of the whole batch. In the larger of the two steps it is; a third program, one period longer, is made but not run, whose
+peak exceeds it by what each period adds.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from gssim.engine import memory_after
 from gssim.execution.cache import Shared
+from gssim.program import Program
 from gssim.result import Collective, LinkUse, RankClass, Result
 from gssim.scenario import Scenario
+from gssim.simulation.footprint import Peak
 from gssim.simulation.report import cost_usd, energy_j
+
+STEPS = 2
+"""Number of steps over which memory is added up: the second starts with what the first leaves."""
 
 
 def simulated_counts(scenario: Scenario) -> tuple[int, int] | None:
@@ -43,6 +53,24 @@ def with_micro_batches(scenario: Scenario, count: int) -> Scenario:
         plan=replace(plan, micro_batches=count),
         run=replace(scenario.run, extrapolate_micro_batches=False),
     )
+
+
+def further_peaks(more: Program, longest: Program, *, periods: float) -> Mapping[int, Peak]:
+    """Return what further periods add to the peak of each role, by category; see [Note: further memory].
+
+    Args:
+        more: the program of the larger step that is simulated.
+        longest: that of a step with one period more.
+        periods: how many more than `more` has.
+    """
+    further = {}
+    for role in range(len(more.tasks)):
+        same_role = longest.role_of[more.role_of.index(role)]
+        before = more.once(memory_after, role, STEPS).peak
+        after = longest.once(memory_after, same_role, STEPS).peak
+        added = {category: size - before.get(category, 0.0) for category, size in after.items()}
+        further[role] = {category: periods * size for category, size in added.items() if size}
+    return further
 
 
 def extrapolated(scenario: Scenario, few: Result, more: Result, counts: tuple[int, int], shared: Shared) -> Result:
@@ -100,7 +128,7 @@ def _collectives(few: Sequence[Collective], more: Sequence[Collective], periods:
 
 
 def _ranks(few: Sequence[RankClass], more: Sequence[RankClass], periods: float) -> tuple[RankClass, ...]:
-    """Return the classes of ranks: time and traffic of all micro-batches, memory as of the larger step."""
+    """Return the classes of ranks: time and traffic of all micro-batches; the larger step has their memory."""
     by_rank = {rank: rank_class for rank_class in few for rank in rank_class.ranks}
 
     def further(before: float | None, after: float | None) -> float | None:

@@ -312,8 +312,10 @@ class MemoryFootprint:
         return self.memory_bytes - self.outside_bytes - self.reserved_bytes
 
 
-Peak = tuple[int, Mapping[str, float]]
-"""A rank, and its peak of requested bytes by category."""
+Peak = Mapping[str, float]
+"""Requested bytes by category."""
+PeakOfRank = tuple[int, Peak]
+"""A rank, and its peak."""
 
 
 AllocatorOverhead = tuple[float, float, float]
@@ -327,31 +329,51 @@ Overheads = Mapping[Alike, Sequence[AllocatorOverhead]]
 def footprints_of(
     scenario: Scenario,
     program: Program,
-    peaks: Sequence[Peak],
+    peaks: Sequence[PeakOfRank],
     *,
     reserved: bool = True,
     overheads: Overheads | None = None,
+    beside: Mapping[int, Peak] | None = None,
 ) -> list[MemoryFootprint]:
     """Return the memory footprints of ranks; see [Note: alike].
 
     `reserved`: whether the allocator's overhead is wanted; else the reserved memory is the allocated one. `overheads`:
-    those of a program that differs in the sizes of its messages alone, of which no step is then replayed.
+    those of a program that differs in the sizes of its messages alone, of which no step is then replayed. `beside`:
+    what ranks allocate beside the program at their peak, by role: the device has so much less for the program.
     """
     footprints = []
     for rank, peak in peaks:
         device = scenario.cluster.type_of(rank)
         outside = outside_bytes(device, scenario, program, rank)
-        footprints.append(MemoryFootprint(rank, device.memory_bytes, peak, sum(peak.values()), outside))
+        room_bytes = device.memory_bytes - (sum(beside[program.role_of[rank]].values()) if beside else 0.0)
+        footprints.append(MemoryFootprint(rank, room_bytes, peak, sum(peak.values()), outside))
     for alike, places in _alike(scenario, program, footprints).items() if reserved else ():
         found = (
             overheads[alike] if overheads and alike in overheads else _overheads(scenario, program, footprints, places)
         )
         for place in places:
             footprints[place] = _under_limit(scenario, _with_overhead(footprints[place], found), program)
+    if beside:
+        footprints = [_with_beside(footprint, beside[program.role_of[footprint.rank]]) for footprint in footprints]
     return [_with_float_gradients(scenario, footprint) for footprint in footprints]
 
 
-def allocator_overheads(scenario: Scenario, program: Program, peaks: Sequence[Peak]) -> Overheads:
+def _with_beside(footprint: MemoryFootprint, beside: Peak) -> MemoryFootprint:
+    """Return a footprint with what is allocated beside the program."""
+    peak = {
+        **footprint.peak,
+        **{category: footprint.peak.get(category, 0.0) + size for category, size in beside.items()},
+    }
+    more_bytes = sum(beside.values())
+    return replace(
+        footprint,
+        memory_bytes=footprint.memory_bytes + more_bytes,
+        peak=peak,
+        reserved_bytes=footprint.reserved_bytes + more_bytes,
+    )
+
+
+def allocator_overheads(scenario: Scenario, program: Program, peaks: Sequence[PeakOfRank]) -> Overheads:
     """Return the allocator's overheads of ranks, by what makes them comparable; see [Note: alike]."""
     footprints = footprints_of(scenario, program, peaks, reserved=False)
     return {

@@ -1,10 +1,11 @@
 """Assembles the Result of a run in periods: inner steps that ranks do apart, and outer steps in which they meet.
 
-[Note: periods simulated] An inner step communicates nothing, so that it is simulated alone; a rank begins an outer step
-after the sum of its inner ones. One period stands for all that have the same slow ranks. The period lasts until the
-last rank has ended the outer step; a rank's own outer step is what of it its inner steps leave. Times of steps are
-means over ranks, as those of real runs are, and the step time of the run is the mean of a period: H - 1 median inner
-steps and a median outer one.
+[Note: periods simulated] Replicas do not communicate with each other in an inner step, so that it is simulated alone; a
+rank begins an outer step after the sum of its inner ones. (The ranks of a sharded replica communicate among themselves,
+and may share links with other replicas' ranks.) One period stands for all that have the same slow ranks. The period
+lasts until the last rank has ended the outer step; a rank's own outer step is what of it its inner steps leave. Times
+of steps are means over ranks, as those of real runs are, and the step time of the run is the mean of a period: H - 1
+median inner steps and a median outer one.
 
 Where fragments are synchronized, exchanges are in flight behind inner steps, and slow them down: a whole period is
 simulated as one program, until it is steady, and a rank's steps end with their tasks on its compute stream. No exchange
@@ -20,9 +21,9 @@ import numpy as np
 
 from gssim.execution.cache import Shared
 from gssim.plan.buckets import fragment_steps
-from gssim.result import PHASES, Periods, Result, fragment_periods
+from gssim.result import PHASES, Collective, Periods, Result, fragment_periods
 from gssim.scenario import Scenario
-from gssim.simulation.report import cost_usd, energy_j
+from gssim.simulation.report import Carried, cost_usd, energy_j
 from gssim.units import Floats
 
 Slowed = tuple[tuple[int, float], ...]
@@ -37,6 +38,8 @@ class InnerStep:
     """By rank."""
     phases_s: Mapping[str, Floats]
     """By phase and rank."""
+    carried: Carried | None = None
+    """Bytes inside of replicas; None where these are whole."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +51,24 @@ class Period:
     """An outer step of each rank: the rest of the period."""
     result: Result
     """Result of the whole period as if it were one step, of which the inner steps are idle time."""
+    outer_bytes_sent: float
+    """Bytes that the rank that sends most sends to other replicas."""
 
 
 def alone_s(inner: Sequence[InnerStep], ranks: int) -> Floats:
     """Return the time of each rank's inner steps of a period together."""
     return np.sum([step.times_s for step in inner], axis=0) if inner else np.zeros(ranks)
+
+
+def carried_in(inner: Sequence[InnerStep]) -> Carried | None:
+    """Return the bytes of the inner steps of a period together; None where there are none, or replicas are whole."""
+    each = [step.carried for step in inner if step.carried is not None]
+    return Carried(*(np.sum(column, axis=0) for column in zip(*each, strict=True))) if each else None
+
+
+def outer_bytes(scenario: Scenario, collectives: Sequence[Collective]) -> float:
+    """Return the sizes of those collectives that join replicas."""
+    return sum(each.bytes * each.count for each in collectives if scenario.policies.joins_replicas(each.group))
 
 
 def slowed_steps(scenario: Scenario) -> list[Slowed]:
@@ -104,8 +120,8 @@ def periodic_result(
         every_steps=every,
         inner_step_time_s=median(inner_s) if inner_s else None,
         outer_step_time_s=median(outer_s),
-        outer_bytes=sum(each.bytes * each.count for each in result.collectives),
-        outer_bytes_sent=max((each.bytes_sent or 0.0 for each in result.ranks), default=0.0),
+        outer_bytes=outer_bytes(scenario, result.collectives),
+        outer_bytes_sent=typical.outer_bytes_sent,
     )
     step_time_s = periods.step_time_s
     by_rank = [_phases(each.phases_s, typical, each.ranks[0], step_time_s) for each in result.ranks]
@@ -123,6 +139,8 @@ class FragmentPeriod:
     """Mean over ranks of every step of it."""
     result: Result
     """Result of the whole period as if it were one step."""
+    outer_bytes_sent: float
+    """As in `Period`."""
 
 
 def fragments_result(
@@ -160,8 +178,8 @@ def fragments_result(
         last=len(slowed),
         every=every,
         fragments=steps,
-        outer_bytes=sum(each.bytes * each.count for each in result.collectives),
-        outer_bytes_sent=max((each.bytes_sent or 0.0 for each in result.ranks), default=0.0),
+        outer_bytes=outer_bytes(scenario, result.collectives),
+        outer_bytes_sent=typical.outer_bytes_sent,
     )
     step_time_s = periods.step_time_s
     by_rank = [_scaled(each.phases_s, step_time_s) for each in result.ranks]

@@ -7,7 +7,7 @@ compute or wait.
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -102,10 +102,31 @@ MAX_LISTED_LINKS = 256
 """Up to so many links, each has its own line in the Result; beyond, each class of equal links has one."""
 
 
-def links_of(machine: Machine, step_time_s: float, *, mean_ratio: float = 1.0) -> tuple[LinkUse, ...]:
+class Carried(NamedTuple):
+    """Bytes of a step, or of several."""
+
+    sent: Floats
+    """By rank."""
+    received: Floats
+    """By rank."""
+    links: Floats
+    """By link."""
+
+
+def carried_by(machine: Machine) -> Carried:
+    """Return the bytes of a machine's mean step."""
+    of_link, carried = machine.network.folded.link_class, machine.network.carried
+    links = np.where(of_link >= 0, carried[of_link] if len(carried) else 0.0, 0.0)
+    sent, received = machine.carried_by_rank()
+    return Carried(sent / machine.steps, received / machine.steps, links / machine.steps)
+
+
+def links_of(
+    machine: Machine, step_time_s: float, *, mean_ratio: float = 1.0, beside: Carried | None = None
+) -> tuple[LinkUse, ...]:
     """Return the mean bytes of each link, or class of links, over the steps, and its utilisation in the typical one.
 
-    `mean_ratio`: see `mean_over_typical`.
+    `mean_ratio`: see `mean_over_typical`. `beside`: bytes to be added, that the machine has not carried.
     """
     network, wiring = machine.network, machine.network.wiring
     of_link = network.folded.link_class
@@ -119,6 +140,8 @@ def links_of(machine: Machine, step_time_s: float, *, mean_ratio: float = 1.0) -
     uses = []
     for link, kind, equal in shown:
         size_bytes = carried_bytes[kind] / machine.steps if kind >= 0 else 0.0
+        if beside is not None:
+            size_bytes += float(beside.links[link] if equal == 1 else beside.links[of_link == kind].mean())
         name, busy_ratio = f"{names[source[link]]} -> {names[target[link]]}", size_bytes / rates[link] / step_time_s
         uses.append(LinkUse(name=name, count=equal, bytes=size_bytes * mean_ratio, utilisation_ratio=busy_ratio))
     return tuple(uses)
@@ -156,16 +179,19 @@ def rank_classes(
     footprints: Sequence[MemoryFootprint],
     *,
     mean_ratio: float = 1.0,
+    beside: Carried | None = None,
 ) -> tuple[RankOutcome, ...]:
     """Return the outcomes of ranks, those with equal outcomes together.
 
-    `mean_ratio`: see `mean_over_typical`. Bytes of ranks are means over steps, so that they agree with the collectives'
-    payloads.
+    `mean_ratio`: see `mean_over_typical`; `beside`: see `links_of`. Bytes of ranks are means over steps, so that they
+    agree with the collectives' payloads.
     """
     found: dict[tuple[Any, ...], tuple[dict[str, Any], list[int]]] = {}
 
     total, batch_sizes, shard_shares = scenario.workload.global_batch_size, scenario.batch_sizes, scenario.shard_shares
     carried, devices = machine.carried_by_rank(), scenario.cluster.devices
+    if beside is not None:
+        carried = carried[0] + machine.steps * beside.sent, carried[1] + machine.steps * beside.received
     sent, received = (size_bytes.tolist() for size_bytes in carried)
     for each, same in _equal_members(machine, *carried, np.array(shard_shares)):
         footprint, rank, own_phases_s = footprints[each.index], int(same[0]), phases[each.index]

@@ -24,11 +24,13 @@ from gssim.result import COMPUTE_PHASES, PHASES, UPDATE_PHASES, Density, Result,
 from gssim.result.result import Band
 from gssim.scenario import Loaded, Scenario
 from gssim.scenario.device_rates import check_rates, with_profile_slowdowns
-from gssim.simulation.extrapolation import extrapolated, simulated_counts, with_micro_batches
+from gssim.simulation.extrapolation import extrapolated, further_peaks, simulated_counts, with_micro_batches
 from gssim.simulation.footprint import (
+    SIZE_DIGITS,
     MemoryFootprint,
     Overheads,
     Peak,
+    PeakOfRank,
     allocator_overheads,
     footprints_of,
     host_misfit,
@@ -41,11 +43,14 @@ from gssim.simulation.periodic_run import (
     Period,
     Slowed,
     alone_s,
+    carried_in,
     fragments_result,
     periodic_result,
 )
 from gssim.simulation.report import (
     WAITING_PHASES,
+    Carried,
+    carried_by,
     collectives_of,
     cost_usd,
     energy_j,
@@ -264,12 +269,17 @@ def _simulated(
     counts = simulated_counts(scenario) if scenario.run.extrapolate_micro_batches else None
     if counts is None:
         return _steady(loaded, unfolded, shared, spread=spread, overheads=overheads)
-    few, more = (  # the memory is that of the larger step
-        _steady(
-            replace(loaded, scenario=with_micro_batches(scenario, count)), unfolded, shared, spread=spread, sized=sized
-        )
-        for count, sized in zip(counts, (False, True), strict=True)
+    period = counts[1] - counts[0]
+    smaller, larger, longest = (
+        replace(loaded, scenario=with_micro_batches(scenario, count)) for count in (*counts, counts[1] + period)
     )
+    few = _steady(smaller, unfolded, shared, spread=spread, sized=False)
+    further = further_peaks(
+        program_of(larger, shared, unfolded=unfolded),
+        program_of(longest, shared, unfolded=unfolded),
+        periods=(scenario.plan.micro_batches - counts[1]) / period,
+    )
+    more = _steady(larger, unfolded, shared, spread=spread, further=further)
     return Simulated(extrapolated(scenario, few.result, more.result, counts, shared), more.typical)
 
 
@@ -282,11 +292,12 @@ def _steady(
     spread: bool = True,
     sized: bool = True,
     overheads: Overheads | None = None,
+    further: Mapping[int, Peak] | None = None,
 ) -> Simulated:
     """Return the prediction where all steps are equal.
 
     `slowed`: compute time ratio of slow ranks. `sized`: whether reserved memory is wanted. `overheads`: those of the
-    allocator in thresholded steps, if they are known.
+    allocator in thresholded steps, if they are known. `further`: what is added to the peak of each role.
     """
     scenario = loaded.scenario
     steps = _steps(loaded, unfolded, shared, slowed or {})
@@ -305,7 +316,9 @@ def _steady(
     lightest = _run(scenario, steps.program(light), unfolded, shared) if simulates_lightest else typical
     first = _run(scenario, steps.program(numbers[0]), unfolded, shared) if first_thresholded else typical
     excess = mean_excess_bytes(typical.machine.program, traffic, traffic[places[0]])
-    result = _result(loaded, typical, lightest, traffic, first, shared, excess, sized=sized, overheads=overheads)
+    result = _result(
+        loaded, typical, lightest, traffic, first, shared, excess, sized=sized, overheads=overheads, further=further
+    )
     return Simulated(result, typical)
 
 
@@ -347,9 +360,9 @@ def _steps(
     return shared.once("steps", key, new_steps, most=_cached_runs(scenario))
 
 
-def program_of(loaded: Loaded, shared: Shared) -> Program:
+def program_of(loaded: Loaded, shared: Shared, *, unfolded: bool = False) -> Program:
     """Return the program of a steady step, where all steps are equal; cached in `shared` for its simulation."""
-    return _steps(loaded, False, shared, {}).program(_distinct_steps(loaded)[-1])
+    return _steps(loaded, unfolded, shared, {}).program(_distinct_steps(loaded)[-1])
 
 
 def _distinct_steps(loaded: Loaded) -> Sequence[int]:
@@ -420,21 +433,23 @@ def _periodic(loaded: Loaded, unfolded: bool, shared: Shared) -> Simulated:
         return _steps(loaded, unfolded, shared, dict(slowed))
 
     def inner(slowed: Slowed) -> InnerStep:
-        steady = _run(scenario, programs(slowed).program(0), unfolded, shared, meets=False)
+        steady = _run(scenario, programs(slowed).program(0), unfolded, shared, replicas=scenario.policies.dp_replicate)
         times_s, phases_s = np.zeros(ranks), {name: np.zeros(ranks) for name in PHASES}
         for each, phases in zip(steady.machine.classes, _phases(steady), strict=True):
             times_s[each.members] = median(end - start for start, end in pairwise(steady.ends_s[each.index]))
             for name in PHASES:
                 phases_s[name][each.members] = phases[name]
-        return InnerStep(times_s, phases_s)
+        carried = carried_by(steady.machine) if scenario.policies.shards_replicas else None
+        return InnerStep(times_s, phases_s, carried)
 
     def period_of(before: tuple[InnerStep, ...], slowed: Slowed) -> Period:
         steps = programs(slowed)
         apart_s = alone_s(before, ranks)
         program = after_inner_steps(steps.program(every - 1), apart_s, count=len(before))
         steady = _run(scenario, program, unfolded, shared)
-        result = _result(loaded, steady, steady, [steps.traffic(every - 1)], steady, shared, 0.0, sized=True)
-        period = Period(before, steady.time_s - apart_s, result)
+        traffic, beside = [steps.traffic(every - 1)], carried_in(before)
+        result = _result(loaded, steady, steady, traffic, steady, shared, 0.0, sized=True, beside=beside)
+        period = Period(before, steady.time_s - apart_s, result, _outer_bytes_sent(steady))
         runs[id(period)] = steady
         return period
 
@@ -457,12 +472,18 @@ def _in_fragments(loaded: Loaded, unfolded: bool, shared: Shared) -> Simulated:
         steps = _steps(loaded, unfolded, shared, {}, slowed if any(slowed) else ())
         steady = _run(scenario, steps.program(0), unfolded, shared)
         result = _result(loaded, steady, steady, [steps.traffic(0)], steady, shared, 0.0, sized=True)
-        period = FragmentPeriod(_times_of_steps(steady).tolist(), result)
+        period = FragmentPeriod(_times_of_steps(steady).tolist(), result, _outer_bytes_sent(steady))
         runs[id(period)] = steady
         return period
 
     result, typical = fragments_result(scenario, period_of, shared)
     return Simulated(result, runs[id(typical)])
+
+
+def _outer_bytes_sent(steady: _SteadyRun) -> float:
+    """Return the bytes that the rank that sends most sends to other replicas in a period."""
+    sent = steady.machine.sent_across(steady.scenario.policies.dp_shard) / steady.machine.steps
+    return round(float(sent.max()), SIZE_DIGITS)
 
 
 def _times_of_steps(steady: _SteadyRun) -> Floats:
@@ -507,14 +528,14 @@ def _run(
     shared: Shared,
     *,
     recorded: bool = False,
-    meets: bool = True,
+    replicas: int = 1,
 ) -> _SteadyRun:
     """Run a program until it is steady: ranks end a step at the same distances from each other as the one before.
 
     Ranks begin together, but some are done before others; the step after is then another one. As many steps are run as
     it takes, and one more where the beginning of the next step changes the end of a step: where published parameters
-    are in flight, or ranks that are done earlier slow down others on their host. `meets`: whether ranks meet in a step;
-    else there is no such state, and the second step counts.
+    are in flight, or ranks that are done earlier slow down others on their host. `replicas`: number of replicas that do
+    not meet in a step, each of as many ranks in a row: distances count inside of them alone.
     """
     cluster = with_profile_slowdowns(scenario.cluster, scenario.workload)
     jittery = any(is_jittery(cluster.type_of(rank)) for rank in range(scenario.ranks))
@@ -531,9 +552,11 @@ def _run(
         if jittery:  # the median of many steps hardly depends on the last
             return _counted(scenario, machine, 0, steps, jittery=True)
         ends_s = np.array([ends[steps - 2 : steps] for ends in machine.ends_s])
+        if replicas > 1:
+            ends_s = ends_s[machine.class_of_rank].reshape(replicas, -1, 2).swapaxes(0, 1)
         latest_s = ends_s.max(axis=0)
         moved_s = np.abs(np.diff(ends_s - latest_s)).max()
-        if not meets or moved_s <= SETTLED * (latest_s[1] - latest_s[0]):
+        if moved_s <= SETTLED * np.diff(latest_s).min():
             return _counted(scenario, machine, steps - 2, steps)
         if steps >= MOST_STEPS:
             return _counted(scenario, machine, steps // 2 - 1, steps)
@@ -558,6 +581,8 @@ def _result(
     *,
     sized: bool,
     overheads: Overheads | None = None,
+    beside: Carried | None = None,
+    further: Mapping[int, Peak] | None = None,
 ) -> Result:
     scenario, machine = loaded.scenario, typical.machine
     phases = _phases(typical)
@@ -573,11 +598,11 @@ def _result(
     phases_s = {name: fmean([phase[name] for phase in phases], counts) for name in phases[0]}
     total_s = sum(phases_s.values())  # ranks have their median steps at different times
     phases_s = {name: value * typical.time_s / total_s for name, value in phases_s.items()} if total_s else phases_s
-    footprints = _footprints(scenario, typical, shared, sized=sized, overheads=overheads)
+    footprints = _footprints(scenario, typical, shared, sized=sized, overheads=overheads, further=further)
     first_footprints = footprints if first is typical else _footprints(scenario, first, shared, sized=sized)
     fit = worst_misfit(footprints) or worst_misfit(first_footprints) or host_misfit(scenario, machine.program)
     mean_ratio = mean_over_typical(machine, excess)
-    ranks = rank_classes(scenario, machine, phases, footprints, mean_ratio=mean_ratio)
+    ranks = rank_classes(scenario, machine, phases, footprints, mean_ratio=mean_ratio, beside=beside)
     return Result(
         source="simulated",
         scenario_id=scenario.identity(shared),
@@ -595,7 +620,7 @@ def _result(
             publish=_mean([step.publish_density for step in traffic]),
         ),
         collectives=collectives_of(machine.program, traffic),
-        links=links_of(machine, typical.time_s, mean_ratio=mean_ratio),
+        links=links_of(machine, typical.time_s, mean_ratio=mean_ratio, beside=beside),
         ranks=ranks,
         idle_devices=scenario.idle_devices,
         cost_usd_per_step=cost_usd(scenario, typical.time_s),
@@ -663,13 +688,19 @@ def _times_in(step: _SteadyRun, phases: Collection[str], ranks: int) -> Floats:
     return times_s
 
 
-def _peaks(machine: Machine) -> list[Peak]:
+def _peaks(machine: Machine) -> list[PeakOfRank]:
     """Return the peak of a rank of each class, which has that of all."""
     return [(each.representative, memory.peak) for each, memory in zip(machine.classes, machine.memory, strict=True)]
 
 
 def _footprints(
-    scenario: Scenario, step: _SteadyRun, shared: Shared, *, sized: bool, overheads: Overheads | None = None
+    scenario: Scenario,
+    step: _SteadyRun,
+    shared: Shared,
+    *,
+    sized: bool,
+    overheads: Overheads | None = None,
+    further: Mapping[int, Peak] | None = None,
 ) -> list[MemoryFootprint]:
     """Return the memory footprint of each class of ranks; `sized`: with the allocator's overhead.
 
@@ -682,10 +713,11 @@ def _footprints(
         tuple(rank for rank, _ in peaks),
         tuple(Same(peak) for _, peak in peaks),
         Same(overheads),
+        Same(further),
     )
     return shared.once(
         "footprints",
         key,
-        lambda: footprints_of(scenario, program, peaks, reserved=sized, overheads=overheads),
+        lambda: footprints_of(scenario, program, peaks, reserved=sized, overheads=overheads, beside=further),
         most=_cached_runs(scenario),
     )

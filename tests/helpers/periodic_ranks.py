@@ -4,6 +4,8 @@ Arguments: a JSON file of cases {name: {"scenario": FILE, "overrides": [...]}} a
 """
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,8 +31,9 @@ def main(cases_file: str, out: str) -> None:
         rank = dist.get_rank()
         together = trained(scenario, rank, steps=STEPS)
         expected = (streamed if scenario.policies.in_fragments else written_out)(scenario)
-        own = max(float((p - together[key]).abs().max()) for key, p in expected[rank].items())
-        other = expected[(rank + 1) % scenario.ranks]
+        replica = rank // scenario.policies.dp_shard
+        own = max(float((p - together[key]).abs().max()) for key, p in expected[replica].items())
+        other = expected[(replica + 1) % len(expected)]
         apart = max(float((p - together[key]).abs().max()) for key, p in other.items())
         every: list[tuple[float, float]] = [(0.0, 0.0)] * scenario.ranks
         dist.all_gather_object(every, (own, apart))
@@ -39,11 +42,9 @@ def main(cases_file: str, out: str) -> None:
 
 
 def written_out(scenario: Scenario) -> list[dict[str, Tensor]]:
-    """Return the parameters of every rank after the same steps, with all ranks' replicas in one process."""
-    policies, ranks = scenario.policies, scenario.ranks
-    replicas = [build(single_device(scenario), Timeline(0, CPU), CPU) for _ in range(ranks)]
-    feeds = [Feed(scenario, rank, CPU) for rank in range(ranks)]
-    shares = [samples / sum(scenario.batch_sizes) for samples in scenario.batch_sizes]
+    """Return the parameters of every replica after the same steps, with all replicas whole in one process."""
+    policies = scenario.policies
+    replicas, feeds, shares = replicas_of(scenario)
     outer = [p.detach().clone().requires_grad_() for p in replicas[0].module.parameters()]
     settings = scenario.plan.outer
     outer_optimizer = torch.optim.SGD(
@@ -51,18 +52,19 @@ def written_out(scenario: Scenario) -> list[dict[str, Tensor]]:
     )
     if policies.outer_optimizer == "sparse":
         outer_optimizer = torch.optim.SGD(outer, lr=scenario.plan.sparse_outer.learning_rate)
-    unsent = [torch.zeros(sum(whole.numel() for whole in outer), dtype=outer[0].dtype) for _ in replicas]
+    unsent: list[dict[int, Tensor]] = [{} for _ in replicas]
     for step in range(STEPS):
         inner_steps(scenario, replicas, feeds, step)
         if (step + 1) % (policies.sync_every_steps or 1):
             continue
         with torch.no_grad():
-            means = means_of([list(each.module.parameters()) for each in replicas], shares)
+            every = [list(each.module.parameters()) for each in replicas]
+            means = means_of(every, shares)
             changes = [whole.detach() - mean for whole, mean in zip(outer, means, strict=True)]
             if policies.outer_optimizer == "sparse":
-                changes = largest_changes(scenario, replicas, outer, shares, unsent)
+                changes = by_shard(scenario, every, outer, partial(largest_changes, scenario, shares, unsent))
             elif settings.precision == "int8":
-                changes = rounded_changes([list(each.module.parameters()) for each in replicas], outer, shares)
+                changes = by_shard(scenario, every, outer, partial(rounded_changes, shares))
             for whole, change in zip(outer, changes, strict=True):
                 whole.grad = change
             if policies.outer_optimizer:
@@ -77,9 +79,7 @@ def written_out(scenario: Scenario) -> list[dict[str, Tensor]]:
 def streamed(scenario: Scenario) -> list[dict[str, Tensor]]:
     """Return the same of Streaming DiLoCo: every fragment is sent after one step, and updated after a later one."""
     every, settings, streaming = scenario.policies.sync_every_steps or 1, scenario.plan.outer, scenario.plan.streaming
-    replicas = [build(single_device(scenario), Timeline(0, CPU), CPU) for _ in range(scenario.ranks)]
-    feeds = [Feed(scenario, rank, CPU) for rank in range(scenario.ranks)]
-    shares = [samples / sum(scenario.batch_sizes) for samples in scenario.batch_sizes]
+    replicas, feeds, shares = replicas_of(scenario)
     layers = [layer for layer in unrolled(scenario.workload.model) if layer.layer.parameters]
     of_layer = [place for place, layer in enumerate(layers) for _ in layer.layer.parameters]
     fragments = []
@@ -98,7 +98,7 @@ def streamed(scenario: Scenario) -> list[dict[str, Tensor]]:
                 means = zip(outer, means_of(every_own, shares), strict=True)
                 changes = [(whole - mean).detach() for whole, mean in means]
                 if settings.precision == "int8":
-                    changes = rounded_changes(every_own, outer, shares)
+                    changes = by_shard(scenario, every_own, outer, partial(rounded_changes, shares))
                 for whole, change in zip(outer, changes, strict=True):
                     whole.grad = change
             if (step + 1 - last) % every == 0:
@@ -109,11 +109,22 @@ def streamed(scenario: Scenario) -> list[dict[str, Tensor]]:
     return [full_parameters(replica.module) for replica in replicas]
 
 
-def inner_steps(scenario: Scenario, replicas: list[Any], feeds: list[Feed], step: int) -> None:
-    """Train every replica on its own samples."""
-    for replica, feed in zip(replicas, feeds, strict=True):
-        inputs, targets, _ = feed.at(step)
-        loss_of(logits_of(replica.module(inputs)), targets).backward()
+def replicas_of(scenario: Scenario) -> tuple[list[Any], list[list[Feed]], list[float]]:
+    """Return every replica as one device, the feeds of its ranks, and its share of the batch."""
+    shards, sizes = scenario.policies.dp_shard, scenario.batch_sizes
+    firsts = range(0, scenario.ranks, shards)
+    replicas = [build(single_device(scenario), Timeline(0, CPU), CPU) for _ in firsts]
+    feeds = [[Feed(scenario, rank, CPU) for rank in range(first, first + shards)] for first in firsts]
+    return replicas, feeds, [sum(sizes[first : first + shards]) / sum(sizes) for first in firsts]
+
+
+def inner_steps(scenario: Scenario, replicas: list[Any], feeds: list[list[Feed]], step: int) -> None:
+    """Train every replica on the samples of all its ranks: on the mean over their loss terms."""
+    for replica, own_feeds in zip(replicas, feeds, strict=True):
+        for feed in own_feeds:
+            inputs, targets, weights = feed.at(step)
+            own = weights.ranks[feed.rank] / sum(weights.ranks[each.rank] for each in own_feeds)
+            (loss_of(logits_of(replica.module(inputs)), targets) * own).backward()
         if scenario.workload.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(replica.module.parameters(), scenario.workload.clip_norm)
         replica.optimizer.step()
@@ -126,12 +137,31 @@ def means_of(replicas: list[list[Any]], shares: list[float]) -> list[Tensor]:
     return [sum((share * p for share, p in zip(shares, each, strict=True)), torch.zeros(())) for each in columns]
 
 
-def rounded_changes(replicas: list[list[Any]], outer: list[Any], shares: list[float]) -> list[Any]:
+Changes = Callable[[int, list[list[Tensor]], list[Tensor]], list[Tensor]]
+
+
+def by_shard(scenario: Scenario, replicas: list[list[Any]], outer: list[Any], changes: Changes) -> list[Tensor]:
+    """Return the sum of changes as each rank of a replica has it of its shards: rows of every parameter."""
+    shards = scenario.policies.dp_shard
+
+    def rows(parameters: list[Any], number: int) -> list[Tensor]:
+        chunks = (each.detach().chunk(shards) for each in parameters)
+        return [parts[number] if number < len(parts) else parts[0][:0] for parts in chunks]
+
+    found = [
+        changes(number, [rows(each, number) for each in replicas], rows(outer, number)) for number in range(shards)
+    ]
+    return [torch.cat(parts) for parts in zip(*found, strict=True)]
+
+
+def rounded_changes(
+    shares: list[float], _shard: int, replicas: list[list[Tensor]], outer: list[Tensor]
+) -> list[Tensor]:
     """Return the sum of all ranks' weighted changes, each rounded to 255 levels in blocks of 1024 (one bucket)."""
     total = torch.zeros(sum(whole.numel() for whole in outer), dtype=outer[0].dtype)
     for share, parameters in zip(shares, replicas, strict=True):
         pairs = zip(outer, parameters, strict=True)
-        change = torch.cat([(share * (whole.detach() - own.detach())).view(-1) for whole, own in pairs])
+        change = torch.cat([(share * (whole - own)).reshape(-1) for whole, own in pairs])
         for block, out in zip(change.split(1024), total.split(1024), strict=True):
             scale = float((block.abs().max() / 127).float())
             if scale:
@@ -141,14 +171,20 @@ def rounded_changes(replicas: list[list[Any]], outer: list[Any], shares: list[fl
 
 
 def largest_changes(
-    scenario: Scenario, replicas: list[Any], outer: list[Any], shares: list[float], unsent: list[Tensor]
+    scenario: Scenario,
+    shares: list[float],
+    unsent: list[dict[int, Tensor]],
+    shard: int,
+    replicas: list[list[Tensor]],
+    outer: list[Tensor],
 ) -> list[Tensor]:
     """Return the sum of all ranks' largest changes, chunk by chunk, and keep what is not in it (one bucket)."""
     options = scenario.plan.sparse_outer
-    total = torch.zeros_like(unsent[0])
-    for share, replica, kept in zip(shares, replicas, unsent, strict=True):
-        pairs = zip(outer, replica.module.parameters(), strict=True)
-        change = torch.cat([share * (whole.detach() - own.detach()).view(-1) for whole, own in pairs])
+    total = torch.zeros(sum(whole.numel() for whole in outer), dtype=outer[0].dtype)
+    for share, parameters, of_shards in zip(shares, replicas, unsent, strict=True):
+        pairs = zip(outer, parameters, strict=True)
+        change = torch.cat([share * (whole - own).reshape(-1) for whole, own in pairs])
+        kept = of_shards.setdefault(shard, torch.zeros_like(change))
         kept.copy_(options.decay * kept + change)
         for begin in range(0, len(kept), options.chunk_elements):
             chunk = kept[begin : begin + options.chunk_elements]

@@ -196,13 +196,28 @@ def _scattered_bytes(
     scattered = [carried(result, "reduce-scatter")[group] for group in groups["dp_shard"]]
     if policies.pp > 1:  # each group holds the gradients of its own stages
         scattered = [sum(scattered) // policies.dp_replicate]
+    if policies.in_fragments:  # all steps of a period
+        padded *= policies.sync_every_steps or 1
     if set(scattered) != {padded}:
         yield f"reduce-scatters carry {scattered} bytes, padded gradients have {padded}"
     if policies.dp_replicate > 1:
-        reduced = sum(carried(result, "all-reduce")[group] for group in groups["dp_replicate"])
-        times = scenario.plan.micro_batches if policies.gradient_sync == "micro-batch" else 1
+        yield from _replicated_bytes(scenario, result, padded, groups["dp_replicate"])
+
+
+def _replicated_bytes(scenario: Scenario, result: Result, padded: int, groups: list[tuple[int, ...]]) -> Iterator[str]:
+    """Compare what replicas of shards all-reduce with the padded gradients, or, where they synchronize periodically,
+    with the parameters in the optimizer's precision.
+    """
+    policies, workload, plan = scenario.policies, scenario.workload, scenario.plan
+    reduced = sum(carried(result, "all-reduce")[group] for group in groups)
+    times = plan.micro_batches if policies.gradient_sync == "micro-batch" else 1
+    if policies.sync_every_steps is None:
         if reduced not in (padded, padded // times):
             yield f"all-reduces of shards carry {reduced} bytes, padded gradients have {padded}"
+        return
+    whole = workload.model.elements * max(4, PRECISION_BYTES[workload.precision])
+    if reduced != whole and policies.outer_optimizer != "sparse" and plan.outer.precision == "fp32":
+        yield f"all-reduces over replicas carry {reduced} bytes, parameters have {whole}"
 
 
 def _padded_elements(shapes: list[tuple[int, ...]], shards: int) -> int:

@@ -83,8 +83,11 @@ STREAMED = 14_000
 COMBINED = 15_000
 """From this seed on points push gradients or are pipelines more often, with frozen layers, adapters or autocast, and
 `gs_wgrad` is checkpointed at times."""
-PARTED = 16_000
-"""From this seed on ranks that push gradients divide sequences as often as others do."""
+SHARDED_REPLICAS = 16_000
+"""From this seed on most points synchronize periodically, replicas that are sharded as a rule."""
+PARTED = 17_000
+"""From this seed on ranks that push gradients divide sequences as often as others do, and most points push."""
+PERIODIC = tuple(name for name, method in REGISTRY.items() if method.sync_every_steps)
 IN_FRAGMENTS = tuple(name for name, method in REGISTRY.items() if method.in_fragments)
 METHODS = tuple(
     name for name, method in REGISTRY.items() if not method.is_gradient_sharding and name not in IN_FRAGMENTS
@@ -99,6 +102,10 @@ GPUS = ("v100-sxm2-16", "t4", "a100-sxm-40", "a100-sxm-80", "h100-sxm", "h200-sx
 
 def _further_methods(seed: int) -> tuple[str, ...]:
     """Return the methods of Gradient Sharding, and those that later seeds draw most often."""
+    if seed >= PARTED:
+        return PUSHING * 10
+    if seed >= SHARDED_REPLICAS:
+        return PERIODIC * 60
     if seed >= COMBINED:
         return PUSHING * 6 + DEALING * 3 + ("pipeline",) * 6
     return PUSHING * 2 + DEALING + IN_FRAGMENTS * (60 if seed >= STREAMED else 0)
@@ -124,6 +131,7 @@ def random_point(seed: int, *, most_devices: int = 32) -> Table:
     if seed >= LATER and random.random() < 0.15:
         model = random.choice(OTHERS)
     plan, parts = _plan(random, seed, method, devices, model)
+    _shard_replicas(random, seed, plan, parts)
     workload = _workload(random, model, plan, parts, _precisions(cluster), thresholds=method in PUSHING)
     if seed >= LATER:
         _later_keys(random, model, workload, plan)
@@ -157,6 +165,7 @@ def random_real_point(seed: int) -> Table:
     models += [Trained(MIXTURE.name, 12, (8, 16), 1, experts=12)] * (6 if method in DIVIDING_EXPERTS else 0)
     model = random.choice(models if seed < LATER else [*models, *OTHERS])
     plan, parts = _plan(random, seed, method, devices, model)
+    _shard_replicas(random, seed, plan, parts)
     model = replace(model, batch=12, statistics=())
     precisions = _precisions(cluster)
     # torch has no grouped product in fp64: products of experts are other operations than those traced; Llama's norms
@@ -168,7 +177,7 @@ def random_real_point(seed: int) -> Table:
         workload["expert_routing"] = "load"
     if workload["precision"] == "fp16" and REGISTRY[method].gradients != "push":  # else a real run refuses it
         workload.setdefault("loss_scale", 1024.0)
-        if REGISTRY[method].gradients != "reduce-scatter":
+        if REGISTRY[method].gradients != "reduce-scatter" and plan.get("dp_shard", 1) == 1:
             workload.pop("clip_norm", None)
     if seed >= LATER:
         _later_keys(random, model, workload, plan)
@@ -250,6 +259,18 @@ def _plan(random: Random, seed: int, method: str, devices: int, model: Trained) 
         plan["push"] = {}
     plan |= _own_options(random, method)
     return plan, parts
+
+
+def _shard_replicas(random: Random, seed: int, plan: Table, parts: int) -> None:
+    """Shard replicas that synchronize periodically, mostly."""
+    if seed < SHARDED_REPLICAS or plan["method"] not in PERIODIC or random.random() < 0.1:
+        return
+    shards = random.choice([n for n in range(1, parts + 1) if parts % n == 0])
+    plan["dp_shard"] = shards
+    if "dp_replicate" in plan:
+        plan["dp_replicate"] = parts // shards
+    if random.random() < 0.2:
+        plan["parameters"] = "gathered"
 
 
 def _own_options(random: Random, method: str) -> Table:

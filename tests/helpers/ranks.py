@@ -124,9 +124,9 @@ def run_case(case: dict[str, Any], counter: MemoryCounter) -> dict[str, Any]:
     dist.all_gather_object(all_peaks, min(peaks))
     # float sums differ between ranks by the order of addition alone
     same = [None] * dist.get_world_size()
-    replicated = parameters
+    replicated, shards = parameters, 1
     if training.periods is not None and training.periods.in_fragments:  # ranks' own parameters are mixed with these
-        replicated = dict(enumerate(training.periods.outer_parameters))
+        replicated, shards = dict(enumerate(training.periods.outer_parameters)), scenario.policies.dp_shard
     dist.all_gather_object(same, {name: float(p.double().sum()) for name, p in replicated.items()})
     difference, size, ratio = against_single_device(scenario, parameters) if rank == 0 else (0.0, 0.0, 0.0)
     return {
@@ -136,7 +136,7 @@ def run_case(case: dict[str, Any], counter: MemoryCounter) -> dict[str, Any]:
         "difference": difference,
         "largest_parameter": size,
         "difference_ratio": ratio,
-        "replicas_equal": all(each == same[0] for each in same),
+        "replicas_equal": all(each == same[place % shards] for place, each in enumerate(same)),
         "collectives": [list(entry.key) for entry in collectives_of(seen)],
         "payloads": [entry.payload_bytes for entry in collectives_of(seen)],
         "peaks": all_peaks,

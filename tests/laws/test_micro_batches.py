@@ -139,6 +139,9 @@ def whole_and_extrapolated(scenario: Scenario) -> tuple[Result, Result]:
         ("pipeline", {"pp": 2, "schedule": "1f1b"}),
         ("pipeline", {"pp": 2, "schedule": "gpipe"}),
         ("pipeline", {"pp": 2, "schedule": "interleaved", "stages": (2, 1, 2, 2)}),
+        ("pipeline", {"pp": 2, "schedule": "1f1b", "receive_buffers": "in-flight", "recompute": "full"}),
+        ("pipeline", {"pp": 2, "schedule": "interleaved", "stages": (2, 1, 2, 2), "receive_buffers": "in-flight"}),
+        ("zero2", {"pp": 2, "schedule": "1f1b", "ranks": 4}),
     ],
 )
 def test_extrapolated_micro_batches_are_close_to_all(method, plan):
@@ -151,6 +154,7 @@ def test_extrapolated_micro_batches_are_close_to_all(method, plan):
     assert sum(short.phases_s.values()) == pytest.approx(short.step_time_s)
     for one, other in zip(short.ranks, whole.ranks, strict=True):
         assert (one.ranks, one.bytes_sent) == (other.ranks, pytest.approx(other.bytes_sent))
+        assert one.peak_by_category_bytes == pytest.approx(other.peak_by_category_bytes)
     for one, other in zip(short.links, whole.links, strict=True):
         assert (one.name, one.bytes) == (other.name, pytest.approx(other.bytes))
     assert short.scenario["plan"] == whole.scenario["plan"]

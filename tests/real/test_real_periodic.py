@@ -34,6 +34,7 @@ CASES = {
     "int8": [*DILOCO, "plan.outer.precision=int8"],
     "sparse": SPARSE,
     "sparse, in short chunks": [*SPARSE, "plan.sparse_outer.chunk_elements=100", "plan.sparse_outer.chunk_entries=7"],
+    "sparse, most of all": [*SPARSE, "plan.sparse_outer.chunk_elements=8", "plan.sparse_outer.chunk_entries=7"],
     "sparse, fp32": [*SPARSE, "plan.sparse_outer.precision=fp32", "plan.sparse_outer.learning_rate=0.8"],
     "accumulated": [*DILOCO, "plan.micro_batches=2"],
     "recomputed": [*DILOCO, "plan.recompute=full"],
