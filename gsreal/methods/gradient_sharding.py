@@ -18,10 +18,10 @@ from gsreal.gradient_sharding import GradientSharding, shard_gradients
 from gsreal.gradient_sharding.point_to_point import all_gather_v
 from gsreal.measure import Timeline
 from gsreal.methods.checkpointing import blocks_of
-from gsreal.methods.meshes import data_mesh, device_mesh
+from gsreal.methods.meshes import data_mesh, shard_mesh
 from gsreal.methods.optimizers import make_optimizer
 from gsreal.methods.training import Training
-from gssim.plan import DATA_AXES, Policies
+from gssim.plan import REPLICA_AXES, Policies
 from gssim.scenario import Scenario
 from gssim.workload import LayerInstance, gradient_order, unrolled
 
@@ -42,7 +42,7 @@ def pushing_optimizer(
 ) -> GradientSharding:
     """Return the library's optimizer for a module of these layers, numbered from 0, on this rank."""
     plan, policies = scenario.plan, scenario.policies
-    ranks, mesh = policies.mesh.group(dist.get_rank(), *DATA_AXES), _mesh(policies, device)
+    ranks, mesh = policies.mesh.group(dist.get_rank(), *REPLICA_AXES), _mesh(policies, device)
     order = [layers[i].parameter_names[j] for i, j in gradient_order(layers)]
     across, inside = mesh.get_group(0), mesh.get_group(1) if mesh.ndim > 1 else None
 
@@ -73,7 +73,7 @@ def pushing_optimizer(
 def _mesh(policies: Policies, device: torch.device) -> DeviceMesh:
     """Return the mesh of ranks that push gradients to one another, with those of a node if they are reduced there."""
     if policies.push_axis == "dp_replicate":
-        return device_mesh(policies.mesh, device)["dp_replicate", "dp_shard"]
+        return shard_mesh(policies, device)
     return data_mesh(policies, device, "dp_shard")
 
 

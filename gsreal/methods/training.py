@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,6 +43,21 @@ class Weights:
     """Every rank's fraction of the step's loss terms."""
     micro_batches: tuple[float, ...] = (1.0,)
     """Every micro-batch's fraction of this rank's loss terms."""
+    context_ranks: int = 1
+    """Ranks in a row that divide the same sequences among them."""
+
+    @property
+    def pushed(self) -> tuple[float, ...]:
+        """Weight of the gradient that each rank pushes to its owners.
+
+        Gradients of keys and values are of the losses of all ranks that divide a sequence. These cannot be weighted
+        apart afterwards: owners weight all of them equally, and each rank its own loss before the backward.
+        """
+        if self.context_ranks == 1:
+            return self.ranks
+        firsts = range(0, len(self.ranks), self.context_ranks)
+        means = [fmean(self.ranks[first : first + self.context_ranks]) for first in firsts]
+        return tuple(mean for mean in means for _ in range(self.context_ranks))
 
 
 GROWTH_STEPS = 2000
@@ -149,9 +165,11 @@ class Training:
 
     def step(self, inputs: Tensor, targets: Tensor, weights: Weights, rank: int) -> Tensor:
         """Train on one batch, micro-batch by micro-batch. Returns this rank's mean loss."""
-        if isinstance(self.optimizer, GradientSharding):
-            self.optimizer.weights = tuple(weights.ranks[each] for each in self.optimizer.ranks)
         scale = self.scale * weights.ranks[rank] if self.scale else 1.0
+        if isinstance(self.optimizer, GradientSharding):
+            pushed = weights.pushed
+            self.optimizer.weights = tuple(pushed[each] for each in self.optimizer.ranks)
+            scale = weights.ranks[rank] / pushed[rank] if pushed[rank] else 1.0
         if self.replica:
             scale /= sum(weights.ranks[each] for each in self.replica)
         scale *= self.scaler.scale if self.scaler is not None else 1.0

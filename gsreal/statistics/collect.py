@@ -14,6 +14,7 @@ import torch
 from gsreal.machine import provenance
 from gsreal.statistics.records import MULTIPLES, Books
 from gsreal.statistics.training import Gradients, Replica, one_thread
+from gssim.errors import UserError
 from gssim.execution.files import write_text
 from gssim.plan import Push
 from gssim.scenario import Scenario
@@ -71,6 +72,11 @@ def take_statistics(
     `fastest_device`. `thresholds`: in addition to 0. `magnitudes_only`:
     neither error feedback nor relative thresholds nor publications are looked at, which take most of the time.
     """
+    if scenario.policies.cp > 1:
+        raise UserError(
+            f"{scenario.name}: plan.cp = {scenario.policies.cp}: gradients are taken of whole sequences, which predict "
+            "those of parts with as many tokens; set plan.cp = 1"
+        )
     steps = scenario.run.warmup_steps + scenario.run.steps
     sampled = sampled_steps(steps, first=scenario.run.warmup_steps, every=every)
     push = replace(scenario.plan.push, kind="absolute", threshold=None)

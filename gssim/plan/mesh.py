@@ -75,6 +75,14 @@ class Mesh:
         """Return the index of a rank's part of the batch: its position on the data axes."""
         return rank // (self.tp * self.cp) % self.data_ranks
 
+    def replica_rank(self, rank: int) -> int:
+        """Return the position of a rank among those that hold the same part of the model.
+
+        >>> [Mesh(pp=2, dp_shard=2, cp=2).replica_rank(rank) for rank in range(8)]
+        [0, 1, 2, 3, 0, 1, 2, 3]
+        """
+        return rank // self.tp % self.replica_ranks
+
     def expert_position(self, rank: int) -> int:
         """Return the position of a rank among those that divide experts with it."""
         return rank // (self.cp * self._expert_ranks) % self.ep

@@ -310,8 +310,8 @@ class Plan:
     cp: PositiveInt = 1
     """Context parallelism: ranks that divide every sequence among them, from the embedding to the loss. For the
     attention, queries, keys, values and outputs are exchanged by all-to-alls, so that each rank attends to whole
-    sequences with its part of the heads (DeepSpeed Ulysses). Gradients are reduced, and state is sharded, over these
-    ranks too."""
+    sequences with its part of the heads (DeepSpeed Ulysses). Gradients are reduced or pushed, and state is sharded,
+    over these ranks too. What is pushed over a threshold is predicted by a rank's tokens."""
     context_exchange: Literal["all-to-all", "ring"] = "all-to-all"
     """How context-parallel ranks attend to each other's positions. `all-to-all`: each to whole sequences, with its part
     of the heads, which their number must allow. `ring`: keys and values of a rank's positions go around, and each rank

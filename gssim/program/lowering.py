@@ -348,7 +348,7 @@ class Lowering:
         """Number of devices per node among which gradients are reduce-scattered before they are pushed; 1 without
         hierarchy.
         """
-        return self.policies.dp_shard if self.policies.push_axis == "dp_replicate" else 1
+        return self.shards if self.policies.push_axis == "dp_replicate" else 1
 
     @cached_property
     def push_groups(self) -> tuple[Sequence[int], ...]:

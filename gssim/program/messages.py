@@ -190,7 +190,7 @@ def push_sizes(low: Lowering, micro_batch: MicroBatch, place: int) -> PushSizes:
 
 
 @once_a_run
-def _sender_classes(low: Lowering, micro_batch: MicroBatch) -> tuple[Sequence[tuple[int, float]], Sequence[int]]:
+def _sender_classes(low: Lowering, micro_batch: MicroBatch) -> tuple[Sequence[tuple[float, float]], Sequence[int]]:
     """Return the distinct gradient means over senders (see `_sender_samples`), and the index of the one of each
     node.
     """
@@ -304,7 +304,7 @@ def _ranges(low: Lowering, elements: int, place: int) -> Ints:
     return np.array(low.division_of(elements).ranges(place), dtype=np.int64)
 
 
-def _push_ratios(low: Lowering, samples: int, part: float) -> Mapping[str, sparsity.Ratios]:
+def _push_ratios(low: Lowering, samples: float, part: float) -> Mapping[str, sparsity.Ratios]:
     """Return the sent fraction of each tensor in this step, for senders whose gradient is such a mean."""
     statistics = low.statistics
     assert statistics is not None  # loading demands them
@@ -391,16 +391,17 @@ MAX_CACHED_DENSITIES = 1024
 networks compared under one plan have one per step, number of samples, and end of a band."""
 
 
-def _sender_samples(low: Lowering, micro_batch: MicroBatch, node: int) -> tuple[int, float]:
+def _sender_samples(low: Lowering, micro_batch: MicroBatch, node: int) -> tuple[float, float]:
     """Return the number of samples that a node's gradient averages over, and its fraction of the node's step mean.
 
     Where every micro-batch is pushed, the thresholded gradient is its part of the mean over the samples of the whole
-    step.
+    step. Of a sequence that ranks divide among them, each has a part of the tokens, which counts as that part of a
+    sample.
     """
     ranks = low.group[node * low.places : (node + 1) * low.places]
     whole = sum(low.batch_sizes[rank] for rank in ranks)
     samples = sum(low.samples(rank, micro_batch) for rank in ranks) if micro_batch.sent_before else whole
-    return samples, samples / whole if whole else 0.0
+    return samples / low.policies.cp, samples / whole if whole else 0.0
 
 
 def mean_push_density(low: Lowering) -> float:

@@ -679,7 +679,7 @@ def _check_shares(scenario: Scenario, policies: Policies, file: str) -> None:
             f"{file}: plan.shares.shards = {rules.shards!r}: method '{scenario.plan.method}' cannot shard unevenly; "
             "allowed: 'even'"
         )
-    owners = policies.tp if cuts_unevenly else policies.dp_replicate * policies.dp_shard
+    owners = policies.tp if cuts_unevenly else policies.mesh.replica_ranks
     for name, wanted, ranks in (("batch", rules.batch, policies.data_ranks), ("shards", rules.shards, owners)):
         if isinstance(wanted, str):
             continue
@@ -882,10 +882,11 @@ def _check_context(scenario: Scenario, policies: Policies, file: str) -> None:
         return
     plan, workload, model = scenario.plan, scenario.workload, scenario.workload.model
     where, length = f"{file}: plan.cp = {policies.cp}", workload.sequence_length or 0
-    if policies.gradients not in ("all-reduce", "reduce-scatter") or policies.compress:
+    if policies.gradients not in ("all-reduce", "reduce-scatter", "push") or policies.compress:
         raise UserError(
-            f"{where}: cannot run yet with method '{plan.method}'; allowed today: methods that all-reduce or "
-            "reduce-scatter gradients in workload.precision (ddp, zero1, zero2, zero3, hsdp)"
+            f"{where}: cannot run yet with method '{plan.method}'; allowed today: methods that all-reduce, "
+            "reduce-scatter or push gradients in workload.precision (ddp, zero1, zero2, zero3, hsdp, gs, gs_z3, "
+            "gs_hier)"
         )
     beside: tuple[tuple[str, object, object], ...] = (
         ("tp", policies.tp, 1),

@@ -171,12 +171,12 @@ def held_bytes(device: DeviceType, workload: Workload, plan: Plan, policies: Pol
             layer.repeats * sum(frozen_bytes(layer, workload.frozen_precision, value_bytes=value))
             for layer in model.layers
         )
-    activations = activation_bytes(workload, plan, samples=micro_batch)
+    activations = activation_bytes(workload, plan, samples=micro_batch) / policies.cp  # of a part of each sequence
     source = model.input
     if isinstance(source, ImageInput):
         input_bytes = float(samples * (value * int(np.prod(source.shape)) + 8))
     else:
-        input_bytes = float(samples * 16 * (workload.sequence_length or 1))
+        input_bytes = float(samples * 16 * (workload.sequence_length or 1) / policies.cp)
     fixed = device.workspace_bytes + device.context_bytes + replica + sum(model.buffer_sizes(value))
     return fixed + gradients + residuals + (activations + input_bytes)
 

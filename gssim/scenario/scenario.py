@@ -221,7 +221,7 @@ class Scenario:
         if isinstance(wanted, str):
             return splitting.even(mesh.replica_ranks) * (mesh.ranks // mesh.replica_ranks)
         shares = splitting.proportional(wanted)
-        return tuple(shares[mesh.data_rank(rank)] for rank in range(mesh.ranks))
+        return tuple(shares[mesh.replica_rank(rank)] for rank in range(mesh.ranks))
 
     def _by_part(self, weights: Sequence[float]) -> tuple[float, ...]:
         """Return shares in proportion to weights by rank, among those that share a part of the model."""

@@ -190,7 +190,7 @@ def push_density(
     statistics: GradientStatistics,
     push: Push,
     *,
-    samples: int,
+    samples: float,
     tensor: str,
     step: int,
     part: float = 1.0,
@@ -218,7 +218,7 @@ def push_ratios(
     statistics: GradientStatistics,
     push: Push,
     *,
-    samples: int,
+    samples: float,
     tensor: str,
     step: int,
     part: float = 1.0,
@@ -277,7 +277,7 @@ def union_density(
     return united(sent, ranks=ranks, mean_to_rms=mean / math.sqrt(square) if square else 1.0, correlation=correlation)
 
 
-def traces_of(statistics: GradientStatistics, samples: int, *, error_feedback: bool = False) -> tuple[RankTrace, ...]:
+def traces_of(statistics: GradientStatistics, samples: float, *, error_feedback: bool = False) -> tuple[RankTrace, ...]:
     """Return the traces taken with the samples per rank nearest (in ratio) to `samples`, by rising threshold.
 
     Of those that were trained under a threshold, the ones with error feedback or without it, where there are any.
@@ -377,7 +377,7 @@ class _View:
     """Densities of one tensor's gradient on ranks with a number of samples, with or without error feedback."""
 
     def __init__(
-        self, statistics: GradientStatistics, samples: int, tensor: str, error_feedback: bool, lag_steps: float
+        self, statistics: GradientStatistics, samples: float, tensor: str, error_feedback: bool, lag_steps: float
     ) -> None:
         self.statistics, self.grid, self.error_feedback = statistics, statistics.feedback_thresholds, error_feedback
         self.lag_steps = lag_steps

@@ -15,6 +15,7 @@ from gssim.cluster import Cluster
 from gssim.plan import INDEX_BYTES
 from gssim.result import PHASES, Result
 from gssim.scenario import Loaded, Scenario, tied_parameters
+from gssim.scenario.tensor_slices import context_part
 from gssim.simulation import Simulated, simulate
 from gssim.units import PRECISION_BYTES
 from gssim.workload import Layer, state_element_bytes, unrolled
@@ -147,7 +148,7 @@ def _gradient_bytes(scenario: Scenario, result: Result) -> Iterator[str]:
     value = PRECISION_BYTES[policies.compress or workload.reduce_precision or workload.precision]
     times = plan.micro_batches if policies.gradient_sync == "micro-batch" else 1
     of_axes = {"dp_replicate": ("dp_replicate", "cp"), "dp_shard": ("dp_shard", "cp")}
-    if policies.gradients == "reduce-scatter":  # ranks that divide sequences divide the shards too
+    if policies.gradients in ("reduce-scatter", "push"):  # ranks that divide sequences divide the shards too
         of_axes["dp_replicate"] = ("dp_replicate",)
     groups = {
         axis: sorted({tuple(mesh.group(rank, *both)) for rank in range(mesh.ranks)}) for axis, both in of_axes.items()
@@ -274,14 +275,32 @@ def _compressed_bytes(scenario: Scenario, result: Result) -> Iterator[str]:
         yield f"all-reduces carry {reduced} bytes, factors and other tensors have {sent * value}"
 
 
+def _ring_bytes(scenario: Scenario) -> int:
+    """Return the bytes of keys, values and their gradients that go around a ring of all ranks in a step.
+
+    n - 1 times in a forward, 2n - 1 times in a backward; of blocks that are checkpointed, once more in the former's.
+    """
+    ranks, workload = scenario.policies.cp, scenario.workload
+    times = (2 if scenario.plan.recompute == "full" else 1) * (ranks - 1) + 2 * ranks - 1
+    scale = PRECISION_BYTES[workload.precision] / PRECISION_BYTES[workload.model.traced_precision]
+    own = sum(
+        scale * instance.layer.reductions[0].size_bytes.at(b=scenario.data_batch_sizes[0], s=1)
+        for instance in unrolled(context_part(workload.model, scenario.sequence_positions or 0, ring=True))
+        if instance.layer.reductions
+    )
+    return round(ranks * times * own)
+
+
 def _pushed_bytes(scenario: Scenario, result: Result, exact: int, groups: list[tuple[int, ...]]) -> Iterator[str]:
     """Compare with what all but the owner would send densely, had they samples; of those without, nothing comes."""
     policies = scenario.policies
     if len(groups[0]) > 1:
-        pushes = [entry for entry in result.collectives if entry.kind == "all-to-all-v"]
+        pushes = [each for each in result.collectives if each.kind == "all-to-all-v" and each.group in groups]
         # where messages depend on the data, ranks tell each other first how long they are
         dependent = [entry for entry in pushes if entry.payload_bytes is not None]
         sent = sum(entry.bytes * entry.count for entry in dependent or pushes)
+        if not dependent and policies.ring and policies.cp == len(groups[0]):  # keys go around among the same ranks
+            sent -= _ring_bytes(scenario)
         most = exact * (len(groups[0]) - 1)
         if not (sent == most if min(scenario.batch_sizes) else sent <= most):
             yield f"pushes carry {sent} bytes, all but the owners' gradients have {most}"

@@ -85,6 +85,8 @@ COMBINED = 15_000
 `gs_wgrad` is checkpointed at times."""
 SHARDED_REPLICAS = 16_000
 """From this seed on most points synchronize periodically, replicas that are sharded as a rule."""
+PARTED = 17_000
+"""From this seed on ranks that push gradients divide sequences as often as others do, and most points push."""
 PERIODIC = tuple(name for name, method in REGISTRY.items() if method.sync_every_steps)
 IN_FRAGMENTS = tuple(name for name, method in REGISTRY.items() if method.in_fragments)
 METHODS = tuple(
@@ -100,6 +102,8 @@ GPUS = ("v100-sxm2-16", "t4", "a100-sxm-40", "a100-sxm-80", "h100-sxm", "h200-sx
 
 def _further_methods(seed: int) -> tuple[str, ...]:
     """Return the methods of Gradient Sharding, and those that later seeds draw most often."""
+    if seed >= PARTED:
+        return PUSHING * 10
     if seed >= SHARDED_REPLICAS:
         return PERIODIC * 60
     if seed >= COMBINED:
@@ -126,7 +130,7 @@ def random_point(seed: int, *, most_devices: int = 32) -> Table:
     model = random.choice(smaller if varies else [*smaller, random.choice(LARGER)])
     if seed >= LATER and random.random() < 0.15:
         model = random.choice(OTHERS)
-    plan, parts = _plan(random, method, devices, model)
+    plan, parts = _plan(random, seed, method, devices, model)
     _shard_replicas(random, seed, plan, parts)
     workload = _workload(random, model, plan, parts, _precisions(cluster), thresholds=method in PUSHING)
     if seed >= LATER:
@@ -160,7 +164,7 @@ def random_real_point(seed: int) -> Table:
     models = [Trained("gpt-byte-1m", 12, (8, 16)), Trained("bert-byte-1m", 12, (8, 16)), RESNET, TIED]
     models += [Trained(MIXTURE.name, 12, (8, 16), 1, experts=12)] * (6 if method in DIVIDING_EXPERTS else 0)
     model = random.choice(models if seed < LATER else [*models, *OTHERS])
-    plan, parts = _plan(random, method, devices, model)
+    plan, parts = _plan(random, seed, method, devices, model)
     _shard_replicas(random, seed, plan, parts)
     model = replace(model, batch=12, statistics=())
     precisions = _precisions(cluster)
@@ -229,12 +233,12 @@ def _slow_down(random: Random, devices: int, steps: int) -> Table:
 # The plan ------------------------------------------------------------------------------------------------------------
 
 
-def _plan(random: Random, method: str, devices: int, model: Trained) -> tuple[Table, int]:
+def _plan(random: Random, seed: int, method: str, devices: int, model: Trained) -> tuple[Table, int]:
     """Return a method with its axes and policies, and into how many parts the batch is divided if all devices work."""
     plan: Table = {"method": method}
     if method != "single" and devices > 1 and random.random() < 0.05:
         devices = plan["ranks"] = random.randint(1, devices)
-    parts = _axes(random, plan, devices, model)
+    parts = _axes(random, seed, plan, devices, model)
     _take_in_parts(random, plan, devices)
     if random.random() < 0.35:
         plan["recompute"] = random.choice(
@@ -323,7 +327,7 @@ def _take_in_parts(random: Random, plan: Table, devices: int) -> None:
             plan["gradient_sync"] = random.choice(["step", "micro-batch"])
 
 
-def _axes(random: Random, plan: Table, devices: int, model: Trained) -> int:
+def _axes(random: Random, seed: int, plan: Table, devices: int, model: Trained) -> int:
     """Set the plan's axes, some of them; return how many parts of the batch there are if all devices work."""
     method = plan["method"]
     if method in ("single", "gs_wgrad"):
@@ -332,7 +336,7 @@ def _axes(random: Random, plan: Table, devices: int, model: Trained) -> int:
         if random.random() < 0.3:
             plan["pp" if method == "pipeline" else "tp"] = devices
         return 1
-    left = _inner_axes(random, plan, devices, model)
+    left = _inner_axes(random, seed, plan, devices, model)
     deep = [n for n in (2, 3, 4) if left % n == 0 and n < left and ("cp" not in plan or random.random() < 0.05)]
     if deep and random.random() < (0.4 if REGISTRY[method].in_pipelines else 0.02):
         plan["pp"] = random.choice(deep)
@@ -364,7 +368,7 @@ def _divide(random: Random, workload: Table, plan: Table, parts: int, devices: i
         shares["shards"] = random.choice(["compute", "memory", "cost", "explicit"])
         if shares["shards"] in ("memory", "cost") and (plan.get("tp", 1) > 1 or method not in ("gs", "gs_z3")):
             shares["shards"] = "compute"
-        owners = devices if method in DEALING else parts
+        owners = devices if method in DEALING else parts * plan.get("cp", 1)
         if shares["shards"] == "explicit":
             shares["shards"] = [n / 64 for n in composition(random, 64, owners, least=int(method in DEALING))]
     apart = REGISTRY[method].sync_every_steps and random.random() < 0.9
@@ -376,13 +380,14 @@ def _divide(random: Random, workload: Table, plan: Table, parts: int, devices: i
         plan["shares"] = shares
 
 
-def _inner_axes(random: Random, plan: Table, devices: int, model: Trained) -> int:
+def _inner_axes(random: Random, seed: int, plan: Table, devices: int, model: Trained) -> int:
     """Set the axes of ranks that divide sequences or blocks, at times; return how many times these ranks there are."""
     method, left = plan["method"], devices
     whole = REGISTRY[method].sync_every_steps or REGISTRY[method].compressor
     apart = whole and random.random() < 0.9
     among = [n for n in (2, 4) if left % n == 0 and n <= model.heads and model.lengths]
-    if among and random.random() < (0.4 if method in SEQUENCES else 0.02):
+    divides = method in SEQUENCES or (seed >= PARTED and method in PUSHING)
+    if among and random.random() < (0.4 if divides else 0.02):
         plan["cp"] = random.choice(among)
         left //= plan["cp"]
         if random.random() < 0.5:

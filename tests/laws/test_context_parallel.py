@@ -8,7 +8,7 @@ from strategies import loaded_of, scenario_of, star
 from gssim.errors import UserError
 from gssim.plan import Mesh
 from gssim.program import lower
-from gssim.scenario import load_model
+from gssim.scenario import load_model, load_scenario
 from gssim.scenario.tensor_slices import context_part
 from gssim.simulation import simulate
 from gssim.workload import Layer, Reduction
@@ -108,7 +108,63 @@ def test_shards_of_replicas_are_those_of_parts_of_sequences_too():
     assert {group for kind, group in entries if kind == "all-to-all"} == {(0, 1), (2, 3)}
 
 
-@pytest.mark.parametrize("plan", [{"method": "ddp", "micro_batches": 2}, {"method": "zero3"}], ids=str)
+@pytest.mark.parametrize(("cp", "ranks"), [(2, 2), (2, 4), (4, 4)])
+def test_parts_of_sequences_push_as_many_bytes_as_parts_of_the_batch(cp, ranks):
+    """Each rank sends all gradients that others own: n - 1 times the model in all, to the ranks of all axes."""
+
+    def pushed(plan: dict) -> list[tuple]:
+        found = simulate(loaded_of(scenario({"method": "gs"} | plan, ranks))).result.collectives
+        return [(each.group, each.bytes * each.count) for each in found if each.kind == "all-to-all-v"]
+
+    assert sorted(pushed({"cp": cp})) == sorted(pushed({}))
+    assert {group for group, _ in pushed({"cp": cp})} == {tuple(range(ranks))}
+    assert sum(size for _, size in pushed({"cp": cp})) == (ranks - 1) * GPT.elements * VALUE_BYTES
+
+
+def test_nodes_of_two_levels_hold_parts_of_sequences():
+    """Inside, parts of one sequence are reduce-scattered among two ranks; across, each half is pushed between two."""
+    plan = {"method": "gs_hier", "dp_replicate": 2, "dp_shard": 1, "cp": 2}
+    found = simulate(loaded_of(scenario(plan, 4))).result.collectives
+    carried = {kind: {e.group for e in found if e.kind == kind} for kind in ("reduce-scatter-v", "all-to-all-v")}
+    assert carried == {"reduce-scatter-v": {(0, 1), (2, 3)}, "all-to-all-v": {(0, 2), (1, 3)}}
+    assert sum(e.bytes * e.count for e in found if e.kind == "all-to-all-v") == GPT.elements * VALUE_BYTES
+
+
+def test_a_part_of_a_sequence_sends_over_a_threshold_what_as_many_tokens_do():
+    """A quarter of the sequences sends as much as a quarter of the batch: more than a half, which has less noise."""
+    statistics = load_scenario(FOLDER / "scenarios" / "demo.toml", ["plan.push.threshold=1e-3"]).gradients
+
+    def density(ranks: int, **plan: object) -> float:
+        asked = scenario({"method": "gs", "push": {"threshold": 1e-3}} | plan, ranks)
+        return lower(asked, statistics, step=10).push_density or 0.0
+
+    assert density(4, cp=2) == density(4, cp=4, context_exchange="ring") == density(4)
+    assert 0.5 > density(4) > 1.05 * density(2) > 0.01
+    levels = {"method": "gs_hier", "dp_replicate": 2, "dp_shard": 1, "cp": 2}  # of a node, whole sequences are summed
+    assert density(4, **levels) == pytest.approx(density(2))
+
+
+@pytest.mark.parametrize("shards", [(0.4, 0.3, 0.2, 0.1), "memory", "compute"], ids=str)
+def test_each_part_of_a_sequence_owns_a_shard_of_its_own(shards):
+    asked = scenario({"method": "gs", "cp": 2, "shares": {"shards": shards}}, 4)
+    wanted = shards if isinstance(shards, tuple) else (0.25,) * 4
+    assert asked.shard_shares == pytest.approx(wanted)
+    groups = simulate(loaded_of(asked)).result.ranks
+    states = {rank: each.peak_by_category_bytes["optimizer"] for each in groups for rank in each.ranks}
+    assert [states[rank] / sum(states.values()) for rank in range(4)] == pytest.approx(wanted, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"method": "ddp", "micro_batches": 2},
+        {"method": "zero3"},
+        {"method": "gs"},
+        {"method": "gs_z3", "context_exchange": "ring", "context_split": "plain"},
+        {"method": "gs_hier", "dp_replicate": 2, "dp_shard": 1, "context_exchange": "ring"},
+    ],
+    ids=str,
+)
 def test_equal_ranks_are_simulated_once_with_the_same_result(plan):
     loaded = loaded_of(scenario(plan | {"cp": 2}, 4))
     folded, unfolded = (simulate(loaded, unfolded=whole).result for whole in (False, True))
@@ -134,7 +190,9 @@ def test_without_the_axis_nothing_changes():
 @pytest.mark.parametrize(
     ("plan", "ranks", "workload", "message"),
     [
-        ({"method": "gs"}, 2, {}, "cannot run yet with method 'gs'"),
+        ({"method": "gs_tp"}, 2, {}, "cannot run yet with method 'gs_tp'"),
+        ({"method": "gs", "shares": {"shards": (0.5, 0.5)}}, 4, {}, "2 shares for 4 ranks"),
+        ({"method": "gs", "tp": 2}, 4, {}, r"cannot run yet beside plan\.tp = 2"),
         ({"method": "half"}, 2, {}, "cannot run yet with method 'half'"),
         ({"method": "local_sgd"}, 2, {}, "cannot run yet with method 'local_sgd'"),
         ({"method": "ddp", "tp": 2}, 4, {}, r"cannot run yet beside plan\.tp = 2"),

@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 import tomli_w
 from point_checks import assert_same_as_unfolded, faster_devices, faster_links, faults_of, slower_by
-from points import COMBINED, LATER, SCENARIOS, SHARDED_REPLICAS, STREAMED, random_point
+from points import COMBINED, LATER, PARTED, SCENARIOS, SHARDED_REPLICAS, STREAMED, random_point
 
 from gssim.engine import machine
 from gssim.errors import UserError
@@ -39,13 +39,21 @@ FURTHER = (
     *range(LATER + 10, LATER + 20),
     *range(STREAMED + 5, STREAMED + 10),
     *range(SHARDED_REPLICAS, SHARDED_REPLICAS + 10),
+    *range(PARTED, PARTED + 10),
 )
 """Seeds of as small points that are no part of the quick tests."""
 MANY = [
     range(first, first + 500)
-    for first in (*range(1000, 8000, 1000), *range(LATER, LATER + 4000, 1000), STREAMED, COMBINED, SHARDED_REPLICAS)
+    for first in (
+        *range(1000, 8000, 1000),
+        *range(LATER, LATER + 4000, 1000),
+        STREAMED,
+        COMBINED,
+        SHARDED_REPLICAS,
+        PARTED,
+    )
 ]
-"""Of the large one: 7,000."""
+"""Of the large one: 7,500."""
 USUAL_DEVICES, MOST_DEVICES = 8, 32
 """Of its points, four in five have at most so many devices, one in five more."""
 LONGEST_REFUSAL = 300

@@ -100,6 +100,32 @@ def test_densities_under_thresholds_that_move_are_predicted():
     assert worst <= 0.40
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", ["all-to-all", "ring"])
+def test_densities_of_parts_of_sequences_are_predicted_by_their_tokens(exchange, tmp_path):
+    """Real ranks that divide sequences, against statistics of whole sequences on ranks with as many tokens."""
+    ratios = []
+    for number, push in enumerate(pushes(3e-4, 1.3e-3)):
+        overrides = [
+            f"plan.push.threshold={push.threshold}",
+            f"plan.push.error_feedback={json.dumps(push.error_feedback)}",
+            "plan.cp=2",
+            f"plan.context_exchange={exchange}",
+            "run.seed=1",
+        ]
+        out = tmp_path / f"{number}.json"
+        forks.launch(
+            "gsreal.run.worker", [scenario_file("demo.toml"), json.dumps(overrides), str(out), "", "", "1"], ranks=2
+        )
+        asked = load_scenario(Path(scenario_file("demo.toml")), overrides)
+        run = asked.scenario.run
+        steps = range(run.warmup_steps, run.warmup_steps + run.steps)
+        predicted = [lower(asked.scenario, asked.gradients, step=step).push_density or 0.0 for step in steps]
+        ratios.append(fmean(predicted) / json.loads(out.read_text())["density"]["push"])
+    assert math.exp(fmean(abs(math.log(ratio)) for ratio in ratios)) - 1 <= 0.15
+    assert max(abs(ratio - 1) for ratio in ratios) <= 0.40
+
+
 @pytest.mark.parametrize(
     ("precision", "rel"), [([], 1e-12), pytest.param(["workload.autocast=bf16"], 1e-3, marks=pytest.mark.slow)]
 )

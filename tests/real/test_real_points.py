@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import tomli_w
 from point_checks import modules_of_stages
-from points import COMBINED, LATER, RECOMPUTING, SHARDED_REPLICAS, STREAMED, random_real_point
+from points import COMBINED, LATER, PARTED, RECOMPUTING, SHARDED_REPLICAS, STREAMED, random_real_point
 from real_runs import planted, predicted, predicted_peaks, run_cases
 
 from gssim.errors import RunFailedError, UserError
@@ -30,9 +30,20 @@ of convolutions in bf16, which take as long as ten others."""
 MANY = [
     pytest.param(ranks, range(first, first + 400), 20, id=f"{ranks}-ranks-from-{first}")
     for ranks in (2, 3, 4)
-    for first in (1000, 2000, 3000, LATER, LATER + 1000, RECOMPUTING, STREAMED, COMBINED, SHARDED_REPLICAS)
+    for first in (
+        1000,
+        2000,
+        3000,
+        LATER,
+        LATER + 1000,
+        RECOMPUTING,
+        STREAMED,
+        COMBINED,
+        SHARDED_REPLICAS,
+        PARTED,
+    )
 ]
-"""The same in the slow test: 540 points."""
+"""The same in the slow test: 600 points."""
 EXACT = {"fp64": 1e-9, "fp32": 1e-5, "fp16": 2**-7, "bf16": 2**-7}
 """By how much of the largest one parameters may differ from one device's, by the least exact of the precisions used."""
 PEAK, PEAK_OF_CONVOLUTIONS = 0.02, 0.04

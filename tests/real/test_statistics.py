@@ -22,6 +22,7 @@ from gsreal.run.feed import Feed
 from gsreal.run.worker import build
 from gsreal.statistics.collect import APART, Replica, fastest_device, sampled_steps, take_statistics, write_statistics
 from gsreal.statistics.records import BlockSketches, Feedback, partition, sketch, typical
+from gssim.errors import UserError
 from gssim.plan import Push
 from gssim.scenario import Scenario, load_model, single_device
 from gssim.scenario.run import Run
@@ -207,6 +208,11 @@ def test_ranks_with_as_many_samples_share_a_trace_and_what_they_have_in_common_i
 def test_a_rank_without_samples_has_no_gradients():
     traces = take_statistics(short(batch=(12, 0)), [THRESHOLD], every=1, courses=1, batches=1).traces
     assert {trace.samples for trace in traces} == {12}
+
+
+def test_parts_of_sequences_have_no_statistics_of_their_own():
+    with pytest.raises(UserError, match=r"plan\.cp = 2: gradients are taken of whole sequences"):
+        take_statistics(scenario_of(cp=2, shares={}))
 
 
 def gradients_of(scenario, *, rank, step):
