@@ -46,9 +46,10 @@ def suggested_changes(loaded: Loaded) -> tuple[Remedy, ...]:
     """Return the effect of each of the usual changes, the most helpful first; impossible ones are left out.
 
     Each is applied alone: all blocks recomputed, as many micro-batches as all ranks have samples for (up to
-    `MAX_LAYER_PASSES`), state in the hosts' memory where that is known, no residuals of thresholded pushes, parameters
-    sharded at rest (by Gradient Sharding or FSDP2), more ranks. Then the helpful changes to the plan are applied
-    together, with the method that is closer to the plan's own.
+    `MAX_LAYER_PASSES`), replicas that synchronize periodically sharded inside of hosts, state in the hosts' memory
+    where that is known, no residuals of thresholded pushes, parameters sharded at rest (by Gradient Sharding or FSDP2),
+    more ranks. Then the helpful changes to the plan are applied together, with the method that is closer to the plan's
+    own.
     """
     scenario = loaded.scenario
     now_bytes = _needed_bytes(_footprints(scenario, _program(loaded)))
@@ -117,6 +118,14 @@ def _plan_changes(scenario: Scenario) -> list[Change]:
     changes: list[Change] = []
     if plan.recompute != "full":
         changes.append(("plan.recompute=full", partial(_with_plan, recompute="full")))
+    if scenario.policies.sync_every_steps and scenario.policies.dp_shard == 1:
+        on_host = sum(device.host == scenario.cluster.devices[0].host for device in scenario.cluster.devices)
+        if on_host > 1 and scenario.ranks % on_host == 0:
+            axes: dict[str, Any] = {"dp_shard": on_host}
+            if plan.dp_replicate:
+                axes["dp_replicate"] = scenario.ranks // on_host
+            named = ", ".join(f"plan.{name}={size}" for name, size in axes.items())
+            changes.append((named, partial(_with_plan, **axes)))
     if plan.offload is None and scenario.cluster.host is not None:
         kind = "parameters" if scenario.policies.gradients == "reduce-scatter" else "optimizer"
         changes.append((f"plan.offload={kind}", partial(_with_plan, offload=kind)))

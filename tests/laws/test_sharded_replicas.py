@@ -245,3 +245,22 @@ def test_a_search_shards_replicas_where_whole_ones_do_not_fit(method):
 def whole_bytes(method):
     (held,) = result_of(method, dp_shard=1).ranks
     return int(held.peak_allocated_bytes)
+
+
+def test_sharded_replicas_of_8_billion_parameters_fit_devices_that_whole_ones_do_not():
+    small = ["workload.global_batch_size=32", "plan.micro_batches=1", "plan.recompute=full"]
+    whole = ["plan.dp_shard=1", "plan.dp_replicate=32", "workload.reduce_precision=bf16"]
+    scenario = gssim.load(SCENARIOS / "llama3-8b-diloco.toml", small)
+    elements = scenario.workload.model.elements
+    result = gssim.simulate(scenario)
+    assert result.fits
+    held = result.ranks[0].peak_by_category_bytes
+    state = 4 * elements / 8  # parameters, two moments, outer parameters and their momentum, each
+    assert held["parameters"] == pytest.approx(state, rel=1e-3)
+    assert held["optimizer"] == pytest.approx(2 * state, rel=1e-3)
+    assert held["outer_parameters"] + held["outer_momentum"] == pytest.approx(2 * state, rel=1e-3)
+    assert result.periods.outer_bytes_sent == pytest.approx(3 * elements / 8 * 1028 / 1024, rel=1e-3)
+    result = gssim.simulate(gssim.load(SCENARIOS / "llama3-8b-diloco.toml", [*small, *whole]))
+    assert not result.fits
+    remedy = next(each for each in result.remedies if "dp_shard" in each.change)
+    assert (remedy.change, remedy.fits) == ("plan.dp_shard=8, plan.dp_replicate=4", True)
