@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
+from gsreal.gradient_sharding.bucket import Bucket
 from gsreal.measure import Timeline
 from gsreal.methods.checkpointing import blocks_of
 from gsreal.methods.mapped import Mapped
@@ -458,7 +459,7 @@ class PartialGradients:
     """Sums gradients of what ranks run on their parts of sequences or on their heads, all in one tensor.
 
     Source: Megatron-LM, core/distributed/finalize_model_grads.py, `_allreduce_layernorm_grads`. Of sharded parameters a
-    rank has the gradients of its shards, padded to equal rows.
+    rank has the gradients of its shards, padded to equal rows; of those that were pushed, its part of what it owns.
     """
 
     places: Sequence[tuple[nn.Module, str]]
@@ -472,6 +473,23 @@ class PartialGradients:
         parameters = [getattr(module, name) for module, name in self.places]
         sizes = [-(-len(each) // self.shards) * (each.numel() // len(each)) for each in parameters]
         gradients = [each.grad.to_local() if hasattr(each.grad, "to_local") else each.grad for each in parameters]
+        self._sum(gradients, sizes)
+
+    def sum_pushed(self, buckets: Sequence[Bucket]) -> None:
+        """Do so with what this rank owns of gradients that were pushed, if anything (a collective)."""
+        bucket_of = {parameter: bucket for bucket in buckets for parameter in bucket.parameters}
+        gradients = []
+        for parameter in (getattr(module, name) for module, name in self.places):
+            bucket = bucket_of[parameter]
+            _, own = bucket.owned(parameter)
+            if own.start < own.stop:
+                assert bucket.shard.grad is not None
+                gradients.append(bucket.shard.grad[own])
+        if gradients:
+            self._sum(gradients, [len(each) for each in gradients])
+
+    def _sum(self, gradients: Sequence[Tensor], sizes: list[int]) -> None:
+        """Sum gradients that take so many elements each in the flat tensor that is all-reduced."""
         with self.timeline.span("all-reduce partial gradients", "exposed_communication", self.group):
             flat = gradients[0].new_zeros(sum(sizes))
             own = [part[: each.numel()] for part, each in zip(flat.split(sizes), gradients, strict=True)]

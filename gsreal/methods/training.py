@@ -260,6 +260,8 @@ class Training:
 
     def _update(self) -> None:
         if isinstance(self.optimizer, GradientSharding):
+            if self.partial_gradients is not None:
+                self.partial_gradients.sum_pushed(self.optimizer.buckets)
             if self.clip_norm is not None:
                 with self.timeline.span("clip gradients", "optimizer"):
                     self.optimizer.clip_grad_norm_(self.clip_norm)

@@ -81,7 +81,7 @@ class Policies:
 
         DistributedDataParallel and Gradient Sharding take no DTensors.
         """
-        replicas = self.gradients in ("all-reduce", "push") and self.data_ranks > 1
+        replicas = self.gradients == "push" or (self.gradients == "all-reduce" and self.data_ranks > 1)
         return self.tp > 1 and self.slices == "even" and not self.sequence_parallel and not replicas
 
     @property

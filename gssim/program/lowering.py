@@ -377,6 +377,26 @@ class Lowering:
         """Return the number of elements of a bucket that a rank owns, where gradients are pushed to their owners."""
         return self.division(bucket).owned[self.place(rank)][self.node(rank)]
 
+    @cached_property
+    def summed_elements(self) -> tuple[int, ...]:
+        """Elements of gradients of which the ranks of a tensor group have a part each, by position in the group.
+
+        Of shards they are those of a rank's own: padded to equal rows by torch.chunk, or ranges of buckets.
+        """
+        if self.policies.gradients != "push":
+            shards = self.shards if self.policies.gradients == "reduce-scatter" else 1
+            rows = [(p.shape[0] if p.shape else 1, p.elements) for _, p in self.parameters if p.summed]
+            return (sum(math.ceil(n / shards) * (elements // n) for n, elements in rows),) * len(self.group)
+        found = [0] * len(self.group)
+        for bucket in self.buckets if any(p.summed for _, p in self.parameters) else ():
+            ends = np.cumsum([0, *(p.elements for _, p in bucket.members)])
+            summed = [(a, b) for (_, p), a, b in zip(bucket.members, ends, ends[1:], strict=False) if p.summed]
+            for place in range(self.places):
+                for node, (first, last) in enumerate(self.division(bucket).ranges(place)):
+                    own = sum(max(0, min(b, last) - max(a, first)) for a, b in summed)
+                    found[node * self.places + place] += int(own)
+        return tuple(found)
+
     @once_a_run
     def groups_along(self, axis: str) -> tuple[Sequence[int], ...]:
         """Return the groups of the lowering's ranks along a data axis, by first rank; shards are along `cp` too."""
@@ -709,6 +729,7 @@ class Lowering:
         ]
         if policies.gradients == "push":
             columns += [column for bucket in self.buckets for column in self._ownership_columns(bucket)]
+            columns.append(np.array(self.summed_elements if policies.tp > 1 else [0] * len(self.group)))
         if self.assigns_tensors or self.flat_part:
             tensors = (self.owned_elements, self.owned_expert_elements) if self.assigns_tensors else ()
             updated = [(self.matrices(rank), *(owned(rank) for owned in tensors)) for rank in self.group]

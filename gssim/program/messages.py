@@ -305,7 +305,32 @@ def _ranges(low: Lowering, elements: int, place: int) -> Ints:
 
 
 def _push_ratios(low: Lowering, samples: float, part: float) -> Mapping[str, sparsity.Ratios]:
-    """Return the sent fraction of each tensor in this step, for senders whose gradient is such a mean."""
+    """Return the sent fraction of each tensor in this step, for senders whose gradient is such a mean.
+
+    Of a gradient of which the ranks of a tensor group have a part each, they push these: sums over fewer tokens.
+    """
+    whole, names = _ratios_of_means(low, samples, part), _partial_names(low)
+    if not names:
+        return whole
+    parts = _ratios_of_means(low, samples / low.policies.tp, part / low.policies.tp)
+    key = (Same(whole), Same(parts), names)
+    return low.shared.once(
+        "densities with partial gradients",
+        key,
+        lambda: {**whole, **{name: parts[name] for name in names}},
+        most=MAX_CACHED_DENSITIES,
+    )
+
+
+@once_a_run
+def _partial_names(low: Lowering) -> tuple[str, ...]:
+    """Return the names of the parameters of whose gradients the ranks of a tensor group have a part each."""
+    if low.policies.tp == 1:
+        return ()
+    return tuple(p.name.replace("{}", instance.module) for instance, p in low.parameters if p.summed)
+
+
+def _ratios_of_means(low: Lowering, samples: float, part: float) -> Mapping[str, sparsity.Ratios]:
     statistics = low.statistics
     assert statistics is not None  # loading demands them
 

@@ -161,9 +161,9 @@ def optimize(low: Lowering, rank: int, tasks: list[Task], *, replicas: Sequence[
         published = [_broadcast_tensors(low, each) for each in (False, True)]
         return [*tasks, updates[0], *published[0], updates[1], *published[1]]
     update = _update(low, rank, owned, low.matrices(rank), None, ends=True)
-    if low.policies.gradients == "push":
-        return publish(low, rank, [*tasks, *clipped], update)
     summed = sum_partial_gradients(low, rank)
+    if low.policies.gradients == "push":
+        return publish(low, rank, [*tasks, *summed, *clipped], update)
     updated = around_update(low, rank, update, partial(owned_tensors, low))
     tasks = [*tasks, *summed, *unscaled, *clipped, *updated, *_publish_replicas(low)]
     return [*tasks, *synchronize_parameters(low, rank)]

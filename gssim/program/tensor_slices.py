@@ -11,7 +11,6 @@ rank waits for the sum at once, as the next operation needs it. On nccl, too, it
 host's overhead over a plain call of the collective counts before each sum, and DTensor's own in each layer.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -133,18 +132,26 @@ def sum_partial_gradients(low: Lowering, rank: int) -> list[Task]:
     """Return the all-reduce over a tensor group of gradients of which each rank has a part.
 
     Such are those of norms that each rank runs on its part of the sequence, or on its own heads. They are copied into
-    one tensor, and back; of parameters that are sharded, a rank has the gradients of its shards. Megatron-LM's
+    one tensor, and back; of parameters that are sharded, or whose gradients are pushed, a rank has those of its shards,
+    as sums may be taken in any order. Megatron-LM's
     distributed optimizer sums those in its buffer after they are reduce-scattered, whole ones, of which a rank uses its
     part (core/distributed/finalize_model_grads.py).
     """
-    elements = _summed_elements(low) if low.policies.tp > 1 else 0
+    elements = low.summed_elements[low.position(rank)] if low.policies.tp > 1 else 0
     if not elements:
         return []
-    size = float(
-        elements * (low.master_bytes if low.policies.gradients == "reduce-scatter" else low.buffer_value_bytes)
-    )
-    group, *beside = layer_groups(low, low.batch_sizes[rank])
-    own = TaskId("sum-gradients", samples=low.batch_sizes[rank] if len(beside) + 1 < len(low.group) else None)
+    of_shards = low.policies.gradients in ("reduce-scatter", "push")
+    size = float(elements * (low.master_bytes if of_shards else low.buffer_value_bytes))
+    samples = low.batch_sizes[rank]
+    own = TaskId("sum-gradients", samples=samples if len(layer_groups(low, samples)) < len(low.group) else None)
+    alike = [
+        other
+        for other in low.group
+        if low.batch_sizes[other] == samples and low.summed_elements[low.position(other)] == elements
+    ]
+    if len(set(low.summed_elements)) > 1:  # owners of shards sum what they own
+        own = own._replace(place=low.position(alike[0]))
+    group, *beside = dict.fromkeys(low.policies.mesh.group(other, "tp") for other in alike)
     copy_s = cost.copy_time_s(low.device(rank), size)
     need = [footprint([Event(0, change, "temporaries")]) for change in (size, -size)]
     phase = "exposed_communication"
@@ -161,17 +168,6 @@ def sum_over_slices(low: Lowering, rank: int, own: TaskId, size_bytes: float) ->
     if len(beside) + 1 < len(low.group):
         own = own._replace(samples=low.batch_sizes[rank])
     return collective_task(own, Communication("all-reduce", group, size_bytes, beside=tuple(beside)))
-
-
-@once_a_run
-def _summed_elements(low: Lowering) -> int:
-    """Return the elements of the gradients that a tensor group sums; shards are padded to equal rows (torch.chunk)."""
-    count, shards = 0, low.shards if low.policies.gradients == "reduce-scatter" else 1
-    for _, parameter in low.parameters:
-        if parameter.summed:
-            rows = parameter.shape[0] if parameter.shape else 1
-            count += math.ceil(rows / shards) * (parameter.elements // rows)
-    return count
 
 
 def _sum_bytes(low: Lowering, reduction: Reduction, samples: int) -> float:

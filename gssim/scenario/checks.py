@@ -804,11 +804,8 @@ def _check_slices(scenario: Scenario, policies: Policies, file: str) -> None:
             f"{file}: workload.model: has no slices of its blocks for {ranks} tensor-parallel ranks; "
             "trace it again with `gsreal trace` (gsreal.methods.tensor_slices tells which blocks can be cut)"
         )
-    if policies.gradients == "push" and any(each.summed for layer in layers for each in layer.parameters):
-        raise UserError(
-            f"{file}: plan.tp = {ranks}: method '{scenario.plan.method}' pushes gradients in the backward, and some of "
-            f"'{model.name}' are only summed over tensor ranks after it; allowed: 1"
-        )
+    if any(each.summed for layer in layers for each in layer.parameters):
+        _check_equal_owners(scenario, f"{file}: plan.tp = {ranks}")
     for layer in layers:
         if layer.units is None:
             continue
@@ -828,6 +825,17 @@ def _check_slices(scenario: Scenario, policies: Policies, file: str) -> None:
                 f"{file}: plan.shares.shards = {shares}: leaves a rank none of the {layer.units} units of {layer.name} "
                 "(heads or norm groups); each rank needs one"
             )
+
+
+def _check_equal_owners(scenario: Scenario, where: str) -> None:
+    """Refuse ranks of a tensor group that own other parts of the gradients that they sum after the push."""
+    shares, ranks = scenario.shard_shares, scenario.policies.tp
+    groups = (shares[first : first + ranks] for first in range(0, len(shares), ranks))
+    if scenario.policies.gradients == "push" and any(len(set(group)) > 1 for group in groups):
+        raise UserError(
+            f"{where}: plan.shares.shards = {scenario.plan.shares.shards!r}: the ranks of a tensor group sum gradients "
+            "of norms, and would own other parts of them; allowed: even, or one share per replica"
+        )
 
 
 def _check_divided_loss(scenario: Scenario, policies: Policies, file: str) -> None:
@@ -853,11 +861,7 @@ def _check_sequence_parts(scenario: Scenario, policies: Policies, file: str) -> 
     where, model = f"{file}: plan.sequence_parallel = true", scenario.workload.model
     if policies.tp == 1:
         raise UserError(f"{where}: there are no tensor-parallel ranks to divide sequences among; set plan.tp")
-    if policies.gradients == "push":
-        raise UserError(
-            f"{where}: method '{scenario.plan.method}' pushes gradients in the backward, and those of norms are only "
-            "summed over the parts of the sequence after it; allowed: methods that push no gradients"
-        )
+    _check_equal_owners(scenario, where)
     if scenario.plan.zero1_implementation == "deepspeed":
         raise UserError(
             f"{where}: cannot run yet with plan.zero1_implementation = 'deepspeed'; allowed: 'torch', 'megatron'"

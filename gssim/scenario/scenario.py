@@ -186,7 +186,7 @@ class Scenario:
         if policies.partition == "weight-gradient":
             sizes = [instance.layer.elements for instance in unrolled(self.workload.model)]
             return tuple(sum(sizes[slice(*layers)]) / sum(sizes) for layers in self.owned_layers)
-        if mesh.tp == mesh.ranks > 1:
+        if mesh.tp == mesh.ranks > 1 and policies.gradients != "push":
             return self.slice_shares
         if policies.slices == "shares":  # the shares size the slices
             return splitting.even(mesh.replica_ranks) * (mesh.ranks // mesh.replica_ranks)

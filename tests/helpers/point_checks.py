@@ -299,7 +299,9 @@ def _pushed_bytes(scenario: Scenario, result: Result, exact: int, groups: list[t
         # where messages depend on the data, ranks tell each other first how long they are
         dependent = [entry for entry in pushes if entry.payload_bytes is not None]
         sent = sum(entry.bytes * entry.count for entry in dependent or pushes)
-        if not dependent and policies.ring and policies.cp == len(groups[0]):  # keys go around among the same ranks
+        if (
+            not dependent and policies.ring and tuple(policies.mesh.group(0, "cp")) in groups
+        ):  # keys go around among the same ranks
             sent -= _ring_bytes(scenario)
         most = exact * (len(groups[0]) - 1)
         if not (sent == most if min(scenario.batch_sizes) else sent <= most):

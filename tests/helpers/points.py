@@ -167,11 +167,7 @@ def random_real_point(seed: int) -> Table:
     plan, parts = _plan(random, seed, method, devices, model)
     _shard_replicas(random, seed, plan, parts)
     model = replace(model, batch=12, statistics=())
-    precisions = _precisions(cluster)
-    # torch has no grouped product in fp64: products of experts are other operations than those traced; Llama's norms
-    # are in fp32 whatever the precision is
-    if model.experts or "llama" in model.name:
-        precisions.remove("fp64")
+    precisions = _real_precisions(seed, method, model, cluster)
     workload = _workload(random, model, plan, parts, precisions, thresholds=False)
     if plan.get("ep"):  # else the router's load is another
         workload["expert_routing"] = "load"
@@ -193,6 +189,18 @@ def random_real_point(seed: int) -> Table:
     for key in ("replan", "replanning"):  # real paces are not those of a made-up device
         plan.get("shares", {}).pop(key, None)
     return found
+
+
+def _real_precisions(seed: int, method: str, model: Trained, cluster: Table) -> list[str]:
+    """Return the precisions in which a point's real run is as it is predicted."""
+    precisions = _precisions(cluster)
+    # torch has no grouped product in fp64: products of experts are other operations than those traced; Llama's norms
+    # are in fp32 whatever the precision is
+    if model.experts or "llama" in model.name:
+        precisions.remove("fp64")
+    if seed >= PARTED and method in PUSHING:  # which scale no loss, so that a real run refuses it
+        precisions.remove("fp16")
+    return precisions
 
 
 def _wait_for_copies(workload: Table, plan: Table) -> None:
@@ -399,7 +407,7 @@ def _inner_axes(random: Random, seed: int, plan: Table, devices: int, model: Tra
     if inner and not apart and random.random() < 0.3:
         plan["tp"] = random.choice(inner)
         left //= plan["tp"]
-        if model.lengths and random.random() < (0.6 if method not in PUSHING else 0.05):
+        if model.lengths and random.random() < (0.6 if method not in PUSHING or seed >= PARTED else 0.05):
             plan["sequence_parallel"] = True
     return left
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from strategies import loaded_of, scenario_of, star
+from strategies import device_type, loaded_of, scenario_of, star
 
 from gssim.errors import UserError
 from gssim.program import lower
@@ -172,6 +172,9 @@ def test_messages_of_a_pipeline_are_parts_of_sequences():
         ({"method": "zero1", "zero1_implementation": "megatron", "tp": 2, "dp_replicate": 2}, 4),
         ({"method": "ddp", "tp": 2, "dp_replicate": 2, "gathered_inputs": "gathered-again", "recompute": "full"}, 4),
         ({"method": "pipeline", "tp": 2, "pp": 2, "micro_batches": 4}, 4),
+        ({"method": "gs", "tp": 2, "shares": {"shards": (0.4, 0.6)}}, 4),
+        ({"method": "gs_z3", "tp": 2, "micro_batches": 2, "recompute": "full"}, 8),
+        ({"method": "gs_hier", "tp": 2, "dp_replicate": 2, "dp_shard": 2}, 8),
     ],
     ids=str,
 )
@@ -180,6 +183,31 @@ def test_equal_ranks_are_simulated_once_with_the_same_result(plan, ranks):
     folded, unfolded = (simulate(loaded, unfolded=whole).result for whole in (False, True))
     assert folded.step_time_s == pytest.approx(unfolded.step_time_s, rel=1e-9)
     assert set(folded.collectives) == set(unfolded.collectives)
+
+
+@pytest.mark.parametrize("method", ["gs", "gs_z3", "gs_hier"])
+def test_owners_sum_their_parts_of_the_gradients_of_norms(method):
+    """All that ranks run on parts of sequences, once in all: as many bytes as replicas sum whole on each rank."""
+
+    def summed(plan: dict, ranks: int) -> list[tuple[tuple[int, ...], int]]:
+        found = simulate(loaded_of(scenario(plan | {"tp": 2, "sequence_parallel": True}, ranks))).result.collectives
+        return [(each.group, each.bytes) for each in found if (each.kind, each.count) == ("all-reduce", 1)]
+
+    ((_, whole),) = summed({"method": "tensor"}, 2)
+    axes = {"dp_replicate": 2, "dp_shard": 2} if method == "gs_hier" else {"dp_shard": 4}
+    owned = summed({"method": method, "shares": {"shards": (0.4, 0.3, 0.2, 0.1)}} | axes, 8)
+    assert len(owned) > 1
+    assert {group for group, _ in owned} <= {(0, 1), (2, 3), (4, 5), (6, 7)}
+    assert sum(size for _, size in owned) == whole
+
+
+def test_owners_that_would_sum_other_parts_are_refused():
+    """Devices of two speeds in a tensor group, whose owners get shards by their speed."""
+    kinds = {"slow": device_type(), "fast": device_type(peak_flop_per_s={"fp32": 2e9})}
+    cluster = star(4, types=kinds, type_names=["slow", "fast", "fast", "fast"])
+    plan = {"method": "gs", "tp": 2, "sequence_parallel": True, "shares": {"shards": "compute"}}
+    with pytest.raises(UserError, match="would own other parts of them"):
+        scenario_of(cluster, plan, model=GPT, sequence_length=64, global_batch_size=12)
 
 
 def test_shards_are_reduced_once_a_blocks_whole_backward_is_done():
@@ -193,8 +221,7 @@ def test_shards_are_reduced_once_a_blocks_whole_backward_is_done():
     ("plan", "ranks", "message"),
     [
         ({"method": "ddp"}, 2, "there are no tensor-parallel ranks"),
-        ({"method": "gs", "tp": 2, "dp_shard": 2}, 4, "pushes gradients in the backward"),
-        ({"method": "gs_z3", "tp": 2, "dp_shard": 2}, 4, "pushes gradients in the backward"),
+        ({"method": "gs_wgrad"}, 2, "there are no tensor-parallel ranks"),
         ({"method": "zero1", "zero1_implementation": "deepspeed", "tp": 2}, 4, "allowed: 'torch', 'megatron'"),
     ],
     ids=str,

@@ -68,6 +68,9 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         if kind in DIVIDED:
             divided = [*overrides, "plan.sequence_parallel=true"]
             cases[f"{kind}-divided-sgd"] = {"scenario": scenario_file("demo.toml"), "overrides": divided}
+        if kind == "qwen3":  # its norms of heads are summed once they are pushed
+            owned = [*overrides, "plan.method=gs", "plan.tp=2"]
+            cases[f"{kind}-owned-sgd"] = {"scenario": scenario_file("demo.toml"), "overrides": owned}
     return cases, run_cases(folder, cases, ranks=2)
 
 

@@ -120,7 +120,8 @@ def run_all(folder: Path, cases: dict[str, Case], *, ranks: int) -> dict[str, An
 def differences(case: Case, seen: dict[str, Any]) -> Iterator[str]:
     """Yield where a run is not what was predicted, or not the training of one device."""
     scenario = load_scenario(Path(case["scenario"]), case["overrides"], gradients_needed=False).scenario
-    expected = json.loads(json.dumps(sorted([list(entry.key) for entry in predicted(case).collectives], key=str)))
+    entries = json.loads(json.dumps([list(entry.key) for entry in predicted(case).collectives]))
+    expected = sorted(entries, key=str)
     if sorted(seen["collectives"], key=str) != expected:
         yield f"collectives {sorted(seen['collectives'], key=str)}, predicted {expected}"
     total, policies = scenario.workload.global_batch_size, scenario.policies

@@ -79,6 +79,8 @@ def on_two_ranks() -> dict[str, list[str]]:
         "gpt-uneven-slowed-sgd": [*GPT, *SGD, *UNEVEN, SLOWED],
         "gpt-hugging-face-adamw": [gpt2, *GPT, *ADAMW64, *UNEVEN],
         "gpt-llama-sgd": [llama, *GPT, *SGD, *tensor],  # it norms in fp32 whatever the precision
+        "gpt-one-owner-adamw": [*GPT, *ADAMW64, "plan.method=gs", "plan.tp=2"],
+        "gpt-one-owner-z3-adamw": [*GPT, *ADAMW64, "plan.method=gs_z3", "plan.tp=2"],
     }
 
 
@@ -94,7 +96,7 @@ def on_four_ranks() -> dict[str, list[str]]:
 
 
 ALIKE = ("gpt-even-sgd", "gpt-uneven-adamw", "gpt-even-recompute-sgd", "bert-even-adamw", "gpt-even-slowed-sgd")
-ALIKE += ("gpt-llama-sgd",)
+ALIKE += ("gpt-llama-sgd", "gpt-one-owner-adamw", "gpt-one-owner-z3-adamw")
 """Cases on two ranks that are slow: the others cut each kind of model, evenly and not, slow a rank and run again."""
 GROUPS = {
     "2": {name: case for name, case in cases_for(2).items() if name not in ALIKE},
