@@ -290,6 +290,7 @@ def trainer_of(scenario: Scenario, *, unequal_ratio: float = 0.0) -> Trainer:
     kind = kinds.get(policies.gradients)
     refused = {
         f"plan.cp = {policies.cp}": policies.cp > 1,
+        f"plan.dp_shard = {policies.dp_shard}": policies.shards_replicas,
         f"plan.method = '{scenario.plan.method}'": kind is None or policies.data_ranks < policies.ranks,
         f"workload.precision = '{workload.precision}'": workload.precision not in ("fp32", "fp64"),
         f"plan.micro_batches = {scenario.plan.micro_batches}": scenario.plan.micro_batches > 1,

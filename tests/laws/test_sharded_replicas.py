@@ -249,7 +249,7 @@ def whole_bytes(method):
 
 def test_sharded_replicas_of_8_billion_parameters_fit_devices_that_whole_ones_do_not():
     small = ["workload.global_batch_size=32", "plan.micro_batches=1", "plan.recompute=full"]
-    whole = ["plan.dp_shard=1", "plan.dp_replicate=32", "workload.reduce_precision=bf16"]
+    whole = ["plan.dp_shard=1", "workload.reduce_precision=bf16"]
     scenario = gssim.load(SCENARIOS / "llama3-8b-diloco.toml", small)
     elements = scenario.workload.model.elements
     result = gssim.simulate(scenario)
@@ -263,4 +263,4 @@ def test_sharded_replicas_of_8_billion_parameters_fit_devices_that_whole_ones_do
     result = gssim.simulate(gssim.load(SCENARIOS / "llama3-8b-diloco.toml", [*small, *whole]))
     assert not result.fits
     remedy = next(each for each in result.remedies if "dp_shard" in each.change)
-    assert (remedy.change, remedy.fits) == ("plan.dp_shard=8, plan.dp_replicate=4", True)
+    assert (remedy.change, remedy.fits) == ("plan.dp_shard=8", True)

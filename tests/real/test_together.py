@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from real_runs import quick, run_module, scenario_file, selected, star
 
+import gssim
+
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
 pytestmark = pytest.mark.real
@@ -53,3 +55,12 @@ def compared(request, tmp_path_factory):
 def test_ranks_in_one_process_train_as_real_ones(compared, name):
     assert compared[name]["moved"] > 1e-4
     assert max(compared[name]["differences"]) < 1e-9
+
+
+def test_sharded_replicas_are_refused():
+    from gsreal.statistics.together import trainer_of
+
+    plan = ["plan.method=diloco", "plan.dp_shard=2", "workload.global_batch_size=8"]
+    scenario = gssim.load(scenario_file("demo.toml"), [star(4), *plan])
+    with pytest.raises(gssim.UserError, match=r"plan\.dp_shard = 2: cannot be trained with all ranks"):
+        trainer_of(scenario)
