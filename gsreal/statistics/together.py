@@ -300,7 +300,7 @@ def trainer_of(scenario: Scenario, *, unequal_ratio: float = 0.0) -> Trainer:
         "a model with buffers": bool(workload.model.buffer_bytes),
     }
     for what, is_refused in refused.items():
-        if is_refused or kind is None:
+        if is_refused:
             raise UserError(f"{scenario.name}: {what}: cannot be trained with all ranks in one process")
     assert kind is not None
     trainer = kind(scenario)
