@@ -171,6 +171,7 @@ def candidates(
         whole = kept | _push_table(scenario.plan, table) | table
         if table["method"] == "zero1" and scenario.plan.zero1_implementation != "torch":
             whole["zero1_implementation"] = scenario.plan.zero1_implementation
+        whole |= {key: own[key] for key in _of_periods(table["method"]) if key in own}
         if table.get("tp", 1) > 1:
             pushes = METHODS[table["method"]].gradients == "push"
             whole |= {key: own[key] for key in ("loss_parallel", *(() if pushes else OF_SEQUENCES)) if key in own}
@@ -178,6 +179,18 @@ def candidates(
         if (sized := _with_axis_sizes(plan, batches)) not in seen:
             seen.add(sized)
             yield Candidate(len(seen) - 1, whole, plan)
+
+
+def _of_periods(method: str) -> list[str]:
+    """Return the keys of periodic synchronization that a method has: candidates keep those of the scenario's plan."""
+    kind = METHODS[method]
+    asked = {
+        "sync_every_steps": kind.sync_every_steps,
+        "outer": kind.outer_optimizer == "nesterov",
+        "streaming": kind.in_fragments,
+        "sparse_outer": kind.outer_optimizer == "sparse",
+    }
+    return [key for key, is_of_method in asked.items() if is_of_method]
 
 
 def _with_axis_sizes(plan: Plan, batches: Batches) -> Plan:

@@ -228,11 +228,11 @@ def test_a_batch_is_divided_among_the_ranks_of_all_replicas():
 @pytest.mark.parametrize("method", METHODS)
 def test_a_search_shards_replicas_where_whole_ones_do_not_fit(method):
     types = {"fast": device_type(memory_bytes=whole_bytes(method) - 400)}
-    plan = {"method": method, "sync_every_steps": 4}
+    plan = {"method": method, "sync_every_steps": 5}
     loaded = loaded_of(scenario_of(star(4, types=types), plan, run={"steps": 12}))
     space = {"methods": (method,), "micro_batches": (1,), "recompute": ("none",), "batch": ("even",)}
     best = searched(loaded, **space)[0].best
-    assert {each.candidate.plan.dp_shard for each in best} == {2}
+    assert {(each.candidate.plan.dp_shard, each.candidate.plan.sync_every_steps) for each in best} == {(2, 5)}
     bounds, workers = Bounds(loaded.scenario), InThisProcess(loaded)
     for each in candidates(loaded.scenario, SearchSpace(**space), Batches(bounds)):
         answer = workers.answer_of(each.plan)
