@@ -100,7 +100,9 @@ class GradientSharding(torch.optim.Optimizer):
         """Each rank's fraction of the step's loss terms: the weight of its mean gradient. Even by default.
 
         The fractions sum to 1: of 48 samples, (32 / 48, 16 / 48). To be set before the backward that pushes gradients,
-        and alike on all ranks, which is checked as `state_dict` is called.
+        and alike on all ranks, which is checked as `state_dict` is called. Ranks that divide a sequence (context
+        parallelism) get gradients of each other's losses in the backward: give them equal weights, and where their loss
+        terms are unequally many, multiply each one's mean loss by the ratio of its terms to their mean number.
         """
         return self._weights
 

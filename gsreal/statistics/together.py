@@ -289,6 +289,7 @@ def trainer_of(scenario: Scenario, *, unequal_ratio: float = 0.0) -> Trainer:
     policies, workload = scenario.policies, scenario.workload
     kind = kinds.get(policies.gradients)
     refused = {
+        f"plan.cp = {policies.cp}": policies.cp > 1,
         f"plan.dp_shard = {policies.dp_shard}": policies.shards_replicas,
         f"plan.method = '{scenario.plan.method}'": kind is None or policies.data_ranks < policies.ranks,
         f"workload.precision = '{workload.precision}'": workload.precision not in ("fp32", "fp64"),
@@ -299,7 +300,7 @@ def trainer_of(scenario: Scenario, *, unequal_ratio: float = 0.0) -> Trainer:
         "a model with buffers": bool(workload.model.buffer_bytes),
     }
     for what, is_refused in refused.items():
-        if is_refused or kind is None:
+        if is_refused:
             raise UserError(f"{scenario.name}: {what}: cannot be trained with all ranks in one process")
     assert kind is not None
     trainer = kind(scenario)
