@@ -277,7 +277,7 @@ def _shard_replicas(random: Random, seed: int, plan: Table, parts: int) -> None:
     plan["dp_shard"] = shards
     if "dp_replicate" in plan:
         plan["dp_replicate"] = parts // shards
-    if random.random() < 0.2:
+    if shards > 1 and random.random() < 0.2:
         plan["parameters"] = "gathered"
 
 
