@@ -21,13 +21,13 @@ from gsreal.methods.data_parallel import (
 )
 from gsreal.methods.expert_parallel import divided_experts, load_experts
 from gsreal.methods.gradient_sharding import push_gradients, train_owned_layers
-from gsreal.methods.loss_parallel import Loss, divide_vocabulary
 from gsreal.methods.meshes import context_group, data_group, device_mesh, shard_group
 from gsreal.methods.optimizers import mark_matrices
 from gsreal.methods.pipelined import StageModules, pipeline_stages
 from gsreal.methods.ring_attention import observed_ring
 from gsreal.methods.tensor_slices import PartialGradients, slice_blocks, whole_parameter
 from gsreal.methods.training import LossScaler, Training
+from gsreal.methods.vocabulary_parallel import Loss, divide_vocabulary
 from gsreal.model_files.build import loss_of
 from gsreal.run.rank_speed import Rebalancer, SlowDevice
 from gssim.scenario import Scenario
@@ -65,8 +65,7 @@ def prepare(scenario: Scenario, module: nn.Module, timeline: Timeline, device: t
     if policies.tp > 1:
         mesh = device_mesh(policies.mesh, device)["tp"]
         divided = slice_blocks(scenario, module, timeline, mesh)
-        if scenario.plan.loss_parallel:
-            loss = divide_vocabulary(scenario, module, timeline, mesh)
+        loss = divide_vocabulary(scenario, module, timeline, mesh)
     load_experts(scenario, module)
     experts = divided_experts(scenario, module, timeline, device) if policies.ep > 1 else None
     mark_matrices(scenario.workload, module)  # divided parameters are others than before

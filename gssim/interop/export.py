@@ -154,8 +154,10 @@ def _refuse_contexts(scenario: Scenario, to: str) -> None:
     if METHODS[plan.method].gradients == "reduce-scatter":
         _refuse(to, "plan.dp_shard", policies.dp_shard, policies.shards > 1, "more than 1, or another method")
     divides = to == "torchtitan"
-    for key in ("sequence_parallel", "loss_parallel"):
+    for key in ("sequence_parallel", "embedding_parallel", "loss_parallel"):
         _refuse(to, f"plan.{key}", getattr(plan, key), divides or not getattr(plan, key), "leave it out")
+    whole = policies.tp > 1 and not plan.embedding_parallel
+    _refuse(to, "plan.embedding_parallel", False, not (divides and whole), "true")
     if to != "deepspeed":
         _refuse(to, "plan.overlap", plan.overlap, plan.overlap, "true")
 

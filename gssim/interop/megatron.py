@@ -349,7 +349,9 @@ def megatron(keys: Keys) -> Training:
     if offloads is not None and offloads.value:
         training.offload = Value("optimizer", offloads.origin)
     _deepspeed(keys, training)
-    training.loss_parallel = Value(True, "Megatron-LM divides the vocabulary among tensor-parallel ranks")
+    training.embedding_parallel = training.loss_parallel = Value(
+        True, "Megatron-LM divides the vocabulary among tensor-parallel ranks"
+    )
     training.sequence_parallel = keys.flag("sequence-parallel")
     training.gathered_inputs = Value("gathered-again", "Megatron-LM gathers inputs of linear maps again")
     keys.close(MEGATRON)

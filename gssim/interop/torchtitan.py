@@ -188,6 +188,7 @@ def _batch(keys: Keys, training: Training) -> None:
     divided = keys.flag("training.enable_loss_parallel")
     origin = whole.origin if whole is not None else "parallelism.disable_loss_parallel = false (its default)"
     training.loss_parallel = divided or Value(whole is None or not whole.value, origin)
+    training.embedding_parallel = Value(True, "torchtitan divides the token embedding among tensor-parallel ranks")
     offload = keys.flag("training.enable_cpu_offload")
     if offload is not None and offload.value:
         training.offload = Value("parameters", offload.origin)

@@ -14,7 +14,7 @@ from gssim.cluster import Cluster
 from gssim.errors import UserError
 from gssim.interop.reading import Keys, Value
 from gssim.plan import METHODS, Plan
-from gssim.scenario.tensor_slices import undivided_reason
+from gssim.scenario.vocabulary_slices import shares_embedding, undivided_embedding_reason, undivided_loss_reason
 from gssim.units import PRECISION_BYTES
 from gssim.workload import HuggingFace, ImageInput, Model, Workload, unrolled
 
@@ -128,8 +128,10 @@ class Training:
     zero1_implementation: str = "torch"
     sequence_parallel: Value | None = None
     clip_norm: Value | None = None
+    embedding_parallel: Value | None = None
+    """Whether tensor-parallel ranks divide the token embedding, where it can be divided here."""
     loss_parallel: Value | None = None
-    """Whether tensor-parallel ranks divide the vocabulary, where their head can be divided here."""
+    """Whether they divide the vocabulary of the head and the loss, where it can be divided here."""
     micro_batch: Value | None = None
     """Samples of a rank's forward."""
     accumulation: Value | None = None
@@ -379,7 +381,7 @@ def _plan(training: Training, keys: Keys, model: Model, cluster: Cluster, overri
     entries += _megatron_bucket(training, asked, dp, overrides)
     if not overrides.get("plan.sequence_parallel", True):
         entries = [entry for entry in entries if entry.key != "plan.gathered_inputs"]
-    entries += [*_offload(training, keys, cluster), *_loss(training, keys, model, tp.value)]
+    entries += [*_offload(training, keys, cluster), *_vocabulary(training, keys, model, tp.value)]
     if ranks < len(cluster.devices) and method != "single":
         origin = training.world.origin if training.world else "what the file says"
         entries.append(Entry("plan.ranks", ranks, f"{origin}; the cluster has {len(cluster.devices)} devices"))
@@ -439,15 +441,20 @@ def _offload(training: Training, keys: Keys, cluster: Cluster) -> list[Entry]:
     return [Entry("plan.offload", offload.value, offload.origin)]
 
 
-def _loss(training: Training, keys: Keys, model: Model, tp: int) -> list[Entry]:
-    """Return the entry of a vocabulary that tensor-parallel ranks divide, where this model's can be divided here."""
-    divides = training.loss_parallel
-    if divides is None or not divides.value or tp == 1:
-        return []
-    if undivided_reason(model) is None:
-        return [Entry("plan.loss_parallel", True, divides.origin)]
-    keys.listed.append((divides.origin, "approximated: the loss of tensor-parallel ranks is computed whole"))
-    return []
+def _vocabulary(training: Training, keys: Keys, model: Model, tp: int) -> list[Entry]:
+    """Return the entries of a vocabulary that tensor-parallel ranks divide, where this model's can be divided here."""
+    whole = {
+        "embedding_parallel": (training.embedding_parallel, undivided_embedding_reason, "the token embedding of"),
+        "loss_parallel": (training.loss_parallel, undivided_loss_reason, "the loss of"),
+    }
+    asked = {key: value for key, (value, _, _) in whole.items() if value is not None and value.value and tp > 1}
+    divided = {key: value for key, value in asked.items() if whole[key][1](model) is None}
+    if len(divided) == 1 and shares_embedding(model):
+        divided = {}
+    for key in set(asked) - set(divided):
+        what = f"approximated: {whole[key][2]} tensor-parallel ranks is whole"
+        keys.listed.append((asked[key].origin, what))
+    return [Entry(f"plan.{key}", True, value.origin) for key, value in divided.items()]
 
 
 def _options(training: Training, keys: Keys, method: str, tp: int, pp: int, *, accumulates: bool) -> list[Entry]:

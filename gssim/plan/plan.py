@@ -386,10 +386,14 @@ class Plan:
     """With `sequence_parallel`, the gathered inputs of linear maps. `kept`: for the backward, as torch does.
     `gathered-again`: each rank keeps its part, and a second all-gather runs beside the map's backward, as Megatron-LM
     does (predicted only)."""
+    embedding_parallel: bool = False
+    """Divide the rows of the token embedding among the ranks of the axis tp: each looks up the tokens whose rows it
+    has, and one all-reduce adds the ranks' results (Megatron-LM, torchtitan). A head that shares the embedding's weight
+    needs `loss_parallel` too."""
     loss_parallel: bool = False
     """Divide the vocabulary among the ranks of the axis tp: each has its rows of the head, and its logits alone; the
-    loss takes two small all-reduces, and the gradient of the head's input one. Needs a head of its own, that is a
-    linear map without bias, whose weight no embedding shares."""
+    loss takes two small all-reduces, and the gradient of the head's input one. The head must be a linear map without
+    bias; one that shares the token embedding's weight needs `embedding_parallel` too."""
     recompute: Recompute = "none"
     """`full`: each block keeps only its input, and its backward runs its forward again (gradient checkpointing).
     `selective`: it keeps the outputs of compute-heavy operations too (matrix products, convolutions, attention), and

@@ -116,6 +116,8 @@ USUAL_THRESHOLDS = tuple(float(f"{digit}e{power}") for power in range(-7, -1) fo
 """Thresholds searched where only a least density is given: two per decade."""
 KEPT_KEYS = ("bucket_bytes", "first_bucket_bytes", "overlap")
 """Keys of the scenario's own plan that every candidate keeps, where they are set."""
+OF_VOCABULARIES = ("embedding_parallel", "loss_parallel")
+"""Keys of the scenario's own plan that plans with tensor-parallel ranks keep."""
 OF_SEQUENCES = ("sequence_parallel", "gathered_inputs")
 """The same of plans with tensor-parallel ranks that push no gradients."""
 
@@ -174,7 +176,8 @@ def candidates(
         whole |= {key: own[key] for key in _of_periods(table["method"]) if key in own}
         if table.get("tp", 1) > 1:
             pushes = METHODS[table["method"]].gradients == "push"
-            whole |= {key: own[key] for key in ("loss_parallel", *(() if pushes else OF_SEQUENCES)) if key in own}
+            kept_keys = (*OF_VOCABULARIES, *(() if pushes else OF_SEQUENCES))
+            whole |= {key: own[key] for key in kept_keys if key in own}
         plan = PLAN.validate_python(whole)
         if (sized := _with_axis_sizes(plan, batches)) not in seen:
             seen.add(sized)

@@ -158,6 +158,13 @@ class Lowering:
         return self.whole_layers
 
     @cached_property
+    def part_layers(self) -> tuple[LayerInstance, ...]:
+        """Unrolled layers of the model, with this part of the embedding where tensor-parallel ranks divide it."""
+        if self.scenario.plan.embedding_parallel:
+            return unrolled(held_slice(self.scenario, self.tensor_part))
+        return self.whole_layers
+
+    @cached_property
     def whole_expert_layers(self) -> tuple[LayerInstance, ...]:
         """Layers with experts that ranks divide, as functions of the experts and rows of a rank."""
         layers = unrolled(replace(self.scenario.workload.model, layers=self.scenario.workload.model.expert_layers))

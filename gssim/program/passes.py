@@ -57,7 +57,7 @@ from gssim.program.task import (
 )
 from gssim.program.tensor_slices import layer_groups
 from gssim.result import COMPUTE_PHASES, UPDATE_PHASES
-from gssim.scenario import Scenario, held_layers, held_slice, units_of_ranks
+from gssim.scenario import Scenario, divided_entries, held_layers, held_slice, units_of_ranks
 from gssim.workload import LayerInstance, unrolled
 from gssim.workload.gradient_statistics import GradientStatistics
 
@@ -378,9 +378,8 @@ def _slices_are_equal(scenario: Scenario) -> bool:
     ranks, types = scenario.policies.tp, [device.type for device in scenario.cluster.devices[: scenario.ranks]]
     sliced = scenario.workload.model.sliced_layers if ranks > 1 else ()
     same = all(len(set(units_of_ranks(layer.units, scenario.slice_shares))) == 1 for layer in sliced if layer.units)
-    if ranks > 1 and scenario.plan.loss_parallel:
-        rows = scenario.workload.model.layers[-2].parameters[0].shape[0]
-        same = same and len(set(units_of_ranks(rows, scenario.slice_shares))) == 1
+    for entries in divided_entries(scenario.plan, scenario.workload.model) if ranks > 1 else ():
+        same = same and len(set(units_of_ranks(entries, scenario.slice_shares))) == 1
     return ranks > 1 and same and all(len(set(types[i : i + ranks])) == 1 for i in range(0, len(types), ranks))
 
 

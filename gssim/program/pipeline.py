@@ -68,14 +68,16 @@ def _sum_tied_gradients(low: Lowering, rank: int, replicas: Sequence[Sequence[in
     sharded, precision = low.reduces_after_schedule, scenario.workload.precision
     summed = precision if PRECISION_BYTES[precision] == HALF_BYTES and not sharded else ""
     for tied in low.shared.once(
-        "tied", Same(scenario), lambda: tied_parameters(low.whole_layers, scenario.stage_ranges)
+        "tied",
+        (Same(scenario), low.tensor_part),
+        lambda: tied_parameters(low.part_layers, scenario.stage_ranges),
     ):
         places = sorted({stage % count for stage in tied.stages})
         if mesh.place(rank).pp not in places or len(places) == 1:
             continue
         elements, alike = tied.elements, replicas
         if sharded:
-            rows = low.whole_layers[tied.layer].layer.parameters[tied.place].shape[0]
+            rows = low.part_layers[tied.layer].layer.parameters[tied.place].shape[0]
             chunk = math.ceil(rows / low.shards)
             held = [max(0, min(chunk, rows - i * chunk)) * (elements // rows) for i in range(low.shards)]
             elements = held[mesh.place(rank).dp_shard]

@@ -15,7 +15,8 @@ from gssim.scenario.loading import load_cluster, load_model, load_scenario, read
 from gssim.scenario.scenario import Loaded, Scenario, single_device
 from gssim.scenario.search_space import Objective, SearchSpace
 from gssim.scenario.stages import held_layers, of_no_sample, schedule_of, tied_parameters
-from gssim.scenario.tensor_slices import held_slice, units_of_ranks
+from gssim.scenario.tensor_slices import held_slice
+from gssim.scenario.vocabulary_slices import divided_entries, shares_embedding, units_of_ranks
 
 __all__ = [
     "Loaded",
@@ -26,6 +27,7 @@ __all__ = [
     "after_step",
     "begin",
     "check",
+    "divided_entries",
     "has_master_copy",
     "held_layers",
     "held_slice",
@@ -40,6 +42,7 @@ __all__ = [
     "reduce_precision",
     "rows_by_rank",
     "schedule_of",
+    "shares_embedding",
     "single_device",
     "tied_parameters",
     "units_of_ranks",

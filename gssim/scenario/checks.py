@@ -12,7 +12,12 @@ from gssim.scenario.device_rates import layer_profile
 from gssim.scenario.expert_load import layer_rows
 from gssim.scenario.scenario import Scenario
 from gssim.scenario.stages import schedule_of, stage_cut_error, tied_parameters
-from gssim.scenario.tensor_slices import undivided_reason, units_of_ranks
+from gssim.scenario.vocabulary_slices import (
+    shares_embedding,
+    undivided_embedding_reason,
+    undivided_loss_reason,
+    units_of_ranks,
+)
 from gssim.units import excess
 from gssim.workload import ImageInput, TokenInput, Workload, unrolled
 from gssim.workload.muon import all_matrices
@@ -48,7 +53,7 @@ def check(scenario: Scenario, *, file: str) -> None:
     if policies.tp > 1:
         _check_slices(scenario, policies, file)
     _check_sequence_parts(scenario, policies, file)
-    _check_divided_loss(scenario, policies, file)
+    _check_divided_vocabulary(scenario, policies, file)
     _check_experts(scenario, policies, file)
     _refuse_unused_exchange(plan, policies, file)
     _check_context(scenario, policies, file)
@@ -838,15 +843,23 @@ def _check_equal_owners(scenario: Scenario, where: str) -> None:
         )
 
 
-def _check_divided_loss(scenario: Scenario, policies: Policies, file: str) -> None:
-    """Refuse to divide the vocabulary where there is nobody to divide it among, or the head cannot be divided."""
-    if not scenario.plan.loss_parallel:
-        return
-    where, model = f"{file}: plan.loss_parallel = true", scenario.workload.model
-    if policies.tp == 1:
-        raise UserError(f"{where}: there are no tensor-parallel ranks to divide the vocabulary among; set plan.tp")
-    if (reason := undivided_reason(model)) is not None:
-        raise UserError(f"{where}: the vocabulary of '{model.name}' cannot be divided: {reason}; leave it out")
+def _check_divided_vocabulary(scenario: Scenario, policies: Policies, file: str) -> None:
+    """Refuse to divide the vocabulary where there is nobody to divide it among, or the model's cannot be divided."""
+    plan, model = scenario.plan, scenario.workload.model
+    reasons = {"embedding_parallel": undivided_embedding_reason, "loss_parallel": undivided_loss_reason}
+    asked = [key for key in reasons if getattr(plan, key)]
+    for key in asked:
+        where = f"{file}: plan.{key} = true"
+        if policies.tp == 1:
+            raise UserError(f"{where}: there are no tensor-parallel ranks to divide the vocabulary among; set plan.tp")
+        if (reason := reasons[key](model)) is not None:
+            raise UserError(f"{where}: the vocabulary of '{model.name}' cannot be divided: {reason}; leave it out")
+    if len(asked) == 1 and shares_embedding(model):
+        (other,) = set(reasons) - set(asked)
+        raise UserError(
+            f"{file}: plan.{asked[0]} = true: the head of '{model.name}' has the weight of its token embedding, which "
+            f"is divided for both; set plan.{other} = true too"
+        )
 
 
 def _check_sequence_parts(scenario: Scenario, policies: Policies, file: str) -> None:

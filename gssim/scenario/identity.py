@@ -249,6 +249,7 @@ def _resolved_tables(scenario: ScenarioParts, shared: Shared) -> dict[str, Any]:
         (data["plan"], "zero1_implementation", plan.zero1_implementation == "torch"),
         (data["plan"], "receive_buffers", plan.receive_buffers == "micro-batch"),
         (data["plan"], "offload", plan.offload is None),
+        (data["plan"], "embedding_parallel", not plan.embedding_parallel),
         (data["plan"], "loss_parallel", not plan.loss_parallel),
         (data["plan"], "compress", plan.compress is None),
         (data["plan"], "powersgd", scenario.policies.compressor != "powersgd"),

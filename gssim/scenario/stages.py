@@ -11,7 +11,7 @@ from gssim.errors import UserError
 from gssim.plan import Plan, splitting
 from gssim.scenario.device_rates import layer_costs_s
 from gssim.units import PRECISION_BYTES
-from gssim.workload import Buffer, Layer, LayerInstance, Moment, Parameter, Polynomial, Workload, unrolled
+from gssim.workload import Buffer, Layer, LayerInstance, Moment, Polynomial, Workload, unrolled
 from gssim.workload.layer import NO_COST
 
 INTERLEAVED_STAGES_PER_RANK = 2
@@ -182,7 +182,7 @@ def _untied(layers: Mapping[int, LayerInstance], tied: TiedParameter) -> dict[in
     for number, buffer in tied.uses:
         layer = found.get(number, layers[number].layer)
         last = max((m.position for b in layer.buffers for m in (b.born, b.freed) if m.phase == "b"), default=0)
-        copied = Parameter(name, parameter.shape, buffer.born, Moment("b", last + 1))
+        copied = replace(parameter, name=name, born=buffer.born, ready=Moment("b", last + 1))
         kept = tuple(each for each in layer.buffers if each is not buffer)
         found[number] = replace(layer, parameters=(*layer.parameters, copied), buffers=kept)
         size = buffer.size_bytes

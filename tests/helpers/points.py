@@ -497,6 +497,8 @@ def _later_keys(random: Random, model: Trained, workload: Table, plan: Table) ->
                 plan.pop("recompute", None)
     if plan.get("tp", 1) > 1 and model.lengths and random.random() < 0.5:
         plan["loss_parallel"] = True
+        if random.random() < 0.6:
+            plan["embedding_parallel"] = True
     if workload["precision"] == "fp32" and random.random() < 0.03:
         workload["tf32"] = True
     if method.gradients == "reduce-scatter" and random.random() < 0.15:

@@ -23,6 +23,7 @@ def scenario_with(changes):
 
 
 FP32 = {"workload.reduce_precision": "fp32"}  # which torchtitan's key allows alone
+EMBEDDING = {"plan.embedding_parallel": True}
 HOST = {"cluster": str(ROOT / "scenarios/clusters/dgx-h100.toml")}
 ROUND = [
     ("deepspeed", {"plan.method": "ddp", "plan.micro_batches": 2}),
@@ -46,7 +47,7 @@ ROUND = [
     ("deepspeed", {"plan.method": "zero2", "plan.offload": "optimizer"} | HOST),
     ("accelerate", {"plan.method": "zero3", "plan.offload": "parameters"} | HOST),
     ("torchtitan", {"plan.method": "zero2", "plan.offload": "parameters"} | HOST | FP32),
-    ("torchtitan", {"plan.method": "zero3", "plan.tp": 2, "plan.sequence_parallel": True} | FP32),
+    ("torchtitan", {"plan.method": "zero3", "plan.tp": 2, "plan.sequence_parallel": True} | EMBEDDING | FP32),
     ("deepspeed", {"plan.method": "zero3", "plan.cp": 4}),
     ("accelerate", {"plan.method": "ddp", "workload.precision": "fp32", "workload.autocast": "bf16"}),
 ]
@@ -107,7 +108,8 @@ def test_every_method_is_written_or_refused(to, method):
         ("accelerate", {"plan.method": "ddp", "workload.precision": "fp32", "plan.tp": 2}, "tensor- nor context"),
         ("accelerate", {"plan.method": "hsdp", "plan.dp_replicate": 8, "plan.dp_shard": 1, "plan.cp": 2}, "dp_shard"),
         ("accelerate", {"plan.method": "zero3", "plan.recompute": "selective"}, "plan.recompute"),
-        ("torchtitan", {"plan.method": "zero3", "plan.tp": 2} | FP32, "plan.sequence_parallel"),
+        ("torchtitan", {"plan.method": "zero3", "plan.tp": 2} | EMBEDDING | FP32, "plan.sequence_parallel"),
+        ("torchtitan", {"plan.method": "zero3", "plan.tp": 2} | FP32, "plan.embedding_parallel"),
         ("torchtitan", {"plan.method": "zero3"}, "workload.reduce_precision"),
         ("torchtitan", {"plan.method": "ddp", "plan.cp": 2}, "plan.cp"),  # it shards over these ranks
         ("torchtitan", {"plan.method": "zero3", "workload.tf32": True, "workload.precision": "fp32"}, "workload.tf32"),

@@ -816,17 +816,20 @@ def test_older_torchtitan_drops_nothing(tmp_path, change, said):
 @pytest.mark.parametrize(
     ("model", "said", "divided"),
     [
-        ("llama3-8b", "", True),
-        ("llama3-8b", "disable_loss_parallel = true", None),
-        ("gpt3-1.3b", "", None),  # its head has the embedding's weight
+        ("llama3-8b", "", (True, True)),
+        ("llama3-8b", "disable_loss_parallel = true", (True, None)),
+        ("gpt3-1.3b", "", (True, True)),
+        ("gpt3-1.3b", "disable_loss_parallel = true", (None, None)),  # its head has the embedding's weight
     ],
 )
-def test_torchtitans_parallel_loss(tmp_path, model, said, divided):
+def test_torchtitans_divided_vocabulary(tmp_path, model, said, divided):
     text = TITAN.format(batch=16, replicate=1, shard=-1, reshard="default", mode="full").replace("8192", "2048")
     text = text.replace("[parallelism]", f"[parallelism]\ntensor_parallel_degree = 2\n{said}")
     tables, found = imported(tmp_path, text, name="t.toml", model=model, ignored=["model.*"])
-    assert tables["plan"].get("loss_parallel") is divided
-    assert any("computed whole" in line for line in found.listed) == (model == "gpt3-1.3b")
+    assert (tables["plan"].get("embedding_parallel"), tables["plan"].get("loss_parallel")) == divided
+    assert any("the token embedding of tensor-parallel ranks is whole" in line for line in found.listed) == (
+        divided == (None, None)
+    )
 
 
 @pytest.mark.parametrize(

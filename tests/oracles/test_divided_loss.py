@@ -6,7 +6,7 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[
 
 import torch
 
-from gsreal.methods.loss_parallel import IGNORED, divided_loss
+from gsreal.methods.vocabulary_parallel import IGNORED, divided_loss
 
 
 @pytest.mark.parametrize(("kind", "tolerance"), [("float64", 1e-12), ("float32", 1e-6), ("bfloat16", 1e-2)])

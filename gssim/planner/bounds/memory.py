@@ -140,7 +140,7 @@ class MemoryBounds:
         cut = self.parts.stages(plan, policies)
         ends = tuple((stage[0].index, stage[-1].index, len(stage)) for stage in cut)
         positions = sequence_positions(policies, self.parts.workload)
-        key = ("held", ends, policies.tp, plan.loss_parallel, plan.gathered_inputs, positions)
+        key = ("held", ends, policies.tp, plan.embedding_parallel, plan.loss_parallel, plan.gathered_inputs, positions)
 
         def held() -> list[tuple[Part, Stage]]:
             layers, scenario = cut, self.parts.with_plan(plan)

@@ -11,6 +11,7 @@ from gssim.scenario import Scenario, layers_with_experts, master_bytes, reduce_p
 from gssim.scenario.scenario import sequence_positions
 from gssim.scenario.stages import stage_cut_error
 from gssim.scenario.tensor_slices import context_part, model_slice
+from gssim.scenario.vocabulary_slices import DividedVocabulary, divided_vocabulary
 from gssim.units import PRECISION_BYTES
 from gssim.workload import Layer, LayerInstance, unrolled
 
@@ -88,8 +89,9 @@ class ModelParts:
         position = rank % policies.tp if policies.slices == "shares" else 0
         positions = sequence_positions(policies, self.workload)
         again = plan.gathered_inputs == "gathered-again"
-        key = ("slice", parts, position, positions, plan.loss_parallel, again)
-        return self.once(key, lambda: self._new_slice(key, parts, position, positions, plan.loss_parallel, again))
+        divided = divided_vocabulary(plan, self.value)
+        key = ("slice", parts, position, positions, divided, again)
+        return self.once(key, lambda: self._new_slice(key, parts, position, positions, divided, again))
 
     def _stage_part(self, plan: Plan, policies: Policies, place: int) -> Part:
         stages = self.stages(plan, policies)[place :: policies.pp]
@@ -124,16 +126,15 @@ class ModelParts:
         parts: Sequence[float],
         position: int,
         positions: int | None,
-        loss_parallel: bool,
+        vocabulary: DividedVocabulary | None,
         gathers_again: bool,
     ) -> Part:
         if not self.model.sliced_layers:
             raise UserError("the model does not say how its blocks are cut")
         if any(layer.units and layer.units < len(parts) for layer in self.model.sliced_layers):
             raise UserError("there are fewer units than ranks")
-        value = self.value if loss_parallel else None
         held = model_slice(
-            self.model, parts, position, positions=positions, value_bytes=value, gathers_again=gathers_again
+            self.model, parts, position, positions=positions, vocabulary=vocabulary, gathers_again=gathers_again
         )
         layers = unrolled(held)
         return Part(key, layers, tuple(instance.layer for instance in self.layers))

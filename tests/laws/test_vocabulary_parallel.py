@@ -1,4 +1,4 @@
-"""A vocabulary that tensor-parallel ranks divide (`plan.loss_parallel`): collectives, memory, and refusals."""
+"""A vocabulary that tensor-parallel ranks divide, in embedding and loss: collectives, memory, and refusals."""
 
 from pathlib import Path
 
@@ -10,6 +10,7 @@ from gssim.planner.bounds.bounds import Bounds
 
 SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
 LLAMA = f"{SCENARIOS}/llama3-8b-fsdp.toml"
+BERT = f"{SCENARIOS}/models/bert-base.toml"
 VOCABULARY, WIDTH, TOKENS = 128256, 4096, 2 * 8192  # of a rank's two samples
 
 
@@ -75,10 +76,61 @@ def test_bounds_are_no_more_than_a_simulation(ranks):
     ("file", "changes", "said"),
     [
         ("demo", {"plan.method": "ddp"}, "there are no tensor-parallel ranks"),
-        ("gpt2-unequal-gpus", {"plan.method": "zero2", "plan.tp": 2}, "cannot be divided: its last layer is no linear"),
+        ("gpt2-unequal-gpus", {"plan.method": "zero2", "plan.tp": 2}, r"divided for both; set plan.embedding_parallel"),
+        (
+            "bert-byte",
+            {"plan.method": "tensor", "workload.model": BERT},
+            "cannot be divided: its last layer is no linear",
+        ),
         ("resnet-digits", {"plan.method": "tensor"}, "cannot be divided: it predicts no tokens"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(file, changes, said):
     with pytest.raises(gssim.UserError, match=said):
         gssim.load(f"{SCENARIOS}/{file}.toml", changes | {"plan.loss_parallel": True})
+
+
+# The embedding -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_an_embedding_is_looked_up_in_parts_that_are_added(ranks):
+    whole, divided = (simulate(of(ranks, embedding_parallel=each)) for each in (False, True))
+    size = 2 * WIDTH * TOKENS  # of what is looked up
+    sums = [sum(e.count for e in r.collectives if (e.kind, e.bytes) == ("all-reduce", size)) for r in (whole, divided)]
+    groups = len({each.group for each in divided.collectives if each.kind == "all-reduce" and each.bytes == size})
+    assert sums[1] - sums[0] == groups
+    table, shards = 2 * VOCABULARY * WIDTH, 8 // ranks
+    saved = whole.ranks[0].peak_allocated_bytes - divided.ranks[0].peak_allocated_bytes
+    assert saved > (1 - 1 / ranks) * table / shards * 3  # the shard's values and two moments, at least
+
+
+def test_a_weight_of_both_ends_is_divided_once_and_both_ends_of_a_pipeline_hold_the_same_part():
+    file = f"{SCENARIOS}/gpt3-1024-3d.toml"
+    changes = {"plan.zero1_implementation": "torch", "plan.schedule": "1f1b", "plan.micro_batches": 4, "plan.tp": 2}
+    changes |= {"plan.pp": 2, "plan.dp_replicate": 2, "plan.ranks": 8, "workload.global_batch_size": 8}
+    changes |= {"workload.model": f"{SCENARIOS}/models/gpt3-1.3b.toml", "run.extrapolate_micro_batches": False}
+    results = []
+    for each in (False, True):
+        both = {"plan.embedding_parallel": each, "plan.loss_parallel": each}
+        results.append(simulate(gssim.load(file, changes | both)))
+    table = 2 * 50257 * 2048
+    sums = [
+        {e.bytes for e in each.collectives if e.kind == "all-reduce" and set(e.group) == {0, 4}} for each in results
+    ]
+    assert table in sums[0]
+    assert sums[1] == {2 * 25129 * 2048}  # of 50257 rows the first rank has one more
+    whole, divided = ({rank: each.peak_allocated_bytes for each in r.ranks for rank in each.ranks} for r in results)
+    saved = [whole[rank] - divided[rank] for rank in range(8)]
+    assert min(saved) > 0.25 * table
+
+
+def test_an_embedding_alone_is_refused_where_the_head_has_its_weight():
+    changes = {"plan.method": "zero2", "plan.tp": 2, "plan.embedding_parallel": True}
+    with pytest.raises(gssim.UserError, match=r"divided for both; set plan.loss_parallel = true too"):
+        gssim.load(f"{SCENARIOS}/gpt2-unequal-gpus.toml", changes)
+    with pytest.raises(gssim.UserError, match=r"head, which shares the embedding's weight, has other parameters"):
+        gssim.load(
+            f"{SCENARIOS}/bert-byte.toml",
+            {"plan.method": "tensor", "workload.model": BERT, "plan.embedding_parallel": True},
+        )

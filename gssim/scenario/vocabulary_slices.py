@@ -1,0 +1,303 @@
+"""The vocabulary divided among tensor-parallel ranks: rows of the token embedding, and of the head with its loss.
+
+Each rank looks up the tokens whose rows it has, and one all-reduce adds the ranks' results (`plan.embedding_parallel`;
+Megatron-LM, core/tensor_parallel/layers.py, VocabParallelEmbedding). Each has its rows of the head, and its logits
+alone (`plan.loss_parallel`). A weight that both share is divided once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from gssim.plan import Plan, splitting
+from gssim.units import PRECISION_BYTES
+from gssim.workload import (
+    Buffer,
+    Layer,
+    Model,
+    Moment,
+    Parameter,
+    Polynomial,
+    Reduction,
+    TokenInput,
+    layer_input_gradient,
+    layer_output,
+)
+
+
+@dataclass(frozen=True)
+class DividedVocabulary:
+    """What tensor-parallel ranks divide of the vocabulary."""
+
+    embedding: bool
+    loss: bool
+    value_bytes: int
+    """Of an element as it is trained."""
+
+
+def divided_vocabulary(plan: Plan, value_bytes: int) -> DividedVocabulary | None:
+    """Return what the ranks of a plan divide of the vocabulary; None: nothing."""
+    if not (plan.embedding_parallel or plan.loss_parallel):
+        return None
+    return DividedVocabulary(plan.embedding_parallel, plan.loss_parallel, value_bytes)
+
+
+def divided_entries(plan: Plan, model: Model) -> list[int]:
+    """Return the numbers of rows of the weights that the ranks of a plan divide by the vocabulary."""
+    weight, divided = token_embedding(model), []
+    if plan.embedding_parallel and weight is not None:
+        divided.append(weight.shape[0])
+    if plan.loss_parallel and not shares_embedding(model):
+        divided.append(model.layers[-2].parameters[0].shape[0])
+    return divided
+
+
+def units_of_ranks(units: int, parts: Sequence[float]) -> tuple[int, ...]:
+    """Return the number of units of a block, or of rows of the vocabulary, on each rank: largest remainders, as
+    `splitting.split`.
+
+    >>> units_of_ranks(8, [0.7, 0.2, 0.1])
+    (6, 1, 1)
+    """
+    return splitting.split(units, parts)
+
+
+def undivided_loss_reason(model: Model) -> str | None:
+    """Return why ranks cannot divide the vocabulary of a model's head and loss; None: they can."""
+    if not isinstance(model.input, TokenInput) or model.input.classes is not None or len(model.layers) < 2:
+        return "it predicts no tokens"
+    if model.loss_fused:
+        return "its loss is fused with the head"
+    head, loss = model.layers[-2:]
+    shapes = [parameter.shape for parameter in head.parameters]
+    tied = shares_embedding(model) and not shapes
+    if loss.modules or head.block or not (tied or (len(shapes) == 1 and len(shapes[0]) == 2)):
+        return "its last layer is no linear map without bias, whose weight is its own or the token embedding's"
+    output = layer_output(head.buffers, head.output_bytes)
+    if (
+        output is None
+        or len(output.size_bytes.terms) != 1
+        or layer_input_gradient(head.buffers) is None
+        or len(head.buffers) != (3 if tied else 2)
+    ):
+        return "its head is not traced as one matrix product"
+    return None
+
+
+def undivided_embedding_reason(model: Model) -> str | None:
+    """Return why ranks cannot divide a model's token embedding; None: they can."""
+    if not isinstance(model.input, TokenInput):
+        return "its input is no tokens"
+    if token_embedding(model) is None:
+        return "its first layer has no embedding of the whole vocabulary"
+    if _lookup(model.layers[0], model) is None:
+        return "its embedding is not traced as one lookup"
+    if shares_embedding(model) and model.layers[-2].parameters:
+        return "its head, which shares the embedding's weight, has other parameters"
+    return None
+
+
+def token_embedding(model: Model) -> Parameter | None:
+    """Return the weight of a model's token embedding, the first parameter of its first layer; None if it has none."""
+    first = model.layers[0]
+    if not isinstance(model.input, TokenInput) or first.block or not first.parameters:
+        return None
+    weight = first.parameters[0]
+    return weight if len(weight.shape) == 2 and weight.shape[0] >= model.input.vocabulary else None
+
+
+def shares_embedding(model: Model) -> bool:
+    """Return whether a model's head has the weight of its token embedding: its gradient arises there, and is added
+    where the embedding's does.
+    """
+    weight = token_embedding(model)
+    if weight is None or len(model.layers) < 2:
+        return False
+    table = weight.elements * PRECISION_BYTES[model.traced_precision]
+    return any(
+        each.born.phase == "b" and each.freed.layer_offset < 0 and _is_constant(each.size_bytes, table)
+        for each in model.layers[-2].buffers
+    )
+
+
+def _is_constant(size: Polynomial, value: int) -> bool:
+    return size.terms == ((value, 0, 0),) and not (size.unit_terms or size.part_terms or size.row_terms)
+
+
+def _lookup(layer: Layer, model: Model) -> Buffer | None:
+    """Return the output of the lookup in a model's first layer: the first tensor with a row for every token."""
+    row_bytes = layer.parameters[0].shape[1] * PRECISION_BYTES[model.traced_precision]
+    found = [
+        each
+        for each in layer.buffers
+        if each.born.phase == "f" and len(each.size_bytes.terms) == 1  # of a model traced at one length, of sequences
+        for size, samples, _ in each.size_bytes.terms
+        if samples == 1 and not size % row_bytes
+    ]
+    return min(found, key=lambda each: each.born.position, default=None)
+
+
+def divided_layers(
+    model: Model, layers: Sequence[Layer], parts: Sequence[float], position: int, vocabulary: DividedVocabulary
+) -> list[Layer]:
+    """Return a rank's layers with its part of the vocabulary.
+
+    Args:
+        model: the whole one, whose vocabulary can be divided.
+        layers: its layers as the rank runs them, with the whole vocabulary.
+        parts: every rank's share.
+        position: the rank's among them.
+        vocabulary: what is divided.
+    """
+    layers, weight = list(layers), token_embedding(model)
+    how = {"traced_bytes": PRECISION_BYTES[model.traced_precision], "value_bytes": vocabulary.value_bytes}
+    if vocabulary.embedding:
+        assert weight is not None  # a scenario is checked for it
+        rows = units_of_ranks(weight.shape[0], parts)[position]
+        layers = _divided_embedding(model, layers, rows, vocabulary.value_bytes)
+    if vocabulary.loss:
+        (head,) = model.layers[-2].parameters or (weight,)
+        assert head is not None
+        entries = head.shape[0]
+        rows = units_of_ranks(entries, parts)[position]
+        layers[-2:] = divided_loss(*layers[-2:], rows, entries, **how)
+    return layers
+
+
+LOOKUP_OPERATIONS = 7
+"""Operations beside the lookup itself: which tokens are the rank's, and zeros for the others."""
+
+
+def _divided_embedding(model: Model, layers: Sequence[Layer], rows: int, value_bytes: int) -> list[Layer]:
+    """Return layers with so many rows of the token embedding: those of gsreal.methods.vocabulary_parallel.
+
+    Of each token there are, besides, an index until the backward of the lookup, and for a moment a second one and a
+    flag. Gradients of the whole table, also of a head that shares it, are of its rows alone.
+    """
+    weight = layers[0].parameters[0]
+    traced_bytes = PRECISION_BYTES[model.traced_precision]
+    share, table = rows / weight.shape[0], weight.elements * traced_bytes
+    own_table = Polynomial(((rows * weight.shape[1] * traced_bytes, 0, 0),))
+
+    def without_others(quantity: Polynomial | None) -> Polynomial | None:
+        """Return bytes that are moved, without the tables of the other ranks."""
+        if quantity is None:
+            return None
+        terms = tuple(
+            (c - round(c // table * table * (1 - share)) if i == j == 0 else c, i, j) for c, i, j in quantity.terms
+        )
+        return replace(quantity, terms=terms)
+
+    changed = []
+    for number, layer in enumerate(layers):
+        buffers = [
+            replace(each, size_bytes=own_table) if _is_constant(each.size_bytes, table) else each
+            for each in layer.buffers
+        ]
+        if number in (0, weight.born.layer_offset):
+            names = [f"{phase}_{what}" for phase in ("forward", "backward") for what in ("bytes", "streamed_bytes")]
+            moved: dict[str, Any] = {name: without_others(getattr(layer, name)) for name in names}
+            layer = replace(layer, frozen=None, deepest=None, untrained_buffers=None, **moved)
+        changed.append(replace(layer, buffers=tuple(buffers)))
+    first, found = changed[0], _lookup(layers[0], model)
+    assert found is not None  # a scenario is checked for it
+    at, ((found_bytes, *powers),) = found.born, found.size_bytes.terms
+    tokens = found_bytes // (weight.shape[1] * traced_bytes)
+
+    def per_token(size: float) -> Polynomial:
+        return Polynomial(((round(tokens * size * traced_bytes / value_bytes), powers[0], powers[1]),))
+
+    masked = found.size_bytes.plus(found.size_bytes)  # read and written, to be zero where the token is another rank's
+    small = (
+        Buffer(at, weight.born, "activations", per_token(8)),
+        Buffer(at, at, "temporaries", per_token(8 + 1)),
+    )
+    streamed = first.forward_streamed_bytes
+    changed[0] = replace(
+        first,
+        parameters=(replace(weight, shape=(rows, weight.shape[1]), sliced=True), *first.parameters[1:]),
+        buffers=(*first.buffers, *small),
+        reductions=(*first.reductions, Reduction(at, found.size_bytes)),
+        forward_bytes=first.forward_bytes.plus(masked),
+        forward_streamed_bytes=None if streamed is None else streamed.plus(masked),
+        forward_operations=first.forward_operations + LOOKUP_OPERATIONS,
+    )
+    return changed
+
+
+WIDE_BYTES = 4
+"""Bytes of an element of what is summed over a divided vocabulary, or those of the logits if these have more."""
+
+
+@lru_cache(maxsize=256)
+def divided_loss(
+    head: Layer, loss: Layer, rows: int, entries: int, *, traced_bytes: int, value_bytes: int
+) -> tuple[Layer, Layer]:
+    """Return head and loss of a rank with so many rows of the vocabulary's entries, of those that have all of it.
+
+    `traced_bytes`: of an element as traced; `value_bytes`: as it is trained. The loss is that of gsreal.methods.
+    vocabulary_parallel: wide logits become exponentials, and these the gradient, in place, until the head's backward is
+    done; narrow ones are cast, and so is their gradient. Of each token there are, besides: an index, two flags and two
+    sums until the backward, and for a moment the largest logit, and as much again as the sums.
+    """
+    share = rows / entries
+    output, gradient = layer_output(head.buffers, head.output_bytes), layer_input_gradient(head.buffers)
+    assert output is not None  # a scenario is checked for it
+    assert gradient is not None
+    used = max((each.freed for each in loss.buffers if each.freed.layer_offset == -1), key=lambda each: each.position)
+    shared = tuple(each for each in head.buffers if each is not output and each is not gradient)  # of a tied weight
+    made = max((each.ready.position for each in head.parameters), default=used.position)
+    summed = Moment("b", max(made, gradient.born.position) + 1)
+    wide = max(WIDE_BYTES, value_bytes)
+    ((logits_bytes, *powers),) = output.size_bytes.terms  # of a model traced at one length, of whole sequences
+    tokens = logits_bytes // (entries * traced_bytes)
+
+    def per_token(size: float) -> Polynomial:
+        return Polynomial(((round(tokens * size * traced_bytes / value_bytes), powers[0], powers[1]),))
+
+    def of(born: str, freed: str, category: str, size: Polynomial) -> Buffer:
+        return Buffer(Moment.parse(born), Moment.parse(freed), category, size)
+
+    own_logits = per_token(rows * value_bytes)
+    scalars = [each for each in loss.buffers if all(i == 0 for _, i, _ in each.size_bytes.terms)]
+    last = max((each.freed.position for each in scalars if each.freed.layer_offset == 0), default=3)
+    end = f"b{last}"
+    small = [
+        of("f1", "f2", "temporaries", per_token(wide)),
+        of("f2", end, "activations", per_token(8 + 1 + 1)),
+        of("f3", end, "activations", per_token(2 * wide)),
+        of("f4", "f5", "temporaries", per_token(2 * wide)),
+        of("b1", "b2", "temporaries", per_token(2 * wide)),
+    ]
+    if value_bytes < WIDE_BYTES:
+        logits = replace(output, size_bytes=own_logits)
+        small += [of("f0", end, "activations", per_token(rows * wide))]
+        small += [Buffer(Moment.parse(end), used, "temporaries", own_logits)]
+    else:
+        logits = replace(output, category="activations", freed=replace(used, layer_offset=0), size_bytes=own_logits)
+    partial, whole = replace(gradient, freed=summed), replace(gradient, born=summed)
+    reductions = [Reduction(Moment("f", place), per_token(size)) for place, size in ((1, wide), (4, 2 * wide))]
+    own_head = replace(
+        _scaled(head, share),
+        parameters=tuple(replace(each, shape=(rows, each.shape[1]), sliced=True) for each in head.parameters),
+        buffers=(logits, *shared, partial, whole),
+        reductions=(Reduction(summed, gradient.size_bytes),),
+        output_bytes=own_logits,
+    )
+    own_loss = replace(
+        _scaled(loss, share), buffers=(*scalars, *small), reductions=tuple(reductions), output_bytes=loss.output_bytes
+    )
+    return own_head, own_loss
+
+
+def _scaled(layer: Layer, share: float) -> Layer:
+    """Return a layer with a share of the work, of which nearly all is in proportion to the vocabulary."""
+    names = [f"{phase}_{what}" for phase in ("forward", "backward") for what in ("flop", "bytes", "streamed_bytes")]
+    changes: dict[str, Any] = {"frozen": None, "deepest": None, "untrained_buffers": None}
+    for name in names:
+        size = getattr(layer, name)
+        if size is not None:
+            terms = tuple((round(c * share), i, j) for c, i, j in size.terms)
+            changes[name] = Polynomial(terms)
+    return replace(layer, **changes)
