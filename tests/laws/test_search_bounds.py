@@ -109,7 +109,7 @@ TIED = ("workload.model='models/gpt2-124m.toml'", "workload.optimizer='sgd'")
     [
         ((), ("full",)),
         pytest.param((), ("none", "selective"), marks=pytest.mark.slow),
-        (TIED, ("none",)),
+        pytest.param(TIED, ("none",), marks=pytest.mark.slow),
         pytest.param(TIED, ("selective", "full"), marks=pytest.mark.slow),
     ],
     ids=["alone", "alone-selective", "tied", "tied-recomputed"],
