@@ -63,6 +63,10 @@ class MemoryTracker:
         self._transient["compute"] = NOTHING
 
 
+MEMORY_STEPS = 2
+"""Number of steps over which memory is added up: the second starts with what the first leaves."""
+
+
 def memory_after(program: Program, role: int, steps: int) -> MemoryTracker:
     """Return the memory of a role after so many steps, all tasks one after another in the order of the program.
 

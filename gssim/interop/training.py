@@ -451,7 +451,7 @@ def _vocabulary(training: Training, keys: Keys, model: Model, tp: int) -> list[E
     divided = {key: value for key, value in asked.items() if whole[key][1](model) is None}
     if len(divided) == 1 and shares_embedding(model):
         divided = {}
-    for key in set(asked) - set(divided):
+    for key in (key for key in asked if key not in divided):
         what = f"approximated: {whole[key][2]} tensor-parallel ranks is whole"
         keys.listed.append((asked[key].origin, what))
     return [Entry(f"plan.{key}", True, value.origin) for key, value in divided.items()]

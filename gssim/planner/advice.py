@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial, reduce
 from typing import Any
 
-from gssim.engine import memory_after
+from gssim.engine import MEMORY_STEPS, memory_after
 from gssim.errors import UserError
 from gssim.program import Program, lower
 from gssim.result import Result
@@ -13,8 +13,6 @@ from gssim.result.result import Remedy
 from gssim.scenario import Loaded, Scenario, check
 from gssim.simulation import MemoryFootprint, footprints_of, host_misfit, tightest_margin, worst_misfit
 
-STEPS = 2
-"""Number of steps over which memory is added up: the second starts with what the first leaves."""
 MAX_RANKS = 8192
 """More ranks are not suggested."""
 
@@ -97,7 +95,7 @@ def _program(loaded: Loaded) -> Program:
 def _footprints(scenario: Scenario, program: Program) -> list[MemoryFootprint]:
     """Return the footprint of the first rank of each role, all tasks taken in the order of the program."""
     roles = range(len(program.tasks))
-    peaks = [(program.role_of.index(role), memory_after(program, role, STEPS).peak) for role in roles]
+    peaks = [(program.role_of.index(role), memory_after(program, role, MEMORY_STEPS).peak) for role in roles]
     return footprints_of(scenario, program, peaks)
 
 

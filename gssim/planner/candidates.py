@@ -116,10 +116,8 @@ USUAL_THRESHOLDS = tuple(float(f"{digit}e{power}") for power in range(-7, -1) fo
 """Thresholds searched where only a least density is given: two per decade."""
 KEPT_KEYS = ("bucket_bytes", "first_bucket_bytes", "overlap")
 """Keys of the scenario's own plan that every candidate keeps, where they are set."""
-OF_VOCABULARIES = ("embedding_parallel", "loss_parallel")
-"""Keys of the scenario's own plan that plans with tensor-parallel ranks keep."""
-OF_SEQUENCES = ("sequence_parallel", "gathered_inputs")
-"""The same of plans with tensor-parallel ranks that push no gradients."""
+OF_TENSOR_RANKS = ("sequence_parallel", "gathered_inputs", "embedding_parallel", "loss_parallel")
+"""Keys of the scenario's own plan that candidates with tensor-parallel ranks keep."""
 
 
 @dataclass(frozen=True)
@@ -175,9 +173,7 @@ def candidates(
             whole["zero1_implementation"] = scenario.plan.zero1_implementation
         whole |= {key: own[key] for key in _of_periods(table["method"]) if key in own}
         if table.get("tp", 1) > 1:
-            pushes = METHODS[table["method"]].gradients == "push"
-            kept_keys = (*OF_VOCABULARIES, *(() if pushes else OF_SEQUENCES))
-            whole |= {key: own[key] for key in kept_keys if key in own}
+            whole |= {key: own[key] for key in OF_TENSOR_RANKS if key in own}
         plan = PLAN.validate_python(whole)
         if (sized := _with_axis_sizes(plan, batches)) not in seen:
             seen.add(sized)

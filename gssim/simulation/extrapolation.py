@@ -14,16 +14,13 @@ peak exceeds it by what each period adds.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from gssim.engine import memory_after
+from gssim.engine import MEMORY_STEPS, memory_after
 from gssim.execution.cache import Shared
 from gssim.program import Program
 from gssim.result import Collective, LinkUse, RankClass, Result
 from gssim.scenario import Scenario
 from gssim.simulation.footprint import Peak
 from gssim.simulation.report import cost_usd, energy_j
-
-STEPS = 2
-"""Number of steps over which memory is added up: the second starts with what the first leaves."""
 
 
 def simulated_counts(scenario: Scenario) -> tuple[int, int] | None:
@@ -66,8 +63,8 @@ def further_peaks(more: Program, longest: Program, *, periods: float) -> Mapping
     further = {}
     for role in range(len(more.tasks)):
         same_role = longest.role_of[more.role_of.index(role)]
-        before = more.once(memory_after, role, STEPS).peak
-        after = longest.once(memory_after, same_role, STEPS).peak
+        before = more.once(memory_after, role, MEMORY_STEPS).peak
+        after = longest.once(memory_after, same_role, MEMORY_STEPS).peak
         added = {category: size - before.get(category, 0.0) for category, size in after.items()}
         further[role] = {category: periods * size for category, size in added.items() if size}
     return further

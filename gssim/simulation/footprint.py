@@ -31,7 +31,7 @@ from itertools import chain, groupby, repeat
 from typing import Any
 
 from gssim.cluster import DeviceType
-from gssim.engine import MemoryTracker
+from gssim.engine import MEMORY_STEPS, MemoryTracker
 from gssim.memory import Block, CachingAllocator, Event, Footprint, NoMemoryLeftError, Request, rounded_bytes
 from gssim.program import Chunk, Program, Task, parts_of, unnumbered
 from gssim.result import CATEGORIES
@@ -39,7 +39,6 @@ from gssim.result.result import Fit, Margin
 from gssim.scenario import Scenario
 from gssim.units import PRECISION_BYTES
 
-STEPS = 2
 TOLERANCE_RATIO = 1e-3
 """Largest difference between the replay's peak of requested bytes and the known one."""
 NEAR_RATIO = 0.99
@@ -86,7 +85,7 @@ def _peak_without(program: Program, role: int, left_out: range) -> float:
     """Return the peak of requested bytes without some micro-batches, as far as it is known without a replay."""
     memory = MemoryTracker(dict(program.persistent[role]))
     parts = _without(program, role, left_out)
-    memory.run([part.need if isinstance(part, Task) else part.template.need for part in parts] * STEPS)
+    memory.run([part.need if isinstance(part, Task) else part.template.need for part in parts] * MEMORY_STEPS)
     return memory.peak_bytes
 
 
@@ -143,7 +142,7 @@ def _run(program: Program, role: int, tasks: Iterable[Task], live: "_LiveTensors
             if category not in ("optimizer", "workspace"):
                 yield live.kept(category, sizes)
         tasks_begun: Counter[str] = Counter()
-        for _ in range(STEPS):
+        for _ in range(MEMORY_STEPS):
             for need, phase in needs:
                 tasks_begun[phase] += 1
                 kept = on_nth_task.get((phase, tasks_begun[phase]))

@@ -135,13 +135,13 @@ def test_plans_of_tensor_ranks_divide_sequences_as_the_scenarios_own_does_within
     seen = set()
     for each in candidates(made, space, Batches(bounds)):
         divided = (each.plan.sequence_parallel, each.plan.gathered_inputs)
-        divides = each.plan.tp > 1 and METHODS[each.plan.method].gradients != "push"
+        divides = each.plan.tp > 1
         assert divided == ((True, gathered) if divides else (False, "kept"))
         result = workers.answer_of(each.plan)
         if divides and not isinstance(result, UserError):
             seen.add(each.plan.method)
             check_bounds(workers, bounds, each, result)
-    assert {"ddp", "zero1", "zero3", "tensor"} <= seen
+    assert {"ddp", "zero1", "zero3", "tensor", "gs"} <= seen
 
 
 def test_of_plans_that_come_to_the_same_the_first_is_shown():

@@ -17,16 +17,13 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from gssim.engine import Machine, allocates_beside_compute, memory_after
+from gssim.engine import MEMORY_STEPS, Machine, allocates_beside_compute, memory_after
 from gssim.execution.cache import Shared
 from gssim.planner.bounds.collectives import CollectiveBounds
 from gssim.planner.bounds.compute import chance_of
 from gssim.program import Program, Task, TaskId
 from gssim.scenario import Scenario
 from gssim.simulation import outside_bytes
-
-STEPS = 2
-"""Number of steps over which memory is added up: the second starts with what the first leaves."""
 
 
 def step_time_s(scenario: Scenario, program: Program, collectives: CollectiveBounds) -> float:
@@ -123,7 +120,7 @@ def peaks(program: Program) -> list[tuple[int, Mapping[str, float]]] | None:
     roles = range(len(program.tasks))
     if any(program.once(allocates_beside_compute, role) for role in roles):
         return None
-    return [(program.role_of.index(role), program.once(memory_after, role, STEPS).peak) for role in roles]
+    return [(program.role_of.index(role), program.once(memory_after, role, MEMORY_STEPS).peak) for role in roles]
 
 
 def full_ratio(scenario: Scenario, program: Program, peak_of: Sequence[tuple[int, Mapping[str, float]]]) -> float:
