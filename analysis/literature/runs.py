@@ -231,7 +231,8 @@ class Software:
     """Logits in float exist as one tensor at a time (Megatron-LM, core/tensor_parallel/cross_entropy.py)."""
     pipelined_maps: bool = False
     """The all-gather of a tensor-parallel layer's input is split into parts that alternate with the product, and no
-    gathered tensor is saved (torch's asynchronous tensor parallelism). The overlap itself is not modelled."""
+    gathered tensor is saved; reduce-scatters likewise (torch's asynchronous tensor parallelism, Transformer Engine's
+    userbuffers). With `gathers_alone`."""
     fused_projections: bool = False
     """Queries, keys and values are one product of the input, and so are the gate and the other map (Megatron-LM)."""
     kernels: str | None = None

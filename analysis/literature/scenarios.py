@@ -272,6 +272,8 @@ def plan_of(run: Run) -> dict[str, Any]:
         plan["ep"] = run.ep
         if run.etp not in (None, run.tp):
             plan["etp"] = run.etp
+    if run.software.pipelined_maps:
+        plan["tp_overlap"] = True
     if run.flat_optimizer and run.method == "zero1":
         plan["zero1_implementation"] = "megatron"
     if run.pp > 1:

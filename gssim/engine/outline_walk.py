@@ -1,23 +1,23 @@
 """The walk of outlines: ranks of pipelines, whose tasks repeat for every micro-batch, with one step for each chunk.
 
 [Note: outline] Between two messages a rank of a pipeline runs a chunk (see [Note: chunks] in `program.task`): tasks of
-its own and collectives of its tensor group. Where no other traffic of the program can cross the links of such a
-collective, it takes the same time whenever it begins, and so does the chunk: it is priced once, as a row of delays,
-which are added one after another as the clock would add them. That holds if the collective has one class of ranks, on
-whose compute stream all users of its links run one after another, and one session of flows. Chunks of other collectives
-are taken apart into their tasks. What is left are messages and the collectives after the schedule, which take part in
-simulated time: they start when the last of their members arrives, on links that they may share.
+its own and collectives of its tensor group, some of them beside its tasks. Where no other traffic of the program can
+cross the links of such a collective, it takes the same time whenever it begins, and so does the chunk: it is priced
+once, as a row of delays, which are added one after another as the clock would add them. That holds if the collective
+has one class of ranks, which lets all users of its links run one after another, and one session of flows. Chunks of
+other collectives are taken apart into their tasks. What is left are messages and the collectives after the schedule,
+which take part in simulated time: they start when the last of their members arrives, on links that they may share.
 
 Like the vectorised walk, it is exact where ranks are independent between collectives ([Note: ahead] in `fast_path`) and
-only compute streams allocate memory.
+only compute streams allocate memory; but for rounding where collectives run beside tasks.
 """
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from operator import add
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import simpy
 
@@ -42,6 +42,8 @@ class _Piece(NamedTuple):
     goes_on: bool
     """See `Issue`."""
     phase: str
+    beside: Literal["", "begins", "ends"] = ""
+    """Whether a collective beside the compute stream begins, which takes these times, or is waited for."""
 
 
 class _Priced(NamedTuple):
@@ -101,6 +103,8 @@ class _Rank:
     waiting: dict[tuple[int, int], list["_Stream"]] = field(default_factory=dict)
     issued_s: float = 0.0
     """Time at which the host had issued its latest task with an issue time."""
+    beside_s: float = 0.0
+    """End of the latest collective beside the compute stream."""
 
     def __post_init__(self) -> None:
         """Make room for all steps."""
@@ -145,28 +149,43 @@ class _Role:
         last = {part.last for part in self.parts if isinstance(part, Chunk)}
         return any(slot not in self.stream_of and name not in last for name, slot in self.slot_of.items())
 
-    def operations(self, whole: Collection[int], number: Callable[[Task], int]) -> dict[str, list[_Operation]]:
-        """Return the operations of each stream.
+    def operations(
+        self, whole: Collection[int], number: Callable[[Task], int]
+    ) -> tuple[dict[str, list[_Operation]], int]:
+        """Return the operations of each stream, and the number of their slots.
 
         `whole`: identities of templates that are priced as a whole. `number`: of the collective that a task joins.
         """
         streams: dict[str, list[_Operation]] = defaultdict(list)
         streams["compute"] = []
+        slots = dict(self.slot_of)
+        stream_of = {task: self.stream_of[slot] for task, slot in slots.items() if slot in self.stream_of}
         for part in self.parts:
             if isinstance(part, Task):
-                self._add(streams, part, number)
+                self._add(streams, part, number, slots, stream_of)
             elif id(part.template) in whole:
-                slot = self.slot_of.get(part.last, -1)
+                slot = slots.get(part.last, -1)
                 streams["compute"].append(_Operation((), slot, id(part.template), None, -1))
             else:
-                for task in part.tasks:
-                    self._add(streams, task, number)
-        return streams
+                tasks = part.tasks
+                for each in (each for task in tasks for each in task.after):
+                    slots.setdefault(each, len(slots))
+                stream_of |= {task.id: task.stream for task in tasks if task.id in slots}
+                for task in tasks:
+                    self._add(streams, task, number, slots, stream_of)
+        return streams, len(slots)
 
-    def _add(self, streams: dict[str, list[_Operation]], task: Task, number: Callable[[Task], int]) -> None:
-        after = [self.slot_of[each] for each in task.after]
-        after = [slot for slot in after if self.stream_of.get(slot, "compute") != task.stream]  # else in its own order
-        slot = self.slot_of.get(task.id, -1)
+    @staticmethod
+    def _add(
+        streams: dict[str, list[_Operation]],
+        task: Task,
+        number: Callable[[Task], int],
+        slots: Mapping[TaskId, int],
+        stream_of: Mapping[TaskId, str],
+    ) -> None:
+        others = [each for each in task.after if stream_of.get(each, "compute") != task.stream]  # else in its own order
+        after = [slots[each] for each in others]
+        slot = slots.get(task.id, -1)
         meeting = -1 if task.communication is None else number(task)
         if after or slot >= 0 or meeting >= 0 or task.duration_s or task.issue is not None:
             streams[task.stream].append(_Operation(tuple(after), slot, -1, task, meeting))
@@ -217,14 +236,10 @@ class OutlineWalk:
     # Preparation ------------------------------------------------------------------------------------------------------
 
     def _link_owners(self) -> dict[int, int]:
-        """Return for each class of links the class of ranks on whose compute stream all its users run; -1: none."""
+        """Return for each class of links the class of ranks whose users of it run one after another; -1: none."""
         machine = self.machine
         owners: dict[int, int] = {}
-        beside: set[int] = set()
-        for tasks in machine.program.tasks:
-            for part in parts_of(tasks):
-                if isinstance(part, Task) and part.exchange is not None and part.stream != "compute":
-                    beside |= set(map(id, machine.arranged.of(part.exchange)))
+        beside = self._beside_others()
         for several in machine.arranged.all:
             for instance in several:
                 alone = len(instance.classes) == 1 and id(instance) not in beside
@@ -234,6 +249,27 @@ class OutlineWalk:
                         for link in group.links:
                             owners[link] = owner if owners.get(link, owner) == owner else -1
         return owners | dict.fromkeys(machine.network.busy_links, -1)
+
+    def _beside_others(self) -> set[int]:
+        """Return the identities of instances of one class that others of the class may meet on the same links.
+
+        Those are collectives beside the compute stream that it does not wait for before it comes to the others.
+        """
+        arranged, found = self.machine.arranged, set[int]()
+
+        def is_of_one_class(exchange: Communication) -> bool:
+            return all(len(each.classes) == 1 for each in arranged.of(exchange))
+
+        for tasks in self.machine.program.tasks:
+            for exchange, other in _meetings(tasks, is_of_one_class):
+                others = [self._links_of(each) for each in arranged.of(other)] if other is not None else []
+                for one in arranged.of(exchange):
+                    if other is None or not all(map(self._links_of(one).isdisjoint, others)):
+                        found.add(id(one))
+        return found
+
+    def _links_of(self, instance: CollectiveInstance) -> frozenset[int]:
+        return frozenset().union(*(self.machine.network.folded.of(stage).links for stage in instance.schedule.stages))
 
     def _prepare(self, instance: CollectiveInstance) -> PreparedTransfer | None:
         """Return what an instance takes on idle links, once for all times; None where that is not known."""
@@ -252,24 +288,25 @@ class OutlineWalk:
     def _priced(self, template: Template, index: int) -> _Priced | None:
         """Return a template's time for a class; None where that is not the same at all times."""
         pieces, instances = [], []
+        beside: TaskId | None = None  # collective beside the compute stream that is not waited for yet
         for task in template.tasks:
             if task.communication is None:
+                if beside in task.after:
+                    pieces.append(_Piece((), None, False, task.phase, "ends"))
+                    beside = None
                 host_s, goes_on = (task.issue.host_s, task.issue.goes_on) if task.issue else (None, False)
-                delays_s: tuple[float, ...] | None = (task.duration_s,) if task.duration_s else ()
-            else:
-                assert task.exchange is not None
-                _, instance = self._instance_of(task.exchange, index)
-                instances.append(instance)
-                host_s, goes_on, delays_s = None, False, self._alone_delays(instance, index)
-            if delays_s is None:
+                pieces.append(_Piece((task.duration_s,) if task.duration_s else (), host_s, goes_on, task.phase))
+                continue
+            assert task.exchange is not None
+            _, instance = self._instance_of(task.exchange, index)
+            instances.append(instance)
+            delays_s = self._alone_delays(instance, index)
+            if delays_s is None or beside is not None:
                 return None
-            pieces.append(_Piece(delays_s, host_s, goes_on, task.phase))
-        seconds: dict[str, float] = defaultdict(float)
-        for piece in pieces:
-            seconds[piece.phase] += sum(piece.delays_s)
-        delays = tuple(delay_s for piece in pieces for delay_s in piece.delays_s)
+            beside = task.id if task.stream != "compute" else None
+            pieces.append(_Piece(delays_s, None, False, task.phase, "" if beside is None else "begins"))
         issued = tuple(pieces) if any(piece.host_s is not None for piece in pieces) else ()
-        return _Priced(delays, dict(seconds), issued, tuple(instances))
+        return _Priced(*_added_up(pieces), issued, tuple(instances))
 
     def _instance_of(self, exchange: Communication, index: int) -> tuple[int, CollectiveInstance]:
         """Return the number, and the instance, of a collective in which a class takes part."""
@@ -294,7 +331,7 @@ class OutlineWalk:
                 if len(found) == len(indices):
                     for index, one in zip(indices, found, strict=True):
                         priced[index][key] = one
-            operations = role.operations(set(priced[indices[0]]), self._number)
+            operations, slots = role.operations(set(priced[indices[0]]), self._number)
             counts = Counter(each.template for each in operations["compute"] if each.template >= 0)
             for index in indices:
                 seconds: dict[str, float] = defaultdict(float)
@@ -304,7 +341,7 @@ class OutlineWalk:
                     instances += own.instances * count
                     for phase, value in own.seconds.items() if not own.pieces else ():
                         seconds[phase] += count * value
-                rank = _Rank(index, len(role.slot_of), self.steps, seconds, instances)
+                rank = _Rank(index, slots, self.steps, seconds, instances)
                 ranks.append(rank)
                 for name, several in operations.items():
                     steps = [self._step(each, index, priced[index]) for each in several]
@@ -498,9 +535,63 @@ class OutlineWalk:
         return (rank.ends_s for rank in self.ranks)
 
 
+def _meetings(
+    tasks: Sequence[Task], counts: Callable[[Communication], bool]
+) -> Iterator[tuple[Communication, Communication | None]]:
+    """Yield the collectives beside the compute stream that count, each with those that a rank joins before the compute
+    stream waits for it; None: it does not in this step.
+    """
+    going: dict[TaskId, Communication] = {}
+    met: set[tuple[int, int]] = set()
+    for part in parts_of(tasks):
+        if isinstance(part, Task) and part.stream == "compute":
+            for name in part.after:
+                going.pop(name, None)
+        for each in going.values():
+            key = (id(each), id(part.template if isinstance(part, Chunk) else part.exchange))
+            if key not in met:
+                met.add(key)
+                others = (
+                    part.template.collectives.values() if isinstance(part, Chunk) else filter(None, [part.exchange])
+                )
+                yield from ((each, other) for other in others)
+        if isinstance(part, Task) and part.stream != "compute" and part.exchange is not None and counts(part.exchange):
+            going[part.id] = part.exchange
+    yield from ((each, None) for each in going.values())
+
+
+def _added_up(pieces: Iterable[_Piece]) -> tuple[tuple[float, ...], Mapping[str, float]]:
+    """Return the delays of pieces one after another, and their time by phase, without what the host adds.
+
+    >>> work = _Piece((2.0,), None, False, "forward")
+    >>> gather = _Piece((3.0,), None, False, "exposed_communication", "begins")
+    >>> _added_up([gather, work, gather._replace(delays_s=(), beside="ends"), work])
+    ((2.0, 1.0, 2.0), {'forward': 4.0, 'exposed_communication': 1.0})
+    """
+    delays_s: list[float] = []
+    seconds: dict[str, float] = defaultdict(float)
+    beside_s = 0.0
+    for piece in pieces:
+        if piece.beside == "begins":
+            beside_s = sum(piece.delays_s)
+            continue
+        own_s = piece.delays_s
+        if piece.beside == "ends":
+            own_s = (beside_s,) if beside_s else ()
+        delays_s += own_s
+        seconds[piece.phase] += sum(own_s)
+        beside_s = max(0.0, beside_s - sum(own_s))
+    return tuple(delays_s), dict(seconds)
+
+
 def _after_piece(rank: _Rank, piece: _Piece, began_s: float, seconds: dict[str, float] | None) -> float:
     """Return the end of a task and add its time to its phase; it may wait for the host: see `MachineState.issued_s`."""
     now_s = reduce(add, piece.delays_s, began_s)
+    if piece.beside == "begins":
+        rank.beside_s = now_s
+        return began_s
+    if piece.beside == "ends":
+        now_s = max(began_s, rank.beside_s)
     if piece.host_s is not None:
         rank.issued_s = (rank.issued_s if piece.goes_on else began_s) + piece.host_s
         now_s = max(now_s, rank.issued_s)

@@ -79,6 +79,7 @@ ONE_KIND: dict[str, Any] = {
     "plan.stages": None,
     "plan.context_split": "zigzag",
     "plan.gathered_inputs": "kept",
+    "plan.tp_overlap": False,
 }
 """Keys of which the programs have one kind."""
 IN_CODE: dict[str, tuple[Any, str]] = {

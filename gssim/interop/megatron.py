@@ -95,8 +95,10 @@ MEGATRON: dict[str, Rule] = {
     **listed("state is in fp32", "use-precision-aware-optimizer", "store-param-remainders"),
     **refused("CUDA graphs are not modelled", "enable-cuda-graph", "cuda-graph-impl", "external-cuda-graph"),
     **listed("of CUDA graphs, which are off or refused", "cuda-graph-*", "te-rng-tracker", "inference-rng-tracker"),
-    **refused("tensor parallelism that overlaps its messages cannot be simulated", "tp-comm-overlap"),
-    **listed("of an overlap that is off or refused", "tp-comm-*", "delay-wgrad-compute", "overlap-moe*"),
+    **listed(
+        "approximated: exchanges of tensor-parallel ranks overlap in as many parts as there are ranks", "tp-comm-*"
+    ),
+    **listed("of an overlap that is off or refused", "delay-wgrad-compute", "overlap-moe*"),
     **refused("pipelines that overlap with updates cannot be simulated", "overlap-param-gather-with-optimizer-step"),
     **refused(
         "a layout of stages by letters cannot be simulated", "pipeline-model-parallel-layout", or_set=("plan.stages",)
@@ -354,6 +356,7 @@ def megatron(keys: Keys) -> Training:
     )
     training.sequence_parallel = keys.flag("sequence-parallel")
     training.gathered_inputs = Value("gathered-again", "Megatron-LM gathers inputs of linear maps again")
+    training.tp_overlap = keys.flag("tp-comm-overlap")
     keys.close(MEGATRON)
     return training
 

@@ -181,6 +181,8 @@ class Training:
     overlap: Value | None = None
     gathered_inputs: Value | None = None
     """With sequence parallelism; None: they are kept for the backward."""
+    tp_overlap: Value | None = None
+    """With sequence parallelism: whether its exchanges run beside products."""
     compiled: Value | None = None
     """Whether each block is compiled by itself; None: the program does not compile."""
     seed: Value | None = None
@@ -380,7 +382,7 @@ def _plan(training: Training, keys: Keys, model: Model, cluster: Cluster, overri
     entries += _options(training, keys, method, tp.value, pp.value, accumulates=accumulates)
     entries += _megatron_bucket(training, asked, dp, overrides)
     if not overrides.get("plan.sequence_parallel", True):
-        entries = [entry for entry in entries if entry.key != "plan.gathered_inputs"]
+        entries = [entry for entry in entries if entry.key not in ("plan.gathered_inputs", "plan.tp_overlap")]
     entries += [*_offload(training, keys, cluster), *_vocabulary(training, keys, model, tp.value)]
     if ranks < len(cluster.devices) and method != "single":
         origin = training.world.origin if training.world else "what the file says"
@@ -483,6 +485,8 @@ def _options(training: Training, keys: Keys, method: str, tp: int, pp: int, *, a
             entries.append(
                 Entry("plan.gathered_inputs", training.gathered_inputs.value, training.gathered_inputs.origin)
             )
+        if training.tp_overlap is not None and training.tp_overlap.value:
+            entries.append(Entry("plan.tp_overlap", True, training.tp_overlap.origin))
     return entries
 
 

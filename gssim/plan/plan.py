@@ -386,6 +386,10 @@ class Plan:
     """With `sequence_parallel`, the gathered inputs of linear maps. `kept`: for the backward, as torch does.
     `gathered-again`: each rank keeps its part, and a second all-gather runs beside the map's backward, as Megatron-LM
     does (predicted only)."""
+    tp_overlap: bool = False
+    """With `sequence_parallel` on nccl, run all-gathers beside the matrix products that read what they bring, and
+    reduce-scatters beside those that make what they send, in as many parts as there are ranks (Megatron-LM's
+    tp-comm-overlap, torch's asynchronous tensor parallelism; predicted only)."""
     embedding_parallel: bool = False
     """Divide the rows of the token embedding among the ranks of the axis tp: each looks up the tokens whose rows it
     has, and one all-reduce adds the ranks' results (Megatron-LM, torchtitan). A head that shares the embedding's weight

@@ -20,7 +20,17 @@ from gssim.program.compressed import HALF_BYTES
 from gssim.program.lowering import Lowering, once_a_run
 from gssim.program.replicated import is_reduction
 from gssim.program.sharded import Gathered, reduce_stage_gradients, reshard_stage, unshard_stage
-from gssim.program.task import BACKWARD, Chunk, MicroBatch, Task, TaskId, Template, collective_task, with_ids
+from gssim.program.task import (
+    BACKWARD,
+    Chunk,
+    MicroBatch,
+    Task,
+    TaskId,
+    Template,
+    can_be_template,
+    collective_task,
+    with_ids,
+)
 from gssim.scenario import tied_parameters
 from gssim.units import PRECISION_BYTES
 
@@ -167,8 +177,8 @@ class _ScheduleWriter:
                 place for place, task in enumerate(several) if task.id.op in BACKWARD or task.id.during == "backward"
             )
             own = several[:forward_count] if action.kind == "forward" else several[forward_count:]
-            plain = all(task.stream == "compute" and not task.after and not is_reduction(task) for task in own)
-            self.parts[key] = Template(tuple(own)) if plain and chunked and gathered is None else own
+            repeats = chunked and gathered is None and not any(map(is_reduction, own)) and can_be_template(own)
+            self.parts[key] = Template(tuple(own)) if repeats else own
         unnumbered = self.parts[key]
         if isinstance(unnumbered, Template):
             chunk = Chunk(unnumbered, micro_batch.number, stage)

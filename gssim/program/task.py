@@ -102,6 +102,7 @@ Action = Literal[
     "receive",
     "release",
     "return",
+    "overlap",
 ]
 """What a task does for the operation that it serves; empty: it is the operation itself."""
 Pass = Literal["", "forward", "recompute", "backward"]
@@ -392,7 +393,7 @@ class Issue:
 
 @dataclass(frozen=True, eq=False)
 class Template:
-    """Tasks of the compute stream, none of which waits for another stream's, without micro-batch and stage."""
+    """Tasks without micro-batch and stage: of the compute stream, and collectives beside it that these wait for."""
 
     tasks: tuple[Task, ...]
 
@@ -426,6 +427,16 @@ class Chunk:
     def last(self) -> TaskId:
         """Identity of the last task."""
         return self.template.tasks[-1].id.at(micro_batch=self.micro_batch, stage=self.stage)
+
+
+def can_be_template(tasks: Sequence[Task]) -> bool:
+    """Return whether tasks wait for one another alone, and only those of the compute stream allocate memory."""
+    own = {task.id for task in tasks}
+    awaited = {each for task in tasks for each in task.after}
+    return awaited <= own and all(
+        task.stream == "compute" or (task.id in awaited and not task.need.peak_bytes and not task.need.kept)
+        for task in tasks
+    )
 
 
 class Outline(Sequence[Task]):

@@ -6,13 +6,23 @@ gradients of what runs on parts of sequences are then summed after the backward,
 Where inputs are gathered again (`plan.gathered_inputs`), the second gather runs beside the backward of the map.
 The host's time for each gather and reduce-scatter is assumed to be that of an all-reduce.
 
+[Note: overlap] Under `plan.tp_overlap` a gather and the products that read it, or products and the reduce-scatter of
+their result, go on at the same time in as many parts as there are ranks: a product's first part needs no other rank's
+rows, and the last part's sum is sent after it. Of a product of g seconds, (n - 1) / n * g run beside the exchange; the
+rest before (or after) it. In the backward these are the products that give the input's gradient. Sources: Transformer
+Engine's userbuffers (ring exchange); torch's `_symmetric_memory`, fused_all_gather_matmul.
+
 torch's functional all-reduce copies its input and sums the copies (the copy is traced as the layer's own buffer); the
 rank waits for the sum at once, as the next operation needs it. On nccl, too, it is the compute stream that waits. The
 host's overhead over a plain call of the collective counts before each sum, and DTensor's own in each layer.
 """
 
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
+from typing import NamedTuple
 
 from gssim import cost
 from gssim.collectives import Communication
@@ -62,7 +72,7 @@ def with_all_reduces(
     awaited: list[TaskId] = []
     for part, end in zip(parts, ends, strict=True):
         tasks.append(part)
-        tasks += [Task(each.serving("await"), "exposed_communication", after=(each,)) for each in awaited]
+        tasks += map(_wait_for, awaited)
         awaited = []
         while pending and pending[0][1].moment.position <= end:
             number, reduction = pending.pop(0)
@@ -102,7 +112,99 @@ def with_all_reduces(
             exchange = Communication(reduction.kind, group, size, beside=tuple(beside))
             tasks.append(collective_task(own, exchange, need=footprint(low.staging(device, exchange))))
     assert not awaited, "a map's backward follows the gather of its input"
+    if low.scenario.plan.tp_overlap:
+        return _overlapping(tasks, _products_beside(low, rank, instance, phase, samples))
     return tasks
+
+
+def _wait_for(collective: TaskId) -> Task:
+    return Task(collective.serving("await"), "exposed_communication", after=(collective,))
+
+
+def _overlapping(tasks: Sequence[Task], products: Mapping[int, "_Product"]) -> list[Task]:
+    """Return a pass whose gathers and reduce-scatters run beside products; see [Note: overlap].
+
+    `products`: that of each exchange, by its number.
+    """
+    found: list[Task] = []
+    gather: Task | None = None
+    for task in tasks:
+        is_part = task.exchange is None and not task.id.action and task.id.op in ("forward", "recompute", "backward")
+        if gather is not None and is_part:
+            overlap, rest = _divided(task, products[gather.id.part or 0])
+            found += [replace(overlap, issue=task.issue), _wait_for(gather.id), replace(rest, issue=None)]
+            gather = None
+            continue
+        of_slices = task.stream == "compute" and task.id.op in ("gather-sequence", "scatter-sequence")
+        product = products.get(task.id.part or 0) if of_slices else None
+        if product is None:
+            found.append(task)
+        elif product.follows:
+            gather = replace(task, stream="slices", after=(found[-1].id,))
+            found.append(gather)
+        else:
+            place = next(i for i in reversed(range(len(found))) if found[i].exchange is None and not found[i].id.action)
+            overlap, found[place] = _divided(found[place], product)
+            found += [replace(task, stream="slices", after=(found[-1].id,)), overlap, _wait_for(task.id)]
+    assert gather is None, "products follow the gather of their input"
+    return found
+
+
+def _divided(part: Task, product: "_Product") -> tuple[Task, Task]:
+    """Return the time of a part of a pass that runs beside an exchange, at most all of it, and the part without it."""
+    overlap_s = min(product.beside_s, part.duration_s)
+    overlap = Task(part.id.serving("overlap"), part.phase, duration_s=overlap_s)
+    return overlap, replace(part, duration_s=part.duration_s - overlap_s)
+
+
+class _Product(NamedTuple):
+    """Matrix products that an exchange runs beside."""
+
+    beside_s: float
+    """The part of their time that needs nothing of the exchange, or precedes nothing of it."""
+    follows: bool
+    """Whether they read what it brings; else they come before it."""
+
+
+def _products_beside(
+    low: Lowering, rank: int, instance: LayerInstance, phase: str, samples: int
+) -> Mapping[int, _Product]:
+    """Return the products beside the gathers and reduce-scatters of a phase, by number; see [Note: overlap].
+
+    The maps between a gather and the next reduce-scatter of the forward are those whose weights' gradients are complete
+    between the same two exchanges of the backward. The first of them there is the last in the forward: the one whose
+    result is summed. A second gather among these in the backward brings the input again, for the gradients of weights.
+    """
+    layer, ranks = instance.layer, low.policies.tp
+    ends = [e.moment.position for e in layer.reductions if (e.kind, e.moment.phase) == ("reduce-scatter", "b")]
+    maps: list[list[tuple[int, ...]]] = []
+    for begin, end in pairwise((-1, *ends)):
+        inside = [p for p in layer.parameters if p.sliced and len(p.shape) == 2 and begin < p.ready.position <= end]
+        maps.append([each.shape for each in sorted(inside, key=lambda each: each.ready.position)])
+    backward, found, seen = phase == "b", {}, Counter[tuple[int, str]]()
+    for number, exchange in enumerate(reductions_in(layer, phase)):
+        gathers = exchange.kind == "all-gather"
+        if not gathers and exchange.kind != "reduce-scatter":
+            continue
+        if backward:
+            place = bisect_left(ends, exchange.moment.position)
+        else:
+            place = len(maps) - 1 - sum(count for (_, kind), count in seen.items() if kind == exchange.kind)
+        again = backward and seen[place, exchange.kind] > 0
+        seen[place, exchange.kind] += 1
+        if not 0 <= place < len(maps):
+            continue
+        of_sums, of_input = maps[place][:1], maps[place][1:]
+        product_s = cost.maps_time_s(
+            low.device(rank),
+            low.scenario.workload,
+            of_sums if gathers == (backward and not again) else of_input,
+            tokens=samples * (low.scenario.workload.sequence_length or 1),
+            backward=backward,
+        )
+        if product_s:
+            found[number] = _Product((ranks - 1) / ranks * product_s, follows=gathers and not again)
+    return found
 
 
 def _without_ring(

@@ -53,6 +53,7 @@ def check(scenario: Scenario, *, file: str) -> None:
     if policies.tp > 1:
         _check_slices(scenario, policies, file)
     _check_sequence_parts(scenario, policies, file)
+    _check_tensor_overlap(scenario, policies, file)
     _check_divided_vocabulary(scenario, policies, file)
     _check_experts(scenario, policies, file)
     _refuse_unused_exchange(plan, policies, file)
@@ -860,6 +861,19 @@ def _check_divided_vocabulary(scenario: Scenario, policies: Policies, file: str)
             f"{file}: plan.{asked[0]} = true: the head of '{model.name}' has the weight of its token embedding, which "
             f"is divided for both; set plan.{other} = true too"
         )
+
+
+def _check_tensor_overlap(scenario: Scenario, policies: Policies, file: str) -> None:
+    """Refuse to run exchanges of tensor-parallel ranks beside products where there are none, or they go by the host."""
+    if not scenario.plan.tp_overlap:
+        return
+    model, backend = scenario.workload.model, scenario.cluster.backend
+    where = f"{file}: plan.tp_overlap = true"
+    layers = model.sequence_layers if policies.sequence_parallel else model.sliced_layers
+    if policies.tp == 1 or not any(each.kind == "all-gather" for layer in layers for each in layer.reductions):
+        raise UserError(f"{where}: no sequences are gathered beside products; set plan.tp and plan.sequence_parallel")
+    if backend != "nccl":
+        raise UserError(f"{where}: the cluster's backend is '{backend}', which copies by the host; allowed with 'nccl'")
 
 
 def _check_sequence_parts(scenario: Scenario, policies: Policies, file: str) -> None:

@@ -261,6 +261,7 @@ def _resolved_tables(scenario: ScenarioParts, shared: Shared) -> dict[str, Any]:
         (data["plan"], "sparse_outer", scenario.policies.outer_optimizer != "sparse"),
         (data["plan"], "sequence_parallel", not plan.sequence_parallel),
         (data["plan"], "gathered_inputs", plan.gathered_inputs == "kept"),
+        (data["plan"], "tp_overlap", not plan.tp_overlap),
         (data["plan"], "ep", plan.ep == 1),
         (data["plan"], "etp", plan.etp is None),
         (data["workload"], "expert_load", scenario.workload.expert_load == "balanced"),

@@ -1,5 +1,6 @@
 """Laws and closed forms: sequences divided among tensor-parallel ranks; Korthikanti et al. 2022, arXiv 2205.05198."""
 
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -245,3 +246,60 @@ def test_images_have_no_sequences():
     model = load_model(MODELS / "resnet-digits.toml")
     with pytest.raises(UserError, match="is no sequence"):
         scenario_of(star(2), DIVIDED, model=model, sequence_length=None, global_batch_size=12)
+
+
+@pytest.mark.parametrize(("ranks", "least_ratio"), [(2, 1.0), (4, 0.9)])
+def test_products_hide_their_part_of_an_exchange(ranks, least_ratio):
+    """Of a product of g seconds, (n - 1) / n * g run beside its exchange: all maps of a block, forward and backward.
+
+    At most the part of the pass between two exchanges, whose time is by its operations.
+    """
+    flop_per_s, tokens = 1e9, 12 * 64
+
+    def step_s(bandwidth: float, **more) -> float:
+        made = star(ranks, bandwidth=bandwidth, backend="nccl")
+        plan = DIVIDED | more
+        return simulate(
+            loaded_of(scenario_of(made, plan, model=GPT, sequence_length=64, global_batch_size=12))
+        ).result.step_time_s
+
+    products_s = 2 * LAYERS * 2 * tokens * 12 * WIDTH**2 / ranks / flop_per_s
+    hidden_ratio = (step_s(1e5) - step_s(1e5, tp_overlap=True)) / ((ranks - 1) / ranks * products_s)
+    assert least_ratio - 1e-6 < hidden_ratio < 1 + 1e-6
+    assert step_s(1e15) == pytest.approx(step_s(1e15, tp_overlap=True), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"tp": 2, "gathered_inputs": "gathered-again", "recompute": "full"},
+        {"method": "zero3", "tp": 2, "dp_shard": 2},
+        pytest.param({"method": "ddp", "tp": 2, "dp_replicate": 2, "recompute": "selective"}, marks=pytest.mark.slow),
+        pytest.param({"method": "pipeline", "tp": 2, "pp": 2, "micro_batches": 4}, marks=pytest.mark.slow),
+        pytest.param({"method": "gs", "tp": 2, "dp_shard": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_exchanges_beside_products_are_the_same_exchanges_in_less_time_and_as_much_memory(plan):
+    made = star(prod(plan.get(axis, 1) for axis in ("tp", "pp", "dp_replicate", "dp_shard")), backend="nccl")
+    after, beside = (
+        simulate(
+            loaded_of(scenario_of(made, DIVIDED | plan | more, model=GPT, sequence_length=64, global_batch_size=12))
+        ).result
+        for more in ({}, {"tp_overlap": True})
+    )
+    assert beside.collectives == after.collectives
+    assert beside.step_time_s < after.step_time_s
+    assert [each.peak_allocated_bytes for each in beside.ranks] == [each.peak_allocated_bytes for each in after.ranks]
+
+
+@pytest.mark.parametrize(
+    ("plan", "backend", "said"),
+    [
+        ({"tp_overlap": True}, "gloo", "the cluster's backend is 'gloo', which copies by the host"),
+        ({"tp_overlap": True, "sequence_parallel": False}, "nccl", "no sequences are gathered beside products"),
+    ],
+)
+def test_exchanges_that_nothing_can_hide_are_refused(plan, backend, said):
+    with pytest.raises(UserError, match=said):
+        scenario_of(star(2, backend=backend), DIVIDED | plan, model=GPT, sequence_length=64, global_batch_size=12)

@@ -265,6 +265,8 @@ def _software(record: Mapping[str, str], tp: int, pp: int, context: int) -> Soft
         )
     if said in ("tf32", "fp32"):
         return Software(precision="fp32", tensor_float=said == "tf32", flash_attention=False, dropout=False)
+    # recipes of Megatron Bridge overlap the exchanges of dense models' tensor-parallel ranks (CommOverlapConfig)
+    overlaps = tp > 1 and ("AsyncTP" in record["extras"] or _is_bridge(record))
     platform, ratio, model = platform_of(record["gpu"]), float8_ratio_of(record["gpu"]), record["model"].lower()
     if float8 and ratio is None:
         raise SkippedError("a GPU whose rate in float8 platforms.toml does not know")
@@ -276,7 +278,8 @@ def _software(record: Mapping[str, str], tp: int, pp: int, context: int) -> Soft
         compiled=record["compile"] == "yes" or _is_bridge(record),
         sequence_parallel=tp > 1,
         gathers_inputs=_is_torchtitan(record) and tp > 1,
-        pipelined_maps="AsyncTP" in record["extras"],
+        gathers_alone=overlaps,
+        pipelined_maps=overlaps,
         parallel_loss=_is_torchtitan(record) and tp > 1,
         fused_loss=record["compile"] == "yes" and "_2024" not in record["source"],  # before 2025, it was not compiled
         context_ranks=context,

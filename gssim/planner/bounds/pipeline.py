@@ -81,7 +81,7 @@ class PipelineBounds:
         """Return the sums over the slices of a rank's stage for a micro-batch, in the forward and in the backward."""
         workload = self.parts.workload
         partly = workload.frozen is not None or workload.adapters is not None  # some layers may have no backward
-        if policies.tp == 1 or partly:
+        if policies.tp == 1 or partly or plan.tp_overlap:  # sums beside products may cost nothing
             return (), ()
         group, place = policies.mesh.group(rank, "tp"), policies.mesh.place(rank).pp
 
