@@ -192,10 +192,8 @@ def test_without_the_axis_nothing_changes():
     [
         ({"method": "gs_tp"}, 2, {}, "cannot run yet with method 'gs_tp'"),
         ({"method": "gs", "shares": {"shards": (0.5, 0.5)}}, 4, {}, "2 shares for 4 ranks"),
-        ({"method": "gs", "tp": 2}, 4, {}, r"cannot run yet beside plan\.tp = 2"),
         ({"method": "half"}, 2, {}, "cannot run yet with method 'half'"),
         ({"method": "local_sgd"}, 2, {}, "cannot run yet with method 'local_sgd'"),
-        ({"method": "ddp", "tp": 2}, 4, {}, r"cannot run yet beside plan\.tp = 2"),
         (
             {"method": "ddp", "pp": 2, "micro_batches": 2, "dp_replicate": 2},
             8,
