@@ -4,7 +4,7 @@ No such layer is traced: it follows from three that are. All but the attention r
 own positions: the layer of `sliced_layers`, or of `sequence_layers`, at that length. What ranks exchange around the
 attention is in the layer of `context_layers`, and not in that of `layers`: copies and all-to-alls of queries, keys,
 values and outputs, of which a tensor-parallel rank has those of its heads. Operations are numbered within a layer;
-those behind the exchanges come later by as many as these are (tests/oracles/test_context_slices.py compares with
+those behind the exchanges come later by as many as these are (tests/oracles/test_traced_context_slices.py compares with
 traces of such steps).
 """
 
