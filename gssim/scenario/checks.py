@@ -468,7 +468,7 @@ def _check_pipeline(scenario: Scenario, policies: Policies, file: str) -> None:
 
 
 def _check_pipeline_policies(plan: Plan, policies: Policies, file: str) -> None:
-    where, replicas = f"{file}: plan.pp = {policies.pp}", policies.data_ranks
+    where, replicas = f"{file}: plan.pp = {policies.pp}", policies.replica_ranks
     methods = [name for name, method in METHODS.items() if method.in_pipelines and method.gradients != "local"]
     runs = policies.partition == "data" and policies.gradients in ("local", "all-reduce", "reduce-scatter", "push")
     runs = runs and policies.push_axis == "dp_shard"
@@ -906,9 +906,8 @@ def _check_context(scenario: Scenario, policies: Policies, file: str) -> None:
             "reduce-scatter or push gradients in workload.precision (ddp, zero1, zero2, zero3, hsdp, gs, gs_z3, "
             "gs_hier)"
         )
-    for key, value, allowed in (("pp", policies.pp, 1), ("shares.replan", plan.shares.replan, False)):
-        if value != allowed:
-            raise UserError(f"{where}: cannot run yet beside plan.{key} = {value}; allowed today: {allowed}")
+    if plan.shares.replan:
+        raise UserError(f"{where}: cannot run yet beside plan.shares.replan = True; allowed today: False")
     if not isinstance(model.input, TokenInput) or model.input.classes is not None:
         raise UserError(f"{where}: '{model.name}' has no loss at each position of a sequence; leave it out")
     if not model.context_layers:

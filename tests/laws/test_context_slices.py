@@ -176,6 +176,68 @@ def test_a_part_s_slice_sends_over_a_threshold_what_a_replica_s_does():
     assert density() == density(cp=1) > 0.01
 
 
+# Pipelines -----------------------------------------------------------------------------------------------------------
+
+STAGES = {"tp": 1, "pp": 2, "micro_batches": 4}
+
+
+@pytest.mark.parametrize(("tp", "ranks"), [(1, 4), (2, 8)])
+def test_stages_send_the_positions_that_they_have(tp, ranks):
+    """A message each way for each micro-batch, of b/m * s/c * h; where tensor ranks divide these too, of their part."""
+    found = collectives(STAGES | {"tp": tp, "sequence_parallel": tp > 1}, ranks, global_batch_size=16)
+    half = ranks // 2
+    sent = {group: sizes for (kind, group), sizes in found.items() if kind == "send"}
+    assert sent == {(i, i + half): {4 * LENGTH // 2 // tp * WIDTH * VALUE_BYTES: 2 * 4} for i in range(half)}
+    # the exchanges of two blocks of four, in four micro-batches of four samples
+    exchanged = {group: sizes for (kind, group), sizes in found.items() if kind == "all-to-all"}
+    own = 4 * LENGTH // 2 * WIDTH // tp * VALUE_BYTES
+    assert exchanged == {(i, i + tp): {own: 8 * 2 * 4} for i in range(ranks) if i // tp % 2 == 0}
+
+
+def test_each_stage_reduces_its_gradients_over_parts_of_sequences():
+    found = collectives(STAGES | {"dp_replicate": 2}, 8, global_batch_size=16)
+    sums = {
+        group: sum(size * n for size, n in sizes.items())
+        for (kind, group), sizes in found.items()
+        if kind == "all-reduce"
+    }
+    assert set(sums) == {(0, 1, 2, 3), (4, 5, 6, 7)}
+    assert sum(sums.values()) == GPT.elements * VALUE_BYTES
+
+
+def test_copies_of_a_tied_weight_are_summed_for_each_shard():
+    """The embedding's weight on the first stage is the head's on the last; each shard of either meets its own copy."""
+    model = load_model(FOLDER / "tests" / "helpers" / "models" / "gpt-tied.toml")
+    found = collectives(STAGES | {"method": "zero3"}, model=model, sequence_length=24, global_batch_size=16)
+    alone = collectives(STAGES | {"method": "zero3", "cp": 1}, model=model, sequence_length=24, global_batch_size=16)
+    sums = [{key: sizes for key, sizes in each.items() if key[0] == "all-reduce"} for each in (found, alone)]
+    assert sums[0] == sums[1] != {}
+
+
+@pytest.mark.parametrize(
+    ("plan", "ranks"),
+    [
+        (STAGES | {"context_exchange": "ring", "context_split": "plain"}, 8),
+        (STAGES | {"method": "zero3", "tp": 2, "sequence_parallel": True, "recompute": "full"}, 8),
+        (STAGES | {"tp": 2, "context_exchange": "ring", "schedule": "interleaved", "method": "zero1"}, 8),
+    ],
+    ids=str,
+)
+def test_equal_stages_are_simulated_once_with_the_same_result(plan, ranks):
+    loaded = loaded_of(scenario(plan, ranks, global_batch_size=16))
+    folded, unfolded = (simulate(loaded, unfolded=whole).result for whole in (False, True))
+    assert folded.step_time_s == pytest.approx(unfolded.step_time_s, rel=1e-9)
+    assert set(folded.collectives) == set(unfolded.collectives)
+
+
+def test_a_stage_s_activations_shrink_with_the_context_ranks():
+    def activations(ranks: int) -> float:
+        asked = scenario(STAGES | {"cp": ranks}, 2 * ranks, sequence_length=256, global_batch_size=16)
+        return simulate(loaded_of(asked)).result.ranks[0].peak_by_category_bytes["activations"]
+
+    assert activations(2) == pytest.approx(2 * activations(4), rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("plan", "workload", "message"),
     [
@@ -186,6 +248,7 @@ def test_a_part_s_slice_sends_over_a_threshold_what_a_replica_s_does():
         ),
         ({"sequence_parallel": True}, {"sequence_length": 62}, "parts of 31 positions cannot be divided evenly"),
         ({"method": "gs_tp", "tp": 1}, {}, "cannot run yet with method 'gs_tp'"),
+        (STAGES | {"method": "pipeline", "ranks": 4}, {}, r"method 'pipeline' for 2 replica\(s\) of a pipeline"),
         ({"ep": 2}, {}, "cannot run yet with plan.cp = 2|no layers with divided experts"),
         (
             {},
