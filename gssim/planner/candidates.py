@@ -118,6 +118,8 @@ KEPT_KEYS = ("bucket_bytes", "first_bucket_bytes", "overlap")
 """Keys of the scenario's own plan that every candidate keeps, where they are set."""
 OF_TENSOR_RANKS = ("sequence_parallel", "gathered_inputs", "embedding_parallel", "loss_parallel")
 """Keys of the scenario's own plan that candidates with tensor-parallel ranks keep."""
+OF_CONTEXT_RANKS = ("context_exchange", "context_split")
+"""Those that candidates with context-parallel ranks keep."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,7 @@ class Axes(NamedTuple):
 
     dp_replicate: int = 1
     dp_shard: int = 1
+    cp: int = 1
     tp: int = 1
     pp: int = 1
 
@@ -172,8 +175,9 @@ def candidates(
         if table["method"] == "zero1" and scenario.plan.zero1_implementation != "torch":
             whole["zero1_implementation"] = scenario.plan.zero1_implementation
         whole |= {key: own[key] for key in _of_periods(table["method"]) if key in own}
-        if table.get("tp", 1) > 1:
-            whole |= {key: own[key] for key in OF_TENSOR_RANKS if key in own}
+        for axis, keys in (("tp", OF_TENSOR_RANKS), ("cp", OF_CONTEXT_RANKS)):
+            if axis in table:
+                whole |= {key: own[key] for key in keys if key in own}
         plan = PLAN.validate_python(whole)
         if (sized := _with_axis_sizes(plan, batches)) not in seen:
             seen.add(sized)
@@ -202,7 +206,7 @@ def _with_axis_sizes(plan: Plan, batches: Batches) -> Plan:
         return plan
     mesh = policies.mesh
     data = replace(plan, dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard)
-    return replace(data, ranks=mesh.ranks, tp=mesh.tp, pp=mesh.pp)
+    return replace(data, ranks=mesh.ranks, cp=mesh.cp, tp=mesh.tp, pp=mesh.pp)
 
 
 def _plan_table(plan: Plan) -> dict[str, Any]:
@@ -227,7 +231,7 @@ def _tables(
 ) -> Iterator[dict[str, Any]]:
     """Yield the plans of the space as tables, by number of devices and method."""
     counts = device_counts(scenario, space)
-    for key, wanted in (("tp", space.tp), ("pp", space.pp)):
+    for key, wanted in (("tp", space.tp), ("pp", space.pp), ("cp", space.cp), ("ep", space.ep)):
         for size in wanted or ():
             if not any(count % size == 0 for count in counts):
                 numbers = ", ".join(map(str, counts))
@@ -263,22 +267,29 @@ def _meshes(scenario: Scenario, space: SearchSpace, method: str, count: int) -> 
     else:
         hosts = Counter(device.host for device in scenario.cluster.devices[:count])
         tps = _sizes(space.tp, count, max(hosts.values()))
-        for tp, pp in product(tps, _sizes(space.pp, count, count) if METHODS[method].in_pipelines else [1]):
-            if count % (tp * pp) == 0:
-                yield from _data_axes(method, count // (tp * pp), tp, pp)
+        pps = _sizes(space.pp, count, count) if METHODS[method].in_pipelines else [1]
+        cps = _sizes(space.cp or _own_or_one(scenario.plan.cp), count, count)
+        for cp, tp, pp in product(cps, tps, pps):
+            if count % (cp * tp * pp) == 0:
+                yield from _data_axes(method, count // (cp * tp * pp), cp, tp, pp)
 
 
-def _data_axes(method: str, data: int, tp: int, pp: int) -> Iterator[Axes]:
-    """Yield the meshes of a method with `data` parts of the batch, and tensor groups and stages of the given sizes."""
+def _own_or_one(own: int) -> tuple[int, ...]:
+    return (1, own) if own > 1 else (1,)
+
+
+def _data_axes(method: str, data: int, cp: int, tp: int, pp: int) -> Iterator[Axes]:
+    """Yield the meshes of a method with `data` parts of the batch, and other groups of the given sizes."""
+    inner_sizes = [size for size in _divisors(data) if 1 < size < data]
     if METHODS[method].two_levels:
-        yield from (Axes(data // inner, inner, tp, pp) for inner in _divisors(data) if 1 < inner < data)
+        yield from (Axes(data // inner, inner, cp, tp, pp) for inner in inner_sizes)
     elif (axis := METHODS[method].axis) in ("tp", "pp"):
         if data == 1 and (pp if axis == "pp" else tp) > 1:
-            yield Axes(tp=tp, pp=pp)
-    elif data > 1:
-        yield Axes(data, 1, tp, pp) if axis == "dp_replicate" else Axes(1, data, tp, pp)
+            yield Axes(cp=cp, tp=tp, pp=pp)
+    elif data * cp > 1:
+        yield Axes(data, 1, cp, tp, pp) if axis == "dp_replicate" else Axes(1, data, cp, tp, pp)
         if METHODS[method].sync_every_steps:  # replicas may be sharded
-            yield from (Axes(data // inner, inner, tp, pp) for inner in _divisors(data) if 1 < inner < data)
+            yield from (Axes(data // inner, inner, cp, tp, pp) for inner in inner_sizes)
 
 
 def _sizes(wanted: Sequence[int] | None, count: int, most: int) -> list[int]:
@@ -311,8 +322,10 @@ def _plans_of_mesh(
     shard_options = list(product(shards, pushes))
     most = min(max(1, total // parts), MAX_MICRO_BATCHES)
     powers_of_two = [1 << power for power in range(most.bit_length())]
-    for micro_batches in powers_of_two if space.micro_batches is None else space.micro_batches:
-        base = {"method": method, **mesh, "micro_batches": micro_batches}
+    eps = _sizes(space.ep or _own_or_one(scenario.plan.ep), axes.parts, axes.parts)
+    micro_batch_counts = powers_of_two if space.micro_batches is None else space.micro_batches
+    for ep, micro_batches in product(eps, micro_batch_counts):
+        base = {"method": method, **mesh, "micro_batches": micro_batches} | ({"ep": ep} if ep > 1 else {})
         reason = _refusal(scenario, base) if method == "gs_wgrad" else batches.refusal(base)
         if reason is not None:
             left_out.add(reason, method, len(space.recompute) * len(shard_options) * len(rules))

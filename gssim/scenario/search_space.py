@@ -27,6 +27,10 @@ class SearchSpace:
     """Tensor-parallel sizes. Absent: divisors of the number of devices, up to those of the largest host."""
     pp: Choice | None = None
     """Pipeline sizes. Absent: all divisors of the number of devices."""
+    cp: Choice | None = None
+    """Context-parallel sizes. Absent: 1, and that of the scenario's plan."""
+    ep: Choice | None = None
+    """Numbers of ranks among which experts are divided. Absent: 1, and that of the scenario's plan."""
     micro_batches: Choice | None = None
     """Numbers of micro-batches. Absent: powers of two, up to the samples of each part of an evenly split batch."""
     recompute: Annotated[tuple[Recompute, ...], Field(min_length=1)] = ("none", "selective", "full")
