@@ -79,8 +79,9 @@ def prepare(scenario: Scenario, module: nn.Module, timeline: Timeline, device: t
     training.clip_norm = scenario.workload.clip_norm
     training.scaler = loss_scaler(scenario, training, device)
     if policies.tp > 1:
-        axes = ["tp", *(["dp_shard"] if policies.gradients == "reduce-scatter" and policies.dp_shard > 1 else [])]
-        training.slices = [device_mesh(policies.mesh, device)[axis].get_group() for axis in axes]
+        training.slices = [device_mesh(policies.mesh, device)["tp"].get_group()]
+        if policies.gradients == "reduce-scatter" and policies.shards > 1:
+            training.slices.append(shard_group(policies, device))
     if scenario.plan.shares.replan:
         training.follower = Rebalancer(scenario, device)
     if scenario.run.slowdowns:

@@ -25,11 +25,13 @@ def _mesh(kind: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMe
 def data_mesh(policies: Policies, device: torch.device, axis: str) -> DeviceMesh:
     """Return the ranks along a data axis that share this rank's part of the model, as a mesh of one axis.
 
-    With context parallelism these are all ranks.
+    With context parallelism these are all ranks that hold the same part of the model.
     """
     if policies.replica_ranks == policies.ranks:
         with group_threads():
             return init_device_mesh(device.type, (policies.ranks,))
+    if policies.cp > 1:
+        return _mesh(device.type, (policies.pp, policies.replica_ranks, policies.tp), ("pp", axis, "tp"))[axis]
     return device_mesh(policies.mesh, device)[axis]
 
 
@@ -54,7 +56,8 @@ def shard_mesh(policies: Policies, device: torch.device) -> DeviceMesh:
     """Return replicas and shards as a mesh of two axes; parts of a sequence are on the latter, as in torchtitan."""
     if policies.cp == 1:
         return device_mesh(policies.mesh, device)["dp_replicate", "dp_shard"]
-    return _mesh(device.type, (policies.dp_replicate, policies.shards), ("dp_replicate", "dp_shard"))
+    sizes = policies.pp, policies.dp_replicate, policies.shards, policies.tp
+    return _mesh(device.type, sizes, ("pp", "dp_replicate", "dp_shard", "tp"))["dp_replicate", "dp_shard"]
 
 
 def shard_group(policies: Policies, device: torch.device) -> dist.ProcessGroup:

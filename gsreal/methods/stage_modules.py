@@ -35,6 +35,11 @@ def check_stages(scenario: Scenario, *, where: str) -> None:
             f"{where}: plan.pp = {pp}: stages whose blocks are cut too (plan.tp = {scenario.policies.tp}) can be "
             "predicted, but not run yet; allowed: plan.tp = 1"
         )
+    if scenario.policies.cp > 1:
+        raise UserError(
+            f"{where}: plan.pp = {pp}: stages on parts of sequences (plan.cp = {scenario.policies.cp}) can be "
+            "predicted, but not run yet; allowed: plan.cp = 1"
+        )
     with torch.device("meta"):
         module = build_module(model.module, where=where)
     if model.module.hugging_face is not None:

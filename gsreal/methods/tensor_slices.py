@@ -511,7 +511,7 @@ def slice_blocks(
     _check(scenario, module)
     all_reduce = observed_all_reduce(mesh, timeline)
     parts = _observed_parts(mesh, timeline) if scenario.policies.sequence_parallel else None
-    shards = scenario.policies.dp_shard if scenario.policies.gradients == "reduce-scatter" else 1
+    shards = scenario.policies.shards if scenario.policies.gradients == "reduce-scatter" else 1
     for block in blocks_of(scenario.workload.model, module):
         cut = cut_of(block)
         assert cut is not None  # checked

@@ -44,7 +44,7 @@ class Weights:
     micro_batches: tuple[float, ...] = (1.0,)
     """Every micro-batch's fraction of this rank's loss terms."""
     context_ranks: int = 1
-    """Ranks in a row that divide the same sequences among them."""
+    """Ranks in a row that have the same sequences: they divide these among them, or hold slices of blocks."""
 
     @property
     def pushed(self) -> tuple[float, ...]:

@@ -84,7 +84,7 @@ class Feed:
         if inputs.is_floating_point():
             inputs = inputs.to(DTYPES[self.scenario.workload.precision])
         ranks = tuple(n * self.copies / sum(terms) for n in terms)
-        weights = Weights(ranks, self._micro_batch_weights(targets), self.scenario.policies.cp)
+        weights = Weights(ranks, self._micro_batch_weights(targets), self.copies * self.scenario.policies.cp)
         # a rank holds no more than its stage needs
         inputs = inputs if self.reads else inputs.new_empty(0)
         targets = targets if self.counts[self.rank] else targets.new_empty(0)

@@ -152,6 +152,7 @@ def _refuse_contexts(scenario: Scenario, to: str) -> None:
     _refuse(to, "plan.cp", policies.cp, policies.cp == 1 or to != "torchrun", "1")
     if policies.cp > 1 and to == "deepspeed":
         _refuse(to, "plan.context_exchange", "ring", not policies.ring, "'all-to-all'")
+        _refuse(to, "plan.tp", policies.tp, policies.tp == 1, "1 beside plan.cp: its mesh has no third axis")
     if METHODS[plan.method].gradients == "reduce-scatter":
         _refuse(to, "plan.dp_shard", policies.dp_shard, policies.shards > 1, "more than 1, or another method")
     divides = to == "torchtitan"

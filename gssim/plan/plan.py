@@ -311,7 +311,10 @@ class Plan:
     """Context parallelism: ranks that divide every sequence among them, from the embedding to the loss. For the
     attention, queries, keys, values and outputs are exchanged by all-to-alls, so that each rank attends to whole
     sequences with its part of the heads (DeepSpeed Ulysses). Gradients are reduced or pushed, and state is sharded,
-    over these ranks too. What is pushed over a threshold is predicted by a rank's tokens."""
+    over these ranks too. What is pushed over a threshold is predicted by a rank's tokens. Beside `tp`, each rank runs
+    its slices of blocks on its part of the sequences, and exchanges the heads that it has; stages of a pipeline
+    (`pp`) pass on their parts (predicted only). Ranks are numbered with `tp` inside `cp`, `cp` inside the data axes,
+    and these inside `pp`."""
     context_exchange: Literal["all-to-all", "ring"] = "all-to-all"
     """How context-parallel ranks attend to each other's positions. `all-to-all`: each to whole sequences, with its part
     of the heads, which their number must allow. `ring`: keys and values of a rank's positions go around, and each rank

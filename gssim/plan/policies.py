@@ -79,10 +79,12 @@ class Policies:
     def cuts_natively(self) -> bool:
         """Whether blocks of linear maps are cut by DTensor: evenly, with whole sequences, and without replicas.
 
-        DistributedDataParallel and Gradient Sharding take no DTensors.
+        DistributedDataParallel and Gradient Sharding take no DTensors. With parts of sequences blocks are cut as they
+        are with replicas.
         """
         replicas = self.gradients == "push" or (self.gradients == "all-reduce" and self.data_ranks > 1)
-        return self.tp > 1 and self.slices == "even" and not self.sequence_parallel and not replicas
+        whole = not self.sequence_parallel and self.cp == 1
+        return self.tp > 1 and self.slices == "even" and whole and not replicas
 
     @property
     def point_to_point(self) -> bool:

@@ -226,7 +226,10 @@ def _cached_timeline(
     model.
     """
     positions = low.scenario.sequence_positions
-    slices = (low.scenario.slice_shares, low.tensor_part, positions, low.policies.ring) if low.divides_layers else ()
+    plan, policies = low.scenario.plan, low.policies
+    vocabulary = plan.embedding_parallel, plan.loss_parallel, low.value_bytes
+    how = policies.sequence_parallel, plan.gathered_inputs, policies.ring
+    slices = (low.scenario.slice_shares, low.tensor_part, positions, how, vocabulary) if low.divides_layers else ()
     settings = tuple(sorted(lives.keywords.items())) if isinstance(lives, partial) else ()
     key = (Same(low.scenario.workload.model), slices, size, settings)
     return low.shared.once("timeline", key, make)

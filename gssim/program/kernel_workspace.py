@@ -74,11 +74,12 @@ def _measured_events(
 def _profile_key(low: Lowering, rank: int, instance: LayerInstance) -> str:
     """Return the key under which profiles record the way in which a rank runs a layer."""
     units = instance.layer.units
-    if low.policies.cp > 1:
-        return f"context-{low.policies.cp}"
+    context = [f"context-{low.policies.cp}"] if low.policies.cp > 1 else []
     if low.policies.tp > 1 and units:
         held = f"units-{units_of_ranks(units, low.scenario.slice_shares)[low.tensor_part]}"
-        return f"{held}-of-parts" if low.policies.sequence_parallel else held
+        return "-".join([*context, held, *(["of-parts"] if low.policies.sequence_parallel else [])])
+    if context:
+        return context[0]
     roles = low.layers_of(rank).roles
     return roles[instance.index] if roles else "whole"
 

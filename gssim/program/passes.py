@@ -55,7 +55,7 @@ from gssim.program.task import (
     collective_task,
     with_ids,
 )
-from gssim.program.tensor_slices import layer_groups
+from gssim.program.tensor_slices import CONTEXT_OPERATIONS, layer_groups
 from gssim.result import COMPUTE_PHASES, UPDATE_PHASES
 from gssim.scenario import Scenario, divided_entries, held_layers, held_slice, units_of_ranks
 from gssim.workload import LayerInstance, unrolled
@@ -407,8 +407,8 @@ def _lowerings(
 
 
 def _held_stages(scenario: Scenario, part: int) -> Sequence[Sequence[LayerInstance]]:
-    """Return the layers of every stage of a pipeline; where blocks are sliced, as held by the ranks with that slice."""
-    if scenario.policies.tp == 1 or scenario.policies.ep > 1:
+    """Return the layers of every stage of a pipeline, as held by the ranks with a slice, on a part of the sequences."""
+    if (scenario.policies.tp == 1 and scenario.policies.cp == 1) or scenario.policies.ep > 1:
         return scenario.stages
     return held_layers(unrolled(held_slice(scenario, part)), scenario.stage_ranges)
 
@@ -606,12 +606,13 @@ def _of_equal_stage(low: Lowering, rank: int, micro_batch: MicroBatch) -> Sequen
         return tasks
     own = dict(zip(first, names, strict=True))
     exchanges: dict[int, Communication] = {}
-    result = []
+    result: list[Task] = []
     for task in tasks:
         exchange = task.exchange
         if exchange is not None:
             if id(exchange) not in exchanges:
-                group, *groups = layer_groups(low, low.batch_sizes[rank])
+                axis = "cp" if task.id.op in CONTEXT_OPERATIONS else "tp"
+                group, *groups = layer_groups(low, low.batch_sizes[rank], axis)
                 exchanges[id(exchange)] = replace(exchange, group=group, beside=tuple(groups))
             exchange = exchanges[id(exchange)]
         joined = None if task.communication is None else _of_layer(task.communication, own)

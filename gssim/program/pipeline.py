@@ -90,8 +90,8 @@ def _sum_tied_gradients(low: Lowering, rank: int, replicas: Sequence[Sequence[in
             rows = low.part_layers[tied.layer].layer.parameters[tied.place].shape[0]
             chunk = math.ceil(rows / low.shards)
             held = [max(0, min(chunk, rows - i * chunk)) * (elements // rows) for i in range(low.shards)]
-            elements = held[mesh.place(rank).dp_shard]
-            alike = [ranks for ranks in replicas if held[mesh.place(ranks[0]).dp_shard] == elements]
+            elements = held[mesh.replica_rank(rank) % low.shards]
+            alike = [ranks for ranks in replicas if held[mesh.replica_rank(ranks[0]) % low.shards] == elements]
         if not elements:
             continue
         first, *others = (tuple(ranks[place] for place in places) for ranks in alike)
@@ -291,7 +291,7 @@ def stage_buffers(low: Lowering, rank: int) -> dict[str, float]:
         "input": input_bytes(
             workload.model,
             batch_size=low.batch_sizes[rank],
-            sequence_length=workload.sequence_length,
+            sequence_length=low.scenario.sequence_positions if low.policies.cp > 1 else workload.sequence_length,
             value_bytes=low.value_bytes,
             inputs=0 in numbers,
             targets=last in numbers,

@@ -63,10 +63,7 @@ def with_all_reduces(
     pending = list(enumerate(reductions_in(instance.layer, phase)))
     if not pending:
         return list(parts)
-    group, *beside = layer_groups(low, low.batch_sizes[rank])
     device = low.device(rank)
-    several = len(beside) + 1 < len(low.group) // low.policies.cp
-    samples_of_group = low.batch_sizes[rank] if several else None
     parts, in_ring_s = _without_ring(low, instance, phase, parts, samples)
     tasks: list[Task] = []
     awaited: list[TaskId] = []
@@ -76,6 +73,10 @@ def with_all_reduces(
         awaited = []
         while pending and pending[0][1].moment.position <= end:
             number, reduction = pending.pop(0)
+            axis = "cp" if reduction.kind in CONTEXT_EXCHANGES else "tp"
+            group, *beside = layer_groups(low, low.batch_sizes[rank], axis)
+            every = len(low.group) // (low.policies.cp if axis == "cp" else 1)
+            samples_of_group = low.batch_sizes[rank] if len(beside) + 1 < every else None
             if reduction.kind in EXPERT_EXCHANGES:
                 tasks.append(expert_exchange(low, rank, instance, reduction, phase, samples))
                 continue
@@ -107,7 +108,7 @@ def with_all_reduces(
                 tasks.append(collective_task(own, exchange, "gather", after=(tasks[-1].id,)))
                 awaited.append(own)
                 continue
-            if device.kind == "cpu" and low.policies.tp > 1 and (host_s := cost.cut_sum_time_s(device, sum_bytes=size)):
+            if device.kind == "cpu" and axis == "tp" and (host_s := cost.cut_sum_time_s(device, sum_bytes=size)):
                 tasks.append(Task(own.serving("issue"), "exposed_communication", duration_s=host_s))
             exchange = Communication(reduction.kind, group, size, beside=tuple(beside))
             tasks.append(collective_task(own, exchange, need=footprint(low.staging(device, exchange))))
@@ -227,6 +228,10 @@ OPERATIONS: Mapping[str, Operation] = {
     GATHER_AGAIN: "gather-sequence",
 }
 """By kind of collective."""
+CONTEXT_EXCHANGES = ("all-to-all", "ring")
+"""Kinds of the collectives of context parallelism; all others of layers are over tensor-parallel ranks."""
+CONTEXT_OPERATIONS = frozenset(["exchange-heads", *RING_OPERATIONS])
+"""Operations of these."""
 SLICE_COLLECTIVES = frozenset([*OPERATIONS.values(), *EXPERT_OPERATIONS.values(), *RING_OPERATIONS])
 
 
@@ -245,7 +250,7 @@ def sum_partial_gradients(low: Lowering, rank: int) -> list[Task]:
     of_shards = low.policies.gradients in ("reduce-scatter", "push")
     size = float(elements * (low.master_bytes if of_shards else low.buffer_value_bytes))
     samples = low.batch_sizes[rank]
-    own = TaskId("sum-gradients", samples=samples if len(layer_groups(low, samples)) < len(low.group) else None)
+    own = TaskId("sum-gradients", samples=samples if len(layer_groups(low, samples, "tp")) < len(low.group) else None)
     alike = [
         other
         for other in low.group
@@ -266,7 +271,7 @@ def sum_partial_gradients(low: Lowering, rank: int) -> list[Task]:
 
 def sum_over_slices(low: Lowering, rank: int, own: TaskId, size_bytes: float) -> Task:
     """Return an all-reduce over the ranks that hold the slices of the same blocks."""
-    group, *beside = layer_groups(low, low.batch_sizes[rank])
+    group, *beside = layer_groups(low, low.batch_sizes[rank], "tp")
     if len(beside) + 1 < len(low.group):
         own = own._replace(samples=low.batch_sizes[rank])
     return collective_task(own, Communication("all-reduce", group, size_bytes, beside=tuple(beside)))
@@ -296,7 +301,7 @@ def slicing_host_s(low: Lowering, rank: int, instance: LayerInstance, phase: str
     """
     layer, device = instance.layer, low.device(rank)
     # those of context parallelism and of experts are plain calls of the backend
-    if not layer.reductions or low.policies.cp > 1 or low.policies.ep > 1:
+    if not layer.reductions or low.policies.tp == 1 or low.policies.ep > 1:
         return 0.0
     host_s = 0.0
     if layer.linear and low.policies.cuts_natively:  # DTensor
@@ -305,7 +310,8 @@ def slicing_host_s(low: Lowering, rank: int, instance: LayerInstance, phase: str
         size = _sum_bytes(low, layer.reductions[0], samples)
         host_s += cost.cut_pairs_time_s(device, phase=phase, pairs=pairs, sum_bytes=size)
     if device.kind != "cpu":
-        sizes = [_sum_bytes(low, each, samples) for each in reductions_in(layer, phase)]
+        sums = (each for each in reductions_in(layer, phase) if each.kind not in CONTEXT_EXCHANGES)
+        sizes = [_sum_bytes(low, each, samples) for each in sums]
         host_s += sum(cost.cut_sum_time_s(device, sum_bytes=size) for size in sizes)
     return host_s
 
@@ -326,11 +332,10 @@ def unmeasured_host_time(scenario: Scenario) -> tuple[str, ...]:
 
 
 @once_a_run
-def layer_groups(low: Lowering, samples: int) -> list[Sequence[int]]:
+def layer_groups(low: Lowering, samples: int, axis: str) -> list[Sequence[int]]:
     """Return the groups of ranks that run layers together, of those of the lowering that have so many samples.
 
     They have slices of blocks (the axis tp), or parts of the sequences (the axis cp).
     """
     mesh = low.scenario.policies.mesh
-    axis = "cp" if mesh.cp > 1 else "tp"
     return list(dict.fromkeys(mesh.group(rank, axis) for rank in low.group if low.batch_sizes[rank] == samples))

@@ -8,6 +8,7 @@ from gssim.plan import DATA_AXES, METHODS, Plan, Policies, Push, default_plan
 from gssim.plan.encodings import MOST_INDEXED, coo_range_error
 from gssim.plan.pipeline_schedule import refuse
 from gssim.plan.policies import refuse_what_cannot_run
+from gssim.scenario.context_slices import uncombined_reason
 from gssim.scenario.device_rates import layer_profile
 from gssim.scenario.expert_load import layer_rows
 from gssim.scenario.scenario import Scenario
@@ -19,7 +20,7 @@ from gssim.scenario.vocabulary_slices import (
     units_of_ranks,
 )
 from gssim.units import excess
-from gssim.workload import ImageInput, TokenInput, Workload, unrolled
+from gssim.workload import ImageInput, Model, TokenInput, Workload, unrolled
 from gssim.workload.muon import all_matrices
 
 
@@ -468,7 +469,7 @@ def _check_pipeline(scenario: Scenario, policies: Policies, file: str) -> None:
 
 
 def _check_pipeline_policies(plan: Plan, policies: Policies, file: str) -> None:
-    where, replicas = f"{file}: plan.pp = {policies.pp}", policies.data_ranks
+    where, replicas = f"{file}: plan.pp = {policies.pp}", policies.replica_ranks
     methods = [name for name, method in METHODS.items() if method.in_pipelines and method.gradients != "local"]
     runs = policies.partition == "data" and policies.gradients in ("local", "all-reduce", "reduce-scatter", "push")
     runs = runs and policies.push_axis == "dp_shard"
@@ -919,14 +920,8 @@ def _check_context(scenario: Scenario, policies: Policies, file: str) -> None:
             "reduce-scatter or push gradients in workload.precision (ddp, zero1, zero2, zero3, hsdp, gs, gs_z3, "
             "gs_hier)"
         )
-    beside: tuple[tuple[str, object, object], ...] = (
-        ("tp", policies.tp, 1),
-        ("pp", policies.pp, 1),
-        ("shares.replan", plan.shares.replan, False),
-    )
-    for key, value, allowed in beside:
-        if value != allowed:
-            raise UserError(f"{where}: cannot run yet beside plan.{key} = {value}; allowed today: {allowed}")
+    if plan.shares.replan:
+        raise UserError(f"{where}: cannot run yet beside plan.shares.replan = True; allowed today: False")
     if not isinstance(model.input, TokenInput) or model.input.classes is not None:
         raise UserError(f"{where}: '{model.name}' has no loss at each position of a sequence; leave it out")
     if not model.context_layers:
@@ -940,12 +935,37 @@ def _check_context(scenario: Scenario, policies: Policies, file: str) -> None:
             f"{where}: workload.sequence_length = {length}: cannot be divided evenly among these ranks; allowed: a "
             "multiple, of at least 2 positions for each"
         )
-    for layer in () if policies.ring else model.context_layers:
-        if layer.units and layer.units % policies.cp:
+    if policies.tp > 1:
+        _check_context_slices(scenario, policies, where)
+    if not policies.ring:
+        _check_exchanged_heads(model, policies, where)
+
+
+def _check_exchanged_heads(model: Model, policies: Policies, where: str) -> None:
+    """Refuse to exchange heads that cannot be divided equally; tensor-parallel ranks have divided them before."""
+    before = f", and {policies.tp} tensor-parallel ranks before" if policies.tp > 1 else ""
+    for layer in (layer for layer in model.context_layers if layer.units):
+        heads, rest = divmod(layer.units or 0, policies.tp)
+        if heads % policies.cp or rest:
+            allowed = f"a divisor of {heads}" if not rest else f"plan.tp a divisor of {layer.units}"
             raise UserError(
                 f"{where}: {layer.name} has {layer.units} heads with keys of their own, which the ranks divide among "
-                f"them for the attention; allowed: a divisor of {layer.units}, or plan.context_exchange = 'ring'"
+                f"them for the attention{before}; allowed: {allowed}, or plan.context_exchange = 'ring'"
             )
+
+
+def _check_context_slices(scenario: Scenario, policies: Policies, where: str) -> None:
+    """Refuse parts of sequences beside cut blocks where the model's layers on both do not follow from its trace."""
+    model, length = scenario.workload.model, scenario.sequence_positions or 0
+    beside = f"{where} beside plan.tp = {policies.tp}"
+    if (why := uncombined_reason(model, sequence_parallel=policies.sequence_parallel)) is not None:
+        raise UserError(f"{beside}: workload.model: '{model.name}' {why}")
+    if policies.sequence_parallel and length % policies.tp:
+        raise UserError(
+            f"{beside}: workload.sequence_length = {scenario.workload.sequence_length}: parts of {length} positions "
+            "cannot be divided evenly among tensor-parallel ranks (plan.sequence_parallel); allowed: a multiple of "
+            "plan.cp * plan.tp"
+        )
 
 
 def _check_ring(plan: Plan, policies: Policies, length: int, file: str) -> None:

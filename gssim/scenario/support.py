@@ -20,6 +20,7 @@ FEATURES: dict[str, Mapping[str, Any]] = {
     "parallel loss": {"plan.tp": 2, "plan.loss_parallel": True},
     "divided embedding and loss": {"plan.tp": 2, "plan.embedding_parallel": True, "plan.loss_parallel": True},
     "cp 2": {"plan.cp": 2},
+    "cp 2, tp 2": {"plan.cp": 2, "plan.tp": 2},
     "ep 2": {"plan.ep": 2},
     "pp 2": {"plan.pp": 2, "plan.micro_batches": 2},
     "2 micro-batches": {"plan.micro_batches": 2},

@@ -9,6 +9,8 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+from gssim.execution.cache import Same
+from gssim.scenario.context_slices import in_context
 from gssim.scenario.device_rates import value_bytes
 from gssim.scenario.scenario import Scenario
 from gssim.scenario.vocabulary_slices import DividedVocabulary, divided_layers, divided_vocabulary, units_of_ranks
@@ -116,22 +118,47 @@ def ring_layer(layer: Layer) -> Layer:
     both = key.size_bytes.plus(value.size_bytes)
     moments = [replace(each[0].moment, position=attention[each[0].moment.phase]) for each in (forward, backward)]
     others = [each for each in layer.reductions if each.kind != "all-to-all"]
-    reductions = (*others, *(Reduction(moment, both, "ring") for moment in moments))
-    return replace(layer, buffers=tuple(buffers), reductions=reductions)
+    every = (*others, *(Reduction(moment, both, "ring") for moment in moments))
+    in_order = tuple(sorted(every, key=lambda each: (each.moment.phase != "f", each.moment.position)))
+    return replace(layer, buffers=tuple(buffers), reductions=in_order)
 
 
 def held_slice(scenario: Scenario, position: int) -> Model:
-    """Return a scenario's model as the ranks at `position` of their tensor groups run it: blocks cut, or on parts of
-    sequences.
+    """Return a scenario's model as the ranks at `position` of their tensor groups run it: blocks cut, on parts of
+    sequences, or both.
     """
-    model, positions = scenario.workload.model, scenario.sequence_positions
-    if scenario.policies.cp > 1:
-        return context_part(model, positions or 0, ring=scenario.policies.ring)
+    model, positions, policies = scenario.workload.model, scenario.sequence_positions, scenario.policies
+    if policies.tp == 1:
+        return context_part(model, positions or 0, ring=policies.ring)
     divided = divided_vocabulary(scenario.plan, value_bytes(scenario.workload))
     again = scenario.plan.gathered_inputs == "gathered-again"
-    return model_slice(
-        model, scenario.slice_shares, position, positions=positions, vocabulary=divided, gathers_again=again
-    )
+    shares = scenario.slice_shares
+    if policies.cp == 1:
+        return model_slice(model, shares, position, positions=positions, vocabulary=divided, gathers_again=again)
+    of_part = (positions or 0) // policies.tp if policies.sequence_parallel else None
+    return _context_slice(Same(model), shares, position, positions or 0, of_part, divided, again, policies.ring)
+
+
+@lru_cache(maxsize=64)
+def _context_slice(
+    model: Same,
+    shares: tuple[float, ...],
+    position: int,
+    positions: int,
+    of_part: int | None,
+    vocabulary: DividedVocabulary | None,
+    gathers_again: bool,
+    ring: bool,
+) -> Model:
+    """Return a slice of a model on so many positions of each sequence, `of_part` of these between its cut blocks."""
+    whole = model.value
+    assert isinstance(whole, Model)
+    cut = model_slice(
+        whole, shares, position, positions=of_part, vocabulary=vocabulary, gathers_again=gathers_again
+    ).layers
+    units = [units_of_ranks(layer.units, shares)[position] if layer.units else 0 for layer in cut]
+    layers = in_context(whole, cut, units, positions)
+    return replace(whole, layers=tuple(map(ring_layer, layers)) if ring else layers, **_WHOLE_ONLY)
 
 
 @lru_cache(maxsize=256)

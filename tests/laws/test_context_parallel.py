@@ -192,16 +192,8 @@ def test_without_the_axis_nothing_changes():
     [
         ({"method": "gs_tp"}, 2, {}, "cannot run yet with method 'gs_tp'"),
         ({"method": "gs", "shares": {"shards": (0.5, 0.5)}}, 4, {}, "2 shares for 4 ranks"),
-        ({"method": "gs", "tp": 2}, 4, {}, r"cannot run yet beside plan\.tp = 2"),
         ({"method": "half"}, 2, {}, "cannot run yet with method 'half'"),
         ({"method": "local_sgd"}, 2, {}, "cannot run yet with method 'local_sgd'"),
-        ({"method": "ddp", "tp": 2}, 4, {}, r"cannot run yet beside plan\.tp = 2"),
-        (
-            {"method": "ddp", "pp": 2, "micro_batches": 2, "dp_replicate": 2},
-            8,
-            {},
-            r"cannot run yet beside plan\.pp = 2",
-        ),
         ({"method": "ddp"}, 2, {"sequence_length": 63}, "cannot be divided evenly"),
         ({"method": "ddp", "cp": 8}, 8, {}, "4 heads with keys of their own"),
         ({"method": "ddp", "cp": 4}, 4, {"sequence_length": 4}, "at least 2 positions for each"),

@@ -48,6 +48,13 @@ ROUND = [
     ("accelerate", {"plan.method": "zero3", "plan.offload": "parameters"} | HOST),
     ("torchtitan", {"plan.method": "zero2", "plan.offload": "parameters"} | HOST | FP32),
     ("torchtitan", {"plan.method": "zero3", "plan.tp": 2, "plan.sequence_parallel": True} | EMBEDDING | FP32),
+    (
+        "torchtitan",
+        {"plan.method": "zero3", "plan.tp": 2, "plan.cp": 4, "plan.context_exchange": "ring"}
+        | {"plan.sequence_parallel": True}
+        | EMBEDDING
+        | FP32,
+    ),
     ("deepspeed", {"plan.method": "zero3", "plan.cp": 4}),
     ("accelerate", {"plan.method": "ddp", "workload.precision": "fp32", "workload.autocast": "bf16"}),
 ]
@@ -114,6 +121,7 @@ def test_every_method_is_written_or_refused(to, method):
         ("torchtitan", {"plan.method": "ddp", "plan.cp": 2}, "plan.cp"),  # it shards over these ranks
         ("torchtitan", {"plan.method": "zero3", "workload.tf32": True, "workload.precision": "fp32"}, "workload.tf32"),
         ("deepspeed", {"plan.method": "zero3", "plan.cp": 2, "plan.context_exchange": "ring"}, "context_exchange"),
+        ("deepspeed", {"plan.method": "zero3", "plan.cp": 2, "plan.tp": 2}, "plan.tp"),
         ("deepspeed", {"plan.method": "hsdp", "plan.dp_replicate": 16, "plan.dp_shard": 1}, "plan.dp_shard"),
         ("deepspeed", {"plan.method": "ddp", "workload.gradient_precision": "fp32"}, "gradient_precision"),
         ("accelerate", {"plan.method": "zero3", "plan.overlap": False}, "plan.overlap"),

@@ -427,7 +427,6 @@ def test_megatron_pipelines_have_equal_stages(tmp_path):
     ("argument", "said"),
     [
         ("--num-layers 32", "is given twice"),
-        ("--context-parallel-size 2 --tensor-model-parallel-size 2", "plan.cp = 2: cannot run yet beside plan.tp = 2"),
         ("--context-parallel-size 3", "context ranks are"),
         ("--num-experts 8", "has no routed experts"),
         ("--moe-expert-capacity-factor 1.5", "a capacity, which drop tokens"),
@@ -451,6 +450,18 @@ def test_megatron_says_how_sequences_are_exchanged(tmp_path, kind, exchange):
     tables, _ = imported(tmp_path, f"{MEGATRON.rstrip()} {said}", name="train.sh", model="gpt3-1.3b")
     assert tables["plan"]["cp"] == 2
     assert tables["plan"].get("context_exchange") == exchange
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_megatron_divides_sequences_beside_blocks_and_stages(tmp_path, stages):
+    """Its ranks are in the order of the mesh's axes: tp within cp within dp within pp."""
+    said = "--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"
+    said += f" --pipeline-model-parallel-size {stages}" if stages > 1 else ""
+    tables, _ = imported(tmp_path, f"{MEGATRON.rstrip()} {said}", name="train.sh", model="gpt3-1.3b")
+    plan = {"method": "zero1", "cp": 2, "tp": 2, "sequence_parallel": True, "context_exchange": "ring"}
+    assert plan.items() <= tables["plan"].items()
+    mesh = load_scenario(tmp_path / "s.toml", tables=tables).scenario.policies.mesh
+    assert mesh.sizes == (stages, 2 // stages, 1, 2, 2)
 
 
 BRANCHES = """#!/bin/bash

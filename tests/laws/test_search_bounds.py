@@ -93,6 +93,26 @@ def test_no_plan_that_divides_sequences_or_experts_is_better_than_its_bounds(mod
     assert looked_at == plans
 
 
+@pytest.mark.parametrize("plans", [4, pytest.param(80, marks=pytest.mark.slow)])
+def test_no_plan_that_divides_sequences_beside_blocks_or_stages_is_better_than_its_bounds(plans):
+    changes = ('workload.model="models/gpt-byte-1m.toml"', 'plan={method="ddp", sequence_parallel=true, tp=2}')
+    axes = ("search.cp=[2, 4]", "search.tp=[1, 2]", "search.pp=[1, 2]", 'search.methods=["ddp", "zero1", "fsdp"]')
+    loaded = load_scenario(ROOT / "scenarios/search-unequal-gpus.toml", [*SMALL, *changes, *axes])
+    bounds, workers = Bounds(loaded.scenario), InThisProcess(loaded)
+    every = list(candidates(loaded.scenario, loaded.scenario.search, Batches(bounds)))
+    several = [each for each in every if each.plan.cp > 1 and max(each.plan.tp, each.plan.pp) > 1]
+    assert {(each.plan.tp, each.plan.pp) for each in several} == {(1, 2), (2, 1), (2, 2)}
+    looked_at: set[tuple[int, int]] = set()
+    for number, each in enumerate(random.Random(1).sample(several, len(several))):
+        if isinstance(result := workers.answer_of(each.plan), UserError):
+            continue
+        check_bounds(workers, bounds, each, result)
+        looked_at.add((each.plan.tp, each.plan.pp))
+        if number >= plans and len(looked_at) == 3:
+            break
+    assert len(looked_at) == 3
+
+
 @pytest.mark.parametrize("method", ["ddp", "zero1", "zero2", "zero3", "gs", "gs_z3"])
 def test_what_is_sent_takes_no_less_than_its_bound_and_grows_with_micro_batches(method):
     loaded = question()

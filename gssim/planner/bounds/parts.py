@@ -7,10 +7,19 @@ from typing import TypeVar, cast
 
 from gssim.errors import UserError
 from gssim.plan import Plan, Policies, resolve, splitting
-from gssim.scenario import Scenario, layers_with_experts, master_bytes, reduce_precision, value_bytes
+from gssim.scenario import (
+    Scenario,
+    held_layers,
+    held_slice,
+    layers_with_experts,
+    master_bytes,
+    reduce_precision,
+    value_bytes,
+)
+from gssim.scenario.context_slices import uncombined_reason
 from gssim.scenario.scenario import sequence_positions
 from gssim.scenario.stages import stage_cut_error
-from gssim.scenario.tensor_slices import context_part, model_slice
+from gssim.scenario.tensor_slices import model_slice
 from gssim.scenario.vocabulary_slices import DividedVocabulary, divided_vocabulary
 from gssim.units import PRECISION_BYTES
 from gssim.workload import Layer, LayerInstance, unrolled
@@ -75,11 +84,18 @@ class ModelParts:
         """Return the part of a rank; raise UserError where the model cannot be cut so."""
         if policies.pp > 1:
             place = policies.mesh.place(rank).pp
-            own_key = ("part", self._cut_key(plan, policies), policies.tp, policies.ep, place)
+            own_key = (
+                "part",
+                self._cut_key(plan, policies),
+                policies.tp,
+                policies.ep,
+                self._context(plan, policies),
+                place,
+            )
             return self.once(own_key, lambda: self._stage_part(plan, policies, place))
         if policies.cp > 1:
-            own = sequence_positions(policies, self.workload) or 0
-            return self.once(("context", own), lambda: self._new_context(own))
+            context = self._context(plan, policies)
+            return self.once(context, lambda: self._new_context(context, plan, policies))
         if policies.ep > 1:
             place = policies.mesh.expert_position(rank)
             return self.once(("experts", policies.ep, place), lambda: self._new_experts(policies.ep, place))
@@ -95,18 +111,42 @@ class ModelParts:
 
     def _stage_part(self, plan: Plan, policies: Policies, place: int) -> Part:
         stages = self.stages(plan, policies)[place :: policies.pp]
-        held = ("stages", tuple((stage[-1].index, len(stage)) for stage in stages), policies.tp, policies.ep)
+        cut = tuple((stage[-1].index, len(stage)) for stage in stages)
+        held: tuple[Hashable, ...] = ("stages", cut, policies.tp, policies.ep)
+        if policies.cp > 1:
+            held = (*held, self._context(plan, policies))
+            every = held_layers(self._new_context("context", plan, policies).layers, self.with_plan(plan).stage_ranges)
+            own = tuple(instance for stage in every[place :: policies.pp] for instance in stage)
+            return self.once(held, lambda: Part(held, own, tuple(self.layers[each.index].layer for each in own)))
         layers = tuple(instance for stage in stages for instance in stage)
         # layers with a copy of a tied parameter, or without a backward, are as measured but for that
         traced = [self.layers[instance.index].layer for instance in layers]
         wholes = tuple(None if t is i.layer else t for t, i in zip(traced, layers, strict=True))
         return self.once(held, lambda: Part(held, layers, wholes, 1 / policies.tp))
 
-    def _new_context(self, positions: int) -> Part:
+    def _context(self, plan: Plan, policies: Policies) -> Hashable:
+        """Return what layers on parts of sequences depend on; None: sequences are not divided among ranks."""
+        if policies.cp == 1:
+            return None
+        slices = policies.sequence_parallel, plan.gathered_inputs, plan.embedding_parallel, plan.loss_parallel
+        return ("context", sequence_positions(policies, self.workload), policies.ring, policies.tp, slices)
+
+    def _new_context(self, key: Hashable, plan: Plan, policies: Policies) -> Part:
         if not self.model.context_layers:
             raise UserError("the model is not traced on parts of sequences")
-        layers = unrolled(context_part(self.model, positions))
-        return Part(("context", positions), layers, tuple(instance.layer for instance in self.layers))
+        if policies.tp > 1:
+            self._check_slices(policies.tp)
+            if (why := uncombined_reason(self.model, sequence_parallel=policies.sequence_parallel)) is not None:
+                raise UserError(f"the model {why}")
+        layers = unrolled(held_slice(self.with_plan(plan), 0))
+        return Part(key, layers, tuple(instance.layer for instance in self.layers))
+
+    def _check_slices(self, ranks: int) -> None:
+        """Raise UserError where the model's blocks cannot be cut among so many ranks."""
+        if not self.model.sliced_layers:
+            raise UserError("the model does not say how its blocks are cut")
+        if any(layer.units and layer.units < ranks for layer in self.model.sliced_layers):
+            raise UserError("there are fewer units than ranks")
 
     def _new_experts(self, ranks: int, position: int) -> Part:
         if not self.model.expert_layers:
@@ -129,10 +169,7 @@ class ModelParts:
         vocabulary: DividedVocabulary | None,
         gathers_again: bool,
     ) -> Part:
-        if not self.model.sliced_layers:
-            raise UserError("the model does not say how its blocks are cut")
-        if any(layer.units and layer.units < len(parts) for layer in self.model.sliced_layers):
-            raise UserError("there are fewer units than ranks")
+        self._check_slices(len(parts))
         held = model_slice(
             self.model, parts, position, positions=positions, vocabulary=vocabulary, gathers_again=gathers_again
         )

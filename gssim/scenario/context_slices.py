@@ -1,0 +1,413 @@
+"""Blocks that are cut among tensor-parallel ranks, on parts of sequences that context-parallel ranks divide.
+
+No such layer is traced: it follows from three that are. All but the attention runs as on whole sequences of a rank's
+own positions: the layer of `sliced_layers`, or of `sequence_layers`, at that length. What ranks exchange around the
+attention is in the layer of `context_layers`, and not in that of `layers`: copies and all-to-alls of queries, keys,
+values and outputs, of which a tensor-parallel rank has those of its heads. Operations are numbered within a layer;
+those behind the exchanges come later by as many as these are (tests/oracles/test_traced_context_slices.py compares with
+traces of such steps).
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from typing import Any
+
+from gssim.execution.cache import Same
+from gssim.workload import Buffer, Layer, LayerInstance, Model, Moment, Polynomial, Reduction, sliced_layer, unrolled
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Positions of a block's attention in its forward and its backward, and where this frees what it needed."""
+
+    forward: int
+    backward: int
+    released: int
+
+    @classmethod
+    def of(cls, layer: Layer) -> "Attention | None":
+        """Return those of a layer; None: it has no attention that ranks could divide.
+
+        An attention is the one operation of the compute-heavy ones that makes two tensors, of which one has the
+        logarithms of its sums; its backward makes three.
+        """
+        heavy = layer.selective_positions or ()
+        born = Counter((each.born.phase, each.born.position) for each in layer.buffers)
+        found = [position for position in heavy if born["f", position] > 1]
+        if len(found) != 1:
+            return None
+        (forward,) = found
+        released = max(each.freed.position for each in layer.buffers if each.born == Moment("f", forward))
+        backwards = [at for (phase, at), count in born.items() if phase == "b" and count == 3 and at < released]
+        return cls(forward, max(backwards), released) if backwards else None
+
+
+@dataclass(frozen=True)
+class Shift:
+    """How much later the operations of a layer come, by what is exchanged around its attention."""
+
+    at: Attention | None = None
+    forward: int = 0
+    """Of the attention's forward."""
+    after: int = 0
+    """Of the forward behind it."""
+    backward: int = 0
+    after_backward: int = 0
+
+    def __call__(self, phase: str, position: int) -> int:
+        """Return where an operation is."""
+        if self.at is None:
+            return position
+        if phase == "f":
+            moved = 0 if position < self.at.forward else self.forward if position == self.at.forward else self.after
+        else:
+            moved = 0 if position < self.at.backward else self.backward
+            moved = self.after_backward if position > self.at.released else moved
+        return position + moved
+
+    def near(self, moment: Moment, layer: Layer) -> Moment:
+        """Return where a moment of another layer is, as far from the attention as there."""
+        other = Attention.of(layer)
+        assert other is not None  # they are traced alike
+        assert self.at is not None
+        forward = self.at.forward + self.forward - other.forward
+        backward = self.at.backward + self.backward - other.backward
+        return replace(moment, position=moment.position + (forward if moment.phase == "f" else backward))
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """An all-to-all of a layer traced with context parallelism: what is sent, received, and the copy of that."""
+
+    reduction: Reduction
+    sent: Buffer
+    received: Buffer
+    copy: Buffer
+
+
+def _exchanges(layer: Layer, phase: str) -> list[_Exchange]:
+    found = []
+    for each in layer.reductions:
+        if each.moment.phase == phase and each.kind == "all-to-all":
+            at = each.moment.position
+            buffers = [buffer for buffer in layer.buffers if buffer.born.phase == phase]
+            sent = next(buffer for buffer in buffers if buffer.born.position == at - 1)
+            received = next(buffer for buffer in buffers if buffer.born.position == at)
+            copy = min((b for b in buffers if b.born.position > at), key=lambda buffer: buffer.born.position)
+            found.append(_Exchange(each, sent, received, copy))
+    return found
+
+
+def _last(layer: Layer, phase: str) -> int:
+    """Return the last position of a pass at which a layer allocates."""
+    positions: list[int] = [each.born.position for each in layer.buffers if each.born.phase == phase]
+    return max(positions)
+
+
+def uncombined_reason(model: Model, *, sequence_parallel: bool) -> str | None:
+    """Return why a model's cut blocks are not known on parts of sequences; None: they are."""
+    if not model.exact_sequence:
+        return "is traced at one sequence length alone, and parts of sequences are shorter; trace it without one"
+    cut = model.sequence_layers if sequence_parallel else model.sliced_layers
+    for layers in (model.layers, model.context_layers, cut):
+        if any(layer.block and Attention.of(layer) is None for layer in layers):
+            return "has a block without one attention of its own, or is traced without its compute-heavy operations"
+    return None
+
+
+def at_length(layer: Layer, positions: int) -> Layer:
+    """Return a layer on sequences of so many positions, whose attention is to whole sequences.
+
+    Quantities that grow with the square of the length are of pairs of an own position with one of the whole sequence.
+    """
+
+    def held(quantity: Polynomial) -> Polynomial:
+        """Return a quantity as a function of the whole sequence's length.
+
+        >>> str(held(Polynomial.parse("8 + 4*b*s + 2*b*s^2")))  # of 16 positions
+        '8 + 64*b + 32*b*s'
+        """
+        sums: dict[tuple[int, int], int] = {}
+        for c, i, j in quantity.terms:
+            power = max(0, j - 1)
+            sums[i, power] = sums.get((i, power), 0) + c * (positions if j else 1)
+        return Polynomial(tuple((c, i, j) for (i, j), c in sums.items() if c) or ((0, 0, 0),))
+
+    changes: dict[str, Any] = {
+        each.name: held(getattr(layer, each.name))
+        for each in fields(layer)
+        if isinstance(getattr(layer, each.name), Polynomial)
+    }
+    for name in ("buffers", "reductions"):
+        changes[name] = tuple(replace(each, size_bytes=held(each.size_bytes)) for each in getattr(layer, name))
+    if again := layer.every_second_product:
+        costs: dict[str, Any] = {name: held(getattr(again, name)) for name in ("flop", "bytes", "streamed_bytes")}
+        changes["every_second_product"] = replace(again, **costs)
+    return replace(layer, **changes)
+
+
+PASSES = ("forward", "backward", "recompute", "selective")
+COSTS = (*(f"{name}_{what}" for name in PASSES for what in ("bytes", "streamed_bytes")), "saved_bytes")
+"""Costs of a layer to which exchanges add; they have no FLOP."""
+OPERATIONS = tuple(f"{name}_operations" for name in PASSES)
+
+
+@lru_cache(maxsize=64)
+def _parts(model: Same, positions: int) -> tuple[tuple[Layer, Layer], ...]:
+    """Return each layer of a whole model on so many positions, without what is exchanged and with it."""
+    traced = model.value
+    assert isinstance(traced, Model)
+    once: dict[int, Layer] = {}
+    found = []
+    for alone, exchanging in zip(
+        unrolled(traced), unrolled(replace(traced, layers=traced.context_layers)), strict=True
+    ):
+        for layer, make in ((alone.layer, at_length), (exchanging.layer, lambda each, p: sliced_layer(each, 0, p))):
+            if id(layer) not in once:
+                once[id(layer)] = make(layer, positions)
+        found.append((once[id(alone.layer)], once[id(exchanging.layer)]))
+    return tuple(found)
+
+
+def in_context(model: Model, cut: Sequence[Layer], units: Sequence[int], positions: int) -> tuple[Layer, ...]:
+    """Return a tensor-parallel rank's layers on so many positions of each sequence.
+
+    `cut`: its layers as functions of the length of sequences, on which they run alone. `units`: of each of these, how
+    many units the rank has.
+    """
+    instances = unrolled(replace(model, layers=tuple(cut)))
+    held = [count for layer, count in zip(cut, units, strict=True) for _ in range(layer.repeats)]
+    parts = _parts(Same(model), positions)
+    own = {id(layer): at_length(layer, positions) for layer in cut}
+    shifts = [_shift(own[id(each.layer)], *part) for each, part in zip(instances, parts, strict=True)]
+    once: dict[tuple[object, ...], Layer] = {}
+    groups: list[tuple[Layer, list[str]]] = []
+    for instance, part, count in zip(instances, parts, held, strict=True):
+        nearby = tuple(
+            shifts[at] if 0 <= (at := instance.index + offset) < len(shifts) else Shift()
+            for offset in _offsets(instance)
+        )
+        key = (id(instance.layer), id(part[0]), id(part[1]), shifts[instance.index], nearby)
+        if key not in once:
+            moves = dict(zip(_offsets(instance), nearby, strict=True)) | {0: shifts[instance.index]}
+            once[key] = _combined(own[id(instance.layer)], *part, count, moves)
+        layer = once[key]
+        if groups and groups[-1][0] is layer:
+            groups[-1][1].append(instance.module)
+        else:
+            groups.append((layer, [instance.module]))
+    names = Counter(layer.name for layer, _ in groups)
+    return tuple(
+        replace(
+            layer,
+            name=layer.name if names[layer.name] == 1 else modules[0],
+            modules=tuple(modules) if layer.modules else (),
+        )
+        for layer, modules in groups
+    )
+
+
+def _offsets(instance: LayerInstance) -> tuple[int, ...]:
+    """Return the distances of the layers in which a layer's buffers are freed, and its gradients ready."""
+    layer = instance.layer
+    moments = [each.freed for each in layer.buffers]
+    moments += [moment for each in layer.parameters for moment in (each.born, each.ready)]
+    return tuple(sorted({moment.layer_offset for moment in moments} - {0}))
+
+
+def _shift(own: Layer, alone: Layer, exchanging: Layer) -> Shift:
+    if not own.units:
+        return Shift()
+    at, before, with_exchange = Attention.of(own), Attention.of(alone), Attention.of(exchanging)
+    assert at is not None  # a scenario is checked for it
+    assert before is not None
+    assert with_exchange is not None
+    return Shift(
+        at,
+        with_exchange.forward - before.forward,
+        _last(exchanging, "f") - _last(alone, "f"),
+        with_exchange.backward - before.backward,
+        _last(exchanging, "b") - _last(alone, "b"),
+    )
+
+
+def _combined(own: Layer, alone: Layer, exchanging: Layer, units: int, moves: Mapping[int, Shift]) -> Layer:
+    """Return a layer with the exchanges that `exchanging` has and `alone` has not.
+
+    `units`: of the layer's, on the rank. `moves`: how far operations move, by the distance of their layer.
+    """
+    part, whole = (units, own.units) if own.units else (1, 1)
+    shift = moves[0]
+
+    def moved(moment: Moment) -> Moment:
+        if moment.phase == "end":
+            return moment
+        return replace(moment, position=moves[moment.layer_offset](moment.phase, moment.position))
+
+    def of_rank(size: Polynomial) -> Polynomial:
+        return Polynomial(tuple((c * part // whole, i, j) for c, i, j in size.terms))
+
+    layer = _with_costs(own, alone, exchanging, of_rank)
+    if shift.at is not None:
+        layer = _renumbered(layer, shift)
+    buffers = [replace(each, born=moved(each.born), freed=moved(each.freed)) for each in own.buffers]
+    reductions = [replace(each, moment=moved(each.moment)) for each in own.reductions]
+    releases = own.recompute_releases
+    if shift.at is not None:
+        with_releases = _with_exchanges(own, buffers, exchanging, shift, of_rank)
+        buffers = [each for each, _ in with_releases]
+        releases = releases and tuple(release for each, release in with_releases if each.is_saved)
+        for each in (*_exchanges(exchanging, "f"), *_exchanges(exchanging, "b")):
+            moment = shift.near(each.reduction.moment, exchanging)
+            reductions.append(replace(each.reduction, moment=moment, size_bytes=of_rank(each.reduction.size_bytes)))
+    return replace(
+        layer,
+        parameters=tuple(replace(each, born=moved(each.born), ready=moved(each.ready)) for each in own.parameters),
+        buffers=tuple(buffers),
+        reductions=tuple(sorted(reductions, key=lambda each: (each.moment.phase != "f", each.moment.position))),
+        recompute_releases=releases,
+        untrained_buffers=None,
+        frozen=None,
+        deepest=None,
+    )
+
+
+def _with_costs(own: Layer, alone: Layer, exchanging: Layer, of_rank: Callable[[Polynomial], Polynomial]) -> Layer:
+    """Return a layer that moves what exchanges move too, and has their operations; `of_rank`: a rank's part of them."""
+
+    def changes_of(names: Sequence[str], *holders: Any) -> dict[str, Any]:
+        """Return fields of the first holder plus what the second has over the third."""
+        changes: dict[str, Any] = {}
+        for name in names:
+            values = [getattr(each, name) for each in holders]
+            if None in values:
+                continue
+            if name.endswith("operations"):
+                changes[name] = values[0] + values[1] - values[2]
+            else:
+                negative = Polynomial(tuple((-c, i, j) for c, i, j in values[2].terms))
+                changes[name] = _sum(values[0], of_rank(_sum(values[1], negative)))
+        return changes
+
+    changes = changes_of((*COSTS, *OPERATIONS), own, exchanging, alone)
+    again = [each.every_second_product for each in (own, exchanging, alone)]
+    if again[0] is not None:
+        of_again = changes_of(("bytes", "streamed_bytes", "operations"), *again)
+        changes["every_second_product"] = replace(again[0], **of_again)
+    return replace(own, **changes)
+
+
+def _renumbered(layer: Layer, shift: Shift) -> Layer:
+    """Return a layer whose positions of a recomputation are those among more operations."""
+    changes: dict[str, Any] = {}
+    if layer.recompute_positions is not None:
+        changes["recompute_positions"] = layer.recompute_positions + shift.after
+    if layer.selective_positions is not None:
+        changes["selective_positions"] = tuple(shift("f", position) for position in layer.selective_positions)
+    if (again := layer.every_second_product) is not None:
+        positions = tuple(shift("f", position) for position in again.positions)
+        changes["every_second_product"] = replace(again, positions=positions)
+    return replace(layer, **changes)
+
+
+def _with_exchanges(
+    own: Layer,
+    moved: Sequence[Buffer],
+    exchanging: Layer,
+    shift: Shift,
+    of_rank: Callable[[Polynomial], Polynomial],
+) -> list[tuple[Buffer, int]]:
+    """Return the buffers of a block with those of its exchanges, in order.
+
+    `moved`: its own ones, at their new moments. Each is with the position at which a forward that saves nothing frees
+    it. Queries, keys and values live until their module returns: autograd saves what is received in their place. What
+    is received of the outputs is copied for the linear map that follows. Gradients are exchanged in reverse.
+    """
+    at, other = shift.at, Attention.of(exchanging)
+    assert at is not None
+    assert other is not None
+    (*to_heads, to_parts), (of_output, *of_inputs) = _exchanges(exchanging, "f"), _exchanges(exchanging, "b")
+    released = Moment("b", shift("b", at.released))
+    copied = shift.near(to_parts.copy.born, exchanging).position
+    saved = [id(each) for each in own.buffers if each.is_saved]
+    releases = dict(zip(saved, own.recompute_releases or (0,) * len(saved), strict=True))
+    gradients = [id(each) for each in own.buffers if each.born == Moment("b", at.backward)]
+    sent = [each.freed for each in exchanging.buffers if each.born == Moment("b", other.backward)]
+    freed_after: dict[Moment, Moment] = {}
+    """Where the exchanged gradients of inputs are freed, by where those are that are sent for them."""
+    found: list[tuple[Buffer, int]] = []
+    output_release = 0
+    for each, new in zip(own.buffers, moved, strict=True):
+        release = releases.get(id(each), 0)
+        at_release = each.freed == Moment("b", at.released)
+        if id(each) in gradients:
+            of_sent = sent[gradients.index(id(each))]
+            freed_after[of_sent] = new.freed
+            new = replace(new, freed=shift.near(of_sent, exchanging))
+        elif at_release and each.born.phase == "b" and each.born.position < at.backward:  # of the outputs
+            new = replace(new, freed=shift.near(of_output.received.freed, exchanging))
+        elif at_release and each.born.phase == "f" and each.born.position < at.forward:  # queries, keys and values
+            end = Moment("f", _end_of_module(own, exchanging, shift, release))
+            new = replace(new, freed=end, category="temporaries")
+        elif each.born == Moment("f", at.forward) and release > at.forward:  # the outputs
+            output_release, release = shift("f", release), copied
+        elif each.born.position < at.forward == release:  # right behind the attention
+            release = copied
+        else:
+            release = shift("f", release)
+        found.append((new, release))
+    product = max(
+        (each for each in exchanging.parameters if each.born.position <= to_parts.copy.freed.position),
+        key=lambda each: each.born.position,
+    )
+    (own_product,) = (each for each in own.parameters if each.name == product.name)
+    until = own_product.born.position + to_parts.copy.freed.position - product.born.position
+    copies = [(each.copy, released, copied) for each in to_heads]
+    copies.append((to_parts.copy, Moment("b", shift("b", until)), output_release))
+    copies.append((of_output.copy, shift.near(of_output.copy.freed, exchanging), 0))
+    copies += [(each.copy, freed_after[each.received.freed], 0) for each in of_inputs]
+    for exchange in (*to_heads, to_parts, of_output, *of_inputs):
+        copies += [(each, shift.near(each.freed, exchanging), 0) for each in (exchange.sent, exchange.received)]
+    for each, freed, release in copies:
+        born = shift.near(each.born, exchanging)
+        found.append((replace(each, born=born, freed=freed, size_bytes=of_rank(each.size_bytes)), release))
+    return sorted(found, key=lambda each: (each[0].born.phase != "f", each[0].born.position))
+
+
+def _end_of_module(own: Layer, exchanging: Layer, shift: Shift, release: int) -> int:
+    """Return where the attention's module returns, and frees its queries, keys and values.
+
+    Some have the linear map of the outputs inside, and return after its sum over the ranks; of others the map follows:
+    they return as far behind the attention as in the layer `exchanging`. `release`: the last operation before.
+    """
+    at, other = shift.at, Attention.of(exchanging)
+    assert at is not None
+    assert other is not None
+    copied = _exchanges(exchanging, "f")[-1].copy.born.position
+    ends = [
+        each.freed.position
+        for each in exchanging.buffers
+        if each.born.phase == each.freed.phase == "f" and not each.freed.layer_offset
+        if each.born.position < other.forward and copied < each.freed.position < _next_product(exchanging, other)
+    ]
+    if ends:
+        return shift.near(Moment("f", max(ends)), exchanging).position
+    product = Moment("f", _next_product(own, at))
+    outputs = [each.freed for each in own.buffers if each.born == product and each.freed.phase == "f"]
+    inside = [each.position for each in outputs if not each.layer_offset and product.position <= release]
+    return shift("f", max([release, *inside]))
+
+
+def _next_product(layer: Layer, at: Attention) -> int:
+    """Return the position of the linear map of the attention's outputs."""
+    return min(position for position in layer.selective_positions or () if position > at.forward)
+
+
+def _sum(quantity: Polynomial, other: Polynomial) -> Polynomial:
+    """Return the sum of two quantities of a rank's layers, each power once."""
+    sums: dict[tuple[int, int], int] = {}
+    for c, i, j in (*quantity.terms, *other.terms):
+        sums[i, j] = sums.get((i, j), 0) + c
+    return Polynomial(tuple((c, i, j) for (i, j), c in sums.items() if c) or ((0, 0, 0),))

@@ -1,0 +1,112 @@
+"""Cut blocks on parts of sequences follow from three traces: compared with a trace of a step that has both."""
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
+
+from real_runs import quick
+
+from gsreal.model_files.recorder import Record
+from gsreal.model_files.step import record_step
+from gssim.scenario import load_model
+from gssim.scenario.context_slices import in_context
+from gssim.workload import Layer, Model, sliced_layer, unrolled
+
+MODELS = Path(__file__).resolve().parents[2] / "scenarios" / "models"
+SAMPLES, LENGTH = 2, 64
+CASES = {
+    "gpt-byte-150k": (1, None),
+    "gpt-byte-1m-sequence": (2, 2),
+    "llama3-8b-sequence": (4, 2),
+    "llama2-70b": (2, None),
+    "gpt2-124m": (3, None),
+    "bert-base-sequence": (6, 2),
+}
+"""Units of a rank, and tensor-parallel ranks that divide sequences between its cut blocks."""
+
+
+@cache
+def both(name: str) -> tuple[Model, Record]:
+    """Return the model with layers that follow from others, and the record of a step that has such blocks.
+
+    One context-parallel rank exchanges with itself: the operations are those of any number of them.
+    """
+    (units, ranks), model = CASES[name], load_model(MODELS / f"{name.removesuffix('-sequence')}.toml")
+    record = record_step(model, SAMPLES, LENGTH, units, ranks, context=1, where="here")
+    layers = model.sliced_layers if ranks is None else model.sequence_layers
+    held = [units if layer.units else 0 for layer in layers]
+    cut = [sliced_layer(layer, n, LENGTH // (ranks or 1)) for layer, n in zip(layers, held, strict=True)]
+    found = in_context(model, cut, held, LENGTH)
+    return replace(model, layers=found, sliced_layers=(), sequence_layers=(), context_layers=()), record
+
+
+def size(quantity) -> int:
+    return quantity.at(b=SAMPLES, s=LENGTH)
+
+
+def traced_buffers(record: Record, layer: int, phase: str) -> list[tuple]:
+    """Return when each buffer of a layer's pass is allocated, its bytes, and until which later allocation it lives."""
+    own = [each for each in record.alive if each.born[:2] == (layer, phase)]
+    own = [each for each in own if each.freed != each.born or each.size_bytes]
+    ends = [None if each.freed is None else (each.freed[0] - layer, *each.freed[1:]) for each in own]
+    return sorted((each.born[2], each.size_bytes, *end(e)) for each, e in zip(own, ends, strict=True))
+
+
+def end(freed: tuple | None) -> tuple:
+    return (0, "end", 0) if freed is None else freed
+
+
+def own_buffers(layer: Layer, phase: str) -> list[tuple]:
+    own = [each for each in layer.buffers if each.born.phase == phase]
+    ends = [(each.freed.layer_offset, each.freed.phase, each.freed.position) for each in own]
+    return sorted((each.born.position, size(each.size_bytes), *e) for each, e in zip(own, ends, strict=True))
+
+
+def until_next(buffers: list[tuple], births: dict[str, list[int]]) -> list[tuple]:
+    """Return buffers with the number of allocations before they are freed, where their own layer frees them."""
+    return sorted(
+        (born, size, distance, phase, 0 if distance else sum(at <= place for at in births.get(phase, [])))
+        for born, size, distance, phase, place in buffers
+    )
+
+
+@pytest.mark.parametrize("name", quick(CASES, ["gpt-byte-150k"]))
+def test_blocks_are_those_of_a_step_with_both(name):
+    model, record = both(name)
+    for instance in unrolled(model):
+        layer, at = instance.layer, instance.index
+        for phase, way in (("f", "forward"), ("b", "backward")):
+            work = (record.flop, record.bytes_moved, record.streamed)
+            costs = [size(getattr(layer, f"{way}_{what}")) for what in ("flop", "bytes", "streamed_bytes")]
+            assert costs == [each[at, phase] for each in work], instance.module
+            assert getattr(layer, f"{way}_operations") == record.operations[at, phase]
+        assert size(layer.saved_bytes) == record.saved[at]
+        sums = [
+            (each.moment.phase, each.moment.position, size(each.size_bytes), each.kind) for each in layer.reductions
+        ]
+        assert sums == [(*moment[1:], n, kind) for moment, n, kind in record.reductions.get(at, [])]
+        if not layer.block:
+            continue
+        again = record.until_saved[at]["full"]
+        costs = [size(layer.recompute_flop), size(layer.recompute_bytes), layer.recompute_operations]
+        assert costs == [again.flop, again.bytes_moved, again.operations]
+        assert list(layer.selective_positions) == list(record.kept[at, "selective"])
+        traced = {phase: traced_buffers(record, at, phase) for phase in "fb"}
+        births = {phase: sorted({each[0] for each in traced[phase]}) for phase in "fb"}
+        for phase in "fb":
+            ours = until_next(own_buffers(layer, phase), births)
+            assert ours == until_next(traced[phase], births), (instance.module, phase)
+
+
+@pytest.mark.parametrize("name", quick(CASES, ["gpt-byte-150k"]))
+def test_all_tensors_are_there_but_for_positions(name):
+    """Outside of blocks, what a rank makes of the numbers of its positions is left out: 8 bytes for each."""
+    model, record = both(name)
+    for instance in unrolled(model):
+        ours = sum(size(each.size_bytes) for each in instance.layer.buffers)
+        traced = sum(each.size_bytes for each in record.alive if each.born[0] == instance.index)
+        assert ours == pytest.approx(traced, abs=16 * LENGTH), instance.module
