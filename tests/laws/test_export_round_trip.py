@@ -52,6 +52,7 @@ CHOICES = {
     "plan.context_exchange": ["ring"],
     "plan.context_split": ["plain"],
     "plan.sequence_parallel": [True],
+    "plan.tp_overlap": [True],
     "plan.embedding_parallel": [True],
     "plan.loss_parallel": [True],
     "plan.receive_buffers": ["in-flight"],

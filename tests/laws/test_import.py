@@ -1376,7 +1376,8 @@ def test_a_megatron_job_in_three_dimensions_is_imported_and_predicted(tmp_path):
     """Tensor with sequence parallelism, stages that share an embedding, the distributed optimizer: what people run."""
     words = """pretrain_gpt.py --num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048
     --max-position-embeddings 2048 --micro-batch-size 2 --global-batch-size 64 --bf16 --lr 1.5e-4
-    --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer"""
+    --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer
+    --tp-comm-overlap"""
     path = tmp_path / "job.sh"
     path.write_text(f"torchrun {' '.join(words.split())}\n")
     found = import_scenario(
@@ -1390,6 +1391,7 @@ def test_a_megatron_job_in_three_dimensions_is_imported_and_predicted(tmp_path):
     assert plan["method"] == "zero1"
     assert [plan[key] for key in ("tp", "pp", "micro_batches", "sequence_parallel")] == [2, 2, 8, True]
     assert (plan["zero1_implementation"], plan["gathered_inputs"]) == ("megatron", "gathered-again")
+    assert plan["tp_overlap"] is True
     assert tomllib.loads(found.text)["workload"]["clip_norm"] == 1.0
     (tmp_path / "job.toml").write_text(found.text)
     result = simulate(load_scenario(tmp_path / "job.toml", ["plan.micro_batches=2"])).result
