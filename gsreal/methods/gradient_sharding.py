@@ -22,18 +22,21 @@ from gsreal.methods.meshes import data_mesh, shard_mesh
 from gsreal.methods.optimizers import make_optimizer
 from gsreal.methods.training import Training
 from gssim.plan import REPLICA_AXES, Policies
-from gssim.scenario import Scenario
+from gssim.scenario import Scenario, held_slice
 from gssim.workload import LayerInstance, gradient_order, unrolled
 
 
 def push_gradients(scenario: Scenario, module: nn.Module, timeline: Timeline, device: torch.device) -> Training:
     """Train by Gradient Sharding with the plan's shares and threshold; buckets in the traced order of gradients."""
-    optimizer = pushing_optimizer(scenario, module, unrolled(scenario.workload.model), timeline, device)
+    policies, model = scenario.policies, scenario.workload.model
+    if policies.tp > 1 or policies.cp > 1:
+        model = held_slice(scenario, 0)  # gradients of slices, and of parts of sequences, come in another order
+    optimizer = pushing_optimizer(scenario, module, unrolled(model), timeline, device)
 
     def syncing(leaves: bool) -> AbstractContextManager[None]:
         return nullcontext() if leaves else optimizer.no_sync()
 
-    sync_each = scenario.policies.gradient_sync == "micro-batch"
+    sync_each = policies.gradient_sync == "micro-batch"
     return Training(module, optimizer, timeline, scale=0.0, sync_each=sync_each, syncing=syncing)
 
 

@@ -1,11 +1,19 @@
 """Real: sequences divided among tensor-parallel ranks; training equals one device's, predictions what was counted."""
 
 import json
+from pathlib import Path
 
 import pytest
 from real_runs import planted, predicted, predicted_peaks, quick, run_cases, scenario_file, star, tolerance_of
 
-pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
+from gssim.program.lowering import Lowering
+from gssim.scenario import load_scenario
+from gssim.workload import gradient_order, unrolled
+
+torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
+pushing = pytest.importorskip("gsreal.methods.gradient_sharding")
+Timeline = pytest.importorskip("gsreal.measure").Timeline
+CPU = torch.device("cpu")
 
 pytestmark = pytest.mark.real
 
@@ -38,6 +46,7 @@ ON_FOUR = {
         [*ADAMW64, *GS, *ALL, *PUBLISHED, "plan.micro_batches=2", "plan.gradient_sync=micro-batch"],
     ),
     "gpt-gs-some-sgd": ("demo.toml", [*SGD, *GS, *SOME]),
+    "bert-gs-buckets-sgd": ("small-bert.toml", [*SGD, *GS, "plan.bucket_bytes=20000", "plan.first_bucket_bytes=5000"]),
     "gpt-z3-full-adamw": ("small-demo.toml", [*ADAMW64, *Z3, "plan.recompute=full"]),
     "bert-z3-all-sgd": ("small-bert.toml", [*SGD, *Z3, *ALL, "plan.shares.batch=[0.75,0.25]"]),
     "gpt-hier-adamw": ("small-demo.toml", [*ADAMW64, *LEVELS, "plan.dp_replicate=2", "plan.dp_shard=1"]),
@@ -87,3 +96,16 @@ def test_the_predicted_peak_of_every_rank_is_the_counted_one(world: tuple[dict, 
     for name, case in world[0].items():
         most = 0.01 if "-some-" in name else 0.001
         assert predicted_peaks(case) == pytest.approx(world[1][name]["peaks"], rel=most), name
+
+
+def test_buckets_of_slices_follow_the_order_of_their_own_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is not that of whole blocks: BERT's norms come earlier where what they normalise is summed over ranks."""
+    scenario = load_scenario(Path(scenario_file("small-bert.toml")), [star(4), *USUAL, *SGD, *GS]).scenario
+    asked = []
+    monkeypatch.setattr(pushing, "pushing_optimizer", lambda _scenario, _module, layers, *_: asked.append(layers))
+    pushing.push_gradients(scenario, torch.nn.Identity(), Timeline(0, CPU), CPU)
+    order = gradient_order(asked[0])
+    low = Lowering(scenario, None, 0, scenario.policies.mesh.group(0, "dp_shard"))
+    members = [member for bucket in low.buckets for member in bucket.members]
+    assert [(each.index, each.layer.parameters.index(parameter)) for each, parameter in members] == list(order)
+    assert order != gradient_order(unrolled(scenario.workload.model))
