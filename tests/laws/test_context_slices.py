@@ -261,3 +261,21 @@ def test_a_stage_s_activations_shrink_with_the_context_ranks():
 def test_what_cannot_run_is_refused(plan, workload, message):
     with pytest.raises(UserError, match=message):
         scenario(plan, 2 * BOTH["tp"] * plan.get("cp", 2), **workload)
+
+
+def test_rings_of_stages_on_gpus_are_those_of_their_own_ranks():
+    """Stages of equal layers share their tasks, but each exchanges keys and values among its own ranks."""
+    plan = {"method": "zero2", "pp": 2, "cp": 2, "tp": 2, "micro_batches": 2, "context_exchange": "ring"}
+    workload = {"model": "models/llama3.2-1b.toml", "sequence_length": 256, "global_batch_size": 4}
+    keys = {"plan": plan | {"recompute": "none"}, "workload": workload}
+    overrides = [f"{table}.{key}={value!r}" for table, values in keys.items() for key, value in values.items()]
+    loaded = load_scenario(FOLDER / "scenarios" / "llama3-8b-fsdp.toml", overrides)
+    folded, unfolded = (simulate(loaded, unfolded=whole).result for whole in (False, True))
+    assert {each.group for each in folded.collectives if each.kind == "all-to-all-v"} == {
+        (0, 2),
+        (1, 3),
+        (4, 6),
+        (5, 7),
+    }
+    assert folded.step_time_s == pytest.approx(unfolded.step_time_s, rel=1e-9)
+    assert set(folded.collectives) == set(unfolded.collectives)
