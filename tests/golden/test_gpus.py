@@ -6,6 +6,7 @@ import tarfile
 import tomllib
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -112,6 +113,15 @@ def predicted(result: Result, archive: str, types: dict) -> Result:
     return simulate(Loaded(file="stored", scenario=scenario, gradients=read_gradients(file) if needed else None)).result
 
 
+@cache
+def as_calibrated(file: str) -> tuple[Result, Result]:
+    """Return a measurement, and its prediction with the calibration of its archive."""
+    archive, _, _ = file.rpartition("/")
+    with TemporaryDirectory() as folder:
+        measured = measured_in(file, Path(folder))
+    return measured, predicted(measured, archive, calibrated(archive, model_of(measured)))
+
+
 @pytest.mark.parametrize(
     "file",
     [
@@ -119,12 +129,10 @@ def predicted(result: Result, archive: str, types: dict) -> Result:
         for place, file in enumerate(FILES)
     ],
 )
-def test_collectives_and_peaks_are_as_measured(file, tmp_path):
-    archive, _, name = file.rpartition("/")
-    measured = measured_in(file, tmp_path)
-    found = predicted(measured, archive, calibrated(archive, model_of(measured)))
+def test_collectives_and_peaks_are_as_measured(file):
+    measured, found = as_calibrated(file)
     assert [each.key for each in found.collectives] == [each.key for each in measured.collectives]
-    workload, plan = measured.scenario["workload"], name.partition(".")[0]
+    workload, plan = measured.scenario["workload"], file.rpartition("/")[2].partition(".")[0]
     halves = workload["precision"] != "fp32" or workload.get("autocast")
     padded = halves and workload["model"]["name"] == "gpt-byte-1m"
     most_allocated, most_reserved = OTHERWISE.get(plan, PADDED_HEADS if padded else BOUNDS)
@@ -139,20 +147,16 @@ FURTHER_OFF = {"two--ddp.29989fd23524e101": 0.12, "one-nccl--fsdp.b7bc09b2897916
 
 
 @pytest.mark.parametrize("file", AS_TRAINED)
-def test_steps_that_keep_a_gpu_busy_are_as_measured(file, tmp_path):
-    archive, _, name = file.rpartition("/")
-    measured = measured_in(file, tmp_path)
-    step_s = predicted(measured, archive, calibrated(archive, model_of(measured))).step_time_s
-    most = FURTHER_OFF.get(name.removesuffix(".measured.json"), 0.066)
-    assert step_s == pytest.approx(measured.step_time_s, rel=most)
+def test_steps_that_keep_a_gpu_busy_are_as_measured(file):
+    measured, found = as_calibrated(file)
+    most = FURTHER_OFF.get(file.rpartition("/")[2].removesuffix(".measured.json"), 0.066)
+    assert found.step_time_s == pytest.approx(measured.step_time_s, rel=most)
 
 
 @pytest.mark.parametrize("file", [file for file in AS_TRAINED if "/one--" in file])
-def test_reserved_memory_of_a_single_gpu_is_as_measured(file, tmp_path):
+def test_reserved_memory_of_a_single_gpu_is_as_measured(file):
     """Gradients in 16 bits are cast before the first update makes its states: of Llama, two segments of 4 GiB apart."""
-    archive, _, _ = file.rpartition("/")
-    measured = measured_in(file, tmp_path)
-    found = predicted(measured, archive, calibrated(archive, model_of(measured)))
+    measured, found = as_calibrated(file)
     assert found.ranks[0].peak_allocated_bytes == pytest.approx(measured.ranks[0].peak_allocated_bytes, rel=0.001)
     assert found.ranks[0].peak_reserved_bytes == pytest.approx(measured.ranks[0].peak_reserved_bytes, rel=0.001)
 

@@ -16,7 +16,7 @@ from gsreal.run.rank import run_on_rank
 
 
 def main(out: str) -> None:
-    cut_blocks.TOKENS, cut_blocks.STEPS = (1, 16), 5
+    cut_blocks.TOKENS, cut_blocks.BLOCK_WARMUPS, cut_blocks.BLOCK_STEPS = (1, 16), 1, 5
     settings = Settings(models=(), batch_sizes=(), sequence_length=1, precision="fp32", kind="cpu")
     kernels.SIZES, kernels.LENGTHS, kernels.TOKENS = ({"cpu": each} for each in ((16, 128), (16, 64), 64))
     bench = Bench(settings)

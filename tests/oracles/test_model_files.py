@@ -11,6 +11,7 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'gssim[models]'")
 
 import torch
+from real_runs import HELPERS
 from small_models import whole_layers_alone
 from test_trace import at, counted_peak_bytes, flop_of, real_step, replayed_peak_bytes, request_for
 from torch import nn
@@ -161,7 +162,7 @@ def test_repeating_a_middle_block_says_what_tracing_all_blocks_says():
 
 
 def test_the_number_of_blocks_is_found_in_a_config_too():
-    model = traced("short-llama")
+    model = load_model(HELPERS / "models" / "llama.toml")
     source = model.module.hugging_face
     deep = replace(source, config={**source.config, "num_hidden_layers": 6})
     short, stack = with_fewer_blocks(replace(model, module=replace(model.module, hugging_face=deep)), "here")
