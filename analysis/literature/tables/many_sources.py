@@ -276,6 +276,7 @@ def _software(record: Mapping[str, str], tp: int, pp: int, context: int) -> Soft
         # those of blocks with a short window count as none
         attention_ratio=(platform.attention_ratio if platform else 1.0) * (1 + model.startswith(HALF_WINDOWED)),
         compiled=record["compile"] == "yes" or _is_bridge(record),
+        fused_projections=_is_bridge(record),
         sequence_parallel=tp > 1,
         gathers_inputs=_is_torchtitan(record) and tp > 1,
         gathers_alone=overlaps,
