@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -51,6 +51,7 @@ def layer_time_s(
     batch_size: int,
     recompute: Recompute = "full",
     whole: Layer | None = None,
+    positions: int | None = None,
     issued: bool = True,
 ) -> float:
     """Return the time of one repetition of `layer` for `batch_size` samples.
@@ -59,13 +60,14 @@ def layer_time_s(
     that runs it again. A profile does not have the recomputed part: its forward is scaled as the roofline is.
     Assumes that nothing else runs on the device; the engine adds the slowdown of communication. `whole`: the layer of
     which `layer` is a slice, or has part of the backward; a profile is of the whole one, and is scaled as the roofline
-    too. `issued`: whether a GPU's host time to launch the operations is a lower bound. Copies of quantized weights are
+    too. `positions`: of each sequence that it runs on, if context-parallel ranks divide these. `issued`: whether a
+    GPU's host time to launch the operations is a lower bound. Copies of quantized weights are
     made at the memory's bandwidth, beside what is measured or not.
     """
     if not issued and device.kind != "cpu":
         device = replace(device, operation_overhead_s=0.0)
     copies_s = _copies_s(device, workload, layer, phase, batch_size, recompute) if workload.frozen_precision else 0.0
-    return copies_s + _products_s(device, workload, layer, phase, batch_size, recompute, whole)
+    return copies_s + _products_s(device, workload, layer, phase, batch_size, recompute, whole, positions)
 
 
 def _copies_s(
@@ -96,20 +98,28 @@ def _products_s(
     batch_size: int,
     recompute: Recompute,
     whole: Layer | None = None,
+    positions: int | None = None,
 ) -> float:
     """Return the time of a layer's phase apart from copies of quantized weights; see `layer_time_s`."""
     if whole is not None and whole is not layer:
         measured_s = _products_s(device, workload, whole, phase, batch_size, recompute)
-        works = [_work_on(device, workload, part, phase, recompute=recompute, whole=whole) for part in (layer, whole)]
         own_s, whole_s = (
-            _layer_roofline_s(device, workload, part, work, phase, batch_size)
-            for part, work in zip((layer, whole), works, strict=True)
+            _layer_roofline_s(
+                device,
+                workload,
+                part,
+                _work_on(device, workload, part, phase, recompute=recompute, whole=whole, positions=on),
+                phase,
+                batch_size,
+                positions=on,
+            )
+            for part, on in ((layer, positions), (whole, None))
         )
         return measured_s * own_s / whole_s if whole_s else measured_s
     profile = layer_profile(device, workload, layer)
-    work = _work_on(device, workload, layer, phase, recompute=recompute)
+    work = _work_on(device, workload, layer, phase, recompute=recompute, positions=positions)
     if profile is None:
-        return _layer_roofline_s(device, workload, layer, work, phase, batch_size)
+        return _layer_roofline_s(device, workload, layer, work, phase, batch_size, positions=positions)
     if phase == "b":
         return profile.backward_s.at(batch_size)
     forward_s = profile.forward_s.at(batch_size)
@@ -205,13 +215,16 @@ def _work_on(
     *,
     recompute: Recompute = "full",
     whole: Layer | None = None,
+    positions: int | None = None,
 ) -> Work:
     """Return the work of a phase, where linear maps run in 8 bits as that which takes as long at the device's rates.
 
     Each weight matrix of a block is a map of every token: 2 FLOP an element in a forward, 4 in a backward. Of slices of
-    `whole`, ranks cast parts of inputs and outputs. What is recomputed may lack some of the maps.
+    `whole`, ranks cast parts of inputs and outputs. What is recomputed may lack some of the maps. `positions`: of each
+    sequence, if it runs on parts of them.
     """
     work, ratio = _work(layer, phase, recompute=recompute), device.float8_ratio
+    flop: float
     if workload.map_precision is None or ratio is None or not layer.block:
         return work
     elements = sum(prod(shape) for shape in _maps(layer))
@@ -219,15 +232,22 @@ def _work_on(
     widths = float(sum(sum(shape) for shape in _maps(whole or layer)) * elements)
     widths /= sum(prod(shape) for shape in _maps(whole or layer)) or 1
     if phase == "r":
-        linear = sum(c for c, i, j in work.flop.terms if (i, j) == (1, 1))
+        linear = _linear_flop(work.flop, positions) / (positions or 1)
         widths, flop = widths * linear / flop if flop else 0.0, linear
     cast = round(CAST_PASSES[phase] * PRECISION_BYTES[workload.model.traced_precision] * widths)
     moved, streamed = work.moved_bytes, work.streamed_bytes or NO_COST
+    less = -round(flop * (1 - 1 / ratio))
+    fewer, more = ((less * positions, 1, 0), (cast * positions, 1, 0)) if positions else ((less, 1, 1), (cast, 1, 1))
     return work._replace(
-        flop=replace(work.flop, terms=(*work.flop.terms, (-round(flop * (1 - 1 / ratio)), 1, 1))),
-        moved_bytes=replace(moved, terms=(*moved.terms, (cast, 1, 1))),
-        streamed_bytes=replace(streamed, terms=(*streamed.terms, (cast, 1, 1))),
+        flop=replace(work.flop, terms=(*work.flop.terms, fewer)),
+        moved_bytes=replace(moved, terms=(*moved.terms, more)),
+        streamed_bytes=replace(streamed, terms=(*streamed.terms, more)),
     )
+
+
+def _linear_flop(flop: Polynomial, positions: int | None) -> int:
+    """Return the FLOP of linear maps of every token: for a token, or on parts of sequences for a part."""
+    return sum(c for c, i, j in flop.terms if (i, j) == (1, 0 if positions else 1))
 
 
 def _maps(layer: Layer) -> list[tuple[int, ...]]:
@@ -235,7 +255,14 @@ def _maps(layer: Layer) -> list[tuple[int, ...]]:
 
 
 def _layer_roofline_s(
-    device: DeviceType, workload: Workload, layer: Layer, work: Work, phase: str, batch_size: int
+    device: DeviceType,
+    workload: Workload,
+    layer: Layer,
+    work: Work,
+    phase: str,
+    batch_size: int,
+    *,
+    positions: int | None = None,
 ) -> float:
     shape = {"b": batch_size, "s": workload.sequence_length or 1}
     scale = value_bytes(workload) / PRECISION_BYTES[workload.model.traced_precision]
@@ -244,7 +271,8 @@ def _layer_roofline_s(
     rates = next((each for each in device.kernels if each.precision == precision), None)
     if rates is not None:
         own = achieved_flop_per_s(device, precision)
-        flop += own * _kernels_excess_s(rates, own, workload.model, layer, work.flop, backward=phase == "b", **shape)
+        settings: dict[str, Any] = {"backward": phase == "b", "positions": positions} | shape
+        flop += own * _kernels_excess_s(rates, own, workload.model, layer, work.flop, **settings)
     return roofline_s(
         device,
         precision,
@@ -263,6 +291,7 @@ def _kernels_excess_s(
     flop: Polynomial,
     *,
     backward: bool,
+    positions: int | None,
     b: int,
     s: int,
 ) -> float:
@@ -271,23 +300,26 @@ def _kernels_excess_s(
     `flop`: of the phase, of b samples of s tokens. Its terms in b*s are linear maps of every token, at the mean rate of
     the layer's weight matrices, weighted by their FLOP: those that are frozen have no gradient, and a head without a
     matrix of its own multiplies by the embedding's. Terms in b*s^2 are attention. All others take the device's rate,
-    and so do FLOP in b*s beyond those of the matrices, as of experts, which do not see every token.
+    and so do FLOP in b*s beyond those of the matrices, as of experts, which do not see every token. On `positions` of
+    each sequence the former are terms in b, and attention is terms in b*s: to all of the sequence.
     """
     if not isinstance(model.input, TokenInput):
         return 0.0
-    linear = sum(c for c, i, j in flop.terms if (i, j) == (1, 1)) * b * s
-    attention = sum(c for c, i, j in flop.terms if (i, j) == (1, 2)) * b * s**2
+    tokens = b * (positions or s)
+    linear = _linear_flop(flop, positions) * (b if positions else tokens)
+    power = 1 if positions else 2
+    attention = sum(c for c, i, j in flop.terms if (i, j) == (1, power)) * b * s**power
     trained, frozen = (
         [parameter.shape for parameter in parameters if len(parameter.shape) == 2]
         for parameters in (layer.parameters, layer.frozen_parameters)
     )
     if not trained and not frozen:
         outputs = model.input.vocabulary
-        inputs = sum(c for c, i, j in layer.forward_flop.terms if (i, j) == (1, 1)) // (2 * outputs)
+        inputs = _linear_flop(layer.forward_flop, positions) // (2 * outputs * (positions or 1))
         trained = [(outputs, inputs)] if inputs else []
     of_trained: tuple[ProductKind, ...] = ("input_gradient", "weight_gradient") if backward else ("forward",)
     products = [
-        (2.0 * b * s * n * k, rates.products[kind].at(b * s, k, n))
+        (2.0 * tokens * n * k, rates.products[kind].at(tokens, k, n))
         for shapes, kinds in ((trained, of_trained), (frozen, of_trained[:1]))
         for n, k in shapes
         for kind in kinds
@@ -299,10 +331,10 @@ def _kernels_excess_s(
         excess_s += min(linear, listed) * (mean_s - 1 / own_flop_per_s)
     if attention and rates.attention:
         causal = model.input.task == "next-token"
+        named = [sliced for sliced in model.sliced_layers if sliced.name == layer.name]
         head_widths = [
             parameter.shape[parameter.cut]
-            for sliced in model.sliced_layers
-            if sliced.name == layer.name
+            for sliced in (named or model.sliced_layers)  # parts of sequences are traced in groups of their own
             for parameter in sliced.parameters
             if parameter.cut is not None and len(parameter.shape) == 2
         ]  # a matrix is cut with a head into parts, of which the smallest are as wide as one

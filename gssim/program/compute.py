@@ -256,6 +256,7 @@ def _layer_s(
         batch_size=samples,
         recompute=low.scenario.plan.recompute,
         whole=low.whole_layer(instance),
+        positions=low.scenario.sequence_positions if low.policies.cp > 1 else None,
         issued=issued,
     )
 

@@ -789,3 +789,13 @@ class Lowering:
     def device(self, rank: int) -> DeviceType:
         """Return the device type of a rank."""
         return self.scenario.cluster.type_of(rank)
+
+
+@once_a_run
+def layer_groups(low: Lowering, samples: int, axis: str) -> list[Sequence[int]]:
+    """Return the groups of ranks that run layers together, of those of the lowering that have so many samples.
+
+    They have slices of blocks (the axis tp), or parts of the sequences (the axis cp).
+    """
+    mesh = low.policies.mesh
+    return list(dict.fromkeys(mesh.group(rank, axis) for rank in low.group if low.batch_sizes[rank] == samples))

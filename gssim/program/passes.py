@@ -26,13 +26,14 @@ from gssim.plan import REPLICA_AXES
 from gssim.program.compute import compute
 from gssim.program.equal_messages import message_classes
 from gssim.program.flat_units import gather_flat_parameters, gather_flat_parameters_twice, push_units
-from gssim.program.lowering import Lowering, once_a_run
+from gssim.program.lowering import Lowering, layer_groups, once_a_run
 from gssim.program.messages import in_order, is_thresholded, mean_push_density, push_totals, sent_ratios
 from gssim.program.optimizer import Tensors, optimize, persistent_bytes, persistent_tensors
 from gssim.program.pipeline import pipeline, replicas_of, stage_buffers
 from gssim.program.publish import mean_publish_density, publish_ratios, published_bytes
 from gssim.program.push import estimates_thresholds, push_gradients
 from gssim.program.replicated import all_reduce_gradients, keep_gradients
+from gssim.program.ring import RING_OPERATIONS, ring_exchange
 from gssim.program.sharded import (
     Gathered,
     gather_parameters,
@@ -55,7 +56,7 @@ from gssim.program.task import (
     collective_task,
     with_ids,
 )
-from gssim.program.tensor_slices import CONTEXT_OPERATIONS, layer_groups
+from gssim.program.tensor_slices import CONTEXT_OPERATIONS
 from gssim.result import COMPUTE_PHASES, UPDATE_PHASES
 from gssim.scenario import Scenario, divided_entries, held_layers, held_slice, units_of_ranks
 from gssim.workload import LayerInstance, unrolled
@@ -298,7 +299,8 @@ class Steps:
         if len(self._lowerings) > 1:
             by_rank = [_mapped(parts, _with_group) for parts in by_rank]
         if self._copies > 1:
-            by_rank = [_mapped(parts, _Copying(parts_of_model, self._copies).task) for parts in by_rank]
+            copying = _Copying(parts_of_model, self._copies)
+            by_rank = [_mapped(parts, copying.task) for parts in by_rank]
         return [Outline(parts) if low.stages and chunked else tuple(cast(list[Task], parts)) for parts in by_rank]
 
 
@@ -611,14 +613,21 @@ def _of_equal_stage(low: Lowering, rank: int, micro_batch: MicroBatch) -> Sequen
         exchange = task.exchange
         if exchange is not None:
             if id(exchange) not in exchanges:
-                axis = "cp" if task.id.op in CONTEXT_OPERATIONS else "tp"
-                group, *groups = layer_groups(low, low.batch_sizes[rank], axis)
-                exchanges[id(exchange)] = replace(exchange, group=group, beside=tuple(groups))
+                exchanges[id(exchange)] = _own_exchange(low, rank, task, exchange)
             exchange = exchanges[id(exchange)]
         joined = None if task.communication is None else _of_layer(task.communication, own)
         after = tuple(_of_layer(each, own) for each in task.after)
         result.append(task.renamed(_of_layer(task.id, own), joined, after, exchange))
     return result
+
+
+def _own_exchange(low: Lowering, rank: int, task: Task, exchange: Communication) -> Communication:
+    """Return the collective of a task of an equal stage as the rank's own groups carry it out."""
+    samples = low.batch_sizes[rank]
+    if task.id.op in RING_OPERATIONS:
+        return ring_exchange(low, samples, exchange.size_bytes)
+    group, *groups = layer_groups(low, samples, "cp" if task.id.op in CONTEXT_OPERATIONS else "tp")
+    return replace(exchange, group=group, beside=tuple(groups))
 
 
 def _of_layer(name: TaskId, layers: Mapping[str, str]) -> TaskId:

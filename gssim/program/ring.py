@@ -21,13 +21,13 @@ torch.distributed.tensor.experimental: _SDPAMerger, _partial_update, _templated_
 in float32, copies a tensor whole where only half of its rows change, and concatenates what it sends.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 
 from gssim.collectives import Communication, Pairs
 from gssim.memory import Event, footprint
 from gssim.plan import Block, ring_blocks
-from gssim.program.lowering import Lowering
+from gssim.program.lowering import Lowering, layer_groups, once_a_run
 from gssim.program.task import PASSES, Task, TaskId, collective_task
 from gssim.units import PRECISION_BYTES
 from gssim.workload import LayerInstance, Reduction, TokenInput
@@ -56,13 +56,12 @@ def ring_attention(
     reduction: Reduction,
     alone_s: float,
     before: TaskId,
-    groups: Sequence[Sequence[int]],
     samples_of_group: int | None,
 ) -> list[Task]:
     """Return the blocks and shifts of a ring, which follow the part of a layer's pass that ends in the attention.
 
     `alone_s`: time of the attention where a rank has whole sequences and a part of the heads. `before`: that part.
-    `groups`: rings whose ranks have as many samples; `samples_of_group`: how many, where those of others have not.
+    `samples_of_group`: how many samples the rank has, where not all rings have as many.
     """
     policies, source = low.policies, low.scenario.workload.model.input
     causal = isinstance(source, TokenInput) and source.task == "next-token"
@@ -71,6 +70,7 @@ def ring_attention(
     mean_work = policies.cp * (0.5 if causal else 1.0)
     size = low.traced_scale * reduction.size_bytes.at(b=samples, s=1)
     out, *others = sorted(_born(low, instance, reduction, samples), reverse=True)
+    exchange = ring_exchange(low, low.batch_sizes[rank], policies.cp * size)
     device = low.device(rank)
     moved_bytes = merged_bytes if device.kind == "cpu" else partial(merged_in_float_bytes, value=low.value_bytes)
     tasks: list[Task] = []
@@ -80,7 +80,7 @@ def ring_attention(
     for step, block in enumerate(blocks):
         attend, shift = own._replace(part=step or None), turn._replace(part=step or None)
         if step < last:
-            tasks.append(_shift(groups, shift, size, after=before))
+            tasks.append(_shift(exchange, shift, after=before))
         after = turn._replace(part=step - 1 or None)
         changes = (
             _backward_changes(step, last, block, size, out)
@@ -100,7 +100,7 @@ def ring_attention(
         if step:  # its own gradients are added to those that have come
             before = back.serving("await")
             tasks.append(Task(before, "exposed_communication", after=(back._replace(part=step - 1 or None),)))
-        tasks.append(_shift(groups, back, size, after=before))
+        tasks.append(_shift(exchange, back, after=before))
     if phase == "b":
         home = turn._replace(part=last or None).serving("return")
         freed = footprint([Event(0, -size, "communication")])
@@ -161,14 +161,23 @@ def _born(low: Lowering, instance: LayerInstance, reduction: Reduction, samples:
     return [low.traced_scale * buffer.size_bytes.at(b=samples, s=length) for buffer in buffers]
 
 
-def _shift(groups: Sequence[Sequence[int]], own: TaskId, size: float, *, after: TaskId) -> Task:
-    """Return the exchange in which each rank of a ring sends so many bytes to the next one."""
-    group, *beside = groups
+@once_a_run
+def ring_exchange(low: Lowering, samples: int, size_bytes: float) -> Communication:
+    """Return the exchange in which each rank of a ring sends to the next one; `size_bytes`: of all of them together.
+
+    One object stands for all exchanges of this size among the rings whose ranks have so many samples, as those whose
+    ranks send unequally are told apart by identity.
+    """
+    group, *beside = layer_groups(low, samples, "cp")
     ranks = len(group)
-    rows = [tuple(size if to == (rank + 1) % ranks else 0.0 for to in range(ranks)) for rank in range(ranks)]
-    exchange = Communication(
-        "all-to-all-v", group, ranks * size, pair_bytes=Pairs(rows, tuple(range(ranks))), beside=tuple(beside)
-    )
+    sent = size_bytes / ranks
+    rows = [tuple(sent if to == (rank + 1) % ranks else 0.0 for to in range(ranks)) for rank in range(ranks)]
+    pairs = Pairs(rows, tuple(range(ranks)))
+    return Communication("all-to-all-v", group, size_bytes, pair_bytes=pairs, beside=tuple(beside))
+
+
+def _shift(exchange: Communication, own: TaskId, *, after: TaskId) -> Task:
+    """Return a rank's part in an exchange of a ring."""
     return collective_task(own, exchange, "ring", after=(after,))
 
 

@@ -19,7 +19,7 @@ from gssim.collectives import Communication
 from gssim.memory import Event, footprint, last_saved
 from gssim.program.experts import OPERATIONS as EXPERT_OPERATIONS
 from gssim.program.experts import expert_exchange
-from gssim.program.lowering import Lowering, once_a_run
+from gssim.program.lowering import Lowering, layer_groups
 from gssim.program.ring import RING_OPERATIONS, attention_ratio, ring_attention
 from gssim.program.task import PASSES, Operation, Task, TaskId, collective_task
 from gssim.scenario import Scenario
@@ -80,7 +80,6 @@ def with_all_reduces(
                     reduction=reduction,
                     alone_s=in_ring_s,
                     before=tasks[-1].id,
-                    groups=(group, *beside),
                     samples_of_group=samples_of_group,
                 )
                 continue
@@ -227,13 +226,3 @@ def unmeasured_host_time(scenario: Scenario) -> tuple[str, ...]:
     if scenario.policies.cuts_natively and any(layer.linear is None for layer in blocks):
         messages.append("DTensor's host time: the model file does not tell whether it cuts the blocks (`gsreal trace`)")
     return tuple(messages)
-
-
-@once_a_run
-def layer_groups(low: Lowering, samples: int, axis: str) -> list[Sequence[int]]:
-    """Return the groups of ranks that run layers together, of those of the lowering that have so many samples.
-
-    They have slices of blocks (the axis tp), or parts of the sequences (the axis cp).
-    """
-    mesh = low.scenario.policies.mesh
-    return list(dict.fromkeys(mesh.group(rank, axis) for rank in low.group if low.batch_sizes[rank] == samples))

@@ -21,8 +21,8 @@ from gssim.terminal import rank_list
 from gssim.units import validated
 
 ROOT = Path(__file__).resolve().parents[2]
-SLOW = ("gpt3-1024-3d", "gpt3-65536", "mt-nlg-280-dgx")
-"""Plans of thousands of GPUs, each of which takes several seconds on a busy core."""
+SLOW = ("gpt3-1024-3d", "gpt3-65536", "llama3-70b-context", "mt-nlg-280-dgx")
+"""Plans of thousands of GPUs, and of rings of many layers, each of which takes several seconds on a busy core."""
 SCENARIOS = [
     pytest.param(path, marks=[pytest.mark.slow] if path.stem in SLOW else [], id=path.stem)
     for path in sorted((ROOT / "scenarios").glob("*.toml"))

@@ -261,3 +261,41 @@ def test_a_stage_s_activations_shrink_with_the_context_ranks():
 def test_what_cannot_run_is_refused(plan, workload, message):
     with pytest.raises(UserError, match=message):
         scenario(plan, 2 * BOTH["tp"] * plan.get("cp", 2), **workload)
+
+
+def test_rings_of_stages_on_gpus_are_those_of_their_own_ranks():
+    """Stages of equal layers share their tasks, but each exchanges keys and values among its own ranks."""
+    plan = {"method": "zero2", "pp": 2, "cp": 2, "tp": 2, "micro_batches": 2, "context_exchange": "ring"}
+    workload = {"model": "models/llama3.2-1b.toml", "sequence_length": 256, "global_batch_size": 4}
+    keys = {"plan": plan | {"recompute": "none"}, "workload": workload}
+    overrides = [f"{table}.{key}={value!r}" for table, values in keys.items() for key, value in values.items()]
+    loaded = load_scenario(FOLDER / "scenarios" / "llama3-8b-fsdp.toml", overrides)
+    folded, unfolded = (simulate(loaded, unfolded=whole).result for whole in (False, True))
+    assert {each.group for each in folded.collectives if each.kind == "all-to-all-v"} == {
+        (0, 2),
+        (1, 3),
+        (4, 6),
+        (5, 7),
+    }
+    assert folded.step_time_s == pytest.approx(unfolded.step_time_s, rel=1e-9)
+    assert set(folded.collectives) == set(unfolded.collectives)
+
+
+@pytest.mark.slow
+def test_seventy_billion_parameters_take_the_time_of_their_products_and_little_more():
+    """6 N T FLOP and 12 h s^2 a layer and sequence for training, a third more for recomputation, on 128 GPUs.
+
+    Attention counts whole squares, as torch counts it, though a causal mask leaves half out. Norms, activations and
+    merges of blocks take the rest of the computing; a tenth of the step is exposed communication.
+    """
+    scenario = load_scenario(FOLDER / "scenarios" / "llama3-70b-context.toml").scenario
+    device, workload = scenario.cluster.type_of(0), scenario.workload
+    rate = device.peak_flop_per_s["bf16"] * device.efficiency_ratio
+    tokens, length = workload.global_batch_size * 131072, 131072
+    training = 6 * workload.model.elements * tokens + 12 * 8192 * 80 * length * tokens
+    least_s = training * 4 / 3 / 128 / rate
+    result = simulate(load_scenario(FOLDER / "scenarios" / "llama3-70b-context.toml")).result
+    computing_s = result.phases_s["forward"] + result.phases_s["backward"]
+    assert least_s < computing_s < 1.25 * least_s
+    assert computing_s < result.step_time_s < 1.15 * computing_s
+    assert result.fits

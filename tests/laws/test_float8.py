@@ -5,6 +5,7 @@ import pytest
 import gssim
 from gssim import cost
 from gssim.errors import UserError
+from gssim.scenario.tensor_slices import context_part
 
 A100 = {"cluster.device_types.gpu.preset": "a100-sxm-80", "cluster.device_types.gpu.float8_ratio": None}
 """Without products in 8 bits."""
@@ -56,6 +57,21 @@ def test_products_of_blocks_take_less_by_the_ratio_and_casts_are_added():
     assert all(other <= one for one, other in zip(plain, eight, strict=True))
     slow = {"cluster.device_types.gpu.memory_bandwidth_bytes_per_s": "1e9 B/s"}
     assert times(scenario(**slow, **GPU))[0][0] > times(scenario(**slow))[0][0]
+
+
+def test_parts_of_sequences_save_what_they_have_of_it():
+    """Of each sequence on two ranks: half of what products in 8 bits save on whole ones."""
+    fast = {"cluster.device_types.gpu.memory_bandwidth_bytes_per_s": "1e18 B/s"}
+    plain, eight = scenario(**fast), scenario(**fast, **GPU)
+    whole = [times(each)[0] for each in (plain, eight)]
+    block = next(layer for layer in context_part(plain.workload.model, 12).layers if layer.block)
+    device = eight.cluster.device_types["gpu"]
+    for place, phase in enumerate("fb"):
+        half = [
+            cost.layer_time_s(device, each.workload, block, phase=phase, batch_size=10**4, positions=12, issued=False)
+            for each in (plain, eight)
+        ]
+        assert half[0] - half[1] == pytest.approx((whole[0][place] - whole[1][place]) / 2, rel=1e-3)
 
 
 def test_memory_and_all_but_the_time_stay_as_they_are():

@@ -76,6 +76,17 @@ def test_attention_takes_its_own_rate_with_the_mask_and_the_heads_of_the_model()
     assert time_s(device(attend=(narrow,)), attending, workload=whole) == pytest.approx(maps_s + scores_s)
 
 
+def test_half_of_each_sequence_takes_half_as_long_at_the_same_rates():
+    """On 4 of 8 positions maps have half the tokens, and the attention half of its pairs of positions."""
+    whole, half = layer("4x4", forward="32*b*s + 16*b*s^2"), layer("4x4", forward="128*b + 64*b*s")
+    on = device(forward=0.25e9, attend=(attention(2, 0.5e9),))
+    found = costs.layer_time_s(on, WORKLOAD, half, phase="f", batch_size=4, positions=4)
+    assert found == pytest.approx(time_s(on, whole) / 2)
+    head, of_part = layer(forward=f"{2 * 4 * 16}*b*s"), layer(forward=f"{4 * 2 * 4 * 16}*b")
+    own = costs.layer_time_s(device(odd=0.1), WORKLOAD, of_part, phase="f", batch_size=4, positions=4)
+    assert own == pytest.approx(time_s(device(odd=0.1), head) / 2)
+
+
 def test_a_head_that_lists_no_matrix_has_the_vocabularys_and_an_odd_one_is_slow():
     head = layer(forward=f"{2 * 4 * 16}*b*s")
     assert time_s(device(odd=0.1), head) == pytest.approx(128 * TOKENS / 1e9)

@@ -42,6 +42,7 @@ PUBLISHED = {
     "llama3-8b": (8_030_261_248, "8.0B"),  # released Meta-Llama-3-8B: 8.03B
     "llama3.1-8b": (8_030_261_248, "8.0B"),  # the same sizes; released Llama-3.1-8B: 8.03B
     "llama3-70b": (70_553_706_496, "70.6B"),  # released Meta-Llama-3-70B: 70.6B
+    "llama3.1-70b": (70_553_706_496, "70.6B"),  # the same sizes
 }
 """Exact count where weights are released, and as published."""
 UNITS = {"M": 1e6, "B": 1e9}

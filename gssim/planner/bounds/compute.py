@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable, Sequence
 from functools import partial
+from typing import Any
 
 from gssim.cluster import DeviceType
 from gssim.cost import layer_time_s
@@ -56,20 +57,32 @@ class ComputeBounds:
             * self.parts.once(
                 ("time", run.key, self.parts.names[rank], samples, recompute),
                 lambda: sum(
-                    self._layer_s(device, instance.layer, whole, samples, recompute)
+                    self._layer_s(device, instance.layer, whole, samples, recompute, run.positions)
                     for instance, whole in zip(run.layers, run.wholes, strict=True)
                 ),
             )
         )
 
     def _layer_s(
-        self, device: DeviceType, layer: Layer, whole: Layer | None, samples: int, recompute: Recompute
+        self,
+        device: DeviceType,
+        layer: Layer,
+        whole: Layer | None,
+        samples: int,
+        recompute: Recompute,
+        positions: int | None,
     ) -> float:
         """Return the time of a layer's forward and backward, and of its recomputation where it is checkpointed."""
-        return sum(self._phases_s(device, layer, whole, samples, recompute))
+        return sum(self._phases_s(device, layer, whole, samples, recompute, positions))
 
     def _phases_s(
-        self, device: DeviceType, layer: Layer, whole: Layer | None, samples: int, recompute: Recompute
+        self,
+        device: DeviceType,
+        layer: Layer,
+        whole: Layer | None,
+        samples: int,
+        recompute: Recompute,
+        positions: int | None,
     ) -> list[float]:
         """Return the times of a layer's forward, of its backward, and of its recomputation if it is checkpointed."""
 
@@ -78,7 +91,8 @@ class ComputeBounds:
             workload = self.parts.workload
             # a host that issues ahead bounds no single layer
             issued = device.layer_operation_s is None or layer_profile(device, workload, whole or layer) is not None
-            cost = partial(layer_time_s, device, workload, layer, batch_size=samples, whole=whole, issued=issued)
+            settings: dict[str, Any] = {"whole": whole, "positions": positions, "issued": issued}
+            cost = partial(layer_time_s, device, workload, layer, batch_size=samples, **settings)
             return [cost(phase=phase, recompute=recompute) for phase in phases]
 
         return self.parts.once(("layer", id(layer), id(device), samples, recompute), found)
@@ -89,7 +103,7 @@ class ComputeBounds:
 
         def found() -> tuple[float, float]:
             phases_s = [
-                self._phases_s(device, instance.layer, whole, samples, recompute)
+                self._phases_s(device, instance.layer, whole, samples, recompute, part.positions)
                 for instance, whole in zip(part.layers, part.wholes, strict=True)
             ]
             return sum(forward_s for forward_s, *_ in phases_s), sum(sum(others_s) for _, *others_s in phases_s)

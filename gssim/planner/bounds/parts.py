@@ -37,6 +37,8 @@ class Part:
     """For each layer that is a slice, the whole layer."""
     ratio: float = 1.0
     """Least fraction of these layers that is run and held."""
+    positions: int | None = None
+    """Of each sequence that they run on, where context-parallel ranks divide these."""
 
     @cached_property
     def elements(self) -> float:
@@ -117,7 +119,9 @@ class ModelParts:
             held = (*held, self._context(plan, policies))
             every = held_layers(self._new_context("context", plan, policies).layers, self.with_plan(plan).stage_ranges)
             own = tuple(instance for stage in every[place :: policies.pp] for instance in stage)
-            return self.once(held, lambda: Part(held, own, tuple(self.layers[each.index].layer for each in own)))
+            parts_of = tuple(self.layers[each.index].layer for each in own)
+            positions = sequence_positions(policies, self.workload)
+            return self.once(held, lambda: Part(held, own, parts_of, positions=positions))
         layers = tuple(instance for stage in stages for instance in stage)
         # layers with a copy of a tied parameter, or without a backward, are as measured but for that
         traced = [self.layers[instance.index].layer for instance in layers]
@@ -139,7 +143,8 @@ class ModelParts:
             if (why := uncombined_reason(self.model, sequence_parallel=policies.sequence_parallel)) is not None:
                 raise UserError(f"the model {why}")
         layers = unrolled(held_slice(self.with_plan(plan), 0))
-        return Part(key, layers, tuple(instance.layer for instance in self.layers))
+        positions = sequence_positions(policies, self.workload)
+        return Part(key, layers, tuple(instance.layer for instance in self.layers), positions=positions)
 
     def _check_slices(self, ranks: int) -> None:
         """Raise UserError where the model's blocks cannot be cut among so many ranks."""
