@@ -114,7 +114,7 @@ def load_cluster(path: Path) -> Cluster:
     return _cluster(path, (), str(path), {"": path.parent}, Shared())
 
 
-MOST_READ = 32
+MOST_READ = 128
 """Contents of files, and models in them, that a process keeps for the next scenario that names them. They are cached by
 their text: parsing and validating a traced model takes longer than most simulations."""
 

@@ -24,11 +24,17 @@ def scratch() -> dict[str, dict[str, list[str]]]:
     return measured_scratch("fp32")
 
 
-def test_peaks_are_exact_whatever_is_alive_beside_the_scratch(tmp_path):
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("pipeline", "gs_tp", "gs_wgrad"),
+        pytest.param(("tensor",), marks=pytest.mark.slow),  # convolutions are cut as for gs_tp
+    ],
+)
+def test_peaks_are_exact_whatever_is_alive_beside_the_scratch(tmp_path, names):
     common = [star(2), f"workload.global_batch_size={SAMPLES}", "workload.optimizer=sgd-momentum"]
     cases = {
-        name: {"scenario": scenario_file("resnet-digits.toml"), "overrides": [*common, *plan]}
-        for name, plan in PLANS.items()
+        name: {"scenario": scenario_file("resnet-digits.toml"), "overrides": [*common, *PLANS[name]]} for name in names
     }
     found = run_cases(tmp_path, cases, ranks=2)
     errors = {
