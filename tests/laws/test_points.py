@@ -29,15 +29,15 @@ from gssim.simulation import simulate
 from gssim.terminal import print_result
 
 FEW, FEW_DEVICES = (
-    (*range(20), *range(LATER, LATER + 10), *range(STREAMED, STREAMED + 5), *range(COMBINED, COMBINED + 5)),
+    (*range(14), *range(LATER, LATER + 8), *range(STREAMED, STREAMED + 4), *range(COMBINED, COMBINED + 4)),
     4,
 )
 """Seeds of the small form, and how many devices their points have at most."""
 FURTHER = (
-    *FEW,
-    *range(20, 40),
-    *range(LATER + 10, LATER + 20),
-    *range(STREAMED + 5, STREAMED + 10),
+    *range(40),
+    *range(LATER, LATER + 20),
+    *range(STREAMED, STREAMED + 10),
+    *range(COMBINED, COMBINED + 5),
     *range(SHARDED_REPLICAS, SHARDED_REPLICAS + 10),
     *range(PARTED, PARTED + 10),
 )
