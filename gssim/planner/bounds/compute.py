@@ -57,23 +57,11 @@ class ComputeBounds:
             * self.parts.once(
                 ("time", run.key, self.parts.names[rank], samples, recompute),
                 lambda: sum(
-                    self._layer_s(device, instance.layer, whole, samples, recompute, run.positions)
+                    sum(self._phases_s(device, instance.layer, whole, samples, recompute, run.positions))
                     for instance, whole in zip(run.layers, run.wholes, strict=True)
                 ),
             )
         )
-
-    def _layer_s(
-        self,
-        device: DeviceType,
-        layer: Layer,
-        whole: Layer | None,
-        samples: int,
-        recompute: Recompute,
-        positions: int | None,
-    ) -> float:
-        """Return the time of a layer's forward and backward, and of its recomputation where it is checkpointed."""
-        return sum(self._phases_s(device, layer, whole, samples, recompute, positions))
 
     def _phases_s(
         self,
@@ -95,7 +83,7 @@ class ComputeBounds:
             cost = partial(layer_time_s, device, workload, layer, batch_size=samples, **settings)
             return [cost(phase=phase, recompute=recompute) for phase in phases]
 
-        return self.parts.once(("layer", id(layer), id(device), samples, recompute), found)
+        return self.parts.once(("layer", id(layer), id(device), samples, recompute, positions), found)
 
     def passes_s(self, rank: int, samples: int, recompute: Recompute, part: Part) -> tuple[float, float]:
         """Return the times of a micro-batch forward, and backward, through a part of the model; see `micro_batch_s`."""
