@@ -190,6 +190,13 @@ def test_where_the_device_takes_longer_its_host_counts_for_nothing():
     assert slow.step_time_s == pytest.approx(fast.step_time_s, rel=1e-3)
 
 
+@pytest.mark.parametrize(("alone", "sums"), [(True, 4), (False, 6)], ids=["attention", "all but products"])
+def test_a_second_forward_of_the_attention_alone_repeats_no_sum(alone, sums):
+    run = replace(CUT, recompute="selective", software=Software(recomputes_attention=alone))
+    tasks = [task for task in lower(scenario_of(run)).tasks[0] if task.exchange and task.id.layer == "blocks.1"]
+    assert len(tasks) == sums
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_pipeline_that_lets_nothing_overlap_reduces_gradients_behind_its_last_message(overlap):
     run = replace(RUN, dp=2, pp=2, micro_batches=4, overlap=overlap)
