@@ -145,9 +145,10 @@ def _crosses(buffer: Buffer) -> bool:
 def _input_of_block(layer: Layer, following: Sequence[Layer]) -> Buffer | None:
     """Return the output of `layer` that the next block takes past layers that pass on something else (position codes).
 
-    It has the size of the layer's output, and lives on after the next layer.
+    It has the size of the layer's output, and lives on after the next layer. A block adds to what it takes, so that its
+    own output is as large: else it takes something else (a part of the sequence).
     """
-    if len(following) < 2 or not following[-1].is_recomputed:
+    if len(following) < 2 or not following[-1].is_recomputed or following[-1].output_bytes != layer.output_bytes:
         return None
     if layer.output_bytes in [each.output_bytes for each in following[:-1]]:
         return None
