@@ -216,10 +216,6 @@ def _is_early_megatron(record: Mapping[str, str]) -> bool:
     return any(name in record["source"] for name in known) and "overlap-grad-reduce" not in record["extras"]
 
 
-def _is_megatron_of_2022(record: Mapping[str, str]) -> bool:
-    return any(name in record["source"] for name in ("Korthikanti", "Megatron-LM README@01ad96e51b"))
-
-
 def _refuse(record: Mapping[str, str]) -> None:
     """Raise SkippedError for rows with an unsupported kind of model."""
     model = record["model"].lower()
@@ -266,7 +262,8 @@ def _software(record: Mapping[str, str], tp: int, pp: int, context: int) -> Soft
             in_place_loss=True,
             recomputes_attention=True,
             sequence_parallel=sequence_parallel,
-            sums_beside_products=tp > 1 and not sequence_parallel and _is_megatron_of_2022(record),
+            # of 2022: before, it waited for them
+            sums_beside_products=tp > 1 and not sequence_parallel and "Korthikanti" in record["source"],
         )
     if said in ("tf32", "fp32"):
         return Software(precision="fp32", tensor_float=said == "tf32", flash_attention=False, dropout=False)
