@@ -105,9 +105,11 @@ def _positions(layer: Layer) -> int:
     return 1 + max((buffer.born.position for buffer in _saved(layer)), default=-1)
 
 
-def last_saved(layer: Layer) -> int:
-    """Return the last position of the second forward."""
-    return _positions(layer) - 1
+def rerun_positions(layer: Layer, recompute: Recompute) -> tuple[int, int]:
+    """Return the first and the last position of the second forward, which stops once all saved tensors are there."""
+    if recompute == "selective" and layer.selective_rerun is not None:
+        return layer.selective_rerun
+    return 0, _positions(layer) - 1
 
 
 def _freed_again(buffer: Buffer, layer: Layer) -> Moment:
