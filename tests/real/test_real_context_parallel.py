@@ -96,8 +96,8 @@ ON = {
 }
 
 
-FEW = ("llama-selective-zero3-adamw", "gpt-ring-ddp-sgd", "mixture-ring-ddp-sgd")
-"""Cases on two ranks that are not slow: each exchange, model and method once."""
+FEW = ("llama-selective-zero3-adamw", "mixture-ring-ddp-sgd")
+"""Cases on two ranks that are not slow: each exchange and method once; test_real_context_slices.py has gpt and rings."""
 GROUPS = {
     "2": (2, {name: case for name, case in ON[2].items() if name in FEW}),
     "2-others": (2, {name: case for name, case in ON[2].items() if name not in FEW}),
