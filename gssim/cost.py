@@ -345,17 +345,16 @@ def _kernels_excess_s(
 
 
 def maps_time_s(
-    device: DeviceType, workload: Workload, shapes: Sequence[tuple[int, ...]], *, tokens: int, backward: bool
+    device: DeviceType, workload: Workload, shapes: Sequence[tuple[int, ...]], *, tokens: int, kind: ProductKind
 ) -> float:
     """Return the time of a product of tokens with each of some weight matrices, without any other operation.
 
-    `backward`: the products that give the gradient of the maps' input. t = 2 * tokens * elements / rate; in 8 bits the
-    rate is the device's `float8_ratio` times that of the precision.
+    `kind`: the forward's products, or those that give the gradient of the maps' input, or of their weights. t = 2 *
+    tokens * elements / rate; in 8 bits the rate is the device's `float8_ratio` times that of the precision.
     """
     precision = product_precision(device, workload)
     own = achieved_flop_per_s(device, precision)
     rates = next((each for each in device.kernels if each.precision == precision), None)
-    kind: ProductKind = "input_gradient" if backward else "forward"
     times_s = (
         2.0 * tokens * n * k / (own if rates is None else rates.products[kind].at(tokens, k, n)) for n, k in shapes
     )

@@ -376,7 +376,7 @@ def undivided(layer: Layer, tokens: int) -> Layer:
         return layer
     rows = layer.units * ceil((layer.expert_capacity_ratio or 1.0) * tokens * layer.experts_per_token / layer.units)
     whole = sliced_layer(layer, layer.units, 0, rows)
-    parameters = tuple(replace(parameter, sliced=False) for parameter in whole.parameters)
+    parameters = tuple(replace(parameter, sliced_dimension=None) for parameter in whole.parameters)
     own = tuple(each for each in whole.reductions if each.kind not in EXPERT_EXCHANGES)
     return replace(
         whole, parameters=parameters, reductions=own, units=None, experts_per_token=None, expert_capacity_ratio=None

@@ -208,6 +208,11 @@ class LayerOperations:
             and (operation.name in self._saved() or operation.also_saved != ZERO_BYTES)
         )
 
+    def _rerun_alone(self) -> tuple[int, int] | None:
+        """Return the places of the first and last operation of the attention where it alone is rerun."""
+        places = [i for i, operation in enumerate(self.operations) if operation.name in ATTENTION]
+        return (places[0], places[-1]) if self.attention_alone and places else None
+
     def _saved(self) -> set[str]:
         return {name for operation in self.operations for name in operation.saves}
 
@@ -253,6 +258,7 @@ class LayerOperations:
             selective_streamed_bytes=total(operation.streamed for operation in rerun),
             selective_operations=sum(operation.kernels for operation in rerun),
             selective_positions=self.kept_positions,
+            selective_rerun=self._rerun_alone(),
             buffers=tuple(self.buffers(input_bytes, freed_at)),
             units=self.split.ranks if self.split.ranks > 1 and not self.split.alone else None,
             reductions=tuple(self._reductions()) if self.split.ranks > 1 else (),

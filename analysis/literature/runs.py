@@ -233,6 +233,9 @@ class Software:
     """The all-gather of a tensor-parallel layer's input is split into parts that alternate with the product, and no
     gathered tensor is saved; reduce-scatters likewise (torch's asynchronous tensor parallelism, Transformer Engine's
     userbuffers). With `gathers_alone`."""
+    sums_beside_products: bool = False
+    """Without sequence parallelism, the sum of a map's input gradient over tensor-parallel ranks runs beside the
+    product that gives the weight's gradient (Megatron-LM since 2022, core/tensor_parallel/layers.py)."""
     fused_projections: bool = False
     """Queries, keys and values are one product of the input, and so are the gate and the other map (Megatron-LM)."""
     kernels: str | None = None

@@ -272,8 +272,8 @@ def plan_of(run: Run) -> dict[str, Any]:
         plan["ep"] = run.ep
         if run.etp not in (None, run.tp):
             plan["etp"] = run.etp
-    if run.software.pipelined_maps:
-        plan["tp_overlap"] = True
+    beside = {"tp_overlap": run.software.pipelined_maps, "async_input_gradients": run.software.sums_beside_products}
+    plan |= {key: True for key, is_beside in beside.items() if is_beside}
     if run.flat_optimizer and run.method == "zero1":
         plan["zero1_implementation"] = "megatron"
     if run.pp > 1:

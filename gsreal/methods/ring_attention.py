@@ -102,8 +102,9 @@ class RingAttention(torch.autograd.Function):
             else:
                 returning.wait()
                 travelling = arriving
-                for number, gradient in enumerate(found[1:]):
-                    travelling[number, :, :, seen].add_(gradient)
+                if block is not None:  # no loop, whose variable would hold a gradient until the next block's
+                    travelling[0, :, :, seen].add_(found[1])
+                    travelling[1, :, :, seen].add_(found[2])
             found = whole = ()
             arriving = torch.empty_like(own)
             returning = ring.shift(travelling, arriving, GRADIENTS)

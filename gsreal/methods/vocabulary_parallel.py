@@ -97,11 +97,15 @@ def _divide_embedding(scenario: Scenario, module: nn.Module, timeline: Timeline,
     mark(embedding, "weight", part, mesh.get_group())
     all_reduce, ignored = observed_all_reduce(mesh, timeline), embedding.padding_idx
 
-    def forward(tokens: Tensor) -> Tensor:
-        found: Tensor = _DividedLookup.apply(tokens, embedding.weight, first, ignored, all_reduce)
-        return found
+    class DividedEmbedding(nn.Embedding):
+        def forward(self, tokens: Tensor) -> Tensor:
+            found: Tensor = _DividedLookup.apply(tokens, self.weight, first, ignored, all_reduce)
+            return found
 
-    embedding.__dict__["forward"] = forward
+    # a class of its own may do more than look up (Gemma's scales what is found): its `super().forward` is then this one
+    kind = type(embedding)
+    does_more = kind is not nn.Embedding
+    embedding.__class__ = type(kind.__name__, (kind, DividedEmbedding), {}) if does_more else DividedEmbedding
 
 
 def _divide_loss(scenario: Scenario, module: nn.Module, timeline: Timeline, mesh: DeviceMesh) -> Loss:

@@ -80,6 +80,7 @@ ONE_KIND: dict[str, Any] = {
     "plan.context_split": "zigzag",
     "plan.gathered_inputs": "kept",
     "plan.tp_overlap": False,
+    "plan.async_input_gradients": False,
 }
 """Keys of which the programs have one kind."""
 IN_CODE: dict[str, tuple[Any, str]] = {

@@ -145,7 +145,6 @@ MEGATRON: dict[str, Rule] = {
     **listed("of DeepSpeed, whose configuration says it", "no-pipeline-parallel", "deepspeed-mpi"),
     **listed("of DeepSpeed's experts, which are off or refused", "topk", "mlp-type", "*moe*", "expert-interval"),
     **listed("of DeepSpeed's experts, which are off or refused", "use-tutel", "enable-expert-tensor-parallelism"),
-    **listed("approximated: how messages of tensor parallelism overlap", "no-async-tensor-model-parallel*"),
     **refused("arguments in a further file", "yaml-cfg", "config-file"),
     **listed("approximated: all gradients are reduced in the buckets of this method", "ddp-*", "no-align-*"),
     **refused(
@@ -357,6 +356,9 @@ def megatron(keys: Keys) -> Training:
     training.sequence_parallel = keys.flag("sequence-parallel")
     training.gathered_inputs = Value("gathered-again", "Megatron-LM gathers inputs of linear maps again")
     training.tp_overlap = keys.flag("tp-comm-overlap")
+    waits = keys.flag("no-async-tensor-model-parallel-allreduce")
+    default = "Megatron-LM sums gradients of inputs beside products"
+    training.async_input_gradients = Value(waits is None or not waits.value, waits.origin if waits else default)
     keys.close(MEGATRON)
     return training
 

@@ -21,7 +21,7 @@ from gssim.memory.lifetimes import (
     scratch_bytes,
     with_scratch,
 )
-from gssim.memory.recompute import CPU_RANDOM_STATE_BYTES, last_saved, recomputed_buffers
+from gssim.memory.recompute import CPU_RANDOM_STATE_BYTES, recomputed_buffers, rerun_positions
 
 __all__ = [
     "CPU_RANDOM_STATE_BYTES",
@@ -43,10 +43,10 @@ __all__ = [
     "gradient_events",
     "in_sequence",
     "input_bytes",
-    "last_saved",
     "recomputed_buffers",
     "reduction_buffer_bytes",
     "release_of",
+    "rerun_positions",
     "rounded_bytes",
     "scratch_bytes",
     "segment_bytes",

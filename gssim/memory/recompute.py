@@ -105,9 +105,11 @@ def _positions(layer: Layer) -> int:
     return 1 + max((buffer.born.position for buffer in _saved(layer)), default=-1)
 
 
-def last_saved(layer: Layer) -> int:
-    """Return the last position of the second forward."""
-    return _positions(layer) - 1
+def rerun_positions(layer: Layer, recompute: Recompute) -> tuple[int, int]:
+    """Return the first and the last position of the second forward, which stops once all saved tensors are there."""
+    if recompute == "selective" and layer.selective_rerun is not None:
+        return layer.selective_rerun
+    return 0, _positions(layer) - 1
 
 
 def _freed_again(buffer: Buffer, layer: Layer) -> Moment:
@@ -143,9 +145,10 @@ def _crosses(buffer: Buffer) -> bool:
 def _input_of_block(layer: Layer, following: Sequence[Layer]) -> Buffer | None:
     """Return the output of `layer` that the next block takes past layers that pass on something else (position codes).
 
-    It has the size of the layer's output, and lives on after the next layer.
+    It has the size of the layer's output, and lives on after the next layer. A block adds to what it takes, so that its
+    own output is as large: else it takes something else (a part of the sequence).
     """
-    if len(following) < 2 or not following[-1].is_recomputed:
+    if len(following) < 2 or not following[-1].is_recomputed or following[-1].output_bytes != layer.output_bytes:
         return None
     if layer.output_bytes in [each.output_bytes for each in following[:-1]]:
         return None

@@ -393,6 +393,10 @@ class Plan:
     """With `sequence_parallel` on nccl, run all-gathers beside the matrix products that read what they bring, and
     reduce-scatters beside those that make what they send, in as many parts as there are ranks (Megatron-LM's
     tp-comm-overlap, torch's asynchronous tensor parallelism; predicted only)."""
+    async_input_gradients: bool = False
+    """On nccl, run the sum over the ranks of the axis tp of the gradient of a linear map's input (an all-reduce; with
+    `sequence_parallel`, a reduce-scatter) beside the product that gives the weight's gradient, as Megatron-LM does
+    (predicted only)."""
     embedding_parallel: bool = False
     """Divide the rows of the token embedding among the ranks of the axis tp: each looks up the tokens whose rows it
     has, and one all-reduce adds the ranks' results (Megatron-LM, torchtitan). A head that shares the embedding's weight

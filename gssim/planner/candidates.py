@@ -116,7 +116,14 @@ USUAL_THRESHOLDS = tuple(float(f"{digit}e{power}") for power in range(-7, -1) fo
 """Thresholds searched where only a least density is given: two per decade."""
 KEPT_KEYS = ("bucket_bytes", "first_bucket_bytes", "overlap")
 """Keys of the scenario's own plan that every candidate keeps, where they are set."""
-OF_TENSOR_RANKS = ("sequence_parallel", "gathered_inputs", "tp_overlap", "embedding_parallel", "loss_parallel")
+OF_TENSOR_RANKS = (
+    "sequence_parallel",
+    "gathered_inputs",
+    "tp_overlap",
+    "async_input_gradients",
+    "embedding_parallel",
+    "loss_parallel",
+)
 """Keys of the scenario's own plan that candidates with tensor-parallel ranks keep."""
 OF_CONTEXT_RANKS = ("context_exchange", "context_split")
 """Those that candidates with context-parallel ranks keep."""

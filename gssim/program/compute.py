@@ -140,7 +140,8 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
 
     def phase_tasks(instance: LayerInstance, phase: str, events: Sequence[Event], kept: Sequence[Event]) -> list[Task]:
         """Return the tasks of a layer's phase; layers with identical events share theirs."""
-        cut = (*(cut_at.get(instance.index, ()) if phase == "b" else ()), *sum_positions(instance.layer, phase))
+        sums = sum_positions(instance.layer, phase, low.scenario.plan.recompute)
+        cut = (*(cut_at.get(instance.index, ()) if phase == "b" else ()), *sums)
         key = (phase, id(instance.layer), instance.index == 0, cut, *map(id, events))
         if key not in once:
             taken, scratch = scratch_events(low, rank, instance, phase, samples, kept)
@@ -290,7 +291,7 @@ def _timing(low: Lowering, rank: int, instance: LayerInstance, phase: str, sampl
     whole = low.whole_layer(instance) or instance.layer
     profiled = layer_profile(device, workload, whole) is not None
     issued = whole if profiled else instance.layer  # a profile is of the whole layer
-    sums = len(sum_positions(instance.layer, phase))
+    sums = len(sum_positions(instance.layer, phase, recompute))
     issue_s = cost.measured_issue_s(
         device, workload, issued, phase=phase, batch_size=samples, sums=sums, recompute=recompute
     )
@@ -355,7 +356,7 @@ class BackwardParts:
         """Return the index of the task in which the backward reaches `place` (layer, position)."""
         layer, position = place
         instance = self.low.layers[layer]
-        cuts = set(_completions(self.low).get(layer, ())) | set(sum_positions(instance.layer, "b"))
+        cuts = set(_completions(self.low).get(layer, ())) | set(sum_positions(instance.layer, "b", "none"))
         part = sum(1 for cut in cuts if cut < position)
         while backward_id(instance, part) not in self._index:
             part -= 1

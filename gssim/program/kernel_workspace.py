@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from gssim.cluster import LayerProfile
-from gssim.memory import Event, last_saved, reduction_buffer_bytes, scratch_bytes
+from gssim.memory import Event, reduction_buffer_bytes, rerun_positions, scratch_bytes
 from gssim.program.lowering import Lowering
 from gssim.scenario import layer_profile, units_of_ranks
 from gssim.units import PRECISION_BYTES
@@ -62,10 +62,12 @@ def _measured_events(
 ) -> list[Event]:
     layer = instance.layer
     again, traced_phase = phase == "r", "f" if phase == "r" else phase
-    kept = (layer.kept_positions(low.scenario.plan.recompute) or ()) if again else ()
+    recompute = low.scenario.plan.recompute
+    kept = (layer.kept_positions(recompute) or ()) if again else ()
+    first, last = rerun_positions(layer, recompute)
     events = []
     for scratch in (profile.scratch_bytes or {}).get(_profile_key(low, rank, instance), ()):
-        runs = not again or (scratch.position <= last_saved(layer) and scratch.position not in kept)
+        runs = not again or (first <= scratch.position <= last and scratch.position not in kept)
         if scratch.phase == traced_phase and runs and (size := scratch.at(samples)):
             events += [Event(scratch.position, sign * size, "temporaries") for sign in (1, -1)]
     return events

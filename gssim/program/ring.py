@@ -72,6 +72,7 @@ def ring_attention(
     out, *others = sorted(_born(low, instance, reduction, samples), reverse=True)
     exchange = ring_exchange(low, low.batch_sizes[rank], policies.cp * size)
     device = low.device(rank)
+    copies_rows = device.kind == "cpu" and samples > 1
     moved_bytes = merged_bytes if device.kind == "cpu" else partial(merged_in_float_bytes, value=low.value_bytes)
     tasks: list[Task] = []
     last = len(blocks) - 1
@@ -83,7 +84,7 @@ def ring_attention(
             tasks.append(_shift(exchange, shift, after=before))
         after = turn._replace(part=step - 1 or None)
         changes = (
-            _backward_changes(step, last, block, size, out)
+            _backward_changes(step, last, block, size, out, copies_rows=copies_rows)
             if phase == "b"
             else _forward_changes(step, last, block, size, out, others[-1])
         )
@@ -199,11 +200,16 @@ def _forward_changes(
     yield -size
 
 
-def _backward_changes(step: int, last: int, block: Block | None, size: float, out: float) -> Iterator[float]:
+def _backward_changes(
+    step: int, last: int, block: Block | None, size: float, out: float, *, copies_rows: bool
+) -> Iterator[float]:
     """Yield the bytes that a step of a backward allocates and frees, in order.
 
     Keys and values that come; the block's gradients; the gradients of keys and values that were sent on; the tensor
     for the next ones that come; keys and values that have been used. The first gradients are the layer's.
+    `copies_rows`: whether the kernel copies the gradient of the output where a block has the second half of the rows
+    alone: torch's on CPUs does, of several samples, as these rows do not follow each other in memory (torch 2.13,
+    aten/src/ATen/native/cpu/FlashAttentionKernel.cpp, `grad_out.contiguous()`).
     """
     if step < last:
         yield size
@@ -213,4 +219,8 @@ def _backward_changes(step: int, last: int, block: Block | None, size: float, ou
     found = 0.0
     if block is not None:
         found = (2 - block.first_half) / 2 * out + block.key_halves / 2 * size
-    yield from (found, -size, -found, size, -size)
+    if copies_rows and block is not None and block.first_half:
+        yield from (found, out / 2, -out / 2)
+    else:
+        yield found
+    yield from (-size, -found, size, -size)

@@ -10,7 +10,9 @@ The host's time for each gather and reduce-scatter is assumed to be that of an a
 their result, go on at the same time in as many parts as there are ranks: a product's first part needs no other rank's
 rows, and the last part's sum is sent after it. Of a product of g seconds, (n - 1) / n * g run beside the exchange; the
 rest before (or after) it. In the backward these are the products that give the input's gradient. Sources: Transformer
-Engine's userbuffers (ring exchange); torch's `_symmetric_memory`, fused_all_gather_matmul.
+Engine's userbuffers (ring exchange); torch's `_symmetric_memory`, fused_all_gather_matmul. Under
+`plan.async_input_gradients` the sum of a map's input gradient begins once that is computed, and the product that gives
+the weight's gradient runs beside it, whole. Source: Megatron-LM, LinearWithGradAccumulationAndAsyncCommunication.
 
 torch's functional all-reduce copies its input and sums the copies (the copy is traced as the layer's own buffer); the
 rank waits for the sum at once, as the next operation needs it. On nccl, too, it is the compute stream that waits. The
@@ -25,29 +27,32 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from gssim import cost
+from gssim.cluster.kernel_rates import ProductKind
 from gssim.collectives import Communication
-from gssim.memory import Event, footprint, last_saved
+from gssim.memory import Event, footprint, rerun_positions
 from gssim.program.experts import OPERATIONS as EXPERT_OPERATIONS
 from gssim.program.experts import expert_exchange
 from gssim.program.lowering import Lowering, layer_groups
 from gssim.program.ring import RING_OPERATIONS, attention_ratio, ring_attention
 from gssim.program.task import PASSES, Operation, Task, TaskId, collective_task
 from gssim.scenario import Scenario
+from gssim.units import Recompute
 from gssim.workload import Layer, LayerInstance, Reduction
 from gssim.workload.layer import EXPERT_EXCHANGES, GATHER_AGAIN
 
 
-def reductions_in(layer: Layer, phase: str) -> list[Reduction]:
-    """Return the sums over ranks in a phase; a recomputation stops once all saved tensors are there."""
-    traced = "f" if phase == "r" else phase
-    stop = last_saved(layer) if phase == "r" else None
-    reductions = [reduction for reduction in layer.reductions if reduction.moment.phase == traced]
-    return [reduction for reduction in reductions if stop is None or reduction.moment.position <= stop]
+def reductions_in(layer: Layer, phase: str, recompute: Recompute) -> list[Reduction]:
+    """Return the sums over ranks in a phase; `recompute`: what of a forward runs again in the phase `r`."""
+    if phase != "r":
+        return [reduction for reduction in layer.reductions if reduction.moment.phase == phase]
+    first, last = rerun_positions(layer, recompute)
+    forward = (reduction for reduction in layer.reductions if reduction.moment.phase == "f")
+    return [reduction for reduction in forward if first <= reduction.moment.position <= last]
 
 
-def sum_positions(layer: Layer, phase: str) -> tuple[int, ...]:
-    """Return the positions of sums over ranks, after which a layer's phase is split."""
-    return tuple(reduction.moment.position for reduction in reductions_in(layer, phase))
+def sum_positions(layer: Layer, phase: str, recompute: Recompute) -> tuple[int, ...]:
+    """Return the positions of sums over ranks, after which a layer's phase is split; arguments as `reductions_in`."""
+    return tuple(reduction.moment.position for reduction in reductions_in(layer, phase, recompute))
 
 
 def with_all_reduces(
@@ -60,7 +65,7 @@ def with_all_reduces(
     samples: int,
 ) -> list[Task]:
     """Return the parts of a layer's phase with the collectives among them; `ends`: the last position of each part."""
-    pending = list(enumerate(reductions_in(instance.layer, phase)))
+    pending = list(enumerate(reductions_in(instance.layer, phase, low.scenario.plan.recompute)))
     if not pending:
         return list(parts)
     device = low.device(rank)
@@ -112,7 +117,7 @@ def with_all_reduces(
             exchange = Communication(reduction.kind, group, size, beside=tuple(beside))
             tasks.append(collective_task(own, exchange, need=footprint(low.staging(device, exchange))))
     assert not awaited, "a map's backward follows the gather of its input"
-    if low.scenario.plan.tp_overlap:
+    if low.scenario.plan.tp_overlap or (low.scenario.plan.async_input_gradients and phase == "b"):
         return _overlapping(tasks, _products_beside(low, rank, instance, phase, samples))
     return tasks
 
@@ -122,7 +127,7 @@ def _wait_for(collective: TaskId) -> Task:
 
 
 def _overlapping(tasks: Sequence[Task], products: Mapping[int, "_Product"]) -> list[Task]:
-    """Return a pass whose gathers and reduce-scatters run beside products; see [Note: overlap].
+    """Return a pass whose exchanges run beside products; see [Note: overlap].
 
     `products`: that of each exchange, by its number.
     """
@@ -135,7 +140,7 @@ def _overlapping(tasks: Sequence[Task], products: Mapping[int, "_Product"]) -> l
             found += [replace(overlap, issue=task.issue), _wait_for(gather.id), replace(rest, issue=None)]
             gather = None
             continue
-        of_slices = task.stream == "compute" and task.id.op in ("gather-sequence", "scatter-sequence")
+        of_slices = task.stream == "compute" and task.id.op in OPERATIONS.values()
         product = products.get(task.id.part or 0) if of_slices else None
         if product is None:
             found.append(task)
@@ -169,41 +174,56 @@ class _Product(NamedTuple):
 def _products_beside(
     low: Lowering, rank: int, instance: LayerInstance, phase: str, samples: int
 ) -> Mapping[int, _Product]:
-    """Return the products beside the gathers and reduce-scatters of a phase, by number; see [Note: overlap].
+    """Return the products beside the exchanges of a phase, by number; see [Note: overlap].
 
     The maps between a gather and the next reduce-scatter of the forward are those whose weights' gradients are complete
-    between the same two exchanges of the backward. The first of them there is the last in the forward: the one whose
-    result is summed. A second gather among these in the backward brings the input again, for the gradients of weights.
+    between the same two exchanges of the backward. A second gather among these in the backward brings the input again,
+    for the gradients of weights.
     """
-    layer, ranks = instance.layer, low.policies.tp
-    ends = [e.moment.position for e in layer.reductions if (e.kind, e.moment.phase) == ("reduce-scatter", "b")]
-    maps: list[list[tuple[int, ...]]] = []
-    for begin, end in pairwise((-1, *ends)):
-        inside = [p for p in layer.parameters if p.sliced and len(p.shape) == 2 and begin < p.ready.position <= end]
-        maps.append([each.shape for each in sorted(inside, key=lambda each: each.ready.position)])
+    layer, plan = instance.layer, low.scenario.plan
+    ends = [e.moment.position for e in layer.reductions if e.moment.phase == "b" and e.kind in SUMS]
+    maps = sorted((p for p in layer.parameters if p.sliced and len(p.shape) == 2), key=lambda p: p.ready.position)
+    # where a forward sums results, its last map's is summed, and those of all maps that are cut in the same dimension
+    sums_results = any(e.moment.phase == "f" and e.kind in SUMS for e in layer.reductions)
+    cut = maps[0].sliced_dimension if maps and sums_results else None
+    of_sums, of_input = (
+        [
+            [p.shape for p in maps if begin < p.ready.position <= end and (p.sliced_dimension == cut) == is_summed]
+            for begin, end in pairwise((-1, *ends))
+        ]
+        for is_summed in (True, False)
+    )
+
+    def product_s(shapes: Sequence[tuple[int, ...]], kind: ProductKind) -> float:
+        tokens = samples * (low.scenario.workload.sequence_length or 1)
+        return cost.maps_time_s(low.device(rank), low.scenario.workload, shapes, tokens=tokens, kind=kind)
+
+    if plan.async_input_gradients:
+        exchanges = list(enumerate(reductions_in(layer, "b", plan.recompute)))
+        at_experts = {exchange.moment.position for _, exchange in exchanges if exchange.kind in EXPERT_EXCHANGES}
+        sums = (each for each in exchanges if each[1].kind in SUMS)
+        return {
+            number: _Product(product_s(shapes, "weight_gradient"), follows=False)
+            for (number, exchange), shapes in zip(sums, of_input, strict=True)
+            if shapes and exchange.moment.position not in at_experts
+        }
+    hidden_ratio = (low.policies.tp - 1) / low.policies.tp
     backward, found, seen = phase == "b", {}, Counter[tuple[int, str]]()
-    for number, exchange in enumerate(reductions_in(layer, phase)):
+    for number, exchange in enumerate(reductions_in(layer, phase, plan.recompute)):
         gathers = exchange.kind == "all-gather"
         if not gathers and exchange.kind != "reduce-scatter":
             continue
         if backward:
             place = bisect_left(ends, exchange.moment.position)
         else:
-            place = len(maps) - 1 - sum(count for (_, kind), count in seen.items() if kind == exchange.kind)
+            place = len(ends) - 1 - sum(count for (_, kind), count in seen.items() if kind == exchange.kind)
         again = backward and seen[place, exchange.kind] > 0
         seen[place, exchange.kind] += 1
-        if not 0 <= place < len(maps):
+        if not 0 <= place < len(ends):
             continue
-        of_sums, of_input = maps[place][:1], maps[place][1:]
-        product_s = cost.maps_time_s(
-            low.device(rank),
-            low.scenario.workload,
-            of_sums if gathers == (backward and not again) else of_input,
-            tokens=samples * (low.scenario.workload.sequence_length or 1),
-            backward=backward,
-        )
-        if product_s:
-            found[number] = _Product((ranks - 1) / ranks * product_s, follows=gathers and not again)
+        shapes = (of_sums if gathers == (backward and not again) else of_input)[place]
+        if beside_s := hidden_ratio * product_s(shapes, "input_gradient" if backward else "forward"):
+            found[number] = _Product(beside_s, follows=gathers and not again)
     return found
 
 
@@ -211,7 +231,8 @@ def _without_ring(
     low: Lowering, instance: LayerInstance, phase: str, parts: Sequence[Task], samples: int
 ) -> tuple[Sequence[Task], float]:
     """Return the parts of a layer's pass without the time of an attention in a ring, and that time."""
-    ring = next((each for each in reductions_in(instance.layer, phase) if each.kind == "ring"), None)
+    exchanges = reductions_in(instance.layer, phase, low.scenario.plan.recompute)
+    ring = next((each for each in exchanges if each.kind == "ring"), None)
     if ring is None:
         return parts, 0.0
     ratio = attention_ratio(low, instance, phase, ring, samples)
@@ -219,6 +240,8 @@ def _without_ring(
     return [replace(part, duration_s=(1 - ratio) * part.duration_s) for part in parts], ratio * whole_s
 
 
+SUMS = ("all-reduce", "reduce-scatter")
+"""Kinds of the collectives that sum over tensor-parallel ranks."""
 OPERATIONS: Mapping[str, Operation] = {
     "all-reduce": "all-reduce",
     "all-gather": "gather-sequence",
@@ -309,8 +332,8 @@ def slicing_host_s(low: Lowering, rank: int, instance: LayerInstance, phase: str
         size = _sum_bytes(low, layer.reductions[0], samples)
         host_s += cost.cut_pairs_time_s(device, phase=phase, pairs=pairs, sum_bytes=size)
     if device.kind != "cpu":
-        sums = (each for each in reductions_in(layer, phase) if each.kind not in CONTEXT_EXCHANGES)
-        sizes = [_sum_bytes(low, each, samples) for each in sums]
+        exchanges = reductions_in(layer, phase, low.scenario.plan.recompute)
+        sizes = [_sum_bytes(low, each, samples) for each in exchanges if each.kind not in CONTEXT_EXCHANGES]
         host_s += sum(cost.cut_sum_time_s(device, sum_bytes=size) for size in sizes)
     return host_s
 

@@ -866,13 +866,18 @@ def _check_divided_vocabulary(scenario: Scenario, policies: Policies, file: str)
 
 def _check_tensor_overlap(scenario: Scenario, policies: Policies, file: str) -> None:
     """Refuse to run exchanges of tensor-parallel ranks beside products where there are none, or they go by the host."""
-    if not scenario.plan.tp_overlap:
+    plan, model, backend = scenario.plan, scenario.workload.model, scenario.cluster.backend
+    if not plan.tp_overlap and not plan.async_input_gradients:
         return
-    model, backend = scenario.workload.model, scenario.cluster.backend
-    where = f"{file}: plan.tp_overlap = true"
+    where = f"{file}: plan.{'tp_overlap' if plan.tp_overlap else 'async_input_gradients'} = true"
     layers = model.sequence_layers if policies.sequence_parallel else model.sliced_layers
-    if policies.tp == 1 or not any(each.kind == "all-gather" for layer in layers for each in layer.reductions):
+    gathered = any(each.kind == "all-gather" for layer in layers for each in layer.reductions)
+    if plan.tp_overlap and (policies.tp == 1 or not gathered):
         raise UserError(f"{where}: no sequences are gathered beside products; set plan.tp and plan.sequence_parallel")
+    if plan.tp_overlap and plan.async_input_gradients:
+        raise UserError(f"{where}: reduce-scatters run beside products already; leave out plan.async_input_gradients")
+    if policies.tp == 1:
+        raise UserError(f"{where}: no tensor-parallel ranks sum gradients of inputs; set plan.tp")
     if backend != "nccl":
         raise UserError(f"{where}: the cluster's backend is '{backend}', which copies by the host; allowed with 'nccl'")
 

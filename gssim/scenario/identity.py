@@ -262,6 +262,7 @@ def _resolved_tables(scenario: ScenarioParts, shared: Shared) -> dict[str, Any]:
         (data["plan"], "sequence_parallel", not plan.sequence_parallel),
         (data["plan"], "gathered_inputs", plan.gathered_inputs == "kept"),
         (data["plan"], "tp_overlap", not plan.tp_overlap),
+        (data["plan"], "async_input_gradients", not plan.async_input_gradients),
         (data["plan"], "ep", plan.ep == 1),
         (data["plan"], "etp", plan.etp is None),
         (data["workload"], "expert_load", scenario.workload.expert_load == "balanced"),

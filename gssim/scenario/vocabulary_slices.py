@@ -216,7 +216,7 @@ def _divided_embedding(model: Model, layers: Sequence[Layer], rows: int, value_b
     streamed = first.forward_streamed_bytes
     changed[0] = replace(
         first,
-        parameters=(replace(weight, shape=(rows, weight.shape[1]), sliced=True), *first.parameters[1:]),
+        parameters=(replace(weight, shape=(rows, weight.shape[1]), sliced_dimension=0), *first.parameters[1:]),
         buffers=(*first.buffers, *small),
         reductions=(*first.reductions, Reduction(at, found.size_bytes)),
         forward_bytes=first.forward_bytes.plus(masked),
@@ -280,7 +280,7 @@ def divided_loss(
     reductions = [Reduction(Moment("f", place), per_token(size)) for place, size in ((1, wide), (4, 2 * wide))]
     own_head = replace(
         _scaled(head, share),
-        parameters=tuple(replace(each, shape=(rows, each.shape[1]), sliced=True) for each in head.parameters),
+        parameters=tuple(replace(each, shape=(rows, each.shape[1]), sliced_dimension=0) for each in head.parameters),
         buffers=(logits, *shared, partial, whole),
         reductions=(Reduction(summed, gradient.size_bytes),),
         output_bytes=own_logits,

@@ -247,8 +247,8 @@ class Parameter:
     summed: bool = False
     """Whether the gradients of tensor-parallel ranks are parts of a sum: of what each runs on its own heads, or on its
     part of the sequence; see [Note: sequence parts]."""
-    sliced: bool = False
-    """Whether it is a rank's slice: other ranks hold the rest."""
+    sliced_dimension: int | None = None
+    """Dimension of which a rank holds a slice, and other ranks the rest; None: it is whole."""
 
     @classmethod
     def parse(cls, text: object) -> "Parameter":
@@ -281,13 +281,18 @@ class Parameter:
         if self.cut is None:
             return self
         sizes = (size * units if dimension == self.cut else size for dimension, size in enumerate(self.shape))
-        return Parameter(self.name, tuple(sizes), self.born, self.ready, summed=self.summed, sliced=True)
+        return Parameter(self.name, tuple(sizes), self.born, self.ready, summed=self.summed, sliced_dimension=self.cut)
 
     def __str__(self) -> str:
         """Return the text form, which `parse` reads."""
         sizes = [f"{size}u" if dimension == self.cut else str(size) for dimension, size in enumerate(self.shape)]
         summed = " summed" if self.summed else ""
         return f"{self.name} {'x'.join(sizes) or 'scalar'} {self.born} {self.ready}{summed}"
+
+    @property
+    def sliced(self) -> bool:
+        """Whether it is a rank's slice: other ranks hold the rest."""
+        return self.sliced_dimension is not None
 
     @property
     def elements(self) -> int:
@@ -448,6 +453,9 @@ class Layer:
     """Number of operations that the host launches for it."""
     selective_positions: tuple[Count, ...] | None = None
     """Positions of the forward's compute-heavy operations: matrix products, convolutions, attention."""
+    selective_rerun: tuple[Count, Count] | None = None
+    """Positions of the first and the last operation that this recomputation runs again, with the collectives among
+    them (Megatron-LM: the attention's). Absent: as far as `recompute_positions`."""
     forward_streamed_bytes: Quantity | None = None
     """Of `forward_bytes`, those of operations with next to no arithmetic (norms, activations, softmax, sums), whose
     time at memory bandwidth adds to that of matrix products. Absent: not traced."""
@@ -496,7 +504,7 @@ class Layer:
         for key in ("module_buffer_bytes", "integer_buffer_bytes"):
             if not data.get(key):
                 data.pop(key, None)
-        for key in ("experts_per_token", "expert_capacity_ratio", "every_second_product"):
+        for key in ("selective_rerun", "experts_per_token", "expert_capacity_ratio", "every_second_product"):
             if data.get(key) is None:
                 data.pop(key, None)
         if not data.get("frozen_parameters"):

@@ -334,7 +334,7 @@ def _with_adapters(model: Same, rank: int, alpha: float, targets: Targets) -> Mo
     once: dict[int, Layer] = {}
     for layer in found.layers:
         held = sliced_layer(layer, rank, 0)
-        parameters = tuple(replace(parameter, sliced=False) for parameter in held.parameters)
+        parameters = tuple(replace(parameter, sliced_dimension=None) for parameter in held.parameters)
         once[id(layer)] = replace(held, parameters=parameters)
     return replace(
         whole,

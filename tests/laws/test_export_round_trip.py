@@ -53,6 +53,7 @@ CHOICES = {
     "plan.context_split": ["plain"],
     "plan.sequence_parallel": [True],
     "plan.tp_overlap": [True],
+    "plan.async_input_gradients": [True],
     "plan.embedding_parallel": [True],
     "plan.loss_parallel": [True],
     "plan.receive_buffers": ["in-flight"],

@@ -629,6 +629,20 @@ def test_what_is_set_takes_along_what_megatrons_job_said_with_it(tmp_path, overr
     assert ("zero1_implementation" in tables["plan"]) == (tables["plan"]["method"] == "zero1")
 
 
+@pytest.mark.parametrize(
+    ("said", "beside"),
+    [
+        ("", True),
+        ("--no-async-tensor-model-parallel-allreduce", False),
+        ("--sequence-parallel", False),  # what it hides, it loses to slower products
+    ],
+)
+def test_megatron_sums_gradients_of_inputs_beside_products(tmp_path, said, beside):
+    text = MEGATRON.replace("--log-interval", f"--tensor-model-parallel-size 2 {said} --log-interval")
+    tables, _ = imported(tmp_path, text, name="train.sh", model="gpt3-1.3b")
+    assert tables["plan"].get("async_input_gradients", False) is beside
+
+
 def test_deepspeeds_zero1_beside_megatrons_sequence_parallelism_is_approximated_and_says_so(tmp_path):
     more = "--tensor-model-parallel-size 2 --sequence-parallel"
     text = ENGINE.format(batch=64, more=more).replace("--partition-activations", "")

@@ -269,11 +269,32 @@ def test_products_hide_their_part_of_an_exchange(ranks, least_ratio):
     assert step_s(1e15) == pytest.approx(step_s(1e15, tp_overlap=True), rel=1e-6)
 
 
+@pytest.mark.parametrize("divides", [False, True], ids=["all-reduce", "reduce-scatter"])
+def test_products_of_weight_gradients_hide_sums_of_input_gradients(divides):
+    """Where a sum takes longer than the product, all of that is hidden: of queries, keys, values and the first map.
+
+    Where the sum takes no time, there is nothing to hide.
+    """
+    flop_per_s, tokens, ranks = 1e9, 12 * 64, 2
+
+    def step_s(bandwidth: float, **more) -> float:
+        made = star(ranks, bandwidth=bandwidth, backend="nccl")
+        plan = DIVIDED | {"sequence_parallel": divides} | more
+        return simulate(
+            loaded_of(scenario_of(made, plan, model=GPT, sequence_length=64, global_batch_size=12))
+        ).result.step_time_s
+
+    products_s = LAYERS * 2 * tokens * 7 * WIDTH**2 / ranks / flop_per_s
+    assert step_s(1e5) - step_s(1e5, async_input_gradients=True) == pytest.approx(products_s, rel=1e-6)
+    assert step_s(1e15) == pytest.approx(step_s(1e15, async_input_gradients=True), rel=1e-6)
+
+
 @pytest.mark.parametrize(
     "plan",
     [
         {"tp": 2, "gathered_inputs": "gathered-again", "recompute": "full"},
         {"method": "zero3", "tp": 2, "dp_shard": 2},
+        {"method": "pipeline", "tp": 2, "pp": 2, "micro_batches": 4, "sequence_parallel": False},
         pytest.param({"method": "ddp", "tp": 2, "dp_replicate": 2, "recompute": "selective"}, marks=pytest.mark.slow),
         pytest.param({"method": "pipeline", "tp": 2, "pp": 2, "micro_batches": 4}, marks=pytest.mark.slow),
         pytest.param({"method": "gs", "tp": 2, "dp_shard": 2}, marks=pytest.mark.slow),
@@ -286,7 +307,10 @@ def test_exchanges_beside_products_are_the_same_exchanges_in_less_time_and_as_mu
         simulate(
             loaded_of(scenario_of(made, DIVIDED | plan | more, model=GPT, sequence_length=64, global_batch_size=12))
         ).result
-        for more in ({}, {"tp_overlap": True})
+        for more in (
+            {},
+            {"tp_overlap": True} if plan.get("sequence_parallel", True) else {"async_input_gradients": True},
+        )
     )
     assert beside.collectives == after.collectives
     assert beside.step_time_s < after.step_time_s
@@ -298,6 +322,13 @@ def test_exchanges_beside_products_are_the_same_exchanges_in_less_time_and_as_mu
     [
         ({"tp_overlap": True}, "gloo", "the cluster's backend is 'gloo', which copies by the host"),
         ({"tp_overlap": True, "sequence_parallel": False}, "nccl", "no sequences are gathered beside products"),
+        ({"tp_overlap": True, "async_input_gradients": True}, "nccl", "reduce-scatters run beside products already"),
+        ({"async_input_gradients": True}, "gloo", "the cluster's backend is 'gloo', which copies by the host"),
+        (
+            {"method": "ddp", "tp": 1, "sequence_parallel": False, "async_input_gradients": True},
+            "nccl",
+            "no tensor-par",
+        ),
     ],
 )
 def test_exchanges_that_nothing_can_hide_are_refused(plan, backend, said):

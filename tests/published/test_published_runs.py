@@ -190,6 +190,13 @@ def test_where_the_device_takes_longer_its_host_counts_for_nothing():
     assert slow.step_time_s == pytest.approx(fast.step_time_s, rel=1e-3)
 
 
+@pytest.mark.parametrize(("alone", "sums"), [(True, 4), (False, 6)], ids=["attention", "all but products"])
+def test_a_second_forward_of_the_attention_alone_repeats_no_sum(alone, sums):
+    run = replace(CUT, recompute="selective", software=Software(recomputes_attention=alone))
+    tasks = [task for task in lower(scenario_of(run)).tasks[0] if task.exchange and task.id.layer == "blocks.1"]
+    assert len(tasks) == sums
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_pipeline_that_lets_nothing_overlap_reduces_gradients_behind_its_last_message(overlap):
     run = replace(RUN, dp=2, pp=2, micro_batches=4, overlap=overlap)
@@ -422,6 +429,31 @@ def test_emitted_scenarios_are_predicted_as_their_rows(tmp_path, capsys, monkeyp
     extrapolated = [name for name, result in results.items() if "simulated_micro_batches" in result.provenance]
     assert extrapolated == ["a-b-c", "p", "i", "t", "f"]
     assert "gradient_precision" in results["t"].scenario["workload"]
+
+
+KORTHIKANTI = {
+    # layers, hidden, heads; stages, chunks of each, micro-batch, batch; seconds: all recomputed, the attention alone
+    "22B": (48, 6144, 64, 1, 1, 4, 4, 1.42, 1.10),
+    "175B": (96, 12288, 96, 8, 3, 1, 64, 18.13, 13.75),
+    "530B": (105, 20480, 128, 35, 3, 1, 280, 49.05, 37.83),
+    "1T": (128, 25600, 160, 64, 1, 1, 512, 94.42, 71.49),
+}
+"""Korthikanti et al. 2022, arXiv 2205.05198, tables 3 and 5: GPT of 2,048 tokens over eight tensor-parallel ranks, on
+A100 of 80 GB. Where the attention alone is recomputed, sequences are divided too."""
+
+
+@pytest.mark.parametrize(
+    "model", ["22B", *(pytest.param(each, marks=pytest.mark.slow) for each in KORTHIKANTI if each != "22B")]
+)
+def test_steps_of_korthikanti_and_others_are_predicted(tmp_path, model):
+    layers, hidden, heads, stages, chunks, micro_batch, batch, *measured_s = KORTHIKANTI[model]
+    change = {"layers": layers, "hidden": hidden, "heads": heads, "vocab": 51200, "seq": 2048, "vpp": chunks}
+    change |= {"n_gpus": 8 * stages, "dp": 1, "tp": 8, "pp": stages, "micro_batch": micro_batch, "global_batch": batch}
+    both = ({"recompute": "full"}, {"recompute": "selective", "extras": "sequence parallel"})
+    rows = [{"id": model, "source": "Korthikanti"} | {k: str(v) for k, v in change.items()} | each for each in both]
+    for (_, _, run), step_s in zip(read_table(table(tmp_path / "t.csv", *rows)), measured_s, strict=True):
+        assert isinstance(run, Run)
+        assert predict(run).step_s == pytest.approx(step_s, rel=0.05)
 
 
 def test_nothing_is_emitted_where_a_place_is_taken(tmp_path, capsys, monkeypatch):

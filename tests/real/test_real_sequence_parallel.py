@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from real_runs import planted, predicted, predicted_peaks, quick, run_cases, scenario_file, star, tolerance_of
+from real_runs import HELPERS, planted, predicted, predicted_peaks, quick, run_cases, scenario_file, star, tolerance_of
 
 from gssim.program.lowering import Lowering
 from gssim.scenario import load_scenario
@@ -21,6 +21,7 @@ USUAL = ["workload.sequence_length=24", "workload.global_batch_size=12", "plan.s
 SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
 ADAMW64 = ["workload.optimizer=adamw", "workload.precision=fp64", "workload.learning_rate=1e-3"]
 TENSOR = ["plan.method=tensor"]
+LLAMA = [f"workload.model={HELPERS}/models/of_tests/tiny-llama.toml"]
 GS, Z3, LEVELS = (["plan.tp=2", f"plan.method={name}"] for name in ("gs", "gs_z3", "gs_hier"))
 ALL = ["plan.push.threshold=0", "plan.push.error_feedback=true", "plan.push.encoding=bitmap"]
 PUBLISHED = ["plan.publish.threshold=0", "plan.publish.encoding=coo"]
@@ -32,9 +33,12 @@ ON_TWO = {
     "gpt-uneven-selective-adamw": ("small-demo.toml", [*ADAMW64, *UNEVEN, "plan.recompute=selective"]),
     "bert-adamw": ("small-bert.toml", [*ADAMW64, *TENSOR]),
     "gpt-owned-adamw": ("small-demo.toml", [*ADAMW64, *GS]),
+    "llama-full-sgd": ("small-demo.toml", [*SGD, *TENSOR, *LLAMA, "plan.recompute=full"]),
+    "llama-selective-sgd": ("small-demo.toml", [*SGD, *TENSOR, *LLAMA, "plan.recompute=selective"]),
 }
-FEW = ("gpt-full-adamw", "gpt-uneven-selective-adamw", "gpt-owned-adamw")
-"""Cases on two ranks that are not slow: blocks are cut evenly and not, and run again in both ways; owners sum."""
+FEW = ("gpt-full-adamw", "gpt-uneven-selective-adamw", "gpt-owned-adamw", "llama-full-sgd")
+"""Cases on two ranks that are not slow: blocks are cut evenly and not, and run again in both ways; owners sum; what the
+first block takes is not what the embedding makes."""
 ON_FOUR = {
     "gpt-ddp-sgd": ("small-demo.toml", [*SGD, "plan.method=ddp", "plan.tp=2", "plan.dp_replicate=2"]),
     "gpt-zero1-adamw": ("small-demo.toml", [*ADAMW64, "plan.method=zero1", "plan.tp=2", "plan.dp_replicate=2"]),

@@ -17,6 +17,8 @@ TENSOR = ["plan.method=tensor"]
 LOSS, EMBEDDING = ["plan.loss_parallel=true"], ["plan.embedding_parallel=true"]
 BOTH = [*EMBEDDING, *LOSS]
 TIED = f'workload.model="{HELPERS / "models" / "gpt-tied"}.toml"'
+SCALED = f'workload.model="{HELPERS / "models" / "of_tests" / "decoder-gemma"}.toml"'
+"""Gemma, whose embedding scales what it looks up."""
 SEQUENCES = ["plan.sequence_parallel=true", "workload.clip_norm=0.1"]
 CASES = {
     "gpt": ("small-demo.toml", [*TENSOR, *LOSS]),
@@ -35,13 +37,14 @@ CASES = {
     "both-uneven": ("small-demo.toml", ["plan.method=gs_tp", "plan.shares.shards=[0.7,0.3]", *BOTH]),
     "tied-gpt": ("small-demo.toml", [*TENSOR, *BOTH, TIED]),
     "tied-gpt-accumulated": ("small-demo.toml", [*TENSOR, *BOTH, TIED, "plan.micro_batches=3", "plan.recompute=full"]),
+    "tied-gemma": ("small-demo.toml", [*TENSOR, *BOTH, SCALED]),
     "tied-gpt2-sequences": ("small-demo.toml", [*TENSOR, *BOTH, "gpt2", *SEQUENCES]),
     "tied-gpt2-adamw": (
         "small-demo.toml",
         [*TENSOR, *BOTH, "gpt2", "workload.optimizer=adamw", "workload.precision=fp64"],
     ),
 }
-FEW = ["gpt-accumulated", "bert", "tied-gpt"]
+FEW = ["gpt-accumulated", "bert", "tied-gpt", "tied-gemma"]
 FOUR = {
     "zero3": (
         "small-demo.toml",

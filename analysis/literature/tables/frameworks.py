@@ -404,6 +404,7 @@ def _software(record: Mapping[str, str], tp: int, context: int) -> Software:
         early_stop=False,
         float8_maps=bool(record["fp8-format"]),
         sequence_parallel=tp > 1 and record["sequence-parallel"] == "True",
+        sums_beside_products=tp > 1 and record["sequence-parallel"] != "True",
         context_ranks=context,
         # FSDP keeps no whole gradients
         float_gradients=record["bf16"] == "True" and _replicas(record, 1) != "zero3",

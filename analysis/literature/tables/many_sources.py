@@ -262,6 +262,8 @@ def _software(record: Mapping[str, str], tp: int, pp: int, context: int) -> Soft
             in_place_loss=True,
             recomputes_attention=True,
             sequence_parallel=sequence_parallel,
+            # of 2022: before, it waited for them
+            sums_beside_products=tp > 1 and not sequence_parallel and "Korthikanti" in record["source"],
         )
     if said in ("tf32", "fp32"):
         return Software(precision="fp32", tensor_float=said == "tf32", flash_attention=False, dropout=False)

@@ -187,11 +187,11 @@ class MemoryBounds:
                 (each.kind, self._scale * each.size_bytes.at(b=samples, s=length))
                 for instance in stage.layers
                 if phase != "r" or instance.layer.is_recomputed
-                for each in reductions_in(instance.layer, phase)
+                for each in reductions_in(instance.layer, phase, plan.recompute)
                 if each.kind in ("all-reduce", "all-gather", "reduce-scatter")
             )
 
-        return self.parts.once(("sums", part.key, phase, samples), found)
+        return self.parts.once(("sums", part.key, phase, plan.recompute, samples), found)
 
     def _received_bytes(self, plan: Plan, stage: Stage, samples: int, in_flight: int) -> float:
         """Return the buffers for what a stage receives; see `plan.receive_buffers`."""

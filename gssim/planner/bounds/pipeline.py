@@ -81,7 +81,8 @@ class PipelineBounds:
         """Return the sums over the slices of a rank's stage for a micro-batch, in the forward and in the backward."""
         workload = self.parts.workload
         partly = workload.frozen is not None or workload.adapters is not None  # some layers may have no backward
-        if policies.tp == 1 or partly or plan.tp_overlap:  # sums beside products may cost nothing
+        # sums beside products may cost nothing
+        if policies.tp == 1 or partly or plan.tp_overlap or plan.async_input_gradients:
             return (), ()
         group, place = policies.mesh.group(rank, "tp"), policies.mesh.place(rank).pp
 
