@@ -163,7 +163,7 @@ def _input_of_block(layer: Layer, following: Sequence[Layer]) -> Buffer | None:
 
 
 def _is_argument(buffer: Buffer, layer: Layer, following: Sequence[Layer]) -> bool:
-    """Return whether a buffer is an argument that the model hands to all of its blocks: a mask, or numbers of positions.
+    """Return whether a buffer is an argument that the model hands to all its blocks: a mask, or numbers of positions.
 
     Layers before the blocks make it, and the model frees it when its forward returns. What is as large as the layer's
     output, or one sample's of it, is none: embeddings of tokens or positions, which are added up to the blocks' input.

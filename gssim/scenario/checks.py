@@ -938,8 +938,8 @@ def _check_context(scenario: Scenario, policies: Policies, file: str) -> None:
     _check_ring(plan, policies, length, file)
     if policies.ring and any(fused_attention(layer) is None for layer in model.context_layers if layer.units):
         raise UserError(
-            f"{where}: plan.context_exchange = 'ring': the attention of '{model.name}' is traced as several operations, "
-            "not as one kernel whose blocks can be merged; allowed: 'all-to-all'"
+            f"{where}: plan.context_exchange = 'ring': the attention of '{model.name}' is traced as several "
+            "operations, not as one kernel whose blocks can be merged; allowed: 'all-to-all'"
         )
     if length % policies.cp or length < 2 * policies.cp:
         raise UserError(
