@@ -13,6 +13,7 @@ from gssim.scenario.device_rates import layer_profile
 from gssim.scenario.expert_load import layer_rows
 from gssim.scenario.scenario import Scenario
 from gssim.scenario.stages import schedule_of, stage_cut_error, tied_parameters
+from gssim.scenario.tensor_slices import fused_attention
 from gssim.scenario.vocabulary_slices import (
     shares_embedding,
     undivided_embedding_reason,
@@ -944,6 +945,11 @@ def _check_context(scenario: Scenario, policies: Policies, file: str) -> None:
             "trace` (gsreal.methods.context_parallel tells which models can run so)"
         )
     _check_ring(plan, policies, length, file)
+    if policies.ring and any(fused_attention(layer) is None for layer in model.context_layers if layer.units):
+        raise UserError(
+            f"{where}: plan.context_exchange = 'ring': the attention of '{model.name}' is traced as several "
+            "operations, not as one kernel whose blocks can be merged; allowed: 'all-to-all'"
+        )
     if length % policies.cp or length < 2 * policies.cp:
         raise UserError(
             f"{where}: workload.sequence_length = {length}: cannot be divided evenly among these ranks; allowed: a "
