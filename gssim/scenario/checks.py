@@ -58,6 +58,7 @@ def check(scenario: Scenario, *, file: str) -> None:
     _check_tensor_overlap(scenario, policies, file)
     _check_divided_vocabulary(scenario, policies, file)
     _check_experts(scenario, policies, file)
+    _refuse_unused_exchange(plan, policies, file)
     _check_context(scenario, policies, file)
     _check_recompute(scenario, policies, file)
     kept_whole = policies.partition == "data" and policies.parameters == "replicated" and policies.gradients != "push"
@@ -914,20 +915,10 @@ def _check_sequence_parts(scenario: Scenario, policies: Policies, file: str) -> 
 
 
 def _check_context(scenario: Scenario, policies: Policies, file: str) -> None:
-    """Refuse context parallelism of what is no sequence, cannot be divided, or has no way to meet in the attention.
-
-    Where there is none, refuse its options.
-    """
-    plan, workload, model = scenario.plan, scenario.workload, scenario.workload.model
+    """Refuse context parallelism of what is no sequence, cannot be divided, or has no way to meet in the attention."""
     if policies.cp == 1:
-        default, keys = default_plan(plan.method), ("context_exchange", "context_split")
-        unused = next((key for key in keys if getattr(plan, key) != getattr(default, key)), None)
-        if unused is not None:
-            raise UserError(
-                f"{file}: plan.{unused} = '{getattr(plan, unused)}': there are no context-parallel ranks; set plan.cp, "
-                "or leave it out"
-            )
         return
+    plan, workload, model = scenario.plan, scenario.workload, scenario.workload.model
     where, length = f"{file}: plan.cp = {policies.cp}", workload.sequence_length or 0
     if policies.gradients not in ("all-reduce", "reduce-scatter", "push") or policies.compress:
         raise UserError(
@@ -1005,6 +996,17 @@ def _check_ring(plan: Plan, policies: Policies, length: int, file: str) -> None:
             f"{where}: workload.sequence_length = {length}: cannot be divided into {2 * policies.cp} equal parts, two "
             "for each rank (plan.context_split = 'zigzag'); allowed: a multiple, or 'plain'"
         )
+
+
+def _refuse_unused_exchange(plan: Plan, policies: Policies, file: str) -> None:
+    """Refuse options of context parallelism where there is none."""
+    default = default_plan(plan.method)
+    for key in ("context_exchange", "context_split") if policies.cp == 1 else ():
+        if getattr(plan, key) != getattr(default, key):
+            raise UserError(
+                f"{file}: plan.{key} = '{getattr(plan, key)}': there are no context-parallel ranks; set plan.cp, or "
+                "leave it out"
+            )
 
 
 def _check_batch(scenario: Scenario, ranks: int, file: str) -> None:
