@@ -224,8 +224,8 @@ def _check_traced_variants(scenario: Scenario, policies: Policies, file: str) ->
         return
     if not runs or policies.compressor:
         raise UserError(
-            f"{where}: cannot run yet with method '{plan.method}'; allowed: methods single, ddp, zero1, zero2, zero3 "
-            "(fsdp), hsdp, gs, gs_z3 and gs_hier"
+            f"{where}: cannot run yet with method '{plan.method}'; allowed: methods single, ddp, half, zero1, zero2, "
+            "zero3 (fsdp), hsdp, pipeline, gs, gs_z3 and gs_hier"
         )
     if workload.adapters is not None and policies.gradients == "push" and scenario.push.threshold is not None:
         raise UserError(
