@@ -30,6 +30,7 @@ from analysis.study.study import (
     slug,
     statistics_of,
 )
+from gssim.execution.cache import Shared
 from gssim.execution.files import read_json, read_text, write_text
 from gssim.result import Result
 from gssim.scenario import Scenario
@@ -118,7 +119,8 @@ def train_together(loaded: LoadedStudy, out: Path, *, again: bool = False) -> li
     for variant in dense_first(study):
         seen = [trained[variant.name, seed] for seed in study.seeds]
         here = loaded.load(variant, seed=study.seeds[0], extra=inputs, predicts=True)
-        predicted = {each.name: simulate(on_network(here, each)).result for each in study.elsewhere}
+        shared = Shared()
+        predicted = {each.name: simulate(on_network(here, each), shared=shared).result for each in study.elsewhere}
         course = _course(variant, seen, predicted)
         ratio = dense_ratio(here.scenario)
         courses[variant.name] = _partly_dense(ratio, course, courses[study.dense]) if ratio else course

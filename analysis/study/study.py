@@ -19,6 +19,7 @@ from pydantic import Field
 
 from gssim.errors import RunFailedError, UserError, one_line
 from gssim.execution import FileStore
+from gssim.execution.cache import Shared
 from gssim.execution.files import write_text
 from gssim.result import Result, read_result
 from gssim.scenario import Loaded, load_scenario, read_toml
@@ -165,7 +166,7 @@ class Study:
             raise ValueError("density_of: not with together = true, whose variants are trained in one go")
 
 
-@spec
+@dataclass(frozen=True, kw_only=True)
 class LoadedStudy:
     """A study with its file; all its scenarios were loaded once and are valid."""
 
@@ -173,6 +174,8 @@ class LoadedStudy:
     study: Study
     overrides: tuple[str, ...]
     """Overrides of the command line, applied after those of the file."""
+    shared: Shared = field(default_factory=Shared, compare=False, repr=False)
+    """Cache of the parts that its scenarios have in common: most have one cluster and one model."""
 
     @property
     def scenario_file(self) -> Path:
@@ -202,7 +205,7 @@ class LoadedStudy:
         Raises UserError for an invalid scenario.
         """
         overrides = [*self.overrides_of(variant, seed=seed, density=density), *extra]
-        return load_scenario(self.scenario_file, overrides, gradients_needed=predicts)
+        return load_scenario(self.scenario_file, overrides, gradients_needed=predicts, shared=self.shared)
 
 
 def load_study(path: Path, overrides: tuple[str, ...] = (), *, seeds: int | None = None) -> LoadedStudy:

@@ -48,11 +48,6 @@ def _segmented(turns: int, segment_bytes: float) -> Formula:
     return time_s
 
 
-def _ring_all_to_all(n: int, size: float, rate: float, latency: float) -> float:
-    """Every message crosses all links on its way: n(n-1)/2 steps of an n-th (a one-way ring)."""
-    return n * (n - 1) / 2 * (latency + size / n / rate)
-
-
 def _direct_on_switch(turns: int) -> Formula:
     """n-1 messages leave every port together."""
     return lambda n, size, rate, latency: turns * (latency + (n - 1) / n * size / rate)
@@ -95,7 +90,8 @@ CLOSED_FORMS: dict[tuple[str, str, str], Formula] = {
     ("ring", "all-reduce", "ring"): _ring(2),
     ("ring", "reduce-scatter", "ring"): _ring(1),
     ("ring", "all-gather", "ring"): _ring(1),
-    ("ring", "all-to-all", "ring"): _ring_all_to_all,
+    # every message crosses all links on its way: n(n-1)/2 steps of an n-th (a one-way ring)
+    ("ring", "all-to-all", "ring"): lambda n, size, rate, latency: n * (n - 1) / 2 * (latency + size / n / rate),
     ("ring", "all-reduce", "switch"): _ring(2),
     ("ring", "reduce-scatter", "switch"): _ring(1),
     ("ring", "all-gather", "switch"): _ring(1),

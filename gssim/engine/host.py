@@ -67,8 +67,9 @@ class Host:
         self.changed = env.event()
 
     def _change(self) -> None:
-        self.changed.succeed()
-        self.changed = self.env.event()
+        if self.changed.callbacks:  # else nobody waits for it, and it serves for the next change
+            self.changed.succeed()
+            self.changed = self.env.event()
 
     def compute(self, rank_class: int, alone_s: float, device: DeviceType) -> Generator[Any, Any, None]:
         """Take the simulated time of `alone_s` of compute, slowed by the current load of the host."""
@@ -80,7 +81,8 @@ class Host:
         ended = False
         while not ended:
             slowdown = 1 + (device.neighbour_slowdown_ratio - 1) * self._others(rank_class)
-            slowdown *= 1 + communicating_excess(device, *self._load(rank_class))
+            if self.communicating[rank_class]:
+                slowdown *= 1 + communicating_excess(device, *self._load(rank_class))
             began_s = self.env.now
             end = self.env.timeout(remaining * slowdown)
             yield self._first_of(end, self.changed)

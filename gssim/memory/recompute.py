@@ -63,6 +63,8 @@ def recomputed_buffers(
             end = _last_use(layer, after) if buffer is output else Moment("f", releases.get(id(buffer), LAST))
             end = FORWARD_END if autocast and _is_cached(buffer, end, last) else end
             moved += [replace(buffer, freed=end), replace(buffer, born=replace(buffer.born, phase="r"))]
+        elif _is_argument(buffer, layer, following):
+            moved.append(replace(buffer, freed=Moment("b", _released(following[-1], None), len(following))))
         elif handed is not None and buffer is handed:
             released = Moment("b", _released(following[-1], None), len(following))  # by the last of them, the block
             own = (-buffer.freed.layer_offset, buffer.freed.position)
@@ -158,6 +160,22 @@ def _input_of_block(layer: Layer, following: Sequence[Layer]) -> Buffer | None:
         if buffer.born.phase == "f" and buffer.freed.layer_offset > 1 and buffer.size_bytes == layer.output_bytes
     ]
     return max(candidates, key=lambda buffer: buffer.born.position, default=None)
+
+
+def _is_argument(buffer: Buffer, layer: Layer, following: Sequence[Layer]) -> bool:
+    """Return whether a buffer is an argument that the model hands to all its blocks: a mask, or numbers of positions.
+
+    Layers before the blocks make it, and the model frees it when its forward returns. What is as large as the layer's
+    output, or one sample's of it, is none: embeddings of tokens or positions, which are added up to the blocks' input.
+    Placeholders of the first block keep it longest.
+    """
+    if not following or not following[-1].is_recomputed or layer.block:
+        return False
+    output = layer.output_bytes
+    of_one_sample = Polynomial(tuple((c, 0, j) for c, _, j in output.terms))
+    if buffer.size_bytes in (output, of_one_sample):
+        return False
+    return buffer.born.phase == buffer.freed.phase == "f" and buffer.freed.layer_offset > len(following)
 
 
 def _moved(freed: Moment, layer: Layer, after: Layer | None) -> Moment:

@@ -183,23 +183,18 @@ def contiguous(sizes: tuple[int, ...], wanted: tuple[float, ...]) -> tuple[tuple
     worst = [0.0] + [math.inf] * len(sizes)
     starts: list[list[int]] = []
     for share in wanted:
-        best = [_last_start(ends, worst, last, share) for last in range(len(ends))]
-        worst = [value for value, _ in best]
-        starts.append([start for _, start in best])
+        best, best_start = [math.inf] * len(ends), [0] * len(ends)
+        for last, end in enumerate(ends):  # the optimum whose last part ends there, and where that part starts
+            for start in range(last - 1, -1, -1):
+                ratio = (end - ends[start]) / share
+                if ratio >= best[last]:
+                    break
+                if ratio and max(ratio, worst[start]) < best[last]:
+                    best[last], best_start[last] = max(ratio, worst[start]), start
+        worst = best
+        starts.append(best_start)
     ranges, last = [], len(sizes)
     for chosen in reversed(starts):
         ranges.append((chosen[last], last))
         last = chosen[last]
     return tuple(reversed(ranges))
-
-
-def _last_start(ends: Sequence[int], worst: Sequence[float], last: int, share: float) -> tuple[float, int]:
-    """Return (largest ratio of sum to share, start of the last part) of the optimum whose last part ends at `last`."""
-    best, chosen = math.inf, 0
-    for start in range(last - 1, -1, -1):
-        ratio = (ends[last] - ends[start]) / share
-        if ratio >= best:
-            break
-        if ratio and max(ratio, worst[start]) < best:
-            best, chosen = max(ratio, worst[start]), start
-    return best, chosen

@@ -181,7 +181,14 @@ def candidates(
         whole = kept | _push_table(scenario.plan, table) | table
         if table["method"] == "zero1" and scenario.plan.zero1_implementation != "torch":
             whole["zero1_implementation"] = scenario.plan.zero1_implementation
-        whole |= {key: own[key] for key in _of_periods(table["method"]) if key in own}
+        kind = METHODS[table["method"]]  # its keys of periodic synchronization are kept
+        of_periods = {
+            "sync_every_steps": kind.sync_every_steps,
+            "outer": kind.outer_optimizer == "nesterov",
+            "streaming": kind.in_fragments,
+            "sparse_outer": kind.outer_optimizer == "sparse",
+        }
+        whole |= {key: own[key] for key, is_of_method in of_periods.items() if is_of_method and key in own}
         for axis, keys in (("tp", OF_TENSOR_RANKS), ("cp", OF_CONTEXT_RANKS)):
             if axis in table:
                 whole |= {key: own[key] for key in keys if key in own}
@@ -189,18 +196,6 @@ def candidates(
         if (sized := _with_axis_sizes(plan, batches)) not in seen:
             seen.add(sized)
             yield Candidate(len(seen) - 1, whole, plan)
-
-
-def _of_periods(method: str) -> list[str]:
-    """Return the keys of periodic synchronization that a method has: candidates keep those of the scenario's plan."""
-    kind = METHODS[method]
-    asked = {
-        "sync_every_steps": kind.sync_every_steps,
-        "outer": kind.outer_optimizer == "nesterov",
-        "streaming": kind.in_fragments,
-        "sparse_outer": kind.outer_optimizer == "sparse",
-    }
-    return [key for key, is_of_method in asked.items() if is_of_method]
 
 
 def _with_axis_sizes(plan: Plan, batches: Batches) -> Plan:

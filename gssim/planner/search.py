@@ -200,13 +200,22 @@ class Search:
     """A running search: `found` returns its results at any time."""
 
     def __init__(self, loaded: Loaded, space: SearchSpace, top: int) -> None:
-        """Raise UserError where the objective, or the density of thresholds, cannot be predicted."""
+        """Raise UserError where the objective (of a price or power that is not known), or the density of thresholds,
+        cannot be predicted.
+        """
         if loaded.scenario.run.extrapolate_micro_batches:
             raise UserError(
                 f"{loaded.file}: run.extrapolate_micro_batches = true: a search bounds and compares whole steps; "
                 "allowed: false"
             )
-        _check_objective(loaded, space)
+        needed = {"step-time": (), "cost": ("price_usd_per_h",), "energy": ("busy_power_w", "idle_power_w")}
+        for name, device in loaded.scenario.cluster.device_types.items():
+            for key in needed[space.objective]:
+                if getattr(device, key) is None:
+                    raise UserError(
+                        f"{loaded.file}: search.objective = '{space.objective}': cluster.device_types.{name}.{key} is "
+                        "not known; set it, or allowed: step-time"
+                    )
         space = _with_allowed_thresholds(loaded, space)
         _check_statistics(loaded, space)
         self.loaded, self.space, self.top = loaded, space, top
@@ -283,18 +292,6 @@ class Search:
             counterparts=self.counterparts,
             nearest=self.nearest,
         )
-
-
-def _check_objective(loaded: Loaded, space: SearchSpace) -> None:
-    """Raise UserError for an objective that needs an unknown price or power."""
-    needed = {"step-time": (), "cost": ("price_usd_per_h",), "energy": ("busy_power_w", "idle_power_w")}
-    for name, device in loaded.scenario.cluster.device_types.items():
-        for key in needed[space.objective]:
-            if getattr(device, key) is None:
-                raise UserError(
-                    f"{loaded.file}: search.objective = '{space.objective}': cluster.device_types.{name}.{key} is not "
-                    "known; set it, or allowed: step-time"
-                )
 
 
 def _with_allowed_thresholds(loaded: Loaded, space: SearchSpace) -> SearchSpace:

@@ -152,7 +152,12 @@ def _push_bucket(
     adding = _accumulation_memory(low, bucket, rank, micro_batch)
     posted, released = _exchange_memory(low, packed, adding, sent_bytes, received_bytes)
     ready = tasks[-1].id
-    posting_s = _posting_s(low, rank, sent_bytes, low.nodes - 1)
+    if not low.policies.point_to_point:  # the backend's call posts from a flat copy, in its own thread
+        posting_s = cost.copy_time_s(low.device(rank), sent_bytes)
+    elif low.scenario.plan.overlap:
+        posting_s = collectives.posting_s(low.scenario.cluster, low.device(rank), sent_bytes, low.nodes - 1)
+    else:  # it is part of the exchange's own time
+        posting_s = 0.0
     post = Task(push.serving("post"), "exposed_communication", duration_s=posting_s, need=footprint(posted))
     tasks.append(post)
     if low.scenario.plan.overlap:  # messages start as they are posted, the backend's call after its flat copy
@@ -282,19 +287,6 @@ def _accumulation_memory(low: Lowering, bucket: Bucket, rank: int, micro_batch: 
         return []
     total = 0.0 if _is_first_push(micro_batch) else own
     return [Event(1, own, "temporaries"), Event(4, -own - total, "temporaries")]
-
-
-def _posting_s(low: Lowering, rank: int, sent_bytes: float, messages: int) -> float:
-    """Return the time to post messages before the compute goes on.
-
-    Without overlap, that is part of the exchange's own time. The backend's call posts them from a flat copy, in its own
-    thread.
-    """
-    if not low.policies.point_to_point:
-        return cost.copy_time_s(low.device(rank), sent_bytes)
-    if not low.scenario.plan.overlap:
-        return 0.0
-    return collectives.posting_s(low.scenario.cluster, low.device(rank), sent_bytes, messages)
 
 
 def _threshold_bucket(

@@ -163,7 +163,18 @@ def held_layers(layers: Sequence[LayerInstance], stages: Sequence[range]) -> tup
     for tied in tied_parameters(layers, stages):
         for number, untied in _untied(changed, tied).items():
             changed[number] = replace(changed[number], layer=untied)
-    shared = [replace(layers[number], layer=_without_backward(layers[number].layer)) for number in _shared(layers)]
+    shared = []
+    for number in _shared(layers):
+        layer = layers[number].layer
+        forward_only = replace(
+            layer,
+            backward_flop=NO_COST,
+            backward_bytes=NO_COST,
+            backward_streamed_bytes=layer.backward_streamed_bytes and NO_COST,
+            backward_operations=0,
+            buffers=tuple(buffer for buffer in layer.buffers if buffer.born.phase == "f"),
+        )
+        shared.append(replace(layers[number], layer=forward_only))
     held = []
     for numbers in stages:
         own = tuple(changed[number] for number in numbers)
@@ -238,18 +249,6 @@ def of_no_sample(layer: Layer) -> bool:
     outputs = [buffer for buffer in layer.buffers if buffer.born.phase == "f" and buffer.freed.layer_offset > 0]
     constant = all(power == 0 for output in outputs for _, power, _ in output.size_bytes.terms)
     return bool(outputs) and constant and not layer.parameters and not layer.block
-
-
-def _without_backward(layer: Layer) -> Layer:
-    """Return a layer of whose outputs none needs a gradient."""
-    return replace(
-        layer,
-        backward_flop=NO_COST,
-        backward_bytes=NO_COST,
-        backward_streamed_bytes=layer.backward_streamed_bytes and NO_COST,
-        backward_operations=0,
-        buffers=tuple(buffer for buffer in layer.buffers if buffer.born.phase == "f"),
-    )
 
 
 def stage_cut_error(layers: Sequence[LayerInstance], stages: Sequence[range]) -> str | None:

@@ -99,13 +99,10 @@ def ring_layer(layer: Layer) -> Layer:
     backward = [each for each in layer.reductions if each.moment.phase == "b" and each.kind == "all-to-all"]
     if not forward:
         return layer
-    (_, key, value, output), (of_output, *of_inputs) = forward, backward
+    (_, key, value, _), (_, *of_inputs) = forward, backward
     positions = {each.moment.phase + str(each.moment.position + by) for each in (*forward, *backward) for by in (-1, 0)}
-    attention: dict[str, int] = {}  # between the all-to-alls, most buffers are allocated by the attention itself
-    for phase, first, last in (("f", value, output), ("b", of_output, of_inputs[0])):
-        born = Counter(each.born.position for each in layer.buffers if each.born.phase == phase)
-        inside = [position for position in born if first.moment.position < position < last.moment.position]
-        attention[phase] = max(inside, key=born.__getitem__)
+    attention = fused_attention(layer)
+    assert attention is not None  # a scenario is checked for it
     copies = {each.moment.position + 3 for each in of_inputs}
     buffers = []
     for buffer in layer.buffers:
@@ -121,6 +118,24 @@ def ring_layer(layer: Layer) -> Layer:
     every = (*others, *(Reduction(moment, both, "ring") for moment in moments))
     in_order = tuple(sorted(every, key=lambda each: (each.moment.phase != "f", each.moment.position)))
     return replace(layer, buffers=tuple(buffers), reductions=in_order)
+
+
+def fused_attention(layer: Layer) -> dict[str, int] | None:
+    """Return the positions, by pass, of the attention of a block that is traced with all-to-alls around it.
+
+    None: it is no kernel that makes output and logarithms, and the gradients of queries, keys and values.
+    """
+    found: dict[str, int] = {}
+    exchanges = [each.moment for each in layer.reductions if each.kind == "all-to-all"]
+    for phase, before, tensors in (("f", 3, 2), ("b", 1, 3)):  # of queries, keys and values, or of the output
+        first, last = [each.position for each in exchanges if each.phase == phase][before - 1 : before + 1]
+        born = Counter(each.born.position for each in layer.buffers if each.born.phase == phase)
+        inside = [position for position in born if first < position < last]
+        # between the all-to-alls, most buffers are allocated by the attention itself
+        found[phase] = max(inside, key=born.__getitem__)
+        if born[found[phase]] < tensors:
+            return None
+    return found
 
 
 def held_slice(scenario: Scenario, position: int) -> Model:

@@ -353,23 +353,16 @@ def footprints_of(
         for place in places:
             footprints[place] = _under_limit(scenario, _with_overhead(footprints[place], found), program)
     if beside:
-        footprints = [_with_beside(footprint, beside[program.role_of[footprint.rank]]) for footprint in footprints]
+        for place, footprint in enumerate(footprints):
+            sizes = beside[program.role_of[footprint.rank]]
+            more_bytes = sum(sizes.values())
+            footprints[place] = replace(
+                footprint,
+                memory_bytes=footprint.memory_bytes + more_bytes,
+                peak={**footprint.peak, **{name: footprint.peak.get(name, 0.0) + size for name, size in sizes.items()}},
+                reserved_bytes=footprint.reserved_bytes + more_bytes,
+            )
     return [_with_float_gradients(scenario, footprint) for footprint in footprints]
-
-
-def _with_beside(footprint: MemoryFootprint, beside: Peak) -> MemoryFootprint:
-    """Return a footprint with what is allocated beside the program."""
-    peak = {
-        **footprint.peak,
-        **{category: footprint.peak.get(category, 0.0) + size for category, size in beside.items()},
-    }
-    more_bytes = sum(beside.values())
-    return replace(
-        footprint,
-        memory_bytes=footprint.memory_bytes + more_bytes,
-        peak=peak,
-        reserved_bytes=footprint.reserved_bytes + more_bytes,
-    )
 
 
 def allocator_overheads(scenario: Scenario, program: Program, peaks: Sequence[PeakOfRank]) -> Overheads:

@@ -108,13 +108,9 @@ class ExpertLoad:
             raise ValueError("exactly one of skew, shares and layers is needed")
 
 
-def _load_kind(value: Any) -> Any:
-    """Return the tag of a user's value for pydantic's union; in brackets, as it is no key of the file."""
-    return "[name]" if isinstance(value, str) else "[table]"
-
-
 Load = Annotated[
-    Annotated[Literal["balanced"], Tag("[name]")] | Annotated[ExpertLoad, Tag("[table]")], Discriminator(_load_kind)
+    Annotated[Literal["balanced"], Tag("[name]")] | Annotated[ExpertLoad, Tag("[table]")],
+    Discriminator(lambda value: "[name]" if isinstance(value, str) else "[table]"),  # in brackets: no keys of the file
 ]
 PATHS = ("folder", "tokenizer", "cache")
 """Keys of the tables that name files and folders."""

@@ -16,6 +16,8 @@ from gssim.workload import Layer, Reduction
 FOLDER = Path(__file__).resolve().parents[2]
 GPT = load_model(FOLDER / "scenarios" / "models" / "gpt-byte-1m.toml")
 LLAMA = load_model(FOLDER / "scenarios" / "models" / "llama3-8b.toml")
+COMPOSED = load_model(FOLDER / "tests" / "helpers" / "models" / "of_tests" / "decoder-stablelm.toml")
+"""Its queries and values differ in width, so that torch composes the attention of products and a softmax."""
 WIDTH, HEADS, LAYERS, VALUE_BYTES, SAMPLES, LENGTH = 144, 4, 4, 4, 12, 64
 
 
@@ -202,6 +204,7 @@ def test_without_the_axis_nothing_changes():
         ({"method": "ddp", "context_split": "plain"}, 2, {}, "all-to-alls exchange sequences in their order"),
         ({"method": "ddp", "cp": 1, "context_exchange": "ring"}, 2, {}, "no context-parallel ranks"),
         ({"method": "ddp", "context_exchange": "ring", "recompute": "selective"}, 2, {}, "with a ring"),
+        ({"method": "ddp", "context_exchange": "ring"}, 2, {"model": COMPOSED, "sequence_length": 24}, "as one kernel"),
     ],
     ids=str,
 )

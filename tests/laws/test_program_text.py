@@ -18,7 +18,7 @@ SHIPPED = [
     pytest.param(path, marks=[pytest.mark.slow] if path.stem in LARGE or place % 4 else [], id=path.stem)
     for place, path in enumerate(sorted(SCENARIOS.glob("*.toml")))
 ]
-MOST_TASKS = 3000
+MOST_TASKS = 1000
 """Tasks of a program that are written and read: those of further roles differ in little but numbers."""
 
 

@@ -325,11 +325,11 @@ LARGE = FurtherModel(
     set={
         "cluster": "clusters/a100-4-hosts-links.toml",
         "workload": {"model": "models/gpt2-124m.toml", "sequence_length": 1024, "global_batch_size": 32},
-        "run": {"steps": 6},
+        "run": {"steps": 2},
     },
 )
 PUSHES = ("dense", "GS, 1e-3", "GS, 1e-3, publish 0.5")
-SHORT = ('workload.gradients="transferred"', "run.steps=6")
+SHORT = ('workload.gradients="transferred"', "run.steps=2")
 """Under a threshold every step is simulated by itself, and what is compared is the typical one."""
 
 

@@ -118,7 +118,6 @@ def test_chunk_by_chunk_as_task_by_task(changes, monkeypatch):
     [
         ((), True),
         (("plan.method=zero1",), True),
-        (
         (("workload.clip_norm=1.0",), False),  # all update at once; the last stage, which has more, ends last
     ],
     ids=str,

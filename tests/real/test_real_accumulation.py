@@ -69,7 +69,6 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 FEW = [
     "zero1-each-sgd",
-    "ddp-buckets-uneven-adamw",
     "gs-coo-uneven-adamw",
     "zero3-recompute-sgd",
 ]

@@ -86,7 +86,6 @@ def cases_of(ranks: int) -> dict[str, dict[str, object]]:
 
 
 FEW = (
-    "gpt-gs-sgd",
     "gpt-ddp-full-sgd",
     "gpt-gs_z3-clipped-sgd",
     "llama-zero3-selective-sgd",

@@ -58,7 +58,7 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return run_cases(tmp_path_factory.mktemp("clipping"), cases, ranks=2)
 
 
-@pytest.mark.parametrize("name", quick(CASES, ["ddp", "zero2", "gs_z3", "pipeline", "gs_tp"]))
+@pytest.mark.parametrize("name", quick(CASES, ["ddp", "gs_z3", "pipeline", "gs_tp"]))
 def test_clipped_training_is_that_of_one_device_with_the_predicted_collectives_and_peaks(seen, name):
     found = seen[name]
     assert found["difference"] <= tolerance_of(name, "sgd") * found["largest_parameter"]

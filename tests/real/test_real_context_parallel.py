@@ -98,7 +98,7 @@ ON = {
 }
 
 
-FEW = ("llama-selective-zero3-adamw", "gpt-ring-ddp-sgd", "mixture-ring-ddp-sgd", "gpt-ring-zero3-sgd")
+FEW = ("llama-selective-zero3-adamw", "mixture-ring-ddp-sgd", "gpt-ring-zero3-sgd")
 """Cases on two ranks that are not slow: each exchange, model and method once; the last peaks in the attention."""
 GROUPS = {
     "2": (2, {name: case for name, case in ON[2].items() if name in FEW}),

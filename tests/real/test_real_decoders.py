@@ -32,7 +32,7 @@ CONFIGS: dict[str, dict[str, object]] = {
     "stablelm": GROUPED | {"intermediate_size": 48},
 }
 """By type of the model; queries share keys and values where they can."""
-FEW = ("qwen3", "falcon")
+FEW = ("qwen3", "falcon", "gptj")
 DIVIDED = ("qwen3", "gpt_neox", "mistral", "phi")
 """Their sequences are divided too."""
 USUAL = ["workload.sequence_length=24", "workload.global_batch_size=12", "plan.method=tensor"]
@@ -68,6 +68,9 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         if kind in DIVIDED:
             divided = [*overrides, "plan.sequence_parallel=true"]
             cases[f"{kind}-divided-sgd"] = {"scenario": scenario_file("demo.toml"), "overrides": divided}
+        if kind in ("gptj", "mistral"):  # whose checkpointed blocks keep a mask, and numbers of positions
+            again = [*overrides, "plan.recompute=full"]
+            cases[f"{kind}-full-sgd"] = {"scenario": scenario_file("demo.toml"), "overrides": again}
         if kind == "qwen3":  # its norms of heads are summed once they are pushed
             owned = [*overrides, "plan.method=gs", "plan.tp=2"]
             cases[f"{kind}-owned-sgd"] = {"scenario": scenario_file("demo.toml"), "overrides": owned}
@@ -89,7 +92,7 @@ def test_the_predicted_collectives_are_the_ones_that_the_process_group_saw(world
 
 def test_the_predicted_peak_of_every_rank_is_the_counted_one(world: tuple[dict, dict]) -> None:
     for name, case in world[0].items():
-        assert predicted_peaks(case) == pytest.approx(world[1][name]["peaks"], rel=0.01), name
+        assert predicted_peaks(case) == pytest.approx(world[1][name]["peaks"], rel=0.001), name
 
 
 def test_a_block_of_unknown_roles_is_refused_by_the_name_of_its_module(tmp_path: Path) -> None:

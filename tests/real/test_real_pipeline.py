@@ -199,7 +199,6 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 FEW = [
-    "1f1b-adamw",
     "interleaved-bert-recompute-adamw",
     "gpipe-bf16",
     "1f1b-tied-head-clipped-sgd",

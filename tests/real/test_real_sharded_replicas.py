@@ -53,7 +53,7 @@ WRITTEN_OUT = [
     if name not in MEMORY_ALONE and (name in OF_SIX) == (ranks == 6)
 ]
 SHOWN = [
-    slow_where(ranks, name, slow=(6,), few=["diloco", "sparse"])
+    slow_where(ranks, name, slow=(6,), few=["diloco"])  # the sparse form is written out
     for ranks in (4, 6)
     for name in CASES
     if (name in OF_SIX) == (ranks == 6)

@@ -44,9 +44,13 @@ class PipelineBounds:
         if len(self.parts.stages(plan, policies)) > mesh.pp:
             return 0.0
         name = schedule_of(plan, mesh.pp)
-        try:
-            orders = self.parts.once(
-                ("computes", name, mesh.pp, plan.micro_batches), lambda: _computes(name, mesh.pp, plan.micro_batches)
+        try:  # forwards and backwards of each stage in their order
+            orders: tuple[Computes, ...] = self.parts.once(
+                ("computes", name, mesh.pp, plan.micro_batches),
+                lambda: tuple(
+                    tuple((each.kind, each.micro_batch) for each in actions if each.kind in ("forward", "backward"))
+                    for actions in schedule(name, ranks=mesh.pp, stages=mesh.pp, micro_batches=plan.micro_batches)
+                ),
             )
         except ValueError:  # it is refused where it is loaded
             return 0.0
@@ -119,14 +123,6 @@ class PipelineBounds:
                 ranks[:-1], ranks[1:], self.memory.output_bytes(plan, policies, samples), strict=True
             )
         )
-
-
-def _computes(name: str, ranks: int, micro_batches: int) -> tuple[Computes, ...]:
-    """Return the forwards and backwards of each stage in their order."""
-    return tuple(
-        tuple((action.kind, action.micro_batch) for action in actions if action.kind in ("forward", "backward"))
-        for actions in schedule(name, ranks=ranks, stages=ranks, micro_batches=micro_batches)
-    )
 
 
 def round_trip_s(
