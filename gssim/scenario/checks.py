@@ -224,8 +224,8 @@ def _check_traced_variants(scenario: Scenario, policies: Policies, file: str) ->
         return
     if not runs or policies.compressor:
         raise UserError(
-            f"{where}: cannot run yet with method '{plan.method}'; allowed: methods single, ddp, zero1, zero2, zero3 "
-            "(fsdp), hsdp, gs, gs_z3 and gs_hier"
+            f"{where}: cannot run yet with method '{plan.method}'; allowed: methods single, ddp, half, zero1, zero2, "
+            "zero3 (fsdp), hsdp, pipeline, gs, gs_z3 and gs_hier"
         )
     if workload.adapters is not None and policies.gradients == "push" and scenario.push.threshold is not None:
         raise UserError(
@@ -748,6 +748,8 @@ def _check_experts(scenario: Scenario, policies: Policies, file: str) -> None:
     """Refuse expert parallelism of models and workloads for which it cannot run."""
     workload, ranks = scenario.workload, policies.ep
     if ranks == 1:
+        if workload.expert_routing == "load":  # a real run routes so even where no rank divides experts
+            _check_rows(workload, file)
         return
     where = f"{file}: plan.ep = {ranks}"
     _check_expert_load(scenario, ranks, where, file)
@@ -794,7 +796,13 @@ def _check_expert_load(scenario: Scenario, ranks: int, where: str, file: str) ->
     for layer in layers:
         if (layer.units or 0) % ranks:
             raise UserError(f"{where}: does not divide the {layer.units} experts of '{layer.name}'; allowed: a divisor")
-        for module in layer.modules:
+    _check_rows(workload, file)
+
+
+def _check_rows(workload: Workload, file: str) -> None:
+    """Refuse a load that does not fit the layers with routed experts."""
+    for layer in workload.model.expert_layers:
+        for module in layer.modules if layer.experts_per_token and layer.units else ():
             try:
                 layer_rows(workload, layer, module)
             except UserError as error:

@@ -126,6 +126,12 @@ def test_a_capacity_leaves_no_other_load():
         scenario({"method": "ddp", "ep": 4}, model=with_capacity(1.0), expert_load={"skew": 0.5})
 
 
+@pytest.mark.parametrize("ep", [1, 2])
+def test_a_load_that_no_real_run_can_route_is_refused(ep):
+    with pytest.raises(UserError, match=r"expert_load\.skew = 3: expert 0 .* allowed: at most 1/2 of the load"):
+        scenario({"method": "ddp", "ep": ep}, expert_load={"skew": 3.0}, expert_routing="load")
+
+
 PLANS = [
     {"method": "zero1", "micro_batches": 2},
     {"method": "zero2", "micro_batches": 3},
