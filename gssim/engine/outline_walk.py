@@ -10,12 +10,18 @@ which take part in simulated time: they start when the last of their members arr
 
 Like the vectorised walk, it is exact where ranks are independent between collectives ([Note: ahead] in `fast_path`) and
 only compute streams allocate memory; but for rounding where collectives run beside tasks.
+
+[Note: repeated step] Once all ranks have ended their first step, and none has done anything in the second but wait, the
+second begins as the first did: ranks that wait already meet others no earlier for it. It then takes as long from the
+latest end as the first did from its beginning, as do all after it, and only the ranks that ended before wait longer for
+their first message. So it is with most pipelines, whose first stage ends last.
 """
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, reduce
+from math import inf
 from operator import add
 from typing import Any, Literal, NamedTuple
 
@@ -119,6 +125,8 @@ class _Stream:
     rank: _Rank
     computes: bool
     operations: Sequence[Step]
+    waits_first: str | None
+    """Phase of the time for which it waits at the beginning of a step; None: it does not."""
     step: int = 0
     place: int = 0
     now_s: float = 0.0
@@ -219,8 +227,16 @@ class OutlineWalk:
         self._ready: deque[_Stream] = deque()
         self._met: dict[tuple[int, int, int], list[_Stream]] = {}
         """Streams at a collective, by step, collective and instance."""
-        self._times: dict[CollectiveInstance, int] = defaultdict(int)
-        """Number of times that an instance was carried out, without those that count themselves."""
+        self._times: list[dict[CollectiveInstance, int]] = [defaultdict(int) for _ in range(steps)]
+        """Number of times that an instance was carried out, by step, without those that count themselves."""
+        self._counted: dict[CollectiveInstance, int] = defaultdict(int)
+        """The same in the first step of those that count themselves."""
+        self._first_end_s = 0.0
+        """Latest end of a stream's first step."""
+        self._further_s = inf
+        """Earliest time at which anything but waiting was done in a step after the first."""
+        self.repeated_s: float | None = None
+        """Time of the first step, where the others are equal; see [Note: repeated step]."""
         self._prepared: dict[CollectiveInstance, PreparedTransfer | None] = {}
         self._instances: dict[int, dict[int, tuple[int, CollectiveInstance]]] = {}
         """By identity of a collective, and class."""
@@ -231,7 +247,7 @@ class OutlineWalk:
         self._own_links: dict[int, frozenset[int]] = {}
         """By class: the classes of links that nothing but its compute stream uses."""
         self.ranks, self._streams = self._made()
-        self._left = len(self._streams)
+        self._left = self._in_first = len(self._streams)
 
     # Preparation ------------------------------------------------------------------------------------------------------
 
@@ -345,7 +361,7 @@ class OutlineWalk:
                 ranks.append(rank)
                 for name, several in operations.items():
                     steps = [self._step(each, index, priced[index]) for each in several]
-                    streams.append(_Stream(rank, name == "compute", steps))
+                    streams.append(_Stream(rank, name == "compute", steps, _first_wait(steps)))
         return sorted(ranks, key=lambda rank: rank.index), streams
 
     def _step(self, operation: _Operation, index: int, priced: Mapping[int, _Priced]) -> Step:
@@ -380,12 +396,14 @@ class OutlineWalk:
         self._run_ready()
         self.env.run(until=self.finished)
         end_s = max(stream.now_s for stream in self._streams)
-        if end_s > self.env.now:
+        if self.repeated_s is not None:
+            self._repeat(self.repeated_s)
+        elif end_s > self.env.now:
             self.env.run(until=self.env.at(end_s))
         self._count_bytes()
 
     def _run_ready(self) -> None:
-        while self._ready:
+        while self._ready and self.repeated_s is None:
             self._advance(self._ready.popleft())
         if not self._left and not self.finished.triggered:
             self.finished.succeed()
@@ -415,11 +433,43 @@ class OutlineWalk:
                 if slot >= 0:
                     ended_s[slot] = now_s
                     self._ready.extend(rank.waiting.pop((step, slot), ()))
-            if computes:
-                rank.ends_s.append(now_s)
             place, step = 0, step + 1
-        stream.now_s = now_s
+            stream.place, stream.now_s, stream.step = place, now_s, step
+            self._end_step(stream)
+            if self.repeated_s is not None:
+                return
         self._left -= 1
+
+    def _end_step(self, stream: _Stream) -> None:
+        """Note the end of a stream's step; with the last that ends its first, all are known if they are equal."""
+        if stream.computes:
+            stream.rank.ends_s.append(stream.now_s)
+        if stream.step > 1 or self.steps == 1:
+            return
+        if stream.waits_first is None:
+            self._further_s = min(self._further_s, stream.now_s)
+        self._first_end_s = max(self._first_end_s, stream.now_s)
+        self._in_first -= 1
+        if self._in_first:
+            return
+        step_s = max(rank.ends_s[0] for rank in self.ranks)
+        if self._first_end_s <= step_s <= self._further_s and not any(map(_is_issued_ahead, self._streams)):
+            self.repeated_s = step_s
+            self.finished.succeed()
+
+    def _repeat(self, step_s: float) -> None:
+        """Let all further steps be as the first; see [Note: repeated step]."""
+        first_wait = {stream.rank.index: stream.waits_first for stream in self._streams if stream.computes}
+        for rank in self.ranks:
+            end_s, seconds = rank.ends_s[0], dict(rank.seconds[0])
+            rank.ends_s = [end_s + step * step_s for step in range(self.steps)]
+            if end_s < step_s:
+                phase = first_wait[rank.index]
+                assert phase is not None, "it did nothing before the latest end"
+                seconds[phase] += step_s - end_s
+            rank.seconds[1:] = [seconds] * (self.steps - 1)
+        further = Counter(self._times[0]) + Counter(self._counted)
+        self._times[1:] = [further] * (self.steps - 1)
 
     def _must_wait(self, stream: _Stream, after: Sequence[int]) -> bool:
         """Let a stream go on to the end of tasks of other streams; return whether one has not ended yet."""
@@ -431,6 +481,8 @@ class OutlineWalk:
                 rank.waiting.setdefault((step, each), []).append(stream)
                 return True
             latest_s = max(latest_s, end_s)
+        if step and stream.operations[stream.place][-1] is None:
+            self._further_s = min(self._further_s, latest_s)
         if stream.computes:
             rank.seconds[step]["exposed_communication"] += latest_s - stream.now_s
         stream.now_s = latest_s
@@ -448,11 +500,14 @@ class OutlineWalk:
 
     def _start(self, instance: CollectiveInstance, streams: Sequence[_Stream], start_s: float) -> None:
         """Carry out a collective from its last arrival on."""
-        known = self._prepare(instance)
+        known, step = self._prepare(instance), streams[0].step
+        if step:
+            self._further_s = min(self._further_s, start_s if known is not None else 0.0)  # what counts itself, stays
         if known is None:
+            self._counted[instance] += not step
             self.env.process(self._carry_out(instance, streams, start_s))
             return
-        self._times[instance] += 1
+        self._times[step][instance] += 1
         begin_s = reduce(add, known[0], start_s)
         begin = partial(self._transfer, known[1], known[2], streams)
         if begin_s > self.env.now:
@@ -511,7 +566,9 @@ class OutlineWalk:
 
     def _count_bytes(self) -> None:
         """Count the bytes of all collectives that were carried out."""
-        times = self._times
+        times = Counter[CollectiveInstance]()
+        for of_step in self._times:
+            times.update(of_step)
         for rank in self.ranks:
             for instance, count in Counter(rank.instances).items():
                 times[instance] += self.steps * count
@@ -533,6 +590,22 @@ class OutlineWalk:
     def ends_s(self) -> Iterator[list[float]]:
         """Yield the end times of each class's steps."""
         return (rank.ends_s for rank in self.ranks)
+
+
+def _first_wait(operations: Sequence[Step]) -> str | None:
+    """Return the phase of a stream's waiting at the beginning of a step; None: it does something at once."""
+    for after, _, delays_s, pieces, join in operations:
+        if after or join is not None:
+            return "exposed_communication" if after or join is None else join.phase
+        if delays_s or pieces:
+            return None
+    return "exposed_communication"
+
+
+def _is_issued_ahead(stream: _Stream) -> bool:
+    """Return whether the host issues a stream's first task of a step behind the last one of the step before."""
+    hosts = (piece.goes_on for *_, pieces, _ in stream.operations for piece in pieces if piece.host_s is not None)
+    return next(hosts, False)
 
 
 def _meetings(

@@ -107,9 +107,26 @@ def test_chunk_by_chunk_as_task_by_task(changes, monkeypatch):
     tasks, expected, single_spans = outcome(changes)
     assert chunks.typical.machine.outline_walk is not None
     assert tasks.typical.machine.outline_walk is None
-    assert chunks.typical.ends_s == tasks.typical.ends_s
-    assert_equal(result, expected)
+    exactly = chunks.typical.machine.outline_walk.repeated_s is None  # else steps are multiples of the first
+    assert_equal(chunks.typical.ends_s, tasks.typical.ends_s, exactly=exactly)
+    assert_equal(result, expected, exactly=exactly)
     assert spans == single_spans
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_repeated"),
+    [
+        ((), True),
+        (("plan.method=zero1",), True),
+        (("workload.clip_norm=1.0",), False),  # all update at once; the last stage, which has more, ends last
+    ],
+    ids=str,
+)
+def test_a_step_of_which_only_waiting_begins_before_the_latest_end_is_repeated(changes, is_repeated):
+    walk = simulate(
+        load_scenario(SCENARIOS / "gpt-pipeline.toml", (PAIRS, *THREE, *changes))
+    ).typical.machine.outline_walk
+    assert (walk.repeated_s is not None) is is_repeated
 
 
 DIVIDED = "plan.sequence_parallel=true"
