@@ -249,16 +249,8 @@ def _title(table: type, root: type) -> str:
 def _link(table: type) -> str:
     root = table if table in ROOTS else next(root for root in ROOTS if table in tables_of(root))
     title = ROOTS[table] if table in ROOTS else _title(table, root)
-    return f"[{title}](#{_anchor(title)})"
-
-
-def _anchor(title: str) -> str:
-    """Return the anchor of a heading.
-
-    >>> _anchor("Group (sweep files)")
-    'group-sweep-files'
-    """
-    return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
+    anchor = re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")  # as GitHub makes it of a heading
+    return f"[{title}](#{anchor})"
 
 
 def _keys(table: type) -> str:

@@ -6,7 +6,7 @@ shown but a sentence, and the report's static charts remain.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from importlib import resources
 from math import isfinite
@@ -145,15 +145,7 @@ def _difference(row: Row, phase: str) -> str:
     return f"{sign}{seconds(abs(pair[0] - pair[1]))}"
 
 
-def _phase_errors(row: Row) -> str:
-    return ", ".join(
-        f"{phase.replace('_', ' ')} {_difference(row, phase)}"
-        for phase in PHASES
-        if (row[f"{phase}_predicted_s"] or 0) + (row[f"{phase}_measured_s"] or 0) > 0
-    )
-
-
-RUNGS = {
+RUNGS: dict[str, Callable[[Row], str]] = {
     "what happens": lambda row: (
         "the collectives are equal" if row["collectives_equal"] else f"differ: {row['collectives_difference']}"[:160]
     ),
@@ -163,7 +155,11 @@ RUNGS = {
         else f"peak memory {percent(row['peak_error_ratio'])}"
     ),
     "how long": lambda row: f"step {percent(row['step_time_error_ratio'])}",
-    "by phase, predicted less measured": _phase_errors,
+    "by phase, predicted less measured": lambda row: ", ".join(
+        f"{phase.replace('_', ' ')} {_difference(row, phase)}"
+        for phase in PHASES
+        if (row[f"{phase}_predicted_s"] or 0) + (row[f"{phase}_measured_s"] or 0) > 0
+    ),
 }
 """The rungs of a comparison, each with its words on a row."""
 

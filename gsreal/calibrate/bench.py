@@ -60,7 +60,23 @@ class Bench:
         self.settings = settings
         join("gloo")
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self.device = settle(_bare_cluster(settings, self.ranks), self.rank)
+        source = "not measured yet"  # this cluster only says how ranks are pinned
+        unknown = DeviceType(
+            kind=settings.kind,  # type: ignore[arg-type]
+            memory_bytes=1,
+            peak_flop_per_s={},
+            memory_bandwidth_bytes_per_s=1,
+            source=source,
+        )
+        cluster = Cluster(
+            name="this machine",
+            backend="gloo",
+            device_types={"device": unknown},
+            devices=tuple(Device(name=f"{rank}", type="device", host="this") for rank in range(self.ranks)),
+            cores_per_rank=cores_per_rank(settings.kind, self.ranks),
+            source=source,
+        )
+        self.device = settle(cluster, self.rank)
         self._measurements = 0
         self._touched: torch.Tensor | None = None
         self.displace: Callable[[], object] = self._touch
@@ -128,26 +144,6 @@ class Bench:
         """Show progress."""
         if self.rank == 0:
             print(one_line(f"gsreal: calibrating {what}"), file=sys.stderr, flush=True)
-
-
-def _bare_cluster(settings: Settings, ranks: int) -> Cluster:
-    """Return the cluster that defines the pinning of ranks, before anything is measured."""
-    nothing = DeviceType(
-        kind=settings.kind,  # type: ignore[arg-type]
-        memory_bytes=1,
-        peak_flop_per_s={},
-        memory_bandwidth_bytes_per_s=1,
-        source="not measured yet",
-    )
-    devices = tuple(Device(name=f"{rank}", type="device", host="this") for rank in range(ranks))
-    return Cluster(
-        name="this machine",
-        backend="gloo",
-        device_types={"device": nothing},
-        devices=devices,
-        cores_per_rank=cores_per_rank(settings.kind, ranks),
-        source="not measured yet",
-    )
 
 
 def cores_per_rank(kind: str, ranks: int) -> int:

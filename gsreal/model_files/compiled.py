@@ -222,7 +222,10 @@ def _counting_module(graph: GraphLowering) -> Any:
     program: dict[str, Any] = {"__name__": "gsreal_traced", **graph.constants}
     source = code.value.replace("torch.ops.higher_order.run_", "run_")  # of what checkpoints recompute
     exec(compile(source, "<inductor>", "exec"), program)  # what torch wrote of the traced graph
-    program["run_and_save_rng_state"] = _run_and_save_state
+    program["run_and_save_rng_state"] = lambda operation, *args, **named: (
+        _empty((RANDOM_STATE_BYTES,), (1,), torch.uint8),  # torch counts the operation among those that draw some
+        operation(*args, **named),
+    )
     program["run_with_rng_state"] = lambda _state, operation, *args, **named: operation(*args, **named)
     for name, sizes in getattr(graph.scheduler, "gsreal_kernels", {}).items():
         program[name] = _counting_kernel(name, sizes)
@@ -240,11 +243,6 @@ def _counting_kernel(name: str, sizes: Sequence[int]) -> Callable[..., None]:
                 recorder.count_kernel(name, size)
 
     return launch
-
-
-def _run_and_save_state(operation: Any, *args: Any, **named: Any) -> tuple[Tensor, Any]:
-    """Return a state of random numbers, and the result of an operation that torch counts among those that draw some."""
-    return _empty((RANDOM_STATE_BYTES,), (1,), torch.uint8), operation(*args, **named)
 
 
 def _empty(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:

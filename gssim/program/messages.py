@@ -299,6 +299,12 @@ def _first_of_runs(ranges: Ints, block_starts: Floats) -> Bools:
 
 
 @once_a_run
+def dense_bytes(low: Lowering, elements: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the bytes of ranges of a bucket that are sent whole."""
+    return tuple(each * low.value_bytes for each in elements)
+
+
+@once_a_run
 def _ranges(low: Lowering, elements: int, place: int) -> Ints:
     """Return the first and the last element of each owner's range in a bucket of so many elements."""
     return np.array(low.division_of(elements).ranges(place), dtype=np.int64)

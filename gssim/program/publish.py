@@ -31,11 +31,12 @@ from gssim.execution.cache import Same
 from gssim.memory import Event, footprint
 from gssim.plan import absolute_threshold, encodings
 from gssim.program.compute import forward_id
-from gssim.program.lowering import Lowering, once_a_run, once_a_step
+from gssim.program.lowering import Lowering, once_a_step
 from gssim.program.messages import (
     MAX_CACHED_DENSITIES,
     Messages,
     by_parameter,
+    dense_bytes,
     messages_of,
     owned_pieces,
     to_all,
@@ -251,7 +252,7 @@ def _bucket_exchanges(low: Lowering, rank: int, bucket: Bucket) -> list[Task]:
     if low.nodes > 1 or low.places == 1:
         tasks += _exchange_across_nodes(low, rank, bucket)
     if low.places > 1:
-        parts = tuple(n * low.value_bytes for n in low.division(bucket).places)
+        parts = dense_bytes(low, low.division(bucket).places)
         exchange = low.communication("all-gather-v", "dp_shard", sum(parts), part_bytes=parts)
         tasks.append(collective_task(TaskId("publish-in-node", bucket=bucket.index), exchange))
     return _on_communication_stream(low, tasks)
@@ -290,7 +291,7 @@ def _exchange_across_nodes(low: Lowering, rank: int, bucket: Bucket) -> list[Tas
     """Return the exchange of a bucket in the push group, by a ring or posted; a ring is followed by unpacking."""
     place, thresholded = low.place(rank), low.thresholds_publish
     division = low.division(bucket)
-    parts = message_bytes(low, bucket.index, place) if thresholded else _dense_bytes(low, division.owned[place])
+    parts = message_bytes(low, bucket.index, place) if thresholded else dense_bytes(low, division.owned[place])
     carried: dict[str, Any] = {"part_bytes": parts}
     if _posts_messages(low):
         carried = {"pair_bytes": to_all(parts, 1), "carried_as": "all-to-all-v"}
@@ -315,9 +316,3 @@ def _exchange_across_nodes(low: Lowering, rank: int, bucket: Bucket) -> list[Tas
     begin = Task(own.serving("begin"), "exposed_communication", need=need)  # messages go as they are posted
     post = Task(own.serving("post"), "exposed_communication", duration_s=posting_s)
     return [begin, post, collective_task(own, exchange, communication=communication, after=(begin.id,))]
-
-
-@once_a_run
-def _dense_bytes(low: Lowering, owned: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the bytes of owners' ranges."""
-    return tuple(elements * low.value_bytes for elements in owned)

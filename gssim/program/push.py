@@ -18,6 +18,7 @@ from gssim.program.lowering import Lowering, once_a_run, once_a_step
 from gssim.program.messages import (
     OthersOf,
     accumulates_in_residual,
+    dense_bytes,
     is_thresholded,
     matrix_to_all,
     push_matrix,
@@ -104,7 +105,7 @@ def _reduce_scatter_in_node(low: Lowering, rank: int, bucket: Bucket, ready: Tas
     the largest of them.
     """
     own = TaskId("reduce-scatter", bucket=bucket.index)
-    parts = tuple(n * low.value_bytes for n in low.division(bucket).places)
+    parts = dense_bytes(low, low.division(bucket).places)
     exchange = low.communication("reduce-scatter-v", "dp_shard", sum(parts), part_bytes=parts)
     place, whole = low.place(rank), float(sum(parts))
     staged = float(low.forwarded_elements(bucket, place) * low.value_bytes)

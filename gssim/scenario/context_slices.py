@@ -306,6 +306,8 @@ def _renumbered(layer: Layer, shift: Shift) -> Layer:
         changes["recompute_positions"] = layer.recompute_positions + shift.after
     if layer.selective_positions is not None:
         changes["selective_positions"] = tuple(shift("f", position) for position in layer.selective_positions)
+    if layer.selective_rerun is not None:
+        changes["selective_rerun"] = tuple(shift("f", position) for position in layer.selective_rerun)
     if (again := layer.every_second_product) is not None:
         positions = tuple(shift("f", position) for position in again.positions)
         changes["every_second_product"] = replace(again, positions=positions)

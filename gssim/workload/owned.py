@@ -219,7 +219,7 @@ def _recomputed_in_role(layer: Layer, buffers: Sequence[Buffer]) -> Layer:
         return own[max(0, bisect_right(born, position) - 1)].born.position
 
     if not same:
-        untraced: dict[str, Any] = {"selective_positions": None, "every_second_product": None}
+        untraced: dict[str, Any] = dict.fromkeys(("selective_positions", "selective_rerun", "every_second_product"))
         return replace(layer, recompute_positions=None, recompute_releases=None, **untraced)
     released = dict(zip((id(each) for each in traced if each.is_saved), layer.recompute_releases or (), strict=False))
     releases = [
@@ -234,6 +234,8 @@ def _recomputed_in_role(layer: Layer, buffers: Sequence[Buffer]) -> Layer:
         recompute_positions=in_role(layer.recompute_positions - 1) + 1,
         recompute_releases=tuple(map(in_role, releases)) if complete else None,
         selective_positions=layer.selective_positions and tuple(map(in_role, layer.selective_positions)),
+        selective_rerun=layer.selective_rerun
+        and (in_role(layer.selective_rerun[0]), in_role(layer.selective_rerun[1])),
         every_second_product=again and replace(again, positions=tuple(map(in_role, again.positions))),
     )
 

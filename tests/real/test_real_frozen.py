@@ -142,6 +142,7 @@ def recomputed_cases(ranks: int) -> dict[str, dict[str, object]]:
 
 
 FEW = (
+    "zero1-between-sgd",
     "gs-micro-batches-sgd",
     "zero3-bert-full-sgd",
     "pipeline-lowest-sgd",

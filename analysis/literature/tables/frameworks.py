@@ -367,23 +367,16 @@ sender's call, waiting, and letting go of what it sent; the group of calls, and 
 `deallocate_output_tensor`)."""
 
 
-def _fuses_attention(record: Mapping[str, str]) -> bool:
-    """Return whether a test's scores stay on the chip.
-
-    What chooses by itself did not, in deterministic mode, in the long-term container of before November 2025: all
-    figures of the cluster named dracooci are of then (Megatron-LM, 23a1dcaf74, the container; adc69dba2d, the names).
-    """
-    if record["attention-backend"] in ("unfused", "local") or record["transformer-impl"] == "local":
-        return False
-    old = "lts" in record["platform"] and "dracooci" in record["platform"]
-    return not (old and record["attention-backend"] in ("", "auto"))
-
-
 def _software(record: Mapping[str, str], tp: int, context: int) -> Software:
     if record["fp8-format"] and float8_ratio_of(_gpu(record["platform"])) is None:
         raise SkippedError("a GPU whose rate in float8 platforms.toml does not know")
     test = record["test_case"]
-    fused = _fuses_attention(record)
+    backend = record["attention-backend"]
+    fused = backend not in ("unfused", "local") and record["transformer-impl"] != "local"
+    # What chooses by itself did not fuse it, in deterministic mode, in the long-term container of before November 2025:
+    # all figures of the cluster named dracooci are of then (Megatron-LM, 23a1dcaf74, the container; adc69dba2d, names).
+    if backend in ("", "auto") and "lts" in record["platform"] and "dracooci" in record["platform"]:
+        fused = False
     rotary = 0
     if record["position-embedding-type"] == "rope":
         rotary = 6 if "no_fusion" in test else 2  # of eager operations, as in a Llama's block; a kernel each
