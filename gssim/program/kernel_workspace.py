@@ -82,8 +82,7 @@ def _profile_key(low: Lowering, rank: int, instance: LayerInstance) -> str:
         return "-".join([*context, held, *(["of-parts"] if low.policies.sequence_parallel else [])])
     if context:
         return context[0]
-    roles = low.layers_of(rank).roles
-    return roles[instance.index] if roles else "whole"
+    return low.role(rank, instance)
 
 
 def _worst_case_bytes(

@@ -35,7 +35,7 @@ from gssim.units import PRECISION_BYTES, Ints, Precision
 from gssim.workload import Layer, LayerInstance, Parameter, gradient_order, unrolled
 from gssim.workload.gradient_statistics import GradientStatistics
 from gssim.workload.muon import Matrix, elements_of, matrices_of
-from gssim.workload.owned import OwnedLayers, owned_layers
+from gssim.workload.owned import OwnedLayers, frozen_roles, owned_layers
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -232,17 +232,31 @@ class Lowering:
         return self.scenario.policies.tp > 1 or self.scenario.policies.cp > 1
 
     def whole_layer(self, instance: LayerInstance) -> Layer | None:
-        """Return the layer of the whole model of which a rank runs a part, a partial backward, or one without the sum
-        of a tied parameter's gradients; None where it runs layers of the whole model.
+        """Return the layer of the whole model of which a rank runs a part, a partial backward, one without the sum of
+        a tied parameter's gradients, or one with adapters or frozen; None where it runs layers of the whole model.
         """
-        if not (self.assigns_layers or self.stages or self.divides_layers or self.policies.ep > 1):
-            return self._layers_without_adapters[instance.index].layer if self._layers_without_adapters else None
-        index = self._stage_layers[instance.index].index if self.stages else instance.index
-        return self.whole_layers[index].layer
+        divided = self.assigns_layers or self.stages or self.divides_layers or self.policies.ep > 1
+        if not (divided or self._layers_without_adapters):
+            return None
+        return (self._layers_without_adapters or self.whole_layers)[self._index_in_model(instance)].layer
+
+    def role(self, rank: int, instance: LayerInstance) -> str:
+        """Return the role in which a rank runs a layer; see [Note: roles] in `gssim.workload.owned`."""
+        roles = self.layers_of(rank).roles
+        if roles:
+            return roles[instance.index]
+        return self._frozen_roles[self._index_in_model(instance)] if self._frozen_roles else "whole"
+
+    def _index_in_model(self, instance: LayerInstance) -> int:
+        return self._stage_layers[instance.index].index if self.stages else instance.index
+
+    @cached_property
+    def _frozen_roles(self) -> tuple[str, ...]:
+        return frozen_roles(self.scenario.workload.model)
 
     @cached_property
     def _layers_without_adapters(self) -> tuple[LayerInstance, ...]:
-        """Unrolled layers of the model without adapters, if it has any."""
+        """Unrolled layers of the model without adapters and with none frozen, if it has any."""
         model = self.scenario.workload.model
         return unrolled(replace(model, layers=model.whole_layers))
 

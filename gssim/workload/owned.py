@@ -90,6 +90,14 @@ def with_frozen_layers(model: Model, patterns: tuple[str, ...]) -> Model:
     return model
 
 
+def frozen_roles(model: Model) -> tuple[str, ...]:
+    """Return the role of every layer of a model of which some are frozen; empty where none are."""
+    if model.module.frozen is None:
+        return ()
+    layers = unrolled(model)
+    return tuple(_roles(layers, {instance.index for instance in layers if not instance.layer.frozen_parameters}))
+
+
 def _frozen_layers(layers: Sequence[LayerInstance], patterns: Sequence[str]) -> frozenset[int]:
     """Return the indices of the layers with parameters whose modules match a pattern."""
     trained = [instance for instance in layers if instance.layer.parameters]

@@ -123,6 +123,22 @@ def test_a_layer_takes_the_scratch_of_its_role_where_each_rank_trains_its_own():
     assert more(scenario, {"frozen": [f"b20 {HUGE}"], "untrained": [f"f4 {HUGE}"]}) == set()
 
 
+@pytest.mark.parametrize("plan", [["plan.method=single"], ["plan.method=pipeline", "plan.stages=[4,4]"]])
+def test_a_layer_takes_the_scratch_of_its_role_where_some_are_frozen(plan):
+    def frozen(*modules: str) -> Scenario:
+        return residual(len(plan), *plan, f"workload.frozen={list(modules)}")
+
+    def blocks(phase: str, scenario: Scenario, way: str, position: str) -> set[str]:
+        found = more(scenario, {way: [f"{position} {HUGE}"]})
+        return {block for block in BLOCKS if any(label.startswith(f"{phase} {block}") for label in found)}
+
+    assert blocks("backward", frozen("blocks.1"), "frozen", "b20") == {"blocks.1"}
+    assert blocks("backward", frozen("blocks.1"), "whole", "b28") == {"blocks.0"}
+    lowest = frozen("stem", "blocks.0")
+    assert blocks("forward", lowest, "untrained", "f4") == {"blocks.0"}
+    assert blocks("backward", lowest, "deepest", "b26") == {"blocks.1"}
+
+
 def test_a_rank_without_samples_takes_none():
     scenario = residual(2, "plan.method=ddp", "plan.shares.batch=[0,1]")
     assert needs(scenario, {"whole": [f"f0 {HUGE} 2:{2 * 10**8}"]})["forward blocks.0"] == 0
