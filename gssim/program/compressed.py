@@ -181,10 +181,10 @@ def _send_largest(low: Lowering, device: DeviceType, bucket: Bucket) -> tuple[li
         _collective(low, "all-gather", name, each, after=compress, number=2 * bucket.index + place)
         for place, (name, each) in enumerate(zip(("values", "indices"), received, strict=True))
     ]
-    # both are posted before either is done
     staged = [low.staging(device, gather.exchange) for gather in gathers if gather.exchange is not None]
-    needs = (footprint([*staged[0], *staged[1]]), footprint(staged[1]))
-    gathers = [replace(gather, need=need) for gather, need in zip(gathers, needs, strict=True)]
+    if not low.scenario.plan.overlap:  # both are posted before either is done; else each has a stream of its own
+        staged[0] = (*staged[0], *staged[1])
+    gathers = [replace(gather, need=footprint(need)) for gather, need in zip(gathers, staged, strict=True)]
     decompress = _computed(TaskId("decompress", bucket=bucket.index), end_s, *(-each for each in (*sent, *received)))
     return [compress, *gathers], [*_waits(low, gathers), decompress], []
 

@@ -91,6 +91,16 @@ def test_residuals_and_factors_are_kept_where_they_are_asked_for(method, options
         assert held["residuals"] == 4 * tiny_model().elements
 
 
+@pytest.mark.parametrize("plan", [{}, {"overlap": False}], ids=["overlapped", "blocking"])
+def test_gloo_stages_each_of_two_gathers_once(plan):
+    asked = scenario("topk", topk={"density_ratio": 1.0}, **plan)
+    sent = 2 * 4 * tiny_model().elements  # values and indices; gathered of two ranks, into a flat copy of the same size
+    buckets = [task.id.bucket for task in lower(asked).tasks[0] if task.id.op == "compress"]
+    assert len(buckets) == 1
+    held = simulate(loaded_of(asked)).result.ranks[0].peak_by_category_bytes
+    assert held["communication"] == sent + 2 * sent + 2 * sent
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_on_slow_links_a_step_gains_what_it_does_not_send(method):
     cluster = star(2, bandwidth=100.0)

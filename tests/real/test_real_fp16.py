@@ -11,8 +11,10 @@ torch = pytest.importorskip("torch", reason="torch is not installed: pip install
 
 from gsreal.gradient_sharding.master import MasterCopy  # noqa: E402
 from gsreal.measure import Timeline  # noqa: E402
-from gsreal.methods.training import FIRST_SCALE, GROWTH_STEPS, LossScaler  # noqa: E402
+from gsreal.methods.training import FIRST_SCALE, GROWTH_STEPS, LossScaler, loss_of  # noqa: E402
+from gsreal.run.feed import Feed  # noqa: E402
 from gsreal.run.launch import check_predicted_only, check_scaled_clipping  # noqa: E402
+from gsreal.run.worker import build  # noqa: E402
 from gssim.errors import UserError  # noqa: E402
 from gssim.scenario import load_scenario  # noqa: E402
 
@@ -86,6 +88,49 @@ def test_a_dynamic_factor_halves_where_gradients_are_infinite_and_doubles_after_
     for _ in range(GROWTH_STEPS):
         scaler.update(finite=True)
     assert scaler.scale == FIRST_SCALE
+
+
+def losses_and_factors_of_torch(scenario: Any, *, micro_batches: int, steps: int) -> list[tuple[float, float]]:
+    """Return each step's loss and the factor after it, trained with torch's GradScaler over fp32 copies."""
+    device, feed = torch.device("cpu"), Feed(scenario, 0, torch.device("cpu"))
+    module = build(scenario, Timeline(0, device), device).module
+    parameters = list(module.parameters())
+    masters = [torch.nn.Parameter(parameter.detach().float()) for parameter in parameters]
+    workload = scenario.workload
+    optimizer = torch.optim.SGD(masters, lr=workload.learning_rate, momentum=0.9, weight_decay=workload.weight_decay)
+    scaler, course = torch.amp.GradScaler("cpu"), []
+    for step in range(steps):
+        inputs, targets, _ = feed.at(step)
+        losses = []
+        for part, targets_of_part in zip(inputs.chunk(micro_batches), targets.chunk(micro_batches), strict=True):
+            loss = loss_of(module(part), targets_of_part)
+            (scaler.scale(loss) / micro_batches).backward()
+            losses.append(float(loss.detach()))
+        for parameter, master in zip(parameters, masters, strict=True):
+            master.grad, parameter.grad = parameter.grad.float(), None
+        scaler.step(optimizer)
+        scaler.update()
+        with torch.no_grad():
+            for parameter, master in zip(parameters, masters, strict=True):
+                parameter.copy_(master)
+        course.append((sum(losses) / micro_batches, scaler.get_scale()))
+    return course
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_dynamic_factor_and_the_steps_it_skips_are_those_of_torchs_scaler(micro_batches):
+    """The first factor, 2^16, is infinite in fp16: a step of one micro-batch is skipped; half of it is finite."""
+    overrides = [*FP16, "workload.loss_scale=dynamic", "plan.method=single", f"plan.micro_batches={micro_batches}"]
+    file = Path(scenario_file("small-demo.toml"))
+    scenario = load_scenario(file, [star(1), *overrides], gradients_needed=False).scenario
+    device, feed = torch.device("cpu"), Feed(scenario, 0, torch.device("cpu"))
+    with torch.backends.mkldnn.flags(enabled=False):
+        training = build(scenario, Timeline(0, device), device)
+        course = [(float(training.step(*feed.at(step), 0)), training.scaler.scale) for step in range(3)]
+        expected = losses_and_factors_of_torch(scenario, micro_batches=micro_batches, steps=3)
+    assert [factor for _, factor in course] == [factor for _, factor in expected]
+    assert [loss for loss, _ in course] == pytest.approx([loss for loss, _ in expected], rel=1e-3)
+    assert course[0][1] == {1: FIRST_SCALE / 2, 2: FIRST_SCALE}[micro_batches]
 
 
 def test_fp16_runs_with_a_scaled_loss_alone_and_clips_shards_alone():
