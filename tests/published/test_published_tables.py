@@ -430,6 +430,15 @@ def test_megatrons_selective_recomputation_reruns_attention_alone(tmp_path):
     assert times_s == sorted(times_s)
 
 
+@pytest.mark.parametrize(("micro_batch", "fuses"), [("1", False), ("2", True)])
+def test_megatrons_fused_softmax_takes_multiples_of_four_heads(tmp_path, micro_batch, fuses):
+    change = {"# GPUs": "8", "tensor parallelism": "8", "data parallelism": "1", "pipeline parallelism": "1"}
+    change |= {"attention heads": "16", "hidden size": "512", "micro batch": micro_batch, "global batch": "8"}
+    ((_, _, run),) = read_table(table(tmp_path / "t.csv", ROWS["vtrain"] | change))
+    assert isinstance(run, Run)
+    assert run.software.fused_softmax is fuses
+
+
 def test_amps_unlike_machines_are_three_of_v100_and_a_last_one_of_t4(tmp_path):
     change = {"experiment": "het_cluster", "partition": "[0, 7, 14, 20, 30]", "dp": "4", "pp": "4", "micro_batch": "1"}
     ((_, _, run),) = read_table(table(tmp_path / "t.csv", ROWS["amp"] | change))
