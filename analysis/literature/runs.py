@@ -174,6 +174,13 @@ def gpt(*, layers: int, hidden: int, heads: int, vocabulary: int, sequence_lengt
     )
 
 
+MEGATRON_MESSAGE_CALLS = 9
+"""Operations for a message between stages: the receiver's buffer, its call, waiting, and a view of what came; the
+sender's call, waiting, and letting go of what it sent; the group of calls, and the device synchronised behind it
+(Megatron-LM, core/pipeline_parallel/p2p_communication.py, `_communicate`, and schedules.py,
+`deallocate_output_tensor`)."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Software:
     """Features of the training software that change a model's operations."""
@@ -245,7 +252,7 @@ class Software:
     flash_calls: int = 1
     """Operations that the host launches for the forward of flash attention."""
     message_calls: int = 0
-    """The same for a message between stages of a pipeline, at both ends, where the host's overhead is known."""
+    """The same for a message between stages of a pipeline, at both ends."""
     rotary_calls: int = 0
     """The same to turn queries and keys of a `gpt` by their positions; 0: positions are learned."""
     checks_norms_over: int | None = None

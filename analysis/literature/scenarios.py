@@ -124,13 +124,14 @@ def _cluster_tables_of(run: Run) -> dict[str, Any]:
     if platform is not None and platform.calls:
         ranks = run.tp if run.tp > 1 else run.dp * software.context_ranks
         cluster["backend_cost"] = _call_overheads(platform, ranks, run.ep)
-    if run.pp > 1 and software.message_calls and software.operation_overhead_s is not None:
-        posting_s = software.message_calls * software.operation_overhead_s
+    known = validated(Cluster, cluster, file=run.identity).device_types
+    if run.pp > 1 and software.message_calls:
+        overheads_s = (device.operation_overhead_s for device in known.values())
+        posting_s = software.message_calls * (software.operation_overhead_s or max(overheads_s))
         cluster["backend_cost"] = {"posting_s": posting_s, "source": f"{run.source}: messages between stages"}
     kept = run.deferred_outputs
     if software.operation_overhead_s is None and not software.dummy_gradients and not kept:
         return cluster
-    known = validated(Cluster, cluster, file=run.identity).device_types
     for name, device in cluster["device_types"].items():
         changes: dict[str, Any] = {"source": f"{known[name].source}; {run.source}"}
         if software.operation_overhead_s is not None:

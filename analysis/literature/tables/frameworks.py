@@ -15,7 +15,18 @@ from dataclasses import replace
 from typing import Literal
 
 from analysis.literature.platforms import first_attention_ratio_of, float8_ratio_of
-from analysis.literature.runs import Decoder, Experts, Latent, Run, Shape, SkippedError, Software, UnscoredError, gpt
+from analysis.literature.runs import (
+    MEGATRON_MESSAGE_CALLS,
+    Decoder,
+    Experts,
+    Latent,
+    Run,
+    Shape,
+    SkippedError,
+    Software,
+    UnscoredError,
+    gpt,
+)
 from analysis.literature.tables.fields import (
     count,
     divided,
@@ -360,13 +371,6 @@ RING_CALLS, RING_STEP_CALLS = 3, 7
 each way, halves copied, a kernel, and corrections of the sums and of the result (context_parallel.py)."""
 
 
-MESSAGE_CALLS = 9
-"""Operations for a message between stages: the receiver's buffer, its call, waiting, and a view of what came; the
-sender's call, waiting, and letting go of what it sent; the group of calls, and the device synchronised behind it
-(Megatron-LM, core/pipeline_parallel/p2p_communication.py, `_communicate`, and schedules.py,
-`deallocate_output_tensor`)."""
-
-
 def _software(record: Mapping[str, str], tp: int, context: int) -> Software:
     if record["fp8-format"] and float8_ratio_of(_gpu(record["platform"])) is None:
         raise SkippedError("a GPU whose rate in float8 platforms.toml does not know")
@@ -390,7 +394,7 @@ def _software(record: Mapping[str, str], tp: int, context: int) -> Software:
         graphs_attention=GRAPHED_TEST in test,
         flash_calls=FLASH_CALLS + (RING_CALLS + RING_STEP_CALLS * (ring - 1) if context > 1 else 0) if fused else 1,
         receives_in_flight=True,
-        message_calls=MESSAGE_CALLS,
+        message_calls=MEGATRON_MESSAGE_CALLS,
         rotary_calls=rotary,
         checks_norms_over=compared,
         compiled_loss="cross_entropy_loss_fusion" in test,

@@ -8,7 +8,17 @@ from dataclasses import replace
 from typing import Literal
 
 from analysis.literature.platforms import float8_ratio_of, platform_of, sixteen_bits_of
-from analysis.literature.runs import Experts, Latent, Metric, Run, Shape, SkippedError, Software, UnscoredError
+from analysis.literature.runs import (
+    MEGATRON_MESSAGE_CALLS,
+    Experts,
+    Latent,
+    Metric,
+    Run,
+    Shape,
+    SkippedError,
+    Software,
+    UnscoredError,
+)
 from analysis.literature.tables.fields import count, divided, method_of, needed, positive
 from gssim.plan import MethodName
 
@@ -259,6 +269,7 @@ def _software(record: Mapping[str, str], tp: int, pp: int, context: int) -> Soft
         return Software(
             early_stop=False,
             partitioned=tp > 1 and pp > 1,
+            message_calls=MEGATRON_MESSAGE_CALLS,
             in_place_loss=True,
             recomputes_attention=True,
             sequence_parallel=sequence_parallel,

@@ -20,7 +20,16 @@ from dataclasses import replace
 from itertools import groupby, pairwise
 
 from analysis.literature.platforms import Server, sixteen_bits_of
-from analysis.literature.runs import Run, Shape, SkippedError, Software, UnscoredError, Windows, gpt
+from analysis.literature.runs import (
+    MEGATRON_MESSAGE_CALLS,
+    Run,
+    Shape,
+    SkippedError,
+    Software,
+    UnscoredError,
+    Windows,
+    gpt,
+)
 from analysis.literature.tables.fields import method_of, micro_batches_of, needed, padded, positive
 
 AMP_RANKS, AMP_MACHINE = 16, 4
@@ -173,6 +182,7 @@ def sailor(record: Mapping[str, str], identity: str) -> Run:
             early_stop=False,
             in_place_loss=True,
             receives_in_flight=True,
+            message_calls=MEGATRON_MESSAGE_CALLS,
         ),
         method=method_of(dp, tp, pp),
         dp=dp,
@@ -275,6 +285,7 @@ def vtrain(record: Mapping[str, str], identity: str) -> Run:
             partitioned=tp > 1 and pp > 1,
             in_place_loss=True,
             fused_softmax=fuses_softmax(micro, heads, tp),
+            message_calls=MEGATRON_MESSAGE_CALLS,
         ),
         method=method_of(dp, tp, pp),
         dp=dp,
