@@ -514,6 +514,17 @@ def test_the_replayed_peak_of_checkpointed_modules_of_the_users_own_is_the_count
     assert found == pytest.approx(counted_peak_bytes(model, shape, recompute=recompute), rel=5e-3)
 
 
+def test_the_gradient_of_indexing_is_added_up_in_place_as_it_is_without_a_recorder():
+    rows, chosen = torch.zeros(6, 4, requires_grad=True), torch.tensor([0, 2, 2])
+    loss = rows[chosen].sum()
+    with Recorder(Record([], set()), set()) as recorder:
+        recorder.phase = "b"
+        loss.backward()
+    assert rows.grad is not None
+    assert rows.grad.sum(1).tolist() == [4, 0, 8, 0, 0, 0]
+    assert [name for name in recorder.record.names[0, "b"] if "index_put" in name] == ["aten.index_put_.default"]
+
+
 def test_what_is_changed_in_place_after_a_matrix_product_cannot_be_kept():
     """Torch would find that out in the first backward."""
     kept, changed = (made("Perceptrons", arguments=(f"inplace={each}",)) for each in ("false", "true"))

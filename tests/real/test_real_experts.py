@@ -136,10 +136,9 @@ def test_the_predicted_peak_of_every_rank_is_the_counted_one(world: tuple[dict, 
     compared = {name: case for name, case in world[0].items() if not name.endswith("adamw")}
     assert len(compared) >= 3
     for name, case in compared.items():
-        # where parameters are gathered twice, a rank may hold less than others in the middle of a block's backward;
-        # with checkpointed blocks those of few rows are 0.2 % too high, and why is not known
-        closely = not any(each in name for each in ("staged", "recomputed"))
-        most = 0.02 if "plan.method=zero3" in case["overrides"] else 0.001 if closely else 0.003
+        # cases that are not slow show each mechanism closely; not all others were compared since backwards were exact
+        closely = name in FEW or not any(each in name for each in ("staged", "recomputed"))
+        most = 0.02 if "plan.method=zero3" in case["overrides"] and name not in FEW else 0.001 if closely else 0.003
         assert predicted_peaks(case) == pytest.approx(world[1][name]["peaks"], rel=most), name
 
 
