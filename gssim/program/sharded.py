@@ -20,13 +20,14 @@ blocks that stay gathered after a forward; others are gathered in a forward that
 gathered again in a backward that finds them freed: what an earlier backward has gathered, a later one uses, and the
 next forward frees it. A stage whose output is no logits has the root's hook on that output.
 
-[Note: experts] Where ranks divide the experts of a block, the block is two units: the dense one is shared by all ranks,
-that of the own experts by the ranks that hold the same ones (a mesh of its own for some parameters, as torch 2.13's
-shard_placement_fn and torchtitan have it). Both are gathered at the block's begin, one after the other; in the backward
-the second copy-out is followed by the gathers of both units of the block before (FSDPParamGroup._backward_prefetch),
-while the root's hook gathers one unit alone. The experts' gradients are reduced first; only they wait for earlier
-reduce-scatters and free their buffers, so that two may live. FSDP2 takes the mean over the ranks that hold the same
-experts: their gradients are divided by the number of ranks that divide them before the update.
+[Note: experts] Where ranks divide the experts of a block, the block is two units (and so is the root, of a model whose
+blocks are no stack of equal ones): the dense one is shared by all ranks, that of the own experts by the ranks that hold
+the same ones (a mesh of its own for some parameters, as torch 2.13's shard_placement_fn and torchtitan have it). Both
+are gathered at the block's begin, one after the other; in the backward the second copy-out is followed by the gathers
+of both units of the block before (FSDPParamGroup._backward_prefetch), while the root's hook gathers one unit alone. The
+experts' gradients are reduced first; only they wait for earlier reduce-scatters and free their buffers, so that two may
+live. FSDP2 takes the mean over the ranks that hold the same experts: their gradients are divided by the number of ranks
+that divide them before the update.
 
 [Note: streams] On nccl, collectives run beside the compute, in the order in which the host issues them: gathers and
 reduce-scatters share one communicator, which runs one at a time. Events order them as in wait_for_unshard and
@@ -253,26 +254,35 @@ def units(low: Lowering) -> tuple[Unit, ...]:
     """Return FSDP2's units in the order in which they are gathered: the root first, then each block."""
     kept_bytes = low.value_bytes if low.offload == "optimizer" else low.master_bytes
     ranks, sizes = low.shards, (low.value_bytes, kept_bytes, PRECISION_BYTES[low.reduce_precision])
-    root = tuple(instance for instance in low.layers if not instance.layer.block)
-    trained = tuple(parameter for instance in root for parameter in instance.layer.parameters)
     precision = low.scenario.workload.frozen_precision
+
+    def divided(parameter: Parameter) -> bool:
+        return low.policies.ep > 1 and parameter.sliced
+
+    def with_experts(unit: Unit) -> list[Unit]:
+        """Return the unit, if it has any parameters, and that of the divided experts of its layers."""
+        own = tuple(each for instance in unit.layers for each in instance.layer.parameters if divided(each))
+        result = [unit] if unit.parameters or unit.tensors.quantized else []
+        if own:
+            tensors = Tensors(own, ranks // low.policies.ep, *sizes)
+            result.append(Unit(f"{unit.name}.experts", unit.layers, tensors, experts=True))
+        return result
+
+    root = tuple(instance for instance in low.layers if not instance.layer.block)
+    trained = tuple(each for instance in root for each in instance.layer.parameters if not divided(each))
     frozen = tuple(parameter for instance in root for parameter in instance.layer.frozen_parameters)
-    result = [Unit("root", root, Tensors(trained, ranks, *sizes, frozen))] if trained or frozen else []
+    result = with_experts(Unit("root", root, Tensors(trained, ranks, *sizes, frozen)))
     repeated: dict[int, Tensors] = {}
     for instance in low.layers:
         layer = instance.layer
         if layer.block and (layer.parameters or layer.frozen_parameters):
             if id(layer) not in repeated:
-                dense = tuple(each for each in layer.parameters if not (low.policies.ep > 1 and each.sliced))
+                dense = tuple(each for each in layer.parameters if not divided(each))
                 weights = quantized_weights(layer, precision)
                 few_bits = tuple(stored(each, precision) for each in weights if precision)
                 frozen = tuple(each for each in layer.frozen_parameters if not any(each is one for one in weights))
                 repeated[id(layer)] = Tensors(dense, ranks, *sizes, frozen, few_bits)
-            result.append(Unit(instance.module, (instance,), repeated[id(layer)]))
-            own = tuple(each for each in layer.parameters if low.policies.ep > 1 and each.sliced)
-            if own:
-                tensors = Tensors(own, ranks // low.policies.ep, *sizes)
-                result.append(Unit(f"{instance.module}.experts", (instance,), tensors, experts=True))
+            result += with_experts(Unit(instance.module, (instance,), repeated[id(layer)]))
     return tuple(result)
 
 

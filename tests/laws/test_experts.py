@@ -11,10 +11,12 @@ from gssim.errors import UserError
 from gssim.planner.bounds import Bounds
 from gssim.scenario import load_model
 from gssim.simulation import simulate
-from gssim.workload import unrolled
+from gssim.workload import Model, unrolled
 
 FOLDER = Path(__file__).resolve().parents[2]
 MIXTURE = load_model(FOLDER / "scenarios" / "models" / "mixture-byte-1m.toml")
+DENSE_FIRST = load_model(FOLDER / "scenarios" / "models" / "deepseek-moe-byte-240k.toml")
+"""Its blocks are no stack of equal ones, so that FSDP2 has all in one unit."""
 VALUE_BYTES = 4
 
 
@@ -23,10 +25,10 @@ def scenario(plan: dict, ranks: int = 4, **workload):
     return scenario_of(star(ranks), plan, **asked)
 
 
-def shapes(*, experts: bool) -> list[tuple[int, ...]]:
+def shapes(*, experts: bool, model: Model = MIXTURE) -> list[tuple[int, ...]]:
     return [
         parameter.shape
-        for layer in unrolled(MIXTURE)
+        for layer in unrolled(model)
         for parameter, name in zip(layer.layer.parameters, layer.parameter_names, strict=True)
         if (".experts." in name) == experts
     ]
@@ -39,23 +41,24 @@ def padded_bytes(shape: tuple[int, ...], shards: int) -> int:
     return ceil(shape[0] / shards) * shards * size * VALUE_BYTES
 
 
-def carried(plan: dict, kind: str, ranks: int = 4) -> dict[tuple[int, ...], int]:
+def carried(plan: dict, kind: str, ranks: int = 4, **workload) -> dict[tuple[int, ...], int]:
     found: dict[tuple[int, ...], int] = {}
-    for entry in simulate(loaded_of(scenario(plan, ranks))).result.collectives:
+    for entry in simulate(loaded_of(scenario(plan, ranks, **workload))).result.collectives:
         if entry.kind == kind:
             found[entry.group] = found.get(entry.group, 0) + entry.bytes * entry.count
     return found
 
 
 @pytest.mark.parametrize("method", ["zero2", "zero3"])
+@pytest.mark.parametrize("model", [MIXTURE, DENSE_FIRST], ids=lambda model: model.name)
 @pytest.mark.parametrize(
     ("ranks", "ep"), [(4, 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((4, 4), (8, 2)))]
 )
-def test_gradients_are_reduced_over_those_that_hold_them(method, ranks, ep):
+def test_gradients_are_reduced_over_those_that_hold_them(method, model, ranks, ep):
     """Dense ones over all ranks; those of a rank's experts, a part of the whole, over the ranks that hold the same."""
-    found = carried({"method": method, "ep": ep}, "reduce-scatter", ranks)
-    dense = sum(padded_bytes(shape, ranks) for shape in shapes(experts=False))
-    own = [(shape[0] // ep, *shape[1:]) for shape in shapes(experts=True)]
+    found = carried({"method": method, "ep": ep}, "reduce-scatter", ranks, model=model)
+    dense = sum(padded_bytes(shape, ranks) for shape in shapes(experts=False, model=model))
+    own = [(shape[0] // ep, *shape[1:]) for shape in shapes(experts=True, model=model)]
     replicas = ranks // ep
     groups = {tuple(range(first, ranks, ep)) for first in range(ep)} if replicas > 1 else set()
     assert found.pop(tuple(range(ranks))) == dense

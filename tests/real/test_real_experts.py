@@ -40,6 +40,8 @@ CASES = {
     "all-mixtral-sharded-sgd": (0, [*SGD, *SKEWED, *MIXTRAL, "plan.method=zero3"]),
     "two-dense-first-sgd": (2, [*SGD, *SKEWED, *DENSE]),
     "all-dense-first-sharded-state-sgd": (0, [*SGD, *SKEWED, *DENSE, "plan.method=zero1"]),
+    "two-dense-first-sharded-skewed-sgd": (2, [*SGD, *SKEWED, *DENSE, "plan.method=zero3"]),
+    "all-dense-first-kept-sgd": (0, [*SGD, *SKEWED, *DENSE, "plan.method=zero2"]),
     "two-sharded-skewed-sgd": (2, [*SGD, *SKEWED, "plan.method=zero3", "plan.micro_batches=2"]),
     "two-kept-recomputed-sgd": (2, [*SGD, *SKEWED, "plan.method=zero2", "plan.recompute=full"]),
     "two-sharded-adamw": (2, [*ADAMW64, *SKEWED, "plan.method=zero3"]),
