@@ -195,7 +195,7 @@ def _products_beside(
     )
 
     def product_s(shapes: Sequence[tuple[int, ...]], kind: ProductKind) -> float:
-        tokens = samples * (low.scenario.workload.sequence_length or 1)
+        tokens = samples * (low.scenario.workload.sequence_length or 1) // low.policies.cp
         return cost.maps_time_s(low.device(rank), low.scenario.workload, shapes, tokens=tokens, kind=kind)
 
     if plan.async_input_gradients:

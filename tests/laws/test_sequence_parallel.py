@@ -269,23 +269,29 @@ def test_products_hide_their_part_of_an_exchange(ranks, least_ratio):
     assert step_s(1e15) == pytest.approx(step_s(1e15, tp_overlap=True), rel=1e-6)
 
 
-@pytest.mark.parametrize("divides", [False, True], ids=["all-reduce", "reduce-scatter"])
-def test_products_of_weight_gradients_hide_sums_of_input_gradients(divides):
+@pytest.mark.parametrize(
+    ("divides", "cp", "least_ratio"),
+    [(False, 1, 1.0), (True, 1, 1.0), (False, 2, 0.9)],
+    ids=["all-reduce", "reduce-scatter", "parts-of-sequences"],
+)
+def test_products_of_weight_gradients_hide_sums_of_input_gradients(divides, cp, least_ratio):
     """Where a sum takes longer than the product, all of that is hidden: of queries, keys, values and the first map.
 
-    Where the sum takes no time, there is nothing to hide.
+    At most the part of the pass before the sum, as above. Where the sum takes no time, there is nothing to hide.
     """
-    flop_per_s, tokens, ranks = 1e9, 12 * 64, 2
+    flop_per_s, tokens, ranks = 1e9, 12 * 64 / cp, 2
+    axes = {"method": "ddp", "tp": 2, "cp": cp, "overlap": False} if cp > 1 else {}
 
     def step_s(bandwidth: float, **more) -> float:
-        made = star(ranks, bandwidth=bandwidth, backend="nccl")
-        plan = DIVIDED | {"sequence_parallel": divides} | more
+        made = star(ranks * cp, bandwidth=bandwidth, backend="nccl")
+        plan = DIVIDED | {"sequence_parallel": divides} | axes | more
         return simulate(
             loaded_of(scenario_of(made, plan, model=GPT, sequence_length=64, global_batch_size=12))
         ).result.step_time_s
 
     products_s = LAYERS * 2 * tokens * 7 * WIDTH**2 / ranks / flop_per_s
-    assert step_s(1e5) - step_s(1e5, async_input_gradients=True) == pytest.approx(products_s, rel=1e-6)
+    hidden_ratio = (step_s(1e5) - step_s(1e5, async_input_gradients=True)) / products_s
+    assert least_ratio - 1e-6 < hidden_ratio < 1 + 1e-6
     assert step_s(1e15) == pytest.approx(step_s(1e15, async_input_gradients=True), rel=1e-6)
 
 
