@@ -64,7 +64,6 @@ GROWTH_STEPS = 2000
 """Clean steps after which a dynamic factor is doubled (torch.amp.GradScaler's default)."""
 FIRST_SCALE = 2.0**16
 """A dynamic factor at first (likewise). In fp16 it is infinite, and so is the gradient of a loss in fp16: a step of one
-
 micro-batch is skipped at first, while one of several, whose losses are weighted, may not be. Losses then differ.
 """
 

@@ -182,8 +182,9 @@ class Training:
     gathered_inputs: Value | None = None
     """With sequence parallelism; None: they are kept for the backward."""
     tp_overlap: Value | None = None
-    async_input_gradients: Value | None = None
     """With sequence parallelism: whether its exchanges run beside products."""
+    async_input_gradients: Value | None = None
+    """Whether sums of input gradients over tensor-parallel ranks run beside products of weight gradients."""
     compiled: Value | None = None
     """Whether each block is compiled by itself; None: the program does not compile."""
     seed: Value | None = None
@@ -381,7 +382,7 @@ def _plan(training: Training, keys: Keys, model: Model, cluster: Cluster, overri
     _shorten(training, entries, batch, pp.value)
     accumulates = any(entry.key == "plan.micro_batches" and entry.value > 1 for entry in batch)
     entries += _options(training, keys, method, tp.value, pp.value, accumulates=accumulates)
-    entries += _sums_beside_products(training, tp.value, cluster)
+    entries += _sums_beside_products(training, tp.value, cluster, overrides)
     entries += _megatron_bucket(training, asked, dp, overrides)
     if not overrides.get("plan.sequence_parallel", True):
         entries = [entry for entry in entries if entry.key not in ("plan.gathered_inputs", "plan.tp_overlap")]
@@ -492,14 +493,15 @@ def _options(training: Training, keys: Keys, method: str, tp: int, pp: int, *, a
     return entries
 
 
-def _sums_beside_products(training: Training, tp: int, cluster: Cluster) -> list[Entry]:
+def _sums_beside_products(training: Training, tp: int, cluster: Cluster, overrides: dict[str, Any]) -> list[Entry]:
     """Return the entry for sums of input gradients that run beside products, which gloo cannot.
 
     Not with sequence parallelism: there, Megatron-LM's reduce-scatters and second gathers slow the products beside them
     about as much as they are hidden, and slower products are not modelled (Korthikanti et al. 2022, table 4).
     """
     asked, sequences = training.async_input_gradients, training.sequence_parallel
-    if asked is None or not asked.value or tp == 1 or cluster.backend != "nccl" or (sequences and sequences.value):
+    divides = overrides.get("plan.sequence_parallel", sequences is not None and sequences.value)
+    if asked is None or not asked.value or tp == 1 or cluster.backend != "nccl" or divides:
         return []
     return [Entry("plan.async_input_gradients", True, asked.origin)]
 

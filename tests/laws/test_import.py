@@ -630,16 +630,17 @@ def test_what_is_set_takes_along_what_megatrons_job_said_with_it(tmp_path, overr
 
 
 @pytest.mark.parametrize(
-    ("said", "beside"),
+    ("said", "overrides", "beside"),
     [
-        ("", True),
-        ("--no-async-tensor-model-parallel-allreduce", False),
-        ("--sequence-parallel", False),  # what it hides, it loses to slower products
+        ("", [], True),
+        ("--no-async-tensor-model-parallel-allreduce", [], False),
+        ("--sequence-parallel", [], False),  # what it hides, it loses to slower products
+        ("--sequence-parallel", ["plan.sequence_parallel=false"], True),
     ],
 )
-def test_megatron_sums_gradients_of_inputs_beside_products(tmp_path, said, beside):
+def test_megatron_sums_gradients_of_inputs_beside_products(tmp_path, said, overrides, beside):
     text = MEGATRON.replace("--log-interval", f"--tensor-model-parallel-size 2 {said} --log-interval")
-    tables, _ = imported(tmp_path, text, name="train.sh", model="gpt3-1.3b")
+    tables, _ = imported(tmp_path, text, name="train.sh", model="gpt3-1.3b", overrides=overrides)
     assert tables["plan"].get("async_input_gradients", False) is beside
 
 

@@ -53,7 +53,7 @@ def alone() -> dict[int, str]:
     return {}
 
 
-@settings(max_examples=examples(3), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(4), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(order=st.lists(st.integers(0, len(POINTS) - 1), min_size=2, max_size=6), most=st.sampled_from([1, 64]))
 def test_what_points_share_changes_no_answer(order, most, alone):
     shared = Shared(most)

@@ -39,6 +39,16 @@ def outcome(changes):
     return simulated, simulated.result.to_dict(), set(simulated.spans)
 
 
+def both_ways(changes, monkeypatch):
+    """Return what a scenario comes to chunk by chunk, and task by task."""
+    chunks = outcome(changes)
+    monkeypatch.setattr(machine, "can_walk_outlines", lambda _machine: False)
+    tasks = outcome(changes)
+    assert chunks[0].typical.machine.outline_walk is not None
+    assert tasks[0].typical.machine.outline_walk is None
+    return chunks, tasks
+
+
 def assert_equal(found, expected, path="", *, exactly=True):
     """Compare two results; times by phase are sums in another order."""
     if isinstance(expected, dict):
@@ -102,11 +112,7 @@ def combined(*changes):
     ],
 )
 def test_chunk_by_chunk_as_task_by_task(changes, monkeypatch):
-    chunks, result, spans = outcome(changes)
-    monkeypatch.setattr(machine, "can_walk_outlines", lambda _machine: False)
-    tasks, expected, single_spans = outcome(changes)
-    assert chunks.typical.machine.outline_walk is not None
-    assert tasks.typical.machine.outline_walk is None
+    (chunks, result, spans), (tasks, expected, single_spans) = both_ways(changes, monkeypatch)
     exactly = chunks.typical.machine.outline_walk.repeated_s is None  # else steps are multiples of the first
     assert_equal(chunks.typical.ends_s, tasks.typical.ends_s, exactly=exactly)
     assert_equal(result, expected, exactly=exactly)
@@ -144,9 +150,5 @@ DIVIDED = "plan.sequence_parallel=true"
     ],
 )
 def test_chunks_with_collectives_beside_their_tasks(changes, monkeypatch):
-    chunks, result, _ = outcome(changes)
-    monkeypatch.setattr(machine, "can_walk_outlines", lambda _machine: False)
-    tasks, expected, _ = outcome(changes)
-    assert chunks.typical.machine.outline_walk is not None
-    assert tasks.typical.machine.outline_walk is None
+    (_, result, _), (_, expected, _) = both_ways(changes, monkeypatch)
     assert_equal(result, expected, exactly=False)

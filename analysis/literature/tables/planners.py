@@ -251,14 +251,6 @@ VTRAIN_VOCABULARY = 51200
 """Megatron's own vocabulary, padded; the tables do not state it."""
 
 
-def fuses_softmax(micro_batch: int, heads: int, tp: int) -> bool:
-    """Return whether Megatron-LM's fused softmax takes these scores: those of a multiple of four heads of samples.
-
-    Source: Megatron-LM, megatron/model/fused_softmax.py, is_kernel_available.
-    """
-    return micro_batch * heads // tp % 4 == 0
-
-
 def vtrain(record: Mapping[str, str], identity: str) -> Run:
     """Return the run of a row; raise SkippedError for missing or contradictory fields."""
     dp, micro = needed(record, "data parallelism"), needed(record, "micro batch")
@@ -284,7 +276,9 @@ def vtrain(record: Mapping[str, str], identity: str) -> Run:
             early_stop=False,
             partitioned=tp > 1 and pp > 1,
             in_place_loss=True,
-            fused_softmax=fuses_softmax(micro, heads, tp),
+            # the kernel takes scores of a multiple of four heads of samples (Megatron-LM, megatron/model/
+            # fused_softmax.py, is_kernel_available)
+            fused_softmax=micro * heads // tp % 4 == 0,
             message_calls=MEGATRON_MESSAGE_CALLS,
         ),
         method=method_of(dp, tp, pp),
