@@ -125,10 +125,10 @@ def profile(seconds: float, **changes) -> Profile:
 
 
 def test_shares_by_throughput_name_the_devices_whose_rate_is_not_known():
-    with pytest.raises(UserError, match=r"device_types\.fast: no peak_flop_per_s\.bf16 .*plan\.ranks"):
+    with pytest.raises(UserError, match=r"device_types\.fast: no peak_flop_per_s\.fp16 .*plan\.ranks"):
         _ = replace(
             scenario_of(star(2), {"method": "ddp", "shares": {"batch": "throughput"}}),
-            workload=replace(scenario_of(star(2), {"method": "ddp"}).workload, precision="bf16"),
+            workload=replace(scenario_of(star(2), {"method": "ddp"}).workload, precision="fp16"),
         ).data_batch_sizes
 
 
