@@ -39,7 +39,7 @@ from gsreal.methods.vocabulary_parallel import Loss, divide_vocabulary
 from gsreal.model_files.build import autocast, loss_of
 from gsreal.run.rank import gather_json, wire_device
 from gssim.plan import DATA_AXES, DDP_BUCKET_BYTES, MIB, Mesh
-from gssim.scenario import Scenario, schedule_of, tied_parameters
+from gssim.scenario import Scenario, of_no_sample, schedule_of, tied_parameters
 from gssim.workload import LayerInstance, unrolled
 
 
@@ -326,7 +326,8 @@ def pipeline_stages(scenario: Scenario, module: nn.Module, timeline: Timeline, d
 def _takes_parts(scenario: Scenario, stage: Sequence[LayerInstance], norm: bool) -> bool:
     """Return whether a stage is given parts of sequences: all are divided from the first block to the norm after it."""
     blocks = [instance.index for instance in unrolled(scenario.workload.model) if instance.layer.block]
-    return scenario.policies.sequence_parallel and blocks[0] < stage[0].index <= blocks[-1] + norm
+    first = next(instance.index for instance in stage if not of_no_sample(instance.layer))
+    return scenario.policies.sequence_parallel and blocks[0] < first <= blocks[-1] + norm
 
 
 def _sliced(
