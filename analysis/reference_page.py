@@ -150,7 +150,8 @@ test holds that it is up to date.)*
 
 A scenario is a question: a cluster, a workload, a plan and the length of a run. Both `gssim run` and `gsreal run` take
 it as it is. Its first line says what it answers. Where it needs a cluster, a model or gradient statistics it names a
-file, looked up beside it, or has the table inline. Any key can be overridden by its whole path:
+file, looked up beside it, or has the table inline. Any key can be overridden by its whole path, where
+entries of an array are counted from 0 (`cluster.topology.servers.0.count=4`):
 
 ```sh
 gssim check scenarios/demo.toml --set plan.method=ddp --set 'plan.shares.batch=[0.75, 0.25]'

@@ -346,7 +346,10 @@ REFUSED = [
     (servers({}, fabric={"kind": "mesh"}), "topology.fabric.kind = 'mesh': allowed: switch, leaf-spine"),
     (servers({"gpus": 3}), "topology.servers[0].gpus: unknown key; "),
     (ALL["sites"] | {"sites": ALL["sites"]["sites"][:1]}, "at least two with different names are needed"),
-    (ALL["sites"] | {"sites": [{"name": "a", "topology": simple("ring", 3)}]}, "topology.sites[0].topology.kind = 'ring': allowed: switch, servers"),
+    (
+        ALL["sites"] | {"sites": [{"name": "a", "topology": simple("ring", 3)}]},
+        "topology.sites[0].topology.kind = 'ring': allowed: switch, servers",
+    ),
     (ALL["sites"] | {"sites": [{"name": "a", "topology": servers({})}]}, "topology.fabric: missing"),
 ]  # fmt: skip
 
