@@ -47,6 +47,9 @@ ROUNDS = 3
 """Times that layers are measured: before, halfway through, and after the runs."""
 LAYER_ROUNDS = 2
 """Of each such measurement: together they are as many as those of `gsreal calibrate`."""
+LINK_REPEATS = 11
+"""Of each message and collective at each size, about half of those of `gsreal calibrate`: there are six sizes to fit a
+line through."""
 MOST_BATCH_SIZES = 3
 FINISH_S = 40.0
 """Time kept for predicting all points, comparing them and drawing the charts."""
@@ -297,14 +300,23 @@ class Session:
         if not measured:
             raise RunFailedError("validate: nothing was measured; the same command goes on")
         self.say(f"predicting {len(measured)} points, and comparing")
-        for row in measured:
-            words = [str(row.point.file), *set_words(row.point.overrides), "--out", str(self.results)]
-            run_module("gssim", ["run", *words])
-        for command in (["compare", self.results, "--out", self.out], ["report", self.results, "--out", self.page]):
-            line = [sys.executable, "-m", "analysis", *map(str, command)]
-            ended = subprocess.run(line, check=False, preexec_fn=die_with_parent)  # the next call writes there too
-            if ended.returncode:
-                raise RunFailedError(f"validate: python -m analysis {command[0]} ended with status {ended.returncode}")
+        lines = [["run", str(row.point.file), *set_words(row.point.overrides)] for row in measured]
+        run_modules("gssim", [[*line, "--out", str(self.results)] for line in lines])
+        # at the same time, for each takes one core some seconds; what the page's command says comes last
+        words = (["compare", self.results, "--out", self.out], ["report", self.results, "--out", self.page])
+        both = [
+            subprocess.Popen(
+                [sys.executable, "-m", "analysis", *map(str, each)],
+                stdout=subprocess.PIPE if each[0] == "report" else None,
+                preexec_fn=die_with_parent,  # the next call writes there too
+            )
+            for each in words
+        ]
+        for (name, *_), process in zip(words, both, strict=True):
+            said, _ = process.communicate()
+            print((said or b"").decode(), end="", flush=True)
+            if process.returncode:
+                raise RunFailedError(f"validate: python -m analysis {name} ended with status {process.returncode}")
         left = [row.name for row in self.rows if row.measured is None and row.name not in self.failed]
         if left:
             self.say(f"not run for lack of time: {', '.join(left)}; the same command goes on")
@@ -382,6 +394,7 @@ def settings_of(shapes: Sequence[Loaded], kind: str, out: Path) -> Settings:
         precision=precisions[0],
         kind=kind,
         rounds=LAYER_ROUNDS,
+        link_repeats=LINK_REPEATS,
         optimizers=tuple(sorted({each.optimizer if each.optimizer != "muon" else "adamw" for each in workloads})),
     )
 
@@ -425,16 +438,30 @@ def set_words(overrides: Sequence[str]) -> list[str]:
 
 def run_module(module: str, arguments: Sequence[str]) -> None:
     """Run a command of the project in a fork of this process; raise RunFailedError with its last line if it fails."""
+    run_modules(module, [arguments])
+
+
+def run_modules(module: str, commands: Sequence[Sequence[str]]) -> None:
+    """Run commands of the project in forks of this process, as many at once as it has cores.
+
+    Raises RunFailedError with the last line of the first that fails.
+    """
     with scratch_folder("gsreal-run-") as folder:
-        log = Path(folder, "log.txt")
-        process = Forked(module_run(module, arguments, {}), log)
+        logs = [Path(folder, f"log-{number}.txt") for number in range(len(commands))]
+        processes: list[Forked] = []
+        cores = len(usable_cores())
         try:
-            code = process.wait()
+            for command, log in zip(commands, logs, strict=True):
+                if len(processes) >= cores:
+                    processes[-cores].wait()
+                processes.append(Forked(module_run(module, command, {}), log))
+            for command, process, log in zip(commands, processes, logs, strict=True):
+                if code := process.wait():
+                    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+                    raise RunFailedError(f"{module} {command[0]}: {lines[-1] if lines else f'exit status {code}'}")
         finally:
-            process.kill()
-        if code:
-            lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-            raise RunFailedError(f"{module} {arguments[0]}: {lines[-1] if lines else f'exit status {code}'}")
+            for process in processes:
+                process.kill()
 
 
 def device_and_forks(kind: str) -> tuple[str, bool]:

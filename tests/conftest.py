@@ -6,6 +6,7 @@ import signal
 import sys
 from contextlib import suppress
 
+import forks
 import pytest
 from examples import examples
 from hypothesis import HealthCheck, settings
@@ -41,20 +42,29 @@ gc.set_threshold(300_000, 20, 100)
 
 
 def pytest_collection_modifyitems(items):
-    """Spread the files of real runs over the first four fifths of all.
+    """Spread the files of real runs over the first four fifths of all, but for the very first.
 
-    Of two processes that share the files, then mostly one has ranks on the cores, and what ends the run is short.
+    Of two processes that share the files, then mostly one has ranks on the cores, and what ends the run is short. When
+    the first real run begins, the process that its ranks are forked from has imported torch.
     """
     files = dict.fromkeys(item.path for item in items)
     place = {}
-    for is_real, until in ((True, 0.8), (False, 1.0)):
+    for is_real, since, until in ((True, 0.04, 0.8), (False, 0.0, 1.0)):
         kind = [path for path in files if (path.parent.name == "real") == is_real]
-        place |= {path: until * i / len(kind) for i, path in enumerate(kind)}
+        place |= {path: since + (until - since) * i / len(kind) for i, path in enumerate(kind)}
     items.sort(key=lambda item: place[item.path])
 
 
-def pytest_collection_finish():
-    """Exempt what lives as long as the process from garbage collection."""
+def pytest_collection_finish(session):
+    """Begin to import what ranks need, where there are many; exempt what lives as long as the process from collection.
+
+    Only one of the processes that run tests side by side starts the process that imports.
+    """
+    if os.environ.get("PYTEST_XDIST_WORKER") == "gw0" and any(
+        item.get_closest_marker("real") for item in session.items
+    ):
+        with suppress(ModuleNotFoundError):  # without torch these tests skip
+            forks.start_server()
     gc.collect()
     gc.freeze()
 

@@ -48,6 +48,8 @@ class Settings:
     slow-down while all ranks compute or communicate."""
     rounds: int = ROUNDS
     """Rounds in which layers are measured; several measurements of few rounds may be averaged."""
+    link_repeats: int = 21
+    """Times that each message and collective is measured, at each of its sizes."""
     optimizers: tuple[str, ...] = OPTIMIZERS
     memory: bool = True
     """Count the memory of layers too: it does not drift, so that a repeated measurement need not."""

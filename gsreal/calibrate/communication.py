@@ -81,7 +81,7 @@ def _reduced_s(payload: torch.Tensor) -> float:
     return (time.perf_counter() - began_s) / 2
 
 
-REPEATS, WARMUPS = 21, 2
+WARMUPS = 2
 EXCHANGE_BYTES = tuple(2**k for k in (12, 14, 16, 18, 20, 22))
 STAGED_BYTES = (*EXCHANGE_BYTES, 2**25)
 """For GPUs, whose messages are copied through the host's memory: at a lower rate, once they outgrow its caches."""
@@ -230,10 +230,11 @@ def _synchronised_s(bench: Bench, call: Callable[[], object]) -> float:
     ranks waited for each other afterwards, cores would be free for them, and a collective would take about half the
     time. Times are of one host's clock.
     """
-    moments = torch.zeros(2, REPEATS + WARMUPS, dtype=torch.float64)
+    repeats = bench.settings.link_repeats
+    moments = torch.zeros(2, repeats + WARMUPS, dtype=torch.float64)
     refusal = None
     dist.barrier()
-    for repeat in range(REPEATS + WARMUPS):
+    for repeat in range(repeats + WARMUPS):
         _compute(bench)
         began = time.monotonic()
         try:
@@ -267,7 +268,9 @@ def _posting_cost(bench: Bench) -> dict[str, float]:
     line = line_through(sizes, [_posting_s(bench, size) for size in sizes])
     limit_bytes = (_posting_s(bench, OVERFLOWING_BYTES) - line.fixed_s) / line.byte_s
     # each additional message: sent and received, all by the next rank
-    few, many = (_mean([_posted_s(bench, count) for _ in range(REPEATS)]) for count in (1, MANY_MESSAGES))
+    few, many = (
+        _mean([_posted_s(bench, count) for _ in range(bench.settings.link_repeats)]) for count in (1, MANY_MESSAGES)
+    )
     return {
         "posting_s": line.fixed_s,
         "posting_message_s": max(0.0, (many - few) / (MANY_MESSAGES - 1)),
@@ -280,7 +283,7 @@ def _posting_s(bench: Bench, size_bytes: int) -> float:
     """Return the mean time to post an exchange, before it is awaited."""
     post = _exchange(bench, size_bytes, wait=False)
     times = []
-    for _ in range(REPEATS):
+    for _ in range(bench.settings.link_repeats):
         dist.barrier()
         _compute(bench)
         began = time.perf_counter()

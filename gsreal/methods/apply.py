@@ -25,7 +25,7 @@ from gsreal.methods.meshes import context_group, data_group, device_mesh, shard_
 from gsreal.methods.optimizers import mark_matrices
 from gsreal.methods.pipelined import StageModules, pipeline_stages
 from gsreal.methods.ring_attention import observed_ring
-from gsreal.methods.tensor_slices import PartialGradients, slice_blocks, whole_parameter
+from gsreal.methods.tensor_slices import PartialGradients, partial_gradients, slice_blocks, whole_parameter
 from gsreal.methods.training import LossScaler, Training
 from gsreal.methods.vocabulary_parallel import Loss, divide_vocabulary
 from gsreal.model_files.build import loss_of
@@ -51,9 +51,7 @@ def prepare(scenario: Scenario, module: nn.Module, timeline: Timeline, device: t
     policies = scenario.policies
     if policies.pp > 1:
         training = pipeline_stages(scenario, module, timeline, device)
-        training.clip_norm = scenario.workload.clip_norm
-        training.scaler = loss_scaler(scenario, training, device)
-        return training
+        return _with_updates(scenario, training, device)
     if policies.cp > 1:  # inside what is checkpointed, whose recomputation exchanges again
         group = context_group(policies, device)
         ring = observed_ring(group, timeline, zigzag=policies.zigzag) if policies.ring else None
@@ -64,7 +62,8 @@ def prepare(scenario: Scenario, module: nn.Module, timeline: Timeline, device: t
     loss: Loss = loss_of
     if policies.tp > 1:
         mesh = device_mesh(policies.mesh, device)["tp"]
-        divided = slice_blocks(scenario, module, timeline, mesh)
+        places = slice_blocks(scenario, module, timeline, mesh)
+        divided = partial_gradients(scenario, places, timeline, mesh)
         loss = divide_vocabulary(scenario, module, timeline, mesh)
     load_experts(scenario, module)
     experts = divided_experts(scenario, module, timeline, device) if policies.ep > 1 else None
@@ -76,16 +75,23 @@ def prepare(scenario: Scenario, module: nn.Module, timeline: Timeline, device: t
     training.partial_gradients, training.loss = divided, loss
     training.experts = experts
     training.autocast = scenario.workload.autocast
+    _with_updates(scenario, training, device)
+    if scenario.plan.shares.replan:
+        training.follower = Rebalancer(scenario, device)
+    if scenario.run.slowdowns:
+        training.slow = SlowDevice(timeline, device)
+    return training
+
+
+def _with_updates(scenario: Scenario, training: Training, device: torch.device) -> Training:
+    """Return the training with what changes gradients before its updates: clipping and the loss's factor."""
+    policies = scenario.policies
     training.clip_norm = scenario.workload.clip_norm
     training.scaler = loss_scaler(scenario, training, device)
     if policies.tp > 1:
         training.slices = [device_mesh(policies.mesh, device)["tp"].get_group()]
         if policies.gradients == "reduce-scatter" and policies.shards > 1:
             training.slices.append(shard_group(policies, device))
-    if scenario.plan.shares.replan:
-        training.follower = Rebalancer(scenario, device)
-    if scenario.run.slowdowns:
-        training.slow = SlowDevice(timeline, device)
     return training
 
 

@@ -24,14 +24,22 @@ from gsreal.methods.checkpointing import checkpoint_block
 from gsreal.methods.data_parallel import cast_all_reduce, fully_shard_module, leave_experts, sharded_optimizer
 from gsreal.methods.expert_parallel import ExpertGradients, ShardedExpertGradients, divided_experts, load_experts
 from gsreal.methods.gradient_sharding import pushing_optimizer
+from gsreal.methods.meshes import device_mesh
 from gsreal.methods.optimizers import make_optimizer, mark_matrices
 from gsreal.methods.stage_modules import stage_module, tied_names
-from gsreal.methods.tensor_slices import whole_parameter
+from gsreal.methods.tensor_slices import (
+    PartialGradients,
+    has_norm_after_blocks,
+    partial_gradients,
+    slice_blocks,
+    whole_parameter,
+)
 from gsreal.methods.training import Training, Weights, weighted
+from gsreal.methods.vocabulary_parallel import Loss, divide_vocabulary
 from gsreal.model_files.build import autocast, loss_of
 from gsreal.run.rank import gather_json, wire_device
 from gssim.plan import DATA_AXES, DDP_BUCKET_BYTES, MIB, Mesh
-from gssim.scenario import Scenario, schedule_of, tied_parameters
+from gssim.scenario import Scenario, of_no_sample, schedule_of, tied_parameters
 from gssim.workload import LayerInstance, unrolled
 
 
@@ -151,6 +159,8 @@ class Losses:
     timeline: Timeline
     precision: str | None = None
     """Of torch.autocast, if the workload has it."""
+    loss: Callable[[Tensor, Tensor], Tensor] = loss_of
+    """Returns the mean loss of logits and targets."""
     factors: tuple[float, ...] = ()
     """Factor on each micro-batch's mean loss before its backward."""
     means: list[Tensor] = field(default_factory=list)
@@ -163,7 +173,7 @@ class Losses:
         """Return a micro-batch's part of the step's loss."""
         with self.timeline.span("forward loss", "forward"):
             with autocast(self.precision, output.device.type):
-                loss = loss_of(output, targets)
+                loss = self.loss(output, targets)
             if not self.stage.fwd_cache:  # in the first step, torch tries shapes out
                 return loss
             factor = self.factors[len(self.means)]
@@ -216,13 +226,16 @@ class PipelineTraining(Training):
         parameters = list(self.module.parameters())
         again = {copy.parameter for copy in self.copies if not copy.first}
         gradients = {p: p.grad for p in parameters if p.grad is not None}
-        counted = [gradient for p, gradient in gradients.items() if p not in again]
+        counted = {p: gradient for p, gradient in gradients.items() if p not in again}
         like = next(iter(gradients.values()))
-        own = nn.utils.get_total_norm(counted)  # zero where stages have nothing but copies
-        squares = whole(own).to(device=like.device, dtype=torch.float64).square()
+        if self.slices is None:
+            own = nn.utils.get_total_norm(counted.values())  # zero where stages have nothing but copies
+            squares = whole(own).to(device=like.device, dtype=torch.float64).square()
+        else:
+            squares = self._squares_over_slices(counted)
         with self.timeline.span("all-reduce gradient norm of the stages", "exposed_communication", self.module.group):
             dist.all_reduce(squares, group=self.module.group)
-        nn.utils.clip_grads_with_norm_(parameters, norm, squares.sqrt().to(like.dtype))
+        self._scale_down(gradients.values(), norm, squares.sqrt().to(like.dtype))
 
     def step(self, inputs: Tensor, targets: Tensor, weights: Weights, rank: int) -> Tensor:
         """Train on one batch. Returns the mean loss on ranks of the last stage, 0 on others."""
@@ -253,6 +266,7 @@ def pipeline_stages(scenario: Scenario, module: nn.Module, timeline: Timeline, d
     """Keep this rank's stages of the module, replicated by DDP if the plan says so, and schedule them."""
     mesh, rank, stages = scenario.policies.mesh, dist.get_rank(), scenario.stages
     model, aliases = scenario.workload.model, tied_names(module)
+    norm = has_norm_after_blocks(model, module)
     names = frozenset(name for name, _ in module.named_parameters())
     group = process_group(mesh, rank, "pp")
     assert group is not None
@@ -260,13 +274,15 @@ def pipeline_stages(scenario: Scenario, module: nn.Module, timeline: Timeline, d
     last_gradient: list[Any] = []
     modules = []
     for number in numbers:
-        part = stage_module(module, stages[number], shared=number != numbers[-1], model=model)
+        parts = scenario.policies.tp if _takes_parts(scenario, stages[number], norm) else 1
+        part = stage_module(module, stages[number], shared=number != numbers[-1], model=model, sequence_parts=parts)
         if scenario.plan.recompute != "none":
             inner = dict(part.named_modules())
             for instance in stages[number]:
                 if instance.layer.block:
                     checkpoint_block(inner[instance.module], scenario.plan.recompute)
         modules.append(part)
+    divided, loss = _sliced(scenario, dict(zip(numbers, modules, strict=True)), norm, timeline, device)
     experts: list[ExpertGradients | ShardedExpertGradients | None] = []
     for part in modules:
         load_experts(scenario, part)
@@ -290,7 +306,7 @@ def pipeline_stages(scenario: Scenario, module: nn.Module, timeline: Timeline, d
     sharding = optimizer if isinstance(optimizer, GradientSharding) else None
     for stage, of_stage in zip(observed, experts, strict=True):
         stage.observe(timeline, last_gradient, replicas, sharding, of_stage, scenario.workload.autocast)
-    losses = Losses(observed[-1], timeline, scenario.workload.autocast)
+    losses = Losses(observed[-1], timeline, scenario.workload.autocast, loss)
     shards_experts = scenario.policies.ep > 1 and scenario.policies.gradients == "reduce-scatter"
     return PipelineTraining(
         own_stages,
@@ -302,8 +318,35 @@ def pipeline_stages(scenario: Scenario, module: nn.Module, timeline: Timeline, d
         losses=losses,
         copies=tied_copies(scenario, modules, aliases),
         experts=ShardedExpertGradients(own_stages, scenario.policies.ep) if shards_experts else None,
+        partial_gradients=divided,
         losses_at=[mesh.group(each, "pp")[-1] for each in mesh.group(rank, *DATA_AXES)],
     )
+
+
+def _takes_parts(scenario: Scenario, stage: Sequence[LayerInstance], norm: bool) -> bool:
+    """Return whether a stage is given parts of sequences: all are divided from the first block to the norm after it."""
+    blocks = [instance.index for instance in unrolled(scenario.workload.model) if instance.layer.block]
+    first = next(instance.index for instance in stage if not of_no_sample(instance.layer))
+    return scenario.policies.sequence_parallel and blocks[0] < first <= blocks[-1] + norm
+
+
+def _sliced(
+    scenario: Scenario, stages: Mapping[int, nn.Module], norm: bool, timeline: Timeline, device: torch.device
+) -> tuple[PartialGradients | None, Loss]:
+    """Reduce a rank's stages, by number, to its slices, if tensor-parallel ranks cut blocks.
+
+    `norm`: whether one follows the model's last block. Returns what is summed before each update, and the stages' loss.
+    """
+    loss: Loss = loss_of
+    if scenario.policies.tp == 1:
+        return None, loss
+    mesh = device_mesh(scenario.policies.mesh, device)["tp"]
+    places: list[tuple[nn.Module, str]] = []
+    for number, part in stages.items():
+        places += slice_blocks(scenario, part, timeline, mesh, layers=scenario.stages[number], norm=norm)
+        is_last = number == len(scenario.stages) - 1
+        loss = divide_vocabulary(scenario, part, timeline, mesh, first=number == 0, last=is_last)
+    return partial_gradients(scenario, places, timeline, mesh), loss
 
 
 def _optimizer(

@@ -30,11 +30,6 @@ def check_stages(scenario: Scenario, *, where: str) -> None:
     pp, model = scenario.policies.pp, scenario.workload.model
     if pp == 1:
         return
-    if scenario.policies.tp > 1:
-        raise UserError(
-            f"{where}: plan.pp = {pp}: stages whose blocks are cut too (plan.tp = {scenario.policies.tp}) can be "
-            "predicted, but not run yet; allowed: plan.tp = 1"
-        )
     if scenario.policies.cp > 1:
         raise UserError(
             f"{where}: plan.pp = {pp}: stages on parts of sequences (plan.cp = {scenario.policies.cp}) can be "
@@ -64,16 +59,22 @@ def check_stages(scenario: Scenario, *, where: str) -> None:
 
 
 def stage_module(
-    module: nn.Module, layers: Sequence[LayerInstance], *, shared: bool, model: Model | None = None
+    module: nn.Module,
+    layers: Sequence[LayerInstance],
+    *,
+    shared: bool,
+    model: Model | None = None,
+    sequence_parts: int = 1,
 ) -> nn.Module:
     """Return the module with these layers only; `shared`: copy it first, as other stages need `module` unchanged.
 
-    `model`: the model file, needed for Hugging Face models.
+    `model`: the model file, needed for Hugging Face models. `sequence_parts`: of how many equal parts of a sequence the
+    stage is given one.
     """
     part = copy.deepcopy(module) if shared else module
     names = {instance.module for instance in layers if instance.layer.modules}
     if model is not None and model.module.hugging_face is not None:
-        _keep_hugging_face_layers(part, layers, model)
+        _keep_hugging_face_layers(part, layers, model, sequence_parts)
     elif isinstance(part, nn.Sequential) and not hasattr(part, "keep_layers"):
         is_kept = False  # a child without layers belongs to the layer before it
         for name, child in list(part.named_children()):
@@ -154,7 +155,9 @@ class _End(_OtherLayer):
         raise _EndError
 
 
-def _keep_hugging_face_layers(module: nn.Module, layers: Sequence[LayerInstance], model: Model) -> None:
+def _keep_hugging_face_layers(
+    module: nn.Module, layers: Sequence[LayerInstance], model: Model, sequence_parts: int
+) -> None:
     """Take all layers of other stages out of a module; see [Note: stages of Hugging Face models]."""
     chain = [instance for instance in unrolled(model) if instance.layer.modules]
     own = [instance for instance in layers if instance.layer.modules]
@@ -180,13 +183,17 @@ def _keep_hugging_face_layers(module: nn.Module, layers: Sequence[LayerInstance]
 
         module.get_submodule(chain[first].module).register_forward_pre_hook(take_input, with_kwargs=True)
     tokens = isinstance(model.input, TokenInput)
-    module.forward = partial(_run_stage, module.forward, received if first > 0 else None, end, tokens)
+    parts = sequence_parts if tokens else 0
+    module.forward = partial(_run_stage, module.forward, received if first > 0 else None, end, parts)
 
 
 def _run_stage(
-    whole: Callable[..., Any], received: list[Tensor] | None, end: _End | None, tokens: bool, x: Tensor
+    whole: Callable[..., Any], received: list[Tensor] | None, end: _End | None, sequence_parts: int, x: Tensor
 ) -> Tensor:
-    """Return the output of a stage for its input; `whole`: the forward of the model without other stages' layers."""
+    """Return the output of a stage for its input; `whole`: the forward of the model without other stages' layers.
+
+    `sequence_parts`: of how many equal parts of a sequence of tokens `x` is one; 0: of images.
+    """
     output = None
     try:
         if received is None:
@@ -194,8 +201,11 @@ def _run_stage(
         else:
             received.append(x)
             # goes through the layers of other stages, and takes no memory; a vision transformer indexes its positions
-            stand_in = x.new_zeros(()).expand(*x.shape, *[1] * (0 if tokens else 4 - x.dim()))
-            output = whole(inputs_embeds=stand_in) if tokens else whole(stand_in)
+            if sequence_parts:  # masks and rotary angles are of whole sequences
+                shape = (x.shape[0], x.shape[1] * sequence_parts, *x.shape[2:])
+                output = whole(inputs_embeds=x.new_zeros(()).expand(shape))
+            else:
+                output = whole(x.new_zeros(()).expand(*x.shape, *[1] * (4 - x.dim())))
     except _EndError:
         assert end is not None
     return logits_of(output) if end is None else end.given.pop()

@@ -24,7 +24,7 @@ Tensor parallelism of a model's blocks.
 By DTensor if slices are even and it supports them, else by slices of our own.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import signature
@@ -44,7 +44,7 @@ from gsreal.methods.mapped import Mapped
 from gsreal.model_files.build import build_module
 from gssim.errors import UserError
 from gssim.scenario import Scenario, units_of_ranks
-from gssim.workload import unrolled
+from gssim.workload import LayerInstance, Model, unrolled
 
 AllReduce = Callable[[Tensor], Tensor]
 """Returns the sum of its argument over the ranks of a group, as a new tensor."""
@@ -418,28 +418,41 @@ class SequenceParts:
         return part.clone(memory_format=torch.contiguous_format)
 
 
-def divide_sequences(order: Sequence[str], blocks: Sequence[str], module: nn.Module, parts: SequenceParts) -> list[str]:
-    """Divide sequences among ranks from a module's first block to its last, or to the norm after that.
+def divide_sequences(
+    order: Sequence[str],
+    blocks: Sequence[str],
+    module: nn.Module,
+    parts: SequenceParts,
+    *,
+    held: Collection[str] | None = None,
+    norm: bool | None = None,
+) -> list[str]:
+    """Divide sequences among ranks from a model's first block to its last, or to the norm after that.
 
     `order`: paths of the modules at which layers begin, as they run; `blocks`: those of blocks, which are sliced
-    already. All ranks do alike before and after, so that a rank's gradient there is its part of everybody's. Returns
-    the names of the parameters whose gradients are to be summed over the ranks.
+    already. All ranks do alike before and after, so that a rank's gradient there is its part of everybody's. `held`:
+    those of `order` that `module`, a stage, has; all by default. `norm`: whether a norm follows the last block, where
+    the stage need not have it. Returns the names of the parameters whose gradients are to be summed over the ranks.
     """
+    held = order if held is None else held
     after = order[order.index(blocks[-1]) + 1 :][:1]
-    norms = [path for path in after if is_norm(module.get_submodule(path))]
-    first = module.get_submodule(blocks[0])
-    first.register_forward_pre_hook(
-        partial(_with_input, lambda x: Mapped.apply(x, parts.own, parts.whole)), with_kwargs=True
-    )
+    has_norm = norm if norm is not None else any(is_norm(module.get_submodule(path)) for path in after)
+    norms = after if has_norm else []
+    last = (norms or blocks[-1:])[0]
 
     def joined(_module: nn.Module, _inputs: tuple[Any, ...], output: Any) -> Any:
         if isinstance(output, tuple):
             return (Mapped.apply(output[0], parts.whole, parts.own), *output[1:])
         return Mapped.apply(output, parts.whole, parts.own)
 
-    module.get_submodule((norms or blocks[-1:])[0]).register_forward_hook(joined)
-    names = [f"{path}.{name}" for path in norms for name, _ in module.get_submodule(path).named_parameters()]
-    for path in blocks:
+    if blocks[0] in held:
+        divided = partial(_with_input, lambda x: Mapped.apply(x, parts.own, parts.whole))
+        module.get_submodule(blocks[0]).register_forward_pre_hook(divided, with_kwargs=True)
+    if last in held:
+        module.get_submodule(last).register_forward_hook(joined)
+    own_norms = [path for path in norms if path in held]
+    names = [f"{path}.{name}" for path in own_norms for name, _ in module.get_submodule(path).named_parameters()]
+    for path in (each for each in blocks if each in held):
         cut = cut_of(block := module.get_submodule(path))
         assert cut is not None  # they are sliced
         linear = (*cut.columns, *cut.rows)
@@ -452,6 +465,13 @@ def is_norm(module: nn.Module) -> bool:
     kind = type(module).__name__.lower()
     flat = all(parameter.dim() <= 1 for parameter in module.parameters())
     return "norm" in kind and "batch" not in kind and "group" not in kind and flat and not list(module.children())
+
+
+def has_norm_after_blocks(model: Model, module: nn.Module) -> bool:
+    """Return whether a norm follows the last block of a model's whole module."""
+    order = [instance for instance in unrolled(model) if instance.layer.modules]
+    last = max((place for place, instance in enumerate(order) if instance.layer.block), default=len(order))
+    return any(is_norm(module.get_submodule(each.module)) for each in order[last + 1 : last + 2])
 
 
 @dataclass(frozen=True)
@@ -500,41 +520,59 @@ class PartialGradients:
                 gradient.copy_(part.view_as(gradient))
 
 
+Place = tuple[nn.Module, str]
+"""A module and the name of one of its parameters."""
+
+
 def slice_blocks(
-    scenario: Scenario, module: nn.Module, timeline: Timeline, mesh: DeviceMesh
-) -> PartialGradients | None:
+    scenario: Scenario,
+    module: nn.Module,
+    timeline: Timeline,
+    mesh: DeviceMesh,
+    *,
+    layers: Sequence[LayerInstance] | None = None,
+    norm: bool | None = None,
+) -> list[Place]:
     """Reduce each block to this rank's slice; `mesh`: the tensor-parallel ranks, one axis.
 
-    Returns the gradients to be summed before each update, where these ranks divide sequences. Raises UserError if a
-    block cannot be sliced, or if dropout would differ between the ranks.
+    `layers`: those of the stage that `module` is; all by default. `norm`: see `divide_sequences`. Returns the
+    parameters of whose gradients every rank has a part. Raises UserError if a block cannot be sliced, or if dropout
+    would differ between the ranks.
     """
-    _check(scenario, module)
+    order = [instance for instance in unrolled(scenario.workload.model) if instance.layer.modules]
+    held = {instance.module for instance in layers or order if instance.layer.modules}
+    paths = [instance.module for instance in order if instance.layer.block]
+    blocks = [module.get_submodule(path) for path in paths if path in held]
+    _check(scenario, module, blocks)
     all_reduce = observed_all_reduce(mesh, timeline)
     parts = _observed_parts(mesh, timeline) if scenario.policies.sequence_parallel else None
-    shards = scenario.policies.shards if scenario.policies.gradients == "reduce-scatter" else 1
-    for block in blocks_of(scenario.workload.model, module):
+    for block in blocks:
         cut = cut_of(block)
         assert cut is not None  # checked
         sizes = units_of_ranks(cut.units(block), scenario.slice_shares)
         position = mesh.get_local_rank()
-        held = range(sum(sizes[:position]), sum(sizes[: position + 1]))
+        own = range(sum(sizes[:position]), sum(sizes[: position + 1]))
         if scenario.policies.cuts_natively and is_linear(block, cut):
-            distribute(block, cut, held, mesh, timeline)
+            distribute(block, cut, own, mesh, timeline)
         else:
-            slice_block(block, held, all_reduce, ranks=len(sizes), group=mesh.get_group(), parts=parts)
+            slice_block(block, own, all_reduce, ranks=len(sizes), group=mesh.get_group(), parts=parts)
     if parts is None:
-        parts_of_sums = [
+        return [
             (block.get_submodule(path), name)
-            for block in blocks_of(scenario.workload.model, module)
+            for block in blocks
             for path in getattr(cut_of(block), "heads", ())
             for name, _ in block.get_submodule(path).named_parameters()
         ]
-        return PartialGradients(parts_of_sums, mesh.get_group(), timeline, shards) if parts_of_sums else None
-    layers = [instance for instance in unrolled(scenario.workload.model) if instance.layer.modules]
-    blocks = [instance.module for instance in layers if instance.layer.block]
-    names = divide_sequences([instance.module for instance in layers], blocks, module, parts)
-    places = [(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
-    return PartialGradients(places, mesh.get_group(), timeline, shards)
+    names = divide_sequences([each.module for each in order], paths, module, parts, held=held, norm=norm)
+    return [(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
+
+
+def partial_gradients(
+    scenario: Scenario, places: Sequence[Place], timeline: Timeline, mesh: DeviceMesh
+) -> PartialGradients | None:
+    """Return the sums of these parameters' gradients before each update, if there are any."""
+    shards = scenario.policies.shards if scenario.policies.gradients == "reduce-scatter" else 1
+    return PartialGradients(places, mesh.get_group(), timeline, shards) if places else None
 
 
 def check_slices(scenario: Scenario, *, where: str) -> None:
@@ -542,11 +580,11 @@ def check_slices(scenario: Scenario, *, where: str) -> None:
     if scenario.policies.tp > 1:
         with torch.device("meta"):
             module = build_module(scenario.workload.model.module, where=where)
-        _check(scenario, module, where=f"{where}: ")
+        _check(scenario, module, blocks_of(scenario.workload.model, module), where=f"{where}: ")
 
 
-def _check(scenario: Scenario, module: nn.Module, *, where: str = "") -> None:
-    for block in blocks_of(scenario.workload.model, module):
+def _check(scenario: Scenario, module: nn.Module, blocks: Sequence[nn.Module], *, where: str = "") -> None:
+    for block in blocks:
         cut = cut_or_reason(block)
         if isinstance(cut, str):
             raise UserError(f"{where}workload.model: a block cannot be cut: {cut}")

@@ -1,6 +1,6 @@
 """One training step of a module prepared for a plan."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -23,6 +23,11 @@ if TYPE_CHECKING:
     from gsreal.methods.expert_parallel import ExpertGradients, ShardedExpertGradients
     from gsreal.methods.periodic import Synchronization
     from gsreal.methods.tensor_slices import PartialGradients
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def weighted(loss: Tensor, factor: float) -> Tensor:
@@ -89,7 +94,7 @@ class LossScaler:
             cast = True
             copies.gradient_factor = 1 / self.scale
         gradients = [p.grad for p in module.parameters() if p.grad is not None]
-        own = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+        own = [_local(gradient) for gradient in gradients]
         found = torch.zeros((), device=own[0].device)
         inverse = torch.full((), 1.0 if cast else 1 / self.scale, device=own[0].device)
         with timeline.span("unscale gradients", "optimizer"):
@@ -242,6 +247,14 @@ class Training:
         if self.slices is None:
             nn.utils.clip_grad_norm_(self.module.parameters(), norm)
             return
+        gradients = {p: p.grad for p in self.module.parameters() if p.grad is not None}
+        squares = self._squares_over_slices(gradients)
+        like = next(iter(gradients.values()))
+        self._scale_down(gradients.values(), norm, squares.sqrt().to(like.dtype))
+
+    def _squares_over_slices(self, gradients: Mapping[nn.Parameter, Tensor]) -> Tensor:
+        """Return the sum of the squares of gradients over the ranks that have slices and shards of them."""
+        assert self.slices is not None
         first, *others = self.slices
         is_first = dist.get_rank(first) == 0
         sliced = {
@@ -249,16 +262,20 @@ class Training:
             for module in self.module.modules()
             for name in module.__dict__.get("_gsreal_slices", {})
         }
-        own = {p: p.grad for p in self.module.parameters() if p.grad is not None}
-        local = {p: g.to_local() if isinstance(g, DTensor) else g for p, g in own.items()}
-        counted = [gradient for p, gradient in local.items() if is_first or p in sliced]
+        counted = [_local(gradient) for p, gradient in gradients.items() if is_first or p in sliced]
         squares = nn.utils.get_total_norm(counted).double().square()
         for group in (first, *others):
             with self.timeline.span("all-reduce gradient norm of slices", "exposed_communication", group):
                 dist.all_reduce(squares, group=group)
-        total = squares.sqrt().to(counted[0].dtype)
-        factor = torch.clamp(norm / (total + 1e-6), max=1.0)  # as clip_grads_with_norm_, which takes parameters alone
-        torch._foreach_mul_(list(local.values()), factor)
+        return squares
+
+    @staticmethod
+    def _scale_down(gradients: Iterable[Tensor], norm: float, total: Tensor) -> None:
+        """Scale gradients, whose norm is `total`, down to one of at most `norm`, as `clip_grads_with_norm_` does.
+
+        That takes parameters alone.
+        """
+        torch._foreach_mul_([_local(each) for each in gradients], torch.clamp(norm / (total + 1e-6), max=1.0))
 
     def _update(self) -> None:
         if isinstance(self.optimizer, GradientSharding):

@@ -73,14 +73,26 @@ class _DividedLookup(torch.autograd.Function):
         return None, gradient, None, None, None
 
 
-def divide_vocabulary(scenario: Scenario, module: nn.Module, timeline: Timeline, mesh: DeviceMesh) -> Loss:
+def divide_vocabulary(
+    scenario: Scenario,
+    module: nn.Module,
+    timeline: Timeline,
+    mesh: DeviceMesh,
+    *,
+    first: bool = True,
+    last: bool = True,
+) -> Loss:
     """Reduce a module's embedding and head to this rank's rows of the vocabulary, as the plan says; return its loss.
 
-    `mesh`: the tensor-parallel ranks, one axis.
+    `mesh`: the tensor-parallel ranks, one axis. `first`, `last`: whether the module, a stage, has the model's first
+    layers and its last.
     """
-    if scenario.plan.embedding_parallel:
+    plan, model = scenario.plan, scenario.workload.model
+    if plan.embedding_parallel and first:
         _divide_embedding(scenario, module, timeline, mesh)
-    return _divide_loss(scenario, module, timeline, mesh) if scenario.plan.loss_parallel else loss_of
+    if not (plan.loss_parallel and last):
+        return loss_of
+    return _divide_loss(scenario, module, timeline, mesh, is_divided=first and shares_embedding(model))
 
 
 def _divide_embedding(scenario: Scenario, module: nn.Module, timeline: Timeline, mesh: DeviceMesh) -> None:
@@ -108,14 +120,16 @@ def _divide_embedding(scenario: Scenario, module: nn.Module, timeline: Timeline,
     embedding.__class__ = type(kind.__name__, (kind, DividedEmbedding), {}) if does_more else DividedEmbedding
 
 
-def _divide_loss(scenario: Scenario, module: nn.Module, timeline: Timeline, mesh: DeviceMesh) -> Loss:
+def _divide_loss(
+    scenario: Scenario, module: nn.Module, timeline: Timeline, mesh: DeviceMesh, *, is_divided: bool
+) -> Loss:
     """Reduce a module's head to this rank's rows of the vocabulary; return the loss of its logits.
 
-    A head that shares the weight of the token embedding has them already.
+    `is_divided`: the head shares the weight of the module's token embedding, and has them already.
     """
     group, all_reduce = mesh.get_group(), observed_all_reduce(mesh, timeline)
     head = module.get_submodule(unrolled(scenario.workload.model)[-2].module)
-    if shares_embedding(scenario.workload.model):
+    if is_divided:
         entries = unrolled(scenario.workload.model)[0].layer.parameters[0].shape[0]
         first = sum(units_of_ranks(entries, scenario.slice_shares)[: mesh.get_local_rank()])
     else:

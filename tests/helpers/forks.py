@@ -177,21 +177,42 @@ ALONE = uuid.uuid4().hex
 PATIENCE_S = 120
 
 
-@cache
-def forked_from() -> Parent:
-    """Return the fork that this process's ranks are forked from.
+def run_of_tests() -> tuple[str, int]:
+    """Return the address of the process that ranks are forked from, and the process whose end is its end.
 
-    The process that has imported torch is started by whoever needs it first: of several that are started, those that
-    find the socket bound end at once.
+    Where tests run side by side, all have one, which ends with their parent.
+    """
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", ALONE)
+    return f"\0gsreal-forks-{run}", os.getpid() if run == ALONE else os.getppid()
+
+
+def start_server() -> None:
+    """Start the process that has imported torch, which takes it seconds.
+
+    Of several that are started, those that find the socket bound end at once.
     """
     from gsreal.lab.throttle import throttle_library
     from gsreal.machine import ENVIRONMENT
     from gssim.errors import UserError
 
-    # where tests run side by side, these have one parent, whose end is the end of all
-    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", ALONE)
-    owner = os.getpid() if run == ALONE else os.getppid()
-    address, until_s, started = f"\0gsreal-forks-{run}", time.monotonic() + PATIENCE_S, False
+    address, owner = run_of_tests()
+    paths = os.pathsep.join(path for path in sys.path if path)
+    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": paths}
+    with suppress(UserError):
+        if (throttle := throttle_library()) is not None:  # does nothing until a rank asks it
+            environment["LD_PRELOAD"] = str(throttle)
+    line, nothing = [sys.executable, __file__, address[1:], str(owner)], subprocess.DEVNULL
+    SERVERS.append(subprocess.Popen(line, env=environment, stdin=nothing, stdout=nothing, start_new_session=True))
+
+
+@cache
+def forked_from() -> Parent:
+    """Return the fork that this process's ranks are forked from.
+
+    The process that has imported torch is started by whoever needs it first, unless it was before (`start_server`).
+    """
+    address, _ = run_of_tests()
+    until_s = time.monotonic() + PATIENCE_S
     while True:
         connection = socket.socket(socket.AF_UNIX)
         try:
@@ -204,16 +225,8 @@ def forked_from() -> Parent:
         else:
             atexit.register(parent.end)
             return parent
-        if not started:
-            paths = os.pathsep.join(path for path in sys.path if path)
-            environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": paths}
-            with suppress(UserError):
-                if (throttle := throttle_library()) is not None:  # does nothing until a rank asks it
-                    environment["LD_PRELOAD"] = str(throttle)
-            line, nothing = [sys.executable, __file__, address[1:], str(owner)], subprocess.DEVNULL
-            server = subprocess.Popen(line, env=environment, stdin=nothing, stdout=nothing, start_new_session=True)
-            SERVERS.append(server)
-            started = True
+        if all(server.poll() is not None for server in SERVERS):
+            start_server()
         time.sleep(0.05)
 
 

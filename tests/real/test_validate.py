@@ -100,8 +100,9 @@ def test_a_call_that_is_ended_keeps_what_is_finished_and_the_next_compares_all_p
     with monkeypatch.context() as patched:  # of a call that has no time but for the comparison, and compares nothing
         for name, value in {**ENVIRONMENT, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}.items():
             patched.setenv(name, value)
-        patched.setattr(validate, "run_module", lambda *_words: None)
-        patched.setattr(validate.subprocess, "run", lambda *_words, **_how: SimpleNamespace(returncode=0))
+        patched.setattr(validate, "run_modules", lambda *_words: None)
+        nothing = SimpleNamespace(returncode=0, communicate=lambda: (None, None))
+        patched.setattr(validate.subprocess, "Popen", lambda *_words, **_how: nothing)
         over = commands.run("gsreal", "validate", *line, "--seconds", 10)
     assert over.returncode == 0, over.stderr
     assert "1 of 2 are there already" in over.stderr

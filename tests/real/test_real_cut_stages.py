@@ -1,0 +1,92 @@
+"""Real: stages whose blocks are cut among tensor-parallel ranks: one device's training, exact predictions."""
+
+import json
+
+import pytest
+from real_runs import HELPERS, predicted, predicted_peaks, quick, run_cases, scenario_file, star, tolerance_of
+
+pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
+
+pytestmark = pytest.mark.real
+
+USUAL = ["workload.sequence_length=24", "workload.global_batch_size=12", "plan.micro_batches=3"]
+ON_EIGHT = ["workload.sequence_length=24", "workload.global_batch_size=8", "plan.micro_batches=2"]
+SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
+ADAMW64 = ["workload.optimizer=adamw", "workload.precision=fp64", "workload.learning_rate=1e-3"]
+CUT = ["plan.pp=2", "plan.tp=2"]
+PIPELINE = [*CUT, "plan.method=pipeline"]
+SEQUENCE = ["plan.sequence_parallel=true"]
+VOCABULARY = ["plan.embedding_parallel=true", "plan.loss_parallel=true"]
+CLIP = ["workload.clip_norm=0.05"]
+GPT2 = [f"workload.model={HELPERS}/models/gpt2.toml"]
+FULL, GPIPE, INTERLEAVED = (
+    ["plan.recompute=full"],
+    ["plan.schedule=gpipe"],
+    ["plan.schedule=interleaved", "plan.micro_batches=4"],
+)
+UNEVEN = ["plan.method=gs_tp", *CUT, "plan.shares.shards=[0.75,0.25]"]
+
+FOUR = {
+    "gpt-sgd": [*USUAL, *SGD, *PIPELINE],
+    "gpt2-tied-vocabulary-sgd": [*USUAL, *SGD, *PIPELINE, *VOCABULARY, *GPT2],
+    "gpt-sequence-full-clipped-adamw": [*USUAL, *ADAMW64, *PIPELINE, *SEQUENCE, *FULL, *CLIP],
+    "gpt-sequence-selective-adamw": [*USUAL, *ADAMW64, *PIPELINE, *SEQUENCE, "plan.recompute=selective"],
+    "gpt-gpipe-clipped-sgd": [*USUAL, *SGD, *PIPELINE, *GPIPE, *CLIP],
+    "gpt-interleaved-sgd": [*USUAL, *SGD, *PIPELINE, *INTERLEAVED],
+    "gpt-uneven-sgd": [*USUAL, *SGD, *UNEVEN],
+    "gpt2-full-adamw": [*USUAL, *ADAMW64, *PIPELINE, *FULL, *GPT2],
+}
+EIGHT = {
+    "ddp-uneven-clipped-adamw": [
+        *ON_EIGHT, *ADAMW64, *CUT, *CLIP, "plan.method=ddp", "plan.shares.batch=[0.75,0.25]"
+    ],
+    "zero1-tied-vocabulary-clipped-sgd": [*ON_EIGHT, *SGD, *CUT, *CLIP, *VOCABULARY, *GPT2, "plan.method=zero1"],
+    "zero2-sgd": [*ON_EIGHT, *SGD, *CUT, "plan.method=zero2"],
+    "zero3-sequence-vocabulary-full-adamw": [
+        *ON_EIGHT, *ADAMW64, *CUT, *SEQUENCE, *VOCABULARY, *FULL, "plan.method=zero3"
+    ],
+    "zero3-clipped-adamw": [*ON_EIGHT, *ADAMW64, *CUT, *CLIP, "plan.method=zero3"],
+}  # fmt: skip
+FEW = ("gpt2-tied-vocabulary-sgd", "gpt-sequence-full-clipped-adamw")
+"""Cases that are not slow: own slices and DTensors, whole sequences and parts, a divided vocabulary on both ends."""
+GROUPS = {
+    "4": (4, {name: case for name, case in FOUR.items() if name in FEW}),
+    "4-others": (4, {name: case for name, case in FOUR.items() if name not in FEW}),
+    "8": (8, EIGHT),
+}
+
+
+@pytest.fixture(scope="module", params=quick(GROUPS, ["4"]))
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict]:
+    """Run all cases of a group in one launch; return (cases, what they showed)."""
+    ranks, group = GROUPS[request.param]
+    cases = {
+        name: {"scenario": scenario_file("small-demo.toml"), "overrides": [star(ranks), *overrides]}
+        for name, overrides in group.items()
+    }
+    return cases, run_cases(tmp_path_factory.mktemp(f"cut{request.param}"), cases, ranks=ranks)
+
+
+def test_parameters_after_five_steps_equal_those_of_one_device(world: tuple[dict, dict]) -> None:
+    for name, seen in world[1].items():
+        assert seen["largest_parameter"] > 0.05
+        assert seen["difference"] <= tolerance_of(name, name.split("-")[-1]) * seen["largest_parameter"], name
+        assert seen["replicas_equal"], name
+
+
+def test_losses_are_those_of_one_device(world: tuple[dict, dict]) -> None:
+    for name, seen in world[1].items():
+        alone = seen["losses_alone"]
+        assert seen["losses"][: len(alone)] == pytest.approx(alone[: len(seen["losses"])], rel=1e-5), name
+
+
+def test_the_predicted_collectives_are_the_ones_that_the_process_group_saw(world: tuple[dict, dict]) -> None:
+    for name, case in world[0].items():
+        entries = sorted([list(entry.key) for entry in predicted(case).collectives], key=str)
+        assert json.loads(json.dumps(entries)) == sorted(world[1][name]["collectives"], key=str), name
+
+
+def test_the_predicted_peak_of_every_rank_is_the_counted_one(world: tuple[dict, dict]) -> None:
+    for name, case in world[0].items():
+        most = 0.015 if name == "zero3-clipped-adamw" else 0.002
+        assert predicted_peaks(case) == pytest.approx(world[1][name]["peaks"], rel=most), name
