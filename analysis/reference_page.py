@@ -23,6 +23,7 @@ from pydantic_core import PydanticUndefined
 
 from analysis.study.study import Study
 from gssim.cluster import Cluster
+from gssim.cluster.presets import presets
 from gssim.errors import UserError
 from gssim.execution.files import read_text
 from gssim.scenario import Scenario
@@ -149,7 +150,8 @@ test holds that it is up to date.)*
 
 A scenario is a question: a cluster, a workload, a plan and the length of a run. Both `gssim run` and `gsreal run` take
 it as it is. Its first line says what it answers. Where it needs a cluster, a model or gradient statistics it names a
-file, looked up beside it, or has the table inline. Any key can be overridden by its whole path:
+file, looked up beside it, or has the table inline. Any key can be overridden by its whole path, where
+entries of an array are counted from 0 (`cluster.topology.servers.0.count=4`):
 
 ```sh
 gssim check scenarios/demo.toml --set plan.method=ddp --set 'plan.shares.batch=[0.75, 0.25]'
@@ -186,7 +188,30 @@ def page(folder: Path) -> str:
             parts.append(f"### {_title(table, root)}\n")
             parts.append(f"At {', '.join(f'`{path}`' for path in paths)}. {meaning}\n")
             parts.append(_keys(table))
-    return "\n".join([*parts, *_limits()])
+    return "\n".join([*parts, *_presets(), *_limits()])
+
+
+def _presets() -> Iterator[str]:
+    """Yield the section on the devices and links that cluster files may name."""
+    yield "## Presets\n"
+    yield (
+        "Device types and links that a cluster file may name instead of stating them; `gssim cluster --gpu NAME` makes "
+        "a whole file of one. Rates of devices are without sparsity, those of links of one direction. What training "
+        "reaches of them, prices, power and the source of every number: `gssim/cluster/devices.toml`, `links.toml`.\n"
+    )
+    devices = [
+        [
+            f"`{name}`",
+            preset["memory_bytes"],
+            ", ".join(f"{precision} {rate}" for precision, rate in preset["peak_flop_per_s"].items()),
+        ]
+        for name, preset in presets("devices").items()
+    ]
+    yield _table(["device", "memory", "dense rates"], devices)
+    links = [
+        [f"`{name}`", preset["bandwidth_bytes_per_s"], preset["latency_s"]] for name, preset in presets("links").items()
+    ]
+    yield _table(["link", "rate", "latency"], links)
 
 
 def _limits() -> Iterator[str]:

@@ -10,6 +10,7 @@ Of many settings, `representative` selects a few in which every value of every c
 """
 
 import re
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +23,8 @@ import polars as pl
 from analysis.compare.table import ResultFile, name_of, sweep_group, threshold_of
 from gssim.errors import UserError
 from gssim.execution.files import check_text_name, of_text_cell
+from gssim.plan.words import in_words
+from gssim.planner import PLAN as PLAN_TABLE
 from gssim.result import Result
 from gssim.scenario.sweep import SEPARATOR
 from gssim.sweeps import POINT_COLUMNS, RESULT_COLUMNS, columns_of, files_of, kind_of, outcome, table_of
@@ -114,10 +117,18 @@ def table_from(files: Sequence[ResultFile], *, name: str) -> SweepTable:
 
 
 def table_of_search(files: Sequence[ResultFile], *, name: str) -> SweepTable:
-    """Return the plans that `gssim search --json` found as a table, whose points are named as `--set` takes them."""
+    """Return the plans that `gssim search --json` found as a table.
+
+    Its points are named as `--set` takes them, and its variants, which charts show, as the search prints them.
+    """
     found = table_from(files, name=name)
     plans = [str(file.result.provenance["search"]["plan"]) for file in files]
-    rows = tuple(row | {"point": plan, "variant": plan} for row, plan in zip(found.rows, plans, strict=True))
+    names = [in_words(PLAN_TABLE.validate_python(tomllib.loads(plan)["plan"])) for plan in plans]
+    # shares that were given by number may be equal in words
+    names = [f"{name} ({n})" if (n := names[:i].count(name) + 1) > 1 else name for i, name in enumerate(names)]
+    rows = tuple(
+        row | {"point": plan, "variant": name} for row, plan, name in zip(found.rows, plans, names, strict=True)
+    )
     scenario = f"{name_of(files[0].result)}.toml"
     shipped = SCENARIOS / scenario
     return replace(found, rows=rows, command=("gssim", "run", str(shipped if shipped.is_file() else scenario), "--set"))

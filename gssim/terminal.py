@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from gssim.errors import RunFailedError, UserError, one_line
@@ -102,10 +102,13 @@ SHOWN_GROUPS = 4
 
 
 def _collective_table(result: Result, title: str) -> Table:
-    """Return a table of a step's collectives; those that many groups carry out alike have one row."""
+    """Return a table of a step's collectives; those that many groups carry out alike have one row.
+
+    `size` is that of one call, and `carried` what it sends of that on average, where data decide it.
+    """
     alike: dict[tuple[str, ...], list[Sequence[int]]] = {}
     for entry in result.collectives:
-        carried = "all" if entry.payload_bytes is None else human_bytes(entry.payload_bytes)
+        carried = "all" if entry.payload_bytes is None else human_bytes(entry.payload_bytes / entry.count)
         key = (entry.kind, str(entry.count), human_bytes(entry.bytes), carried, str(len(entry.group)))
         alike.setdefault(key, []).append(entry.group)
     table = Table("collective", "ranks", "count", "size", "carried", title=title)
@@ -277,7 +280,9 @@ def _rank_table(result: Result) -> Table:
     reserves = any(entry.fragmentation_ratio for entry in result.ranks)
     constants = list(dict.fromkeys(name for entry in result.ranks for name in entry.outside_bytes))
     memory = ["peak allocated", *(["peak reserved", "unused of it"] if reserves else []), *constants]
-    table = Table("ranks", "device", *memory, *(name.replace("_", " ") for name in result.phases_s))
+    phases = [name for name in result.phases_s if any(entry.phases_s[name] for entry in result.ranks)]
+    heads = ["ranks", "device", *memory, *(name.replace("_", " ") for name in phases)]
+    table = Table(*(Column(head, overflow="fold") for head in heads))  # a word that is cut off could be any of two
     for entry in result.ranks:
         known = entry.peak_reserved_bytes is not None
         reserved = [human_bytes(entry.peak_reserved_bytes or 0.0), f"{entry.fragmentation_ratio or 0.0:.1%}"]
@@ -287,7 +292,7 @@ def _rank_table(result: Result) -> Table:
             human_bytes(entry.peak_allocated_bytes),
             *((reserved if known else ["", ""]) if reserves else ()),
             *(human_bytes(entry.outside_bytes.get(name, 0.0)) for name in constants),
-            *(human_seconds(value) for value in entry.phases_s.values()),
+            *(human_seconds(entry.phases_s[name]) for name in phases),
         )
     return table
 

@@ -352,6 +352,11 @@ def explain(error: ValidationError, cls: type, *, file: str, under: str = "") ->
         return f"{file}: {path}: unknown key; {_allowed(table, place)}{more}"
     if fault["type"] == "missing":
         return f"{file}: {path}: missing{more}"
+    if fault.get("ctx", {}).get("discriminator") == "'kind'":  # one of several tables, which its key `kind` tells apart
+        if fault["type"] == "union_tag_not_found":
+            return f"{file}: {path}.kind: missing{more}"
+        tag, tags = shown_value(fault["ctx"]["tag"]), fault["ctx"]["expected_tags"].replace("'", "")
+        return f"{file}: {path}.kind = {tag}: allowed: {tags}{more}"
     message = NOT_OF_THE_TYPE.get(fault["type"], fault["msg"].removeprefix("Value error, "))
     names_a_key = fault["type"] == "value_error" and isinstance(fault["input"], dict)
     shown = shown_value(fault["input"])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gsreal.gradient_sharding.sharded_parameters import gathered
 from gsreal.measure import Timeline
 from gsreal.methods.checkpointing import blocks_of, checkpoint_blocks
-from gsreal.methods.context_parallel import divide_context, observed_parts
+from gsreal.methods.context_parallel import context_exchange, divide_context
 from gsreal.methods.data_parallel import (
     all_reduce_gradients,
     fully_shard_parameters,
@@ -21,10 +21,9 @@ from gsreal.methods.data_parallel import (
 )
 from gsreal.methods.expert_parallel import divided_experts, load_experts
 from gsreal.methods.gradient_sharding import push_gradients, train_owned_layers
-from gsreal.methods.meshes import context_group, data_group, device_mesh, shard_group
+from gsreal.methods.meshes import data_group, device_mesh, shard_group
 from gsreal.methods.optimizers import mark_matrices
 from gsreal.methods.pipelined import StageModules, pipeline_stages
-from gsreal.methods.ring_attention import observed_ring
 from gsreal.methods.tensor_slices import PartialGradients, partial_gradients, slice_blocks, whole_parameter
 from gsreal.methods.training import LossScaler, Training
 from gsreal.methods.vocabulary_parallel import Loss, divide_vocabulary
@@ -53,9 +52,7 @@ def prepare(scenario: Scenario, module: nn.Module, timeline: Timeline, device: t
         training = pipeline_stages(scenario, module, timeline, device)
         return _with_updates(scenario, training, device)
     if policies.cp > 1:  # inside what is checkpointed, whose recomputation exchanges again
-        group = context_group(policies, device)
-        ring = observed_ring(group, timeline, zigzag=policies.zigzag) if policies.ring else None
-        divide_context(module, blocks_of(scenario.workload.model, module), ring or observed_parts(group, timeline))
+        divide_context(module, blocks_of(scenario.workload.model, module), context_exchange(policies, timeline, device))
     if scenario.plan.recompute != "none":
         checkpoint_blocks(scenario.workload.model, module, scenario.plan.recompute)
     divided: PartialGradients | None = None

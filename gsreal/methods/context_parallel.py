@@ -24,10 +24,11 @@ from torch.nn import functional as F
 
 from gsreal.measure import Timeline
 from gsreal.methods.mapped import Mapped
-from gsreal.methods.ring_attention import Ring, attend_in_ring
+from gsreal.methods.meshes import context_group
+from gsreal.methods.ring_attention import Ring, attend_in_ring, observed_ring
 from gsreal.model_files.build import sequences_not_packed
 from gssim.errors import UserError
-from gssim.plan import position_ranges
+from gssim.plan import Policies, position_ranges
 
 Attention = Callable[..., Tensor]
 
@@ -80,10 +81,13 @@ def _attend(
     return Mapped.apply(attention(*whole, *others, **settings), parts.to_parts, parts.to_heads)
 
 
-def divide_context(module: nn.Module, blocks: Iterable[nn.Module], parts: ContextParts | Ring) -> None:
+def divide_context(
+    module: nn.Module, blocks: Iterable[nn.Module], parts: ContextParts | Ring, *, sequence_parts: int = 1
+) -> None:
     """Make a module of these blocks take a rank's parts of sequences, of all of which each rank has as many positions.
 
-    Its attention exchanges heads, or keys and values in a ring.
+    Its attention exchanges heads, or keys and values in a ring. `sequence_parts`: of how many equal parts of a rank's
+    part the module, a stage, is given one.
 
     Raises UserError if it is known not to be able to.
     """
@@ -114,7 +118,7 @@ def divide_context(module: nn.Module, blocks: Iterable[nn.Module], parts: Contex
     def with_positions(
         _module: nn.Module, args: tuple[Any, ...], settings: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        whole = args[0].shape[1] * parts.ranks
+        whole = args[0].shape[1] * sequence_parts * parts.ranks
         zigzag = isinstance(parts, Ring) and parts.zigzag
         ranges = position_ranges(whole, ranks=parts.ranks, rank=parts.rank, zigzag=zigzag)
         runs = [torch.arange(*each, device=args[0].device) for each in ranges]
@@ -124,6 +128,12 @@ def divide_context(module: nn.Module, blocks: Iterable[nn.Module], parts: Contex
     module.register_forward_pre_hook(with_positions, with_kwargs=True)
     if isinstance(parts, Ring):  # positions that do not follow one another are no packed sequences
         module.forward = sequences_not_packed()(module.forward)
+
+
+def context_exchange(policies: Policies, timeline: Timeline, device: torch.device) -> ContextParts | Ring:
+    """Return how this rank's sequences are divided, and what its attention exchanges: heads, or keys in a ring."""
+    group = context_group(policies, device)
+    return observed_ring(group, timeline, zigzag=policies.zigzag) if policies.ring else observed_parts(group, timeline)
 
 
 def observed_parts(group: dist.ProcessGroup, timeline: Timeline) -> ContextParts:

@@ -21,6 +21,7 @@ from gsreal.gradient_sharding import GradientSharding
 from gsreal.machine import group_threads
 from gsreal.measure import Timeline
 from gsreal.methods.checkpointing import checkpoint_block
+from gsreal.methods.context_parallel import context_exchange, divide_context
 from gsreal.methods.data_parallel import cast_all_reduce, fully_shard_module, leave_experts, sharded_optimizer
 from gsreal.methods.expert_parallel import ExpertGradients, ShardedExpertGradients, divided_experts, load_experts
 from gsreal.methods.gradient_sharding import pushing_optimizer
@@ -38,8 +39,8 @@ from gsreal.methods.training import Training, Weights, weighted
 from gsreal.methods.vocabulary_parallel import Loss, divide_vocabulary
 from gsreal.model_files.build import autocast, loss_of
 from gsreal.run.rank import gather_json, wire_device
-from gssim.plan import DATA_AXES, DDP_BUCKET_BYTES, MIB, Mesh
-from gssim.scenario import Scenario, of_no_sample, schedule_of, tied_parameters
+from gssim.plan import DDP_BUCKET_BYTES, MIB, REPLICA_AXES, Mesh
+from gssim.scenario import Scenario, held_layers, held_slice, of_no_sample, schedule_of, tied_parameters
 from gssim.workload import LayerInstance, unrolled
 
 
@@ -240,9 +241,11 @@ class PipelineTraining(Training):
     def step(self, inputs: Tensor, targets: Tensor, weights: Weights, rank: int) -> Tensor:
         """Train on one batch. Returns the mean loss on ranks of the last stage, 0 on others."""
         assert self.losses is not None
-        if isinstance(self.optimizer, GradientSharding):  # the owner weighs each rank's mean
-            self.optimizer.weights = tuple(weights.ranks[each] for each in self.losses_at)
         scale = self.scale * weights.ranks[rank] if self.scale else 1.0
+        if isinstance(self.optimizer, GradientSharding):  # the owner weighs each rank's mean
+            pushed = weights.pushed
+            self.optimizer.weights = tuple(pushed[each] for each in self.losses_at)
+            scale = weights.ranks[rank] / pushed[rank] if pushed[rank] else 1.0
         scale *= self.scaler.scale if self.scaler is not None else 1.0
         self.losses.begin(tuple(scale * weight for weight in weights.micro_batches))
         arguments = (inputs,) if inputs.numel() else ()
@@ -272,16 +275,7 @@ def pipeline_stages(scenario: Scenario, module: nn.Module, timeline: Timeline, d
     assert group is not None
     numbers = range(mesh.place(rank).pp, len(stages), mesh.pp)
     last_gradient: list[Any] = []
-    modules = []
-    for number in numbers:
-        parts = scenario.policies.tp if _takes_parts(scenario, stages[number], norm) else 1
-        part = stage_module(module, stages[number], shared=number != numbers[-1], model=model, sequence_parts=parts)
-        if scenario.plan.recompute != "none":
-            inner = dict(part.named_modules())
-            for instance in stages[number]:
-                if instance.layer.block:
-                    checkpoint_block(inner[instance.module], scenario.plan.recompute)
-        modules.append(part)
+    modules = _stage_modules(scenario, module, numbers, timeline, device, norm=norm)
     divided, loss = _sliced(scenario, dict(zip(numbers, modules, strict=True)), norm, timeline, device)
     experts: list[ExpertGradients | ShardedExpertGradients | None] = []
     for part in modules:
@@ -289,7 +283,7 @@ def pipeline_stages(scenario: Scenario, module: nn.Module, timeline: Timeline, d
         experts.append(divided_experts(scenario, part, timeline, device) if scenario.policies.ep > 1 else None)
         mark_matrices(scenario.workload, part)  # copied and divided parameters are others than before
     is_replicated = scenario.policies.gradients == "all-reduce"
-    replicas = process_group(mesh, rank, *DATA_AXES) if is_replicated else None
+    replicas = process_group(mesh, rank, *REPLICA_AXES) if is_replicated else None
     if scenario.policies.gradients == "reduce-scatter":
         for number, part in zip(numbers, modules, strict=True):
             inner = dict(part.named_modules())
@@ -301,7 +295,7 @@ def pipeline_stages(scenario: Scenario, module: nn.Module, timeline: Timeline, d
         ObservedStage(part, i, len(stages), device, group=group) for i, part in zip(numbers, modules, strict=True)
     ]
     own_stages = StageModules(modules, group, names)
-    layers = [replace(instance, index=i) for i, instance in enumerate(stages[numbers[-1]])]
+    layers = [replace(instance, index=i) for i, instance in enumerate(_pushed_layers(scenario)[numbers[-1]])]
     optimizer = _optimizer(scenario, own_stages, layers, timeline, device, replicas)
     sharding = optimizer if isinstance(optimizer, GradientSharding) else None
     for stage, of_stage in zip(observed, experts, strict=True):
@@ -312,14 +306,14 @@ def pipeline_stages(scenario: Scenario, module: nn.Module, timeline: Timeline, d
         own_stages,
         optimizer,
         timeline,
-        scale=0.0 if sharding else float(mesh.data_ranks),
+        scale=0.0 if sharding else float(mesh.replica_ranks),
         last_gradient=last_gradient,
         run=_schedule(scenario, observed, losses).step,
         losses=losses,
         copies=tied_copies(scenario, modules, aliases),
         experts=ShardedExpertGradients(own_stages, scenario.policies.ep) if shards_experts else None,
         partial_gradients=divided,
-        losses_at=[mesh.group(each, "pp")[-1] for each in mesh.group(rank, *DATA_AXES)],
+        losses_at=[mesh.group(each, "pp")[-1] for each in mesh.group(rank, *REPLICA_AXES)],
     )
 
 
@@ -328,6 +322,31 @@ def _takes_parts(scenario: Scenario, stage: Sequence[LayerInstance], norm: bool)
     blocks = [instance.index for instance in unrolled(scenario.workload.model) if instance.layer.block]
     first = next(instance.index for instance in stage if not of_no_sample(instance.layer))
     return scenario.policies.sequence_parallel and blocks[0] < first <= blocks[-1] + norm
+
+
+def _stage_modules(
+    scenario: Scenario, module: nn.Module, numbers: range, timeline: Timeline, device: torch.device, *, norm: bool
+) -> list[nn.Module]:
+    """Return the rank's stages of a module, whose sequences are divided and whose blocks are checkpointed, if at all.
+
+    `norm`: whether one follows the model's last block.
+    """
+    policies, model, recompute = scenario.policies, scenario.workload.model, scenario.plan.recompute
+    exchange = context_exchange(policies, timeline, device) if policies.cp > 1 else None
+    modules = []
+    for number in numbers:
+        layers = scenario.stages[number]
+        parts = policies.tp if _takes_parts(scenario, layers, norm) else 1
+        part = stage_module(module, layers, shared=number != numbers[-1], model=model, sequence_parts=parts)
+        inner = dict(part.named_modules())
+        blocks = [inner[instance.module] for instance in layers if instance.layer.block]
+        if exchange is not None:  # inside what is checkpointed, whose recomputation exchanges again
+            divide_context(part, blocks, exchange, sequence_parts=parts)
+        if recompute != "none":
+            for block in blocks:
+                checkpoint_block(block, recompute)
+        modules.append(part)
+    return modules
 
 
 def _sliced(
@@ -347,6 +366,13 @@ def _sliced(
         is_last = number == len(scenario.stages) - 1
         loss = divide_vocabulary(scenario, part, timeline, mesh, first=number == 0, last=is_last)
     return partial_gradients(scenario, places, timeline, mesh), loss
+
+
+def _pushed_layers(scenario: Scenario) -> Sequence[Sequence[LayerInstance]]:
+    """Return the layers of each stage, with their gradients in the order in which a rank has them."""
+    if scenario.policies.cp == 1:
+        return scenario.stages
+    return held_layers(unrolled(held_slice(scenario, 0)), scenario.stage_ranges)  # parts of sequences: another order
 
 
 def _optimizer(

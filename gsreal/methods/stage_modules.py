@@ -30,11 +30,6 @@ def check_stages(scenario: Scenario, *, where: str) -> None:
     pp, model = scenario.policies.pp, scenario.workload.model
     if pp == 1:
         return
-    if scenario.policies.cp > 1:
-        raise UserError(
-            f"{where}: plan.pp = {pp}: stages on parts of sequences (plan.cp = {scenario.policies.cp}) can be "
-            "predicted, but not run yet; allowed: plan.cp = 1"
-        )
     with torch.device("meta"):
         module = build_module(model.module, where=where)
     if model.module.hugging_face is not None:
@@ -184,26 +179,34 @@ def _keep_hugging_face_layers(
         module.get_submodule(chain[first].module).register_forward_pre_hook(take_input, with_kwargs=True)
     tokens = isinstance(model.input, TokenInput)
     parts = sequence_parts if tokens else 0
-    module.forward = partial(_run_stage, module.forward, received if first > 0 else None, end, parts)
+    run = partial(_run_stage, module.forward, received if first > 0 else None, end, parts)
+    run.__signature__ = inspect.signature(module.forward)  # type: ignore[attr-defined]  # it hands on what that takes
+    module.forward = run
 
 
 def _run_stage(
-    whole: Callable[..., Any], received: list[Tensor] | None, end: _End | None, sequence_parts: int, x: Tensor
+    whole: Callable[..., Any],
+    received: list[Tensor] | None,
+    end: _End | None,
+    sequence_parts: int,
+    x: Tensor,
+    **settings: Any,
 ) -> Tensor:
     """Return the output of a stage for its input; `whole`: the forward of the model without other stages' layers.
 
-    `sequence_parts`: of how many equal parts of a sequence of tokens `x` is one; 0: of images.
+    `sequence_parts`: of how many equal parts of a sequence of tokens `x` is one; 0: of images. `settings`: of the
+    model's forward.
     """
     output = None
     try:
         if received is None:
-            output = whole(x)
+            output = whole(x, **settings)
         else:
             received.append(x)
             # goes through the layers of other stages, and takes no memory; a vision transformer indexes its positions
             if sequence_parts:  # masks and rotary angles are of whole sequences
                 shape = (x.shape[0], x.shape[1] * sequence_parts, *x.shape[2:])
-                output = whole(inputs_embeds=x.new_zeros(()).expand(shape))
+                output = whole(inputs_embeds=x.new_zeros(()).expand(shape), **settings)
             else:
                 output = whole(x.new_zeros(()).expand(*x.shape, *[1] * (4 - x.dim())))
     except _EndError:

@@ -280,7 +280,7 @@ def search_command(
 ) -> None:
     """Find the best plans for a scenario's cluster and model under the devices' memory.
 
-    The table [search] of the scenario says what is searched (see gssim.scenario.search_space);
+    The scenario's table `search` says what is searched (keys: scenarios/README.md, SearchSpace);
     --set search.KEY=VALUE overrides it.
     --json prints the best plans' Results in order, then those of the others on the front of time and memory;
     provenance.search tells them apart.

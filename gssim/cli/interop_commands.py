@@ -73,7 +73,11 @@ def import_command(
             _say("import", "refused", line)
         raise
     for line in found.listed:
-        _say("import", "approximated" if ": approximated: " in line else "without effect", line)
+        said, approximated, how = line.partition(": approximated: ")
+        if approximated:
+            _say("import", "approximated", f"{said}: {how}")
+        else:
+            _say("import", "without effect", line)
     for line in found.defaults:
         _say("import", "default", line)
     if out is not None:

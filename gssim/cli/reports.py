@@ -10,8 +10,8 @@ from rich.table import Column, Table
 
 from gssim import interop
 from gssim.errors import one_line
-from gssim.plan import Plan
 from gssim.plan.methods import Method
+from gssim.plan.words import in_words
 from gssim.planner import PLAN, Found, Outcome, bound_by, memory_lack, reason
 from gssim.scenario.support import Support
 from gssim.terminal import PIPE_WIDTH, plain_console
@@ -98,29 +98,6 @@ def _compared(rival: Mapping[str, Any]) -> str:
     plan = in_words(PLAN.validate_python(tomllib.loads(rival["plan"])["plan"]))
     difference = "" if rival["more_ratio"] is None else f", {rival['more_ratio']:+.1%}"
     return f"{human_seconds(rival['step_time_s'])}{difference}: {plan}\n  {rival['why']}"
-
-
-def in_words(plan: Plan) -> str:
-    """Return a plan in short.
-
-    >>> in_words(Plan(method="zero3", dp_shard=8, micro_batches=4, recompute="full"))
-    'zero3, dp_shard 8, 4 micro-batches, recompute full, batch even'
-    """
-    axes = [(name, getattr(plan, name)) for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")]
-    words = [plan.method, *(f"{name} {size}" for name, size in axes if size and size > 1)]
-    if plan.micro_batches > 1:
-        words.append(f"{plan.micro_batches} micro-batches")
-    if plan.recompute != "none":
-        words.append(f"recompute {plan.recompute}")
-    if plan.offload is not None:
-        words.append(f"offload {plan.offload}")
-    if plan.push.threshold is not None:
-        words.append(f"threshold {plan.push.threshold:g}")
-    batch, shards = plan.shares.batch, plan.shares.shards
-    words.append(f"batch {batch if isinstance(batch, str) else ' '.join(f'{share:.3g}' for share in batch)}")
-    if shards != "even":
-        words.append(f"shards {shards if isinstance(shards, str) else 'given'}")
-    return ", ".join(words)
 
 
 WIDTH = 160

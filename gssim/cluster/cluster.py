@@ -300,7 +300,7 @@ class Cluster:
     links: tuple[Annotated[Link, BeforeValidator(partial(expanded, "links"))], ...] = ()
     """Empty with a topology; all links are in `wiring`. A table may name a `preset`."""
     topology: Topology | None = None
-    """Replaces devices, switches and links."""
+    """Replaces devices, switches and links, which a network of another form (a dragonfly, say) lists itself."""
     host: HostMemory | None = None
     """Memory of each host; needed by `plan.offload` on devices with memory of their own, with a link from every device
     to the node HOST/memory (a server's `host_memory`, or links to a switch of this name). Absent: not known."""

@@ -1,5 +1,6 @@
 """Network conditions of a run: degraded or broken links, and background traffic."""
 
+import difflib
 from dataclasses import replace
 from typing import Annotated
 
@@ -81,7 +82,15 @@ def ends_of(wiring: Wiring, conditions: Conditions) -> list[tuple[int, int]]:
     ]
 
 
+MOST_NAMES = 8
+"""Of so many nodes, messages name all."""
+
+
 def _node(wiring: Wiring, name: str, key: str) -> int:
     if name not in wiring.names:
-        raise UserError(f"{key} = {name!r}: neither a device nor a switch of the cluster")
+        shown = [*wiring.names[:MOST_NAMES], "..."] if len(wiring.names) > MOST_NAMES else wiring.names
+        some = ", ".join(shown)
+        close = difflib.get_close_matches(name, wiring.names, n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise UserError(f"{key} = {name!r}: neither a device nor a switch; {hint}there are {some}")
     return wiring.names.index(name)

@@ -60,4 +60,4 @@ def _preset(kind: Kind, name: str) -> dict[str, Any]:
 
 
 def _allowed(kind: Kind) -> str:
-    return f"allowed: {', '.join(presets(kind))}"
+    return f"allowed: {', '.join(presets(kind))} (scenarios/README.md, Presets)"

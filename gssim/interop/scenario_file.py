@@ -129,12 +129,21 @@ def _content(path: Path, text: str, form: str | None, variables: dict[str, str])
             data = parsed_toml(text, file=file)
         case ".yaml" | ".yml":
             data = parsed_yaml(text, file=file)
+        case ".py":
+            raise UserError(
+                f"{file}: a Python script is not read; give the configuration that it is started with, and its own "
+                f"settings, such as the batch, by --set; {_allowed()}"
+            )
         case _ if text.lstrip().startswith("{"):
             data = parsed_json(text, file=file)
         case _:
             arguments = arguments_in(text, file=file, variables=variables, folder=path.parent)
             if not arguments or form not in (None, "megatron"):
-                raise UserError(f"{file}: holds no arguments such as --micro-batch-size 1; {_allowed()}")
+                hint = "those of Hugging Face's Trainer are not read: give its DeepSpeed or Accelerate file; "
+                raise UserError(
+                    f"{file}: holds no arguments such as --micro-batch-size 1; "
+                    f"{hint if 'per_device_train_batch_size' in text else ''}{_allowed()}"
+                )
             return "megatron", arguments
     if variables:
         raise UserError(f"{file}: --variable {next(iter(variables))}: is for scripts, and this is none")

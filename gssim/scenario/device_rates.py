@@ -10,10 +10,10 @@ from gssim.units import PRECISION_BYTES, Precision, Rate
 from gssim.workload import Layer, LayerInstance, Model, TokenInput, Workload, implementation_on
 
 
-def sample_costs(device: DeviceType, workload: Workload) -> tuple[float, float]:
+def sample_costs(device: DeviceType, workload: Workload, *, name: str) -> tuple[float, float]:
     """Return (fixed_s, sample_s) of a step on `device`: from its profile of the model, else from its achieved FLOP/s.
 
-    The share policies compare devices by it; it is not a prediction of a step.
+    The share policies compare devices by it; it is not a prediction of a step. `name`: of the type, for errors.
     """
     for profile in device.profiles:
         if _is_of(profile, workload):
@@ -28,7 +28,7 @@ def sample_costs(device: DeviceType, workload: Workload) -> tuple[float, float]:
             if time_s > 0:  # a profile may be of memory alone
                 return 0.0, time_s / largest
     flop = sum(_training_flop(layer, workload.sequence_length or 1) for layer in workload.model.layers)
-    return 0.0, flop / achieved_flop_per_s(device, product_precision(device, workload))
+    return 0.0, flop / achieved_flop_per_s(device, product_precision(device, workload), name=name)
 
 
 def layer_costs_s(device: DeviceType, workload: Workload, layers: Sequence[LayerInstance], samples: int) -> list[float]:
@@ -124,10 +124,10 @@ def _tf32_flop_per_s(device: DeviceType) -> float | None:
     return half / 2 if stated is None and half is not None and device.kind == "cuda" else stated
 
 
-def achieved_flop_per_s(device: DeviceType, precision: Rate) -> float:
+def achieved_flop_per_s(device: DeviceType, precision: Rate, *, name: str = "") -> float:
     """Return the rate of matrix products; raise UserError as `peak_flop_per_s` does."""
     own_ratio = device.fp32_efficiency_ratio if precision == "fp32" else None
-    return peak_flop_per_s(device, precision) * (device.efficiency_ratio if own_ratio is None else own_ratio)
+    return peak_flop_per_s(device, precision, name=name) * (device.efficiency_ratio if own_ratio is None else own_ratio)
 
 
 def peak_flop_per_s(device: DeviceType, precision: Rate, *, name: str = "") -> float:
@@ -140,7 +140,8 @@ def peak_flop_per_s(device: DeviceType, precision: Rate, *, name: str = "") -> f
         stated = ", ".join(device.peak_flop_per_s) or "none"
         raise UserError(
             f"cluster: device_types{name and '.' + name}: no peak_flop_per_s.{precision} on a {device.kind} device "
-            f"(stated: {stated}), nor a profile of every layer at this precision and sequence length"
+            f"(stated: {stated}), nor a profile of every layer at this precision and sequence length; "
+            "another workload.precision, or a plan.ranks that leaves out such devices"
         )
     return peak
 

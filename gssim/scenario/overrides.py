@@ -115,6 +115,10 @@ def _toml_text(text: str) -> str:
 def parsed_override(override: str) -> tuple[str, Any]:
     """Return the key and the value of an override; the value is TOML, or a bare string.
 
+    Indices of arrays may be written as in messages.
+
+    >>> parsed_override("run.slowdowns[0].rank=1")
+    ('run.slowdowns.0.rank', 1)
     >>> parsed_override("plan.shares.batch=[0.5, 0.5]"), parsed_override("plan.method=gs")
     (('plan.shares.batch', [0.5, 0.5]), ('plan.method', 'gs'))
     """
@@ -125,7 +129,7 @@ def parsed_override(override: str) -> tuple[str, Any]:
 @lru_cache(maxsize=1024)
 def _parsed(override: str) -> tuple[str, Any]:
     key, separator, value = override.partition("=")
-    key = key.strip()
+    key = re.sub(r"\[(\d+)\]", r".\1", key.strip())
     if not separator or not key:
         raise UserError(f"--set {override}: must be KEY=VALUE, such as plan.push.threshold=1e-3")
     if any("\ud800" <= character <= "\udfff" for character in override):

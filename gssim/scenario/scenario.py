@@ -278,7 +278,8 @@ class Scenario:
     def _sample_costs(self) -> list[tuple[float, float]]:
         """Return (fixed_s, sample_s) of each rank."""
         types = [device.type for device in self.cluster.devices[: self.ranks]]
-        by_type = {name: sample_costs(self.cluster.device_types[name], self.workload) for name in set(types)}
+        known = self.cluster.device_types
+        by_type = {name: sample_costs(known[name], self.workload, name=name) for name in dict.fromkeys(types)}
         return [by_type[name] for name in types]
 
     def resolved(self, shared: Shared | None = None) -> dict[str, Any]:

@@ -164,7 +164,7 @@ MODEL_FAULTS = [
     (("f0 b2@+1 activations", "f0 b2@1 activations"), "'b2@1' is not a moment"),
     (("vocabulary = 16", "vocabulary = 16, colours = 3"), "input.colours: unknown key; allowed: kind, vocabulary, task, maximum_sequence_length"),
     (("vocabulary = 16", "vocabulary = 0"), "input.vocabulary = 0: "),
-    (('kind = "tokens"', 'kind = "sound"'), "input = "),
+    (('kind = "tokens"', 'kind = "sound"'), "input.kind = 'sound': allowed: tokens, image"),
     (('factory = "nowhere.tiny"', ""), "exactly one of factory and hugging_face is needed"),
     (("block = true", "blok = true"), "layers[1].blok: unknown key; did you mean block? allowed: name, modules, block"),
 ]  # fmt: skip

@@ -41,6 +41,8 @@ def test_rates_with_units_become_numbers():
         ({"device_types": {"slow": device_type()}}, "'a' has the unknown type 'fast'; allowed: slow"),
         ({"switches": ["sw", "sw"]}, "'sw' is named twice"),
         ({"backend": "mpi"}, "backend = 'mpi'"),
+        ({"topology": {"kind": "dragonfly"}}, "c.toml: topology.kind = 'dragonfly': allowed: ring, fully-connected, "),
+        ({"topology": {"shape": [4]}}, "c.toml: topology.kind: missing"),
         ({"links": [cluster_data()["links"][0] | {"between": ["a", "x"]}]}, "'x' is neither a device nor a switch"),
         ({"links": [cluster_data()["links"][0] | {"between": ["a", "a"]}]}, "'a' is linked to itself"),
         ({"links": [cluster_data()["links"][0] | {"latency_s": -1}]}, "links[0].latency_s = -1"),

@@ -236,3 +236,6 @@ def test_the_plans_of_a_search_are_points_with_their_commands(tmp_path: Path) ->
     assert data["command"][:2] == ["gssim", "run"]
     assert Path(data["command"][2]).name == "demo.toml"
     assert data["command"][3] == "--set"
+    assert [row["variant"] for row in sweep.rows] == ["ddp, batch even"] + [
+        f"ddp, tp {width}, batch even" for width in (2, 4, 8)
+    ]

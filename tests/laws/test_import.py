@@ -539,6 +539,10 @@ def test_branches_of_a_script_are_asked_for_or_given(tmp_path):
         ("pretrain_gpt.py --micro-batch-size 2 --use-mp-args-from-checkpoint-args", "parallel sizes of a checkpoint"),
         ("if true; then pretrain_gpt.py --micro-batch-size 2", "line 1: 'fi' is missing"),
         ("pretrain_gpt.py --micro-batch-size '2", "line 1: a quotation has no end"),
+        (
+            "torchrun run_clm.py --per_device_train_batch_size 4",
+            "Trainer are not read: give its DeepSpeed",
+        ),
         ("f() { f; }\nf\npretrain_gpt.py --micro-batch-size 2", "nested too deep"),
         ("A=1\n" + "A=$A$A\n" * 60 + "pretrain_gpt.py --micro-batch-size $A", "micro-batch-size"),
         ("for i in 1 2 3; do " * 12 + "x;" + "done; " * 12 + "\npretrain_gpt.py --micro-batch-size 2", "too long"),
@@ -548,6 +552,11 @@ def test_scripts_that_cannot_be_followed_are_refused_in_a_line(tmp_path, text, s
     with pytest.raises(UserError, match=said) as caught:
         imported(tmp_path, text, name="train.sh", model="gpt3-1.3b")
     assert "\n" not in str(caught.value)
+
+
+def test_a_training_script_in_python_is_refused_with_what_is_read_instead(tmp_path):
+    with pytest.raises(UserError, match="a Python script is not read; give the configuration"):
+        imported(tmp_path, "trainer = Trainer(model, args)\n", name="train.py", model="gpt3-1.3b")
 
 
 def test_a_schedule_of_batches_counts_at_its_end(tmp_path):

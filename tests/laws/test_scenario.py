@@ -124,10 +124,18 @@ def profile(seconds: float, **changes) -> Profile:
     return Profile(**({"model": "tiny", "precision": "fp32", "sequence_length": 4, "layers": layers} | changes))
 
 
+def test_shares_by_throughput_name_the_devices_whose_rate_is_not_known():
+    with pytest.raises(UserError, match=r"device_types\.fast: no peak_flop_per_s\.fp16 .*plan\.ranks"):
+        _ = replace(
+            scenario_of(star(2), {"method": "ddp", "shares": {"batch": "throughput"}}),
+            workload=replace(scenario_of(star(2), {"method": "ddp"}).workload, precision="fp16"),
+        ).data_batch_sizes
+
+
 def test_throughput_is_measured_where_there_is_a_profile():
     scenario = scenario_of(star(1), {"method": "single"})
     device = replace(scenario.cluster.type_of(0), profiles=(profile(1e-3),))
-    assert sample_costs(device, scenario.workload) == (0.0, pytest.approx(2 * 5 * 1e-3))
+    assert sample_costs(device, scenario.workload, name="fast") == (0.0, pytest.approx(2 * 5 * 1e-3))
 
 
 def test_a_profile_of_memory_alone_leaves_the_division_of_work_to_the_rates():

@@ -38,3 +38,17 @@ def test_many_groups_have_a_row_for_each_size(result, capsys):
     assert "0, 100; as do 1,499 other groups of 2 " in shown[0]
     assert "1.00 KiB" in shown[0]
     assert "4.00 KiB" in shown[1]
+
+
+def test_what_a_call_carries_is_shown_beside_its_size(result, capsys):
+    sent = replace(sends(1, size=4096)[0], payload_bytes=3 * 2048)
+    (shown,) = lines(replace(result, collectives=(sent,)), capsys)
+    assert "4.00 KiB" in shown
+    assert "2.00 KiB" in shown
+
+
+def test_phases_that_take_no_time_have_no_column(result, capsys):
+    print_result(result)
+    heads = capsys.readouterr().out
+    assert "backward" in heads
+    assert "compression" not in heads

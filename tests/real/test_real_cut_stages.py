@@ -1,4 +1,4 @@
-"""Real: stages whose blocks are cut among tensor-parallel ranks: one device's training, exact predictions."""
+"""Real: stages whose blocks are cut, or whose sequences are divided: one device's training, exact predictions."""
 
 import json
 
@@ -13,7 +13,8 @@ USUAL = ["workload.sequence_length=24", "workload.global_batch_size=12", "plan.m
 ON_EIGHT = ["workload.sequence_length=24", "workload.global_batch_size=8", "plan.micro_batches=2"]
 SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
 ADAMW64 = ["workload.optimizer=adamw", "workload.precision=fp64", "workload.learning_rate=1e-3"]
-CUT = ["plan.pp=2", "plan.tp=2"]
+CUT, DIVIDED = ["plan.pp=2", "plan.tp=2"], ["plan.pp=2", "plan.cp=2"]
+RING = ["plan.context_exchange=ring"]
 PIPELINE = [*CUT, "plan.method=pipeline"]
 SEQUENCE = ["plan.sequence_parallel=true"]
 VOCABULARY = ["plan.embedding_parallel=true", "plan.loss_parallel=true"]
@@ -35,7 +36,14 @@ FOUR = {
     "gpt-interleaved-sgd": [*USUAL, *SGD, *PIPELINE, *INTERLEAVED],
     "gpt-uneven-sgd": [*USUAL, *SGD, *UNEVEN],
     "gpt2-full-adamw": [*USUAL, *ADAMW64, *PIPELINE, *FULL, *GPT2],
-}
+    "gs-ring-full-adamw": [*USUAL, *ADAMW64, *DIVIDED, *RING, *FULL, "plan.method=gs"],
+    "gs-heads-sgd": [*USUAL, *SGD, *DIVIDED, "plan.method=gs"],
+    "gpt2-ddp-heads-gpipe-sgd": [*USUAL, *SGD, *DIVIDED, *GPIPE, *GPT2, "plan.method=ddp"],
+    "zero1-plain-ring-clipped-adamw": [
+        *USUAL, *ADAMW64, *DIVIDED, *RING, *CLIP, "plan.method=zero1", "plan.context_split=plain"
+    ],
+    "zero2-ring-sgd": [*USUAL, *SGD, *DIVIDED, *RING, "plan.method=zero2"],
+}  # fmt: skip
 EIGHT = {
     "ddp-uneven-clipped-adamw": [
         *ON_EIGHT, *ADAMW64, *CUT, *CLIP, "plan.method=ddp", "plan.shares.batch=[0.75,0.25]"
@@ -46,9 +54,19 @@ EIGHT = {
         *ON_EIGHT, *ADAMW64, *CUT, *SEQUENCE, *VOCABULARY, *FULL, "plan.method=zero3"
     ],
     "zero3-clipped-adamw": [*ON_EIGHT, *ADAMW64, *CUT, *CLIP, "plan.method=zero3"],
+    "ddp-ring-cut-sequence-vocabulary-sgd": [
+        *ON_EIGHT, *SGD, *CUT, "plan.cp=2", *RING, *SEQUENCE, *VOCABULARY, "plan.method=ddp"
+    ],
+    "zero3-heads-cut-sequence-clipped-adamw": [
+        *ON_EIGHT, *ADAMW64, *CUT, "plan.cp=2", *SEQUENCE, *CLIP, "plan.method=zero3"
+    ],
+    "gs-heads-uneven-adamw": [
+        *ON_EIGHT, *ADAMW64, *DIVIDED, "plan.method=gs", "plan.dp_shard=2", "plan.shares.batch=[0.75,0.25]"
+    ],
+    "zero3-ring-adamw": [*ON_EIGHT, *ADAMW64, *DIVIDED, *RING, "plan.method=zero3", "plan.dp_shard=2"],
 }  # fmt: skip
-FEW = ("gpt2-tied-vocabulary-sgd", "gpt-sequence-full-clipped-adamw")
-"""Cases that are not slow: own slices and DTensors, whole sequences and parts, a divided vocabulary on both ends."""
+FEW = ("gpt2-tied-vocabulary-sgd", "gpt-sequence-full-clipped-adamw", "gs-ring-full-adamw")
+"""Cases that are not slow: own slices and DTensors, whole sequences and parts of each kind, a divided vocabulary."""
 GROUPS = {
     "4": (4, {name: case for name, case in FOUR.items() if name in FEW}),
     "4-others": (4, {name: case for name, case in FOUR.items() if name not in FEW}),
@@ -88,5 +106,6 @@ def test_the_predicted_collectives_are_the_ones_that_the_process_group_saw(world
 
 def test_the_predicted_peak_of_every_rank_is_the_counted_one(world: tuple[dict, dict]) -> None:
     for name, case in world[0].items():
-        most = 0.015 if name == "zero3-clipped-adamw" else 0.002
+        # the first of several stages that FSDP2 shards beside cut blocks holds up to 55 kB more as blocks are gathered
+        most = 0.035 if name.startswith("zero3") and "clipped" in name else 0.002
         assert predicted_peaks(case) == pytest.approx(world[1][name]["peaks"], rel=most), name

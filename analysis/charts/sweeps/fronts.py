@@ -9,7 +9,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from analysis.charts.drawing import BYTE_UNITS, STYLE, TIME_UNITS, Chart, place_labels, unit_for
+from analysis.charts.drawing import BYTE_UNITS, STYLE, TIME_UNITS, Chart, label_width_in, place_labels, unit_for
 from analysis.charts.sweeps.panels import (
     CONTROL,
     Look,
@@ -159,13 +159,18 @@ def _steps(points: Sequence[tuple[float, float]], axes: Axes) -> tuple[list[floa
 
 
 def _labels(axes: Axes, rows: Sequence[Row], named: Sequence[Row], layout: Layout, x: Of, y: Of) -> None:
-    """Label the plans on the fronts; of a plan's thresholds only the fastest, with its density."""
+    """Label the plans on the fronts; of a plan's thresholds only the fastest, with its density.
+
+    Long names, such as those of a search's plans, have no room in a panel: the legend has them.
+    """
     fastest: dict[tuple[Place, bool], Row] = {}
     for row in named:
         fastest.setdefault((layout.plan_of(row), is_dense(row)), row)
     shown = list(fastest.values())[:MOST_LABELS]
     texts = [_label(row, layout.plan_label(layout.plan_of(row))) for row in shown]
-    place_labels(axes, [(x(row), y(row)) for row in shown], texts, [(x(row), y(row)) for row in rows])
+    short = [(row, text) for row, text in zip(shown, texts, strict=True) if label_width_in(text) < SIZE.wide / 2]
+    points = [(x(row), y(row)) for row, _ in short]
+    place_labels(axes, points, [text for _, text in short], [(x(row), y(row)) for row in rows])
 
 
 def _label(row: Row, name: str) -> str:

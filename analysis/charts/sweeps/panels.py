@@ -105,7 +105,8 @@ def sheet(
     across = max(1, min(across, len(titles)))
     down = -(-len(titles) // across)
     step_in = (size.left + size.wide + size.right, size.above + size.high + size.below)
-    width_in = max(across * step_in[0], LEAST_WIDTH_IN)
+    named_in = max((HANDLE_IN + label_width_in(name) + BETWEEN_IN for _, name in legend), default=0.0)
+    width_in = max(across * step_in[0], LEAST_WIDTH_IN, named_in + 2 * EDGE_IN)
     room_in = width_in - 2 * EDGE_IN
     head, notes = wrapped(heading, room_in, TITLE_POINTS), wrapped(note, room_in)
     rows = _legend_rows(legend, room_in)
