@@ -62,7 +62,8 @@ def _check_images_pass(scenario: Scenario, module: nn.Module, *, where: str) -> 
     """
     model = scenario.workload.model
     with torch.device("meta"), torch.no_grad():
-        passed, _ = example_batch(model, batch_size=1, sequence_length=None)
+        # norms of batches need more than one sample, and two would be taken for a pair of values
+        passed, _ = example_batch(model, batch_size=3, sequence_length=None)
         for number, layers in enumerate(scenario.stages):
             try:
                 passed = stage_module(module, layers, shared=True, model=model)(passed)
