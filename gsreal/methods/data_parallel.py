@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import _compress_hook
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from gsreal.gradient_sharding.master import master_type
 from gsreal.gradient_sharding.point_to_point import all_gather_into_tensor, reduce_scatter_tensor
@@ -25,6 +25,7 @@ from gsreal.methods.training import Training
 from gsreal.model_files.build import DTYPES
 from gssim.errors import UserError
 from gssim.plan import DDP_BUCKET_BYTES, MIB, Policies
+from gssim.plan.splitting import shards_inside_experts
 from gssim.scenario import Scenario, has_master_copy, reduce_precision
 from gssim.workload import Workload
 
@@ -384,9 +385,13 @@ def _expert_placement(
             "the rest: it can be predicted, but not run; use torch 2.13 or later, or a method without shards"
         ) from None
 
-    own = {id(getattr(inner, name)) for _, inner in experts_of(module) for name in PARAMETERS}
     shared = FSDPMeshInfo(expert_mesh(policies, device)[REPLICAS], shard_mesh_dim=0)
-    return lambda parameter: ShardPlacementResult(None, shared) if id(parameter) in own else None
+    places: dict[int, Any] = {}
+    for _, inner in experts_of(module):
+        parameters = [getattr(inner, name) for name in PARAMETERS]
+        inside = shards_inside_experts([each.shape for each in parameters], replicas=shared.shard_mesh_size)
+        places |= {id(each): ShardPlacementResult(Shard(1) if inside else None, shared) for each in parameters}
+    return lambda parameter: places.get(id(parameter))
 
 
 def _mesh(policies: Policies, device: torch.device) -> DeviceMesh:

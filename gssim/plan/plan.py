@@ -327,7 +327,8 @@ class Plan:
     ep: PositiveInt = 1
     """Ranks that divide the routed experts of each mixture-of-experts layer: so many data ranks in a row. Tokens are
     sent to the ranks of their experts and back by all-to-alls; gradients of experts are reduced, and their
-    parameters and optimizer states sharded where the method shards these, among the ranks that hold the same ones."""
+    parameters and optimizer states sharded where the method shards these, among the ranks that hold the same ones:
+    expert by expert, or, where these ranks are more than the experts that they hold, inside each expert."""
     etp: PositiveInt | None = None
     """Ranks of a tensor group that divide each expert, where `ep` divides experts too; absent: all. With fewer, the
     others hold experts of their own, and `ep` counts them too: Megatron-LM's `expert-tensor-parallel-size` (predicted

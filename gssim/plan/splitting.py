@@ -198,3 +198,17 @@ def contiguous(sizes: tuple[int, ...], wanted: tuple[float, ...]) -> tuple[tuple
         ranges.append((chosen[last], last))
         last = chosen[last]
     return tuple(reversed(ranges))
+
+
+def shards_inside_experts(shapes: Sequence[Sequence[int]], *, replicas: int) -> bool:
+    """Return whether each of a rank's experts is cut among the `replicas` ranks that hold them, not dealt out whole.
+
+    `shapes`: of the experts' parameters, whose first dimension counts the experts. They are cut, in the second
+    dimension, where there are fewer experts than ranks, and that divides evenly. Source: torchtitan, apply_fsdp.
+
+    >>> shards_inside_experts([(1, 64, 32), (1, 32, 64)], replicas=4)
+    True
+    >>> shards_inside_experts([(8, 64, 32), (8, 32, 64)], replicas=4)
+    False
+    """
+    return all(len(shape) > 1 and replicas > shape[0] and shape[1] % replicas == 0 for shape in shapes)

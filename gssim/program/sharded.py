@@ -26,8 +26,11 @@ the same ones (a mesh of its own for some parameters, as torch 2.13's shard_plac
 are gathered at the block's begin, one after the other; in the backward the second copy-out is followed by the gathers
 of both units of the block before (FSDPParamGroup._backward_prefetch), while the root's hook gathers one unit alone. The
 experts' gradients are reduced first; only they wait for earlier reduce-scatters and free their buffers, so that two may
-live. FSDP2 takes the mean over the ranks that hold the same experts: their gradients are divided by the number of ranks
-that divide them before the update.
+live. Where more ranks hold the same experts than there are of these, each expert is cut, in the second dimension
+(torchtitan's apply_fsdp): what is gathered is then copied once more, into its place (foreach_all_gather_copy_out), and
+so is each gradient before it is reduced, the last of which lives until that is done (foreach_reduce). FSDP2 takes the
+mean over the ranks that hold the same experts: their gradients are divided by the number of ranks that divide them
+before the update.
 
 [Note: streams] On nccl, collectives run beside the compute, in the order in which the host issues them: gathers and
 reduce-scatters share one communicator, which runs one at a time. Events order them as in wait_for_unshard and
@@ -48,6 +51,7 @@ from typing import Any, NamedTuple
 from gssim import cost
 from gssim.collectives import Communication
 from gssim.memory import NOTHING, Event, Footprint, footprint
+from gssim.plan.splitting import shards_inside_experts
 from gssim.program.compute import backward_begin, beside_host, forward_id, pass_ends
 from gssim.program.lowering import Lowering, once_a_run
 from gssim.program.offload import COPY_TO_DEVICE, COPY_TO_HOST, copy, updating_device
@@ -73,6 +77,8 @@ class Tensors:
     """Those that are gathered too, but have no gradients."""
     quantized: tuple[Stored, ...] = ()
     """Weights in few bits, which are gathered as they are kept; every rank has their scales."""
+    dimension: int = 0
+    """Which one of each parameter is cut; see [Note: experts]."""
 
     @cached_property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -81,13 +87,13 @@ class Tensors:
 
     @cached_property
     def rows(self) -> tuple[tuple[int, int], ...]:
-        """(Rows, elements of a row) of each parameter; a scalar has one row."""
-        rows = [parameter.shape[0] if parameter.shape else 1 for parameter in self.parameters]
+        """(Rows, elements of a row) of each parameter, along the dimension that is cut; a scalar has one row."""
+        rows = [parameter.shape[self.dimension] if parameter.shape else 1 for parameter in self.parameters]
         return tuple((n, parameter.elements // n) for n, parameter in zip(rows, self.parameters, strict=True))
 
     @cached_property
     def shard_elements(self) -> tuple[int, ...]:
-        """Elements of each parameter on one rank, padding included (torch.chunk on dim 0)."""
+        """Elements of each parameter on one rank, padding included (torch.chunk)."""
         return tuple(math.ceil(rows / self.ranks) * row_elements for rows, row_elements in self.rows)
 
     @cached_property
@@ -264,7 +270,9 @@ def units(low: Lowering) -> tuple[Unit, ...]:
         own = tuple(each for instance in unit.layers for each in instance.layer.parameters if divided(each))
         result = [unit] if unit.parameters or unit.tensors.quantized else []
         if own:
-            tensors = Tensors(own, ranks // low.policies.ep, *sizes)
+            replicas = ranks // low.policies.ep
+            across = shards_inside_experts([each.shape for each in own], replicas=replicas)
+            tensors = Tensors(own, replicas, *sizes, dimension=int(across))
             result.append(Unit(f"{unit.name}.experts", unit.layers, tensors, experts=True))
         return result
 
@@ -490,7 +498,8 @@ def _reduce_scatter(
         tensors = tuple(size // unit.tensors.value_bytes * unit.tensors.reduce_bytes for size in tensors)
         gradients = sum(tensors)
     own_bytes = unit.ranks * unit.tensors.trained_elements * unit.tensors.value_bytes
-    copied_bytes = (own_bytes + unit.scattered_bytes) / 2
+    copied_bytes = (own_bytes + unit.scattered_bytes) / 2 + (gradients if unit.tensors.dimension else 0)
+    last_bytes = tensors[-1] if unit.tensors.dimension else 0.0
     # copies that a CPU makes first, all of them; a CUDA kernel pads on the fly (torch 2.13,
     # aten/src/ATen/native/TensorShape.cpp, _chunk_cat and _pad_chunk)
     padded_bytes = unit.uneven_bytes if low.device(rank).kind == "cpu" else 0
@@ -502,6 +511,7 @@ def _reduce_scatter(
         after=tuple(_reduce_id(each) for each in freed if overlaps and each.ranks > 1),
         need=_need(
             unit.gathered(0, sign=-1),
+            Event(0, last_bytes, "temporaries"),
             *(Event(1, -each.scattered_bytes, "communication") for each in freed),
             Event(2, unit.scattered_bytes, "communication"),
             Event(3, padded_bytes, "temporaries"),
@@ -509,13 +519,15 @@ def _reduce_scatter(
             Event(5, -gradients, "gradients", tensors),
             Event(6, unit.reduced_bytes, "communication" if unit.casts_gradients else "gradients", stream=REDUCE),
             *([added] if (overlaps or unit.ranks == 1) and not unit.casts_gradients else []),
+            Event(8, -last_bytes if overlaps else 0, "temporaries"),
         ),
     )
     tasks = [*(_accumulate(low, rank, unit, micro_batch) if sums_cast and not accumulated else []), copy]
     if unit.ranks > 1:
         exchange = _exchange(low, unit, "reduce-scatter", unit.scattered_bytes)
         last = [] if unit.casts_gradients else [added]
-        need = NOTHING if overlaps else _need(*_staging(low, rank, exchange, 0), *last)
+        ended = Event(8, -last_bytes, "temporaries")
+        need = NOTHING if overlaps else _need(*_staging(low, rank, exchange, 0), *last, ended)
         tasks.append(
             _overlapped(reduce, exchange, copy.id, "communication", need)
             if overlaps
@@ -778,17 +790,20 @@ def _copy_out(low: Lowering, rank: int, unit: Unit, phase: str, freed_bytes: int
     # a rank alone copies parameters of another precision: meanwhile it holds the cast of its last one
     cast_bytes = unit.shard_elements[-1] * unit.tensors.value_bytes if unit.ranks == 1 and unit.casts else 0
     after = (gather,) if low.overlaps and unit.ranks > 1 else ()
+    again_bytes = unit.padded_bytes if unit.tensors.dimension else 0
     if unit.ranks == 1 and low.offload == "parameters":
         after, freed_bytes = (_fetch_id(unit, phase),), freed_bytes + unit.shard_bytes
     return Task(
         gather.serving("copy-out"),
         phase,
-        **_wrapping(low, rank, phase="f", tensors=len(unit.tensors.padded_tensors), copied_bytes=unit.padded_bytes),
+        **_wrapping(
+            low, rank, phase="f", tensors=len(unit.tensors.padded_tensors), copied_bytes=unit.padded_bytes + again_bytes
+        ),
         after=after,
         need=_need(
             unit.gathered(0, sign=1),
-            Event(0, cast_bytes, "communication"),
-            Event(1, -cast_bytes, "communication"),
+            Event(0, cast_bytes + again_bytes, "communication"),
+            Event(1, -cast_bytes - again_bytes, "communication"),
             Event(2, -freed_bytes, "communication"),
         ),
     )

@@ -66,6 +66,15 @@ def test_gradients_are_reduced_over_those_that_hold_them(method, model, ranks, e
     assert set(found.values()) <= {sum(padded_bytes(shape, replicas) for shape in own)}
 
 
+def test_each_expert_is_cut_where_more_ranks_hold_it_than_a_rank_has():
+    """Else one of them had all, and what is exchanged were padded to as many experts as there are ranks."""
+    experts = shapes(experts=True)[0][0]
+    ranks = 4 * experts
+    found = carried({"method": "zero3", "ep": experts}, "reduce-scatter", ranks, global_batch_size=ranks)
+    own = sum(prod(shape[1:]) for shape in shapes(experts=True)) * VALUE_BYTES
+    assert {size for group, size in found.items() if len(group) == 4} == {own}
+
+
 def test_state_of_experts_is_divided_and_of_the_rest_sharded():
     def held(plan: dict) -> float:
         return max(rank.peak_by_category_bytes["optimizer"] for rank in found(plan).ranks)

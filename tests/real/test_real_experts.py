@@ -55,6 +55,8 @@ CASES = {
     "two-staged-gpipe-sharded-state-sgd": (2, [*SGD, *SKEWED, *STAGED, "plan.method=zero1", "plan.schedule=gpipe"]),
     "two-staged-interleaved-sgd": (2, [*SGD, *SKEWED, *STAGED, "plan.schedule=interleaved"]),
     "two-staged-kept-sgd": (2, [*SGD, *SKEWED, *STAGED, "plan.method=zero2"]),
+    "four-cut-sharded-sgd": (4, [*SGD, *SKEWED, *MIXTRAL, "workload.global_batch_size=16", "plan.method=zero3"]),
+    "four-cut-kept-sgd": (4, [*SGD, *SKEWED, *MIXTRAL, "workload.global_batch_size=16", "plan.method=zero2"]),
     "two-staged-sharded-recomputed-sgd": (2, [*SGD, *STAGED, "plan.method=zero3", "plan.recompute=full"]),
 }
 """By name: the ranks that divide the experts (0: all), and what is changed."""
@@ -88,7 +90,8 @@ FEW = (
 
 
 @pytest.fixture(
-    scope="module", params=[(2, FEW), *(pytest.param((n, tuple(CASES)), marks=[pytest.mark.slow]) for n in (2, 3, 4))]
+    scope="module",
+    params=[(2, FEW), *(pytest.param((n, tuple(CASES)), marks=[pytest.mark.slow]) for n in (2, 3, 4, 8))],
 )
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict]:
     """Run all cases of one number of ranks in one launch; return (cases, what they showed)."""
@@ -102,7 +105,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         }
         for name, (divided, overrides) in CASES.items()
         if name in names
-        and divided in (0, ranks // 2)
+        and divided in ((0, ranks // 2) if ranks < 8 else (4,))
         and (ranks == 4 or STAGED[0] not in overrides)
         and not (ranks == 3 and {*MIXTRAL, *DENSE} & {*overrides})  # of four and of eight experts
     }
@@ -134,7 +137,7 @@ def test_the_predicted_rows_are_the_ones_that_were_sent(world: tuple[dict, dict]
 def test_the_predicted_peak_of_every_rank_is_the_counted_one(world: tuple[dict, dict]) -> None:
     # torch has no grouped product in fp64: there the products of experts are other operations than those traced
     compared = {name: case for name, case in world[0].items() if not name.endswith("adamw")}
-    assert len(compared) >= 3
+    assert len(compared) >= 2
     for name, case in compared.items():
         # cases that are not slow show each mechanism closely; not all others were compared since backwards were exact
         closely = name in FEW or not any(each in name for each in ("staged", "recomputed"))
