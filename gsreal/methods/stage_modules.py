@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gsreal.model_files.build import build_module, logits_of
+from gsreal.model_files.build import build_module, example_batch, first_line, logits_of
 from gssim.errors import UserError
 from gssim.scenario import Scenario, of_no_sample
 from gssim.workload import LayerInstance, Model, TokenInput, unrolled
@@ -44,6 +44,8 @@ def check_stages(scenario: Scenario, *, where: str) -> None:
                 f"{where}: plan.pp = {pp}: {type(module).__name__} needs the tokens in its last layers too, which the "
                 "first stage alone has; allowed: models of tokens or images without padding"
             )
+        if not tokens:
+            _check_images_pass(scenario, module, where=where)
         return
     if not (callable(getattr(module, "keep_layers", None)) or isinstance(module, nn.Sequential)):
         raise UserError(
@@ -51,6 +53,26 @@ def check_stages(scenario: Scenario, *, where: str) -> None:
             "allowed: Hugging Face models, modules with a method keep_layers, such as those of gsreal.models, and "
             "nn.Sequential"
         )
+
+
+def _check_images_pass(scenario: Scenario, module: nn.Module, *, where: str) -> None:
+    """Raise UserError if a stage does not run on the one tensor that the stage before passes on.
+
+    A model of images may take more from a layer: Swin's embeddings tell the height and width too.
+    """
+    model = scenario.workload.model
+    with torch.device("meta"), torch.no_grad():
+        # norms of batches need more than one sample, and two would be taken for a pair of values
+        passed, _ = example_batch(model, batch_size=3, sequence_length=None)
+        for number, layers in enumerate(scenario.stages):
+            try:
+                passed = stage_module(module, layers, shared=True, model=model)(passed)
+            except Exception as error:  # raised by the model's own forward
+                raise UserError(
+                    f"{where}: plan.pp = {scenario.policies.pp}: {type(module).__name__} cannot be cut into stages: "
+                    f"stage {number} does not run on the one tensor that it is passed ({first_line(error)}); "
+                    "allowed: models whose layers return one tensor, such as hf:vit"
+                ) from error
 
 
 def stage_module(

@@ -367,9 +367,18 @@ def _check_positions(module: nn.Module, sequence_length: int | None, where: str)
         )
 
 
-def _check_logits(logits: Tensor, model: Model, where: str) -> None:
-    """Raise UserError if a module has fewer logits than classes of targets, which fake tensors do not detect."""
+def _check_logits(logits: Tensor, targets: Tensor, model: Model, where: str) -> None:
+    """Raise UserError unless a module has logits for each target, and of all classes.
+
+    Fake tensors do not detect that there are fewer logits than classes.
+    """
     source = model.input
+    if logits.ndim < 2 or logits.numel() != targets.numel() * logits.shape[-1]:
+        raise UserError(
+            f"{where}: the module returns {'x'.join(map(str, logits.shape)) or 'a number'}, of {targets.numel()} "
+            "targets: the loss is the cross-entropy of one row of logits for each target, and no other can be traced; "
+            "wrap the module in one that ends so"
+        )
     key = "classes" if source.classes is not None else "vocabulary"
     needed = getattr(source, key)
     if logits.shape[-1] < needed:
@@ -416,12 +425,13 @@ def _execution_order(
     with _explained(where):
         output = module(inputs)
         logits = logits_of(output)
-        loss = loss_of(logits, targets)
     if model.module.hugging_face is not None and not hasattr(output, "logits"):
         raise UserError(
             f"{where}: module.hugging_face.auto_class = '{model.module.hugging_face.auto_class}': has no head"
         )
-    _check_logits(logits, model, where)
+    _check_logits(logits, targets, model, where)
+    with _explained(where):
+        loss = loss_of(logits, targets)
     if not loss.requires_grad:
         raise UserError(f"{where}: the module has no parameters to train")
     for handle in handles:

@@ -83,7 +83,8 @@ def fitted_constants(cluster: Cluster, table: NcclTable, generation: str) -> tup
     ranks = table.ranks or len(cluster.devices)
     if not 2 <= ranks <= len(cluster.devices):
         raise UserError(
-            f"{table.file}: {ranks} ranks: the cluster has {len(cluster.devices)} devices; allowed: 2 to that"
+            f"{table.file}: {ranks} ranks: the cluster has {len(cluster.devices)} devices; allowed: 2 to that "
+            "(a log has a line '# Rank ...' for each)"
         )
     group = Scheduler(cluster, Router(cluster.wiring), ranks).nccl_group(tuple(range(ranks)))
     tuning = fit(table.rows, group, start=GENERATIONS[generation])

@@ -145,36 +145,45 @@ def _crosses(buffer: Buffer) -> bool:
 
 
 def _input_of_block(layer: Layer, following: Sequence[Layer]) -> Buffer | None:
-    """Return the output of `layer` that the next block takes past layers that pass on something else (position codes).
+    """Return the output of `layer` that the next block takes, where it outlives the layer after: the model holds it to
+    the end of its forward, or layers between pass on something else (position codes) or what they are given.
 
-    It has the size of the layer's output, and lives on after the next layer. A block adds to what it takes, so that its
-    own output is as large: else it takes something else (a part of the sequence).
+    It has the size of the layer's output. A block adds to what it takes, so that its own output is as large: else it
+    takes something else (a part of the sequence).
     """
-    if len(following) < 2 or not following[-1].is_recomputed or following[-1].output_bytes != layer.output_bytes:
+    size = layer.output_bytes
+    if not following or not following[-1].is_recomputed or following[-1].output_bytes != size:
         return None
-    if layer.output_bytes in [each.output_bytes for each in following[:-1]]:
+    if any(_allocates_output(each) for each in following[:-1] if each.output_bytes == size):
         return None
-    candidates = [
+    crossing = [
         buffer
         for buffer in layer.buffers
-        if buffer.born.phase == "f" and buffer.freed.layer_offset > 1 and buffer.size_bytes == layer.output_bytes
+        if buffer.born.phase == "f" and buffer.freed.layer_offset >= 1 and buffer.size_bytes == size
     ]
-    return max(candidates, key=lambda buffer: buffer.born.position, default=None)
+    output = max(crossing, key=lambda buffer: buffer.born.position, default=None)
+    return output if output is not None and output.freed.layer_offset > 1 else None
+
+
+def _allocates_output(layer: Layer) -> bool:
+    """Return whether the forward allocates what the layer passes on: a dropout of probability zero does not."""
+    return any(buffer.born.phase == "f" and buffer.size_bytes == layer.output_bytes for buffer in layer.buffers)
 
 
 def _is_argument(buffer: Buffer, layer: Layer, following: Sequence[Layer]) -> bool:
     """Return whether a buffer is an argument that the model hands to all its blocks: a mask, or numbers of positions.
 
     Layers before the blocks make it, and the model frees it when its forward returns. What is as large as the layer's
-    output, or one sample's of it, is none: embeddings of tokens or positions, which are added up to the blocks' input.
+    output, or as the block's, or one sample's of these, is none: embeddings of tokens or positions, which are added up
+    to the blocks' input (where embeddings are narrower, a map between them and the blocks widens those of tokens).
     Placeholders of the first block keep it longest.
     """
     if not following or not following[-1].is_recomputed or layer.block:
         return False
-    output = layer.output_bytes
-    of_one_sample = Polynomial(tuple((c, 0, j) for c, _, j in output.terms))
-    if buffer.size_bytes in (output, of_one_sample):
-        return False
+    for output in (layer.output_bytes, following[-1].output_bytes):
+        of_one_sample = Polynomial(tuple((c, 0, j) for c, _, j in output.terms))
+        if buffer.size_bytes in (output, of_one_sample):
+            return False
     return buffer.born.phase == buffer.freed.phase == "f" and buffer.freed.layer_offset > len(following)
 
 

@@ -612,7 +612,7 @@ def run_stage(low: Lowering, rank: int, tasks: list[Task], micro_batch: MicroBat
         else:
             behind[ends[unit.layers[0].module]] = added
     tasks = [*insert_beside(tasks, before={}, behind=behind), *end]
-    before, after = _gather_forward(low, rank, gathered)
+    before, after = _gather_forward(low, rank, tasks, gathered)
     if not gathered.before_backward:
         before = {**before, **_gather_backward(low, rank)}
     after = _free_after_forward(low, tasks, after) if low.policies.parameters == "sharded" else after
@@ -670,13 +670,13 @@ def keep_parameters(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
 
 def gather_parameters(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
     """FSDP2 with reshard_after_forward=False: each unit is gathered before its first forward and kept."""
-    before, behind = _gather_forward(low, rank)
+    before, behind = _gather_forward(low, rank, tasks)
     return insert_beside(_with_forward_begin(low, tasks), before=before, behind=behind)
 
 
 def gather_parameters_twice(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
     """FSDP2 with its default reshard_after_forward: each block is freed after its forward, and gathered again."""
-    before, behind = _gather_forward(low, rank)
+    before, behind = _gather_forward(low, rank, tasks)
     before = {**before, **_gather_backward(low, rank)}
     behind = _free_after_forward(low, tasks, behind)
     return insert_beside(_with_forward_begin(low, tasks), before=before, behind=behind)
@@ -795,7 +795,7 @@ def _copy_out(low: Lowering, rank: int, unit: Unit, phase: str, freed_bytes: int
 
 
 def _gather_forward(
-    low: Lowering, rank: int, gathered: Gathered = NOTHING_GATHERED
+    low: Lowering, rank: int, tasks: Sequence[Task], gathered: Gathered = NOTHING_GATHERED
 ) -> tuple[dict[TaskId, list[Task]], dict[TaskId, list[Task]]]:
     """Return each unit's gather, by the forward that it precedes, and what follows a forward.
 
@@ -816,7 +816,7 @@ def _gather_forward(
         flat_bytes = unit.flat_bytes
     end = Task(TaskId("forward-end"), "forward", need=_need(Event(0, -flat_bytes, "communication")))
     if low.stages and low.stages[0].after is not None:  # its last layer is no loss
-        return before, {forward_id(low.layers[-1]): [end]}
+        return before, {pass_ends(tasks, "forward")[low.layers[-1].module]: [end]}
     before[forward_id(low.layers[-1])].append(end)
     return before, {}
 

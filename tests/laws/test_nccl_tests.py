@@ -90,5 +90,5 @@ def test_other_files_are_refused(tmp_path, text, message):
 def test_a_log_of_more_ranks_than_the_cluster_has_is_refused(tmp_path):
     path = tmp_path / "a.log"
     path.write_text(log(Group(ranks=16, nodes=2, bandwidth_bytes_per_s=300e9, network_bytes_per_s=25e9), TRUE))
-    with pytest.raises(UserError, match="16 ranks: the cluster has 8 devices"):
+    with pytest.raises(UserError, match="16 ranks: the cluster has 8 devices; allowed: 2 to that"):
         cluster_of([], gpu="a100", nccl_tests=path)

@@ -17,7 +17,7 @@ from gssim.program import lower
 from gssim.scenario import Scenario, load_model
 from gssim.simulation import simulate
 from gssim.units import Recompute
-from gssim.workload import Model, unrolled
+from gssim.workload import Buffer, Layer, Model, Polynomial, unrolled
 from gssim.workload.owned import with_frozen_layers
 
 MODELS = Path(__file__).resolve().parents[2] / "scenarios" / "models"
@@ -66,6 +66,38 @@ def test_a_block_keeps_its_matrix_products_and_attention_too_and_makes_the_rest_
     for block in (1, 2, 3, 4):
         assert footprint(timeline.at(block, "f")).kept == (("activations", 4 * 144 * TOKENS + heavy),)
         assert footprint(timeline.at(block, "r")).kept == (("activations", kept_again - projection),)
+
+
+def kept_of_embeddings(buffers: list[str], *between: Layer) -> list[str]:
+    """Return what embeddings without a gradient leave until the backward of the first block: the sizes."""
+    embedding, block = tiny_model().layers[:2]
+    embedding = replace(embedding, buffers=tuple(map(Buffer.parse, buffers)))
+    moved = recomputed_buffers(embedding, None, (*between, block))
+    return [str(buffer.size_bytes) for buffer in moved if buffer.freed.phase == "b"]
+
+
+@pytest.mark.parametrize("until", ["b2@+1", "f1@+1", "f1@+4"])
+def test_the_first_block_keeps_its_input_whenever_the_model_itself_frees_it(until):
+    """A model may hold the embeddings to the end of its forward: frozen ones are freed then, and not in a backward."""
+    assert kept_of_embeddings([f"f0 {until} temporaries 16*b*s"]) == ["16*b*s"]
+
+
+@pytest.mark.parametrize("allocates", [False, True])
+def test_a_dropout_that_passes_on_what_it_is_given_leaves_it_to_the_block(allocates):
+    output = Buffer.parse("f0 b0@+1 activations 16*b*s")
+    dropout = replace(tiny_model().layers[0], parameters=(), buffers=(output,) if allocates else ())
+    kept = kept_of_embeddings(["f0 f1@+5 temporaries 16*b*s"], dropout)
+    assert kept == ([] if allocates else ["16*b*s"])
+
+
+def test_positions_as_wide_as_blocks_beside_narrower_tokens_are_no_argument_of_the_blocks():
+    wider = replace(tiny_model().layers[0], buffers=(Buffer.parse("f0 b2@+1 activations 16*b*s"),))
+    narrow, mask = "f0 b0@+1 activations 8*b*s", "f1 f1@+5 temporaries 4*b*s^2"
+    embedding, block = replace(tiny_model().layers[0], output_bytes=Polynomial(((8, 1, 1),))), tiny_model().layers[1]
+    texts = [narrow, mask, "f2 f1@+5 temporaries 16*b*s"]
+    embedding = replace(embedding, buffers=tuple(map(Buffer.parse, texts)))
+    moved = recomputed_buffers(embedding, None, (wider, block))
+    assert [buffer.freed.phase for buffer in moved] == ["b", "b", "f"]  # the tokens', the mask, the positions
 
 
 @pytest.mark.parametrize(("name", "recompute"), each_once(NAMES, ("full", "selective", "every-second-product")))

@@ -144,6 +144,30 @@ def test_what_cannot_be_cut_is_refused_before_ranks_start():
     check_stages(pipeline(load_model(MODELS / "gpt-byte-1m.toml")), where="file")
 
 
+def test_a_model_of_images_whose_layers_pass_on_more_than_a_tensor_is_refused_before_ranks_start(monkeypatch):
+    vit = pytest.importorskip("transformers.models.vit.modeling_vit")
+    folder = Path(__file__).resolve().parents[1] / "helpers" / "models"
+    check_stages(pipeline(load_model(folder / "resnet.toml")), where="file")
+    model = load_model(folder / "vit.toml")
+    check_stages(pipeline(model), where="file")
+    embed = vit.ViTEmbeddings.forward
+
+    def embedded_and_size(self, pixels, **named):
+        """Return what Swin's embeddings do."""
+        return embed(self, pixels, **named), (4, 4)
+
+    def with_size(self, pixels, **_named):
+        hidden, _size = self.embeddings(pixels)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return vit.BaseModelOutputWithPooling(last_hidden_state=self.layernorm(hidden))
+
+    monkeypatch.setattr(vit.ViTEmbeddings, "forward", embedded_and_size)
+    monkeypatch.setattr(vit.ViTModel, "forward", with_size)
+    with pytest.raises(UserError, match=r"cannot be cut into stages: stage 1 .*too many values.*; allowed: "):
+        check_stages(pipeline(model), where="file")
+
+
 def test_dropout_is_refused_before_ranks_that_cut_blocks_start():
     model = load_model(Path(__file__).resolve().parents[1] / "helpers" / "models" / "gpt2.toml")
     data = vars_of(model)

@@ -593,7 +593,7 @@ FAULTS = {
     "forward-fails": ((f"{__name__}.Shortcut", "--image", "3x9x9"), "forward or loss fails on the stated input: "),
     "loss-fails": (
         ("torch.nn.Linear", "--argument", "in_features=8", "--argument", "out_features=3", *IMAGE),
-        "forward or loss fails on the stated input: Expected input batch_size (16) to match target batch_size (2)",
+        "the module returns 2x1x8x3, of 2 targets: the loss is the cross-entropy",
     ),
     "nothing-to-train": (("torch.nn.Flatten", *IMAGE), "the module has no parameters to train"),
     "all-frozen": ((f"{__name__}.Frozen", *IMAGE), "the module has no parameters to train: all are frozen"),

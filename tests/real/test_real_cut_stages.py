@@ -106,6 +106,6 @@ def test_the_predicted_collectives_are_the_ones_that_the_process_group_saw(world
 
 def test_the_predicted_peak_of_every_rank_is_the_counted_one(world: tuple[dict, dict]) -> None:
     for name, case in world[0].items():
-        # the first of several stages that FSDP2 shards beside cut blocks holds up to 55 kB more as blocks are gathered
-        most = 0.035 if name.startswith("zero3") and "clipped" in name else 0.002
+        # a first stage that keeps its activations holds more while the parts of its sequences are summed
+        most = 0.02 if name == "zero3-heads-cut-sequence-clipped-adamw" else 0.002
         assert predicted_peaks(case) == pytest.approx(world[1][name]["peaks"], rel=most), name
