@@ -117,14 +117,6 @@ NAMES = frozenset(BOUND_BY_BYTES.split())
 TAGS = {tag for tag in (torch.Tag.pointwise, getattr(torch.Tag, "reduction", None)) if tag is not None}
 
 
-def _is_gradient_of_index() -> bool:
-    """Return whether autograd computes the gradient of indexing: it then adds to zeros in place, but under a dispatch
-    mode out of place (torch 2.13, FunctionsManual.cpp, index_backward; TensorSubclassLikeUtils.h).
-    """
-    node = torch._C._current_autograd_node()
-    return node is not None and node.name() == "IndexBackward0"
-
-
 def flop_of(func: Any, args: Any, kwargs: Any, result: Any, tensors: Sequence[Tensor]) -> int:
     """Return the FLOP of one operation; `tensors`: its inputs and outputs. Raises UnknownOperationError."""
     packet = ALIASES.get(func._overloadpacket, func._overloadpacket)
@@ -294,8 +286,12 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is aten.index_put.default and _is_gradient_of_index():
-            func = aten.index_put_.default
+        if func is aten.index_put.default:
+            # the gradient of indexing is added to zeros in place, but under a dispatch mode out of place (torch 2.13,
+            # FunctionsManual.cpp, index_backward; TensorSubclassLikeUtils.h)
+            node = torch._C._current_autograd_node()
+            if node is not None and node.name() == "IndexBackward0":
+                func = aten.index_put_.default
         place = (self.layer, self.phase)
         self.position[place] += 1
         inputs = [*_tensors(args), *_tensors(kwargs.values())]

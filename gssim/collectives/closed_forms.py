@@ -81,11 +81,6 @@ def _halving_doubling(n: int, size: float, rate: float, latency: float) -> float
     return inside + (2 * (latency + size / rate) if n > power else 0.0)
 
 
-def _double_tree(n: int, size: float, rate: float, latency: float) -> float:
-    """2 depth latencies, and the size twice over every port (once for 2 members, 1.5 times for 3)."""
-    return 2 * tree_depth(n) * latency + {2: 1.0, 3: 1.5}.get(n, 2.0) * size / rate
-
-
 CLOSED_FORMS: dict[tuple[str, str, str], Formula] = {
     ("ring", "all-reduce", "ring"): _ring(2),
     ("ring", "reduce-scatter", "ring"): _ring(1),
@@ -114,7 +109,10 @@ CLOSED_FORMS: dict[tuple[str, str, str], Formula] = {
     ("chain", "broadcast", "switch"): _chain,
     ("chain", "reduce", "switch"): _chain,
     ("halving-doubling", "all-reduce", "switch"): _halving_doubling,
-    ("double-tree", "all-reduce", "switch"): _double_tree,
+    # 2 depth latencies, and the size twice over every port (once for 2 members, 1.5 times for 3)
+    ("double-tree", "all-reduce", "switch"): lambda n, size, rate, latency: (
+        2 * tree_depth(n) * latency + {2: 1.0, 3: 1.5}.get(n, 2.0) * size / rate
+    ),
     # every device sends its tensor into the switch, which adds up, and its part of the sum to all
     ("in-switch", "all-reduce", "switch"): lambda n, size, rate, latency: 2 * latency + (1 + 1 / n) * size / rate,
 }

@@ -125,11 +125,25 @@ class _Stream:
     rank: _Rank
     computes: bool
     operations: Sequence[Step]
-    waits_first: str | None
-    """Phase of the time for which it waits at the beginning of a step; None: it does not."""
     step: int = 0
     place: int = 0
     now_s: float = 0.0
+
+    @property
+    def waits_first(self) -> str | None:
+        """Phase of the time for which it waits at the beginning of a step; None: it does something at once."""
+        for after, _, delays_s, pieces, join in self.operations:
+            if after or join is not None:
+                return "exposed_communication" if after or join is None else join.phase
+            if delays_s or pieces:
+                return None
+        return "exposed_communication"
+
+    @property
+    def is_issued_ahead(self) -> bool:
+        """Whether the host issues its first task of a step behind the last one of the step before."""
+        hosts = (piece.goes_on for *_, pieces, _ in self.operations for piece in pieces if piece.host_s is not None)
+        return next(hosts, False)
 
 
 class _Role:
@@ -361,7 +375,7 @@ class OutlineWalk:
                 ranks.append(rank)
                 for name, several in operations.items():
                     steps = [self._step(each, index, priced[index]) for each in several]
-                    streams.append(_Stream(rank, name == "compute", steps, _first_wait(steps)))
+                    streams.append(_Stream(rank, name == "compute", steps))
         return sorted(ranks, key=lambda rank: rank.index), streams
 
     def _step(self, operation: _Operation, index: int, priced: Mapping[int, _Priced]) -> Step:
@@ -453,7 +467,8 @@ class OutlineWalk:
         if self._in_first:
             return
         step_s = max(rank.ends_s[0] for rank in self.ranks)
-        if self._first_end_s <= step_s <= self._further_s and not any(map(_is_issued_ahead, self._streams)):
+        is_in_time = self._first_end_s <= step_s <= self._further_s
+        if is_in_time and not any(stream.is_issued_ahead for stream in self._streams):
             self.repeated_s = step_s
             self.finished.succeed()
 
@@ -590,22 +605,6 @@ class OutlineWalk:
     def ends_s(self) -> Iterator[list[float]]:
         """Yield the end times of each class's steps."""
         return (rank.ends_s for rank in self.ranks)
-
-
-def _first_wait(operations: Sequence[Step]) -> str | None:
-    """Return the phase of a stream's waiting at the beginning of a step; None: it does something at once."""
-    for after, _, delays_s, pieces, join in operations:
-        if after or join is not None:
-            return "exposed_communication" if after or join is None else join.phase
-        if delays_s or pieces:
-            return None
-    return "exposed_communication"
-
-
-def _is_issued_ahead(stream: _Stream) -> bool:
-    """Return whether the host issues a stream's first task of a step behind the last one of the step before."""
-    hosts = (piece.goes_on for *_, pieces, _ in stream.operations for piece in pieces if piece.host_s is not None)
-    return next(hosts, False)
 
 
 def _meetings(

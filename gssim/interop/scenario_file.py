@@ -64,11 +64,17 @@ def import_scenario(
     `model`: a model file, a Hugging Face config.json or the name of a shipped model. `form`: one of `FORMATS`; None: as
     the file looks. `ignored`: patterns of keys that are left out although they may change the answer. `out`: where the
     scenario will be, for relative paths. `text`: the content, where it is not read from the file. `variables`:
-    NAME=VALUE of a script. Raises RefusedError where keys cannot be read, and UserError for a file that is invalid or
-    of an unknown format.
+    NAME=VALUE of a script, or 1=VALUE for its first argument. Raises RefusedError where keys cannot be read, and
+    UserError for a file that is invalid or of an unknown format.
     """
-    found = _content(path, read_bounded(path) if text is None else text, form, _given(variables))
-    name, values = found
+    text = read_bounded(path) if text is None else text
+    given: dict[str, str] = {}
+    for each in variables:
+        variable, sign, its_text = each.partition("=")
+        if not sign or not re.fullmatch(r"[A-Za-z_]\w*|[1-9]\d?", variable):
+            raise UserError(f"--variable {one_line(each, 60)}: must be NAME=VALUE, or 1=VALUE for an argument")
+        given[variable] = its_text
+    name, values = _content(path, text, form, given)
     replaced = dict(parsed_override(override) for override in overrides)
     for key, option in (("cluster", "--cluster"), ("workload.model", "--model")):
         taken = next((each for each in replaced if each == key or each.startswith(f"{key}.")), None)
@@ -103,17 +109,6 @@ class RefusedError(UserError):
         super().__init__(f"{file}: {refused[0]}{more}; nothing is written")
         self.refused = tuple(refused)
         self.listed = tuple(listed)
-
-
-def _given(variables: Sequence[str]) -> dict[str, str]:
-    """Return the variables of a script that options give: NAME=VALUE, or 1=VALUE for its first argument."""
-    found = {}
-    for each in variables:
-        name, sign, value = each.partition("=")
-        if not sign or not re.fullmatch(r"[A-Za-z_]\w*|[1-9]\d?", name):
-            raise UserError(f"--variable {one_line(each, 60)}: must be NAME=VALUE, or 1=VALUE for an argument")
-        found[name] = value
-    return found
 
 
 def _content(path: Path, text: str, form: str | None, variables: dict[str, str]) -> tuple[str, dict[str, Any]]:

@@ -9,6 +9,7 @@ from pydantic import TypeAdapter
 from gssim.errors import UserError
 from gssim.plan import Plan, Policies, splitting
 from gssim.planner.bounds import Bounds
+from gssim.scenario import check
 
 PLAN = TypeAdapter(Plan)
 USABLE_RATIOS = (1.0, 0.9)
@@ -25,11 +26,14 @@ class Batches:
         self.total = bounds.parts.workload.global_batch_size
 
     def refusal(self, table: Mapping[str, Any]) -> str | None:
-        """Return why a method cannot run on a mesh with so many micro-batches, as far as bounds tell; None: it can."""
+        """Return why a method cannot run on a mesh with so many micro-batches; None: it can, as far as bounds tell."""
         try:
-            self.bounds.of(PLAN.validate_python({**table, "shares": {"batch": "throughput"}}))
+            if table["method"] == "gs_wgrad":  # splits no batch
+                check(replace(self.bounds.parts.scenario, plan=PLAN.validate_python(table)), file="search")
+            else:
+                self.bounds.of(PLAN.validate_python({**table, "shares": {"batch": "throughput"}}))
         except UserError as error:
-            return str(error)
+            return str(error).removeprefix("search: ")
         return None
 
     def shares(self, table: Mapping[str, Any], owned: str, rules: Sequence[str]) -> Iterator[str | list[float]]:

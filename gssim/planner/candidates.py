@@ -19,7 +19,7 @@ from gssim.errors import UserError
 from gssim.execution.files import read_rows
 from gssim.plan import METHODS, Plan
 from gssim.planner.batches import PLAN, Batches
-from gssim.scenario import Scenario, SearchSpace, check
+from gssim.scenario import Scenario, SearchSpace
 from gssim.scenario.overrides import toml
 
 NUMBER = re.compile(r"\d[\d.]*")
@@ -328,7 +328,7 @@ def _plans_of_mesh(
     micro_batch_counts = powers_of_two if space.micro_batches is None else space.micro_batches
     for ep, micro_batches in product(eps, micro_batch_counts):
         base = {"method": method, **mesh, "micro_batches": micro_batches} | ({"ep": ep} if ep > 1 else {})
-        reason = _refusal(scenario, base) if method == "gs_wgrad" else batches.refusal(base)
+        reason = batches.refusal(base)
         if reason is not None:
             left_out.add(reason, method, len(space.recompute) * len(shard_options) * len(rules))
             continue
@@ -342,15 +342,6 @@ def _plans_of_mesh(
                 left_out.add(f"no division of the batch of {total} would {each}, within memory", method, len(rules))
             for batch in splits:
                 yield table | {"shares": {"batch": batch, "shards": owned}}
-
-
-def _refusal(scenario: Scenario, table: Mapping[str, Any]) -> str | None:
-    """Return why a plan cannot run; None: it can."""
-    try:
-        check(replace(scenario, plan=PLAN.validate_python(table)), file="search")
-    except UserError as error:
-        return str(error).removeprefix("search: ")
-    return None
 
 
 def _rule_applies(scenario: Scenario, method: str, axes: Axes, rule: str) -> bool:

@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import accumulate, chain
@@ -638,6 +638,12 @@ class Program:
         """Distinct collectives, compared by identity, and the number of each in a step."""
         named = self.communications
         return named.counted if isinstance(named, Collectives) else _counted(named.values())
+
+    @cached_property
+    def communicating_groups(self) -> Collection[frozenset[int]]:
+        """Groups of several ranks that its collectives are between, each once."""
+        families = {each.groups for each, _ in self.exchanges}
+        return {frozenset(group) for groups in families for group in groups if len(group) > 1}
 
     @cached_property
     def uneven(self) -> Mapping[TaskId, Communication]:

@@ -441,15 +441,9 @@ def outside_bytes(device: DeviceType, scenario: Scenario, program: Program, rank
     """Return a rank's memory outside the allocator: the context, and a communicator for each of its groups."""
     communicators = 0
     if scenario.cluster.backend == "nccl" and device.communicator_bytes:
-        communicators = sum(rank in group for group in program.once(_communicating_groups))
+        communicators = sum(rank in group for group in program.communicating_groups)
     sizes = {"context": device.context_bytes, "communicators": communicators * device.communicator_bytes}
     return {name: size for name, size in sizes.items() if size}
-
-
-def _communicating_groups(program: Program) -> tuple[frozenset[int], ...]:
-    """Return the groups of a program's collectives, each once."""
-    families = {each.groups for each, _ in program.exchanges}
-    return tuple({frozenset(group) for groups in families for group in groups if len(group) > 1})
 
 
 def _under_limit(scenario: Scenario, footprint: MemoryFootprint, program: Program) -> MemoryFootprint:
