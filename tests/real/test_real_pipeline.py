@@ -168,7 +168,7 @@ CASES: dict[int, dict[str, list[str]]] = {
             *REPLICATED,
             "plan.schedule=interleaved",
             "plan.micro_batches=3",
-            "plan.stages=[1,2,3,1]",
+            "plan.stages=[1,2,2,1]",
             "plan.shares.batch=[0.75,0.25]",
         ],
     },
