@@ -5,11 +5,12 @@ each point from both sides, and at the end the comparison, its charts and a page
 command goes on after an interrupt. `gssim` and `analysis` do their parts as commands.
 
 Runs without a wrapper come first, where the sweep has them first: they need no measured communication. A shared machine
-drifts within minutes. Layers are therefore measured before, between and after the runs, and a run that
-waited for its cores is repeated at the end, if there is time.
+drifts within minutes. Layers are therefore measured before and after the runs, of many also between them, and a run
+that waited for its cores is repeated at the end, if there is time.
 """
 
 import json
+import math
 import subprocess
 import sys
 import time
@@ -44,7 +45,9 @@ from gssim.units import human_seconds
 
 LOCK = ".gsreal-validate.lock"
 ROUNDS = 3
-"""Times that layers are measured: before, halfway through, and after the runs."""
+"""Times that layers are measured at most: before, halfway through, and after the runs."""
+DRIFTS_AFTER_S = 180.0
+"""Time after which layers are measured again halfway through the runs."""
 LAYER_ROUNDS = 2
 """Of each such measurement: together they are as many as those of `gsreal calibrate`."""
 LINK_REPEATS = 11
@@ -121,6 +124,8 @@ class Session:
         self.settings = settings_of([loaded for _, loaded in shapes], request.kind, self.out)
         self.rows: list[Row] = []
         self.failed: list[str] = []
+        self.layers_measured_s = -math.inf
+        """When this call measured the layers last, by `time.monotonic`."""
 
     def _points(self, cluster: str) -> tuple[Point, ...]:
         """Return the chosen points on a cluster, named as in the sweep file, without the group if there is only one.
@@ -171,7 +176,7 @@ class Session:
                 return
             if row.loaded.scenario.ranks > 1 or row.loaded.scenario.plan.method != "single":  # wrappers of one rank too
                 self.calibrate_links()
-            if number == (len(missing) + 1) // 2:
+            if number == (len(missing) + 1) // 2 and time.monotonic() - self.layers_measured_s > DRIFTS_AFTER_S:
                 self.calibrate_again()
             start_s = time.monotonic()
             self.measure(row)
@@ -209,6 +214,7 @@ class Session:
                 return
         self.say("calibrating this machine: arithmetic, memory, layers")
         measured = measure(replace(self.settings, only="devices"), ranks=self.request.ranks, forked=self.forks)
+        self.layers_measured_s = time.monotonic()
         write_cluster(self.cluster, cluster_data(measured, self.settings))
 
     def calibrate_links(self) -> None:
@@ -232,6 +238,7 @@ class Session:
         measured = measure(
             replace(self.settings, only="layers", memory=False), ranks=self.request.ranks, forked=self.forks
         )
+        self.layers_measured_s = time.monotonic()
         write_cluster(self.cluster, averaged(before, measured, where=str(self.cluster)))
 
     def load_rows(self) -> list[Row]:

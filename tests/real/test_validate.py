@@ -281,6 +281,25 @@ def test_of_two_measurements_the_one_with_less_waiting_for_cores_is_kept_at_ever
     assert kept == [0.5, 0.5, 0.2]
 
 
+@pytest.mark.parametrize(
+    ("ago_s", "expected"),
+    [(10.0, ["ddp", "gs-3e-3", "layers"]), (200.0, ["ddp", "layers", "gs-3e-3", "layers"])],
+    ids=["just before", "minutes ago"],
+)
+def test_layers_are_measured_again_after_the_runs_and_between_them_where_that_is_long_ago(
+    tmp_path, monkeypatch, ago_s, expected
+):
+    happened = []
+    calibrated(tmp_path / "out")
+    monkeypatch.setattr(validate.Session, "measure", lambda _self, row: happened.append(row.name))
+    monkeypatch.setattr(validate.Session, "calibrate_again", lambda _self: happened.append("layers"))
+    (tmp_path / "s.toml").write_text(SWEEP)
+    session = validate.Session(validate.Request(tmp_path / "s.toml", tmp_path / "out", "cpu", 2), time.monotonic())
+    session.layers_measured_s = time.monotonic() - ago_s
+    session.run_all()
+    assert happened == expected
+
+
 def test_a_run_that_waited_for_cores_is_repeated_once_all_have_run(tmp_path, monkeypatch):
     waits, ran = {"ddp": [0.5, 0.4], "gs-3e-3": [0.1]}, []
 
