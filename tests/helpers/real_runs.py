@@ -183,3 +183,28 @@ def tolerance_of(name: str, optimizer: str) -> float:
     turns (measured on one kind of processor; on another it did not happen). In fp64 it differs by 2e-16.
     """
     return 1e-9 if optimizer == "adamw" or "resnet" in name else 1e-5
+
+
+def assert_parameters_of_one_device(found: dict[str, dict[str, Any]]) -> None:
+    """Raise AssertionError where a case's parameters differ from one device's, or between replicas.
+
+    `found`: what each case showed; its name ends with the optimizer's.
+    """
+    for name, seen in found.items():
+        assert seen["largest_parameter"] > 0.05
+        assert seen["difference"] <= tolerance_of(name, name.split("-")[-1]) * seen["largest_parameter"], name
+        assert seen["replicas_equal"], name
+
+
+def assert_losses_of_one_device(found: dict[str, dict[str, Any]]) -> None:
+    """Raise AssertionError where a case's losses differ from one device's."""
+    for name, seen in found.items():
+        alone = seen["losses_alone"]
+        assert seen["losses"][: len(alone)] == pytest.approx(alone[: len(seen["losses"])], rel=1e-5), name
+
+
+def assert_predicted_collectives(cases: Cases, found: dict[str, dict[str, Any]]) -> None:
+    """Raise AssertionError where the process group saw other collectives than those predicted for a case."""
+    for name, case in cases.items():
+        entries = sorted([list(entry.key) for entry in predicted(case).collectives], key=str)
+        assert json.loads(json.dumps(entries)) == sorted(found[name]["collectives"], key=str), name

@@ -1,9 +1,17 @@
 """Real: stages whose blocks are cut, or whose sequences are divided: one device's training, exact predictions."""
 
-import json
-
 import pytest
-from real_runs import HELPERS, predicted, predicted_peaks, quick, run_cases, scenario_file, star, tolerance_of
+from real_runs import (
+    HELPERS,
+    assert_losses_of_one_device,
+    assert_parameters_of_one_device,
+    assert_predicted_collectives,
+    predicted_peaks,
+    quick,
+    run_cases,
+    scenario_file,
+    star,
+)
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
@@ -86,22 +94,15 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def test_parameters_after_five_steps_equal_those_of_one_device(world: tuple[dict, dict]) -> None:
-    for name, seen in world[1].items():
-        assert seen["largest_parameter"] > 0.05
-        assert seen["difference"] <= tolerance_of(name, name.split("-")[-1]) * seen["largest_parameter"], name
-        assert seen["replicas_equal"], name
+    assert_parameters_of_one_device(world[1])
 
 
 def test_losses_are_those_of_one_device(world: tuple[dict, dict]) -> None:
-    for name, seen in world[1].items():
-        alone = seen["losses_alone"]
-        assert seen["losses"][: len(alone)] == pytest.approx(alone[: len(seen["losses"])], rel=1e-5), name
+    assert_losses_of_one_device(world[1])
 
 
 def test_the_predicted_collectives_are_the_ones_that_the_process_group_saw(world: tuple[dict, dict]) -> None:
-    for name, case in world[0].items():
-        entries = sorted([list(entry.key) for entry in predicted(case).collectives], key=str)
-        assert json.loads(json.dumps(entries)) == sorted(world[1][name]["collectives"], key=str), name
+    assert_predicted_collectives(*world)
 
 
 def test_the_predicted_peak_of_every_rank_is_the_counted_one(world: tuple[dict, dict]) -> None:

@@ -1,18 +1,18 @@
 """Real: experts divided among ranks; training equals one device's, and predictions what the process group saw."""
 
-import json
 from pathlib import Path
 
 import pytest
 from real_runs import (
     HELPERS,
     SCENARIOS,
+    assert_parameters_of_one_device,
+    assert_predicted_collectives,
     predicted,
     predicted_peaks,
     run_cases,
     scenario_file,
     star,
-    tolerance_of,
 )
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
@@ -113,16 +113,11 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def test_parameters_after_five_steps_equal_those_of_one_device(world: tuple[dict, dict]) -> None:
-    for name, seen in world[1].items():
-        assert seen["largest_parameter"] > 0.05
-        assert seen["difference"] <= tolerance_of(name, name.split("-")[-1]) * seen["largest_parameter"], name
-        assert seen["replicas_equal"], name
+    assert_parameters_of_one_device(world[1])
 
 
 def test_the_predicted_collectives_are_the_ones_that_the_process_group_saw(world: tuple[dict, dict]) -> None:
-    for name, case in world[0].items():
-        entries = sorted([list(entry.key) for entry in predicted(case).collectives], key=str)
-        assert json.loads(json.dumps(entries)) == sorted(world[1][name]["collectives"], key=str), name
+    assert_predicted_collectives(*world)
 
 
 def test_the_predicted_rows_are_the_ones_that_were_sent(world: tuple[dict, dict]) -> None:

@@ -1,10 +1,17 @@
 """Real: blocks cut among ranks, natively and by slices of our own, equal single-device training; rungs (a) and (b)."""
 
-import json
 from pathlib import Path
 
 import pytest
-from real_runs import predicted, predicted_peaks, quick, run_cases, scenario_file, star, tolerance_of
+from real_runs import (
+    assert_parameters_of_one_device,
+    assert_predicted_collectives,
+    predicted_peaks,
+    quick,
+    run_cases,
+    scenario_file,
+    star,
+)
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'gssim[models]'")
@@ -113,16 +120,11 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def test_parameters_after_five_steps_equal_those_of_one_device(world: tuple[dict, dict]) -> None:
-    for name, seen in world[1].items():
-        assert seen["largest_parameter"] > 0.05
-        assert seen["difference"] <= tolerance_of(name, name.split("-")[-1]) * seen["largest_parameter"], name
-        assert seen["replicas_equal"], name
+    assert_parameters_of_one_device(world[1])
 
 
 def test_the_predicted_collectives_are_the_ones_that_the_process_group_saw(world: tuple[dict, dict]) -> None:
-    for name, case in world[0].items():
-        entries = sorted([list(entry.key) for entry in predicted(case).collectives], key=str)
-        assert json.loads(json.dumps(entries)) == sorted(world[1][name]["collectives"], key=str), name
+    assert_predicted_collectives(*world)
 
 
 def test_what_is_predicted_to_be_dtensors_is(world: tuple[dict, dict]) -> None:
