@@ -50,7 +50,8 @@ def prepare(scenario: Scenario, module: nn.Module, timeline: Timeline, device: t
     policies = scenario.policies
     if policies.pp > 1:
         training = pipeline_stages(scenario, module, timeline, device)
-        return _with_updates(scenario, training, device)
+        _clip_and_scale(scenario, training, device)
+        return training
     if policies.cp > 1:  # inside what is checkpointed, whose recomputation exchanges again
         divide_context(module, blocks_of(scenario.workload.model, module), context_exchange(policies, timeline, device))
     if scenario.plan.recompute != "none":
@@ -72,7 +73,7 @@ def prepare(scenario: Scenario, module: nn.Module, timeline: Timeline, device: t
     training.partial_gradients, training.loss = divided, loss
     training.experts = experts
     training.autocast = scenario.workload.autocast
-    _with_updates(scenario, training, device)
+    _clip_and_scale(scenario, training, device)
     if scenario.plan.shares.replan:
         training.follower = Rebalancer(scenario, device)
     if scenario.run.slowdowns:
@@ -80,8 +81,8 @@ def prepare(scenario: Scenario, module: nn.Module, timeline: Timeline, device: t
     return training
 
 
-def _with_updates(scenario: Scenario, training: Training, device: torch.device) -> Training:
-    """Return the training with what changes gradients before its updates: clipping and the loss's factor."""
+def _clip_and_scale(scenario: Scenario, training: Training, device: torch.device) -> None:
+    """Set how a training clips its gradients and scales its loss, and over which ranks that needs sums."""
     policies = scenario.policies
     training.clip_norm = scenario.workload.clip_norm
     training.scaler = loss_scaler(scenario, training, device)
@@ -89,7 +90,6 @@ def _with_updates(scenario: Scenario, training: Training, device: torch.device) 
         training.slices = [device_mesh(policies.mesh, device)["tp"].get_group()]
         if policies.gradients == "reduce-scatter" and policies.shards > 1:
             training.slices.append(shard_group(policies, device))
-    return training
 
 
 def loss_scaler(scenario: Scenario, training: Training, device: torch.device) -> LossScaler | None:

@@ -2,7 +2,8 @@
 
 A module that supports this has a method `keep_layers(names)`, which removes all layers but those of the given paths,
 and a forward that runs the remaining layers; an `nn.Sequential` and a Hugging Face model need none. Parameters keep
-their names. Stages may be replicated by DDP. Copies of a tied parameter get the sum of their gradients; see [Note:
+their names. Stages may be replicated by DDP, or sharded; their blocks may be cut among tensor-parallel ranks, and their
+sequences divided. Copies of a tied parameter get the sum of their gradients; see [Note:
 tied] in `gssim.scenario.stages`.
 """
 
@@ -30,12 +31,12 @@ from gsreal.methods.optimizers import make_optimizer, mark_matrices
 from gsreal.methods.stage_modules import stage_module, tied_names
 from gsreal.methods.tensor_slices import (
     PartialGradients,
-    has_norm_after_blocks,
+    end_of_parts,
     partial_gradients,
     slice_blocks,
     whole_parameter,
 )
-from gsreal.methods.training import Training, Weights, weighted
+from gsreal.methods.training import Training, Weights, own_part, weighted
 from gsreal.methods.vocabulary_parallel import Loss, divide_vocabulary
 from gsreal.model_files.build import autocast, loss_of
 from gsreal.run.rank import gather_json, wire_device
@@ -253,8 +254,7 @@ class PipelineTraining(Training):
             self.run(*arguments, target=targets if targets.numel() else None, return_outputs=False)
         for copy in self.copies:
             assert copy.parameter.grad is not None
-            gradient = copy.parameter.grad
-            own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            own = own_part(copy.parameter.grad)
             if own.numel():  # equal shards of every copy
                 with self.timeline.span(f"all-reduce {copy.name}", "exposed_communication", copy.group):
                     dist.all_reduce(own, group=copy.group)
@@ -268,15 +268,15 @@ class PipelineTraining(Training):
 def pipeline_stages(scenario: Scenario, module: nn.Module, timeline: Timeline, device: torch.device) -> Training:
     """Keep this rank's stages of the module, replicated by DDP if the plan says so, and schedule them."""
     mesh, rank, stages = scenario.policies.mesh, dist.get_rank(), scenario.stages
-    model, aliases = scenario.workload.model, tied_names(module)
-    norm = has_norm_after_blocks(model, module)
+    aliases = tied_names(module)
+    end = _end_of_parts(scenario, module)
     names = frozenset(name for name, _ in module.named_parameters())
     group = process_group(mesh, rank, "pp")
     assert group is not None
     numbers = range(mesh.place(rank).pp, len(stages), mesh.pp)
     last_gradient: list[Any] = []
-    modules = _stage_modules(scenario, module, numbers, timeline, device, norm=norm)
-    divided, loss = _sliced(scenario, dict(zip(numbers, modules, strict=True)), norm, timeline, device)
+    modules = _stage_modules(scenario, module, numbers, timeline, device, end=end)
+    divided, loss = _sliced(scenario, dict(zip(numbers, modules, strict=True)), end, timeline, device)
     experts: list[ExpertGradients | ShardedExpertGradients | None] = []
     for part in modules:
         load_experts(scenario, part)
@@ -317,26 +317,41 @@ def pipeline_stages(scenario: Scenario, module: nn.Module, timeline: Timeline, d
     )
 
 
-def _takes_parts(scenario: Scenario, stage: Sequence[LayerInstance], norm: bool) -> bool:
-    """Return whether a stage is given parts of sequences: all are divided from the first block to the norm after it."""
-    blocks = [instance.index for instance in unrolled(scenario.workload.model) if instance.layer.block]
+def _end_of_parts(scenario: Scenario, module: nn.Module) -> str | None:
+    """Return the path in the whole module at whose output parts of sequences are gathered; None: they are whole."""
+    if not scenario.policies.sequence_parallel:
+        return None
+    order = [instance for instance in unrolled(scenario.workload.model) if instance.layer.modules]
+    blocks = [instance.module for instance in order if instance.layer.block]
+    return end_of_parts([instance.module for instance in order], blocks, module)
+
+
+def _takes_parts(scenario: Scenario, stage: Sequence[LayerInstance], end: str | None) -> bool:
+    """Return whether a stage is given parts of sequences: it begins behind the first block, and not behind their end.
+
+    `end`: see `_end_of_parts`.
+    """
+    if end is None:
+        return False
+    places = {instance.module: instance.index for instance in unrolled(scenario.workload.model)}
+    first_block = next(each.index for each in unrolled(scenario.workload.model) if each.layer.block)
     first = next(instance.index for instance in stage if not of_no_sample(instance.layer))
-    return scenario.policies.sequence_parallel and blocks[0] < first <= blocks[-1] + norm
+    return first_block < first <= places[end]
 
 
 def _stage_modules(
-    scenario: Scenario, module: nn.Module, numbers: range, timeline: Timeline, device: torch.device, *, norm: bool
+    scenario: Scenario, module: nn.Module, numbers: range, timeline: Timeline, device: torch.device, *, end: str | None
 ) -> list[nn.Module]:
     """Return the rank's stages of a module, whose sequences are divided and whose blocks are checkpointed, if at all.
 
-    `norm`: whether one follows the model's last block.
+    `end`: see `_end_of_parts`.
     """
     policies, model, recompute = scenario.policies, scenario.workload.model, scenario.plan.recompute
     exchange = context_exchange(policies, timeline, device) if policies.cp > 1 else None
     modules = []
     for number in numbers:
         layers = scenario.stages[number]
-        parts = policies.tp if _takes_parts(scenario, layers, norm) else 1
+        parts = policies.tp if _takes_parts(scenario, layers, end) else 1
         part = stage_module(module, layers, shared=number != numbers[-1], model=model, sequence_parts=parts)
         inner = dict(part.named_modules())
         blocks = [inner[instance.module] for instance in layers if instance.layer.block]
@@ -350,11 +365,11 @@ def _stage_modules(
 
 
 def _sliced(
-    scenario: Scenario, stages: Mapping[int, nn.Module], norm: bool, timeline: Timeline, device: torch.device
+    scenario: Scenario, stages: Mapping[int, nn.Module], end: str | None, timeline: Timeline, device: torch.device
 ) -> tuple[PartialGradients | None, Loss]:
     """Reduce a rank's stages, by number, to its slices, if tensor-parallel ranks cut blocks.
 
-    `norm`: whether one follows the model's last block. Returns what is summed before each update, and the stages' loss.
+    `end`: see `_end_of_parts`. Returns what is summed before each update, and the stages' loss.
     """
     loss: Loss = loss_of
     if scenario.policies.tp == 1:
@@ -362,7 +377,7 @@ def _sliced(
     mesh = device_mesh(scenario.policies.mesh, device)["tp"]
     places: list[tuple[nn.Module, str]] = []
     for number, part in stages.items():
-        places += slice_blocks(scenario, part, timeline, mesh, layers=scenario.stages[number], norm=norm)
+        places += slice_blocks(scenario, part, timeline, mesh, layers=scenario.stages[number], end=end)
         is_last = number == len(scenario.stages) - 1
         loss = divide_vocabulary(scenario, part, timeline, mesh, first=number == 0, last=is_last)
     return partial_gradients(scenario, places, timeline, mesh), loss

@@ -44,7 +44,7 @@ from gsreal.methods.mapped import Mapped
 from gsreal.model_files.build import build_module
 from gssim.errors import UserError
 from gssim.scenario import Scenario, units_of_ranks
-from gssim.workload import LayerInstance, Model, unrolled
+from gssim.workload import LayerInstance, unrolled
 
 AllReduce = Callable[[Tensor], Tensor]
 """Returns the sum of its argument over the ranks of a group, as a new tensor."""
@@ -418,27 +418,27 @@ class SequenceParts:
         return part.clone(memory_format=torch.contiguous_format)
 
 
+def end_of_parts(order: Sequence[str], blocks: Sequence[str], module: nn.Module) -> str:
+    """Return the path of the module whose output is gathered where ranks divide sequences.
+
+    It is the norm after the last block, or else that block. `order`: paths of the modules at which layers of the whole
+    model begin, as they run; `blocks`: those of blocks.
+    """
+    following = order[order.index(blocks[-1]) + 1 :][:1]
+    return next((path for path in following if is_norm(module.get_submodule(path))), blocks[-1])
+
+
 def divide_sequences(
-    order: Sequence[str],
-    blocks: Sequence[str],
-    module: nn.Module,
-    parts: SequenceParts,
-    *,
-    held: Collection[str] | None = None,
-    norm: bool | None = None,
+    blocks: Sequence[str], module: nn.Module, parts: SequenceParts, *, end: str, held: Collection[str] | None = None
 ) -> list[str]:
     """Divide sequences among ranks from a model's first block to its last, or to the norm after that.
 
-    `order`: paths of the modules at which layers begin, as they run; `blocks`: those of blocks, which are sliced
-    already. All ranks do alike before and after, so that a rank's gradient there is its part of everybody's. `held`:
-    those of `order` that `module`, a stage, has; all by default. `norm`: whether a norm follows the last block, where
-    the stage need not have it. Returns the names of the parameters whose gradients are to be summed over the ranks.
+    `blocks`: paths of the model's blocks, which are sliced already. `end`: see `end_of_parts`. All ranks do alike
+    before and after, so that a rank's gradient there is its part of everybody's. `held`: paths of the layers that
+    `module`, a stage, has; all by default. Returns the names of the parameters whose gradients are to be summed over
+    the ranks.
     """
-    held = order if held is None else held
-    after = order[order.index(blocks[-1]) + 1 :][:1]
-    has_norm = norm if norm is not None else any(is_norm(module.get_submodule(path)) for path in after)
-    norms = after if has_norm else []
-    last = (norms or blocks[-1:])[0]
+    held = (*blocks, end) if held is None else held
 
     def joined(_module: nn.Module, _inputs: tuple[Any, ...], output: Any) -> Any:
         if isinstance(output, tuple):
@@ -448,10 +448,11 @@ def divide_sequences(
     if blocks[0] in held:
         divided = partial(_with_input, lambda x: Mapped.apply(x, parts.own, parts.whole))
         module.get_submodule(blocks[0]).register_forward_pre_hook(divided, with_kwargs=True)
-    if last in held:
-        module.get_submodule(last).register_forward_hook(joined)
-    own_norms = [path for path in norms if path in held]
-    names = [f"{path}.{name}" for path in own_norms for name, _ in module.get_submodule(path).named_parameters()]
+    names = []
+    if end in held:
+        module.get_submodule(end).register_forward_hook(joined)
+        if end not in blocks:
+            names = [f"{end}.{name}" for name, _ in module.get_submodule(end).named_parameters()]
     for path in (each for each in blocks if each in held):
         cut = cut_of(block := module.get_submodule(path))
         assert cut is not None  # they are sliced
@@ -465,13 +466,6 @@ def is_norm(module: nn.Module) -> bool:
     kind = type(module).__name__.lower()
     flat = all(parameter.dim() <= 1 for parameter in module.parameters())
     return "norm" in kind and "batch" not in kind and "group" not in kind and flat and not list(module.children())
-
-
-def has_norm_after_blocks(model: Model, module: nn.Module) -> bool:
-    """Return whether a norm follows the last block of a model's whole module."""
-    order = [instance for instance in unrolled(model) if instance.layer.modules]
-    last = max((place for place, instance in enumerate(order) if instance.layer.block), default=len(order))
-    return any(is_norm(module.get_submodule(each.module)) for each in order[last + 1 : last + 2])
 
 
 @dataclass(frozen=True)
@@ -520,10 +514,6 @@ class PartialGradients:
                 gradient.copy_(part.view_as(gradient))
 
 
-Place = tuple[nn.Module, str]
-"""A module and the name of one of its parameters."""
-
-
 def slice_blocks(
     scenario: Scenario,
     module: nn.Module,
@@ -531,13 +521,13 @@ def slice_blocks(
     mesh: DeviceMesh,
     *,
     layers: Sequence[LayerInstance] | None = None,
-    norm: bool | None = None,
-) -> list[Place]:
+    end: str | None = None,
+) -> list[tuple[nn.Module, str]]:
     """Reduce each block to this rank's slice; `mesh`: the tensor-parallel ranks, one axis.
 
-    `layers`: those of the stage that `module` is; all by default. `norm`: see `divide_sequences`. Returns the
-    parameters of whose gradients every rank has a part. Raises UserError if a block cannot be sliced, or if dropout
-    would differ between the ranks.
+    `layers`: those of the stage that `module` is; all by default. `end`: of a stage, see `end_of_parts`. Returns the
+    parameters, by module and name, of whose gradients every rank has a part. Raises UserError if a block cannot be
+    sliced, or if dropout would differ between the ranks.
     """
     order = [instance for instance in unrolled(scenario.workload.model) if instance.layer.modules]
     held = {instance.module for instance in layers or order if instance.layer.modules}
@@ -563,12 +553,13 @@ def slice_blocks(
             for path in getattr(cut_of(block), "heads", ())
             for name, _ in block.get_submodule(path).named_parameters()
         ]
-    names = divide_sequences([each.module for each in order], paths, module, parts, held=held, norm=norm)
+    end = end or end_of_parts([each.module for each in order], paths, module)
+    names = divide_sequences(paths, module, parts, end=end, held=held)
     return [(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
 
 
 def partial_gradients(
-    scenario: Scenario, places: Sequence[Place], timeline: Timeline, mesh: DeviceMesh
+    scenario: Scenario, places: Sequence[tuple[nn.Module, str]], timeline: Timeline, mesh: DeviceMesh
 ) -> PartialGradients | None:
     """Return the sums of these parameters' gradients before each update, if there are any."""
     shards = scenario.policies.shards if scenario.policies.gradients == "reduce-scatter" else 1

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gsreal.methods.tensor_slices import PartialGradients
 
 
-def _local(tensor: Tensor) -> Tensor:
+def own_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -94,7 +94,7 @@ class LossScaler:
             cast = True
             copies.gradient_factor = 1 / self.scale
         gradients = [p.grad for p in module.parameters() if p.grad is not None]
-        own = [_local(gradient) for gradient in gradients]
+        own = [own_part(gradient) for gradient in gradients]
         found = torch.zeros((), device=own[0].device)
         inverse = torch.full((), 1.0 if cast else 1 / self.scale, device=own[0].device)
         with timeline.span("unscale gradients", "optimizer"):
@@ -262,7 +262,7 @@ class Training:
             for module in self.module.modules()
             for name in module.__dict__.get("_gsreal_slices", {})
         }
-        counted = [_local(gradient) for p, gradient in gradients.items() if is_first or p in sliced]
+        counted = [own_part(gradient) for p, gradient in gradients.items() if is_first or p in sliced]
         squares = nn.utils.get_total_norm(counted).double().square()
         for group in (first, *others):
             with self.timeline.span("all-reduce gradient norm of slices", "exposed_communication", group):
@@ -275,7 +275,7 @@ class Training:
 
         That takes parameters alone.
         """
-        torch._foreach_mul_([_local(each) for each in gradients], torch.clamp(norm / (total + 1e-6), max=1.0))
+        torch._foreach_mul_([own_part(each) for each in gradients], torch.clamp(norm / (total + 1e-6), max=1.0))
 
     def _update(self) -> None:
         if isinstance(self.optimizer, GradientSharding):

@@ -28,7 +28,15 @@ from torch.utils._pytree import tree_leaves
 from gsreal.methods.checkpointing import checkpoint_inside
 from gsreal.methods.context_parallel import ContextParts, divide_context
 from gsreal.methods.experts import Splits, divided_reason, experts_of, replace_experts
-from gsreal.methods.tensor_slices import SequenceParts, cut_of, cut_or_reason, divide_sequences, is_linear, slice_block
+from gsreal.methods.tensor_slices import (
+    SequenceParts,
+    cut_of,
+    cut_or_reason,
+    divide_sequences,
+    end_of_parts,
+    is_linear,
+    slice_block,
+)
 from gsreal.model_files.build import (
     DTYPES,
     autocast,
@@ -179,7 +187,8 @@ def record_step(
         divided = stand_in.parts(parts) if parts else None
         cut = _cut_blocks(module, chosen, units, stand_in, divided) if units else {}
         if divided is not None:
-            record.summed = {*divide_sequences(modules, [name for name in modules if chosen[name]], module, divided)}
+            paths = [name for name in modules if chosen[name]]
+            record.summed = {*divide_sequences(paths, module, divided, end=end_of_parts(modules, paths, module))}
         for name in cut if divided is None else ():
             block = module.get_submodule(name)
             norms = [(path, block.get_submodule(path)) for path in getattr(cut_of(block), "heads", ())]

@@ -115,6 +115,7 @@ def test_what_four_ranks_saved_goes_on_with_fewer(saved_by_four: Path, undisturb
 SAMPLES_TWICE = ["plan.dp_replicate=1", "plan.dp_shard=2", "plan.tp=2"]
 UNEVEN = "plan.shares.shards=[0.75,0.25]"
 """Of heads and columns, for slices of our own."""
+EVEN = "plan.shares.shards=even"
 PLANS: dict[str, tuple[int, list[str]]] = {
     "pipeline": (2, ["plan.method=pipeline", "plan.micro_batches=3"]),
     "interleaved": (2, ["plan.method=pipeline", "plan.schedule=interleaved", "plan.micro_batches=4"]),
@@ -127,6 +128,9 @@ PLANS: dict[str, tuple[int, list[str]]] = {
     "zero2-tp": (4, ["plan.method=zero2", *SAMPLES_TWICE]),
     "zero3-tp": (4, ["plan.method=zero3", *SAMPLES_TWICE]),
     "hsdp-tp": (4, ["plan.method=hsdp", "plan.dp_replicate=2", "plan.dp_shard=1", "plan.tp=2"]),
+    "cut-stages": (4, ["plan.method=tensor", "plan.pp=2", "plan.tp=2", "plan.micro_batches=3"]),
+    "divided-stages": (4, ["plan.method=zero3", "plan.pp=2", "plan.cp=2", "plan.micro_batches=3"]),
+    "gs-divided-stages": (4, ["plan.method=gs", "plan.pp=2", "plan.cp=2", "plan.micro_batches=3", EVEN]),
     "gs_wgrad": (2, ["plan.method=gs_wgrad"]),
     "gs_wgrad-of-three": (3, ["plan.method=gs_wgrad"]),
     "zero3": (3, ["plan.method=zero3"]),
@@ -157,6 +161,10 @@ def test_a_model_cut_by_layers_goes_on_cut_inside_of_blocks(undisturbed, tmp_pat
         ("gs_wgrad", "gs_wgrad-of-three"),
         ("zero3", "gs_wgrad"),
         ("ddp", "zero2-tp"),
+        ("cut-stages", "gs_tp"),
+        ("zero3-tp", "cut-stages"),
+        ("divided-stages", "cut-stages"),
+        ("gs-divided-stages", "gs-divided-stages"),
     ],
     ids="-then-".join,
 )

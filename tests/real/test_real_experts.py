@@ -56,6 +56,10 @@ CASES = {
     "two-staged-interleaved-sgd": (2, [*SGD, *SKEWED, *STAGED, "plan.schedule=interleaved"]),
     "two-staged-kept-sgd": (2, [*SGD, *SKEWED, *STAGED, "plan.method=zero2"]),
     "four-cut-sharded-sgd": (4, [*SGD, *SKEWED, *MIXTRAL, "workload.global_batch_size=16", "plan.method=zero3"]),
+    "four-cut-sharded-accumulated-sgd": (
+        4,
+        [*SGD, *SKEWED, *MIXTRAL, "workload.global_batch_size=16", "plan.method=zero3", "plan.micro_batches=2"],
+    ),
     "four-cut-kept-sgd": (4, [*SGD, *SKEWED, *MIXTRAL, "workload.global_batch_size=16", "plan.method=zero2"]),
     "two-staged-sharded-recomputed-sgd": (2, [*SGD, *STAGED, "plan.method=zero3", "plan.recompute=full"]),
 }
@@ -132,7 +136,7 @@ def test_the_predicted_rows_are_the_ones_that_were_sent(world: tuple[dict, dict]
 def test_the_predicted_peak_of_every_rank_is_the_counted_one(world: tuple[dict, dict]) -> None:
     # torch has no grouped product in fp64: there the products of experts are other operations than those traced
     compared = {name: case for name, case in world[0].items() if not name.endswith("adamw")}
-    assert len(compared) >= 2
+    assert len(compared) >= 3
     for name, case in compared.items():
         # cases that are not slow show each mechanism closely; not all others were compared since backwards were exact
         closely = name in FEW or not any(each in name for each in ("staged", "recomputed"))
