@@ -30,6 +30,7 @@ from gsreal.calibrate.cluster_file import (
     with_communication,
     write_cluster,
 )
+from gsreal.calibrate.communication import all_reduce_kind
 from gsreal.machine import device_name, die_with_parent, usable_cores
 from gsreal.model_files.build import set_trust
 from gsreal.model_files.trace import write_model
@@ -39,7 +40,7 @@ from gssim.errors import RunFailedError, UserError, one_line
 from gssim.execution import FileStore
 from gssim.execution.files import locked, scratch_folder, write_text
 from gssim.result import BUSY_RATIO, DRIFT_RATIO, Result, file_name, read_result
-from gssim.scenario import Loaded, load_cluster
+from gssim.scenario import Loaded, load_cluster, reduce_precision
 from gssim.scenario.sweep import SEPARATOR, Point, chosen, load_sweep, loaded_point, points_of
 from gssim.units import human_seconds
 
@@ -220,7 +221,8 @@ class Session:
     def calibrate_links(self) -> None:
         """Add messages and wrappers to the cluster file, unless they are there."""
         before = read_previous(self.cluster, self.device)
-        if "backend_cost" in before:
+        measured_kinds = before.get("backend_cost", {}).get("overhead_s", {})
+        if measured_kinds and {*map(all_reduce_kind, self.settings.summed_precisions)} <= measured_kinds.keys():
             return
         self.say("calibrating communication")
         measured = measure(replace(self.settings, only="links"), ranks=self.request.ranks, forked=self.forks)
@@ -236,7 +238,7 @@ class Session:
             return
         self.say("calibrating layers again, for a machine drifts")
         measured = measure(
-            replace(self.settings, only="layers", memory=False), ranks=self.request.ranks, forked=self.forks
+            replace(self.settings, only="layers", lasting=False), ranks=self.request.ranks, forked=self.forks
         )
         self.layers_measured_s = time.monotonic()
         write_cluster(self.cluster, averaged(before, measured, where=str(self.cluster)))
@@ -381,6 +383,7 @@ def settings_of(shapes: Sequence[Loaded], kind: str, out: Path) -> Settings:
                 f"validate: points with workload.{name} = {', '.join(map(str, values))}: a calibration is for one "
                 "of them; select its points by --only"
             )
+    summed = {reduce_precision(each) for each in workloads} | {each.scenario.policies.compress for each in shapes}
     models = {workload.model.name: workload.model for workload in workloads}
     files = []
     for name, model in models.items():
@@ -402,6 +405,8 @@ def settings_of(shapes: Sequence[Loaded], kind: str, out: Path) -> Settings:
         kind=kind,
         rounds=LAYER_ROUNDS,
         link_repeats=LINK_REPEATS,
+        summed_precisions=tuple(sorted(summed & {"bf16", "fp16"})),
+        most_elements=max(model.elements for model in models.values()),
         optimizers=tuple(sorted({each.optimizer if each.optimizer != "muon" else "adamw" for each in workloads})),
     )
 

@@ -51,7 +51,7 @@ BESIDE: dict[str, Callable[[Bench, Model], Any]] = {
 def main(settings: str, out: str) -> None:
     """Measure on one rank; `settings` is JSON, and rank 0 writes the measurements to the file `out`."""
     asked: dict[str, Any] = json.loads(settings)
-    for key in ("models", "batch_sizes", "optimizers"):
+    for key in ("models", "batch_sizes", "optimizers", "summed_precisions"):
         asked[key] = tuple(asked[key])
     measured = run(Settings(**asked))
     if dist.get_rank() == 0:

@@ -49,10 +49,14 @@ class Settings:
     rounds: int = ROUNDS
     """Rounds in which layers are measured; several measurements of few rounds may be averaged."""
     link_repeats: int = 21
-    """Times that each message and collective is measured, at each of its sizes."""
+    """Times that each message and collective is measured, at each of its sizes, and steps of each wrapper."""
+    summed_precisions: tuple[str, ...] = ("bf16", "fp16")
+    """16-bit formats of which all-reduces are measured, beside those of fp32."""
     optimizers: tuple[str, ...] = OPTIMIZERS
-    memory: bool = True
-    """Count the memory of layers too: it does not drift, so that a repeated measurement need not."""
+    most_elements: int | None = None
+    """Elements of the largest model, up to which optimizers are measured; None: up to the largest of their sizes."""
+    lasting: bool = True
+    """Measure too what does not drift: the memory of layers, and what pauses cost. A repeated measurement need not."""
 
 
 class Bench:
@@ -462,9 +466,11 @@ def optimizer_cost(bench: Bench, name: str) -> dict[str, Any]:
     (one_s, one_host_s), (many_s, many_host_s) = step_s(1, 64), step_s(65, 64)
     tensor_s, tensor_host_s = (max(0.0, value / 64) for value in (many_s - one_s, many_host_s - one_host_s))
     most = 2**26 if bench.device.type == "cuda" else 2**24 if bench.ranks < 8 else 2**22
-    largest = [elements for elements in OPTIMIZER_ELEMENTS if elements <= most]
-    values = [max(1e-9, step_s(1, elements)[0] - tensor_s) for elements in largest]
-    cost: dict[str, Any] = {"tensor_s": tensor_s, "elements_s": {"sizes": largest, "values": values}}
+    largest = bench.settings.most_elements or most
+    reached = zip((0, *OPTIMIZER_ELEMENTS), OPTIMIZER_ELEMENTS, strict=False)
+    sizes = [size for smaller, size in reached if smaller < largest and size <= most]
+    values = [max(1e-9, step_s(1, elements)[0] - tensor_s) for elements in sizes]
+    cost: dict[str, Any] = {"tensor_s": tensor_s, "elements_s": {"sizes": sizes, "values": values}}
     if bench.device.type == "cuda":
         cost |= {"host_s": max(0.0, one_host_s - tensor_host_s), "host_tensor_s": tensor_host_s}
     return cost

@@ -255,7 +255,7 @@ def _synchronised_s(bench: Bench, call: Callable[[], object]) -> float:
 def _compute(bench: Bench) -> None:
     """Keep this rank busy for some milliseconds, over more memory than its caches hold."""
     a = torch.ones(512, 512, device=bench.device)
-    for _ in range(4):
+    for _ in range(2):
         torch.mm(a, a)
     bench.displace()
     bench.finish()
@@ -340,12 +340,20 @@ Makers = dict[str, Callable[[int], Callable[[], object]]]
 """By kind: from a size to a call of it."""
 
 
+def all_reduce_kind(precision: str) -> str:
+    """Return the kind of an all-reduce of elements in a 16-bit format."""
+    return f"all-reduce {precision}"
+
+
 def _kinds(bench: Bench) -> tuple[str, ...]:
     """Return the kinds of calls that are measured, in order.
 
     gloo reads a message to one rank as the host's memory, and fails where it is a GPU's.
     """
-    return tuple(kind for kind in shapes(2) if kind != "send" or bench.device.type == "cpu")
+    left_out = {*ALL_REDUCES} - {"all-reduce", *map(all_reduce_kind, bench.settings.summed_precisions)}
+    if bench.device.type != "cpu":
+        left_out.add("send")
+    return tuple(kind for kind in shapes(2) if kind not in left_out)
 
 
 def _one_way_calls(bench: Bench, group: dist.ProcessGroup) -> Makers:

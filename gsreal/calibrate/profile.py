@@ -54,13 +54,12 @@ def profile_model(bench: Bench, model: Model, counter: MemoryCounter) -> tuple[d
     batches = {b: batch_of(bench, model, b) for b in bench.settings.batch_sizes}
     middle = middle_batch_size(bench)
     times, together = _in_turns(bench, module, optimizer, names, batches)
-    excess = bench.alone(partial(_pause_excess, bench, module, optimizer, batches[min(batches)]))
-    peaks = {
-        b: bench.alone(partial(_layer_peaks, bench, module, names, batch, counter)) or {}
-        for b, batch in batches.items()
-        if bench.settings.memory
-    }
-    counted = counter.method == "allocator" and bench.settings.memory
+    lasting, excess, peaks = bench.settings.lasting, None, {}
+    if lasting:
+        excess = bench.alone(partial(_pause_excess, bench, module, optimizer, batches[min(batches)]))
+        for b, batch in batches.items():
+            peaks[b] = bench.alone(partial(_layer_peaks, bench, module, names, batch, counter)) or {}
+    counted = counter.method == "allocator" and lasting
     scratch = bench.alone(partial(layer_scratch, model, batches, counter, dtype)) if counted else None
     lateness = _lateness(bench, together[middle])
     if bench.rank:

@@ -77,7 +77,7 @@ def _added_s(
 ) -> dict[str, float]:
     """Return the overhead of slicing in (forward, backward) of a pair of maps, and the host time of a sum."""
     steps: tuple[list[dict[str, float]], ...] = ([], [])
-    for step in range(BLOCK_WARMUPS + BLOCK_STEPS):
+    for step in range(BLOCK_WARMUPS + min(BLOCK_STEPS, bench.settings.link_repeats)):
         for module, found in zip(kinds, steps, strict=True):
             phases = _step_phases(bench, module, x, timeline)
             if step >= BLOCK_WARMUPS:
@@ -107,7 +107,7 @@ def _step_phases(bench: Bench, module: nn.Module, x: Tensor, timeline: Timeline)
     return timeline.phases_since(0)
 
 
-WARMUPS, STEPS = 4, 21
+WARMUPS = 4
 """Plain and wrapped steps alternate: slow periods of the machine affect both."""
 
 
@@ -253,7 +253,7 @@ def _wrapped_minus_plain(
         wrap(bench, wrapped, optimizer, left_out),
     )
     times_s: list[list[list[float]]] = [[[], [], []], [[], [], []]]
-    for step in range(WARMUPS + STEPS):
+    for step in range(WARMUPS + bench.settings.link_repeats):
         for module, updates, parts in zip((plain, wrapped), optimizers, times_s, strict=True):
             bench.displace()  # in training, host code and its objects come back to caches full of the layers' work
             dist.barrier()
@@ -395,7 +395,7 @@ def replica_costs(bench: Bench) -> dict[str, float]:
         plain, wrapped = (_Stack(1, FEW_TENSORS, 64).to(bench.device) for _ in range(2))
         modules = (plain, replicated(wrapped)[0])
         times_s: tuple[list[float], ...] = ([], [])
-        for step in range(WARMUPS + STEPS):
+        for step in range(WARMUPS + bench.settings.link_repeats):
             for module, found in zip(modules, times_s, strict=True):
                 bench.displace()
                 bench.finish()
