@@ -34,7 +34,7 @@ from gsreal.calibrate.communication import all_reduce_kind
 from gsreal.machine import device_name, die_with_parent, usable_cores
 from gsreal.model_files.build import set_trust
 from gsreal.model_files.trace import write_model
-from gsreal.run.forked import Forked, module_run
+from gsreal.run.forked import Forked, import_modules, module_run
 from gsreal.run.launch import Guard, check_real, launch
 from gssim.errors import RunFailedError, UserError, one_line
 from gssim.execution import FileStore
@@ -84,6 +84,7 @@ def validate(request: Request) -> None:
     """
     began_s = time.monotonic()
     set_trust(request.trust_code)
+    import_modules()
     with locked(request.out / LOCK, place=str(request.out)):
         session = Session(request, began_s)
         session.run_all()
@@ -209,6 +210,7 @@ class Session:
                 and models <= {*sizes}
                 and all(sizes[model][0] <= size <= sizes[model][-1] for model in models for size in wanted.batch_sizes)
                 and {*wanted.optimizers} <= {*device.optimizers}
+                and (not wanted.low_rank or (device.compression and device.compression.low_rank))
             ):
                 # it may be of other points of the sweep: repeated measurements need the same batch sizes as the first
                 self.settings = replace(wanted, batch_sizes=tuple(map(int, sizes[min(models)])))
@@ -383,7 +385,8 @@ def settings_of(shapes: Sequence[Loaded], kind: str, out: Path) -> Settings:
                 f"validate: points with workload.{name} = {', '.join(map(str, values))}: a calibration is for one "
                 "of them; select its points by --only"
             )
-    summed = {reduce_precision(each) for each in workloads} | {each.scenario.policies.compress for each in shapes}
+    summed: set[str | None] = {reduce_precision(each) for each in workloads}
+    summed |= {each.scenario.policies.compress for each in shapes}
     models = {workload.model.name: workload.model for workload in workloads}
     files = []
     for name, model in models.items():
@@ -405,7 +408,8 @@ def settings_of(shapes: Sequence[Loaded], kind: str, out: Path) -> Settings:
         kind=kind,
         rounds=LAYER_ROUNDS,
         link_repeats=LINK_REPEATS,
-        summed_precisions=tuple(sorted(summed & {"bf16", "fp16"})),
+        summed_precisions=tuple(each for each in ("bf16", "fp16") if each in summed),
+        low_rank=any(each.scenario.policies.compressor == "powersgd" for each in shapes),
         most_elements=max(model.elements for model in models.values()),
         optimizers=tuple(sorted({each.optimizer if each.optimizer != "muon" else "adamw" for each in workloads})),
     )

@@ -55,6 +55,8 @@ class Settings:
     optimizers: tuple[str, ...] = OPTIMIZERS
     most_elements: int | None = None
     """Elements of the largest model, up to which optimizers are measured; None: up to the largest of their sizes."""
+    low_rank: bool = True
+    """Measure PowerSGD's products."""
     lasting: bool = True
     """Measure too what does not drift: the memory of layers, and what pauses cost. A repeated measurement need not."""
 
@@ -255,7 +257,7 @@ def compression_cost(bench: Bench) -> dict[str, Any]:
         **_sending(bench, gradient, scratch, call_s + calls.get("pack_call_s", call_s)),
         **_receiving(bench, gradient, scratch, calls.get("add_call_s", call_s)),
         **_largest(bench, gradient, call_s),
-        "low_rank": _low_rank(bench),
+        **({"low_rank": _low_rank(bench)} if bench.settings.low_rank else {}),
     }
 
 

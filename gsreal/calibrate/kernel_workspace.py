@@ -52,13 +52,16 @@ class _Variant:
 
 
 def layer_scratch(
-    model: Model, batches: Batches, counter: MemoryCounter, dtype: torch.dtype
+    model: Model, batches: Batches, counter: MemoryCounter, dtype: torch.dtype, *, rank: int = 0, ranks: int = 1
 ) -> dict[str, dict[str, list[str]]]:
-    """Return the workspace of every layer entry of the model file by variant; see `LayerProfile`."""
+    """Return the workspace of every layer entry of the model file by variant; see `LayerProfile`.
+
+    Of so many ranks each measures some of the variants.
+    """
     workspace: dict[str, dict[str, list[str]]] = {layer.name: {} for layer in model.layers}
     if model.compiled:  # torch compiles nothing under a dispatch mode, which sees single operations
         return workspace
-    instances, ways = unrolled(model), list(_variants(model))
+    instances, ways = unrolled(model), list(_variants(model))[rank::ranks]
     for way, record in zip(ways, _traced(model, ways, batches), strict=True):
         seen = _seen(model, way, batches, counter, dtype)
         places: dict[str, list[Place]] = defaultdict(list)

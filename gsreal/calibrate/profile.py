@@ -54,17 +54,21 @@ def profile_model(bench: Bench, model: Model, counter: MemoryCounter) -> tuple[d
     batches = {b: batch_of(bench, model, b) for b in bench.settings.batch_sizes}
     middle = middle_batch_size(bench)
     times, together = _in_turns(bench, module, optimizer, names, batches)
-    lasting, excess, peaks = bench.settings.lasting, None, {}
-    if lasting:
+    excess, peaks = None, {}
+    scratch: dict[str, dict[str, Any]] = defaultdict(dict)
+    if bench.settings.lasting:
         excess = bench.alone(partial(_pause_excess, bench, module, optimizer, batches[min(batches)]))
         for b, batch in batches.items():
             peaks[b] = bench.alone(partial(_layer_peaks, bench, module, names, batch, counter)) or {}
-    counted = counter.method == "allocator" and lasting
-    scratch = bench.alone(partial(layer_scratch, model, batches, counter, dtype)) if counted else None
+    if bench.settings.lasting and counter.method == "allocator":
+        own = partial(layer_scratch, model, batches, counter, dtype, rank=bench.rank, ranks=bench.ranks)
+        for some in gather_json(bench.together(own)):
+            for name, variants in some.items():
+                scratch[name] |= variants
     lateness = _lateness(bench, together[middle])
     if bench.rank:
         return {}, (0.0, 0.0)
-    profile = _profile(model, bench.settings, times, peaks, scratch or {})
+    profile = _profile(model, bench.settings, times, peaks, scratch)
     if excess:
         profile["pause_excess_s"] = excess
     profile["neighbour_slowdown_ratio"] = _ratio(times, together, bench.ranks)

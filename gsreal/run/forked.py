@@ -12,14 +12,21 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
 from gsreal.machine import ENVIRONMENT, die_with_parent
 from gssim.errors import RunFailedError
 
-IMPORTS = ("gsreal.run.worker", "gsreal.calibrate.__main__", "gsreal.models", "torch.profiler")
-"""Modules that ranks import, and that take seconds."""
+IMPORTS = ("gsreal.run.worker", "gsreal.calibrate.__main__", "torch.distributed.optim", "gssim.cli")
+"""Modules that ranks and commands import, and that take a second each."""
+
+
+def import_modules() -> None:
+    """Import what the forks of this process would import each for itself."""
+    for name in IMPORTS:
+        import_module(name)
 
 
 def check_environment() -> None:
