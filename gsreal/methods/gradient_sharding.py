@@ -5,8 +5,9 @@ updates these, so that no gradient is ever sent. The other layers' parameters ar
 gradients, and ends the backward at the first of the owned layers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -41,12 +42,22 @@ def push_gradients(scenario: Scenario, module: nn.Module, timeline: Timeline, de
 
 
 def pushing_optimizer(
-    scenario: Scenario, module: nn.Module, layers: Sequence[LayerInstance], timeline: Timeline, device: torch.device
+    scenario: Scenario,
+    module: nn.Module,
+    layers: Sequence[LayerInstance],
+    timeline: Timeline,
+    device: torch.device,
+    aliases: Mapping[str, frozenset[str]] = MappingProxyType({}),
 ) -> GradientSharding:
-    """Return the library's optimizer for a module of these layers, numbered from 0, on this rank."""
+    """Return the library's optimizer for a module of these layers, numbered from 0, on this rank.
+
+    `aliases`: all names in the whole model of parameters that have several, of which a stage's module has one.
+    """
     plan, policies = scenario.plan, scenario.policies
     ranks, mesh = policies.mesh.group(dist.get_rank(), *REPLICA_AXES), _mesh(policies, device)
-    order = [layers[i].parameter_names[j] for i, j in gradient_order(layers)]
+    own = {name for name, _ in module.named_parameters()}
+    listed = [layers[i].parameter_names[j] for i, j in gradient_order(layers)]
+    order = [name if name in own else next(iter(own & aliases[name])) for name in listed]
     across, inside = mesh.get_group(0), mesh.get_group(1) if mesh.ndim > 1 else None
 
     def observe(label: str, phase: str, *, intra_node: bool = False) -> AbstractContextManager[None]:

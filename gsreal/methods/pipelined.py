@@ -110,15 +110,18 @@ class ObservedStage(PipelineStage):
         sharding: GradientSharding | None,
         experts: ExpertGradients | ShardedExpertGradients | None,
         precision: str | None,
+        *,
+        pushes_last: bool,
     ) -> None:
         """Start recording; `last_gradient`: DDP's mark of the last gradient hook in a backward.
 
-        `sharding`: pushes gradients in the backward of the last micro-batch. `experts`: reduces those of divided
+        `sharding`: pushes gradients in the backward of the last micro-batch, or, if `pushes_last`, after the schedule,
+        when the gradients of tied parameters have been summed over their copies. `experts`: reduces those of divided
         experts in it. `precision`: of torch.autocast in forwards, if the workload has it.
         """
         self.precision = precision
         self.timeline, self.last_gradient, self.replicas = timeline, last_gradient, replicas
-        self.sharding, self.experts = sharding, experts
+        self.sharding, self.experts, self.pushes_last = sharding, experts, pushes_last
         self.peers = self.group or dist.group.WORLD
 
     def _compute_outputs(self, *args: Any, module: nn.Module, **settings: Any) -> Any:
@@ -136,7 +139,7 @@ class ObservedStage(PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **settings: Any) -> None:
         """Run the backward of a micro-batch; in that of the last, DDP all-reduces, or Gradient Sharding pushes."""
         self.last_gradient.clear()
-        keeps = self.sharding is not None and not settings.get("last_backward", False)
+        keeps = self.pushes_last or not settings.get("last_backward", False)
         if self.experts is not None:
             self.experts.leaves = settings.get("last_backward", False)
         label = f"backward stage {self.stage_index} micro-batch {bwd_chunk_id}"
@@ -239,6 +242,15 @@ class PipelineTraining(Training):
             dist.all_reduce(squares, group=self.module.group)
         self._scale_down(gradients.values(), norm, squares.sqrt().to(like.dtype))
 
+    def _sum_copies(self) -> None:
+        """Replace the gradients of tied parameters by their sums over the copies; keep no reference to them."""
+        for copy in self.copies:
+            assert copy.parameter.grad is not None
+            own = own_part(copy.parameter.grad)
+            if own.numel():  # equal shards of every copy
+                with self.timeline.span(f"all-reduce {copy.name}", "exposed_communication", copy.group):
+                    dist.all_reduce(own, group=copy.group)
+
     def step(self, inputs: Tensor, targets: Tensor, weights: Weights, rank: int) -> Tensor:
         """Train on one batch. Returns the mean loss on ranks of the last stage, 0 on others."""
         assert self.losses is not None
@@ -252,12 +264,7 @@ class PipelineTraining(Training):
         arguments = (inputs,) if inputs.numel() else ()
         with self.timeline.span("wait for neighbours", "exposed_communication"):
             self.run(*arguments, target=targets if targets.numel() else None, return_outputs=False)
-        for copy in self.copies:
-            assert copy.parameter.grad is not None
-            own = own_part(copy.parameter.grad)
-            if own.numel():  # equal shards of every copy
-                with self.timeline.span(f"all-reduce {copy.name}", "exposed_communication", copy.group):
-                    dist.all_reduce(own, group=copy.group)
+        self._sum_copies()
         self._update()
         self.timeline.end_step()
         means = self.losses.means
@@ -296,10 +303,12 @@ def pipeline_stages(scenario: Scenario, module: nn.Module, timeline: Timeline, d
     ]
     own_stages = StageModules(modules, group, names)
     layers = [replace(instance, index=i) for i, instance in enumerate(_pushed_layers(scenario)[numbers[-1]])]
-    optimizer = _optimizer(scenario, own_stages, layers, timeline, device, replicas)
+    optimizer = _optimizer(scenario, own_stages, layers, aliases, timeline, device, replicas)
     sharding = optimizer if isinstance(optimizer, GradientSharding) else None
+    copies = tied_copies(scenario, modules, aliases)
     for stage, of_stage in zip(observed, experts, strict=True):
-        stage.observe(timeline, last_gradient, replicas, sharding, of_stage, scenario.workload.autocast)
+        precision = scenario.workload.autocast
+        stage.observe(timeline, last_gradient, replicas, sharding, of_stage, precision, pushes_last=bool(copies))
     losses = Losses(observed[-1], timeline, scenario.workload.autocast, loss)
     shards_experts = scenario.policies.ep > 1 and scenario.policies.gradients == "reduce-scatter"
     return PipelineTraining(
@@ -310,7 +319,7 @@ def pipeline_stages(scenario: Scenario, module: nn.Module, timeline: Timeline, d
         last_gradient=last_gradient,
         run=_schedule(scenario, observed, losses).step,
         losses=losses,
-        copies=tied_copies(scenario, modules, aliases),
+        copies=copies,
         experts=ShardedExpertGradients(own_stages, scenario.policies.ep) if shards_experts else None,
         partial_gradients=divided,
         losses_at=[mesh.group(each, "pp")[-1] for each in mesh.group(rank, *REPLICA_AXES)],
@@ -394,15 +403,19 @@ def _optimizer(
     scenario: Scenario,
     stages: StageModules,
     layers: Sequence[LayerInstance],
+    aliases: Mapping[str, frozenset[str]],
     timeline: Timeline,
     device: torch.device,
     replicas: dist.ProcessGroup | None,
 ) -> torch.optim.Optimizer | GradientSharding:
-    """Return the optimizer of a rank's stages; `layers`: those of its only stage, where it pushes gradients."""
+    """Return the optimizer of a rank's stages.
+
+    `layers`: those of its only stage, where it pushes gradients. `aliases`: all names of tied parameters.
+    """
     policies = scenario.policies
     if policies.gradients == "push":
         (module,) = stages.stages
-        return pushing_optimizer(scenario, module, layers, timeline, device)
+        return pushing_optimizer(scenario, module, layers, timeline, device, aliases)
     if policies.gradients == "all-reduce" and policies.optimizer_state == "sharded":
         return sharded_optimizer(scenario, stages, timeline, device, replicas)
     return make_optimizer(scenario.workload, stages.parameters(), device)

@@ -134,7 +134,7 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
             given_back_of_slices=of_slices,
         )
     buckets = _bucket_events(low) if in_buckets and low.policies.gradients == "push" else {}
-    hook_s = _hook_s(low, rank) if in_buckets else 0.0
+    hook_s = hook_time_s(low, rank) if in_buckets else 0.0
     excess = pause_excess(low.device(rank), low.scenario.workload)
     once: dict[tuple[object, ...], tuple[list[Task], list[int]]] = {}
 
@@ -262,7 +262,7 @@ def _layer_s(
     )
 
 
-def _hook_s(low: Lowering, rank: int) -> float:
+def hook_time_s(low: Lowering, rank: int) -> float:
     """Return the host's time of a hook that collects a gradient."""
     device = low.device(rank)
     own = device.replica_hook_s if low.policies.gradients == "all-reduce" else None

@@ -4,7 +4,7 @@ stages.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from typing import Literal
@@ -18,6 +18,7 @@ from gssim.plan import Action
 from gssim.plan.pipeline_schedule import Message
 from gssim.program.compressed import HALF_BYTES
 from gssim.program.lowering import Lowering, once_a_run
+from gssim.program.push import push_accumulated
 from gssim.program.replicated import is_reduction
 from gssim.program.sharded import Gathered, reduce_stage_gradients, reshard_stage, unshard_stage
 from gssim.program.task import (
@@ -47,7 +48,8 @@ def pipeline(low: Lowering, rank: int, stage_tasks: StageTasks, *, chunked: bool
     torch's schedule does. The backend starts a message when both ends have posted it (gloo's sender waits for the
     receiver's notice, NCCL's kernel for its peer). Gradients are reduced in the last backward, as in DDP; without
     overlap, after the schedule (Megatron-LM, finalize_model_grads): a stage's last message does not wait for them.
-    Sharded gradients are always reduced after the schedule; see [Note: stages] in `sharded`.
+    Sharded gradients are always reduced after the schedule; see [Note: stages] in `sharded`. A rank that pushes, with a
+    copy of a tied parameter, pushes all gradients after the schedule: thresholds are for the sum over the copies.
     """
     mesh = low.scenario.policies.mesh
     if len(low.stages) == 1:
@@ -55,7 +57,10 @@ def pipeline(low: Lowering, rank: int, stage_tasks: StageTasks, *, chunked: bool
     else:  # lowerings that all replicas share
         stages = {stage.number: low.of_stage(stage) for stage in low.stages}
     sizes = _output_bytes(low, low.samples(rank, low.micro_batches[0]))
-    writer = _ScheduleWriter(low, rank, replicas_of(low, low.batch_sizes[rank]), stages, sizes, low.device(rank))
+    replicas = replicas_of(low, low.batch_sizes[rank])
+    sums = _sum_tied_gradients(low, rank, replicas)
+    pushes_last = bool(sums) and low.policies.gradients == "push"
+    writer = _ScheduleWriter(low, rank, replicas, stages, sizes, low.device(rank), pushes_last=pushes_last)
     writer.add(Task(TaskId("step-begin"), "idle"))
     actions = low.schedule[mesh.place(rank).pp]
     for place, action in enumerate(actions):
@@ -64,14 +69,18 @@ def pipeline(low: Lowering, rank: int, stage_tasks: StageTasks, *, chunked: bool
             writer.unshard(next(uses))
         else:
             writer.add_action(action, stage_tasks, chunked=chunked)
-    return [*writer.tasks, *writer.deferred, *_sum_tied_gradients(low, rank, writer.replicas)]
+    pushes: list[Task] = []
+    if pushes_last:
+        last = low.micro_batches[-1]
+        pushes = with_ids(push_accumulated(low, rank, last), partial(TaskId.at, micro_batch=last.number))
+    return [*writer.tasks, *writer.deferred, *sums, *pushes]
 
 
 def _sum_tied_gradients(low: Lowering, rank: int, replicas: Sequence[Sequence[int]]) -> list[Task]:
     """Return the all-reduces of the gradients of tied parameters over the ranks that hold a copy, one after another.
 
-    They follow the reductions over replicas; see [Note: tied] in `gssim.scenario.stages`. Where parameters are sharded,
-    the gradients are those of equal shards, in the shards' precision.
+    They follow the reductions over replicas, and come before pushes; see [Note: tied] in `gssim.scenario.stages`. Where
+    parameters are sharded, the gradients are those of equal shards, in the shards' precision.
     """
     tasks, count = [], len(replicas[0])
     scenario, mesh = low.scenario, low.policies.mesh
@@ -114,6 +123,8 @@ class _ScheduleWriter:
     output_bytes: Sequence[float]
     """Size of every stage's output for a micro-batch; micro-batches are equal."""
     device: DeviceType
+    pushes_last: bool
+    """Whether gradients are pushed after the schedule, not in the last backward."""
     tasks: list[Task | Chunk] = field(default_factory=list)
     deferred: list[Task] = field(default_factory=list)
     """Tasks that run after the schedule."""
@@ -167,6 +178,8 @@ class _ScheduleWriter:
     def add_compute(self, action: Action, stage_tasks: StageTasks, *, chunked: bool) -> None:
         """Append the forward or the backward of a stage."""
         low, micro_batch = self.stages[action.stage], self.low.micro_batches[action.micro_batch]
+        if self.pushes_last:
+            micro_batch = replace(micro_batch, sends_gradients=False)
         stage = None if low is self.low else action.stage
         self.add(*self.copies.pop(action.stage, ()))
         gathered = self.gathered_for(action) if low.reduces_after_schedule else None

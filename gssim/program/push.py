@@ -5,6 +5,7 @@ them.
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from gssim import collectives, cost
 from gssim.collectives import Communication
 from gssim.memory import Event, Footprint, footprint
 from gssim.plan import encodings
-from gssim.program.compute import BackwardParts
+from gssim.program.compute import BackwardParts, hook_time_s
 from gssim.program.lowering import Lowering, once_a_run, once_a_step
 from gssim.program.messages import (
     OthersOf,
@@ -42,20 +43,52 @@ def push_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batch: Mic
     """
     if not micro_batch.sends_gradients:
         return tasks
+    parts = BackwardParts(low, tasks)
+    places = [parts.at(bucket.complete) for bucket in low.buckets]
+    ready = [
+        parts.lengthen(place, cost.copy_time_s(low.device(rank), bucket.elements * low.value_bytes))
+        for place, bucket in zip(places, low.buckets, strict=True)
+    ]
+    *pushes, rest = _in_turn(low, rank, micro_batch, ready)
+    for place, push in zip(places, pushes, strict=True):
+        parts.insert_after(place, push)
+    return [*parts.merged(), *rest]
+
+
+def push_accumulated(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
+    """Push gradients that accumulated in all backwards of a step, after the last, which is that of `micro_batch`.
+
+    First all of them are moved to their buckets, then these are pushed as in a backward.
+    """
+    tasks = []
+    for bucket in low.buckets:
+        tensors = tuple(float(parameter.elements * low.value_bytes) for _, parameter in bucket.members)
+        size = float(bucket.elements * low.value_bytes)
+        moved = [Event(0, size, "buckets"), Event(1, -size, "gradients", tensors)]
+        moving_s = cost.copy_time_s(low.device(rank), size) + len(tensors) * hook_time_s(low, rank)
+        name = TaskId("collect", bucket=bucket.index)
+        tasks.append(Task(name, "idle", duration_s=moving_s, need=footprint(moved)))
+    pushes = _in_turn(low, rank, micro_batch, [task.id for task in tasks])
+    return [*tasks, *chain.from_iterable(pushes)]
+
+
+def _in_turn(low: Lowering, rank: int, micro_batch: MicroBatch, ready: Sequence[TaskId]) -> list[list[Task]]:
+    """Return the tasks that follow each bucket's completion, and those after the last bucket's.
+
+    `ready`: the tasks with which buckets are complete. A push is waited for when the next begins.
+    """
     draining: list[Task] = []
     pending: tuple[list[Task], list[Task]] = ([], [])
-    parts = BackwardParts(low, tasks)
-    for bucket in low.buckets:
-        index = parts.at(bucket.complete)
-        ready = parts.lengthen(index, cost.copy_time_s(low.device(rank), bucket.elements * low.value_bytes))
-        reduce, push, drain = send_bucket(low, rank, bucket, micro_batch, ready)
+    behind = []
+    for bucket, task in zip(low.buckets, ready, strict=True):
+        reduce, push, drain = send_bucket(low, rank, bucket, micro_batch, task)
         if reduce and low.overlaps:  # a bucket reduced beside the compute is pushed once the next one is complete
-            parts.insert_after(index, [*draining, *pending[0], *reduce])
+            behind.append([*draining, *pending[0], *reduce])
             draining, pending = pending[1], (push, drain)
         else:
-            parts.insert_after(index, [*reduce, *draining, *push])  # the push before is waited for when this one begins
+            behind.append([*reduce, *draining, *push])
             draining = drain
-    return [*parts.merged(), *draining, *pending[0], *pending[1]]
+    return [*behind, [*draining, *pending[0], *pending[1]]]
 
 
 def send_bucket(

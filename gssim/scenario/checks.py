@@ -541,12 +541,6 @@ def _check_sharded_stages(scenario: Scenario, file: str) -> None:
             raise UserError(
                 f"{where} cannot run yet with plan.publish.overlap: stages begin when peers do; leave it out"
             )
-        for tied in tied_parameters(unrolled(scenario.workload.model), scenario.stage_ranges):
-            if len({stage % plan.pp for stage in tied.stages}) > 1:
-                raise UserError(
-                    f"{where}: gradients of {tied.name}, which stages on several ranks use, cannot be summed yet where "
-                    "they are pushed; allowed: ddp, zero1, zero2, zero3"
-                )
 
 
 def _check_stages(scenario: Scenario, ranks: int, file: str) -> None:

@@ -143,6 +143,24 @@ CASES: dict[int, dict[str, list[str]]] = {
             small("gpt-tied"),
         ],
         "1f1b-gs-adamw": [*GPT, *ADAMW64, *GS, "plan.micro_batches=3"],
+        "1f1b-gs-tied-adamw": [
+            *GPT,
+            *ADAMW64,
+            *GS,
+            "plan.micro_batches=3",
+            "plan.shares.shards=[0.7,0.3]",
+            small("gpt-tied"),
+        ],
+        "gpipe-gs-tied-bert-recompute-sgd": [
+            *GPT,
+            *SGD,
+            *GS,
+            "plan.micro_batches=2",
+            "plan.schedule=gpipe",
+            "plan.recompute=full",
+            "plan.bucket_bytes=60000",
+            small("bert"),
+        ],
         "gpipe-gs-uneven-sgd": [
             *GPT,
             *SGD,
@@ -205,9 +223,10 @@ FEW = [
     "gpipe-batch-norm-resnet-sgd",
     "1f1b-ddp-tied-sgd",
     "1f1b-gs-adamw",
+    "1f1b-gs-tied-adamw",
 ]
-"""Every schedule and optimizer, stages with replicas and with owners, and recomputed stages once: a plain gpipe trains
-in bf16 and, with statistics of its batch, exactly."""
+"""Every schedule and optimizer, stages with replicas and with owners, tied ones of both, and recomputed stages once: a
+plain gpipe trains in bf16 and, with statistics of its batch, exactly."""
 NAMES = [(ranks, name) for ranks, cases in CASES.items() for name in cases]
 PAIRS = [slow_where(ranks, name, slow=[3], few=FEW) for ranks, name in NAMES]
 each_case = pytest.mark.parametrize(("world", "name"), PAIRS, indirect=["world"])
@@ -250,11 +269,12 @@ PUSHED = {
 
 
 @pytest.mark.slow
-def test_stages_push_gradients_over_a_threshold_as_predicted(tmp_path):
+@pytest.mark.parametrize("model", [[], [small("gpt-tied")]], ids=["untied", "tied"])
+def test_stages_push_gradients_over_a_threshold_as_predicted(tmp_path, model):
     cases = {}
     for name, ((threshold, *more), density) in PUSHED.items():
         push = [f"plan.push.threshold={threshold}", *(f"plan.push.{each}" for each in more)]
-        overrides = [star(4), *GPT, *GS, "plan.micro_batches=3", *push]
+        overrides = [star(4), *GPT, *GS, "plan.micro_batches=3", *model, *push]
         statistics = planted(tmp_path, scenario_file("demo.toml"), overrides, density, name=name)
         cases[name] = {
             "scenario": scenario_file("demo.toml"),
