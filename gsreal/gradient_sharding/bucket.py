@@ -14,7 +14,7 @@ such a parameter begins and ends; values and state stay in place.
 Assignment of a model's parameters to buckets: one data type, one device and one optimizer group per bucket.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -210,6 +210,17 @@ class Bucket:
             for piece in self.pieces:
                 part = self.shard.grad[piece.place].view(piece.tensor.shape)
                 piece.tensor.grad = part.as_subclass(ShardGradient) if is_part else part
+
+    def gradients_without(self, parameters: Set[nn.Parameter]) -> list[Tensor]:
+        """Return the parts of the shard's gradient that are not of these parameters, if it has one."""
+        gradient = self.shard.grad
+        if gradient is None:
+            return []
+        left_out = sorted(
+            (part.start, part.stop) for part in (self.owned(each)[1] for each in self.parameters if each in parameters)
+        )
+        edges = [0, *(edge for part in left_out for edge in part), gradient.numel()]
+        return [gradient[first:last] for first, last in zip(edges[::2], edges[1::2], strict=True) if last > first]
 
     def clear_gradients(self, *, set_to_none: bool) -> None:
         """Clear the gradients of the shard; unless `set_to_none`, existing ones are set to zero."""

@@ -3,11 +3,13 @@
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 from torch.utils.hooks import RemovableHandle
@@ -330,13 +332,24 @@ class GradientSharding(torch.optim.Optimizer):
     # Between backward and step ----------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        *,
+        stages: dist.ProcessGroup | None = None,
+        copies: Collection[nn.Parameter] = (),
+    ) -> Tensor:
         """Scale the gradients of all ranks to a norm of at most `max_norm`.
 
         Return the norm before (a scalar all-reduce).
 
         As torch.nn.utils.clip_grad_norm_ of the whole model's mean gradient. Raises RuntimeError if the norm is not
         finite and `error_if_nonfinite`. To be called by every rank, after `scaler.unscale_(self)` if there is a scaler.
+
+        Of a pipeline: `stages` are the ranks that hold this replica's stages (one more scalar all-reduce); `copies` are
+        this stage's copies of parameters that another stage counts.
         """
         max_norm, norm_type = float(max_norm), float(norm_type)
         if not max_norm >= 0 or not norm_type > 0:
@@ -345,12 +358,18 @@ class GradientSharding(torch.optim.Optimizer):
         self._check_unscaled("clip_grad_norm_: call scaler.unscale_(optimizer) before")
         with collective_call("clip_grad_norm_"):
             self._push_remaining()
-            norm = total_norm(self._gradients(), norm_type, self.hierarchy.all_reduce, self._device)
+            counted = [part for bucket in self.buckets for part in bucket.gradients_without(set(copies))]
+            norm = total_norm(counted, norm_type, partial(self._all_reduce_over_stages, stages), self._device)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(f"the norm of the gradients is {float(norm)}, so they cannot be clipped")
         clip(self._gradients(), norm, max_norm)
         self._norm = norm
         return norm
+
+    def _all_reduce_over_stages(self, stages: dist.ProcessGroup | None, tensor: Tensor, op: Any) -> None:
+        self.hierarchy.all_reduce(tensor, op)
+        if stages is not None:
+            dist.all_reduce(tensor, op, group=stages)
 
     def _gradients(self) -> list[Tensor]:
         return [bucket.shard.grad for bucket in self.buckets if bucket.shard.grad is not None]

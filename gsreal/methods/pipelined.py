@@ -225,11 +225,21 @@ class PipelineTraining(Training):
     losses_at: Sequence[int] = ()
     """Ranks that take the losses of the replicas of this rank's stage, in their order."""
 
+    @property
+    def _counted_elsewhere(self) -> set[nn.Parameter]:
+        """Copies of tied parameters whose gradients an earlier stage counts."""
+        return {copy.parameter for copy in self.copies if not copy.first}
+
+    def clip_pushed_gradients(self, optimizer: GradientSharding, norm: float) -> None:
+        """Scale what owners have received down to a norm of at most `norm` over all stages."""
+        assert isinstance(self.module, StageModules)
+        optimizer.clip_grad_norm_(norm, stages=self.module.group, copies=self._counted_elsewhere)
+
     def clip_gradients(self, norm: float) -> None:
         """Scale the gradients of all stages down to a norm of at most `norm`; tied parameters count once."""
         assert isinstance(self.module, StageModules)
         parameters = list(self.module.parameters())
-        again = {copy.parameter for copy in self.copies if not copy.first}
+        again = self._counted_elsewhere
         gradients = {p: p.grad for p in parameters if p.grad is not None}
         counted = {p: gradient for p, gradient in gradients.items() if p not in again}
         like = next(iter(gradients.values()))

@@ -239,6 +239,10 @@ class Training:
     def _phase(self, phase: str, units: int = 1) -> AbstractContextManager[None]:
         return nullcontext() if self.slow is None else self.slow.phase(phase, units)
 
+    def clip_pushed_gradients(self, optimizer: GradientSharding, norm: float) -> None:
+        """Scale what owners have received down to a norm of at most `norm`."""
+        optimizer.clip_grad_norm_(norm)
+
     def clip_gradients(self, norm: float) -> None:
         """Scale all gradients down to a norm of at most `norm`, by torch's function; it sums over FSDP2's shards.
 
@@ -283,7 +287,7 @@ class Training:
                 self.partial_gradients.sum_pushed(self.optimizer.buckets)
             if self.clip_norm is not None:
                 with self.timeline.span("clip gradients", "optimizer"):
-                    self.optimizer.clip_grad_norm_(self.clip_norm)
+                    self.clip_pushed_gradients(self.optimizer, self.clip_norm)
             self.optimizer.step()  # it observes its own parts
             return
         if self.partial_gradients is not None:

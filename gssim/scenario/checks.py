@@ -527,9 +527,9 @@ def _check_sharded_stages(scenario: Scenario, file: str) -> None:
             "ahead are not predicted well enough, and pushes are of one stage; allowed: gpipe, 1f1b, or method zero2"
         )
     if scenario.policies.gradients == "push":
-        for key, value in (("clip_norm", scenario.workload.clip_norm), ("loss_scale", scenario.workload.loss_scale)):
-            if value is not None:
-                raise UserError(f"{where} cannot run yet with workload.{key} = {value}: leave it out, or use ddp")
+        if scenario.workload.loss_scale is not None:
+            given = f"workload.loss_scale = {scenario.workload.loss_scale}"
+            raise UserError(f"{where} cannot run yet with {given}: leave it out, or use ddp")
         if scenario.policies.tp > 1:
             raise UserError(f"{where} cannot run yet beside plan.tp = {plan.tp}; allowed today: 1")
         if isinstance(plan.shares.shards, str) and plan.shares.shards != "even":

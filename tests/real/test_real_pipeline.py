@@ -143,12 +143,13 @@ CASES: dict[int, dict[str, list[str]]] = {
             small("gpt-tied"),
         ],
         "1f1b-gs-adamw": [*GPT, *ADAMW64, *GS, "plan.micro_batches=3"],
-        "1f1b-gs-tied-adamw": [
+        "1f1b-gs-tied-clipped-adamw": [
             *GPT,
             *ADAMW64,
             *GS,
             "plan.micro_batches=3",
             "plan.shares.shards=[0.7,0.3]",
+            "workload.clip_norm=0.05",
             small("gpt-tied"),
         ],
         "gpipe-gs-tied-bert-recompute-sgd": [
@@ -159,6 +160,7 @@ CASES: dict[int, dict[str, list[str]]] = {
             "plan.schedule=gpipe",
             "plan.recompute=full",
             "plan.bucket_bytes=60000",
+            "workload.clip_norm=0.05",
             small("bert"),
         ],
         "gpipe-gs-uneven-sgd": [
@@ -223,7 +225,7 @@ FEW = [
     "gpipe-batch-norm-resnet-sgd",
     "1f1b-ddp-tied-sgd",
     "1f1b-gs-adamw",
-    "1f1b-gs-tied-adamw",
+    "1f1b-gs-tied-clipped-adamw",
 ]
 """Every schedule and optimizer, stages with replicas and with owners, tied ones of both, and recomputed stages once: a
 plain gpipe trains in bf16 and, with statistics of its batch, exactly."""
