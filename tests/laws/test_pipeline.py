@@ -326,7 +326,11 @@ def test_sharded_stages_gather_what_they_have_freed_and_reduce_once(method, sche
         ({"gradient_sync": "micro-batch"}, {}, "plan.gradient_sync = 'micro-batch'"),
         ({"method": "gs", "schedule": "interleaved"}, {}, "pushes are of one stage"),
         ({"method": "gs", "publish": {"overlap": True}}, {}, "plan.publish.overlap"),
-        ({"method": "gs"}, {"precision": "fp16", "loss_scale": 1024.0}, "cannot run yet with workload.loss_scale"),
+        (
+            {"method": "gs", "shares": {"shards": "compute"}},
+            {},
+            "plan.shares.shards = 'compute': sizes are not derived",
+        ),
     ],
 )
 def test_what_sharded_stages_cannot_do_yet_is_refused(plan, settings, message):
