@@ -296,6 +296,15 @@ class GradientSharding(torch.optim.Optimizer):
             for gradient in self._gradients():
                 gradient[:1] = torch.nan
 
+    def push(self) -> None:
+        """Push what backwards inside `no_sync` have left, if nothing has been pushed since the last step.
+
+        `step` does so itself; this is for what must happen between, as sums of what owners have received. To be called
+        by every rank.
+        """
+        with collective_call("push"):
+            self._push_remaining()
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients locally in backwards inside; the first backward outside pushes the sum."""

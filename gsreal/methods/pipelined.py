@@ -275,6 +275,8 @@ class PipelineTraining(Training):
         with self.timeline.span("wait for neighbours", "exposed_communication"):
             self.run(*arguments, target=targets if targets.numel() else None, return_outputs=False)
         self._sum_copies()
+        if self.copies and isinstance(self.optimizer, GradientSharding):
+            self.optimizer.push()  # before what owners hold is summed over tensor-parallel ranks
         self._update()
         self.timeline.end_step()
         means = self.losses.means
@@ -403,10 +405,13 @@ def _sliced(
 
 
 def _pushed_layers(scenario: Scenario) -> Sequence[Sequence[LayerInstance]]:
-    """Return the layers of each stage, with their gradients in the order in which a rank has them."""
-    if scenario.policies.cp == 1:
+    """Return the layers of each stage, with their gradients in the order in which a rank has them.
+
+    It is another for slices of layers, and for parts of sequences.
+    """
+    if scenario.policies.cp == scenario.policies.tp == 1:
         return scenario.stages
-    return held_layers(unrolled(held_slice(scenario, 0)), scenario.stage_ranges)  # parts of sequences: another order
+    return held_layers(unrolled(held_slice(scenario, 0)), scenario.stage_ranges)
 
 
 def _optimizer(

@@ -530,8 +530,6 @@ def _check_sharded_stages(scenario: Scenario, file: str) -> None:
         if scenario.workload.loss_scale is not None:
             given = f"workload.loss_scale = {scenario.workload.loss_scale}"
             raise UserError(f"{where} cannot run yet with {given}: leave it out, or use ddp")
-        if scenario.policies.tp > 1:
-            raise UserError(f"{where} cannot run yet beside plan.tp = {plan.tp}; allowed today: 1")
         if isinstance(plan.shares.shards, str) and plan.shares.shards != "even":
             raise UserError(
                 f"{where} cannot run yet with plan.shares.shards = {plan.shares.shards!r}: sizes are not derived for "

@@ -28,6 +28,7 @@ SEQUENCE = ["plan.sequence_parallel=true"]
 VOCABULARY = ["plan.embedding_parallel=true", "plan.loss_parallel=true"]
 CLIP = ["workload.clip_norm=0.05"]
 GPT2 = [f"workload.model={HELPERS}/models/gpt2.toml"]
+GEMMA = [f"workload.model={HELPERS}/models/of_tests/decoder-gemma.toml"]
 FULL, GPIPE, INTERLEAVED = (
     ["plan.recompute=full"],
     ["plan.schedule=gpipe"],
@@ -71,6 +72,11 @@ EIGHT = {
     "gs-heads-uneven-adamw": [
         *ON_EIGHT, *ADAMW64, *DIVIDED, "plan.method=gs", "plan.dp_shard=2", "plan.shares.batch=[0.75,0.25]"
     ],
+    "gs-cut-tied-vocabulary-uneven-adamw": [
+        *ON_EIGHT, *ADAMW64, *CUT, *VOCABULARY, *GPT2, "plan.method=gs", "plan.shares.shards=[0.7,0.3]"
+    ],
+    "gs-cut-sequence-full-sgd": [*ON_EIGHT, *SGD, *CUT, *SEQUENCE, *FULL, "plan.method=gs", "plan.bucket_bytes=60000"],
+    "gs-cut-tied-sequence-sgd": [*ON_EIGHT, *SGD, *CUT, *SEQUENCE, *GEMMA, "plan.method=gs", "plan.recompute=full"],
     "zero3-ring-adamw": [*ON_EIGHT, *ADAMW64, *DIVIDED, *RING, "plan.method=zero3", "plan.dp_shard=2"],
 }  # fmt: skip
 FEW = ("gpt2-tied-vocabulary-sgd", "gpt-sequence-full-clipped-adamw", "gs-ring-full-adamw")
@@ -80,6 +86,11 @@ GROUPS = {
     "4-others": (4, {name: case for name, case in FOUR.items() if name not in FEW}),
     "8": (8, EIGHT),
 }
+
+
+LARGER = {"zero3-heads-cut-sequence-clipped-adamw": 0.02, "gs-cut-tied-sequence-sgd": 0.004}
+"""Relative errors of peaks that are larger: of a first stage that keeps its activations, which holds more while the parts
+of its sequences are summed, and of a Gemma of 200 KB, of which 1 KB is not predicted."""
 
 
 @pytest.fixture(scope="module", params=quick(GROUPS, ["4"]))
@@ -107,6 +118,4 @@ def test_the_predicted_collectives_are_the_ones_that_the_process_group_saw(world
 
 def test_the_predicted_peak_of_every_rank_is_the_counted_one(world: tuple[dict, dict]) -> None:
     for name, case in world[0].items():
-        # a first stage that keeps its activations holds more while the parts of its sequences are summed
-        most = 0.02 if name == "zero3-heads-cut-sequence-clipped-adamw" else 0.002
-        assert predicted_peaks(case) == pytest.approx(world[1][name]["peaks"], rel=most), name
+        assert predicted_peaks(case) == pytest.approx(world[1][name]["peaks"], rel=LARGER.get(name, 0.002)), name
