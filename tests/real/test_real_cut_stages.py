@@ -89,8 +89,8 @@ GROUPS = {
 
 
 LARGER = {"zero3-heads-cut-sequence-clipped-adamw": 0.02, "gs-cut-tied-sequence-sgd": 0.004}
-"""Relative errors of peaks that are larger: of a first stage that keeps its activations, which holds more while the parts
-of its sequences are summed, and of a Gemma of 200 KB, of which 1 KB is not predicted."""
+"""Relative errors of peaks that are larger: of a first stage that keeps its activations, which holds more while the
+parts of its sequences are summed, and of a Gemma of 200 KB, of which 1 KB is not predicted."""
 
 
 @pytest.fixture(scope="module", params=quick(GROUPS, ["4"]))
