@@ -327,9 +327,9 @@ def test_sharded_stages_gather_what_they_have_freed_and_reduce_once(method, sche
         ({"method": "gs", "schedule": "interleaved"}, {}, "pushes are of one stage"),
         ({"method": "gs", "publish": {"overlap": True}}, {}, "plan.publish.overlap"),
         (
-            {"method": "gs", "shares": {"shards": "compute"}},
+            {"method": "gs", "shares": {"shards": "memory"}},
             {},
-            "plan.shares.shards = 'compute': sizes are not derived",
+            "plan.shares.shards = 'memory': sizes are not derived",
         ),
     ],
 )
@@ -337,6 +337,19 @@ def test_what_sharded_stages_cannot_do_yet_is_refused(plan, settings, message):
     plan = {"method": "zero3", "pp": 2, "dp_shard": 2, "micro_batches": 4} | plan
     with pytest.raises(UserError, match=re.escape(message)):
         scenario_of(star(4), plan, model=GPT, global_batch_size=8, sequence_length=8, **settings)
+
+
+def test_shards_in_proportion_to_compute_are_those_of_each_stages_devices():
+    """The first stage has a fast device and one that computes half as fast, the second two fast ones."""
+    fast = device_type()
+    slow = fast | {"peak_flop_per_s": {name: rate / 2 for name, rate in fast["peak_flop_per_s"].items()}}
+    cluster = star(4, types={"fast": fast, "slow": slow}, type_names=["fast", "slow", "fast", "fast"])
+    plan = {"method": "gs", "pp": 2, "dp_shard": 2, "micro_batches": 2, "shares": {"shards": "compute"}}
+    scenario = scenario_of(cluster, plan, model=GPT, global_batch_size=4, sequence_length=8)
+    first, second, *others = scenario.shard_shares
+    assert others == [0.5, 0.5]
+    assert first + second == pytest.approx(1)
+    assert 0.5 < second / first < 0.8  # the time of memory traffic is equal on both
 
 
 def test_copies_of_a_tied_parameter_are_summed_before_their_stages_push_anything():

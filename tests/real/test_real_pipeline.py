@@ -35,6 +35,11 @@ BASE = {"resnet": "resnet-digits.toml", "vit": "resnet-digits.toml", "bert": "sm
 REPLICATED = ["plan.method=ddp", "plan.pp=2", "plan.dp_replicate=2"]
 ZERO1 = ["plan.method=zero1", *REPLICATED[1:]]
 GS = ["plan.method=gs", "plan.pp=2", "plan.dp_shard=2"]
+A_SLOW_DEVICE = [
+    'cluster.device_types.slow={kind="cpu", memory_bytes=1e10, peak_flop_per_s={fp32=4e10, fp64=2e10}, '
+    'memory_bandwidth_bytes_per_s=1e10, source="test"}',
+    "cluster.devices.1.type=slow",
+]
 SHARDED = {name: [f"plan.method={name}", "plan.pp=2", "plan.dp_shard=2"] for name in ("zero2", "zero3")}
 DIGITS = ["workload.global_batch_size=12", "workload.precision=fp64"]
 
@@ -152,7 +157,7 @@ CASES: dict[int, dict[str, list[str]]] = {
             "workload.clip_norm=0.05",
             small("gpt-tied"),
         ],
-        "gpipe-gs-tied-bert-recompute-sgd": [
+        "gpipe-gs-compute-tied-bert-recompute-sgd": [
             *GPT,
             *SGD,
             *GS,
@@ -160,7 +165,8 @@ CASES: dict[int, dict[str, list[str]]] = {
             "plan.schedule=gpipe",
             "plan.recompute=full",
             "plan.bucket_bytes=60000",
-            "workload.clip_norm=0.05",
+            "plan.shares.shards=compute",
+            *A_SLOW_DEVICE,
             small("bert"),
         ],
         "gpipe-gs-uneven-sgd": [
