@@ -57,8 +57,9 @@ from gsreal.run.progress import note_progress
 from gsreal.run.rank import gather_json
 from gssim.errors import RunFailedError, UserError
 from gssim.execution.files import sync_folder, write_text
-from gssim.scenario import Scenario, has_master_copy
+from gssim.scenario import Scenario, has_master_copy, tied_parameters
 from gssim.units import validated
+from gssim.workload import unrolled
 
 
 class Elements:
@@ -236,7 +237,7 @@ PROGRESS = "progress.json"
 METADATA = ".metadata"
 LOCK = ".gsreal-checkpoint.lock"
 """Lock file of a checkpoint folder, held by the run that saves there, and by its ranks."""
-FORMAT = 3
+FORMAT = 4
 OURS = re.compile(r"rank-\d+\.pt|__\d+_\d+\.distcp|progress\.json|\.gssim-\w+\.partial|\.metadata(\.tmp)?")
 """Names of all files of a checkpoint; no other files are removed from its folder."""
 UNFINISHED = re.compile(r"step-\d{8}(\.replaced)?\.partial")
@@ -449,11 +450,15 @@ def _remove(path: Path) -> None:
         path.rmdir()
 
 
+FORM = "form of the optimizer's state"
+"""Key of an identity: trainings with states of two forms cannot go on from each other's checkpoints."""
+
+
 def identity(scenario: Scenario) -> dict[str, Any]:
     """Return the settings that a training's loss curve depends on, except the number of ranks and their shares."""
     workload, run = scenario.workload, scenario.run
     return {
-        "form": _form(scenario),
+        FORM: _form(scenario),
         "workload.model": f"{workload.model.name}, {workload.model.elements} parameters",
         "workload.data": str(workload.data),
         "workload.global_batch_size": workload.global_batch_size,
@@ -475,7 +480,9 @@ def _form(scenario: Scenario) -> str:
     if policies.gradients != "push":
         return "torch" + (", master copies" if copies and policies.parameters == "replicated" else "")
     copies = copies or scenario.plan.publish.threshold is not None
-    return "gradient-sharding" + (", master copies" if copies or policies.parameters != "replicated" else "")
+    form = "gradient-sharding" + (", master copies" if copies or policies.parameters != "replicated" else "")
+    tied = tied_parameters(unrolled(scenario.workload.model), scenario.stage_ranges) if policies.pp > 1 else ()
+    return form + (", a state for each copy of tied parameters" if tied else "")
 
 
 def _unsupported_reason(scenario: Scenario) -> str | None:
@@ -517,7 +524,10 @@ def _commit(partial: Path, path: Path) -> None:
 def _state_of(training: Training) -> dict[str, Any]:
     """Return the state that torch.distributed.checkpoint saves of a training, or loads into it."""
     if isinstance(training.optimizer, GradientSharding):
-        return {"model": training.module, "optimizer": training.optimizer.sharded()}
+        module = training.module
+        if isinstance(module, StageModules):  # of one stage, whose parameters have their names in the whole model
+            (module,) = module.stages
+        return {"model": module, "optimizer": training.optimizer.sharded()}
     return {"training": Elements(training.module, training.optimizer)}
 
 

@@ -131,6 +131,8 @@ PLANS: dict[str, tuple[int, list[str]]] = {
     "cut-stages": (4, ["plan.method=tensor", "plan.pp=2", "plan.tp=2", "plan.micro_batches=3"]),
     "divided-stages": (4, ["plan.method=zero3", "plan.pp=2", "plan.cp=2", "plan.micro_batches=3"]),
     "gs-divided-stages": (4, ["plan.method=gs", "plan.pp=2", "plan.cp=2", "plan.micro_batches=3", EVEN]),
+    "gs-stages": (4, ["plan.method=gs", "plan.pp=2", "plan.dp_shard=2", "plan.micro_batches=3", EVEN]),
+    "gs": (2, ["plan.method=gs", EVEN]),
     "gs_wgrad": (2, ["plan.method=gs_wgrad"]),
     "gs_wgrad-of-three": (3, ["plan.method=gs_wgrad"]),
     "zero3": (3, ["plan.method=zero3"]),
@@ -164,7 +166,8 @@ def test_a_model_cut_by_layers_goes_on_cut_inside_of_blocks(undisturbed, tmp_pat
         ("cut-stages", "gs_tp"),
         ("zero3-tp", "cut-stages"),
         ("divided-stages", "cut-stages"),
-        ("gs-divided-stages", "gs-divided-stages"),
+        ("gs-divided-stages", "gs"),
+        ("gs", "gs-stages"),
     ],
     ids="-then-".join,
 )
@@ -329,9 +332,22 @@ def test_another_trainings_checkpoint_is_refused(tmp_path: Path):
     check_checkpoints(scenario, tmp_path, 1, where="scenario.toml")  # its own is none
     message = refusal("plan.method=gs", "workload.learning_rate=5e-3", folder=tmp_path)
     assert "workload.learning_rate = 0.001 there, 0.005 in scenario.toml" in message
-    assert "form = 'gradient-sharding' there, 'torch'" in refusal("plan.method=ddp", folder=tmp_path)
+    assert "form of the optimizer's state = 'gradient-sharding' there, 'torch'" in refusal(
+        "plan.method=ddp", folder=tmp_path
+    )
     assert "raise run.steps" in refusal("plan.method=gs", folder=tmp_path, steps=4)
     assert "--every 0" in refusal("plan.method=gs", folder=tmp_path, every=0)
+
+
+def test_stages_with_copies_of_a_tied_parameter_save_a_state_for_each(tmp_path: Path):
+    file = Path(__file__).parents[1] / "helpers/models/gpt-tied.toml"
+    tied = [f'workload.model="{file}"', "workload.sequence_length=24"]
+    plan = ["plan.method=gs", "plan.pp=2", "plan.dp_shard=2", "plan.micro_batches=3", EVEN, *tied]
+    scenario = load_scenario(DEMO, overrides(4, STEPS, *plan), gradients_needed=False).scenario
+    written(tmp_path, scenario, 4)
+    check_checkpoints(scenario, tmp_path, 1, where="scenario.toml")
+    message = refusal("plan.method=gs", *tied, folder=tmp_path)
+    assert "state = 'gradient-sharding, a state for each copy of tied parameters' there" in message
 
 
 def test_what_updates_a_master_copy_is_saved_with_it(tmp_path: Path):
@@ -340,7 +356,7 @@ def test_what_updates_a_master_copy_is_saved_with_it(tmp_path: Path):
     written(tmp_path, scenario, 4)
     check_checkpoints(scenario, tmp_path, 1, where="scenario.toml")
     message = refusal("plan.method=zero3", *bf16, folder=tmp_path)
-    assert "form = 'torch, master copies' there, 'torch' in scenario.toml" in message
+    assert "state = 'torch, master copies' there, 'torch' in scenario.toml" in message
 
 
 def test_a_broken_checkpoint_is_refused(tmp_path: Path):
@@ -354,10 +370,10 @@ PROGRESSES = {
     "a list": "[]",
     "a number": "7",
     "deep nesting": "[" * 100_000,
-    "an unknown key": '{"step": 8, "format": 3, "colour": 1}',
-    "a text for a number": '{"step": "eight", "format": 3}',
-    "a number for a list": '{"step": 8, "losses": 3, "format": 3}',
-    "another step": '{"step": 7, "format": 3}',
+    "an unknown key": '{"step": 8, "format": 4, "colour": 1}',
+    "a text for a number": '{"step": "eight", "format": 4}',
+    "a number for a list": '{"step": 8, "losses": 3, "format": 4}',
+    "another step": '{"step": 7, "format": 4}',
     "no format": '{"step": 8}',
     "another format": '{"step": 8, "format": 2}',
     "bytes": "\x00",
