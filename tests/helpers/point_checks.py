@@ -5,7 +5,7 @@ Each yields a line for whatever is wrong.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields, is_dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from gssim.cluster import Cluster
 from gssim.plan import INDEX_BYTES
 from gssim.result import PHASES, Result
 from gssim.scenario import Loaded, Scenario, tied_parameters
+from gssim.scenario.stages import TiedParameter
 from gssim.scenario.tensor_slices import context_part
 from gssim.simulation import Simulated, simulate
 from gssim.units import PRECISION_BYTES
@@ -167,7 +168,13 @@ def _gradient_bytes(scenario: Scenario, result: Result) -> Iterator[str]:
     if policies.gradients == "reduce-scatter":
         yield from _scattered_bytes(scenario, result, value * times, groups)
     if policies.gradients == "push":
-        yield from _pushed_bytes(scenario, result, exact, groups[policies.push_axis])
+        copied = sum(tied.elements * (len(tied.stages) - 1) for tied in _tied(scenario))  # each stage pushes its own
+        yield from _pushed_bytes(scenario, result, exact + copied * value * times, groups[policies.push_axis])
+
+
+def _tied(scenario: Scenario) -> Sequence[TiedParameter]:
+    """Return the parameters of which several stages have a copy."""
+    return tied_parameters(unrolled(scenario.workload.model), scenario.stage_ranges) if scenario.policies.pp > 1 else ()
 
 
 def _scattered_bytes(
@@ -182,7 +189,7 @@ def _scattered_bytes(
     parameters = [p for each in unrolled(scenario.workload.model) for p in each.layer.parameters]
     shapes = [p.shape or (1,) for p in parameters if p.name not in own]
     layers = unrolled(scenario.workload.model)
-    for tied in tied_parameters(layers, scenario.stage_ranges) if policies.pp > 1 else ():  # each stage has a copy
+    for tied in _tied(scenario):
         shapes += [layers[tied.layer].layer.parameters[tied.place].shape] * (len(tied.stages) - 1)
     padded = _padded_elements(shapes, n) * value
     if policies.ep > 1 and policies.ep < n:
