@@ -168,8 +168,7 @@ def _gradient_bytes(scenario: Scenario, result: Result) -> Iterator[str]:
     if policies.gradients == "reduce-scatter":
         yield from _scattered_bytes(scenario, result, value * times, groups)
     if policies.gradients == "push":
-        copied = sum(tied.elements * (len(tied.stages) - 1) for tied in _tied(scenario))  # each stage pushes its own
-        yield from _pushed_bytes(scenario, result, exact + copied * value * times, groups[policies.push_axis])
+        yield from _pushed_bytes(scenario, result, value * times, groups[policies.push_axis])
 
 
 def _tied(scenario: Scenario) -> Sequence[TiedParameter]:
@@ -298,9 +297,14 @@ def _ring_bytes(scenario: Scenario) -> int:
     return round(ranks * times * own)
 
 
-def _pushed_bytes(scenario: Scenario, result: Result, exact: int, groups: list[tuple[int, ...]]) -> Iterator[str]:
-    """Compare with what all but the owner would send densely, had they samples; of those without, nothing comes."""
+def _pushed_bytes(scenario: Scenario, result: Result, value: int, groups: list[tuple[int, ...]]) -> Iterator[str]:
+    """Compare with what all but the owner would send densely, had they samples; of those without, nothing comes.
+
+    `value`: bytes of an element in all pushes of a step. Each stage pushes and publishes its own copies.
+    """
     policies = scenario.policies
+    elements = scenario.workload.model.elements
+    elements += sum(tied.elements * (len(tied.stages) - 1) for tied in _tied(scenario))
     if len(groups[0]) > 1:
         pushes = [each for each in result.collectives if each.kind == "all-to-all-v" and each.group in groups]
         # where messages depend on the data, ranks tell each other first how long they are
@@ -310,11 +314,11 @@ def _pushed_bytes(scenario: Scenario, result: Result, exact: int, groups: list[t
             not dependent and policies.ring and tuple(policies.mesh.group(0, "cp")) in groups
         ):  # keys go around among the same ranks
             sent -= _ring_bytes(scenario)
-        most = exact * (len(groups[0]) - 1)
+        most = elements * value * (len(groups[0]) - 1)
         if not (sent == most if min(scenario.batch_sizes) else sent <= most):
             yield f"pushes carry {sent} bytes, all but the owners' gradients have {most}"
     if policies.parameters == "replicated" and policies.point_to_point and policies.dp_replicate == 1:
-        whole = scenario.workload.model.elements * PRECISION_BYTES[scenario.workload.precision]
+        whole = elements * PRECISION_BYTES[scenario.workload.precision]
         gathers = [entry for entry in result.collectives if entry.kind == "all-gather-v"]
         dependent = [entry for entry in gathers if entry.payload_bytes is not None]
         published = sum(entry.bytes * entry.count for entry in dependent or gathers)
