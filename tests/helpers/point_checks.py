@@ -13,6 +13,7 @@ import pytest
 
 from gssim.cluster import Cluster
 from gssim.plan import INDEX_BYTES
+from gssim.plan.splitting import shards_inside_experts
 from gssim.result import PHASES, Result
 from gssim.scenario import Loaded, Scenario, tied_parameters
 from gssim.scenario.stages import TiedParameter
@@ -193,7 +194,10 @@ def _scattered_bytes(
     padded = _padded_elements(shapes, n) * value
     if policies.ep > 1 and policies.ep < n:
         held = [(p.shape[0] // policies.ep, *p.shape[1:]) for p in parameters if p.name in own]
-        wanted = _padded_elements(held, n // policies.ep) * value
+        replicas = n // policies.ep
+        # experts that are cut inside need no padding
+        rows = 1 if shards_inside_experts(held, replicas=replicas) else replicas
+        wanted = _padded_elements(held, rows) * value
         among = {tuple(policies.mesh.expert_replicas(rank)) for rank in range(policies.ranks)}
         carriers = [carried(result, "reduce-scatter")[group] for group in among]
         found = [sum(carriers) / policies.ep]  # each group has the experts of its own stages
