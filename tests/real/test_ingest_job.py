@@ -62,7 +62,8 @@ def test_the_steps_are_those_of_a_stop_watch(job, ingested):
         ("backward", phases_s["backward"] + exchanges_s),
         ("optimizer", phases_s["optimizer"]),
     ):
-        assert found_s == pytest.approx(fmean(own_s[phase] for own_s in ranks_s), abs=within_s), phase
+        watched_s = fmean(own_s[phase] for own_s in ranks_s)
+        assert found_s - within_s < watched_s < found_s + phases_s["idle"] + within_s, phase  # a pause in it is idle
     assert ingested.phases_s["idle"] < 0.1 * ingested.step_time_s
 
 
