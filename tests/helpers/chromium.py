@@ -78,6 +78,16 @@ class Browser:
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
+    def wait_for(self, expression: str, *, seconds: float = 10.0) -> Any:
+        """Return the value of an expression once it is true: what an event shows may come a frame later.
+
+        After so many seconds, what it is then.
+        """
+        until_s = time.monotonic() + seconds
+        while not (value := self.evaluate(expression)) and time.monotonic() < until_s:
+            time.sleep(0.02)
+        return value
+
     def main_thread_ms(self) -> float:
         """Return the processor's time of the page's main thread since the page was opened, or since the first call.
 

@@ -137,7 +137,7 @@ def test_hover_tells_why_and_a_click_the_command(browser: Any, large: Path) -> N
     at = {"x": place[0], "y": place[1]}
     browser.call("Input.dispatchMouseEvent", type="mouseMoved", **at)
     hovered = "[...document.querySelectorAll('.chart > div')].map(e => e.innerText).join('')"
-    said = browser.evaluate(hovered)
+    said = browser.wait_for(hovered)
     for words in (
         "longest part of a step: backward, ",
         "busiest link: gpu0 -> switch, used 80 %",
@@ -149,7 +149,7 @@ def test_hover_tells_why_and_a_click_the_command(browser: Any, large: Path) -> N
     name = said.splitlines()[0]
     assert name.startswith(("p9", "p8"))
     quoted = name.replace("'", "'\"'\"'")
-    assert f"gssim sweep made-up.toml --only '{quoted}'" in browser.evaluate(DETAIL)
+    assert f"gssim sweep made-up.toml --only '{quoted}'" in browser.wait_for(DETAIL)
 
 
 def test_points_are_walked_and_chosen_by_keyboard_and_told_to_screen_readers(browser: Any, large: Path) -> None:
