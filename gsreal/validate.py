@@ -52,8 +52,8 @@ DRIFTS_AFTER_S = 180.0
 LAYER_ROUNDS = 2
 """Of each such measurement: together they are as many as those of `gsreal calibrate`."""
 LINK_REPEATS = 11
-"""Of each message and collective at each size, about half of those of `gsreal calibrate`: there are six sizes to fit a
-line through."""
+"""Of each message and collective at each size, and of steps of each wrapper: about half of those of `gsreal calibrate`,
+for there are six sizes to fit a line through, and medians of steps."""
 MOST_BATCH_SIZES = 3
 FINISH_S = 40.0
 """Time kept for predicting all points, comparing them and drawing the charts."""

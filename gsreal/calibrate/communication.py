@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gsreal.calibrate.bench import Bench, batch_of, middle_batch_size, step_marks, trained, update
 from gsreal.gradient_sharding.point_to_point import all_gather_v, all_to_all_v, reduce_scatter_v
+from gsreal.model_files.build import DTYPES
 from gsreal.run.rank import gather_json
 from gssim.plan import ranges
 from gssim.plan.splitting import even
@@ -146,7 +147,12 @@ def _lines(bench: Bench, group: dist.ProcessGroup, sizes: Sequence[int]) -> dict
     return lines
 
 
-ALL_REDUCES = {"all-reduce": torch.float32, "all-reduce bf16": torch.bfloat16, "all-reduce fp16": torch.float16}
+def all_reduce_kind(precision: str) -> str:
+    """Return the kind of an all-reduce of elements in a 16-bit format."""
+    return f"all-reduce {precision}"
+
+
+ALL_REDUCES = {"all-reduce": torch.float32, **{all_reduce_kind(name): DTYPES[name] for name in ("bf16", "fp16")}}
 """Type of the elements of each kind of all-reduce: gloo adds some of them slower."""
 
 
@@ -338,11 +344,6 @@ ABSENT = object()
 """Result of a call on a rank that takes no part in it."""
 Makers = dict[str, Callable[[int], Callable[[], object]]]
 """By kind: from a size to a call of it."""
-
-
-def all_reduce_kind(precision: str) -> str:
-    """Return the kind of an all-reduce of elements in a 16-bit format."""
-    return f"all-reduce {precision}"
 
 
 def _kinds(bench: Bench) -> tuple[str, ...]:

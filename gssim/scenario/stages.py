@@ -100,7 +100,8 @@ class TiedParameter:
     [Note: tied] Autograd adds the gradients of all uses in the backward of the layer that lists the parameter. Across
     stages, each copy accumulates the gradient of its own use; after the schedule, and after the reductions over
     replicas, they are all-reduced over the stages that hold a copy, so that equal copies get equal updates. Source:
-    Megatron-LM, core/distributed/finalize_model_grads.py, _allreduce_word_embedding_grads.
+    Megatron-LM, core/distributed/finalize_model_grads.py, _allreduce_word_embedding_grads. Gradients that are pushed to
+    owners are summed so before: stages own other ranges, and thresholds are for the sum.
     """
 
     name: str

@@ -56,14 +56,16 @@ def test_the_steps_are_those_of_a_stop_watch(job, ingested):
         ]
         ranks_s.append(typical_phases(passes, ends_s))
     exchanges_s = phases_s["compression"] + phases_s["exposed_communication"]
-    within_s = 0.05 * ingested.step_time_s
+    within_s, paused_s = 0.05 * ingested.step_time_s, 0.0
     for phase, found_s in (
         ("forward", phases_s["forward"]),
         ("backward", phases_s["backward"] + exchanges_s),
         ("optimizer", phases_s["optimizer"]),
     ):
         watched_s = fmean(own_s[phase] for own_s in ranks_s)
-        assert found_s - within_s < watched_s < found_s + phases_s["idle"] + within_s, phase  # a pause in it is idle
+        assert found_s < watched_s + within_s, phase
+        paused_s += max(0.0, watched_s - found_s)
+    assert paused_s < phases_s["idle"] + within_s  # pauses of the machine, in whichever pass they are
     assert ingested.phases_s["idle"] < 0.1 * ingested.step_time_s
 
 
