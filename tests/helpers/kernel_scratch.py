@@ -1,7 +1,7 @@
-"""What the kernels of residual networks take for themselves on this machine, as a profile for predictions of peaks.
+"""What the kernels of a model's layers take for themselves on this machine, as a profile for predictions of peaks.
 
-Convolutions take other kernels on other processors, and in other precisions: without a profile they hold more than is
-predicted. In fp64 they write every patch out, whatever the processor.
+Convolutions, and products in bf16, take other kernels on other processors: without a profile they hold more than is
+predicted. In fp64 convolutions write every patch out, whatever the processor.
 """
 
 import json
@@ -20,19 +20,23 @@ MODEL = MODELS / "resnet-digits.toml"
 
 
 @cache
-def measured_scratch(precision: str, name: str = MODEL.stem) -> dict[str, dict[str, list[str]]]:
+def measured_scratch(
+    precision: str, name: str = MODEL.stem, length: int | None = None
+) -> dict[str, dict[str, list[str]]]:
     """Return the scratch of every layer by the way it is run; skips where bytes cannot be counted exactly.
+
+    `length`: of sequences, where the model's inputs are tokens.
 
     Processes that run tests side by side find what one of them has measured.
     """
-    file = Path(os.environ["GSREAL_TESTS_SHARED"], f"scratch-{name}-{precision}.json")
+    file = Path(os.environ["GSREAL_TESTS_SHARED"], f"scratch-{name}-{precision}-{length}.json")
     if not file.exists():
-        write_text(file, json.dumps(_measured(precision, name)))
+        write_text(file, json.dumps(_measured(precision, name, length)))
     found: dict[str, dict[str, list[str]]] = json.loads(file.read_text(encoding="utf-8"))
     return found
 
 
-def _measured(precision: str, name: str) -> dict[str, dict[str, list[str]]]:
+def _measured(precision: str, name: str, length: int | None) -> dict[str, dict[str, list[str]]]:
     import torch
 
     from gsreal.calibrate.kernel_workspace import layer_scratch
@@ -45,8 +49,8 @@ def _measured(precision: str, name: str) -> dict[str, dict[str, list[str]]]:
     model, threads, dtype = load_model(MODELS / f"{name}.toml"), torch.get_num_threads(), DTYPES[precision]
     batches = {}
     for samples in (3, 6, 12):
-        images, labels = example_batch(model, batch_size=samples, sequence_length=None)
-        batches[samples] = (images.to(dtype), labels)
+        inputs, targets = example_batch(model, batch_size=samples, sequence_length=length)
+        batches[samples] = (inputs if length else inputs.to(dtype), targets)
     torch.set_num_threads(1)  # as ranks have
     try:
         return layer_scratch(model, batches, counter, dtype)
@@ -54,14 +58,16 @@ def _measured(precision: str, name: str) -> dict[str, dict[str, list[str]]]:
         torch.set_num_threads(threads)
 
 
-def scratch_profile(precision: str, name: str = MODEL.stem) -> str:
+def scratch_profile(precision: str, name: str = MODEL.stem, length: int | None = None) -> str:
     """Return what sets the profile of a cluster's device type `cpu`: layers that take no time, with their scratch."""
     flat = {"sizes": [1.0], "values": [0.0]}
     layers = {
         layer: {"forward_s": flat, "backward_s": flat, "scratch_bytes": ways}
-        for layer, ways in measured_scratch(precision, name).items()
+        for layer, ways in measured_scratch(precision, name, length).items()
     }
     profile = {"model": name, "precision": precision, "layers": layers}
+    if length:
+        profile["sequence_length"] = length
     return f"cluster.device_types.cpu.profiles=[{_inline(profile)}]"
 
 

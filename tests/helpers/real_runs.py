@@ -109,12 +109,17 @@ def predicted(case: dict[str, Any]) -> Result:
     return _predicted(case["scenario"], tuple(case["overrides"]))
 
 
-def predicted_peaks(case: dict[str, Any]) -> list[float]:
-    """Return the predicted peak of every rank of a case; of residual networks with their kernels' scratch measured."""
+def predicted_peaks(case: dict[str, Any], *, products: bool = False) -> list[float]:
+    """Return the predicted peak of every rank of a case; of residual networks with their kernels' scratch measured.
+
+    `products`: so too of transformers in bf16, whose products count where a model is small and little else is held.
+    """
     overrides = list(case["overrides"])
     workload = load_scenario(Path(case["scenario"]), overrides, gradients_needed=False).scenario.workload
     if workload.model.name.startswith("resnet-digits"):
         overrides.append(scratch_profile(workload.precision, workload.model.name))
+    elif products and workload.precision == "bf16":
+        overrides.append(scratch_profile("bf16", workload.model.name, workload.sequence_length))
     found = {rank: e.peak_allocated_bytes for e in predicted(case | {"overrides": overrides}).ranks for rank in e.ranks}
     return [found[rank] for rank in sorted(found)]
 
