@@ -116,8 +116,9 @@ class ObservedStage(PipelineStage):
         """Start recording; `last_gradient`: DDP's mark of the last gradient hook in a backward.
 
         `sharding`: pushes gradients in the backward of the last micro-batch, or, if `pushes_last`, after the schedule,
-        when the gradients of tied parameters have been summed over their copies. `experts`: reduces those of divided
-        experts in it. `precision`: of torch.autocast in forwards, if the workload has it.
+        when all stages of the rank are done and the gradients of tied parameters are summed over their copies.
+        `experts`: reduces those of divided experts in it. `precision`: of torch.autocast in forwards, if the workload
+        has it.
         """
         self.precision = precision
         self.timeline, self.last_gradient, self.replicas = timeline, last_gradient, replicas
@@ -222,6 +223,8 @@ class PipelineTraining(Training):
     run: Callable[..., Any] = print
     losses: Losses | None = None
     copies: Sequence[TiedCopy] = ()
+    pushes_last: bool = False
+    """Whether gradients are pushed after the schedule, where they are pushed at all."""
     losses_at: Sequence[int] = ()
     """Ranks that take the losses of the replicas of this rank's stage, in their order."""
 
@@ -275,7 +278,7 @@ class PipelineTraining(Training):
         with self.timeline.span("wait for neighbours", "exposed_communication"):
             self.run(*arguments, target=targets if targets.numel() else None, return_outputs=False)
         self._sum_copies()
-        if self.copies and isinstance(self.optimizer, GradientSharding):
+        if self.pushes_last and isinstance(self.optimizer, GradientSharding):
             self.optimizer.push()  # before what owners hold is summed over tensor-parallel ranks
         self._update()
         self.timeline.end_step()
@@ -314,13 +317,16 @@ def pipeline_stages(scenario: Scenario, module: nn.Module, timeline: Timeline, d
         ObservedStage(part, i, len(stages), device, group=group) for i, part in zip(numbers, modules, strict=True)
     ]
     own_stages = StageModules(modules, group, names)
-    layers = [replace(instance, index=i) for i, instance in enumerate(_pushed_layers(scenario)[numbers[-1]])]
+    pushed = _pushed_layers(scenario)
+    held = [instance for number in numbers for instance in pushed[number]]
+    layers = [replace(instance, index=i) for i, instance in enumerate(held)]
     optimizer = _optimizer(scenario, own_stages, layers, aliases, timeline, device, replicas)
     sharding = optimizer if isinstance(optimizer, GradientSharding) else None
     copies = tied_copies(scenario, modules, aliases)
+    pushes_last = bool(copies) or len(modules) > 1
     for stage, of_stage in zip(observed, experts, strict=True):
         precision = scenario.workload.autocast
-        stage.observe(timeline, last_gradient, replicas, sharding, of_stage, precision, pushes_last=bool(copies))
+        stage.observe(timeline, last_gradient, replicas, sharding, of_stage, precision, pushes_last=pushes_last)
     losses = Losses(observed[-1], timeline, scenario.workload.autocast, loss)
     shards_experts = scenario.policies.ep > 1 and scenario.policies.gradients == "reduce-scatter"
     return PipelineTraining(
@@ -332,6 +338,7 @@ def pipeline_stages(scenario: Scenario, module: nn.Module, timeline: Timeline, d
         run=_schedule(scenario, observed, losses).step,
         losses=losses,
         copies=copies,
+        pushes_last=pushes_last,
         experts=ShardedExpertGradients(own_stages, scenario.policies.ep) if shards_experts else None,
         partial_gradients=divided,
         losses_at=[mesh.group(each, "pp")[-1] for each in mesh.group(rank, *REPLICA_AXES)],
@@ -425,12 +432,17 @@ def _optimizer(
 ) -> torch.optim.Optimizer | GradientSharding:
     """Return the optimizer of a rank's stages.
 
-    `layers`: those of its only stage, where it pushes gradients. `aliases`: all names of tied parameters.
+    `layers`: those of its stages. `aliases`: all names of tied parameters.
     """
     policies = scenario.policies
     if policies.gradients == "push":
-        (module,) = stages.stages
-        return pushing_optimizer(scenario, module, layers, timeline, device, aliases)
+        (*others, module) = stages.stages
+        if not others:
+            return pushing_optimizer(scenario, module, layers, timeline, device, aliases)
+        own = [(name, name.split(".", 2)[2]) for name, _ in stages.named_parameters()]  # stages.0.NAME
+        names = [name for layer in layers for name in layer.parameter_names]
+        known = {name: frozenset(mine for mine, its in own if its in aliases.get(name, [name])) for name in names}
+        return pushing_optimizer(scenario, stages, layers, timeline, device, known)
     if policies.gradients == "all-reduce" and policies.optimizer_state == "sharded":
         return sharded_optimizer(scenario, stages, timeline, device, replicas)
     return make_optimizer(scenario.workload, stages.parameters(), device)

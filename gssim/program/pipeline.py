@@ -48,8 +48,9 @@ def pipeline(low: Lowering, rank: int, stage_tasks: StageTasks, *, chunked: bool
     torch's schedule does. The backend starts a message when both ends have posted it (gloo's sender waits for the
     receiver's notice, NCCL's kernel for its peer). Gradients are reduced in the last backward, as in DDP; without
     overlap, after the schedule (Megatron-LM, finalize_model_grads): a stage's last message does not wait for them.
-    Sharded gradients are always reduced after the schedule; see [Note: stages] in `sharded`. A rank that pushes, with a
-    copy of a tied parameter, pushes all gradients after the schedule: thresholds are for the sum over the copies.
+    Sharded gradients are always reduced after the schedule; see [Note: stages] in `sharded`. A rank that pushes, and
+    has a copy of a tied parameter or several stages, pushes all gradients after the schedule: thresholds are for the
+    sum over the copies, and a bucket may have parameters of several stages.
     """
     mesh = low.scenario.policies.mesh
     if len(low.stages) == 1:
@@ -59,7 +60,7 @@ def pipeline(low: Lowering, rank: int, stage_tasks: StageTasks, *, chunked: bool
     sizes = _output_bytes(low, low.samples(rank, low.micro_batches[0]))
     replicas = replicas_of(low, low.batch_sizes[rank])
     sums = _sum_tied_gradients(low, rank, replicas)
-    pushes_last = bool(sums) and low.policies.gradients == "push"
+    pushes_last = low.policies.gradients == "push" and (bool(sums) or len(low.stages) > 1)
     writer = _ScheduleWriter(low, rank, replicas, stages, sizes, low.device(rank), pushes_last=pushes_last)
     writer.add(Task(TaskId("step-begin"), "idle"))
     actions = low.schedule[mesh.place(rank).pp]

@@ -324,7 +324,6 @@ def test_sharded_stages_gather_what_they_have_freed_and_reduce_once(method, sche
     [
         ({"method": "zero3", "schedule": "interleaved"}, {}, "plan.schedule = 'interleaved': peaks of blocks"),
         ({"gradient_sync": "micro-batch"}, {}, "plan.gradient_sync = 'micro-batch'"),
-        ({"method": "gs", "schedule": "interleaved"}, {}, "pushes are of one stage"),
         ({"method": "gs", "publish": {"overlap": True}}, {}, "plan.publish.overlap"),
         (
             {"method": "gs", "shares": {"shards": "memory"}},
@@ -347,6 +346,21 @@ def test_shards_in_proportion_to_compute_are_those_of_each_stages_devices():
     plan = {"method": "gs", "pp": 2, "dp_shard": 2, "micro_batches": 2, "shares": {"shards": "compute"}}
     scenario = scenario_of(cluster, plan, model=GPT, global_batch_size=4, sequence_length=8)
     assert scenario.shard_shares == pytest.approx((2 / 3, 1 / 3, 1 / 2, 1 / 2))
+
+
+def test_a_rank_with_several_stages_pushes_all_of_them_after_its_last_backward():
+    plan = {"method": "gs", "pp": 2, "dp_shard": 2, "micro_batches": 4, "schedule": "interleaved"}
+    scenario = scenario_of(star(4), plan, model=load_model(MODELS / "gpt2-124m.toml"), global_batch_size=8)
+    program = lower(scenario)
+    for rank in (0, 2):
+        tasks = list(program.tasks[program.role_of[rank]])
+        pushes = {task.communication: task.exchange for task in tasks if task.id.op == "push" and task.exchange}
+        names = [task.id.op for task in tasks if not task.id.action]
+        assert names.index("push") > len(names) - 1 - names[::-1].index("backward")
+        held = [instance for stage in scenario.stages[rank // 2 :: 2] for instance in stage]
+        elements = sum(parameter.elements for instance in held for parameter in instance.layer.parameters)
+        pushed = sum(exchange.payload_bytes for exchange in pushes.values())
+        assert pushed == pytest.approx(4 * elements, rel=1e-3)  # each owner's half, from the other rank
 
 
 def test_copies_of_a_tied_parameter_are_summed_before_their_stages_push_anything():

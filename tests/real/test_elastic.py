@@ -306,6 +306,8 @@ def refusal(*changes: str, folder: Path, every: int = 1, steps: int = STEPS) -> 
 def test_what_cannot_be_saved_is_refused_before_ranks_start(tmp_path: Path):
     cut = ["plan.method=gs", "plan.tp=2", "plan.shares.shards=even"]
     assert "not saved yet" in refusal(*cut, folder=tmp_path)
+    several = ["plan.method=gs", "plan.pp=2", "plan.schedule=interleaved", "plan.micro_batches=2"]
+    assert "several stages of a rank" in refusal(star(4), *several, "plan.shares.shards=even", folder=tmp_path)
 
 
 def written(folder: Path, scenario, step: int) -> Path:

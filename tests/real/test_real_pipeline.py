@@ -40,6 +40,7 @@ A_SLOW_DEVICE = [
     'memory_bandwidth_bytes_per_s=1e10, source="test"}',
     "cluster.devices.1.type=slow",
 ]
+INTERLEAVED = ["plan.schedule=interleaved", "plan.micro_batches=3"]
 SHARDED = {name: [f"plan.method={name}", "plan.pp=2", "plan.dp_shard=2"] for name in ("zero2", "zero3")}
 DIGITS = ["workload.global_batch_size=12", "workload.precision=fp64"]
 
@@ -169,6 +170,28 @@ CASES: dict[int, dict[str, list[str]]] = {
             *A_SLOW_DEVICE,
             small("bert"),
         ],
+        "interleaved-gs-adamw": [*GPT, *ADAMW64, *GS, *INTERLEAVED],
+        "interleaved-gs-tied-sgd": [*GPT, *SGD, *GS, *INTERLEAVED, small("gpt-tied")],
+        "interleaved-gs-uneven-clipped-large-adamw": [
+            *GPT,
+            *ADAMW64,
+            *GS,
+            *INTERLEAVED,
+            "plan.stages=[2,1,2,2]",
+            "plan.shares.shards=[0.7,0.3]",
+            "plan.shares.batch=[0.75,0.25]",
+            "plan.bucket_bytes=60000",
+            "workload.clip_norm=0.05",
+        ],
+        "interleaved-gs-bert-recompute-sgd": [
+            *GPT,
+            *SGD,
+            *GS,
+            *INTERLEAVED,
+            "plan.recompute=full",
+            "plan.shares.shards=compute",
+            *A_SLOW_DEVICE,
+        ],
         "gpipe-gs-uneven-sgd": [
             *GPT,
             *SGD,
@@ -232,6 +255,7 @@ FEW = [
     "1f1b-ddp-tied-sgd",
     "1f1b-gs-adamw",
     "1f1b-gs-tied-clipped-adamw",
+    "interleaved-gs-uneven-clipped-large-adamw",
 ]
 """Every schedule and optimizer, stages with replicas and with owners, tied ones of both, and recomputed stages once: a
 plain gpipe trains in bf16 and, with statistics of its batch, exactly."""
@@ -277,12 +301,12 @@ PUSHED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [[], [small("gpt-tied")]], ids=["untied", "tied"])
-def test_stages_push_gradients_over_a_threshold_as_predicted(tmp_path, model):
+@pytest.mark.parametrize("changes", [[], [small("gpt-tied")], INTERLEAVED], ids=["untied", "tied", "several-stages"])
+def test_stages_push_gradients_over_a_threshold_as_predicted(tmp_path, changes):
     cases = {}
     for name, ((threshold, *more), density) in PUSHED.items():
         push = [f"plan.push.threshold={threshold}", *(f"plan.push.{each}" for each in more)]
-        overrides = [star(4), *GPT, *GS, "plan.micro_batches=3", *model, *push]
+        overrides = [star(4), *GPT, *GS, "plan.micro_batches=3", *changes, *push]
         statistics = planted(tmp_path, scenario_file("demo.toml"), overrides, density, name=name)
         cases[name] = {
             "scenario": scenario_file("demo.toml"),
