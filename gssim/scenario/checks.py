@@ -530,11 +530,6 @@ def _check_sharded_stages(scenario: Scenario, file: str) -> None:
         if scenario.workload.loss_scale is not None:
             given = f"workload.loss_scale = {scenario.workload.loss_scale}"
             raise UserError(f"{where} cannot run yet with {given}: leave it out, or use ddp")
-        if plan.shares.shards in ("memory", "cost"):
-            raise UserError(
-                f"{where} cannot run yet with plan.shares.shards = {plan.shares.shards!r}: sizes are not derived for "
-                "each stage; allowed: 'even', 'compute', or shares of a stage's ranks"
-            )
         if scenario.policies.publish_overlaps:
             raise UserError(
                 f"{where} cannot run yet with plan.publish.overlap: stages begin when peers do; leave it out"

@@ -2,12 +2,15 @@
 
 Like `sample_costs`, it splits the work only, from information that both executors have when they load a scenario; it is
 no prediction of a step or of its memory. The density of thresholded pushes is unknown then: messages count as dense.
+
+In a pipeline, the ranks of each stage share the state of its layers, and each keeps the activations of as many
+micro-batches as are under way at once in its schedule; of what they receive and send nothing is counted.
 """
 
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
@@ -18,12 +21,15 @@ from gssim.cluster import Cluster, DeviceType
 from gssim.cluster.topology import Wiring
 from gssim.errors import UserError
 from gssim.plan import Plan, Policies, rebalancing, resolved_push, shard_sizing
+from gssim.plan.pipeline_schedule import schedule
 from gssim.scenario.device_rates import has_master_copy, master_bytes, measured_optimizer, value_bytes
+from gssim.scenario.stages import schedule_of
 from gssim.units import PRECISION_BYTES, Floats, Ints
 from gssim.workload import (
     Buffer,
     ImageInput,
     Layer,
+    LayerInstance,
     Workload,
     implementation_on,
     layer_input_gradient,
@@ -40,14 +46,54 @@ USABLE_RATIO = 0.92
 """Usable part of a device's memory: the rest is reserved for temporaries and fragmentation (assumed)."""
 
 
+@dataclass(frozen=True)
+class Owners:
+    """Ranks that share the sharded state of a part of the model: all of them, or those of a pipeline's rank."""
+
+    ranks: tuple[int, ...]
+    workload: Workload
+    """With the layers of that part alone."""
+    in_flight: float = 1.0
+    """Micro-batches whose activations of these layers are kept at once."""
+
+
+def all_owners(workload: Workload, policies: Policies) -> Owners:
+    """Return the ranks of a plan without stages."""
+    return Owners(tuple(range(policies.ranks)), workload)
+
+
+def owners_of_stages(
+    workload: Workload, plan: Plan, policies: Policies, stages: Sequence[Sequence[LayerInstance]]
+) -> list[Owners]:
+    """Return the ranks at each place of a pipeline; `stages`: the layers of each stage, a rank's by its place."""
+    ranks, found = policies.pp, []
+    actions = schedule(schedule_of(plan, ranks), ranks=ranks, stages=len(stages), micro_batches=plan.micro_batches)
+    for place, own in enumerate(actions):
+        held = [stage for number, stage in enumerate(stages) if number % ranks == place]
+        layers = tuple(
+            replace(each.layer, name=each.module, modules=(each.module,) if each.layer.modules else ())
+            for stage in held
+            for each in stage
+        )
+        under_way = accumulate({"forward": 1, "backward": -1}.get(action.kind, 0) for action in own)
+        found.append(
+            Owners(
+                tuple(rank for rank in range(policies.ranks) if policies.mesh.place(rank).pp == place),
+                replace(workload, model=replace(workload.model, layers=layers)),
+                max(under_way) / len(held),
+            )
+        )
+    return found
+
+
 def owned_shares(
-    cluster: Cluster, workload: Workload, plan: Plan, policies: Policies, batch_sizes: Sequence[int]
+    cluster: Cluster, owners: Owners, plan: Plan, policies: Policies, batch_sizes: Sequence[int]
 ) -> tuple[float, ...]:
-    """Return every rank's share of the sharded state by the plan's policy, `memory` or `cost`, over all ranks.
+    """Return each owner's share of the sharded state by the plan's policy, `memory` or `cost`.
 
     Raises UserError where the state does not fit: one line that names the device and the excess.
     """
-    capacity, fixed, whole = _memory_budget(cluster, workload, plan, policies, batch_sizes)
+    capacity, fixed, whole = _memory_budget(cluster, owners, plan, policies, batch_sizes)
     try:
         if plan.shares.shards == "memory":
             return shard_sizing.memory_shares(capacity_bytes=capacity, held_bytes=fixed, whole_bytes=whole)
@@ -55,18 +101,23 @@ def owned_shares(
         if excess > 0:
             raise shard_sizing.InfeasibleError(rank, excess)
         most = tuple((room - used) / whole for room, used in zip(capacity, fixed, strict=True))
-        return shard_sizing.cost_shares(owner_times(cluster, workload, plan, policies), most=most)
+        return shard_sizing.cost_shares(owner_times(cluster, owners, plan, policies), most=most)
     except shard_sizing.InfeasibleError as error:
-        raise _does_not_fit(error, cluster, plan, capacity, fixed, whole) from None
+        raise _does_not_fit(error, cluster, owners, plan, capacity, fixed, whole) from None
 
 
 def _memory_budget(
-    cluster: Cluster, workload: Workload, plan: Plan, policies: Policies, batch_sizes: Sequence[int]
+    cluster: Cluster, owners: Owners, plan: Plan, policies: Policies, batch_sizes: Sequence[int]
 ) -> tuple[list[float], list[float], float]:
-    """Return each rank's usable memory, its memory without any shard, and the bytes of the whole sharded state."""
-    kinds = list(zip([device.type for device in cluster.devices[: policies.ranks]], batch_sizes, strict=True))
+    """Return each owner's usable memory, its memory without any shard, and the bytes of the whole sharded state.
+
+    `batch_sizes`: of all ranks.
+    """
+    workload, in_flight = owners.workload, owners.in_flight
+    kinds = [(cluster.devices[rank].type, batch_sizes[rank]) for rank in owners.ranks]
     fixed = {
-        (name, n): held_bytes(cluster.device_types[name], workload, plan, policies, samples=n) for name, n in set(kinds)
+        (name, n): held_bytes(cluster.device_types[name], workload, plan, policies, samples=n, in_flight=in_flight)
+        for name, n in set(kinds)
     }
     capacity = [USABLE_RATIO * cluster.device_types[name].memory_bytes for name, _ in kinds]
     return capacity, [fixed[kind] for kind in kinds], owned_bytes(workload, plan, policies)
@@ -75,6 +126,7 @@ def _memory_budget(
 def _does_not_fit(
     error: shard_sizing.InfeasibleError,
     cluster: Cluster,
+    owners: Owners,
     plan: Plan,
     capacity: Sequence[float],
     fixed: Sequence[float],
@@ -83,7 +135,7 @@ def _does_not_fit(
     """Return the error for the user; where all devices together lack memory it names the one with the least room."""
     room = [has - used for has, used in zip(capacity, fixed, strict=True)]
     rank = error.rank if error.rank is not None else room.index(min(room))
-    name, policy = cluster.devices[rank].name, plan.shares.shards
+    name, policy = cluster.devices[owners.ranks[rank]].name, plan.shares.shards
     hint = "more plan.micro_batches, plan.recompute, or method 'gs_z3' need less"
     if error.rank is not None:
         what = f"must hold {-room[rank]:.4g} bytes more than it may, without any shard"
@@ -131,11 +183,12 @@ def better_shard_shares(
     `owned`: the present shares; `update_s`: each rank's measured time to update all parameters, None where it owns
     nothing; `steps`: the number of remaining steps.
     """
-    times = owner_times(cluster, workload, plan, policies)
+    owners = all_owners(workload, policies)
+    times = owner_times(cluster, owners, plan, policies)
     measured = tuple(known if seen is None else seen for seen, known in zip(update_s, times.update_s, strict=True))
-    capacity, fixed, whole = _memory_budget(cluster, workload, plan, policies, batch_sizes)
+    capacity, fixed, whole = _memory_budget(cluster, owners, plan, policies, batch_sizes)
     most = tuple(max(share, (c - f) / whole) for share, c, f in zip(owned, capacity, fixed, strict=True))
-    outgoing, incoming = rank_rates(cluster.wiring, tuple(device.host for device in cluster.devices[: policies.ranks]))
+    outgoing, incoming = _rates_of(cluster, owners)
     master = master_bytes(workload)
     state_bytes = _state_element_bytes(workload) + has_master_copy(workload) * master
     moving = [[state_bytes * workload.model.elements / rate for rate in rates] for rates in (outgoing, incoming)]
@@ -152,11 +205,13 @@ def better_shard_shares(
 # Memory --------------------------------------------------------------------------------------------------------------
 
 
-def held_bytes(device: DeviceType, workload: Workload, plan: Plan, policies: Policies, *, samples: int) -> float:
+def held_bytes(
+    device: DeviceType, workload: Workload, plan: Plan, policies: Policies, *, samples: int, in_flight: float = 1.0
+) -> float:
     """Return the memory of a rank in its backward apart from its shard, with two gradient buckets in flight.
 
-    Replicated parameters, the input of `samples`, activations of a micro-batch, residuals of all gradients, and whole
-    gradients where micro-batches accumulate on the rank.
+    Replicated parameters, the input of `samples`, activations of `in_flight` micro-batches, residuals of all gradients,
+    and whole gradients where micro-batches accumulate on the rank.
     """
     model, value = workload.model, value_bytes(workload)
     whole = model.elements * value
@@ -171,7 +226,8 @@ def held_bytes(device: DeviceType, workload: Workload, plan: Plan, policies: Pol
             layer.repeats * sum(frozen_bytes(layer, workload.frozen_precision, value_bytes=value))
             for layer in model.layers
         )
-    activations = activation_bytes(workload, plan, samples=micro_batch) / policies.cp  # of a part of each sequence
+    kept = activation_bytes(workload, plan, samples=micro_batch, in_flight=in_flight)
+    activations = kept / policies.cp  # of a part of each sequence
     source = model.input
     if isinstance(source, ImageInput):
         input_bytes = float(samples * (value * int(np.prod(source.shape)) + 8))
@@ -207,9 +263,10 @@ def _residual_bytes(workload: Workload, plan: Plan) -> int:
     return PRECISION_BYTES[push.error_feedback_precision] if push.error_feedback else 0
 
 
-def activation_bytes(workload: Workload, plan: Plan, *, samples: int) -> float:
+def activation_bytes(workload: Workload, plan: Plan, *, samples: int, in_flight: float = 1.0) -> float:
     """Return the activation memory of `samples` at the worst layer of the backward: of earlier layers and its own.
 
+    `in_flight`: number of micro-batches of so many samples, of which all others are kept by all layers meanwhile.
     A layer keeps its traced buffers that outlive the forward until its backward is done. Of checkpointed blocks
     (`full`) only the output is kept, and all of a block's own buffers during its backward.
     """
@@ -226,7 +283,7 @@ def activation_bytes(workload: Workload, plan: Plan, *, samples: int) -> float:
         made = max(_made_bytes(layer, each, shape) for each in (following, after))
         worst = max(worst, before + (layer.repeats - 1) * stays + kept + made)
         before += layer.repeats * stays
-    return scale * worst
+    return scale * (worst + (in_flight - 1) * before)
 
 
 def _is_kept(buffer: Buffer) -> bool:
@@ -247,16 +304,17 @@ def _made_bytes(layer: Layer, following: Layer | None, shape: dict[str, int]) ->
 # Time ----------------------------------------------------------------------------------------------------------------
 
 
-def owner_times(cluster: Cluster, workload: Workload, plan: Plan, policies: Policies) -> shard_sizing.OwnerTimes:
-    """Return every rank's times to push, update and publish all parameters, in a whole step."""
+def owner_times(cluster: Cluster, owners: Owners, plan: Plan, policies: Policies) -> shard_sizing.OwnerTimes:
+    """Return every owner's times to push, update and publish all parameters of their part, in a whole step."""
+    workload = owners.workload
     elements, rounds = workload.model.elements, 1
     if policies.gradient_sync == "micro-batch":
         rounds = plan.micro_batches
     size = float(elements * value_bytes(workload))
     gathers = {"replicated": 1, "gathered": rounds, "sharded": 2 * rounds}[policies.parameters]
-    outgoing, incoming = rank_rates(cluster.wiring, tuple(device.host for device in cluster.devices[: policies.ranks]))
-    types = [cluster.type_of(rank) for rank in range(policies.ranks)]
-    update_s = {id(device): elements * _update_element_s(device, workload, policies.ranks) for device in types}
+    outgoing, incoming = _rates_of(cluster, owners)
+    types = [cluster.type_of(rank) for rank in owners.ranks]
+    update_s = {id(device): elements * _update_element_s(device, workload, len(types)) for device in types}
     return shard_sizing.OwnerTimes(
         push_out_s=tuple(rounds * size / rate for rate in outgoing),
         push_in_s=tuple(rounds * size / rate for rate in incoming),
@@ -286,25 +344,31 @@ def _update_element_s(device: DeviceType, workload: Workload, ranks: int) -> flo
     return of_element / device.memory_bandwidth_bytes_per_s
 
 
+def _rates_of(cluster: Cluster, owners: Owners) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    return rank_rates(cluster.wiring, owners.ranks, tuple(cluster.devices[rank].host for rank in owners.ranks))
+
+
 @lru_cache(maxsize=16)
-def rank_rates(wiring: Wiring, hosts: tuple[str, ...]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def rank_rates(
+    wiring: Wiring, ranks: tuple[int, ...], hosts: tuple[str, ...]
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return the rates (bytes/s) at which each rank sends to all others alike, and receives; `hosts`: of every rank.
 
     A rate is limited by the rank's own links, and for other hosts by its part of each link on the path to the next
     host, which it shares with the ranks of its host. Assumes that links further on, which hosts share, are as wide as
     theirs together.
     """
-    outgoing = _rates(wiring.source, wiring.target, wiring, hosts)
-    incoming = _rates(wiring.target, wiring.source, wiring, hosts)
+    outgoing = _rates(wiring.source, wiring.target, wiring, ranks, hosts)
+    incoming = _rates(wiring.target, wiring.source, wiring, ranks, hosts)
     return tuple(outgoing.tolist()), tuple(incoming.tolist())
 
 
-def _rates(source: Ints, target: Ints, wiring: Wiring, hosts: Sequence[str]) -> Floats:
-    ranks = len(hosts)
-    own: Floats = np.bincount(source, wiring.bandwidth_bytes_per_s, minlength=wiring.nodes)[:ranks].astype(np.float64)
-    places = {host: [rank for rank in range(ranks) if hosts[rank] == host] for host in dict.fromkeys(hosts)}
+def _rates(source: Ints, target: Ints, wiring: Wiring, ranks: Sequence[int], hosts: Sequence[str]) -> Floats:
+    every = np.bincount(source, wiring.bandwidth_bytes_per_s, minlength=wiring.nodes)
+    own: Floats = every[np.array(ranks)].astype(np.float64)
+    places = {host: [place for place, each in enumerate(hosts) if each == host] for host in dict.fromkeys(hosts)}
     if len(places) == 1:
-        return own if ranks > 1 else np.ones(1)
+        return own if len(ranks) > 1 else np.ones(1)
     from scipy.sparse import csr_array  # lazy: keeps `import gssim` fast
 
     back = csr_array((np.ones(wiring.links), (target, source)), shape=(wiring.nodes, wiring.nodes))
@@ -314,11 +378,11 @@ def _rates(source: Ints, target: Ints, wiring: Wiring, hosts: Sequence[str]) -> 
     names = list(places)
     for host, following in zip(names, [*names[1:], names[0]], strict=True):
         members = places[host]
-        away = (ranks - len(members)) / (ranks - 1)  # fraction of each rank's traffic
-        paths = _paths(back, members, places[following][0])
+        away = (len(ranks) - len(members)) / (len(ranks) - 1)  # fraction of each rank's traffic
+        paths = _paths(back, [ranks[place] for place in members], ranks[places[following][0]])
         users = Counter(link for path in paths for link in path)
-        for rank, path in zip(members, paths, strict=True):
-            rates[rank] = min([own[rank], *(links[link] / users[link] / away for link in path)])
+        for place, path in zip(members, paths, strict=True):
+            rates[place] = min([own[place], *(links[link] / users[link] / away for link in path)])
     return rates
 
 

@@ -18,7 +18,13 @@ from gssim.scenario.device_rates import sample_costs
 from gssim.scenario.expert_load import layers_with_experts
 from gssim.scenario.identity import ScenarioParts, calibration_id, resolved, scenario_id
 from gssim.scenario.overrides import overrides_of
-from gssim.scenario.ownership import better_shard_shares, owned_shares, sample_room
+from gssim.scenario.ownership import (
+    all_owners,
+    better_shard_shares,
+    owned_shares,
+    owners_of_stages,
+    sample_room,
+)
 from gssim.scenario.run import Run
 from gssim.scenario.search_space import SearchSpace
 from gssim.scenario.stages import cut_layers, held_layers
@@ -217,11 +223,25 @@ class Scenario:
         if wanted == "compute":
             return self._by_part([1 / sample_s for _, sample_s in self._sample_costs()])
         if wanted in ("memory", "cost"):
-            return owned_shares(self.cluster, self.workload, self.plan, self.policies, self.batch_sizes)
+            return self._owned_shares()
         if isinstance(wanted, str):
             return splitting.even(mesh.replica_ranks) * (mesh.ranks // mesh.replica_ranks)
         shares = splitting.proportional(wanted)
         return tuple(shares[mesh.replica_rank(rank)] for rank in range(mesh.ranks))
+
+    def _owned_shares(self) -> tuple[float, ...]:
+        """Return the shares by memory or cost, of all ranks or of those of each stage."""
+        policies, shares = self.policies, [0.0] * self.ranks
+        parts = (
+            owners_of_stages(self.workload, self.plan, policies, self.stages)
+            if policies.pp > 1
+            else [all_owners(self.workload, policies)]
+        )
+        for owners in parts:
+            own = owned_shares(self.cluster, owners, self.plan, policies, self.batch_sizes)
+            for rank, share in zip(owners.ranks, own, strict=True):
+                shares[rank] = share
+        return tuple(shares)
 
     def _by_part(self, weights: Sequence[float]) -> tuple[float, ...]:
         """Return shares in proportion to weights by rank, among those that share a part of the model."""

@@ -229,9 +229,9 @@ def test_ranks_of_a_host_share_its_way_out():
         ],
     }  # fmt: skip
     cluster = validated(Cluster, data, file="test")
-    out, come = rank_rates(cluster.wiring, ("a", "a", "b", "b"))
+    out, come = rank_rates(cluster.wiring, (0, 1, 2, 3), ("a", "a", "b", "b"))
     assert out == come == pytest.approx([30 / 2 / (2 / 3)] * 4)
-    alone, _ = rank_rates(cluster.wiring, ("a", "a", "a", "a"))
+    alone, _ = rank_rates(cluster.wiring, (0, 1, 2, 3), ("a", "a", "a", "a"))
     assert alone == (100.0,) * 4
 
 

@@ -15,6 +15,7 @@ from gssim.errors import UserError
 from gssim.program import lower
 from gssim.result import CATEGORIES, Result
 from gssim.scenario import Scenario, load_model
+from gssim.scenario.ownership import activation_bytes, owners_of_stages
 from gssim.simulation import simulate
 from gssim.units import validated
 from gssim.workload import Model, unrolled
@@ -325,11 +326,6 @@ def test_sharded_stages_gather_what_they_have_freed_and_reduce_once(method, sche
         ({"method": "zero3", "schedule": "interleaved"}, {}, "plan.schedule = 'interleaved': peaks of blocks"),
         ({"gradient_sync": "micro-batch"}, {}, "plan.gradient_sync = 'micro-batch'"),
         ({"method": "gs", "publish": {"overlap": True}}, {}, "plan.publish.overlap"),
-        (
-            {"method": "gs", "shares": {"shards": "memory"}},
-            {},
-            "plan.shares.shards = 'memory': sizes are not derived",
-        ),
     ],
 )
 def test_what_sharded_stages_cannot_do_yet_is_refused(plan, settings, message):
@@ -346,6 +342,33 @@ def test_shards_in_proportion_to_compute_are_those_of_each_stages_devices():
     plan = {"method": "gs", "pp": 2, "dp_shard": 2, "micro_batches": 2, "shares": {"shards": "compute"}}
     scenario = scenario_of(cluster, plan, model=GPT, global_batch_size=4, sequence_length=8)
     assert scenario.shard_shares == pytest.approx((2 / 3, 1 / 3, 1 / 2, 1 / 2))
+
+
+@pytest.mark.parametrize("method", ["memory", "cost"])
+def test_shards_by_memory_or_cost_are_those_of_each_stages_devices(method):
+    """The first stage's devices have unequal memory and bandwidth, the second's are equal."""
+    types = {"large": device_type(), "small": device_type(memory_bytes=2**28, memory_bandwidth_bytes_per_s=1e4)}
+    cluster = star(4, types=types, type_names=["large", "small", "large", "large"])
+    plan = {"method": "gs", "pp": 2, "dp_shard": 2, "micro_batches": 2, "shares": {"shards": method}}
+    shares = scenario_of(cluster, plan, model=GPT, global_batch_size=4, sequence_length=8).shard_shares
+    assert shares[2:] == pytest.approx((1 / 2, 1 / 2))
+    assert shares[0] + shares[1] == pytest.approx(1)
+    assert shares[0] > 0.7
+
+
+def test_stages_state_their_owners_memory_with_all_micro_batches_under_way():
+    """Of 1F1B's two stages the first keeps two micro-batches at once, the second one; GPipe keeps all of both."""
+    for schedule, kept in (("1f1b", (2, 1)), ("gpipe", (4, 4))):
+        plan = {"method": "gs", "pp": 2, "dp_shard": 2, "micro_batches": 4, "schedule": schedule}
+        scenario = scenario_of(star(4), plan, model=GPT, global_batch_size=8, sequence_length=8)
+        parts = owners_of_stages(scenario.workload, scenario.plan, scenario.policies, scenario.stages)
+        assert tuple(part.in_flight for part in parts) == kept
+        assert [part.ranks for part in parts] == [(0, 1), (2, 3)]
+        assert sum(part.workload.model.elements for part in parts) == scenario.workload.model.elements
+        one, all_of_them = (
+            activation_bytes(parts[0].workload, scenario.plan, samples=1, in_flight=count) for count in (1, kept[0])
+        )
+        assert one < all_of_them < kept[0] * one * 1.001
 
 
 def test_a_rank_with_several_stages_pushes_all_of_them_after_its_last_backward():

@@ -36,7 +36,7 @@ REPLICATED = ["plan.method=ddp", "plan.pp=2", "plan.dp_replicate=2"]
 ZERO1 = ["plan.method=zero1", *REPLICATED[1:]]
 GS = ["plan.method=gs", "plan.pp=2", "plan.dp_shard=2"]
 A_SLOW_DEVICE = [
-    'cluster.device_types.slow={kind="cpu", memory_bytes=1e10, peak_flop_per_s={fp32=4e10, fp64=2e10}, '
+    'cluster.device_types.slow={kind="cpu", memory_bytes=5e9, peak_flop_per_s={fp32=4e10, fp64=2e10}, '
     'memory_bandwidth_bytes_per_s=1e10, source="test"}',
     "cluster.devices.1.type=slow",
 ]
@@ -189,7 +189,7 @@ CASES: dict[int, dict[str, list[str]]] = {
             *GS,
             *INTERLEAVED,
             "plan.recompute=full",
-            "plan.shares.shards=compute",
+            "plan.shares.shards=memory",
             *A_SLOW_DEVICE,
         ],
         "gpipe-gs-uneven-sgd": [
