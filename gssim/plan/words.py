@@ -10,12 +10,16 @@ def in_words(plan: Plan) -> str:
 
     >>> in_words(Plan(method="zero3", dp_shard=8, micro_batches=4, recompute="full"))
     'zero3, dp_shard 8, 4 micro-batches, recompute full, batch even'
+    >>> in_words(Plan(method="pipeline", pp=4, schedule="interleaved", micro_batches=8))
+    'pipeline, pp 4, interleaved, 8 micro-batches, batch even'
     >>> from gssim.plan.plan import ShareRules
     >>> in_words(Plan(method="ddp", shares=ShareRules(batch=(0.3125, 0.3125, 0.3125, 0.0625))))
     'ddp, batch 3 x 31.2 % + 6.25 %'
     """
     axes = [(name, getattr(plan, name)) for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")]
     words = [plan.method, *(f"{name} {size}" for name, size in axes if size and size > 1)]
+    if plan.schedule is not None:
+        words.append(plan.schedule)
     if plan.micro_batches > 1:
         words.append(f"{plan.micro_batches} micro-batches")
     if plan.recompute != "none":

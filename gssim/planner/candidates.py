@@ -127,6 +127,12 @@ OF_TENSOR_RANKS = (
 """Keys of the scenario's own plan that candidates with tensor-parallel ranks keep."""
 OF_CONTEXT_RANKS = ("context_exchange", "context_split")
 """Those that candidates with context-parallel ranks keep."""
+OF_STAGES = ("receive_buffers",)
+"""Those that pipelines keep, besides the schedule."""
+OF_EXPERT_RANKS = ("etp",)
+"""Those that candidates keep whose ranks divide experts."""
+OF_OWN_METHOD = ("parameters", "gradients", "optimizer_state", "partition", "gradient_sync", "compress", "exchange")
+"""Policies with which the scenario's own plan overrides its method's: plans of other methods have theirs."""
 
 
 @dataclass(frozen=True)
@@ -181,15 +187,19 @@ def candidates(
         whole = kept | _push_table(scenario.plan, table) | table
         if table["method"] == "zero1" and scenario.plan.zero1_implementation != "torch":
             whole["zero1_implementation"] = scenario.plan.zero1_implementation
-        kind = METHODS[table["method"]]  # its keys of periodic synchronization are kept
-        of_periods = {
+        kind = METHODS[table["method"]]  # settings that only some methods have are kept
+        of_methods = {
             "sync_every_steps": kind.sync_every_steps,
             "outer": kind.outer_optimizer == "nesterov",
             "streaming": kind.in_fragments,
             "sparse_outer": kind.outer_optimizer == "sparse",
+            "powersgd": kind.compressor == "powersgd",
+            "topk": kind.compressor == "topk",
+            **dict.fromkeys(OF_OWN_METHOD, table["method"] == scenario.plan.method),
         }
-        whole |= {key: own[key] for key, is_of_method in of_periods.items() if is_of_method and key in own}
-        for axis, keys in (("tp", OF_TENSOR_RANKS), ("cp", OF_CONTEXT_RANKS)):
+        whole |= {key: own[key] for key, is_of_method in of_methods.items() if is_of_method and key in own}
+        of_axes = {"tp": OF_TENSOR_RANKS, "cp": OF_CONTEXT_RANKS, "pp": OF_STAGES, "ep": OF_EXPERT_RANKS}
+        for axis, keys in of_axes.items():
             if axis in table:
                 whole |= {key: own[key] for key in keys if key in own}
         plan = PLAN.validate_python(whole)
@@ -326,8 +336,10 @@ def _plans_of_mesh(
     powers_of_two = [1 << power for power in range(most.bit_length())]
     eps = _sizes(space.ep or _own_or_one(scenario.plan.ep), axes.parts, axes.parts)
     micro_batch_counts = powers_of_two if space.micro_batches is None else space.micro_batches
-    for ep, micro_batches in product(eps, micro_batch_counts):
+    schedules = (space.schedules or (scenario.plan.schedule,)) if axes.pp > 1 else (None,)
+    for ep, schedule, micro_batches in product(eps, schedules, micro_batch_counts):
         base = {"method": method, **mesh, "micro_batches": micro_batches} | ({"ep": ep} if ep > 1 else {})
+        base |= {"schedule": schedule} if schedule is not None else {}
         reason = batches.refusal(base)
         if reason is not None:
             left_out.add(reason, method, len(space.recompute) * len(shard_options) * len(rules))

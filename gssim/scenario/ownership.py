@@ -65,9 +65,15 @@ def all_owners(workload: Workload, policies: Policies) -> Owners:
 def owners_of_stages(
     workload: Workload, plan: Plan, policies: Policies, stages: Sequence[Sequence[LayerInstance]]
 ) -> list[Owners]:
-    """Return the ranks at each place of a pipeline; `stages`: the layers of each stage, a rank's by its place."""
+    """Return the ranks at each place of a pipeline; `stages`: the layers of each stage, a rank's by its place.
+
+    Raises UserError where the plan's schedule does not exist for its numbers.
+    """
     ranks, found = policies.pp, []
-    actions = schedule(schedule_of(plan, ranks), ranks=ranks, stages=len(stages), micro_batches=plan.micro_batches)
+    try:
+        actions = schedule(schedule_of(plan, ranks), ranks=ranks, stages=len(stages), micro_batches=plan.micro_batches)
+    except ValueError as error:
+        raise UserError(f"plan.schedule: {error}") from None
     for place, own in enumerate(actions):
         held = [stage for number, stage in enumerate(stages) if number % ranks == place]
         layers = tuple(

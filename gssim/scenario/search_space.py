@@ -31,6 +31,8 @@ class SearchSpace:
     """Context-parallel sizes. Absent: 1, and that of the scenario's plan."""
     ep: Choice | None = None
     """Numbers of ranks among which experts are divided. Absent: 1, and that of the scenario's plan."""
+    schedules: Annotated[tuple[Literal["gpipe", "1f1b", "interleaved"], ...], Field(min_length=1)] | None = None
+    """Schedules of pipelines. Absent: that of the scenario's plan."""
     micro_batches: Choice | None = None
     """Numbers of micro-batches. Absent: powers of two, up to the samples of each part of an evenly split batch."""
     recompute: Annotated[tuple[Recompute, ...], Field(min_length=1)] = ("none", "selective", "full")

@@ -86,6 +86,7 @@ def random_question(seed):
         shards=tuple(chance.sample(["even", "compute", "memory", "cost"], 2)),
         tp=(1, 2),
         pp=(1, 2),
+        schedules=chance.choice([None, None, ("gpipe", "interleaved"), ("1f1b",)]),
     )
     return loaded_of(scenario), space
 

@@ -178,6 +178,42 @@ def test_sequences_are_divided_as_the_scenarios_own_plan_divides_them_or_as_aske
     assert {size for _, size, _ in sizes(cp=(1, 4))} == {1, 4}
 
 
+def test_schedules_of_pipelines_are_the_scenarios_own_or_those_asked_for():
+    model = load_model(Path("scenarios/models/gpt-byte-1m.toml"))
+    own = {"method": "ddp", "pp": 2, "micro_batches": 4, "schedule": "interleaved", "receive_buffers": "in-flight"}
+    made = scenario_of(star(4), own, model=model, sequence_length=32, global_batch_size=16)
+    workers, bounds = InThisProcess(loaded_of(made)), Bounds(made)
+    methods = ("ddp", "zero2", "pipeline", "gs")
+
+    def searched_of(**changes):
+        space = SearchSpace(methods=methods, micro_batches=(4,), recompute=("none", "full"), **changes)
+        return list(candidates(made, space, Batches(bounds)))
+
+    staged = [each for each in searched_of() if each.plan.pp > 1]
+    assert {(each.plan.schedule, each.plan.receive_buffers) for each in staged} == {("interleaved", "in-flight")}
+    answered = set()
+    for each in searched_of(schedules=("gpipe", "1f1b", "interleaved")):
+        result = workers.answer_of(each.plan)
+        if each.plan.pp > 1 and not isinstance(result, UserError):
+            answered.add((each.plan.method, each.plan.schedule))
+            check_bounds(workers, bounds, each, result)
+    assert answered == {(method, schedule) for method in methods for schedule in ("gpipe", "1f1b", "interleaved")}
+
+
+def test_settings_of_the_scenarios_own_method_are_kept():
+    own = {"method": "powersgd", "powersgd": {"rank": 7}, "bucket_bytes": 12345}
+    made = scenario_of(star(2), own, run={"warmup_steps": 2})
+    space = SearchSpace(methods=("ddp", "powersgd", "gs"), micro_batches=(1, 2))
+    plans = [each.plan for each in candidates(made, space, Batches(Bounds(made)))]
+    assert {each.powersgd.rank for each in plans if each.method == "powersgd"} == {7}
+    assert {each.powersgd.rank for each in plans if each.method != "powersgd"} == {2}
+    assert {each.bucket_bytes for each in plans} == {12345}
+    each_time = scenario_of(star(2), {"method": "gs", "gradient_sync": "micro-batch", "micro_batches": 2})
+    plans = [each.plan for each in candidates(each_time, space, Batches(Bounds(each_time)))]
+    kept = {(each.method, each.gradient_sync) for each in plans}
+    assert kept == {("ddp", None), ("powersgd", None), ("gs", "micro-batch")}
+
+
 def test_of_plans_that_come_to_the_same_the_first_is_shown():
     loaded = loaded_of(scenario_of(star(2), {"method": "gs"}))  # equal devices: shares by compute are even
     found, _ = searched(loaded, top=5, methods=("gs",), recompute=("none",), micro_batches=(1,))

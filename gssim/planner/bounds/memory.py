@@ -86,7 +86,10 @@ class MemoryBounds:
             return 0.0
         if len(self.parts.stages(plan, policies)) > policies.pp:
             return 0.0
-        in_flight = self._in_flight(plan, policies)
+        try:
+            in_flight = self._in_flight(plan, policies)
+        except ValueError:  # its schedule is refused where it is loaded
+            return 0.0
         kinds: dict[tuple[str, int, int, float], int] = {}
         for rank, samples in enumerate(sizes):
             place = policies.mesh.place(rank).pp
