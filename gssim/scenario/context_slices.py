@@ -11,7 +11,7 @@ traces of such steps).
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from gssim.execution.cache import Same
@@ -117,24 +117,24 @@ def uncombined_reason(model: Model, *, sequence_parallel: bool) -> str | None:
     return None
 
 
-def at_length(layer: Layer, positions: int) -> Layer:
-    """Return a layer on sequences of so many positions, whose attention is to whole sequences.
+def on_positions(quantity: Polynomial, positions: int) -> Polynomial:
+    """Return a quantity of so many positions as a function of the whole sequence's length.
 
-    Quantities that grow with the square of the length are of pairs of an own position with one of the whole sequence.
+    What grows with the square of the length is of pairs of an own position with one of the whole sequence.
+
+    >>> str(on_positions(Polynomial.parse("8 + 4*b*s + 2*b*s^2"), 16))
+    '8 + 64*b + 32*b*s'
     """
+    sums: dict[tuple[int, int], int] = {}
+    for c, i, j in quantity.terms:
+        power = max(0, j - 1)
+        sums[i, power] = sums.get((i, power), 0) + c * (positions if j else 1)
+    return Polynomial(tuple((c, i, j) for (i, j), c in sums.items() if c) or ((0, 0, 0),))
 
-    def held(quantity: Polynomial) -> Polynomial:
-        """Return a quantity as a function of the whole sequence's length.
 
-        >>> str(held(Polynomial.parse("8 + 4*b*s + 2*b*s^2")))  # of 16 positions
-        '8 + 64*b + 32*b*s'
-        """
-        sums: dict[tuple[int, int], int] = {}
-        for c, i, j in quantity.terms:
-            power = max(0, j - 1)
-            sums[i, power] = sums.get((i, power), 0) + c * (positions if j else 1)
-        return Polynomial(tuple((c, i, j) for (i, j), c in sums.items() if c) or ((0, 0, 0),))
-
+def at_length(layer: Layer, positions: int) -> Layer:
+    """Return a layer on sequences of so many positions, whose attention is to whole sequences."""
+    held = partial(on_positions, positions=positions)
     changes: dict[str, Any] = {
         each.name: held(getattr(layer, each.name))
         for each in fields(layer)

@@ -57,7 +57,7 @@ def units_of_ranks(units: int, parts: Sequence[float]) -> tuple[int, ...]:
     """Return the number of units of a block, or of rows of the vocabulary, on each rank: largest remainders, as
     `splitting.split`.
 
-    >>> units_of_ranks(8, [0.7, 0.2, 0.1])
+    >>> units_of_ranks(8, [0.75, 0.125, 0.125])
     (6, 1, 1)
     """
     return splitting.split(units, parts)

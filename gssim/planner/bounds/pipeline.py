@@ -135,10 +135,8 @@ def round_trip_s(
         passes_s: times of a forward and a backward of each stage.
         messages_s: times of a message from each stage but the last to the next, and of one back.
 
-    >>> orders = _computes("gpipe", 2, 2)
-    >>> orders[1]
-    (('forward', 0), ('forward', 1), ('backward', 0), ('backward', 1))
-    >>> round_trip_s(orders, [(1.0, 2.0), (1.0, 2.0)], [(0.25, 0.25)])
+    >>> order = (("forward", 0), ("forward", 1), ("backward", 0), ("backward", 1))
+    >>> round_trip_s([order, order], [(1.0, 2.0), (1.0, 2.0)], [(0.25, 0.25)])
     9.5
     """
     last = len(orders) - 1
