@@ -75,11 +75,12 @@ def owners_of_stages(
     except ValueError as error:
         raise UserError(f"plan.schedule: {error}") from None
     for place, own in enumerate(actions):
-        held = [stage for number, stage in enumerate(stages) if number % ranks == place]
+        held = range(place, len(stages), ranks)
         layers = tuple(
-            replace(each.layer, name=each.module, modules=(each.module,) if each.layer.modules else ())
+            replace(each.layer, name=name, modules=(name,) if each.layer.modules else ())
             for stage in held
-            for each in stage
+            for each in stages[stage]
+            for name in (f"{stage}.{each.module}",)  # several stages may run the same layer
         )
         under_way = accumulate({"forward": 1, "backward": -1}.get(action.kind, 0) for action in own)
         found.append(

@@ -371,6 +371,15 @@ def test_stages_state_their_owners_memory_with_all_micro_batches_under_way():
         assert one < all_of_them < kept[0] * one * 1.001
 
 
+def test_stages_of_a_rank_that_run_the_same_layer_each_are_sized_too():
+    """Every stage of a Llama makes the angles of its positions itself."""
+    model = load_model(Path(__file__).parent.parent / "helpers/models/llama.toml")
+    plan = {"method": "gs", "pp": 2, "dp_shard": 2, "micro_batches": 2, "schedule": "interleaved"}
+    plan["shares"] = {"shards": "memory"}
+    scenario = scenario_of(star(4), plan, model=model, global_batch_size=8, sequence_length=24)
+    assert scenario.shard_shares == (0.5, 0.5, 0.5, 0.5)
+
+
 def test_a_rank_with_several_stages_pushes_all_of_them_after_its_last_backward():
     plan = {"method": "gs", "pp": 2, "dp_shard": 2, "micro_batches": 4, "schedule": "interleaved"}
     scenario = scenario_of(star(4), plan, model=load_model(MODELS / "gpt2-124m.toml"), global_batch_size=8)
