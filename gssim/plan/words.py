@@ -18,6 +18,8 @@ def in_words(plan: Plan) -> str:
     """
     axes = [(name, getattr(plan, name)) for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")]
     words = [plan.method, *(f"{name} {size}" for name, size in axes if size and size > 1)]
+    if plan.sequence_parallel and plan.tp > 1:
+        words.append("sequence parallel")
     if plan.schedule is not None:
         words.append(plan.schedule)
     if plan.micro_batches > 1:

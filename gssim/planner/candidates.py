@@ -125,6 +125,8 @@ OF_TENSOR_RANKS = (
     "loss_parallel",
 )
 """Keys of the scenario's own plan that candidates with tensor-parallel ranks keep."""
+OF_SEQUENCE_PARTS = ("gathered_inputs", "tp_overlap")
+"""Of these keys, those that only candidates keep that divide sequences."""
 OF_CONTEXT_RANKS = ("context_exchange", "context_split")
 """Those that candidates with context-parallel ranks keep."""
 OF_STAGES = ("receive_buffers",)
@@ -201,7 +203,9 @@ def candidates(
         of_axes = {"tp": OF_TENSOR_RANKS, "cp": OF_CONTEXT_RANKS, "pp": OF_STAGES, "ep": OF_EXPERT_RANKS}
         for axis, keys in of_axes.items():
             if axis in table:
-                whole |= {key: own[key] for key in keys if key in own}
+                whole |= {key: own[key] for key in keys if key in own and key not in table}
+        if not whole.get("sequence_parallel"):
+            whole = {key: value for key, value in whole.items() if key not in OF_SEQUENCE_PARTS}
         plan = PLAN.validate_python(whole)
         if (sized := _with_axis_sizes(plan, batches)) not in seen:
             seen.add(sized)
@@ -336,10 +340,8 @@ def _plans_of_mesh(
     powers_of_two = [1 << power for power in range(most.bit_length())]
     eps = _sizes(space.ep or _own_or_one(scenario.plan.ep), axes.parts, axes.parts)
     micro_batch_counts = powers_of_two if space.micro_batches is None else space.micro_batches
-    schedules = (space.schedules or (scenario.plan.schedule,)) if axes.pp > 1 else (None,)
-    for ep, schedule, micro_batches in product(eps, schedules, micro_batch_counts):
-        base = {"method": method, **mesh, "micro_batches": micro_batches} | ({"ep": ep} if ep > 1 else {})
-        base |= {"schedule": schedule} if schedule is not None else {}
+    for ep, ways, micro_batches in product(eps, _ways_of_axes(scenario, space, axes), micro_batch_counts):
+        base = {"method": method, **mesh, "micro_batches": micro_batches} | ({"ep": ep} if ep > 1 else {}) | ways
         reason = batches.refusal(base)
         if reason is not None:
             left_out.add(reason, method, len(space.recompute) * len(shard_options) * len(rules))
@@ -354,6 +356,21 @@ def _plans_of_mesh(
                 left_out.add(f"no division of the batch of {total} would {each}, within memory", method, len(rules))
             for batch in splits:
                 yield table | {"shares": {"batch": batch, "shards": owned}}
+
+
+def _ways_of_axes(scenario: Scenario, space: SearchSpace, axes: Axes) -> list[dict[str, Any]]:
+    """Return the schedules of a pipeline and the divisions of sequences to try on a mesh, as keys of a plan."""
+    own = scenario.plan
+    schedules = (space.schedules or (own.schedule,)) if axes.pp > 1 else ()
+    ways: list[dict[str, Any]] = [{"schedule": each} for each in schedules if each is not None] or [{}]
+    if axes.tp == 1:
+        return ways
+    # where nothing is said, it is false
+    divided = [
+        {"sequence_parallel": each} if each or own.sequence_parallel else {}
+        for each in space.sequence_parallel or (own.sequence_parallel,)
+    ]
+    return [way | each for way in ways for each in divided]
 
 
 def _rule_applies(scenario: Scenario, method: str, axes: Axes, rule: str) -> bool:

@@ -31,6 +31,9 @@ class SearchSpace:
     """Context-parallel sizes. Absent: 1, and that of the scenario's plan."""
     ep: Choice | None = None
     """Numbers of ranks among which experts are divided. Absent: 1, and that of the scenario's plan."""
+    sequence_parallel: Annotated[tuple[bool, ...], Field(min_length=1)] | None = None
+    """Whether tensor-parallel ranks divide sequences where blocks are not cut (`plan.sequence_parallel`); both where
+    both are listed. Absent: as in the scenario's plan."""
     schedules: Annotated[tuple[Literal["gpipe", "1f1b", "interleaved"], ...], Field(min_length=1)] | None = None
     """Schedules of pipelines. Absent: that of the scenario's plan."""
     micro_batches: Choice | None = None

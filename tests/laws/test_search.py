@@ -153,6 +153,13 @@ def test_plans_of_tensor_ranks_divide_sequences_as_the_scenarios_own_does_within
             seen.add(each.plan.method)
             check_bounds(workers, bounds, each, result)
     assert {*methods} - {"pipeline"} <= seen
+    either = SearchSpace(methods=("ddp", "zero3"), micro_batches=(2,), sequence_parallel=(False, True))
+    tried = [each.plan for each in candidates(made, either, Batches(bounds))]
+    both = {(each.method, each.sequence_parallel, each.gathered_inputs) for each in tried if each.tp > 1}
+    ways = ((True, gathered), (False, "kept"))
+    assert both == {(method, *way) for method in ("ddp", "zero3") for way in ways}
+    for plan in tried:
+        workers.with_plan(plan)  # raises nothing
 
 
 def test_sequences_are_divided_as_the_scenarios_own_plan_divides_them_or_as_asked():
