@@ -41,13 +41,15 @@ def synchronize_periodically(
 ) -> Training:
     """Train apart with an optimizer on every rank, and synchronize the parameters every few steps."""
     optimizer = make_optimizer(scenario.workload, module.parameters(), device)
+    same_slice = data_group(scenario.policies, device, "dp_replicate")
+    periods = Synchronization(scenario, module, optimizer, timeline, rank=dist.get_rank(), group=same_slice)
     # 0: every rank trains on the mean of its own loss
     return Training(
         module,
         optimizer,
         timeline,
         scale=0.0,
-        periods=Synchronization(scenario, module, optimizer, timeline, rank=dist.get_rank()),
+        periods=periods,
     )
 
 
@@ -265,7 +267,8 @@ def fully_shard_parameters(scenario: Scenario, module: nn.Module, timeline: Time
         syncing=syncing,
     )
     if policies.shards_replicas:
-        training.scale, training.replica = float(policies.shards), policies.replica_of(rank)
+        training.scale = float(policies.shards)
+        training.replica = policies.replica_of(rank)[:: policies.tp]  # tensor-parallel ranks have the same samples
         same_shard = shard_mesh(policies, device)["dp_replicate"].get_group()
         training.periods = Synchronization(scenario, module, optimizer, timeline, rank=rank, group=same_shard)
     return training

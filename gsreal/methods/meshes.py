@@ -1,5 +1,6 @@
 """Meshes and process groups of a plan's axes."""
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -41,6 +42,20 @@ def data_group(policies: Policies, device: torch.device, axis: str) -> dist.Proc
         return None
     group: dist.ProcessGroup = data_mesh(policies, device, axis).get_group()
     return group
+
+
+def process_group(mesh: Mesh, rank: int, *axes: str, places: Sequence[int] | None = None) -> dist.ProcessGroup | None:
+    """Return the group of ranks that differ from `rank` on these axes only (a collective over all ranks).
+
+    `places`: positions in such a group of those ranks that are in it; None where `rank` is not.
+    """
+    mine = None
+    for whole in dict.fromkeys(tuple(mesh.group(each, *axes)) for each in range(mesh.ranks)):
+        group = whole if places is None else tuple(whole[place] for place in places)
+        with group_threads():
+            created = dist.new_group(list(group))
+        mine = created if rank in group else mine
+    return mine
 
 
 def context_group(policies: Policies, device: torch.device) -> dist.ProcessGroup:

@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from gsreal.gradient_sharding.master import MasterCopy, master_type
 from gsreal.measure import Timeline
+from gsreal.methods.meshes import process_group
+from gssim.plan import REPLICA_AXES
 from gssim.plan.buckets import fragments_of
 from gssim.plan.plan import (
     INT8_BLOCK_ELEMENTS,
@@ -47,8 +49,8 @@ class Synchronization:
     """Counts the steps of a training, and synchronizes the parameters after some of them (a collective).
 
     After every n-th all of them; or, where the plan cuts them in fragments, each of these at a step of its own, and
-    behind the steps that follow. Of replicas that are sharded, a rank synchronizes its shards (the local tensors of
-    DTensors) with `group`, the ranks that hold the same ones; absent: all ranks hold all parameters.
+    behind the steps that follow. Of replicas that are divided, a rank synchronizes its shards or slices (the local
+    tensors of DTensors) with `group`, the ranks that hold the same ones; absent: all ranks hold all parameters.
     """
 
     def __init__(
@@ -63,6 +65,12 @@ class Synchronization:
     ) -> None:
         plan, policies = scenario.plan, scenario.policies
         self.group = group
+        self.same_slice = dist.group.WORLD
+        """Ranks that hold the same slice of the model, and so the same module buffers."""
+        self.first_rank = policies.mesh.group(rank, *REPLICA_AXES)[0]
+        """The first of them."""
+        if policies.tp > 1 and any(True for _ in module.buffers()):
+            self.same_slice = process_group(policies.mesh, rank, *REPLICA_AXES)
         self.every = policies.sync_every_steps or 1
         self.steps = 0
         self.module, self.optimizer, self.timeline = module, optimizer, timeline
@@ -118,7 +126,7 @@ class Synchronization:
         """Return what is synchronized of every bucket: parameters, or their master copies."""
         values = [_local(parameter) for parameter in self.module.parameters()]
         if isinstance(self.optimizer, MasterCopy):
-            masters = {id(parameter): master.detach() for parameter, master in self.optimizer.pairs()}
+            masters = {id(parameter): _local(master) for parameter, master in self.optimizer.pairs()}
             values = [masters[id(parameter)] for parameter in self.module.parameters()]
         return [[values[position] for position in bucket] for bucket in self.buckets]
 
@@ -245,9 +253,9 @@ class Synchronization:
         for buffer in self.module.buffers():
             by_type.setdefault(buffer.dtype, []).append(buffer)
         for number, buffers in enumerate(by_type.values()):
-            with self.timeline.span(f"broadcast buffers {number}", "exposed_communication", dist.group.WORLD):
+            with self.timeline.span(f"broadcast buffers {number}", "exposed_communication", self.same_slice):
                 flat = torch.cat([each.reshape(-1) for each in buffers])
-                dist.broadcast(flat, src=0)
+                dist.broadcast(flat, src=self.first_rank, group=self.same_slice)
                 for each, part in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
                     each.copy_(part.view_as(each))
 

@@ -19,14 +19,13 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.tensor import DTensor
 
 from gsreal.gradient_sharding import GradientSharding
-from gsreal.machine import group_threads
 from gsreal.measure import Timeline
 from gsreal.methods.checkpointing import checkpoint_block
 from gsreal.methods.context_parallel import context_exchange, divide_context
 from gsreal.methods.data_parallel import cast_all_reduce, fully_shard_module, leave_experts, sharded_optimizer
 from gsreal.methods.expert_parallel import ExpertGradients, ShardedExpertGradients, divided_experts, load_experts
 from gsreal.methods.gradient_sharding import pushing_optimizer
-from gsreal.methods.meshes import device_mesh
+from gsreal.methods.meshes import device_mesh, process_group
 from gsreal.methods.optimizers import make_optimizer, mark_matrices
 from gsreal.methods.stage_modules import stage_module, tied_names
 from gsreal.methods.tensor_slices import (
@@ -40,7 +39,7 @@ from gsreal.methods.training import Training, Weights, own_part, weighted
 from gsreal.methods.vocabulary_parallel import Loss, divide_vocabulary
 from gsreal.model_files.build import autocast, loss_of
 from gsreal.run.rank import gather_json, wire_device
-from gssim.plan import DDP_BUCKET_BYTES, MIB, REPLICA_AXES, Mesh
+from gssim.plan import DDP_BUCKET_BYTES, MIB, REPLICA_AXES
 from gssim.scenario import Scenario, held_layers, held_slice, of_no_sample, schedule_of, tied_parameters
 from gssim.workload import LayerInstance, unrolled
 
@@ -80,20 +79,6 @@ class StageModules(nn.Module):
 def whole(tensor: Tensor) -> Tensor:
     """Return a tensor, of a sharded one the whole (a collective over its shards)."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def process_group(mesh: Mesh, rank: int, *axes: str, places: Sequence[int] | None = None) -> dist.ProcessGroup | None:
-    """Return the group of ranks that differ from `rank` on these axes only (a collective over all ranks).
-
-    `places`: positions in such a group of those ranks that are in it; None where `rank` is not.
-    """
-    mine = None
-    for whole in dict.fromkeys(tuple(mesh.group(each, *axes)) for each in range(mesh.ranks)):
-        group = whole if places is None else tuple(whole[place] for place in places)
-        with group_threads():
-            created = dist.new_group(list(group))
-        mine = created if rank in group else mine
-    return mine
 
 
 __all__ = ["StageModules", "pipeline_stages"]

@@ -496,7 +496,7 @@ def _unsupported_reason(scenario: Scenario) -> str | None:
         return "parameters of ranks that synchronize periodically differ in between, and only one rank's are saved"
     if scenario.policies.ep > 1:
         return "experts that ranks divide (plan.ep) are not saved yet"
-    if scenario.policies.gradients == "push" and len(scenario.stages) > scenario.policies.pp:
+    if scenario.policies.gradients == "push" and scenario.plan.schedule == "interleaved":
         return "shards of several stages of a rank that pushes are not saved yet"
     if scenario.policies.gradients == "push" and scenario.policies.tp > 1:
         return "shards of blocks that are cut too (plan.tp beside pushes) are not saved yet"

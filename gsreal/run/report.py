@@ -127,14 +127,14 @@ def _periods(
 ) -> Periods | None:
     """Return the times of inner and outer steps, and the bytes of a period; None without periods.
 
-    `sent`: bytes that each rank's device sent in a mean step, where they are counted; where replicas are sharded, most
+    `sent`: bytes that each rank's device sent in a mean step, where they are counted; where replicas are divided, most
     of them stay inside.
     """
     outer = outer_steps(scenario, len(times_s))
     if outer is None:
         return None
     every = scenario.policies.sync_every_steps or 1
-    known = [each for each in sent if each is not None and not scenario.policies.shards_replicas]
+    known = [each for each in sent if each is not None and not scenario.policies.divides_replicas]
     joining = (each for each in collectives if scenario.policies.joins_replicas(each.group))
     outer_bytes = float(sum(each.bytes * each.count for each in joining))
     if scenario.policies.in_fragments:

@@ -129,14 +129,24 @@ class Policies:
         """Whether replicas that synchronize periodically are sharded, each among several ranks."""
         return self.sync_every_steps is not None and self.dp_shard > 1
 
+    @property
+    def replica_size(self) -> int:
+        """Number of ranks among which each replica is divided, where replicas synchronize periodically."""
+        return self.dp_shard * self.tp
+
+    @property
+    def divides_replicas(self) -> bool:
+        """Whether replicas that synchronize periodically are divided among ranks: sharded, or cut."""
+        return self.sync_every_steps is not None and self.replica_size > 1
+
     def replica_of(self, rank: int) -> range:
-        """Return the ranks among which the replica of a rank is sharded, where replicas synchronize periodically.
+        """Return the ranks among which the replica of a rank is divided, where replicas synchronize periodically.
 
         >>> resolve(Plan(method="diloco", dp_shard=2), devices=4).replica_of(3)
         range(2, 4)
         """
-        first = rank - rank % self.dp_shard
-        return range(first, first + self.dp_shard)
+        first = rank - rank % self.replica_size
+        return range(first, first + self.replica_size)
 
     def joins_replicas(self, group: Sequence[int]) -> bool:
         """Return whether sorted ranks are of several replicas that synchronize periodically."""
@@ -420,16 +430,27 @@ def _refuse_periods(plan: Plan, policies: Policies, file: str) -> None:
                 f"every step; allowed with {', '.join(periodic)}"
             )
         return
-    for axis in ("tp", "pp", "cp"):
+    _refuse_divided_replicas(plan, policies, file)
+    if plan.shares.replan:
+        raise UserError(
+            f"{file}: plan.shares.replan = True: ranks of method '{plan.method}' do not meet in every step; "
+            "allowed: false"
+        )
+
+
+def _refuse_divided_replicas(plan: Plan, policies: Policies, file: str) -> None:
+    """Refuse axes of replicas that synchronize periodically which cannot be combined with that yet."""
+    for axis in ("pp", "cp"):
         if getattr(policies, axis) > 1:
             raise UserError(
                 f"{file}: plan.{axis} = {getattr(policies, axis)}: cannot run yet with method '{plan.method}'; "
                 "allowed today: 1"
             )
-    if plan.shares.replan:
+    rounds = policies.outer_optimizer == "sparse" or (policies.outer_optimizer and plan.outer.precision == "int8")
+    if policies.tp > 1 and rounds:
         raise UserError(
-            f"{file}: plan.shares.replan = True: ranks of method '{plan.method}' do not meet in every step; "
-            "allowed: false"
+            f"{file}: plan.tp = {policies.tp}: method '{plan.method}' rounds changes in blocks of a rank's own slices, "
+            "so that copies of what is not cut would differ; allowed with local_sgd, or plan.outer.precision = 'fp32'"
         )
 
 

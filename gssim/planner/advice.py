@@ -116,7 +116,7 @@ def _plan_changes(scenario: Scenario) -> list[Change]:
     changes: list[Change] = []
     if plan.recompute != "full":
         changes.append(("plan.recompute=full", partial(_with_plan, recompute="full")))
-    if scenario.policies.sync_every_steps and scenario.policies.dp_shard == 1:
+    if scenario.policies.sync_every_steps and scenario.policies.replica_size == 1:
         on_host = sum(device.host == scenario.cluster.devices[0].host for device in scenario.cluster.devices)
         if on_host > 1 and scenario.ranks % on_host == 0:
             axes: dict[str, Any] = {"dp_shard": on_host}

@@ -29,6 +29,9 @@ itself among the ranks that hold it: buckets, outer parameters, momentum, blocks
 sparse ones are those of a rank's own rows of all tensors, without FSDP2's padding, so that it sends an S-th. Shards are
 the master copy. OpenDiLoCo and INTELLECT-1 train so: Jaghouar et al. 2024, arXiv:2407.07852, arXiv:2412.01152.
 
+Where tensor-parallel ranks cut the blocks of a replica, a rank synchronizes its slices, and its own copies of what is
+not cut. These stay equal, as changes are not rounded: in blocks of 1024 they would be with the slices beside them.
+
 w is a replica's part of the batch, so that with one step in a period, and without momentum, SGD trains as under `ddp`.
 The state of the inner optimizer stays on its ranks; gradients are clipped by the norm of a replica's own. Module
 buffers are those of the first rank afterwards. Sources: Stich 2018, arXiv:1805.09767; Douillard et al. 2023,

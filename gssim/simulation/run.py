@@ -439,7 +439,7 @@ def _periodic(loaded: Loaded, unfolded: bool, shared: Shared) -> Simulated:
             times_s[each.members] = median(end - start for start, end in pairwise(steady.ends_s[each.index]))
             for name in PHASES:
                 phases_s[name][each.members] = phases[name]
-        carried = carried_by(steady.machine) if scenario.policies.shards_replicas else None
+        carried = carried_by(steady.machine) if scenario.policies.divides_replicas else None
         return InnerStep(times_s, phases_s, carried)
 
     def period_of(before: tuple[InnerStep, ...], slowed: Slowed) -> Period:
@@ -482,7 +482,7 @@ def _in_fragments(loaded: Loaded, unfolded: bool, shared: Shared) -> Simulated:
 
 def _outer_bytes_sent(steady: _SteadyRun) -> float:
     """Return the bytes that the rank that sends most sends to other replicas in a period."""
-    sent = steady.machine.sent_across(steady.scenario.policies.dp_shard) / steady.machine.steps
+    sent = steady.machine.sent_across(steady.scenario.policies.replica_size) / steady.machine.steps
     return round(float(sent.max()), SIZE_DIGITS)
 
 

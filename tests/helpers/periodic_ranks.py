@@ -31,7 +31,7 @@ def main(cases_file: str, out: str) -> None:
         rank = dist.get_rank()
         together = trained(scenario, rank, steps=STEPS)
         expected = (streamed if scenario.policies.in_fragments else written_out)(scenario)
-        replica = rank // scenario.policies.dp_shard
+        replica = rank // scenario.policies.replica_size
         own = max(float((p - together[key]).abs().max()) for key, p in expected[replica].items())
         other = expected[(replica + 1) % len(expected)]
         apart = max(float((p - together[key]).abs().max()) for key, p in other.items())
@@ -111,11 +111,14 @@ def streamed(scenario: Scenario) -> list[dict[str, Tensor]]:
 
 def replicas_of(scenario: Scenario) -> tuple[list[Any], list[list[Feed]], list[float]]:
     """Return every replica as one device, the feeds of its ranks, and its share of the batch."""
-    shards, sizes = scenario.policies.dp_shard, scenario.batch_sizes
-    firsts = range(0, scenario.ranks, shards)
+    policies, sizes = scenario.policies, scenario.batch_sizes
+    firsts = range(0, scenario.ranks, policies.replica_size)
     replicas = [build(single_device(scenario), Timeline(0, CPU), CPU) for _ in firsts]
-    feeds = [[Feed(scenario, rank, CPU) for rank in range(first, first + shards)] for first in firsts]
-    return replicas, feeds, [sum(sizes[first : first + shards]) / sum(sizes) for first in firsts]
+    # ranks that cut blocks among them have the same samples
+    own = [range(first, first + policies.replica_size, policies.tp) for first in firsts]
+    feeds = [[Feed(scenario, rank, CPU) for rank in ranks] for ranks in own]
+    samples = [sum(sizes[rank] for rank in ranks) for ranks in own]
+    return replicas, feeds, [each / sum(samples) for each in samples]
 
 
 def inner_steps(scenario: Scenario, replicas: list[Any], feeds: list[list[Feed]], step: int) -> None:

@@ -126,7 +126,7 @@ def run_case(case: dict[str, Any], counter: MemoryCounter) -> dict[str, Any]:
     same = [None] * dist.get_world_size()
     replicated, shards = parameters, 1
     if training.periods is not None and training.periods.in_fragments:  # ranks' own parameters are mixed with these
-        replicated, shards = dict(enumerate(training.periods.outer_parameters)), scenario.policies.dp_shard
+        replicated, shards = dict(enumerate(training.periods.outer_parameters)), scenario.policies.replica_size
     dist.all_gather_object(same, {name: float(p.double().sum()) for name, p in replicated.items()})
     difference, size, ratio = against_single_device(scenario, parameters) if rank == 0 else (0.0, 0.0, 0.0)
     return {

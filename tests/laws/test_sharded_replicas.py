@@ -174,7 +174,7 @@ def test_a_trace_shows_the_collectives_of_an_inner_step():
 WHOLE = {"parameters": "replicated", "gradients": "periodic", "optimizer_state": "replicated"}
 SHARDED = {"parameters": "sharded", "gradients": "reduce-scatter", "optimizer_state": "sharded"}
 REFUSED = {
-    "plan.tp = 2: cannot run yet with method 'diloco'": {"tp": 2, "ranks": 8},
+    "plan.tp = 2: method 'diloco' rounds changes": {"tp": 2, "ranks": 8, "outer": {"precision": "int8"}},
     "plan.pp = 2: cannot run yet with method 'diloco'": {"pp": 2, "ranks": 8},
     "plan.cp = 2: cannot run yet with method 'diloco'": {"cp": 2, "ranks": 8},
     "plan.ep = 2: cannot run yet with method 'diloco'": {"ep": 2},

@@ -205,7 +205,8 @@ REFUSED = {
     },
     "plan.sparse_outer: method 'streaming_diloco' has no such": {"sparse_outer": {"decay": 0.5}},
     "run.steps = 12: fewer than the 13 steps": {"sync_every_steps": 13},
-    "plan.tp = 2: cannot run yet": {"tp": 2},
+    "plan.tp = 2: method 'streaming_diloco' rounds changes": {"tp": 2, "outer": {"precision": "int8"}},
+    "plan.cp = 2: cannot run yet": {"cp": 2},
 }
 
 

@@ -310,6 +310,12 @@ def test_what_cannot_be_saved_is_refused_before_ranks_start(tmp_path: Path):
     assert "several stages of a rank" in refusal(star(4), *several, "plan.shares.shards=even", folder=tmp_path)
 
 
+def test_what_is_saved_needs_no_rates_of_devices(tmp_path: Path):
+    changes = ["workload.precision=fp64", "plan.method=gs"]  # its cluster states no rate in fp64
+    scenario = load_scenario(SCENARIOS / "demo.toml", changes, gradients_needed=False).scenario
+    check_checkpoints(scenario, tmp_path, 1, where="scenario.toml")
+
+
 def written(folder: Path, scenario, step: int) -> Path:
     """Write what is read of a checkpoint before ranks start."""
     path = folder / f"step-{step:08d}"

@@ -1,10 +1,22 @@
-"""Real: replicas that synchronize periodically, each sharded by FSDP2: they train as whole ones do, in less memory."""
+"""Real: replicas that synchronize periodically, sharded by FSDP2 or cut by tensor parallelism: they train as whole ones
+do, in less memory.
+"""
 
 import json
 from pathlib import Path
 
 import pytest
-from real_runs import predicted, predicted_peaks, run_module, run_once, scenario_file, selected, slow_where, star
+from real_runs import (
+    HELPERS,
+    predicted,
+    predicted_peaks,
+    run_module,
+    run_once,
+    scenario_file,
+    selected,
+    slow_where,
+    star,
+)
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
@@ -17,6 +29,9 @@ LOCAL, DILOCO, SPARSE = (
     for method in ("local_sgd", "diloco", "sparse_loco")
 )
 STREAMING = ["plan.method=streaming_diloco", "plan.sync_every_steps=4", "plan.dp_shard=2"]
+CUT = ["plan.dp_shard=1", "plan.tp=2"]
+BOTH = ["plan.dp_shard=2", "plan.tp=2"]
+SEQUENCE = ["plan.sequence_parallel=true"]
 ACCUMULATED = ["plan.micro_batches=2", "workload.global_batch_size=16"]
 CASES = {
     "diloco": DILOCO,
@@ -37,26 +52,39 @@ CASES = {
     "uneven shards, int8": [*DILOCO, "plan.dp_shard=3", "plan.outer.precision=int8"],
     "one replica": [*DILOCO, "plan.dp_shard=4"],
     "bf16": [*DILOCO, "workload.precision=bf16"],
+    "cut": [*DILOCO, *CUT],
+    "cut, local, recomputed": [*LOCAL, *CUT, "plan.recompute=full"],
+    "cut, streaming, accumulated": [*STREAMING, *CUT, *ACCUMULATED],
+    "cut, sequences, clipped": [*DILOCO, *CUT, *SEQUENCE, "workload.clip_norm=0.1"],
+    "cut, unequal batches": [*DILOCO, *CUT, "plan.shares.batch=[0.75,0.25]"],
+    "cut, bf16": [*DILOCO, *CUT, "workload.precision=bf16"],
+    "cut, Gemma": [*DILOCO, *CUT, *SEQUENCE, f"workload.model={HELPERS}/models/of_tests/decoder-gemma.toml"],
+    "cut and sharded": [*DILOCO, *BOTH],
+    "cut and sharded, local, sequences, clipped": [*LOCAL, *BOTH, *SEQUENCE, "workload.clip_norm=0.1"],
+    "cut and sharded, streaming, recomputed": [*STREAMING, *BOTH, "plan.recompute=selective"],
     "residual network": DILOCO,
     "residual network, streaming, int8": [*STREAMING, "plan.outer.precision=int8"],
     "bert": [*DILOCO, "plan.outer.precision=int8"],
 }
-"""By what it is: changes to the demo, with AdamW, on two replicas of two ranks."""
+"""By what it is: changes to the demo, with AdamW, on two replicas of two ranks, or more where they are divided so."""
 OF_SIX = ("uneven shards", "uneven shards, int8")
+OF_EIGHT = tuple(name for name in CASES if name.startswith("cut and sharded"))
+RANKS = {name: 6 if name in OF_SIX else 8 if name in OF_EIGHT else 4 for name in CASES}
 FILES = {"residual network": "resnet-digits.toml", "bert": "small-bert.toml"}
-MEMORY_ALONE = ("bf16", "one replica", *(name for name in CASES if name.startswith("residual")))
-"""In fp64, the first is others'; a convolution's sums are rounded; and one replica is not compared with another."""
+MEMORY_ALONE = (
+    *("bf16", "one replica", "cut, bf16", "cut, Gemma"),
+    *(name for name in CASES if name.startswith("residual")),
+)
+"""In fp64, what is in bf16 is others'; a Gemma's norms are in fp32, and a convolution's sums are rounded; and one
+replica is not compared with another."""
 WRITTEN_OUT = [
-    slow_where(ranks, name, slow=(6,), few=["sparse"])  # what DiLoCo's outer step does, test_real_periodic.py shows
-    for ranks in (4, 6)
-    for name in CASES
-    if name not in MEMORY_ALONE and (name in OF_SIX) == (ranks == 6)
+    slow_where(ranks, name, slow=(6, 8), few=["sparse"])  # what DiLoCo's outer step does, test_real_periodic.py shows
+    for name, ranks in RANKS.items()
+    if name not in MEMORY_ALONE
 ]
 SHOWN = [
-    slow_where(ranks, name, slow=(6,), few=["diloco"])  # the sparse form is written out
-    for ranks in (4, 6)
-    for name in CASES
-    if (name in OF_SIX) == (ranks == 6)
+    slow_where(ranks, name, slow=(6, 8), few=["diloco", "cut, sequences, clipped"])  # the sparse form is written out
+    for name, ranks in RANKS.items()
 ]
 MEDIAN_PEAK, LARGEST_PEAK = 0.01, 0.04
 
@@ -68,7 +96,7 @@ def cases_for(ranks):
             "overrides": [star(ranks), *(RESNET if name.startswith("residual") else GPT), *changes],
         }
         for name, changes in CASES.items()
-        if (name in OF_SIX) == (ranks == 6)
+        if RANKS[name] == ranks
     }
 
 
