@@ -945,10 +945,8 @@ def _check_context(scenario: Scenario, policies: Policies, file: str) -> None:
             f"{where}: workload.sequence_length = {length}: cannot be divided evenly among these ranks; allowed: a "
             "multiple, of at least 2 positions for each"
         )
-    if policies.ep > 1 and (why := uncombined_reason(model, model.expert_layers)) is not None:
-        raise UserError(f"{where} beside plan.ep = {policies.ep}: workload.model: '{model.name}' {why}")
-    if policies.tp > 1:
-        _check_context_slices(scenario, policies, where)
+    if policies.tp > 1 or policies.ep > 1:
+        _check_parts_in_context(scenario, policies, where)
     if not policies.ring:
         _check_exchanged_heads(model, policies, where)
 
@@ -966,11 +964,16 @@ def _check_exchanged_heads(model: Model, policies: Policies, where: str) -> None
             )
 
 
-def _check_context_slices(scenario: Scenario, policies: Policies, where: str) -> None:
-    """Refuse parts of sequences beside cut blocks where the model's layers on both do not follow from its trace."""
+def _check_parts_in_context(scenario: Scenario, policies: Policies, where: str) -> None:
+    """Refuse parts of sequences beside cut blocks, or divided experts, where the model's layers with both do not follow
+    from its trace.
+    """
     model, length = scenario.workload.model, scenario.sequence_positions or 0
-    beside = f"{where} beside plan.tp = {policies.tp}"
-    cut = model.sequence_layers if policies.sequence_parallel else model.sliced_layers
+    beside, cut = f"{where} beside plan.ep = {policies.ep}", model.expert_layers
+    if policies.tp > 1:
+        beside, cut = f"{where} beside plan.tp = {policies.tp}", model.sliced_layers
+        if policies.sequence_parallel:
+            cut = model.sequence_layers
     if (why := uncombined_reason(model, cut)) is not None:
         raise UserError(f"{beside}: workload.model: '{model.name}' {why}")
     if policies.sequence_parallel and length % policies.tp:
