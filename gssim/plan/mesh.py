@@ -117,7 +117,7 @@ class Mesh:
         >>> Mesh(dp_replicate=4, ep=2).expert_replicas(3)
         range(1, 4, 2)
         >>> Mesh(dp_shard=4, cp=2, ep=4).expert_replicas(5)
-        range(1, 8, 4)
+        range(1, 6, 4)
         """
         step = self._expert_ranks * self.ep
         every = self.tp * self.replica_ranks

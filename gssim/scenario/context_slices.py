@@ -368,7 +368,7 @@ def _with_exchanges(
         elif at_release and each.born.phase == "b" and each.born.position < at.backward:  # of the outputs
             new = replace(new, freed=shift.near(of_output.received.freed, exchanging))
         elif at_release and each.born.phase == "f" and each.born.position < at.forward:  # queries, keys and values
-            end = Moment("f", _end_of_module(own, exchanging, shift, release))
+            end = Moment("f", _end_of_module(own, exchanging, shift, each, release))
             new = replace(new, freed=end, category="temporaries")
         elif each.born == Moment("f", at.forward) and release > at.forward:  # the outputs
             output_release, release = shift("f", release), copied
@@ -395,15 +395,20 @@ def _with_exchanges(
     return sorted(found, key=lambda each: (each[0].born.phase != "f", each[0].born.position))
 
 
-def _end_of_module(own: Layer, exchanging: Layer, shift: Shift, release: int) -> int:
-    """Return where the attention's module returns, and frees its queries, keys and values.
+def _end_of_module(own: Layer, exchanging: Layer, shift: Shift, kept: Buffer, release: int) -> int:
+    """Return where the attention's module returns, and frees its queries, keys and values, of which one is `kept`.
 
     Some have the linear map of the outputs inside, and return after its sum over the ranks; of others the map follows:
-    they return as far behind the attention as in the layer `exchanging`. `release`: the last operation before.
+    they return as far behind the attention as in the layer `exchanging`, and so do all of whole attentions, without
+    such a sum. `release`: the last operation before.
     """
     at, other = shift.at, Attention.of(exchanging)
     assert at is not None
     assert other is not None
+    if not any(each.kind in ("all-reduce", "reduce-scatter") for each in own.reductions):
+        alike = [each.freed for each in exchanging.buffers if each.born == kept.born and each.freed.phase == "f"]
+        if alike:
+            return shift.near(alike[0], exchanging).position
     copied = _exchanges(exchanging, "f")[-1].copy.born.position
     ends = [
         each.freed.position
