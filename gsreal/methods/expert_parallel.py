@@ -54,24 +54,25 @@ def load_experts(scenario: Scenario, module: nn.Module) -> None:
 class _Routing:
     """Replaces the experts that a router chose by those of a load, the same for each sample.
 
-    Of divided sequences, those of the rank's own positions.
+    Of divided sequences, those of the rank's own positions; but where ranks divide experts too, each part is routed as
+    if it were a sample, so that all ranks send alike: see [Note: loads] in `gssim.scenario.expert_load`.
     """
 
     def __init__(self, scenario: Scenario, layer: str, experts: int) -> None:
         self.workload, self.layer, self.experts = scenario.workload, layer, experts
         length, policies = self.workload.sequence_length or 1, scenario.policies
-        self.ranges: tuple[tuple[int, int], ...] = ((0, length),)
-        if policies.cp > 1:
+        self.tokens = length // policies.cp if policies.ep > 1 else length
+        self.ranges: tuple[tuple[int, int], ...] = ((0, self.tokens),)
+        if policies.cp > 1 and policies.ep == 1:
             place = policies.mesh.place(dist.get_rank()).cp
             self.ranges = position_ranges(length, ranks=policies.cp, rank=place, zigzag=policies.zigzag)
         self._of_sample: Tensor | None = None
 
     def __call__(self, _module: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         x, index, weights = args
-        length = self.workload.sequence_length or 1
         if self._of_sample is None or self._of_sample.device != index.device:
-            rows = expert_rows(self.workload, self.layer, experts=self.experts, chosen=index.shape[1])
-            chosen = routed_experts(rows, length)
+            sizes = {"tokens": self.tokens, "experts": self.experts, "chosen": index.shape[1]}
+            chosen = routed_experts(expert_rows(self.workload, self.layer, **sizes), self.tokens)
             own = [chosen[position] for first, last in self.ranges for position in range(first, last)]
             self._of_sample = torch.tensor(own, dtype=index.dtype, device=index.device)
         return x, self._of_sample.repeat(len(index) // len(self._of_sample), 1), weights
@@ -86,18 +87,18 @@ def divided_experts(
     if policies.gradients == "reduce-scatter":
         return ShardedExpertGradients(module, policies.ep)
     replicas, overlap = mesh[REPLICAS].get_group(), scenario.plan.overlap
-    return ExpertGradients(module, replicas, timeline, data_ranks=policies.data_ranks, overlap=overlap)
+    return ExpertGradients(module, replicas, timeline, ranks=policies.replica_ranks, overlap=overlap)
 
 
 class ExpertGradients:
     """Reduction of the gradients of divided experts over the ranks that hold the same ones.
 
-    As DistributedDataParallel: each is divided by the number of `data_ranks`, and all-reduced as soon as it is
-    complete, in the last micro-batch; with `overlap`, the backward goes on meanwhile.
+    As DistributedDataParallel: each is divided by the number of all `ranks` whose gradients that takes the mean of, and
+    all-reduced as soon as it is complete, in the last micro-batch; with `overlap`, the backward goes on meanwhile.
     """
 
     def __init__(
-        self, module: nn.Module, group: dist.ProcessGroup, timeline: Timeline, *, data_ranks: int, overlap: bool
+        self, module: nn.Module, group: dist.ProcessGroup, timeline: Timeline, *, ranks: int, overlap: bool
     ) -> None:
         self.group, self.timeline, self.overlap = group, timeline, overlap
         self.leaves = True
@@ -109,7 +110,7 @@ class ExpertGradients:
             if not self.leaves:
                 return
             assert parameter.grad is not None
-            parameter.grad.div_(data_ranks)
+            parameter.grad.div_(ranks)
             if self._alone:
                 return
             if overlap:

@@ -85,6 +85,9 @@ REPLICAS, DIVIDED = "expert_replicas", "experts"
 
 
 def expert_mesh(policies: Policies, device: torch.device) -> DeviceMesh:
-    """Return the ranks that hold the same experts, and those that divide them, as two axes of a mesh; cached."""
-    sizes = policies.pp, policies.data_ranks // policies.ep, policies.ep
+    """Return the ranks that hold the same experts, and those that divide them, as two axes of a mesh; cached.
+
+    Ranks that divide sequences are among them, side by side, as in torchtitan.
+    """
+    sizes = policies.pp, policies.replica_ranks // policies.ep, policies.ep
     return _mesh(device.type, sizes, ("pp", REPLICAS, DIVIDED))[REPLICAS, DIVIDED]

@@ -34,10 +34,11 @@ class Mesh:
     cp: int = 1
     tp: int = 1
     ep: int = 1
-    """Data ranks in a row that divide experts among them: no axis of its own, but a part of the data axes."""
+    """Ranks in a row that divide experts among them: no axis of its own, but a part of all `REPLICA_AXES` together, of
+    which `cp` is the innermost."""
     etp: int | None = None
     """Ranks of a tensor group that divide each of these experts; None: all. The others hold other experts: `ep` is then
-    of the axes data and tensor together, of which the ranks in a row are `etp` to an expert."""
+    of these axes and of tensor together, of which the ranks in a row are `etp` to an expert."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -84,18 +85,24 @@ class Mesh:
         return rank // self.tp % self.replica_ranks
 
     def expert_position(self, rank: int) -> int:
-        """Return the position of a rank among those that divide experts with it."""
-        return rank // (self.cp * self._expert_ranks) % self.ep
+        """Return the position of a rank among those that divide experts with it.
+
+        >>> [Mesh(dp_shard=2, cp=2, ep=2).expert_position(rank) for rank in range(4)]
+        [0, 1, 0, 1]
+        """
+        return rank // self._expert_ranks % self.ep
 
     @property
     def _expert_ranks(self) -> int:
         return self.etp or self.tp
 
     def expert_group(self, rank: int) -> Sequence[int]:
-        """Return the ranks that divide experts with a rank: data ranks in a row, or tensor ranks too.
+        """Return the ranks that divide experts with a rank: replica ranks in a row, or tensor ranks too.
 
         >>> Mesh(dp_replicate=4, ep=2).expert_group(3)
         range(2, 4)
+        >>> Mesh(dp_shard=4, cp=2, ep=4).expert_group(5)
+        range(4, 8)
         >>> mesh = Mesh(dp_replicate=4, tp=2, ep=4, etp=1)
         >>> mesh.expert_group(3), mesh.expert_replicas(3)
         (range(0, 4), range(3, 8, 4))
@@ -109,9 +116,11 @@ class Mesh:
 
         >>> Mesh(dp_replicate=4, ep=2).expert_replicas(3)
         range(1, 4, 2)
+        >>> Mesh(dp_shard=4, cp=2, ep=4).expert_replicas(5)
+        range(1, 6, 4)
         """
         step = self._expert_ranks * self.ep
-        every = self.tp * self.data_ranks
+        every = self.tp * self.replica_ranks
         first = rank - rank % every // step * step
         return range(first, first + every - step + 1, step)
 

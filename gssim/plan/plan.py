@@ -313,8 +313,8 @@ class Plan:
     sequences with its part of the heads (DeepSpeed Ulysses). Gradients are reduced or pushed, and state is sharded,
     over these ranks too. What is pushed over a threshold is predicted by a rank's tokens. Beside `tp`, each rank runs
     its slices of blocks on its part of the sequences, and exchanges the heads that it has; stages of a pipeline
-    (`pp`) pass on their parts (predicted only). Ranks are numbered with `tp` inside `cp`, `cp` inside the data axes,
-    and these inside `pp`."""
+    (`pp`) pass on their parts; experts (`ep`) are divided among these ranks too. Ranks are numbered with `tp` inside
+    `cp`, `cp` inside the data axes, and these inside `pp`."""
     context_exchange: Literal["all-to-all", "ring"] = "all-to-all"
     """How context-parallel ranks attend to each other's positions. `all-to-all`: each to whole sequences, with its part
     of the heads, which their number must allow. `ring`: keys and values of a rank's positions go around, and each rank
@@ -325,10 +325,11 @@ class Plan:
     pp: PositiveInt = 1
     """Ranks in a pipeline of stages; for `pipeline`, 1 means the ranks that the other axes leave."""
     ep: PositiveInt = 1
-    """Ranks that divide the routed experts of each mixture-of-experts layer: so many data ranks in a row. Tokens are
-    sent to the ranks of their experts and back by all-to-alls; gradients of experts are reduced, and their
-    parameters and optimizer states sharded where the method shards these, among the ranks that hold the same ones:
-    expert by expert, or, where these ranks are more than the experts that they hold, inside each expert."""
+    """Ranks that divide the routed experts of each mixture-of-experts layer: so many data ranks in a row, of which
+    those that divide sequences (`cp`) are the innermost. Tokens are sent to the ranks of their experts and back by
+    all-to-alls; gradients of experts are reduced, and their parameters and optimizer states sharded where the method
+    shards these, among the ranks that hold the same ones: expert by expert, or, where these ranks are more than the
+    experts that they hold, inside each expert."""
     etp: PositiveInt | None = None
     """Ranks of a tensor group that divide each expert, where `ep` divides experts too; absent: all. With fewer, the
     others hold experts of their own, and `ep` counts them too: Megatron-LM's `expert-tensor-parallel-size` (predicted

@@ -63,7 +63,7 @@ class Policies:
     exchange: str = "backend"
     """`point-to-point` or `backend`."""
     ep: int = 1
-    """Data ranks in a row that divide the experts of each layer among them."""
+    """Ranks in a row, of those that hold the same part of the model, that divide the experts of each layer."""
     etp: int | None = None
     """Ranks of a tensor group that divide each of these experts; None: all."""
     sequence_parallel: bool = False
@@ -375,18 +375,20 @@ def _refuse_divided_experts(plan: Plan, policies: Policies, file: str) -> None:
 def _refuse_expert_axes(plan: Plan, policies: Policies, file: str, *, replicated: bool) -> None:
     """Refuse axes that experts cannot be divided on; `replicated`: whether gradients are, after they are reduced."""
     where = f"{file}: plan.ep = {policies.ep}"
-    if policies.etp is None and policies.data_ranks % policies.ep:
+    replicas = policies.replica_ranks
+    if policies.etp is None and replicas % policies.ep:
+        of = "data ranks" if policies.cp == 1 else "data ranks and their parts of sequences (plan.cp)"
         raise UserError(
-            f"{where}: experts are divided among data ranks in a row, of which there are {policies.data_ranks}; "
-            "allowed: a divisor of these"
+            f"{where}: experts are divided among {of} in a row, of which there are {replicas}; allowed: a divisor of "
+            "these"
         )
     if policies.etp is not None:
         divided = policies.etp * policies.ep
-        if policies.tp % policies.etp or policies.tp * policies.data_ranks % divided or divided % policies.tp:
+        if policies.tp % policies.etp or policies.tp * replicas % divided or divided % policies.tp:
             raise UserError(
                 f"{file}: plan.etp = {policies.etp}: must divide plan.tp = {policies.tp}, and times {policies.ep} "
-                f"(plan.ep) be a multiple of that and a divisor of the {policies.tp * policies.data_ranks} ranks of "
-                "tensor groups and data; leave it out for all ranks of a tensor group"
+                f"(plan.ep) be a multiple of that and a divisor of the {policies.tp * replicas} ranks of tensor groups "
+                "and data; leave it out for all ranks of a tensor group"
             )
     flat = plan.zero1_implementation == "megatron" or policies.optimizer_state == "replicated"
     if policies.tp > 1 and not (replicated and flat):
@@ -394,8 +396,11 @@ def _refuse_expert_axes(plan: Plan, policies: Policies, file: str, *, replicated
             f"{where}: cannot run yet with plan.tp = {policies.tp} and method '{plan.method}'; allowed today: 'ddp', "
             "or 'zero1' with plan.zero1_implementation = 'megatron'"
         )
-    if policies.cp > 1:
-        raise UserError(f"{where}: cannot run yet with plan.cp = {policies.cp}; allowed today: 1")
+    if policies.tp > 1 and policies.cp > 1:
+        raise UserError(
+            f"{where}: cannot run yet with plan.cp = {policies.cp} beside plan.tp = {policies.tp}: layers with divided "
+            "experts that are cut too are not known on parts of sequences; allowed today: 1 for one of these"
+        )
 
 
 def _refuse_periods(plan: Plan, policies: Policies, file: str) -> None:

@@ -338,7 +338,8 @@ def _plans_of_mesh(
     shard_options = list(product(shards, pushes))
     most = min(max(1, total // parts), MAX_MICRO_BATCHES)
     powers_of_two = [1 << power for power in range(most.bit_length())]
-    eps = _sizes(space.ep or _own_or_one(scenario.plan.ep), axes.parts, axes.parts)
+    alike = axes.parts * axes.cp  # ranks that hold the same part of the model
+    eps = _sizes(space.ep or _own_or_one(scenario.plan.ep), alike, alike)
     micro_batch_counts = powers_of_two if space.micro_batches is None else space.micro_batches
     for ep, ways, micro_batches in product(eps, _ways_of_axes(scenario, space, axes), micro_batch_counts):
         base = {"method": method, **mesh, "micro_batches": micro_batches} | ({"ep": ep} if ep > 1 else {}) | ways

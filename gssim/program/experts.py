@@ -50,7 +50,7 @@ def _exchange(low: Lowering, module: str, kind: str, size: int, samples: int) ->
     if kind == "counts":
         return Communication("all-to-all", group, float(size), beside=tuple(beside))
     instance = next(each for each in low.whole_expert_layers if each.module == module)
-    rows = rows_by_rank(low.scenario.workload, instance, ranks=low.policies.ep)
+    rows = rows_by_rank(low.scenario.workload, low.policies, instance)
     sent = [samples * count * low.traced_scale * size for count in rows]
     pairs = Pairs([tuple(sent)], (0,) * len(rows))  # all send as much to a rank
     if kind == "combine" and len(set(sent)) > 1:

@@ -152,7 +152,7 @@ class Lowering:
         if self.stages:
             return tuple(replace(instance, index=i) for i, instance in enumerate(self._stage_layers))
         if self.scenario.policies.ep > 1:
-            return layers_with_experts(self.scenario.workload, 0, ranks=self.policies.ep)
+            return layers_with_experts(self.scenario.workload, self.policies, 0)
         if self.divides_layers:
             return unrolled(held_slice(self.scenario, self.tensor_part))
         return self.whole_layers
@@ -189,7 +189,7 @@ class Lowering:
         """For each position among the ranks that divide experts, the first whose experts get as many rows."""
         if self.policies.ep == 1:
             return (0,)
-        rows = [rows_by_rank(self.scenario.workload, each, ranks=self.policies.ep) for each in self.whole_expert_layers]
+        rows = [rows_by_rank(self.scenario.workload, self.policies, each) for each in self.whole_expert_layers]
         return tuple(list(zip(*rows, strict=True)).index(column) for column in zip(*rows, strict=True))
 
     def expert_position(self, rank: int) -> int:
@@ -200,7 +200,7 @@ class Lowering:
     def _routed_layers(self, position: int) -> OwnedLayers:
         if position == 0:
             return OwnedLayers(self.layers)
-        layers = layers_with_experts(self.scenario.workload, position, ranks=self.policies.ep)
+        layers = layers_with_experts(self.scenario.workload, self.policies, position)
         if self.stages:
             every = held_layers(layers, self.scenario.stage_ranges)
             held = [instance for stage in self.stages for instance in every[stage.number]]

@@ -8,12 +8,11 @@ from gssim.plan import DATA_AXES, METHODS, Plan, Policies, Push, default_plan
 from gssim.plan.encodings import MOST_INDEXED, coo_range_error
 from gssim.plan.pipeline_schedule import refuse
 from gssim.plan.policies import refuse_what_cannot_run
-from gssim.scenario.context_slices import uncombined_reason
+from gssim.scenario.context_slices import fused_attention, uncombined_reason
 from gssim.scenario.device_rates import layer_profile
 from gssim.scenario.expert_load import layer_rows
 from gssim.scenario.scenario import Scenario
 from gssim.scenario.stages import schedule_of, stage_cut_error, tied_parameters
-from gssim.scenario.tensor_slices import fused_attention
 from gssim.scenario.vocabulary_slices import (
     shares_embedding,
     undivided_embedding_reason,
@@ -736,7 +735,7 @@ def _check_experts(scenario: Scenario, policies: Policies, file: str) -> None:
     workload, ranks = scenario.workload, policies.ep
     if ranks == 1:
         if workload.expert_routing == "load":  # a real run routes so even where no rank divides experts
-            _check_rows(workload, file)
+            _check_rows(workload, file, parts=1)
         return
     where = f"{file}: plan.ep = {ranks}"
     _check_expert_load(scenario, ranks, where, file)
@@ -783,15 +782,15 @@ def _check_expert_load(scenario: Scenario, ranks: int, where: str, file: str) ->
     for layer in layers:
         if (layer.units or 0) % ranks:
             raise UserError(f"{where}: does not divide the {layer.units} experts of '{layer.name}'; allowed: a divisor")
-    _check_rows(workload, file)
+    _check_rows(workload, file, parts=scenario.policies.cp)
 
 
-def _check_rows(workload: Workload, file: str) -> None:
-    """Refuse a load that does not fit the layers with routed experts."""
+def _check_rows(workload: Workload, file: str, *, parts: int) -> None:
+    """Refuse a load that does not fit the layers with routed experts; `parts`: of samples that are routed apart."""
     for layer in workload.model.expert_layers:
         for module in layer.modules if layer.experts_per_token and layer.units else ():
             try:
-                layer_rows(workload, layer, module)
+                layer_rows(workload, layer, module, parts=parts)
             except UserError as error:
                 raise UserError(f"{file}: {error}") from None
 
@@ -941,8 +940,8 @@ def _check_context(scenario: Scenario, policies: Policies, file: str) -> None:
             f"{where}: workload.sequence_length = {length}: cannot be divided evenly among these ranks; allowed: a "
             "multiple, of at least 2 positions for each"
         )
-    if policies.tp > 1:
-        _check_context_slices(scenario, policies, where)
+    if policies.tp > 1 or policies.ep > 1:
+        _check_parts_in_context(scenario, policies, where)
     if not policies.ring:
         _check_exchanged_heads(model, policies, where)
 
@@ -960,11 +959,17 @@ def _check_exchanged_heads(model: Model, policies: Policies, where: str) -> None
             )
 
 
-def _check_context_slices(scenario: Scenario, policies: Policies, where: str) -> None:
-    """Refuse parts of sequences beside cut blocks where the model's layers on both do not follow from its trace."""
+def _check_parts_in_context(scenario: Scenario, policies: Policies, where: str) -> None:
+    """Refuse parts of sequences beside cut blocks, or divided experts, where the model's layers with both do not follow
+    from its trace.
+    """
     model, length = scenario.workload.model, scenario.sequence_positions or 0
-    beside = f"{where} beside plan.tp = {policies.tp}"
-    if (why := uncombined_reason(model, sequence_parallel=policies.sequence_parallel)) is not None:
+    beside, cut = f"{where} beside plan.ep = {policies.ep}", model.expert_layers
+    if policies.tp > 1:
+        beside, cut = f"{where} beside plan.tp = {policies.tp}", model.sliced_layers
+        if policies.sequence_parallel:
+            cut = model.sequence_layers
+    if (why := uncombined_reason(model, cut)) is not None:
         raise UserError(f"{beside}: workload.model: '{model.name}' {why}")
     if policies.sequence_parallel and length % policies.tp:
         raise UserError(

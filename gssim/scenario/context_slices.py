@@ -1,11 +1,12 @@
-"""Blocks that are cut among tensor-parallel ranks, on parts of sequences that context-parallel ranks divide.
+"""Blocks that tensor-parallel ranks cut, or whose experts ranks divide, on parts of sequences that context-parallel
+ranks divide.
 
 No such layer is traced: it follows from three that are. All but the attention runs as on whole sequences of a rank's
-own positions: the layer of `sliced_layers`, or of `sequence_layers`, at that length. What ranks exchange around the
-attention is in the layer of `context_layers`, and not in that of `layers`: copies and all-to-alls of queries, keys,
-values and outputs, of which a tensor-parallel rank has those of its heads. Operations are numbered within a layer;
-those behind the exchanges come later by as many as these are (tests/oracles/test_traced_context_slices.py compares with
-traces of such steps).
+own positions: the layer of `sliced_layers`, of `sequence_layers` or of `expert_layers`, at that length. What ranks
+exchange around the attention is in the layer of `context_layers`, and not in that of `layers`: copies and all-to-alls
+of queries, keys, values and outputs, of which a tensor-parallel rank has those of its heads, and a rank with whole
+attention and a part of the experts all. Operations are numbered within a layer; those behind the exchanges come later
+by as many as these are (tests/oracles/test_traced_context_slices.py compares with traces of such steps).
 """
 
 from collections import Counter
@@ -106,11 +107,12 @@ def _last(layer: Layer, phase: str) -> int:
     return max(positions)
 
 
-def uncombined_reason(model: Model, *, sequence_parallel: bool) -> str | None:
-    """Return why a model's cut blocks are not known on parts of sequences; None: they are."""
+def uncombined_reason(model: Model, cut: Sequence[Layer]) -> str | None:
+    """Return why a model's layers `cut`, with parts of its blocks, are not known on parts of sequences; None: they
+    are.
+    """
     if not model.exact_sequence:
         return "is traced at one sequence length alone, and parts of sequences are shorter; trace it without one"
-    cut = model.sequence_layers if sequence_parallel else model.sliced_layers
     for layers in (model.layers, model.context_layers, cut):
         if any(layer.block and Attention.of(layer) is None for layer in layers):
             return "has a block without one attention of its own, or is traced without its compute-heavy operations"
@@ -171,33 +173,23 @@ def _parts(model: Same, positions: int) -> tuple[tuple[Layer, Layer], ...]:
     return tuple(found)
 
 
-def in_context(model: Model, cut: Sequence[Layer], units: Sequence[int], positions: int) -> tuple[Layer, ...]:
+Part = tuple[int, int]
+"""Units of a rank, of so many that there are."""
+
+
+def in_context(model: Model, cut: Sequence[Layer], parts: Sequence[Part], positions: int) -> tuple[Layer, ...]:
     """Return a tensor-parallel rank's layers on so many positions of each sequence.
 
-    `cut`: its layers as functions of the length of sequences, on which they run alone. `units`: of each of these, how
-    many units the rank has.
+    `cut`: its layers as functions of the length of sequences, on which they run alone. `parts`: for each of these, the
+    rank's part of its heads.
     """
-    instances = unrolled(replace(model, layers=tuple(cut)))
-    held = [count for layer, count in zip(cut, units, strict=True) for _ in range(layer.repeats)]
-    parts = _parts(Same(model), positions)
-    own = {id(layer): at_length(layer, positions) for layer in cut}
-    shifts = [_shift(own[id(each.layer)], *part) for each, part in zip(instances, parts, strict=True)]
-    once: dict[tuple[object, ...], Layer] = {}
+    held = [part for layer, part in zip(cut, parts, strict=True) for _ in range(layer.repeats)]
     groups: list[tuple[Layer, list[str]]] = []
-    for instance, part, count in zip(instances, parts, held, strict=True):
-        nearby = tuple(
-            shifts[at] if 0 <= (at := instance.index + offset) < len(shifts) else Shift()
-            for offset in _offsets(instance)
-        )
-        key = (id(instance.layer), id(part[0]), id(part[1]), shifts[instance.index], nearby)
-        if key not in once:
-            moves = dict(zip(_offsets(instance), nearby, strict=True)) | {0: shifts[instance.index]}
-            once[key] = _combined(own[id(instance.layer)], *part, count, moves)
-        layer = once[key]
-        if groups and groups[-1][0] is layer:
+    for instance in instances_in_context(model, unrolled(replace(model, layers=tuple(cut))), held, positions):
+        if groups and groups[-1][0] is instance.layer:
             groups[-1][1].append(instance.module)
         else:
-            groups.append((layer, [instance.module]))
+            groups.append((instance.layer, [instance.module]))
     names = Counter(layer.name for layer, _ in groups)
     return tuple(
         replace(
@@ -209,6 +201,31 @@ def in_context(model: Model, cut: Sequence[Layer], units: Sequence[int], positio
     )
 
 
+def instances_in_context(
+    model: Model, instances: Sequence[LayerInstance], parts: Sequence[Part], positions: int
+) -> tuple[LayerInstance, ...]:
+    """Return a rank's unrolled layers on so many positions of each sequence; arguments as `in_context`, unrolled.
+
+    Equal ones, beside layers whose operations move alike, are one object.
+    """
+    traced = _parts(Same(model), positions)
+    own = {id(each.layer): at_length(each.layer, positions) for each in instances}
+    shifts = [_shift(own[id(each.layer)], *whole) for each, whole in zip(instances, traced, strict=True)]
+    once: dict[tuple[object, ...], Layer] = {}
+    found = []
+    for instance, whole, part in zip(instances, traced, parts, strict=True):
+        nearby = tuple(
+            shifts[at] if 0 <= (at := instance.index + offset) < len(shifts) else Shift()
+            for offset in _offsets(instance)
+        )
+        key = (id(instance.layer), id(whole[0]), id(whole[1]), shifts[instance.index], nearby)
+        if key not in once:
+            moves = dict(zip(_offsets(instance), nearby, strict=True)) | {0: shifts[instance.index]}
+            once[key] = _combined(own[id(instance.layer)], *whole, part, moves)
+        found.append(replace(instance, layer=once[key]))
+    return tuple(found)
+
+
 def _offsets(instance: LayerInstance) -> tuple[int, ...]:
     """Return the distances of the layers in which a layer's buffers are freed, and its gradients ready."""
     layer = instance.layer
@@ -218,7 +235,7 @@ def _offsets(instance: LayerInstance) -> tuple[int, ...]:
 
 
 def _shift(own: Layer, alone: Layer, exchanging: Layer) -> Shift:
-    if not own.units:
+    if not exchanging.units:
         return Shift()
     at, before, with_exchange = Attention.of(own), Attention.of(alone), Attention.of(exchanging)
     assert at is not None  # a scenario is checked for it
@@ -233,12 +250,12 @@ def _shift(own: Layer, alone: Layer, exchanging: Layer) -> Shift:
     )
 
 
-def _combined(own: Layer, alone: Layer, exchanging: Layer, units: int, moves: Mapping[int, Shift]) -> Layer:
+def _combined(own: Layer, alone: Layer, exchanging: Layer, part_of: Part, moves: Mapping[int, Shift]) -> Layer:
     """Return a layer with the exchanges that `exchanging` has and `alone` has not.
 
-    `units`: of the layer's, on the rank. `moves`: how far operations move, by the distance of their layer.
+    `part_of`: the rank's part of the layer's heads. `moves`: how far operations move, by the distance of their layer.
     """
-    part, whole = (units, own.units) if own.units else (1, 1)
+    part, whole = part_of
     shift = moves[0]
 
     def moved(moment: Moment) -> Moment:
@@ -351,7 +368,7 @@ def _with_exchanges(
         elif at_release and each.born.phase == "b" and each.born.position < at.backward:  # of the outputs
             new = replace(new, freed=shift.near(of_output.received.freed, exchanging))
         elif at_release and each.born.phase == "f" and each.born.position < at.forward:  # queries, keys and values
-            end = Moment("f", _end_of_module(own, exchanging, shift, release))
+            end = Moment("f", _end_of_module(own, exchanging, shift, each, release))
             new = replace(new, freed=end, category="temporaries")
         elif each.born == Moment("f", at.forward) and release > at.forward:  # the outputs
             output_release, release = shift("f", release), copied
@@ -378,15 +395,20 @@ def _with_exchanges(
     return sorted(found, key=lambda each: (each[0].born.phase != "f", each[0].born.position))
 
 
-def _end_of_module(own: Layer, exchanging: Layer, shift: Shift, release: int) -> int:
-    """Return where the attention's module returns, and frees its queries, keys and values.
+def _end_of_module(own: Layer, exchanging: Layer, shift: Shift, kept: Buffer, release: int) -> int:
+    """Return where the attention's module returns, and frees its queries, keys and values, of which one is `kept`.
 
     Some have the linear map of the outputs inside, and return after its sum over the ranks; of others the map follows:
-    they return as far behind the attention as in the layer `exchanging`. `release`: the last operation before.
+    they return as far behind the attention as in the layer `exchanging`, and so do all of whole attentions, without
+    such a sum. `release`: the last operation before.
     """
     at, other = shift.at, Attention.of(exchanging)
     assert at is not None
     assert other is not None
+    if not any(each.kind in ("all-reduce", "reduce-scatter") for each in own.reductions):
+        alike = [each.freed for each in exchanging.buffers if each.born == kept.born and each.freed.phase == "f"]
+        if alike:
+            return shift.near(alike[0], exchanging).position
     copied = _exchanges(exchanging, "f")[-1].copy.born.position
     ends = [
         each.freed.position
@@ -413,3 +435,55 @@ def _sum(quantity: Polynomial, other: Polynomial) -> Polynomial:
     for c, i, j in (*quantity.terms, *other.terms):
         sums[i, j] = sums.get((i, j), 0) + c
     return Polynomial(tuple((c, i, j) for (i, j), c in sums.items() if c) or ((0, 0, 0),))
+
+
+@lru_cache(maxsize=256)
+def ring_layer(layer: Layer) -> Layer:
+    """Return a layer whose attention is a ring, of one traced with all-to-alls; layers without stay as they are.
+
+    What heads are exchanged for is left out: copies to send, and what is received. The attention's own tensors are as
+    many: copies of queries, keys and values, the output, its logarithms, and a copy as the linear map takes it;
+    gradients need no further copies. One `ring` takes the place of the all-to-alls of each pass, right after the
+    attention; its bytes are those of a rank's keys and values.
+    """
+    forward = [each for each in layer.reductions if each.moment.phase == "f" and each.kind == "all-to-all"]
+    backward = [each for each in layer.reductions if each.moment.phase == "b" and each.kind == "all-to-all"]
+    if not forward:
+        return layer
+    (_, key, value, _), (_, *of_inputs) = forward, backward
+    positions = {each.moment.phase + str(each.moment.position + by) for each in (*forward, *backward) for by in (-1, 0)}
+    attention = fused_attention(layer)
+    assert attention is not None  # a scenario is checked for it
+    copies = {each.moment.position + 3 for each in of_inputs}
+    buffers = []
+    for buffer in layer.buffers:
+        born = buffer.born
+        if str(born) in positions or str(born) == f"b{attention['b']}":
+            continue
+        if born.phase == "b" and born.position in copies:
+            buffer = replace(buffer, born=replace(born, position=attention["b"]))
+        buffers.append(buffer)
+    both = key.size_bytes.plus(value.size_bytes)
+    moments = [replace(each[0].moment, position=attention[each[0].moment.phase]) for each in (forward, backward)]
+    others = [each for each in layer.reductions if each.kind != "all-to-all"]
+    every = (*others, *(Reduction(moment, both, "ring") for moment in moments))
+    in_order = tuple(sorted(every, key=lambda each: (each.moment.phase != "f", each.moment.position)))
+    return replace(layer, buffers=tuple(buffers), reductions=in_order)
+
+
+def fused_attention(layer: Layer) -> dict[str, int] | None:
+    """Return the positions, by pass, of the attention of a block that is traced with all-to-alls around it.
+
+    None: it is no kernel that makes output and logarithms, and the gradients of queries, keys and values.
+    """
+    found: dict[str, int] = {}
+    exchanges = [each.moment for each in layer.reductions if each.kind == "all-to-all"]
+    for phase, before, tensors in (("f", 3, 2), ("b", 1, 3)):  # of queries, keys and values, or of the output
+        first, last = [each.position for each in exchanges if each.phase == phase][before - 1 : before + 1]
+        born = Counter(each.born.position for each in layer.buffers if each.born.phase == phase)
+        inside = [position for position in born if first < position < last]
+        # between the all-to-alls, most buffers are allocated by the attention itself
+        found[phase] = max(inside, key=born.__getitem__)
+        if born[found[phase]] < tensors:
+            return None
+    return found

@@ -4,7 +4,8 @@
 sample's rows are split in whole numbers by largest remainders, so that all samples load the experts alike. A real run
 can route so too (`workload.expert_routing`): the rows of a sample are dealt out in a fixed order, each expert's one
 after another, to the sample's tokens in turn (McNaughton's wrap-around rule, 1959), so that a token has no expert twice
-as long as no expert has more rows than there are tokens.
+as long as no expert has more rows than there are tokens. Where ranks divide sequences too (`plan.cp`), each part of a
+sequence loads the experts so, as if it were a sample of its own: all ranks send alike.
 """
 
 import math
@@ -12,20 +13,27 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gssim.errors import UserError
-from gssim.plan import splitting
+from gssim.plan import Policies, splitting
+from gssim.scenario.context_slices import instances_in_context, ring_layer
 from gssim.workload import Layer, LayerInstance, Workload, sliced_layer, unrolled
 
 
 def expert_rows(
-    workload: Workload, module: str, *, experts: int, chosen: int, capacity_ratio: float | None = None
+    workload: Workload,
+    module: str,
+    *,
+    tokens: int,
+    experts: int,
+    chosen: int,
+    capacity_ratio: float | None = None,
 ) -> tuple[int, ...]:
-    """Return the rows of each expert of a layer for one sample; see [Note: loads].
+    """Return the rows of each expert of a layer for a sample of so many tokens; see [Note: loads].
 
     `module`: path of the layer. `chosen`: experts that each token takes. `capacity_ratio`: see
     `Layer.expert_capacity_ratio`. Raises UserError for a load that does not fit the layer: its number of experts, an
     expert with more rows than tokens, or any but a balanced one where experts have a capacity.
     """
-    tokens, load = workload.sequence_length or 1, workload.expert_load
+    load = workload.expert_load
     if capacity_ratio is not None:
         if load != "balanced":
             raise UserError("workload.expert_load: experts with a capacity have as many rows each; leave it out")
@@ -55,13 +63,21 @@ def expert_rows(
     return rows
 
 
-def layer_rows(workload: Workload, layer: Layer, module: str) -> tuple[int, ...]:
-    """Return the rows of each expert of a layer with divided experts for one sample; see `expert_rows`."""
+def layer_rows(workload: Workload, layer: Layer, module: str, *, parts: int) -> tuple[int, ...]:
+    """Return the rows of each expert of a layer with divided experts for one sample; see `expert_rows`.
+
+    `parts`: into which ranks divide each sample; the rows are those of one.
+    """
     assert layer.units is not None
     assert layer.experts_per_token is not None
-    capacity_ratio = layer.expert_capacity_ratio
-    chosen = layer.experts_per_token
-    return expert_rows(workload, module, experts=layer.units, chosen=chosen, capacity_ratio=capacity_ratio)
+    return expert_rows(
+        workload,
+        module,
+        tokens=(workload.sequence_length or 1) // parts,
+        experts=layer.units,
+        chosen=layer.experts_per_token,
+        capacity_ratio=layer.expert_capacity_ratio,
+    )
 
 
 def routed_experts(rows: Sequence[int], tokens: int) -> list[list[int]]:
@@ -74,13 +90,13 @@ def routed_experts(rows: Sequence[int], tokens: int) -> list[list[int]]:
     return [slots[token::tokens] for token in range(tokens)]
 
 
-def layers_with_experts(workload: Workload, position: int, *, ranks: int) -> tuple[LayerInstance, ...]:
-    """Return the layers of a rank at `position` among the `ranks` that divide the experts: with its own experts alone.
+def layers_with_experts(workload: Workload, policies: Policies, position: int) -> tuple[LayerInstance, ...]:
+    """Return the layers of a rank at `position` among the ranks that divide the experts: with its own experts alone.
 
-    Assumes that all these ranks have as many samples: then its experts process, for each sample of its own, as many
-    rows as one sample of each of the ranks sends them.
+    Assumes that all these ranks have as many samples, or parts of samples: then its experts process, for each of its
+    own, as many rows as one of each of the ranks sends them.
     """
-    model = workload.model
+    model, ranks = workload.model, policies.ep
     once: dict[tuple[int, int], Layer] = {}
     held = []
     for instance in unrolled(replace(model, layers=model.expert_layers, expert_layers=())):
@@ -89,16 +105,22 @@ def layers_with_experts(workload: Workload, position: int, *, ranks: int) -> tup
             held.append(instance)
             continue
         experts = layer.units
-        rows = ranks * rows_by_rank(workload, instance, ranks=ranks)[position]
+        rows = ranks * rows_by_rank(workload, policies, instance)[position]
         if (id(layer), rows) not in once:
             once[id(layer), rows] = sliced_layer(layer, experts // ranks, 0, rows)
         held.append(replace(instance, layer=once[id(layer), rows]))
-    return tuple(held)
+    if policies.cp == 1:
+        return tuple(held)
+    positions = (workload.sequence_length or 1) // policies.cp
+    in_parts = instances_in_context(model, held, [(1, 1)] * len(held), positions)
+    return tuple(replace(each, layer=ring_layer(each.layer)) for each in in_parts) if policies.ring else in_parts
 
 
-def rows_by_rank(workload: Workload, instance: LayerInstance, *, ranks: int) -> tuple[int, ...]:
-    """Return the rows that one sample sends to each of the ranks that divide the experts of a layer."""
-    rows = layer_rows(workload, instance.layer, instance.module)
+def rows_by_rank(workload: Workload, policies: Policies, instance: LayerInstance) -> tuple[int, ...]:
+    """Return the rows that one sample, or a rank's part of it, sends to each of the ranks that divide the experts of a
+    layer.
+    """
+    rows = layer_rows(workload, instance.layer, instance.module, parts=policies.cp)
     experts = len(rows)
-    units = experts // ranks
+    units = experts // policies.ep
     return tuple(sum(rows[first : first + units]) for first in range(0, experts, units))

@@ -275,8 +275,8 @@ class Scenario:
 
         Raises UserError where the plan's stages do not fit the model.
         """
-        ranks, workload = self.policies.ep, self.workload
-        layers = layers_with_experts(workload, 0, ranks=ranks) if ranks > 1 else unrolled(workload.model)
+        policies, workload = self.policies, self.workload
+        layers = layers_with_experts(workload, policies, 0) if policies.ep > 1 else unrolled(workload.model)
         return held_layers(layers, self.stage_ranges)
 
     @cached_property

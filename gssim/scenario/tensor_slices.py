@@ -3,14 +3,13 @@
 The real backend cuts modules so, and predictions take their layers from here. See [Note: units] in `gssim.workload`.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 from gssim.execution.cache import Same
-from gssim.scenario.context_slices import in_context
+from gssim.scenario.context_slices import in_context, ring_layer
 from gssim.scenario.device_rates import value_bytes
 from gssim.scenario.scenario import Scenario
 from gssim.scenario.vocabulary_slices import DividedVocabulary, divided_layers, divided_vocabulary, units_of_ranks
@@ -86,58 +85,6 @@ def context_part(model: Model, positions: int, *, ring: bool = False) -> Model:
     return replace(model, layers=layers, **_WHOLE_ONLY)
 
 
-@lru_cache(maxsize=256)
-def ring_layer(layer: Layer) -> Layer:
-    """Return a layer whose attention is a ring, of one traced with all-to-alls; layers without stay as they are.
-
-    What heads are exchanged for is left out: copies to send, and what is received. The attention's own tensors are as
-    many: copies of queries, keys and values, the output, its logarithms, and a copy as the linear map takes it;
-    gradients need no further copies. One `ring` takes the place of the all-to-alls of each pass, right after the
-    attention; its bytes are those of a rank's keys and values.
-    """
-    forward = [each for each in layer.reductions if each.moment.phase == "f" and each.kind == "all-to-all"]
-    backward = [each for each in layer.reductions if each.moment.phase == "b" and each.kind == "all-to-all"]
-    if not forward:
-        return layer
-    (_, key, value, _), (_, *of_inputs) = forward, backward
-    positions = {each.moment.phase + str(each.moment.position + by) for each in (*forward, *backward) for by in (-1, 0)}
-    attention = fused_attention(layer)
-    assert attention is not None  # a scenario is checked for it
-    copies = {each.moment.position + 3 for each in of_inputs}
-    buffers = []
-    for buffer in layer.buffers:
-        born = buffer.born
-        if str(born) in positions or str(born) == f"b{attention['b']}":
-            continue
-        if born.phase == "b" and born.position in copies:
-            buffer = replace(buffer, born=replace(born, position=attention["b"]))
-        buffers.append(buffer)
-    both = key.size_bytes.plus(value.size_bytes)
-    moments = [replace(each[0].moment, position=attention[each[0].moment.phase]) for each in (forward, backward)]
-    others = [each for each in layer.reductions if each.kind != "all-to-all"]
-    every = (*others, *(Reduction(moment, both, "ring") for moment in moments))
-    in_order = tuple(sorted(every, key=lambda each: (each.moment.phase != "f", each.moment.position)))
-    return replace(layer, buffers=tuple(buffers), reductions=in_order)
-
-
-def fused_attention(layer: Layer) -> dict[str, int] | None:
-    """Return the positions, by pass, of the attention of a block that is traced with all-to-alls around it.
-
-    None: it is no kernel that makes output and logarithms, and the gradients of queries, keys and values.
-    """
-    found: dict[str, int] = {}
-    exchanges = [each.moment for each in layer.reductions if each.kind == "all-to-all"]
-    for phase, before, tensors in (("f", 3, 2), ("b", 1, 3)):  # of queries, keys and values, or of the output
-        first, last = [each.position for each in exchanges if each.phase == phase][before - 1 : before + 1]
-        born = Counter(each.born.position for each in layer.buffers if each.born.phase == phase)
-        inside = [position for position in born if first < position < last]
-        # between the all-to-alls, most buffers are allocated by the attention itself
-        found[phase] = max(inside, key=born.__getitem__)
-        if born[found[phase]] < tensors:
-            return None
-    return found
-
-
 def held_slice(scenario: Scenario, position: int) -> Model:
     """Return a scenario's model as the ranks at `position` of their tensor groups run it: blocks cut, on parts of
     sequences, or both.
@@ -171,8 +118,8 @@ def _context_slice(
     cut = model_slice(
         whole, shares, position, positions=of_part, vocabulary=vocabulary, gathers_again=gathers_again
     ).layers
-    units = [units_of_ranks(layer.units, shares)[position] if layer.units else 0 for layer in cut]
-    layers = in_context(whole, cut, units, positions)
+    parts = [(units_of_ranks(layer.units, shares)[position], layer.units) if layer.units else (1, 1) for layer in cut]
+    layers = in_context(whole, cut, parts, positions)
     return replace(whole, layers=tuple(map(ring_layer, layers)) if ring else layers, **_WHOLE_ONLY)
 
 

@@ -87,6 +87,8 @@ SHARDED_REPLICAS = 16_000
 """From this seed on most points synchronize periodically, replicas that are sharded as a rule."""
 PARTED = 17_000
 """From this seed on ranks that push gradients divide sequences as often as others do, and most points push."""
+EXPERTS_IN_PARTS = 18_000
+"""From this seed on most points are mixtures, whose experts are divided among the ranks that divide sequences too."""
 PERIODIC = tuple(name for name, method in REGISTRY.items() if method.sync_every_steps)
 IN_FRAGMENTS = tuple(name for name, method in REGISTRY.items() if method.in_fragments)
 METHODS = tuple(
@@ -102,6 +104,8 @@ GPUS = ("v100-sxm2-16", "t4", "a100-sxm-40", "a100-sxm-80", "h100-sxm", "h200-sx
 
 def _further_methods(seed: int) -> tuple[str, ...]:
     """Return the methods of Gradient Sharding, and those that later seeds draw most often."""
+    if seed >= EXPERTS_IN_PARTS:
+        return ("ddp", "zero1", "zero2", "zero3") * 20
     if seed >= PARTED:
         return PUSHING * 10
     if seed >= SHARDED_REPLICAS:
@@ -130,6 +134,8 @@ def random_point(seed: int, *, most_devices: int = 32) -> Table:
     model = random.choice(smaller if varies else [*smaller, random.choice(LARGER)])
     if seed >= LATER and random.random() < 0.15:
         model = random.choice(OTHERS)
+    if seed >= EXPERTS_IN_PARTS and method in SEQUENCES and random.random() < 0.9:
+        model = MIXTURE
     plan, parts = _plan(random, seed, method, devices, model)
     _shard_replicas(random, seed, plan, parts)
     workload = _workload(random, model, plan, parts, _precisions(cluster), thresholds=method in PUSHING)
@@ -139,7 +145,9 @@ def random_point(seed: int, *, most_devices: int = 32) -> Table:
     _recompute_keys(random, seed, workload, plan)
     if seed >= COMBINED:
         _combined_keys(random, workload, plan)
-    return _scenario(random, seed, cluster, workload, plan, parts, devices)
+    found = _scenario(random, seed, cluster, workload, plan, parts, devices)
+    _leave_out_beside_experts(random, seed, found, parts)
+    return found
 
 
 KNOWN_DENSITIES: list[Table] = [
@@ -186,6 +194,7 @@ def random_real_point(seed: int) -> Table:
         plan["push"] |= random.choice(KNOWN_DENSITIES)
     _wait_for_copies(workload, plan)
     found = _scenario(random, seed, cluster, workload, plan, parts, devices)
+    _leave_out_beside_experts(random, seed, found, parts)
     for key in ("replan", "replanning"):  # real paces are not those of a made-up device
         plan.get("shares", {}).pop(key, None)
     return found
@@ -246,7 +255,8 @@ def _plan(random: Random, seed: int, method: str, devices: int, model: Trained) 
     plan: Table = {"method": method}
     if method != "single" and devices > 1 and random.random() < 0.05:
         devices = plan["ranks"] = random.randint(1, devices)
-    parts = _axes(random, seed, plan, devices, model)
+    in_parts = seed >= EXPERTS_IN_PARTS and model.experts and method in SEQUENCES
+    parts = _axes_of_experts(random, plan, devices, model) if in_parts else _axes(random, seed, plan, devices, model)
     _take_in_parts(random, plan, devices)
     if random.random() < 0.35:
         plan["recompute"] = random.choice(
@@ -361,6 +371,47 @@ def _axes(random: Random, seed: int, plan: Table, devices: int, model: Trained) 
     if divisors and random.random() < (0.8 if method in DIVIDING_EXPERTS else 0.1):
         plan["ep"] = random.choice(divisors)
     return left
+
+
+def _leave_out_beside_experts(random: Random, seed: int, point: Table, parts: int) -> None:
+    """Leave out what divided experts do not go with, mostly."""
+    plan, workload = point["plan"], point["workload"]
+    if seed < EXPERTS_IN_PARTS or "ep" not in plan or random.random() < 0.1:
+        return
+    for key in ("shares", "gradient_sync", "offload", "parameters", "gathered_inputs"):
+        plan.pop(key, None)
+    if plan.get("zero1_implementation") == "deepspeed":
+        plan["zero1_implementation"] = "megatron"
+    if plan.get("recompute", "none") != "none":
+        plan["recompute"] = "full"
+    if "pp" in plan and plan["method"] in ("zero1", "zero3"):
+        plan.pop("schedule", None)
+    for key in ("loss_scale", "clip_norm", "reduce_precision", "gradient_precision", "frozen", "adapters", "autocast"):
+        workload.pop(key, None)
+    if workload["precision"] == "fp16":  # whose real runs scale the loss
+        workload["precision"] = "fp32"
+    least = plan.get("micro_batches", 1) * parts
+    workload["global_batch_size"] = least * max(1, workload["global_batch_size"] // least)
+    point["run"].pop("slowdowns", None)
+
+
+def _axes_of_experts(random: Random, plan: Table, devices: int, model: Trained) -> int:
+    """Set axes of a mixture on which sequences and experts are divided, mostly; return as `_axes` does."""
+    parts = devices
+    among = [n for n in (2, 4) if devices % n == 0]
+    if among and random.random() < 0.9:
+        plan["cp"] = random.choice(among)
+        if random.random() < 0.4:
+            plan |= {"context_exchange": "ring", "context_split": random.choice(["zigzag", "plain"])}
+        parts //= plan["cp"]
+    if parts % 2 == 0 and random.random() < 0.3:
+        plan["pp"] = 2
+        parts //= 2
+    alike = parts * plan.get("cp", 1)
+    divisors = [n for n in range(2, model.experts + 1) if alike % n == 0 and model.experts % n == 0]
+    if divisors and random.random() < 0.9:
+        plan["ep"] = random.choice(divisors)
+    return parts
 
 
 def _divide(random: Random, workload: Table, plan: Table, parts: int, devices: int) -> None:

@@ -211,5 +211,5 @@ def assert_losses_of_one_device(found: dict[str, dict[str, Any]]) -> None:
 def assert_predicted_collectives(cases: Cases, found: dict[str, dict[str, Any]]) -> None:
     """Raise AssertionError where the process group saw other collectives than those predicted for a case."""
     for name, case in cases.items():
-        entries = sorted([list(entry.key) for entry in predicted(case).collectives], key=str)
-        assert json.loads(json.dumps(entries)) == sorted(found[name]["collectives"], key=str), name
+        entries = json.loads(json.dumps([list(entry.key) for entry in predicted(case).collectives]))
+        assert sorted(entries, key=str) == sorted(found[name]["collectives"], key=str), name

@@ -116,6 +116,36 @@ def test_one_buffer_of_gradients_holds_dense_ones_and_a_second_those_of_experts(
     assert peak["optimizer"] == pytest.approx(state, rel=0.001)
 
 
+@pytest.mark.parametrize(("cp", "dp", "ep"), [(2, 1, 2), (2, 2, 2), (4, 2, 2), (2, 2, 4)])
+def test_experts_are_divided_among_all_ranks_that_hold_the_same_part_in_a_row(cp, dp, ep):
+    """Those with parts of one sequence are side by side. A rank's rows are those of its part: all together send as many
+    as whole sequences have, and as many as without parts; dense gradients are reduced over all.
+    """
+    ranks = cp * dp
+    plan = {"method": "zero2", "cp": cp, "ep": ep}
+    sent, whole = (carried(each, "all-to-all-v", ranks) for each in (plan, {"method": "zero2", "ep": ep}))
+    rows = 4 * sum(each.layer.block for each in unrolled(MIXTURE)) * 32 * 24 * 2 * 96 * VALUE_BYTES
+    assert sent == whole == {tuple(range(first, first + ep)): rows * ep // ranks for first in range(0, ranks, ep)}
+    scattered = carried(plan, "reduce-scatter", ranks)
+    assert scattered.pop(tuple(range(ranks))) == sum(padded_bytes(shape, ranks) for shape in shapes(experts=False))
+    assert set(scattered) == ({tuple(range(first, ranks, ep)) for first in range(ep)} if ep < ranks else set())
+
+
+def test_a_rank_holds_of_a_part_what_it_held_of_the_whole():
+    """Two ranks with half a sequence each, of twice as many: as much of the linear maps, norms and experts."""
+    half, whole = (
+        simulate(loaded_of(scenario(plan, 4, sequence_length=length, global_batch_size=batch))).result
+        for plan, length, batch in (
+            ({"method": "ddp", "ep": 4, "cp": 2}, 64, 8),
+            ({"method": "ddp", "ep": 4}, 32, 16),
+        )
+    )
+    peaks = [each.ranks[0].peak_by_category_bytes["activations"] for each in (half, whole)]
+    # what is exchanged is kept in place of what is sent for it, and outputs once more
+    blocks, width, tokens = 4, 96, 4 * 32
+    assert peaks[0] - peaks[1] == pytest.approx(blocks * tokens * width * VALUE_BYTES, rel=0.01)
+
+
 def with_capacity(ratio: float):
     layers = [
         replace(each, expert_capacity_ratio=ratio) if each.experts_per_token else each for each in MIXTURE.expert_layers
@@ -151,13 +181,16 @@ PLANS = [
     {"method": "ddp", "pp": 2, "micro_batches": 2},
     {"method": "zero1", "zero1_implementation": "megatron", "pp": 2, "micro_batches": 2},
     {"method": "zero3", "pp": 2, "micro_batches": 3},
+    {"method": "zero2", "cp": 2},
+    {"method": "ddp", "cp": 2, "pp": 2, "micro_batches": 2, "context_exchange": "ring", "context_split": "plain"},
+    {"method": "zero1", "cp": 2, "recompute": "full", "context_exchange": "ring"},
 ]
 
 
 @pytest.mark.parametrize(
     ("plan", "ep"),
     [
-        pytest.param(plan, ep, marks=[] if (place, ep) in ((2, 2), (4, 4)) else [pytest.mark.slow])
+        pytest.param(plan, ep, marks=[] if (place, ep) in ((2, 2), (4, 4), (7, 2)) else [pytest.mark.slow])
         for place, plan in enumerate(PLANS)
         for ep in (2, 4)
     ],
@@ -214,6 +247,20 @@ def test_bounds_of_the_search_are_below_what_is_predicted(method, ep, pp, load):
     assert bound.full_ratio > 0 or pp > 1  # of sharded stages nothing is known
 
 
+@pytest.mark.parametrize(
+    ("method", "pp", "exchange"),
+    [("zero3", 1, "all-to-all"), pytest.param("ddp", 2, "ring", marks=pytest.mark.slow), ("zero1", 1, "ring")],
+)
+def test_bounds_are_below_what_is_predicted_on_parts_of_sequences(method, pp, exchange):
+    plan = {"method": method, "ep": 2, "cp": 2, "pp": pp, "micro_batches": pp, "context_exchange": exchange}
+    asked = scenario(plan, 4 * pp, expert_load={"skew": 1.0})
+    result, bounds = simulate(loaded_of(asked)).result, Bounds(asked)
+    bound = bounds.closer(asked.plan, bounds.of(asked.plan))
+    held = [rank.peak_allocated_bytes + sum(rank.outside_bytes.values()) for rank in result.ranks]
+    assert 0 < bound.time_s <= result.step_time_s
+    assert bound.full_ratio <= max(held) / asked.cluster.type_of(0).memory_bytes
+
+
 def test_experts_that_nobody_divides_cost_as_without_the_key():
     alone, plain = (simulate(loaded_of(scenario({"method": "ddp"} | each))).result for each in ({"ep": 1}, {}))
     assert (alone.scenario_id, alone.step_time_s, alone.ranks) == (plain.scenario_id, plain.step_time_s, plain.ranks)
@@ -245,7 +292,9 @@ def test_uneven_loads_carry_as_many_bytes_and_wait_for_the_fullest_rank():
         ({"method": "zero1", "zero1_implementation": "deepspeed"}, r"plan\.zero1_implementation = 'deepspeed'"),
         ({"method": "zero3", "dp_replicate": 2, "dp_shard": 2}, r"plan\.dp_replicate = 2 beside shards"),
         ({"method": "zero3", "tp": 2}, r"plan\.tp = 2"),
-        ({"method": "zero3", "cp": 2}, r"plan\.cp = 2"),
+        ({"method": "ddp", "cp": 2, "tp": 2}, r"plan\.cp = 2 beside plan\.tp = 2"),
+        ({"method": "zero3", "cp": 2, "ep": 3}, r"parts of sequences \(plan\.cp\) in a row, of which there are 4"),
+        ({"method": "zero3", "dp_replicate": 2, "dp_shard": 1, "cp": 2}, r"plan\.dp_replicate = 2 beside shards"),
         ({"method": "zero3", "ep": 3}, "a divisor of these"),
         ({"method": "ddp", "ep": 1, "etp": 2}, r"plan\.etp = 2: no experts are divided \(plan\.ep = 1\)"),
     ],
@@ -254,3 +303,10 @@ def test_uneven_loads_carry_as_many_bytes_and_wait_for_the_fullest_rank():
 def test_what_cannot_run_is_refused(plan, message):
     with pytest.raises(UserError, match=message):
         scenario({"ep": 2} | plan)
+
+
+def test_models_of_one_length_are_refused_on_parts_of_sequences():
+    with pytest.raises(UserError, match=r"plan\.cp = 2 beside plan\.ep = 2: .* is traced at one sequence length alone"):
+        scenario({"method": "ddp", "cp": 2, "ep": 2}, model=replace(MIXTURE, exact_sequence=False))
+    with pytest.raises(UserError, match=r"plan\.cp = 2: .* is not traced on parts of sequences"):
+        scenario({"method": "ddp", "cp": 2, "ep": 2}, model=DENSE_FIRST)

@@ -1,4 +1,5 @@
-"""Cut blocks on parts of sequences follow from three traces: compared with a trace of a step that has both."""
+"""Cut blocks, and divided experts, on parts of sequences follow from three traces: compared with a trace of a step that
+has both."""
 
 from dataclasses import replace
 from functools import cache
@@ -18,6 +19,7 @@ from gssim.workload import Layer, Model, sliced_layer, unrolled
 
 MODELS = Path(__file__).resolve().parents[2] / "scenarios" / "models"
 SAMPLES, LENGTH = 2, 64
+WHOLE_ONLY = dict.fromkeys(("sliced_layers", "sequence_layers", "context_layers", "expert_layers"), ())
 CASES = {
     "gpt-byte-150k": (1, None),
     "gpt-byte-1m-sequence": (2, 2),
@@ -27,6 +29,8 @@ CASES = {
     "bert-base-sequence": (6, 2),
 }
 """Units of a rank, and tensor-parallel ranks that divide sequences between its cut blocks."""
+ROUTED = {"mixture-byte-1m": (3, 40)}
+"""Experts of a rank, and rows that they process for each of its samples."""
 
 
 @cache
@@ -35,13 +39,18 @@ def both(name: str) -> tuple[Model, Record]:
 
     One context-parallel rank exchanges with itself: the operations are those of any number of them.
     """
-    (units, ranks), model = CASES[name], load_model(MODELS / f"{name.removesuffix('-sequence')}.toml")
+    model = load_model(MODELS / f"{name.removesuffix('-sequence')}.toml")
+    if name in ROUTED:
+        experts, rows = ROUTED[name]
+        record = record_step(model, SAMPLES, LENGTH, routed=(experts, SAMPLES * rows), context=1, where="here")
+        own = [sliced_layer(layer, experts, 0, rows) for layer in model.expert_layers]
+        return replace(model, layers=in_context(model, own, [(1, 1)] * len(own), LENGTH), **WHOLE_ONLY), record
+    units, ranks = CASES[name]
     record = record_step(model, SAMPLES, LENGTH, units, ranks, context=1, where="here")
     layers = model.sliced_layers if ranks is None else model.sequence_layers
-    held = [units if layer.units else 0 for layer in layers]
-    cut = [sliced_layer(layer, n, LENGTH // (ranks or 1)) for layer, n in zip(layers, held, strict=True)]
-    found = in_context(model, cut, held, LENGTH)
-    return replace(model, layers=found, sliced_layers=(), sequence_layers=(), context_layers=()), record
+    cut = [sliced_layer(layer, units if layer.units else 0, LENGTH // (ranks or 1)) for layer in layers]
+    found = in_context(model, cut, [(units, layer.units) if layer.units else (1, 1) for layer in layers], LENGTH)
+    return replace(model, layers=found, **WHOLE_ONLY), record
 
 
 def size(quantity) -> int:
@@ -74,7 +83,7 @@ def until_next(buffers: list[tuple], births: dict[str, list[int]]) -> list[tuple
     )
 
 
-@pytest.mark.parametrize("name", quick(CASES, ["gpt-byte-150k"]))
+@pytest.mark.parametrize("name", quick([*CASES, *ROUTED], ["gpt-byte-150k", *ROUTED]))
 def test_blocks_are_those_of_a_step_with_both(name):
     model, record = both(name)
     for instance in unrolled(model):
@@ -102,7 +111,7 @@ def test_blocks_are_those_of_a_step_with_both(name):
             assert ours == until_next(traced[phase], births), (instance.module, phase)
 
 
-@pytest.mark.parametrize("name", quick(CASES, ["gpt-byte-150k"]))
+@pytest.mark.parametrize("name", quick([*CASES, *ROUTED], ["gpt-byte-150k", *ROUTED]))
 def test_all_tensors_are_there_but_for_positions(name):
     """Outside of blocks, what a rank makes of the numbers of its positions is left out: 8 bytes for each."""
     model, record = both(name)

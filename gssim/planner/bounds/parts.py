@@ -95,12 +95,13 @@ class ModelParts:
                 place,
             )
             return self.once(own_key, lambda: self._stage_part(plan, policies, place))
+        if policies.ep > 1:
+            place = policies.mesh.expert_position(rank)
+            of_experts = ("experts", policies.ep, place, self._context(plan, policies))
+            return self.once(of_experts, lambda: self._new_experts(of_experts, policies, place))
         if policies.cp > 1:
             context = self._context(plan, policies)
             return self.once(context, lambda: self._new_context(context, plan, policies))
-        if policies.ep > 1:
-            place = policies.mesh.expert_position(rank)
-            return self.once(("experts", policies.ep, place), lambda: self._new_experts(policies.ep, place))
         if policies.tp == 1:
             return self.whole
         parts = self._slice_shares(plan, policies)
@@ -115,7 +116,7 @@ class ModelParts:
         stages = self.stages(plan, policies)[place :: policies.pp]
         cut = tuple((stage[-1].index, len(stage)) for stage in stages)
         held: tuple[Hashable, ...] = ("stages", cut, policies.tp, policies.ep)
-        if policies.cp > 1:
+        if policies.cp > 1 and policies.ep == 1:
             held = (*held, self._context(plan, policies))
             every = held_layers(self._new_context("context", plan, policies).layers, self.with_plan(plan).stage_ranges)
             own = tuple(instance for stage in every[place :: policies.pp] for instance in stage)
@@ -126,7 +127,9 @@ class ModelParts:
         # layers with a copy of a tied parameter, or without a backward, are as measured but for that
         traced = [self.layers[instance.index].layer for instance in layers]
         wholes = tuple(None if t is i.layer else t for t, i in zip(traced, layers, strict=True))
-        return self.once(held, lambda: Part(held, layers, wholes, 1 / policies.tp))
+        held = (*held, self._context(plan, policies))
+        positions = sequence_positions(policies, self.workload) if policies.cp > 1 else None
+        return self.once(held, lambda: Part(held, layers, wholes, 1 / policies.tp, positions=positions))
 
     def _context(self, plan: Plan, policies: Policies) -> Hashable:
         """Return what layers on parts of sequences depend on; None: sequences are not divided among ranks."""
@@ -140,8 +143,7 @@ class ModelParts:
             raise UserError("the model is not traced on parts of sequences")
         if policies.tp > 1:
             self._check_slices(policies.tp)
-            if (why := uncombined_reason(self.model, sequence_parallel=policies.sequence_parallel)) is not None:
-                raise UserError(f"the model {why}")
+            self._check_context(self.model.sequence_layers if policies.sequence_parallel else self.model.sliced_layers)
         layers = unrolled(held_slice(self.with_plan(plan), 0))
         positions = sequence_positions(policies, self.workload)
         return Part(key, layers, tuple(instance.layer for instance in self.layers), positions=positions)
@@ -153,11 +155,26 @@ class ModelParts:
         if any(layer.units and layer.units < ranks for layer in self.model.sliced_layers):
             raise UserError("there are fewer units than ranks")
 
-    def _new_experts(self, ranks: int, position: int) -> Part:
+    def _check_context(self, cut: Sequence[Layer]) -> None:
+        """Raise UserError where layers with parts of blocks are not known on parts of sequences."""
+        if (why := uncombined_reason(self.model, cut)) is not None:
+            raise UserError(f"the model {why}")
+
+    def _check_expert_parts(self, policies: Policies) -> None:
+        """Raise UserError where layers with divided experts would run on parts of sequences, and are not known so."""
+        if policies.ep == 1 or policies.cp == 1:
+            return
+        if not self.model.context_layers:
+            raise UserError("the model is not traced on parts of sequences")
+        self._check_context(self.model.expert_layers)
+
+    def _new_experts(self, key: Hashable, policies: Policies, position: int) -> Part:
         if not self.model.expert_layers:
             raise UserError("the model has no layers with divided experts")
-        layers = layers_with_experts(self.workload, position, ranks=ranks)
-        return Part(("experts", ranks, position), layers, tuple(instance.layer for instance in self.layers))
+        self._check_expert_parts(policies)
+        positions = sequence_positions(policies, self.workload) if policies.cp > 1 else None
+        layers = layers_with_experts(self.workload, policies, position)
+        return Part(key, layers, tuple(instance.layer for instance in self.layers), positions=positions)
 
     def _slice_shares(self, plan: Plan, policies: Policies) -> tuple[float, ...]:
         if policies.slices != "shares":
@@ -186,6 +203,7 @@ class ModelParts:
 
         def cut() -> tuple[tuple[tuple[LayerInstance, ...], ...], str | None]:
             cut = self.with_plan(plan)
+            self._check_expert_parts(policies)
             return cut.stages, stage_cut_error(self.layers, cut.stage_ranges)
 
         stages, reason = self.once(self._cut_key(plan, policies), cut)
@@ -196,7 +214,7 @@ class ModelParts:
     def _cut_key(self, plan: Plan, policies: Policies) -> Hashable:
         """Return what the cut of a pipeline into stages depends on."""
         sizes = self.batch_sizes(plan, policies)
-        return ("stages", plan.stages, plan.schedule, plan.micro_batches, policies.mesh, sizes)
+        return ("stages", plan.stages, plan.schedule, plan.micro_batches, policies.mesh, policies.ring, sizes)
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return the value of `make`, computed once per key."""
