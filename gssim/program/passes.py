@@ -151,7 +151,7 @@ class Steps:
         shared: Shared | None = None,
     ) -> None:
         self.scenario, self.unfolded, slowed = scenario, unfolded, slowed or {}
-        alike = not unfolded and not slowed and _slices_are_equal(scenario)
+        alike = not (unfolded or slowed or any(slowed_steps)) and _slices_are_equal(scenario)
         self._copies = scenario.policies.tp if alike else 1
         """Number of slices of the model that one lowering stands for."""
         shared = shared or Shared()

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 from strategies import device_type, loaded_of, scenario_of, star, tiny_model
@@ -10,6 +11,7 @@ from gssim.errors import UserError
 from gssim.plan import METHODS
 from gssim.plan.buckets import fragments_of
 from gssim.result import chrome_trace
+from gssim.scenario import load_model
 from gssim.simulation import simulate, traced
 
 SIZE = 4 * tiny_model().elements
@@ -187,6 +189,18 @@ def test_a_trace_shows_a_whole_period():
     assert behind.stream.startswith("communication")
     second = [s for s in spans if s.rank == 0 and s.stream == "compute" and s.label.endswith("step 2")]
     assert any(s.phase == "forward" and s.start_s < behind.end_s and s.end_s > behind.start_s for s in second)
+
+
+def test_a_slow_rank_of_a_cut_replica_is_slow_alone():
+    model = load_model(Path(__file__).resolve().parents[2] / "scenarios/models/gpt-byte-150k.toml")
+    slow = {"slowdowns": [{"rank": 1, "first_step": 0, "compute_ratio": 2}], "steps": 4, "warmup_steps": 0}
+    plan = {"method": "streaming_diloco", "tp": 2, "sync_every_steps": 4}
+    scenario = scenario_of(star(4), plan, run=slow, model=model, sequence_length=8, global_batch_size=4)
+    folded, unfolded = (simulate(loaded_of(scenario), unfolded=each).result for each in (False, True))
+    assert folded.phases_s == pytest.approx(unfolded.phases_s)
+    forward_s = {rank: each.phases_s["forward"] for each in folded.ranks for rank in each.ranks}
+    assert forward_s[1] == pytest.approx(2 * forward_s[0])
+    assert forward_s[0] == pytest.approx(forward_s[2]) == pytest.approx(forward_s[3])
 
 
 REFUSED = {
