@@ -49,8 +49,8 @@ class Synchronization:
     """Counts the steps of a training, and synchronizes the parameters after some of them (a collective).
 
     After every n-th all of them; or, where the plan cuts them in fragments, each of these at a step of its own, and
-    behind the steps that follow. Of replicas that are divided, a rank synchronizes its shards or slices (the local
-    tensors of DTensors) with `group`, the ranks that hold the same ones; absent: all ranks hold all parameters.
+    behind the steps that follow. Of replicas that are divided, a rank synchronizes its shards or slices (of
+    DTensors the local tensors) with `group`, the ranks that hold the same ones; absent: all ranks hold all parameters.
     """
 
     def __init__(

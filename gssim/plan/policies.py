@@ -455,7 +455,8 @@ def _refuse_divided_replicas(plan: Plan, policies: Policies, file: str) -> None:
     if policies.tp > 1 and rounds:
         raise UserError(
             f"{file}: plan.tp = {policies.tp}: method '{plan.method}' rounds changes in blocks of a rank's own slices, "
-            "so that copies of what is not cut would differ; allowed with local_sgd, or plan.outer.precision = 'fp32'"
+            "so that copies of what is not cut would differ; allowed: local_sgd, or diloco and streaming_diloco with "
+            "plan.outer.precision = 'fp32'"
         )
 
 

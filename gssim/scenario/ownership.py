@@ -359,7 +359,7 @@ def _rates_of(cluster: Cluster, owners: Owners) -> tuple[tuple[float, ...], tupl
 def rank_rates(
     wiring: Wiring, ranks: tuple[int, ...], hosts: tuple[str, ...]
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the rates (bytes/s) at which each rank sends to all others alike, and receives; `hosts`: of every rank.
+    """Return the rates (bytes/s) at which each of `ranks` sends to all the others alike, and receives; `hosts`: theirs.
 
     A rate is limited by the rank's own links, and for other hosts by its part of each link on the path to the next
     host, which it shares with the ranks of its host. Assumes that links further on, which hosts share, are as wide as
