@@ -59,8 +59,13 @@ def layer_time_s(
     `phase`: `f`, `b`, or `r`: its forward recomputed for the backward, as far as needed; `recompute`: as far as
     that runs it again. A profile does not have the recomputed part: its forward is scaled as the roofline is.
     Assumes that nothing else runs on the device; the engine adds the slowdown of communication. `whole`: the layer of
-    which `layer` is a slice, or has part of the backward; a profile is of the whole one, and is scaled as the roofline
-    too. `positions`: of each sequence that it runs on, if context-parallel ranks divide these. `issued`: whether a
+    which `layer` is a slice, or has part of the backward. A profile is of the whole one: it is read at the number of
+    samples, a fraction too, with which that has the same FLOP, so that what an operation takes whatever its size is
+    not divided, and the rest is scaled as the roofline is:
+
+        t = profile(n) * roofline(slice, batch_size) / roofline(whole, n),  n = batch_size * FLOP(slice) / FLOP(whole)
+
+    `positions`: of each sequence that it runs on, if context-parallel ranks divide these. `issued`: whether a
     GPU's host time to launch the operations is a lower bound. Copies of quantized weights are
     made at the memory's bandwidth, beside what is measured or not.
     """
@@ -95,27 +100,24 @@ def _products_s(
     workload: Workload,
     layer: Layer,
     phase: str,
-    batch_size: int,
+    batch_size: float,
     recompute: Recompute,
     whole: Layer | None = None,
     positions: int | None = None,
 ) -> float:
     """Return the time of a layer's phase apart from copies of quantized weights; see `layer_time_s`."""
     if whole is not None and whole is not layer:
-        measured_s = _products_s(device, workload, whole, phase, batch_size, recompute)
-        own_s, whole_s = (
-            _layer_roofline_s(
-                device,
-                workload,
-                part,
-                _work_on(device, workload, part, phase, recompute=recompute, whole=whole, positions=on),
-                phase,
-                batch_size,
-                positions=on,
-            )
-            for part, on in ((layer, positions), (whole, None))
-        )
-        return measured_s * own_s / whole_s if whole_s else measured_s
+        own = _work_on(device, workload, layer, phase, recompute=recompute, whole=whole, positions=positions)
+        own_s = _layer_roofline_s(device, workload, layer, own, phase, batch_size, positions=positions)
+        if layer_profile(device, workload, whole) is None:
+            return own_s
+        uncut = _work_on(device, workload, whole, phase, recompute=recompute, whole=whole)
+        shape: dict[str, Any] = {"b": batch_size, "s": workload.sequence_length or 1}
+        flop, uncut_flop = own.flop.at(**shape), uncut.flop.at(**shape)
+        samples = batch_size * flop / uncut_flop if flop and uncut_flop else batch_size
+        uncut_s = _layer_roofline_s(device, workload, whole, uncut, phase, samples)
+        measured_s = _products_s(device, workload, whole, phase, samples, recompute)
+        return measured_s * own_s / uncut_s if uncut_s else measured_s
     profile = layer_profile(device, workload, layer)
     work = _work_on(device, workload, layer, phase, recompute=recompute, positions=positions)
     if profile is None:
@@ -260,11 +262,11 @@ def _layer_roofline_s(
     layer: Layer,
     work: Work,
     phase: str,
-    batch_size: int,
+    batch_size: float,
     *,
     positions: int | None = None,
 ) -> float:
-    shape = {"b": batch_size, "s": workload.sequence_length or 1}
+    shape: dict[str, Any] = {"b": batch_size, "s": workload.sequence_length or 1}
     scale = value_bytes(workload) / PRECISION_BYTES[workload.model.traced_precision]
     precision = product_precision(device, workload)
     flop = float(work.flop.at(**shape))
@@ -292,7 +294,7 @@ def _kernels_excess_s(
     *,
     backward: bool,
     positions: int | None,
-    b: int,
+    b: float,
     s: int,
 ) -> float:
     """Return the time of a layer's products and attention at measured rates, less that at the device's one rate.

@@ -48,12 +48,11 @@ class RunRecorder:
             self._pushed.append((optimizer.sent.entries, optimizer.sent.offered))
         else:
             self._pushed.append((0, 0))
-        self.carried.note()
+        self.carried.note(last=done == self.run.steps)
         if self.held_out and self.every and (done == self.run.steps or done % self.every == 0):
-            with self.training.timeline.pause():
+            with self.training.timeline.pause(), self.carried.left_out():
                 self.training.finish()
                 self.evaluations.append(self.held_out.evaluate(self.training.module, step=step + 1))
-                self.carried.leave_out()
 
     @property
     def pushed_by_step(self) -> list[tuple[int, int]]:

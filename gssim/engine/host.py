@@ -71,8 +71,13 @@ class Host:
             self.changed.succeed()
             self.changed = self.env.event()
 
-    def compute(self, rank_class: int, alone_s: float, device: DeviceType) -> Generator[Any, Any, None]:
-        """Take the simulated time of `alone_s` of compute, slowed by the current load of the host."""
+    def compute(
+        self, rank_class: int, alone_s: float, device: DeviceType, *, refill_s: float = 0.0
+    ) -> Generator[Any, Any, None]:
+        """Take the simulated time of `alone_s` of compute, slowed by the current load of the host.
+
+        `refill_s`: of that time, what refills the caches after a pause.
+        """
         if alone_s <= 0:
             return
         self.computing[rank_class] += 1

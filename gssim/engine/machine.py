@@ -57,8 +57,8 @@ class Machine(MachineState):
         outlined: bool = True,
     ) -> None:
         self._settings = conditions or Conditions(), unfolded, shared or Shared()
-        super().__init__(cluster, program, *self._settings)
-        self.seed, self._outlined = seed, outlined
+        super().__init__(cluster, program, *self._settings, seed=seed)
+        self._outlined = outlined
         self.vectorised: VectorisedWalk | None = None
         """The vectorised walk over all classes, where it is used."""
         self.outline_walk: OutlineWalk | None = None
@@ -228,18 +228,19 @@ class Machine(MachineState):
         began_s = self.env.now
         self._waited_s[index] += began_s - self._compute_ended_s.get(index, began_s)
         refill_s = self._refill_s(index, task)
-        yield from self._occupy(index, (task.duration_s + refill_s) * self._jitter(index, task))
+        jitter = self._jitter(index, task)
+        yield from self._occupy(index, (task.duration_s + refill_s) * jitter, refill_s=refill_s * jitter)
         if task.issue is not None:
             yield from self.until(self.issued_s(index, task.issue, began_s))
         self._compute_ended_s[index] = self.env.now
 
-    def _occupy(self, index: int, alone_s: float) -> Generator[Any, Any, None]:
+    def _occupy(self, index: int, alone_s: float, *, refill_s: float) -> Generator[Any, Any, None]:
         """Take the time of a piece of compute, longer where others share its host."""
         host, device = self.hosts[self.classes[index].host], self.devices[index]
         if not host.coupled:
             yield self.env.timeout(alone_s)
             return
-        yield from host.compute(index, alone_s, device)
+        yield from host.compute(index, alone_s, device, refill_s=refill_s)
 
     def _refill_s(self, index: int, task: Task) -> float:
         """Return the extra time of a task for refilling the caches after pauses.

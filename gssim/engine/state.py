@@ -9,13 +9,15 @@ import numpy as np
 import simpy
 
 from gssim import collectives
-from gssim.cluster import Cluster, Conditions, contention_groups, has_contention
+from gssim.cluster import Cluster, Conditions, DeviceType, contention_groups, has_contention
 from gssim.cluster.contention import core_shares
 from gssim.collectives.stage import summed
 from gssim.engine.collective_instances import CollectiveInstance, arrange, router_of
 from gssim.engine.host import Clock, Host, Load
 from gssim.engine.memory_tracker import MemoryTracker
 from gssim.engine.selection import CollectiveSchedule
+from gssim.engine.shared_core import SharedCore
+from gssim.engine.symmetry import is_jittery
 from gssim.execution.cache import Shared
 from gssim.program import Issue, Program, Task, TaskId
 from gssim.result import Span
@@ -52,9 +54,16 @@ class MachineState:
     """
 
     def __init__(
-        self, cluster: Cluster, program: Program, conditions: Conditions, unfolded: bool, shared: Shared
+        self,
+        cluster: Cluster,
+        program: Program,
+        conditions: Conditions,
+        unfolded: bool,
+        shared: Shared,
+        *,
+        seed: int = 0,
     ) -> None:
-        self.env = Clock()
+        self.env, self.seed = Clock(), seed
         self.cluster, self.program = cluster, program
         router = router_of(cluster, conditions, shared)
         self.arranged = arrange(
@@ -64,7 +73,7 @@ class MachineState:
         self.hosts = self._hosts()
         self.is_coupled = any(host.coupled for host in self.hosts.values())
         self.roles = [program.role_of[each.representative] for each in self.classes]
-        self.devices = [cluster.type_of(each.representative) for each in self.classes]
+        self.devices = [self._device(each.index) for each in self.classes]
         self.memory = [MemoryTracker(dict(program.persistent[role])) for role in self.roles]
         self.ends_s: list[list[float]] = [[] for _ in self.classes]
         """Ends of the steps of each class."""
@@ -116,15 +125,19 @@ class MachineState:
         for rank_class in self.classes:
             members[rank_class.host][rank_class.index] = rank_class.on_host
         shares = core_shares(self.cluster)
-        by_class = (
-            None
-            if shares is None
-            else {rank_class.index: shares[rank_class.representative] for rank_class in self.classes}
-        )
+        if shares is None:
+            return {name: Host(self.env, devices[name], members[name], coupled=coupled[name]) for name in sorted(names)}
+        own = {rank_class.index: shares[rank_class.representative] for rank_class in self.classes}
         return {
-            name: Host(self.env, devices[name], members[name], coupled=coupled[name], core_share=by_class)
+            name: SharedCore(self.env, members[name], core_share=own, seed=self.seed)
+            if all(own[index] < 1 and is_jittery(self._device(index)) for index in members[name])
+            else Host(self.env, devices[name], members[name], coupled=coupled[name], core_share=own)
             for name in sorted(names)
         }
+
+    def _device(self, index: int) -> DeviceType:
+        """Return the device type of a class."""
+        return self.cluster.type_of(self.classes[index].representative)
 
     def set_communicating(self, instance: CollectiveInstance, change: int, *, only: int | None = None) -> None:
         """Notify the hosts of a collective's members, or of `only` one class, that it begins (+1) or ends (-1)."""

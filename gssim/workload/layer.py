@@ -15,13 +15,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, PlainSerializer, SerializerFunctionWrapHandler, WithJsonSchema, model_serializer
 
 from gssim.units import PRECISION_BYTES, Count, PositiveFloat, PositiveInt, Recompute, spec
 
 _TERM = re.compile(r"^(-?\d+)((?:\*(?:[bs](?:\^[12])?|[upr]))*)$")
+Samples = TypeVar("Samples", int, float)
 Terms = tuple[tuple[int, int, int], ...]
 """(Coefficient, power of b, power of s)."""
 
@@ -65,9 +66,10 @@ class Polynomial:
             terms[kind].append((int(match.group(1)), powers["b"], powers["s"]))
         return cls(*map(tuple, terms.values()))
 
-    def at(self, *, b: int, s: int) -> int:
+    def at(self, *, b: Samples, s: int) -> Samples:
         """Return the value at batch size `b` and sequence length `s`, without the terms in units or positions."""
-        return sum(c * b**i * s**j for c, i, j in self.terms)
+        value: Samples = sum(c * b**i * s**j for c, i, j in self.terms)
+        return value
 
     def held(self, units: int, positions: int = 0, rows: int = 0) -> "Polynomial":
         """Return the polynomial for a rank with so many units, positions of each sequence, and rows for each sample.

@@ -36,7 +36,8 @@ FEWEST_PEAKS, MOST_PEAKS, SEEN = 3, 18, 3
 counted until each rank has seen its least peak this often."""
 SAME_PEAK = 1e-5
 """By what part peaks may differ that are taken for the same: a few bytes that one batch in ten does without."""
-SETTLING_READINGS, SETTLING_S = 5, 0.002
+SETTLED_READINGS, MOST_READINGS, READING_S = 10, 200, 0.003
+"""Readings in a row that are alike when nothing is under way any more, the most that are taken, and their distance."""
 
 
 def main(cases_file: str, out: str) -> None:
@@ -57,21 +58,24 @@ def main(cases_file: str, out: str) -> None:
 def settled_bytes(counter: MemoryCounter) -> int:
     """Return the bytes that are alive when gloo's threads have let go of the last collective's buffers.
 
-    One that is still held would be taken for what an earlier case left, and be missing from all peaks.
+    One that is still held would be taken for what an earlier case left, and be missing from all peaks. On cores that
+    other ranks use, a thread may wait for tens of milliseconds before it lets go.
     """
+    gc.collect()
     dist.barrier()
-    readings = []
-    for _ in range(SETTLING_READINGS):
+    readings = [counter.alive()]
+    while len(readings) < SETTLED_READINGS or (
+        len(readings) < MOST_READINGS and len(set(readings[-SETTLED_READINGS:])) > 1
+    ):
+        time.sleep(READING_S)
         readings.append(counter.alive())
-        time.sleep(SETTLING_S)
-    return min(readings)
+    return readings[-1]
 
 
 def run_case(case: dict[str, Any], counter: MemoryCounter) -> dict[str, Any]:
     file = Path(case["scenario"])
     scenario = load_scenario(file, case["overrides"], gradients_needed=False, shared=SHARED).scenario
     device, rank = torch.device("cpu"), dist.get_rank()
-    gc.collect()
     counter._base += settled_bytes(counter)  # what earlier cases left (caches) is not this one's
     timeline = Timeline(rank, device)
     training = build(scenario, timeline, device)

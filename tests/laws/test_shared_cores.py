@@ -1,5 +1,6 @@
 """Devices of the lab that share a core slow each other down, and no others."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,11 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import cluster_of, device_type, machine_for, star
-from test_machine import work
+from test_machine import together, work
 
 from gssim.cluster import contention_groups
 from gssim.cluster.cluster import Emulation
 from gssim.cluster.contention import core_shares, dealt
+from gssim.collectives import Communication
+from gssim.engine import Machine
+from gssim.engine.host import Clock
+from gssim.engine.shared_core import LEAST_SLEEP_S, MOST_CREDIT_S, TURN_S, SharedCore
 from gssim.scenario import load_scenario
 from gssim.scenario.device_rates import with_profile_slowdowns
 from gssim.simulation import simulate
@@ -19,11 +24,13 @@ from gssim.simulation import simulate
 SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
 
 
-def lab(*shares: float, cores: int | None = 2, ratio: float = 1.5):
+def lab(*shares: float, cores: int | None = 2, ratio: float = 1.5, jitter: float = 0.0):
     """Return a cluster of such parts of cores, each a host of its own."""
     types = {
         f"{share:g}": device_type(
-            neighbour_slowdown_ratio=ratio, lab={"cpu_share_ratio": share, **({"cores": cores} if cores else {})}
+            neighbour_slowdown_ratio=ratio,
+            task_jitter_ratio=jitter,
+            lab={"cpu_share_ratio": share, **({"cores": cores} if cores else {})},
         )
         for share in shares
     }
@@ -95,6 +102,82 @@ def test_a_model_has_a_ratio_of_its_own_and_others_the_devices():
     assert with_profile_slowdowns(cluster, scenario.workload).device_types[name].neighbour_slowdown_ratio == 1.25
     bare = replace(cluster, device_types={name: replace(changed, profiles=tuple(others))})
     assert with_profile_slowdowns(bare, scenario.workload) is bare
+
+
+NEXT_TO_NONE = 1e-12
+"""Jitter with which devices of the lab compute in turns, and which changes no time that is compared."""
+
+
+def test_the_turns_are_those_of_the_throttle():
+    throttle = (SCENARIOS.parent / "gsreal/lab/throttle.cpp").read_text(encoding="utf-8")
+    constants = {
+        name: int(value.replace("'", ""))
+        for name, value in re.findall(r"constexpr long long (\w+) = ([\d']+);", throttle)
+    }
+    assert constants["kPeriod"] == pytest.approx(TURN_S * 1e9)
+    assert constants["kLeastSleep"] == pytest.approx(LEAST_SLEEP_S * 1e9)
+    assert constants["kMostCredit"] == pytest.approx(MOST_CREDIT_S * 1e9)
+
+
+@pytest.mark.parametrize("share", [0.8, 0.4, 0.2])
+def test_a_device_that_computes_in_turns_has_its_share_of_a_core_to_within_a_sleep(share):
+    (end_s,) = ends_s(lab(share, jitter=NEXT_TO_NONE), 1.0)
+    assert end_s == pytest.approx(1.0, abs=TURN_S * (1 / share - 1))
+
+
+def test_less_than_a_turn_takes_its_cpu_time_or_a_sleep_more():
+    taken_s = set()
+    for seed in range(40):
+        program = machine_for(lab(0.4, jitter=NEXT_TO_NONE), [work("w", 0.001)]).program
+        machine = Machine(lab(0.4, jitter=NEXT_TO_NONE), program, seed=seed)
+        machine.run(1)
+        taken_s.add(round(machine.env.now, 9))
+    assert taken_s == {0.0004, 0.0019}  # the thread computes for 0.4 ms; its sleep is 1.5 ms
+
+
+def test_in_turns_two_alike_slow_each_other_by_the_ratio():
+    first, _, third, _ = ends_s(lab(0.4, 0.4, 0.4, 0.4, jitter=NEXT_TO_NONE), 1.0, 1.0, 3.0, 0.0)
+    assert (first, third) == pytest.approx((1.5, 3.5), rel=0.01)
+
+
+def test_in_turns_a_neighbour_with_a_quarter_of_the_share_comes_between_every_fourth():
+    fast, slow = ends_s(lab(0.6, 0.15, cores=1, jitter=NEXT_TO_NONE), 2.0, 1.0)
+    assert slow == pytest.approx(1.5, rel=0.02)
+    assert fast == pytest.approx(2.0 + 1.5 / 12, rel=0.02)  # a third of every fourth turn, until the slow one ends
+
+
+@pytest.mark.parametrize(("share", "cores"), [(0.4, 4), (0.4, 2), (0.2, 4)])
+def test_who_meets_after_every_piece_waits_for_the_other_s_sleeps(share, cores):
+    """Each piece ends up to a sleep apart: of two that are evenly spread in it, the later is a sixth of it late."""
+    meetings, piece_s = 400, 0.0032  # no multiple of a turn's time
+    cluster = lab(share, share, cores=cores, ratio=1.0, jitter=NEXT_TO_NONE)
+    names = [f"x{n}" for n in range(meetings)]
+    tasks = [task for name in names for task in (work(f"w {name}", piece_s), together(name))]
+    communications = {name: Communication("all-reduce", (0, 1), 1) for name in names}
+    met = machine_for(cluster, tasks, tasks, communications=communications)
+    met.run(1)
+    alone = machine_for(lab(share, share, cores=cores, ratio=1.0), tasks, tasks, communications=communications)
+    alone.run(1)
+    late_s = (met.env.now - alone.env.now) / meetings
+    sleep_s = TURN_S * (1 / share - 1)
+    assert 0.08 * sleep_s < late_s < 0.35 * sleep_s
+
+
+@pytest.mark.parametrize(("refill_s", "took_s"), [(0.0, 0.0008), (0.0002, 0.0009), (0.001, 0.0009)])
+def test_after_a_pause_in_which_another_computed_the_caches_are_refilled_once(refill_s, took_s):
+    """Beside a neighbour that halves the speed, half of a turn refills the caches, but no longer than they are used."""
+    env = Clock()
+    core = SharedCore(env, {0: 1, 1: 1}, core_share={0: 0.5, 1: 0.5}, seed=0)
+    core._computed_s.update({0: 0.0, 1: 0.0})
+    device = lab(0.5, ratio=2.0).type_of(0)
+
+    def one_after_the_other():
+        yield from core.compute(1, 0.0002, device)
+        began_s = env.now
+        yield from core.compute(0, 0.0008 + refill_s, device, refill_s=refill_s)  # less than a turn: no sleep
+        return env.now - began_s
+
+    assert env.run(env.process(one_after_the_other())) == pytest.approx(took_s, abs=1e-8)
 
 
 @pytest.mark.parametrize(("cores", "slower"), [(2, True), (4, False)])
