@@ -93,9 +93,10 @@ def _device_costs(bench: Bench) -> dict[str, Any]:
     bench.say("optimizers")
     with trained_between(bench):
         optimizers = bench.alone(lambda: {name: optimizer_cost(bench, name) for name in bench.settings.optimizers})
+        step_host_s = step_cost(bench)
     bench.say("thresholding")
     compression = bench.alone(lambda: compression_cost(bench))
-    device = (device or {}) | {"step_host_s": step_cost(bench)}
+    device = (device or {}) | {"step_host_s": step_host_s}
     return {"device": device, "optimizers": optimizers, "compression": compression, **kernels}
 
 

@@ -319,7 +319,7 @@ def gradient_hook_cost(bench: Bench) -> float:
     return max(0.0, float(cost_s or 0.0))
 
 
-LOOP_STEPS = 60
+LOOP_STEPS, COLD_STEPS = 60, 20
 
 
 def step_cost(bench: Bench) -> float:
@@ -365,7 +365,12 @@ def _bare_step_s(bench: Bench) -> float:
 
 
 def _mean_s(bench: Bench, step: Callable[[], None]) -> float:
-    """Return the median time of a step among many in a row, of which none waits for a GPU."""
+    """Return the median time of a step: on a CPU with cold caches, as a model's compute leaves them.
+
+    On a GPU: among many in a row, of which none waits for it.
+    """
+    if bench.device.type == "cpu":
+        return bench.cold_time_s(step, repeats=COLD_STEPS)
     moments = []
     for _ in range(LOOP_STEPS):
         step()
