@@ -40,7 +40,7 @@ def stored():
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in (1, 2, 3))])
 def test_every_stored_result_is_named_by_the_id_of_its_scenario(part):
     """Every fourth of them, from one of the first four on."""
-    assert len(stored()) == 341
+    assert len(stored()) == 427
     shared, models = Shared(), {}
     for file in stored()[part::4]:
         data = file.result.scenario
@@ -54,8 +54,8 @@ def test_every_stored_result_is_named_by_the_id_of_its_scenario(part):
 
 
 def test_results_that_differ_in_more_than_repeats_and_rates_have_ids_of_their_own():
-    assert len({file.result.scenario_id for file in stored()}) == 294
-    assert len({file.result.calibration_id for file in stored()}) == 50
+    assert len({file.result.scenario_id for file in stored()}) == 301
+    assert len({file.result.calibration_id for file in stored()}) == 59
 
 
 def test_the_labs_points_ask_what_was_measured():

@@ -390,7 +390,7 @@ def _axes(random: Random, seed: int, plan: Table, devices: int, model: Trained) 
 def _leave_out_beside_experts(random: Random, seed: int, point: Table, parts: int) -> None:
     """Leave out what divided experts do not go with, mostly."""
     plan, workload = point["plan"], point["workload"]
-    if seed < EXPERTS_IN_PARTS or "ep" not in plan or random.random() < 0.1:
+    if "ep" not in plan or random.random() < 0.1:
         return
     for key in ("shares", "gradient_sync", "offload", "parameters", "gathered_inputs"):
         plan.pop(key, None)
