@@ -213,7 +213,7 @@ def precision_of(case: Case) -> str:
 def assert_runs_are_as_predicted(folder: Path, ranks: int, seeds: Sequence[int], wanted: int) -> None:
     cases, refused = cases_of(seeds, folder, ranks=ranks, wanted=wanted)
     assert len(cases) == wanted
-    assert len(cases) >= 2 * sum(refused.values())
+    assert len(cases) >= sum(refused.values())  # of so few the share varies; of all, see the last test
     found = run_all(folder / "runs", cases, ranks=ranks)
     numbers = {name: differences_of_numbers(case, found[name]) for name, case in cases.items()}
     # a sum that is rounded another way may turn a ReLU, and in bf16 kernels copy matrices to layouts of their own: the
@@ -244,3 +244,15 @@ def test_many_random_points_run_as_they_are_predicted(
     tmp_path: Path, ranks: int, seeds: Sequence[int], wanted: int
 ) -> None:
     assert_runs_are_as_predicted(tmp_path, ranks, seeds, wanted)
+
+
+@pytest.mark.slow
+def test_two_thirds_of_all_points_are_answered(tmp_path: Path) -> None:
+    answered = refused = 0
+    for number, (ranks, seeds, wanted) in enumerate(many.values for many in MANY):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        cases, refusals = cases_of(seeds, folder, ranks=ranks, wanted=wanted)
+        answered, refused = answered + len(cases), refused + sum(refusals.values())
+    print(f"{answered} answered, {refused} refused")
+    assert answered >= 2 * refused
