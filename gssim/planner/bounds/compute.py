@@ -6,7 +6,7 @@ from typing import Any
 
 from gssim.cluster import DeviceType
 from gssim.cost import layer_time_s
-from gssim.engine import SMALLEST_JITTER
+from gssim.engine import SMALLEST_JITTER, is_jittery
 from gssim.plan import Plan, Policies, splitting
 from gssim.planner.bounds.parts import ModelParts, Part
 from gssim.scenario import layer_profile
@@ -15,8 +15,10 @@ from gssim.workload import Layer
 
 
 def chance_of(device: DeviceType) -> float:
-    """Return the least random factor of a device's compute time."""
-    return SMALLEST_JITTER if device.step_jitter_ratio or device.task_jitter_ratio else 1.0
+    """Return the least random factor of a device's compute time; in the lab, of a piece without any of its sleeps."""
+    if not is_jittery(device):
+        return 1.0
+    return SMALLEST_JITTER * (device.lab.cpu_share_ratio if device.lab else 1.0)
 
 
 class ComputeBounds:
