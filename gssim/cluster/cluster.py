@@ -44,7 +44,10 @@ from gssim.units import (
 
 @spec
 class Emulation:
-    """Emulation of a device on a core of the lab's machine. All costs are those of the device at this CPU share."""
+    """Emulation of a device on a core of the lab's machine. All costs are those of the device at this CPU share.
+
+    Where its jitter is measured and the number of cores is known, it computes in turns of a millisecond, as it does there.
+    """
 
     cpu_share_ratio: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Fraction of a core's time in which the device computes; the lab makes devices of at least 0.01."""

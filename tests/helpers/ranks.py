@@ -60,7 +60,7 @@ def settled_bytes(counter: MemoryCounter) -> int:
     """Return the bytes that are alive when gloo's threads have let go of the last collective's buffers.
 
     One that is still held would be taken for what an earlier case left, and be missing from all peaks. On cores that
-    other ranks use, a thread may wait for tens of milliseconds before it lets go.
+    other ranks use, a thread may have to wait before it lets go.
     """
     gc.collect()
     dist.barrier()

@@ -149,7 +149,7 @@ def test_in_turns_a_neighbour_with_a_quarter_of_the_share_comes_between_every_fo
 
 
 @pytest.mark.parametrize(("share", "cores"), [(0.4, 4), (0.4, 2), (0.2, 4)])
-def test_who_meets_after_every_piece_waits_for_the_other_s_sleeps(share, cores):
+def test_ranks_that_meet_after_every_piece_wait_for_each_others_sleeps(share, cores):
     """Each piece ends up to a sleep apart: of two that are evenly spread in it, the later is a sixth of it late."""
     meetings, piece_s = 400, 0.0032  # no multiple of a turn's time
     cluster = lab(share, share, cores=cores, ratio=1.0, jitter=NEXT_TO_NONE)
