@@ -46,7 +46,7 @@ from gssim.units import (
 class Emulation:
     """Emulation of a device on a core of the lab's machine. All costs are those of the device at this CPU share.
 
-    Where its jitter is measured and the number of cores is known, it computes in turns of a millisecond, as it does there.
+    Where its jitter is measured and the number of cores is known, it computes in turns of a millisecond.
     """
 
     cpu_share_ratio: Annotated[float, Field(gt=0, le=1)] = 1.0
