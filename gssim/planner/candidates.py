@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 
 from gssim.errors import UserError
 from gssim.execution.files import read_rows
-from gssim.plan import METHODS, Plan
+from gssim.plan import METHODS, REPLICA_AXES, Mesh, Plan
 from gssim.planner.batches import PLAN, Batches
 from gssim.scenario import Scenario, SearchSpace
 from gssim.scenario.overrides import toml
+from gssim.scenario.ownership import rank_rates
 
 NUMBER = re.compile(r"\d[\d.]*")
 
@@ -330,6 +331,7 @@ def _plans_of_mesh(
         if METHODS[method].is_gradient_sharding
         else ["even"]
     )
+    even_rules = _rules_like_even(scenario, axes, shards) if "even" in shards else set()
     rules = space.batch if parts > 1 else ("even",)
     pushes: list[dict[str, Any]] = [{}]  # as the scenario says, and with thresholds where their effect is bounded
     if METHODS[method].gradients == "push" and space.searches_thresholds:
@@ -356,7 +358,8 @@ def _plans_of_mesh(
                 each = f"give each of {parts} parts samples for {micro_batches} equal micro-batches"
                 left_out.add(f"no division of the batch of {total} would {each}, within memory", method, len(rules))
             for batch in splits:
-                yield table | {"shares": {"batch": batch, "shards": owned}}
+                if owned not in even_rules or batch != "even":
+                    yield table | {"shares": {"batch": batch, "shards": owned}}
 
 
 def _ways_of_axes(scenario: Scenario, space: SearchSpace, axes: Axes) -> list[dict[str, Any]]:
@@ -382,6 +385,24 @@ def _rule_applies(scenario: Scenario, method: str, axes: Axes, rule: str) -> boo
         return len({device.type for device in scenario.cluster.devices[: axes.ranks]}) > 1
     owners = METHODS[method].gradients == "push" and axes.tp == 1
     return owners and (not METHODS[method].two_levels or rule == "memory")
+
+
+def _rules_like_even(scenario: Scenario, axes: Axes, rules: Sequence[str]) -> set[str]:
+    """Return those of `rules` by which ranks that share a part of the model own it evenly, if each has as many samples.
+
+    They do where the ranks' devices are alike; by cost, where these also send and receive at the same rates.
+    """
+    cluster, mesh = scenario.cluster, Mesh(**axes._asdict())
+    groups = {tuple(mesh.group(rank, *REPLICA_AXES)) for rank in range(mesh.ranks)}
+    if any(len({cluster.devices[rank].type for rank in group}) > 1 for group in groups):
+        return set()
+    found = {rule for rule in rules if rule in ("compute", "memory")}
+    if "cost" in rules:
+        hosts = {group: tuple(cluster.devices[rank].host for rank in group) for group in groups}
+        rates = (rank_rates(cluster.wiring, group, hosts[group]) for group in groups)
+        if all(len(set(way)) == 1 for both in rates for way in both):
+            found.add("cost")
+    return found
 
 
 MAX_MICRO_BATCHES = 32

@@ -217,7 +217,16 @@ def _timeline(low: Lowering, samples: int, layers: Sequence[LayerInstance], live
     if layers is not low.layers:  # of experts with other loads
         own = zip(stage.layers, layers, strict=True)
         stage = replace(stage, layers=tuple(replace(instance, layer=each.layer) for instance, each in own))
-    return stage_timeline(stage, batch_size=samples, sequence_length=length, scale=scale, lives=lives)
+    return low.shared.once(
+        "timelines of stages",
+        (stage.likeness, samples, length, scale, _settings(lives)),
+        lambda: stage_timeline(stage, batch_size=samples, sequence_length=length, scale=scale, lives=lives),
+    )
+
+
+def _settings(lives: Lives) -> tuple[tuple[str, object], ...]:
+    """Return the settings of a function of lifetimes, as a part of a key; () of `as_traced`."""
+    return tuple(sorted(lives.keywords.items())) if isinstance(lives, partial) else ()
 
 
 def _cached_timeline(
@@ -231,8 +240,7 @@ def _cached_timeline(
     vocabulary = plan.embedding_parallel, plan.loss_parallel, low.value_bytes
     how = policies.sequence_parallel, plan.gathered_inputs, policies.ring
     slices = (low.scenario.slice_shares, low.tensor_part, positions, how, vocabulary) if low.divides_layers else ()
-    settings = tuple(sorted(lives.keywords.items())) if isinstance(lives, partial) else ()
-    key = (Same(low.scenario.workload.model), slices, size, settings)
+    key = (Same(low.scenario.workload.model), slices, size, _settings(lives))
     return low.shared.once("timeline", key, make)
 
 

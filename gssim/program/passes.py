@@ -591,17 +591,9 @@ def _of_equal_stage(low: Lowering, rank: int, micro_batch: MicroBatch) -> Sequen
     of which the model's own layers are. Their tensor groups carry out equal collectives.
     """
     (stage,) = low.stages
-    beside = (None if each is None else Same(each.layer) for each in (stage.before, stage.after))
-    layers = tuple((Same(each.layer), Same(low.whole_layer(each))) for each in low.layers)
-    place, output = stage.output_place
-    key = (
-        Same(low.scenario),
-        low.tensor_part,
-        low.compute_kind(rank, micro_batch),
-        layers,
-        (*beside, stage.received, stage.shared, place, None if output is None else Same(output)),
-        low.slowed.get(rank),
-    )
+    whole_layers = tuple(Same(low.whole_layer(each)) for each in low.layers)
+    kind = low.compute_kind(rank, micro_batch)
+    key = (Same(low.scenario), low.tensor_part, kind, whole_layers, stage.likeness, low.slowed.get(rank))
     names = tuple(each.module for each in low.layers)
     first, tasks = low.shared.once("stages", key, lambda: (names, compute(low, rank, micro_batch)))
     if first == names:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from gssim.execution.cache import Same
 from gssim.memory import FORWARD_END, Event, Lives, Timeline, following
 from gssim.scenario import of_no_sample
 from gssim.workload import Buffer, Layer, LayerInstance, Moment, Polynomial
@@ -57,6 +58,14 @@ class Stage:
         if place < last and (buffer is None or place + buffer.freed.layer_offset < last):
             return last, None
         return place, buffer
+
+    @cached_property
+    def likeness(self) -> tuple[object, ...]:
+        """What stages have in common whose layers, and those beside them, are the same ones, whatever their names."""
+        beside = (None if each is None else Same(each.layer) for each in (self.before, self.after))
+        place, output = self.output_place
+        layers = (Same(each.layer) for each in self.layers)
+        return (*layers, *beside, self.received, self.shared, place, None if output is None else Same(output))
 
     @property
     def output(self) -> tuple[Polynomial, str]:

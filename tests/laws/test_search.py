@@ -222,10 +222,35 @@ def test_settings_of_the_scenarios_own_method_are_kept():
 
 
 def test_of_plans_that_come_to_the_same_the_first_is_shown():
-    loaded = loaded_of(scenario_of(star(2), {"method": "gs"}))  # equal devices: shares by compute are even
+    even_in_numbers = {"method": "gs", "shares": {"shards": [0.5, 0.5]}}
+    loaded = loaded_of(scenario_of(star(2), even_in_numbers))
     found, _ = searched(loaded, top=5, methods=("gs",), recompute=("none",), micro_batches=(1,))
-    assert len({each.result.scenario_id for each in found.best}) == len(found.best)
-    assert found.plans > len(found.best)
+    assert found.plans == 2
+    assert [each.candidate.index for each in found.best] == [0]
+
+
+@pytest.mark.parametrize("far", [0.0, 1e-3])
+@pytest.mark.parametrize("names", [("fast", "fast", "slow", "slow"), ("fast", "slow", "fast", "slow")])
+def test_rules_are_searched_that_make_other_shares_than_even_ones(names, far):
+    """Of two stages: the devices of each are alike in the first case, in the second they are not."""
+    types = {"fast": device_type(), "slow": device_type(peak_flop_per_s={"fp32": 4e8}, memory_bytes=2e9)}
+    cluster = star(4, types=types, type_names=list(names), latency_s=far)
+    space = SearchSpace(methods=("gs",), recompute=("none",), micro_batches=(2,), pp=(2,), tp=(1,))
+    alone = replace(space, shards=("compute", "memory", "cost"))
+    scenario = scenario_of(cluster, {"method": "ddp"})
+
+    def shares(space):
+        found = {}
+        for each in candidates(scenario, space, Batches(Bounds(scenario))):
+            if each.plan.method == "gs" and each.plan.pp == 2 and each.plan.shares.batch == "even":
+                found[each.plan.shares.shards] = replace(scenario, plan=each.plan).shard_shares
+        return found
+
+    searched_alone, beside_even = shares(alone), shares(space)
+    assert set(searched_alone) == {"compute", "memory", "cost"}
+    uneven = {rule for rule, own in searched_alone.items() if own != pytest.approx((0.5,) * 4)}
+    assert uneven == (set() if names[0] == names[1] else {"compute", "memory"})
+    assert set(beside_even) == {"even"} | (set(searched_alone) if uneven else set())
 
 
 def test_where_nothing_fits_the_nearest_is_told_and_what_would_help(tmp_path):

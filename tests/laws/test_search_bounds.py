@@ -171,6 +171,7 @@ def test_stages_hold_no_less_than_their_bound_and_hardly_more(changes, recompute
         "zero1": {"dp_replicate": 2, "receive_buffers": "in-flight"},
         "zero2": {"dp_shard": 2},
         "zero3": {"dp_shard": 2},
+        "gs": {"dp_shard": 2},
         "pipeline": {"tp": 4},
     }
     shapes = [("1f1b", 2, 4), ("gpipe", 4, 2), ("interleaved", 2, 4)]

@@ -81,8 +81,9 @@ class MemoryBounds:
         from its first backward on the gradients that it adds up. `least_bytes`, by which batches are split, counts
         neither.
         """
-        pushes = policies.gradients == "push"
-        if policies.pp == 1 or pushes or not has_equal_slices(policies):
+        if policies.pp == 1 or not has_equal_slices(policies):
+            return 0.0
+        if policies.gradients == "push" and policies.parameters != "replicated":
             return 0.0
         if len(self.parts.stages(plan, policies)) > policies.pp:
             return 0.0
@@ -165,6 +166,8 @@ class MemoryBounds:
         if policies.gradients == "reduce-scatter":
             ranks = policies.shards
             return self.parts.once(("chunks", part.key, ranks), lambda: _fsdp_chunks(part, ranks))[place % ranks]
+        if policies.gradients == "push":
+            return self._pushed_share(plan, policies, part, rank)
         if plan.zero1_implementation != "torch":
             return 0.0 if self.parts.workload.optimizer == "muon" else part.elements / ranks
         return self.parts.once(("dealt", part.key, ranks), lambda: self._tensor_owners(part, ranks))[place]
@@ -325,10 +328,7 @@ class MemoryBounds:
         if policies.gradients == "reduce-scatter":
             ranks = policies.shards
             return self.parts.once(("chunks", part.key, ranks), lambda: _fsdp_chunks(part, ranks))[place % ranks]
-        rule = plan.shares.shards
-        if rule in ("memory", "cost"):  # any size is possible
-            return 0.0
-        return self.parts.once(("shards", rule, policies.mesh, part.key), lambda: self._push_shards(plan, part))[rank]
+        return self._pushed_share(plan, policies, part, rank)
 
     def _tensor_owners(self, part: Part, ranks: int) -> list[float]:
         """Return the elements of the tensors that each rank updates, where whole tensors are assigned (ZeRO-1)."""
@@ -337,6 +337,13 @@ class MemoryBounds:
         by_muon = self.parts.workload.optimizer == "muon"
         groups = [int(not (by_muon and is_matrix(layer, parameter))) for layer, parameter in members]
         return [float(sum(sizes[i] for i in own)) for own in splitting.greedy(sizes, ranks, groups)]
+
+    def _pushed_share(self, plan: Plan, policies: Policies, part: Part, rank: int) -> float:
+        """Return the least number of elements of a part that are pushed to a rank."""
+        rule = plan.shares.shards
+        if rule in ("memory", "cost"):  # any size is possible
+            return 0.0
+        return self.parts.once(("shards", rule, policies.mesh, part.key), lambda: self._push_shards(plan, part))[rank]
 
     def _push_shards(self, plan: Plan, part: Part) -> list[float]:
         """Return the elements of each owner's shard, less the most that rounding may lose.
