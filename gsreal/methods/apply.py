@@ -21,7 +21,7 @@ from gsreal.methods.data_parallel import (
 )
 from gsreal.methods.expert_parallel import divided_experts, load_experts
 from gsreal.methods.gradient_sharding import push_gradients, train_owned_layers
-from gsreal.methods.meshes import data_group, device_mesh, shard_group
+from gsreal.methods.meshes import DIVIDED, data_group, device_mesh, expert_mesh, shard_group
 from gsreal.methods.optimizers import mark_matrices
 from gsreal.methods.pipelined import StageModules, pipeline_stages
 from gsreal.methods.tensor_slices import PartialGradients, partial_gradients, slice_blocks, whole_parameter
@@ -86,10 +86,15 @@ def _clip_and_scale(scenario: Scenario, training: Training, device: torch.device
     policies = scenario.policies
     training.clip_norm = scenario.workload.clip_norm
     training.scaler = loss_scaler(scenario, training, device)
+    shards = [shard_group(policies, device)] if policies.gradients == "reduce-scatter" and policies.shards > 1 else []
     if policies.tp > 1:
-        training.slices = [device_mesh(policies.mesh, device)["tp"].get_group()]
-        if policies.gradients == "reduce-scatter" and policies.shards > 1:
-            training.slices.append(shard_group(policies, device))
+        training.whole_in = device_mesh(policies.mesh, device)["tp"].get_group()
+        training.norm_groups = [training.whole_in, *shards]
+    elif policies.ep > 1 and shards:  # each of them holds other shards of everything
+        training.norm_groups = shards
+    elif policies.ep > 1:
+        training.whole_in = expert_mesh(policies, device)[DIVIDED].get_group()
+        training.norm_groups = [training.whole_in]
 
 
 def loss_scaler(scenario: Scenario, training: Training, device: torch.device) -> LossScaler | None:
@@ -101,6 +106,8 @@ def loss_scaler(scenario: Scenario, training: Training, device: torch.device) ->
     if policies.gradients == "reduce-scatter" and policies.shards > 1:
         one_axis = policies.dp_replicate == 1
         groups.append(data_group(policies, device, "dp_shard") if one_axis else shard_group(policies, device))
+    elif policies.ep > 1:
+        groups.append(expert_mesh(policies, device)[DIVIDED].get_group())
     if policies.tp > 1:
         groups.append(device_mesh(policies.mesh, device)["tp"].get_group())
     if isinstance(training.module, StageModules):

@@ -231,11 +231,11 @@ class PipelineTraining(Training):
         gradients = {p: p.grad for p in parameters if p.grad is not None}
         counted = {p: gradient for p, gradient in gradients.items() if p not in again}
         like = next(iter(gradients.values()))
-        if self.slices is None:
+        if self.norm_groups is None:
             own = nn.utils.get_total_norm(counted.values())  # zero where stages have nothing but copies
             squares = whole(own).to(device=like.device, dtype=torch.float64).square()
         else:
-            squares = self._squares_over_slices(counted)
+            squares = self._squares_over_groups(counted, like.device)
         with self.timeline.span("all-reduce gradient norm of the stages", "exposed_communication", self.module.group):
             dist.all_reduce(squares, group=self.module.group)
         self._scale_down(gradients.values(), norm, squares.sqrt().to(like.dtype))

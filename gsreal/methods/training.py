@@ -152,8 +152,11 @@ class Training:
     clip_norm: float | None = None
     """Largest norm of all gradients together, to which they are scaled down before the update."""
 
-    slices: Sequence[dist.ProcessGroup] | None = None
-    """If tensor-parallel ranks cut blocks: their group, and that of their shards, over which norms are summed."""
+    norm_groups: Sequence[dist.ProcessGroup] | None = None
+    """If ranks hold slices of blocks, or some of the experts: the groups over which norms are summed, in turn."""
+
+    whole_in: dist.ProcessGroup | None = None
+    """That of `norm_groups` whose ranks hold all other gradients whole; None: nothing is held twice."""
 
     autocast: str | None = None
     """Precision of torch.autocast in forwards, if the workload has it."""
@@ -246,30 +249,29 @@ class Training:
     def clip_gradients(self, norm: float) -> None:
         """Scale all gradients down to a norm of at most `norm`, by torch's function; it sums over FSDP2's shards.
 
-        Where tensor-parallel ranks hold slices of some and the whole of others, the first of them counts the latter.
+        Where ranks hold slices of some, or some of the experts, and the whole of others, the first counts the latter.
         """
-        if self.slices is None:
+        if self.norm_groups is None:
             nn.utils.clip_grad_norm_(self.module.parameters(), norm)
             return
         gradients = {p: p.grad for p in self.module.parameters() if p.grad is not None}
-        squares = self._squares_over_slices(gradients)
         like = next(iter(gradients.values()))
+        squares = self._squares_over_groups(gradients, like.device)
         self._scale_down(gradients.values(), norm, squares.sqrt().to(like.dtype))
 
-    def _squares_over_slices(self, gradients: Mapping[nn.Parameter, Tensor]) -> Tensor:
-        """Return the sum of the squares of gradients over the ranks that have slices and shards of them."""
-        assert self.slices is not None
-        first, *others = self.slices
-        is_first = dist.get_rank(first) == 0
-        sliced = {
+    def _squares_over_groups(self, gradients: Mapping[nn.Parameter, Tensor], device: torch.device) -> Tensor:
+        """Return the sum of the squares of gradients over the ranks that have parts of them."""
+        assert self.norm_groups is not None
+        counts_all = self.whole_in is None or dist.get_rank(self.whole_in) == 0
+        parts = {
             getattr(module, name)
             for module in self.module.modules()
             for name in module.__dict__.get("_gsreal_slices", {})
         }
-        counted = [own_part(gradient) for p, gradient in gradients.items() if is_first or p in sliced]
-        squares = nn.utils.get_total_norm(counted).double().square()
-        for group in (first, *others):
-            with self.timeline.span("all-reduce gradient norm of slices", "exposed_communication", group):
+        counted = [own_part(gradient) for p, gradient in gradients.items() if counts_all or p in parts]
+        squares = nn.utils.get_total_norm(counted).to(device=device, dtype=torch.float64).square()
+        for group in self.norm_groups:
+            with self.timeline.span("all-reduce gradient norm of parts", "exposed_communication", group):
                 dist.all_reduce(squares, group=group)
         return squares
 

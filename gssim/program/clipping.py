@@ -7,7 +7,8 @@ the norms of all tensors, in the gradients' precision, are all-reduced over the 
 2.13); Gradient Sharding and the stages of a pipeline sum squares in fp64. Ranks that synchronize periodically clip by
 the norm of their own gradients. A tied parameter counts once. Tensor-parallel ranks hold slices of some gradients, and
 the whole of others, which the first of them counts (Megatron-LM, core/optimizer/clip_grads.py): they, and then the
-shards of each, sum squares in fp64.
+shards of each, sum squares in fp64. So do ranks that divide experts and hold the whole of all else. Where all else is
+sharded too, each rank's shards are summed over all of them at once (torch adds up no norms of several meshes).
 
 [Note: loss scaling] A training in fp16 multiplies its loss by `workload.loss_scale`. Before the update one pass reads
 and writes the gradients (torch._amp_foreach_non_finite_check_and_unscale_): it divides the fp32 gradients of shards,
@@ -72,6 +73,8 @@ def unscale_gradients(
         tasks.append(collective_task(own, low.communication("all-reduce", "dp_shard", FLAG_BYTES)))
     elif low.flat_part and len(low.group) > 1:
         tasks.append(collective_task(own, Communication("all-reduce", low.group, FLAG_BYTES)))
+    elif policies.ep > 1 and not low.flat_part:
+        tasks.append(_over_experts(low, own._replace(layer="infinite gradients of experts"), FLAG_BYTES))
     if policies.tp > 1:
         of_slices = own._replace(layer="infinite gradients of slices")
         tasks.append(sum_over_slices(low, rank, of_slices, FLAG_BYTES))
@@ -94,7 +97,8 @@ def _sums(low: Lowering, rank: int, replicas: Sequence[Sequence[int]]) -> Iterat
     if policies.tp > 1:
         yield sum_over_slices(low, rank, _sum_id("of slices"), SQUARES_BYTES)
     if policies.gradients == "reduce-scatter" and policies.shards > 1:
-        size = SQUARES_BYTES if policies.tp > 1 else low.master_bytes * _counted_tensors(low, rank)
+        in_fp64 = policies.tp > 1 or policies.ep > 1
+        size = SQUARES_BYTES if in_fp64 else low.master_bytes * _counted_tensors(low, rank)
         yield collective_task(_sum_id(), low.communication("all-reduce", "dp_shard", size))
     elif policies.gradients == "push" and len(low.group) > 1:
         for axis in (policies.push_axis, *(["dp_shard"] if low.places > 1 else [])):
@@ -105,10 +109,18 @@ def _sums(low: Lowering, rank: int, replicas: Sequence[Sequence[int]]) -> Iterat
         yield collective_task(_sum_id(), Communication("all-reduce", low.group, low.master_bytes))
         if low.policies.ep > 1:  # an optimizer of their own has a norm of its own
             yield collective_task(_sum_id("of experts"), Communication("all-reduce", low.group, low.master_bytes))
+    elif policies.ep > 1:
+        yield _over_experts(low, _sum_id("of experts"), SQUARES_BYTES)
     if replicas:
         first, *others = replicas
         exchange = Communication("all-reduce", tuple(first), SQUARES_BYTES, beside=tuple(map(tuple, others)))
         yield collective_task(_sum_id("of the stages"), exchange)
+
+
+def _over_experts(low: Lowering, name: TaskId, size_bytes: float) -> Task:
+    """Return an all-reduce over the ranks that divide experts among them, and hold all else whole."""
+    group, *beside = low.expert_groups
+    return collective_task(name, Communication("all-reduce", group, size_bytes, beside=tuple(beside)))
 
 
 def _counted_tensors(low: Lowering, rank: int) -> int:

@@ -159,7 +159,7 @@ def optimize(low: Lowering, rank: int, tasks: list[Task], *, replicas: Sequence[
             _update(low, rank, experts, of_experts, 1, ends=True),
         ]
         published = [_broadcast_tensors(low, each) for each in (False, True)]
-        return [*tasks, updates[0], *published[0], updates[1], *published[1]]
+        return [*tasks, *unscaled, *clipped, updates[0], *published[0], updates[1], *published[1]]
     update = _update(low, rank, owned, low.matrices(rank), None, ends=True)
     summed = sum_partial_gradients(low, rank)
     if low.policies.gradients == "push":

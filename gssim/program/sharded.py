@@ -622,7 +622,7 @@ def run_stage(low: Lowering, rank: int, tasks: list[Task], micro_batch: MicroBat
         if unit.is_root:
             end = added
         else:
-            behind[ends[unit.layers[0].module]] = added
+            behind[ends[unit.layers[0].module]][:0] = added  # of a block with divided experts, theirs come first
     tasks = [*insert_beside(tasks, before={}, behind=behind), *end]
     before, after = _gather_forward(low, rank, tasks, gathered)
     if not gathered.before_backward:

@@ -751,21 +751,20 @@ def _check_experts(scenario: Scenario, policies: Policies, file: str) -> None:
             f"{where}: ranks that divide experts need as many samples each, and have "
             f"{', '.join(map(str, sorted(set(scenario.batch_sizes))))}; allowed: an even split of the batch"
         )
+    flat, shards = scenario.plan.zero1_implementation == "megatron", policies.gradients == "reduce-scatter"
+    replicated = policies.gradients in ("all-reduce", "local") and policies.optimizer_state == "replicated"
     reduced = None if workload.reduce_precision == workload.precision else workload.reduce_precision
-    flat = scenario.plan.zero1_implementation == "megatron"
-    whole = policies.gradients in ("all-reduce", "local") and policies.optimizer_state == "replicated"
-    for name, value in (
-        ("clip_norm", None if flat else workload.clip_norm),
-        ("loss_scale", workload.loss_scale),
-        ("gradient_precision", None if flat or whole else workload.gradient_precision),
-        ("reduce_precision", None if flat else reduced),
+    for name, value, is_known in (
+        ("clip_norm", workload.clip_norm, flat or policies.tp == 1),
+        ("loss_scale", workload.loss_scale, policies.tp == 1 and (shards or replicated)),
+        ("gradient_precision", workload.gradient_precision, flat or replicated),
+        ("reduce_precision", reduced, flat or (policies.tp == 1 and shards)),
     ):
-        if value is not None:
-            raise UserError(f"{where}: workload.{name} = {value!r} cannot run yet with divided experts; leave it out")
-    if scenario.plan.recompute not in ("none", "full"):
-        raise UserError(
-            f"{where}: plan.recompute = '{scenario.plan.recompute}' cannot run yet with divided experts; allowed: full"
-        )
+        if value is not None and not is_known:
+            raise UserError(
+                f"{where}: workload.{name} = {value!r} cannot run yet with experts divided under method "
+                f"'{scenario.plan.method}' and plan.tp = {policies.tp}; leave it out"
+            )
     if scenario.run.slowdowns:
         raise UserError(f"{where}: run.slowdowns cannot run yet with divided experts; leave them out")
 

@@ -396,13 +396,18 @@ def _leave_out_beside_experts(random: Random, seed: int, point: Table, parts: in
         plan.pop(key, None)
     if plan.get("zero1_implementation") == "deepspeed":
         plan["zero1_implementation"] = "megatron"
-    if plan.get("recompute", "none") != "none":
-        plan["recompute"] = "full"
     if "pp" in plan and plan["method"] in ("zero1", "zero3"):
         plan.pop("schedule", None)
-    for key in ("loss_scale", "clip_norm", "reduce_precision", "gradient_precision", "frozen", "adapters", "autocast"):
+    sharded, cut = REGISTRY[plan["method"]].gradients == "reduce-scatter", plan.get("tp", 1) > 1
+    left_out = [
+        *("gradient_precision", "frozen", "adapters", "autocast"),
+        *(["clip_norm"] if cut else []),
+        *(["loss_scale"] if cut or plan["method"] == "zero1" else []),
+        *(["reduce_precision"] if cut or not sharded else []),
+    ]
+    for key in left_out:
         workload.pop(key, None)
-    if workload["precision"] == "fp16":  # whose real runs scale the loss
+    if workload["precision"] == "fp16" and "loss_scale" not in workload:  # which real runs need
         workload["precision"] = "fp32"
     least = plan.get("micro_batches", 1) * parts
     workload["global_batch_size"] = least * max(1, workload["global_batch_size"] // least)

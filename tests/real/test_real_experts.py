@@ -27,6 +27,7 @@ MIXTRAL = [f"workload.model={HELPERS}/models/mixtral.toml"]
 DENSE = [f"workload.model={SCENARIOS}/models/deepseek-moe-byte-240k.toml"]
 """A small DeepSeekMoE: a shared expert beside routed ones, and a first block without."""
 TINY = {"width": 48, "heads": 4, "layers": 3, "experts": 12, "experts_per_token": 2, "expert_width": 32}
+SELECTIVE, CLIPPED = ["plan.recompute=selective"], ["workload.clip_norm=0.05"]
 STAGED = ["plan.pp=2", "plan.micro_batches=2"]
 """A pipeline of two stages, whose replicas divide the experts of a stage."""
 CASES = {
@@ -61,6 +62,26 @@ CASES = {
         [*SGD, *SKEWED, *MIXTRAL, "workload.global_batch_size=16", "plan.method=zero3", "plan.micro_batches=2"],
     ),
     "four-cut-kept-sgd": (4, [*SGD, *SKEWED, *MIXTRAL, "workload.global_batch_size=16", "plan.method=zero2"]),
+    "all-selective-accumulated-sgd": (0, [*SGD, *SKEWED, *SELECTIVE, "plan.micro_batches=2"]),
+    "all-mixtral-selective-sharded-sgd": (0, [*SGD, *SKEWED, *SELECTIVE, *MIXTRAL, "plan.method=zero3"]),
+    "all-clipped-adamw": (0, [*ADAMW64, *SKEWED, *CLIPPED]),
+    "all-clipped-sharded-sgd": (0, [*SGD, *SKEWED, *CLIPPED, "plan.method=zero3", "plan.micro_batches=2"]),
+    "all-clipped-sharded-state-adamw": (0, [*ADAMW64, *SKEWED, *CLIPPED, "plan.method=zero1"]),
+    "two-clipped-sgd": (2, [*SGD, *SKEWED, *CLIPPED]),
+    "two-clipped-sharded-adamw": (2, [*ADAMW64, *SKEWED, *CLIPPED, "plan.method=zero3"]),
+    "two-staged-clipped-dense-first-adamw": (2, [*ADAMW64, *SKEWED, *CLIPPED, *DENSE, *STAGED, "plan.method=zero1"]),
+    "two-staged-clipped-kept-sgd": (2, [*SGD, *SKEWED, *CLIPPED, *STAGED, "plan.method=zero2"]),
+    "four-cut-clipped-sharded-sgd": (
+        4,
+        [*SGD, *SKEWED, *CLIPPED, *MIXTRAL, "workload.global_batch_size=16", "plan.method=zero3"],
+    ),
+    "all-selective-adamw": (0, [*ADAMW64, *SKEWED, *SELECTIVE]),
+    "two-dense-first-selective-sgd": (2, [*SGD, *SKEWED, *SELECTIVE, *DENSE]),
+    "two-kept-every-second-product-sgd": (
+        2,
+        [*SGD, *SKEWED, "plan.method=zero2", "plan.recompute=every-second-product"],
+    ),
+    "two-staged-selective-sgd": (2, [*SGD, *SKEWED, *SELECTIVE, *STAGED]),
     "two-staged-sharded-recomputed-sgd": (2, [*SGD, *STAGED, "plan.method=zero3", "plan.recompute=full"]),
 }
 """By name: the ranks that divide the experts (0: all), and what is changed."""
@@ -87,6 +108,9 @@ def tiny() -> Path:
 
 FEW = (
     "all-accumulated-recomputed-sgd",
+    "all-selective-accumulated-sgd",
+    "all-clipped-sharded-sgd",
+    "all-clipped-sharded-state-adamw",
     "all-mixtral-sharded-sgd",
     "all-dense-first-sharded-state-sgd",
 )
@@ -139,9 +163,51 @@ def test_the_predicted_peak_of_every_rank_is_the_counted_one(world: tuple[dict, 
     assert len(compared) >= 3
     for name, case in compared.items():
         # cases that are not slow show each mechanism closely; not all others were compared since backwards were exact
-        closely = name in FEW or not any(each in name for each in ("staged", "recomputed"))
+        closely = name in FEW or not any(each in name for each in ("staged", "recomputed", "selective"))
         most = 0.02 if "plan.method=zero3" in case["overrides"] and name not in FEW else 0.001 if closely else 0.003
         assert predicted_peaks(case) == pytest.approx(world[1][name]["peaks"], rel=most), name
+
+
+# 16 bits -------------------------------------------------------------------------------------------------------------
+
+LIKE_TORCHTITAN = ["workload.precision=bf16", "workload.reduce_precision=fp32", "workload.clip_norm=0.05", *SELECTIVE]
+FP16 = ["workload.precision=fp16", "workload.loss_scale=1024"]
+IN_16_BITS = {
+    2: {
+        "sharded-bf16": [*LIKE_TORCHTITAN, "plan.method=zero3"],
+        "replicated-fp16": [*FP16, "plan.method=ddp"],
+    },
+    4: {
+        "two-sharded-accumulated-bf16": [*LIKE_TORCHTITAN, "plan.method=zero3", "plan.ep=2", "plan.micro_batches=2"],
+        "two-staged-sharded-bf16": [*LIKE_TORCHTITAN, *STAGED, "plan.method=zero3", "plan.ep=2"],
+        "two-staged-kept-bf16": [*LIKE_TORCHTITAN, *STAGED, "plan.method=zero2", "plan.ep=2"],
+        "two-replicated-fp16": [*FP16, "plan.method=ddp", "plan.ep=2"],
+        "two-kept-fp16": [*FP16, "plan.method=zero2", "plan.ep=2", "workload.clip_norm=0.05"],
+        "two-staged-fp16": [*FP16, *STAGED, "plan.method=ddp", "plan.ep=2"],
+    },
+}
+TRAINED_RATIO = 2**-6
+"""How far parameters may be from one device's, of the largest: bf16 rounds a gradient to one part in 2^9; five steps'
+worth reach a few times that (seen: 2^-8)."""
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_divided_experts_train_in_16_bits_with_the_predicted_collectives_and_peaks(ranks, tmp_path):
+    cases = {
+        name: {
+            "scenario": scenario_file("moe-experts.toml"),
+            "overrides": [star(ranks), *USUAL, *SGD, *SKEWED, f"plan.ep={ranks}", *overrides],
+            "onednn": False,  # whose 16-bit products take scratch that no profile here has
+        }
+        for name, overrides in IN_16_BITS[ranks].items()
+    }
+    found = run_cases(tmp_path, cases, ranks=ranks)
+    assert_predicted_collectives(cases, found)
+    for name, case in cases.items():
+        assert found[name]["replicas_equal"], name
+        assert found[name]["difference"] <= TRAINED_RATIO * found[name]["largest_parameter"], name
+        # of bf16, which is not traced apart: parts that compute in fp32 whatever the precision, the router's
+        assert predicted_peaks(case) == pytest.approx(found[name]["peaks"], rel=0.01), name
 
 
 def test_a_rank_without_samples_runs_its_experts_on_no_tokens():
