@@ -26,8 +26,8 @@ from gssim.workload import Layer, state_element_bytes, unrolled
 RELATIVE = 1e-9
 ROUNDED_BYTES = 1e-3
 """Of what a rank sends or receives where the size of messages depends on the data."""
-NORM_BYTES = 8
-"""Of what ranks exchange to clip gradients."""
+NORM_BYTES, FLAG_BYTES = 8, 4
+"""Of what ranks exchange to clip gradients, and to tell of infinite ones."""
 
 
 def faults_of(loaded: Loaded, simulated: Simulated) -> Iterator[str]:
@@ -261,6 +261,10 @@ def _divided_bytes(scenario: Scenario, result: Result, value: int) -> Iterator[s
     if mesh.replica_ranks == mesh.ep:
         parts = experts * value  # nobody else holds the same
     padding = 2 * mesh.ranks * value if flat else 0
+    if mesh.replica_ranks == mesh.ep and not flat:  # they sum squares of gradients, and flags of infinite ones
+        workload = scenario.workload
+        norms = NORM_BYTES * (workload.clip_norm is not None) + FLAG_BYTES * (workload.loss_scale is not None)
+        whole -= norms * len(replicas)
     exact = (model.elements - experts) * value, experts * value
     if not all(size <= found <= size + padding for found, size in zip((whole, parts), exact, strict=True)):
         yield f"{kind}s carry {whole} and {parts} bytes, of {model.elements} elements {experts} are of experts"
