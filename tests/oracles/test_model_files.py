@@ -43,6 +43,8 @@ PUBLISHED = {
     "llama3.1-8b": (8_030_261_248, "8.0B"),  # the same sizes; released Llama-3.1-8B: 8.03B
     "llama3-70b": (70_553_706_496, "70.6B"),  # released Meta-Llama-3-70B: 70.6B
     "llama3.1-70b": (70_553_706_496, "70.6B"),  # the same sizes
+    "mixtral-8x7b": (46_702_792_704, "46.7B"),  # released Mixtral-8x7B-v0.1: 46.7B
+    "qwen3-30b-a3b": (30_532_122_624, "30.5B"),  # released Qwen3-30B-A3B: 30.5B
 }
 """Exact count where weights are released, and as published."""
 UNITS = {"M": 1e6, "B": 1e9}
@@ -65,6 +67,7 @@ def test_a_model_file_is_small_for_equal_layers_are_written_once(name):
     path = MODELS / f"{name}.toml"
     model = load_model(path)
     traces = 1 + bool(model.sequence_layers) + bool(model.context_layers)  # of whole sequences, and of parts of them
+    traces += bool(model.expert_layers)
     traces += len(model.adapted) + len(model.autocast)
     assert path.stat().st_size < traces * 50_000
     assert len(model.layers) <= 13
