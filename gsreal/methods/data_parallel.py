@@ -361,9 +361,8 @@ def _observe(
     for group in chain.from_iterable(_groups_of(unit) for unit in units):
         # not by the units' own methods: a block with divided experts has two groups
         group._all_gather_comm, group._reduce_scatter_comm = ObservedAllGather(), ObservedReduceScatter()
-    if replicas is not None:
-        for unit in units:
-            unit.set_all_reduce_hook(all_reduced)
+        if replicas is not None:
+            group._all_reduce_hook = all_reduced
 
 
 def _groups_of(unit: Any) -> list[Any]:
@@ -381,14 +380,17 @@ def _expert_placement(
     if policies.ep == 1:
         return None
     try:
-        from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+        from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
     except ImportError:
         raise UserError(
             f"plan.ep = {policies.ep}: FSDP2 of torch {torch.__version__} cannot shard experts among fewer ranks than "
             "the rest: it can be predicted, but not run; use torch 2.13 or later, or a method without shards"
         ) from None
 
-    shared = FSDPMeshInfo(expert_mesh(policies, device)[REPLICAS], shard_mesh_dim=0)
+    mesh = expert_mesh(policies, device)
+    shared = FSDPMeshInfo(mesh[REPLICAS], shard_mesh_dim=0)
+    if policies.dp_replicate > 1:
+        shared = HSDPMeshInfo(mesh["dp_replicate", REPLICAS], shard_mesh_dim=1, replicate_mesh_dim=0)
     places: dict[int, Any] = {}
     for _, inner in experts_of(module):
         parameters = [getattr(inner, name) for name in PARAMETERS]

@@ -181,8 +181,15 @@ class Lowering:
 
     @cached_property
     def expert_replicas(self) -> tuple[Sequence[int], ...]:
-        """Groups of ranks that hold the same experts."""
-        return tuple(dict.fromkeys(self.policies.mesh.expert_replicas(rank) for rank in self.group))
+        """Groups of ranks that hold the same experts; of replicas that are sharded, those of one of them."""
+        mesh = self.policies.mesh
+        groups = {rank: mesh.expert_replicas(rank) for rank in self.group}
+        if self.replicates:
+            groups = {
+                rank: tuple(each for each in same if mesh.place(each).dp_replicate == mesh.place(rank).dp_replicate)
+                for rank, same in groups.items()
+            }
+        return tuple(dict.fromkeys(groups.values()))
 
     @cached_property
     def _expert_positions(self) -> tuple[int, ...]:

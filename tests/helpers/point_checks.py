@@ -193,16 +193,19 @@ def _scattered_bytes(
     for tied in _tied(scenario):
         shapes += [layers[tied.layer].layer.parameters[tied.place].shape] * (len(tied.stages) - 1)
     padded = _padded_elements(shapes, n) * value
-    if policies.ep > 1 and policies.ep < n:
+    wanted = 0  # bytes of the experts of a rank
+    if policies.ep > 1:
         held = [(p.shape[0] // policies.ep, *p.shape[1:]) for p in parameters if p.name in own]
         replicas = n // policies.ep
         # experts that are cut inside need no padding
         rows = 1 if shards_inside_experts(held, replicas=replicas) else replicas
         wanted = _padded_elements(held, rows) * value
-        among = {tuple(policies.mesh.expert_replicas(rank)) for rank in range(policies.ranks)}
+    if 1 < policies.ep < n:
+        shards = {rank: set(policies.mesh.group(rank, "dp_shard", "cp")) for rank in range(policies.ranks)}
+        among = {tuple(each for each in policies.mesh.expert_replicas(rank) if each in shards[rank]) for rank in shards}
         carriers = [carried(result, "reduce-scatter")[group] for group in among]
-        found = [sum(carriers) / policies.ep]  # each group has the experts of its own stages
-        if set(found) != {wanted}:
+        found = sum(carriers) / policies.ep / policies.dp_replicate  # each group has the experts of its own stages
+        if found != wanted:
             yield f"reduce-scatters of experts carry {found} bytes, padded gradients have {wanted}"
     scattered = [carried(result, "reduce-scatter")[group] for group in groups["dp_shard"]]
     if policies.pp > 1:  # each group holds the gradients of its own stages
@@ -212,7 +215,7 @@ def _scattered_bytes(
     if set(scattered) != {padded}:
         yield f"reduce-scatters carry {scattered} bytes, padded gradients have {padded}"
     if policies.dp_replicate > 1:
-        yield from _replicated_bytes(scenario, result, padded, groups["dp_replicate"])
+        yield from _replicated_bytes(scenario, result, padded + policies.ep * wanted, groups["dp_replicate"])
 
 
 def _replicated_bytes(scenario: Scenario, result: Result, padded: int, groups: list[tuple[int, ...]]) -> Iterator[str]:

@@ -30,6 +30,8 @@ TINY = {"width": 48, "heads": 4, "layers": 3, "experts": 12, "experts_per_token"
 SELECTIVE, CLIPPED = ["plan.recompute=selective"], ["workload.clip_norm=0.05"]
 STAGED = ["plan.pp=2", "plan.micro_batches=2"]
 """A pipeline of two stages, whose replicas divide the experts of a stage."""
+REPLICAS_OF_TWO = ["plan.method=hsdp", "plan.dp_replicate=2", "plan.dp_shard=2"]
+REPLICAS_OF_FOUR = ["plan.method=hsdp", "plan.dp_replicate=2", "plan.dp_shard=4", "workload.global_batch_size=16"]
 CASES = {
     "all-balanced-sgd": (0, SGD),
     "all-skewed-adamw": (0, [*ADAMW64, *SKEWED]),
@@ -75,6 +77,17 @@ CASES = {
         4,
         [*SGD, *SKEWED, *CLIPPED, *MIXTRAL, "workload.global_batch_size=16", "plan.method=zero3"],
     ),
+    "two-sharded-replicas-sgd": (2, [*SGD, *SKEWED, *REPLICAS_OF_TWO]),
+    "two-sharded-replicas-clipped-adamw": (
+        2,
+        [*ADAMW64, *SKEWED, *CLIPPED, *REPLICAS_OF_TWO, "plan.micro_batches=2"],
+    ),
+    "two-kept-replicas-recomputed-sgd": (
+        2,
+        [*SGD, *SKEWED, *MIXTRAL, *REPLICAS_OF_TWO, "plan.method=zero2", "plan.recompute=full"],
+    ),
+    "four-sharded-replicas-sgd": (4, [*SGD, *SKEWED, *REPLICAS_OF_FOUR]),
+    "two-of-four-sharded-replicas-sgd": (4, [*SGD, *SKEWED, *REPLICAS_OF_FOUR, "plan.ep=2"]),
     "all-selective-adamw": (0, [*ADAMW64, *SKEWED, *SELECTIVE]),
     "two-dense-first-selective-sgd": (2, [*SGD, *SKEWED, *SELECTIVE, *DENSE]),
     "two-kept-every-second-product-sgd": (
@@ -129,12 +142,12 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     cases = {
         name: {
             "scenario": scenario_file("moe-experts.toml"),
-            "overrides": [star(ranks), *small, *USUAL, *overrides, f"plan.ep={divided or ranks}"],
+            "overrides": [star(ranks), *small, *USUAL, f"plan.ep={divided or ranks}", *overrides],
         }
         for name, (divided, overrides) in CASES.items()
         if name in names
         and divided in ((0, ranks // 2) if ranks < 8 else (4,))
-        and (ranks == 4 or STAGED[0] not in overrides)
+        and (ranks == 4 or not {STAGED[0], REPLICAS_OF_TWO[2]} & {*overrides})
         and not (ranks == 3 and {*MIXTRAL, *DENSE} & {*overrides})  # of four and of eight experts
     }
     return cases, run_cases(tmp_path_factory.mktemp(f"ranks{ranks}"), cases, ranks=ranks)
