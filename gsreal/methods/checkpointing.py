@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from gsreal.methods.ring_attention import RING_ATTENTION
 from gssim.units import Recompute
 from gssim.workload import Model, unrolled
 
@@ -27,7 +28,7 @@ COMPUTE_HEAVY: frozenset[Any] = frozenset(
         aten._scaled_dot_product_cudnn_attention,
         aten._scaled_dot_product_fused_attention_overrideable,
     )
-)
+) | {RING_ATTENTION}
 """Matrix products (of experts too), convolutions, fused attention (composed operations are seen as their parts)."""
 PRODUCTS: frozenset[Any] = frozenset((aten.mm.default, aten.addmm.default))
 """Matrix products of which torchtitan's selective checkpointing by operation runs every second one again."""

@@ -41,6 +41,8 @@ class Ring(NamedTuple):
     rank: int
     zigzag: bool
     shift: Callable[[Tensor, Tensor, int], Arrival]
+    number: int
+    """Its place in `_RINGS`."""
 
     def blocks(self, *, causal: bool) -> tuple[Block | None, ...]:
         """Return the blocks of this rank, in their order."""
@@ -52,6 +54,37 @@ def _parts(block: Block, queries: int, keys: int) -> tuple[slice, slice]:
     return slice(block.first_half * queries // 2, queries), slice(0, block.key_halves * keys // 2)
 
 
+_RINGS: list[Ring] = []
+"""All rings of this process: an operation of torch takes numbers and tensors alone."""
+
+
+def _attend(query: Tensor, own: Tensor, ring: int, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
+    """Return a rank's output and logarithms of sums of exponentials; `own`: its keys and values, `ring`: its number."""
+    ranks, held = _RINGS[ring].ranks, own
+    for step, block in enumerate(_RINGS[ring].blocks(causal=causal)):
+        received = torch.empty_like(own) if step + 1 < ranks else held
+        arrival = _RINGS[ring].shift(held, received, KEYS) if step + 1 < ranks else None
+        if step == 0:
+            assert block is not None  # a rank's own positions see each other
+            out, sums = _forward(query, *held, 0.0, block.causal, scale=scale)
+        elif block is not None:
+            rows, seen = _parts(block, query.shape[2], own.shape[3])
+            _merge(out[:, :, rows], sums[:, :, rows], *_forward(query[:, :, rows], *held[..., seen, :], scale=scale))
+        if arrival is not None:
+            arrival.wait()
+        held = received
+    return out, sums
+
+
+_LIBRARY = torch.library.Library("gsreal", "FRAGMENT")
+_LIBRARY.define(
+    "ring_attention(Tensor query, Tensor keys_values, int ring, bool causal, float? scale) -> (Tensor, Tensor)"
+)
+_LIBRARY.impl("ring_attention", _attend, "CPU")
+RING_ATTENTION: Any = torch.ops.gsreal.ring_attention.default
+"""The forward as one operation, whose outputs selective checkpointing can keep: nothing is then sent once more."""
+
+
 class RingAttention(torch.autograd.Function):
     """Attention of a rank's queries (batch, heads, positions, width) to the keys and values of all ranks."""
 
@@ -60,23 +93,10 @@ class RingAttention(torch.autograd.Function):
         """Return the output, shaped as `q`; keys and values may have fewer heads."""
         query, own = q.clone(memory_format=torch.contiguous_format), torch.stack((k, v))
         ctx.ring, ctx.causal, ctx.scale = ring, causal, scale
-        held = own
-        for step, block in enumerate(ring.blocks(causal=causal)):
-            received = torch.empty_like(own) if step + 1 < ring.ranks else held
-            arrival = ring.shift(held, received, KEYS) if step + 1 < ring.ranks else None
-            if step == 0:
-                assert block is not None  # a rank's own positions see each other
-                out, sums = _forward(query, *held, 0.0, block.causal, scale=scale)
-            elif block is not None:
-                rows, seen = _parts(block, q.shape[2], k.shape[2])
-                _merge(
-                    out[:, :, rows], sums[:, :, rows], *_forward(query[:, :, rows], *held[..., seen, :], scale=scale)
-                )
-            if arrival is not None:
-                arrival.wait()
-            held = received
+        out, sums = RING_ATTENTION(query, own, ring.number, causal, scale)
         ctx.save_for_backward(query, own, out, sums)
-        return out
+        result: Tensor = out
+        return result
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -142,7 +162,8 @@ def observed_ring(group: dist.ProcessGroup, timeline: Timeline, *, zigzag: bool)
         sends[(rank + 1) % ranks], receives[(rank - 1) % ranks] = sent, received
         return Waiting(all_to_all_v(sends, receives, group=group, declared_bytes=sent.nbytes, tag=tag))
 
-    return Ring(ranks, rank, zigzag, shift)
+    _RINGS.append(Ring(ranks, rank, zigzag, shift, number=len(_RINGS)))
+    return _RINGS[-1]
 
 
 def attend_in_ring(ring: Ring, query: Tensor, key: Tensor, value: Tensor, *others: Any, **settings: Any) -> Tensor:

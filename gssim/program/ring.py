@@ -11,7 +11,8 @@ last shift brings them home: n of these. A rank thus sends
 p being its positions (Liu et al. 2023, arXiv:2310.01889). A block takes the n-th part of the attention's time on whole
 sequences and a rank's part of heads where the division is balanced, and else by its work: see
 `gssim.plan.context_blocks`. Of a layer's time the attention has the part of its FLOP, which alone grow with the square
-of the sequence. `gsreal.methods.ring_attention` does so; memory is that of its tensors, in order.
+of the sequence. `gsreal.methods.ring_attention` does so; memory is that of its tensors, in order. Selective
+recomputation keeps the output of all blocks together, and rotates nothing again.
 
 [Note: merging] Each block after the first is merged into the output by the logarithms of its sums, and its gradients
 are added to those of the blocks before: element by element, at the rate of the memory. Counted are the bytes that are

@@ -46,8 +46,9 @@ def reductions_in(layer: Layer, phase: str, recompute: Recompute) -> list[Reduct
     if phase != "r":
         return [reduction for reduction in layer.reductions if reduction.moment.phase == phase]
     first, last = rerun_positions(layer, recompute)
-    forward = (reduction for reduction in layer.reductions if reduction.moment.phase == "f")
-    return [reduction for reduction in forward if first <= reduction.moment.position <= last]
+    kept = layer.kept_positions(recompute) or ()  # an attention in a ring whose output is kept sends nothing again
+    again = (each for each in layer.reductions if each.kind != "ring" or each.moment.position not in kept)
+    return [each for each in again if each.moment.phase == "f" and first <= each.moment.position <= last]
 
 
 def sum_positions(layer: Layer, phase: str, recompute: Recompute) -> tuple[int, ...]:

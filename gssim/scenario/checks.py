@@ -988,8 +988,6 @@ def _check_ring(plan: Plan, policies: Policies, length: int, file: str) -> None:
             "allowed with plan.context_exchange = 'ring'"
         )
     where = f"{file}: plan.cp = {policies.cp}"
-    if plan.recompute not in ("none", "full"):
-        raise UserError(f"{where}: plan.recompute = '{plan.recompute}' cannot run yet with a ring; allowed: none, full")
     if policies.zigzag and length % (2 * policies.cp):
         raise UserError(
             f"{where}: workload.sequence_length = {length}: cannot be divided into {2 * policies.cp} equal parts, two "

@@ -75,7 +75,11 @@ def test_no_plan_on_gpus_whose_hosts_issue_ahead_is_better_than_its_bounds():
     ],
 )
 def test_no_plan_that_divides_sequences_or_experts_is_better_than_its_bounds(model, axis, plans):
-    changes = (f'workload.model="models/{model}.toml"', 'plan.method="ddp"', 'search.methods=["ddp", "zero1", "fsdp", "hsdp"]')
+    changes = (
+        f'workload.model="models/{model}.toml"',
+        'plan.method="ddp"',
+        'search.methods=["ddp", "zero1", "fsdp", "hsdp"]',
+    )
     loaded = load_scenario(ROOT / "scenarios/search-unequal-gpus.toml", [*SMALL, *changes, f"search.{axis}=[2, 4, 8]"])
     bounds, workers = Bounds(loaded.scenario), InThisProcess(loaded)
     every = list(candidates(loaded.scenario, loaded.scenario.search, Batches(bounds)))

@@ -51,6 +51,14 @@ ON = {
             [*SGD, *ZERO3, *RING, *small("llama"), "plan.cp=2", "plan.micro_batches=2"],
         ),
         "gpt-ring-zero3-sgd": ("small-demo.toml", [*SGD, *ZERO3, *RING, "plan.cp=2", "workload.global_batch_size=3"]),
+        "llama-ring-selective-zero3-sgd": (
+            "small-demo.toml",
+            [*SGD, *ZERO3, *RING, *small("llama"), "plan.cp=2", "plan.micro_batches=2", "plan.recompute=selective"],
+        ),
+        "gpt-plain-ring-second-zero2-sgd": (
+            "small-demo.toml",
+            [*SGD, "plan.method=zero2", *PLAIN, "plan.cp=2", "plan.recompute=every-second-product"],
+        ),
         "mixture-ring-ddp-sgd": ("moe-experts.toml", [*SGD, *DDP, *RING, *MIXTURE, "plan.cp=2"]),
         "mixture-ddp-sgd": ("moe-experts.toml", [*SGD, *DDP, *MIXTURE, "plan.cp=2"]),
         "bert-ring-ddp-adamw": (
@@ -91,13 +99,28 @@ ON = {
             "small-demo.toml",
             [*ADAMW64, *ZERO3, *PLAIN, "plan.cp=4", "plan.recompute=full"],
         ),
+        "gpt-ring-selective-cut-sgd": (
+            "small-demo.toml",
+            [*SGD, *DDP, *RING, "plan.cp=2", "plan.tp=2", "plan.sequence_parallel=true", "plan.recompute=selective"],
+        ),
+        "gpt-ring-selective-staged-sgd": (
+            "small-demo.toml",
+            [*SGD, *DDP, *RING, "plan.cp=2", "plan.pp=2", "plan.micro_batches=2", "plan.recompute=selective"],
+        ),
+        "gpt-ring-selective-zero3-adamw": (
+            "small-demo.toml",
+            [*ADAMW64, *ZERO3, *RING, "plan.cp=4", "plan.recompute=selective"],
+        ),
         "gpt-zero1-adamw": ("small-demo.toml", [*ADAMW64, "plan.method=zero1", "plan.cp=4"]),
         "gpt-ring-zero3-sgd": ("small-demo.toml", [*SGD, *ZERO3, *RING, "plan.cp=4"]),
     },
 }
 
 
-FEW = ("llama-selective-zero3-adamw", "mixture-ring-ddp-sgd", "gpt-ring-zero3-sgd")
+FEW = (
+    *("llama-selective-zero3-adamw", "mixture-ring-ddp-sgd", "gpt-ring-zero3-sgd"),
+    "llama-ring-selective-zero3-sgd",
+)
 """Cases on two ranks that are not slow: each exchange, model and method once; the last peaks in the attention."""
 GROUPS = {
     "2": (2, {name: case for name, case in ON[2].items() if name in FEW}),
