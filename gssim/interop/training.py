@@ -540,23 +540,13 @@ def _axes(
         return None
     if cp.value > 1:
         entries.append(Entry("plan.cp", cp.value, cp.origin))
-        entries += _context_exchange(training, keys, cp)
+        exchange = training.context_exchange or Value("ring", f"{cp.origin}: keys and values in a ring")
+        if exchange.value == "ring":
+            entries.append(Entry("plan.context_exchange", "ring", exchange.origin))
     ep = training.ep or one
     if ep.value > 1:
         entries.append(Entry("plan.ep", ep.value, ep.origin))
     return ranks, dp, tp, pp, entries
-
-
-def _context_exchange(training: Training, keys: Keys, cp: Value) -> list[Entry]:
-    """Return the entry of a ring, which other programs have by default; none for all-to-alls."""
-    exchange = training.context_exchange or Value("ring", f"{cp.origin}: keys and values in a ring")
-    if exchange.value == "all-to-all":
-        return []
-    if training.recompute is not None and training.recompute.value not in ("none", "full"):
-        name = cp.origin.partition(" = ")[0]
-        keys.note(name, "approximated: parts of sequences are exchanged for heads by all-to-alls, not passed in a ring")
-        return []
-    return [Entry("plan.context_exchange", "ring", exchange.origin)]
 
 
 def _method(training: Training, keys: Keys, dp: int, tp: int, pp: int, cp: int) -> list[Entry] | None:

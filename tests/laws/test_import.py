@@ -776,6 +776,16 @@ def test_torchtitan_shards_over_context_ranks(tmp_path, replicate, context, plan
     assert tables["workload"].get("reduce_precision") == (None if context == 1 and not by_option else "fp32")
 
 
+def test_torchtitans_context_parallelism_is_a_ring_beside_its_selective_recomputation_too(tmp_path):
+    text = TITAN.format(batch=16, replicate=1, shard=-1, reshard="default", mode="selective")
+    text = text.replace("[parallelism]", "[parallelism]\ncontext_parallel_degree = 2")
+    tables, _ = imported(
+        tmp_path, text.replace('mode = "selective"', 'mode = "selective"\nselective_ac_option = "op"'), name="t.toml"
+    )
+    plan = {"cp": 2, "context_exchange": "ring", "recompute": "every-second-product"}
+    assert {key: tables["plan"].get(key) for key in plan} == plan
+
+
 OLD_TITAN = """
 [optimizer]
 name = "AdamW"
