@@ -40,10 +40,8 @@ from gssim.scenario import Scenario
 from gssim.units import PRECISION_BYTES
 
 TOLERANCE_RATIO = 1e-3
-"""Largest difference between the replay's peak of requested bytes and the known one."""
-NEAR_RATIO = 0.99
-"""Where less of the peak is left without the middle, a replay without it is not tried; nor where it is higher, as some
-micro-batches free what the one before has gathered."""
+"""Largest difference between the peak of requested bytes without the middle and the known one: some micro-batches hold
+a tensor more, or free what the one before has gathered."""
 LATEST_FIRST = ("activations",)
 
 
@@ -67,10 +65,8 @@ def reservation(scenario: Scenario, program: Program, rank: int, *, known_bytes:
     expandable = scenario.cluster.type_of(rank).expandable_segments
     left_out = range(scenario.policies.pp + 2, scenario.plan.micro_batches - 2)
     without_bytes = program.once(_peak_without, role, left_out) if left_out else 0.0
-    if NEAR_RATIO * known_bytes <= without_bytes <= (1 + 2 * TOLERANCE_RATIO) * known_bytes:
-        peaks = program.once(_replay, role, expandable, None, left_out)
-        if abs(peaks.requested_bytes - known_bytes) <= TOLERANCE_RATIO * known_bytes:
-            return peaks
+    if abs(without_bytes - known_bytes) <= TOLERANCE_RATIO * known_bytes:
+        return program.once(_replay, role, expandable, None, left_out)
     return program.once(_replay, role, expandable, None)
 
 
