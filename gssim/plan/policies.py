@@ -357,12 +357,12 @@ def _refuse_divided_experts(plan: Plan, policies: Policies, file: str) -> None:
             f"{where}: cannot run yet with plan.zero1_implementation = 'deepspeed': its buffers of gradients of "
             "experts, which are reduced over fewer ranks, are not modelled; allowed: 'torch', 'megatron'"
         )
+    _refuse_expert_axes(plan, policies, file, replicated=replicated)
     if not replicated and policies.shards % policies.ep:
         raise UserError(
             f"{where}: experts are divided among the ranks that shard a replica, of which there are {policies.shards}; "
             "allowed: a divisor of these"
         )
-    _refuse_expert_axes(plan, policies, file, replicated=replicated)
     if policies.compress:
         raise UserError(
             f"{where}: gradients of experts cannot be compressed yet (plan.compress, or method 'half'); leave it out"

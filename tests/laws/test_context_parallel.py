@@ -203,7 +203,6 @@ def test_without_the_axis_nothing_changes():
         ({"method": "ddp", "context_exchange": "ring"}, 2, {"sequence_length": 62}, "into 4 equal parts"),
         ({"method": "ddp", "context_split": "plain"}, 2, {}, "all-to-alls exchange sequences in their order"),
         ({"method": "ddp", "cp": 1, "context_exchange": "ring"}, 2, {}, "no context-parallel ranks"),
-        ({"method": "ddp", "context_exchange": "ring", "recompute": "selective"}, 2, {}, "with a ring"),
         ({"method": "ddp", "context_exchange": "ring"}, 2, {"model": COMPOSED, "sequence_length": 24}, "as one kernel"),
     ],
     ids=str,

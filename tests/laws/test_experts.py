@@ -290,11 +290,11 @@ def test_uneven_loads_carry_as_many_bytes_and_wait_for_the_fullest_rank():
     [
         ({"method": "gs"}, "cannot run yet with method 'gs'"),
         ({"method": "zero1", "zero1_implementation": "deepspeed"}, r"plan\.zero1_implementation = 'deepspeed'"),
-        ({"method": "zero3", "dp_replicate": 2, "dp_shard": 2}, r"plan\.dp_replicate = 2 beside shards"),
+        ({"method": "zero3", "dp_replicate": 2, "dp_shard": 2, "ep": 4}, "shard a replica, of which there are 2"),
         ({"method": "zero3", "tp": 2}, r"plan\.tp = 2"),
         ({"method": "ddp", "cp": 2, "tp": 2}, r"plan\.cp = 2 beside plan\.tp = 2"),
         ({"method": "zero3", "cp": 2, "ep": 3}, r"parts of sequences \(plan\.cp\) in a row, of which there are 4"),
-        ({"method": "zero3", "dp_replicate": 2, "dp_shard": 1, "cp": 2}, r"plan\.dp_replicate = 2 beside shards"),
+        ({"method": "zero3", "dp_replicate": 4, "dp_shard": 1}, "shard a replica, of which there are 1"),
         ({"method": "zero3", "ep": 3}, "a divisor of these"),
         ({"method": "ddp", "ep": 1, "etp": 2}, r"plan\.etp = 2: no experts are divided \(plan\.ep = 1\)"),
     ],
@@ -303,6 +303,20 @@ def test_uneven_loads_carry_as_many_bytes_and_wait_for_the_fullest_rank():
 def test_what_cannot_run_is_refused(plan, message):
     with pytest.raises(UserError, match=message):
         scenario({"ep": 2} | plan)
+
+
+@pytest.mark.parametrize(
+    ("plan", "workload", "message"),
+    [
+        ({"method": "zero1"}, {"precision": "fp16", "loss_scale": 1024.0}, r"workload\.loss_scale = 1024.0 cannot"),
+        ({"method": "ddp"}, {"precision": "bf16", "reduce_precision": "fp32"}, r"workload\.reduce_precision = 'fp32'"),
+        ({"method": "zero1"}, {"precision": "bf16", "gradient_precision": "fp32"}, r"workload\.gradient_precision"),
+    ],
+    ids=str,
+)
+def test_precisions_that_experts_gradients_would_not_have_are_refused(plan, workload, message):
+    with pytest.raises(UserError, match=message):
+        scenario({"ep": 2} | plan, **workload)
 
 
 def test_models_of_one_length_are_refused_on_parts_of_sequences():
