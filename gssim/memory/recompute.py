@@ -154,7 +154,9 @@ def _input_of_block(layer: Layer, following: Sequence[Layer]) -> Buffer | None:
     size = layer.output_bytes
     if not following or not following[-1].is_recomputed or following[-1].output_bytes != size:
         return None
-    if any(_allocates_output(each) for each in following[:-1] if each.output_bytes == size):
+    # a layer between may pass on what it is given, as a dropout of probability zero, and allocate nothing of this size
+    as_large = [each for each in following[:-1] if each.output_bytes == size]
+    if any(buffer.born.phase == "f" and buffer.size_bytes == size for each in as_large for buffer in each.buffers):
         return None
     crossing = [
         buffer
@@ -163,11 +165,6 @@ def _input_of_block(layer: Layer, following: Sequence[Layer]) -> Buffer | None:
     ]
     output = max(crossing, key=lambda buffer: buffer.born.position, default=None)
     return output if output is not None and output.freed.layer_offset > 1 else None
-
-
-def _allocates_output(layer: Layer) -> bool:
-    """Return whether the forward allocates what the layer passes on: a dropout of probability zero does not."""
-    return any(buffer.born.phase == "f" and buffer.size_bytes == layer.output_bytes for buffer in layer.buffers)
 
 
 def _is_argument(buffer: Buffer, layer: Layer, following: Sequence[Layer]) -> bool:
