@@ -62,12 +62,25 @@ class Batches:
         elif rule == "throughput":
             wanted = replace(plan, shares=replace(plan.shares, batch="throughput"))
             yield rule, self.bounds.parts.batch_sizes(wanted, policies)
+        elif self._are_alike(policies) and self.total % (policies.data_ranks * plan.micro_batches) == 0:
+            yield "even", (self.total // policies.data_ranks,) * policies.data_ranks
         else:
             for ratio in USABLE_RATIOS:
                 for unit in dict.fromkeys((1, plan.micro_batches)):
                     sizes = self._fitted(plan, policies, ratio, unit)
                     if sizes is not None:
                         yield [size / self.total for size in sizes], sizes
+
+    def _are_alike(self, policies: Policies) -> bool:
+        """Return whether the parts of the batch are on the same types of device, one by one."""
+
+        def found() -> bool:
+            types: list[list[str]] = [[] for _ in range(policies.data_ranks)]
+            for rank in range(policies.ranks):
+                types[policies.data_rank(rank)].append(self.bounds.parts.names[rank])
+            return all(each == types[0] for each in types)
+
+        return self.bounds.parts.once(("alike parts", policies.mesh), found)
 
     def _fitted(self, plan: Plan, policies: Policies, ratio: float, unit: int) -> tuple[int, ...] | None:
         """Return batch sizes in multiples of `unit`, of at least one sample per micro-batch, that fit memory; None if
@@ -106,5 +119,4 @@ class Batches:
     def _room(self, plan: Plan, policies: Policies, ratio: float) -> list[int]:
         """Return the largest number of samples that fits the given fraction of each rank's memory."""
         key = ("rooms", policies, plan.shares.shards, plan.micro_batches, plan.recompute, plan.offload, ratio)
-        memory, ranks = self.bounds.memory, range(policies.ranks)
-        return self.bounds.parts.once(key, lambda: [memory.room(plan, policies, rank, ratio) for rank in ranks])
+        return self.bounds.parts.once(key, lambda: self.bounds.memory.rooms(plan, policies, ratio))

@@ -221,6 +221,35 @@ def test_settings_of_the_scenarios_own_method_are_kept():
     assert kept == {("ddp", None), ("powersgd", None), ("gs", "micro-batch")}
 
 
+def test_mixtures_whose_blocks_cannot_be_cut_are_searched_with_every_mesh():
+    """What has no bound is left out with its reason: slices in stages, experts beyond a replica's ranks."""
+    model = load_model(Path("tests/helpers/models/mixtral.toml"))
+    assert model.uncut_reason
+    workload = {"model": model, "sequence_length": 24, "global_batch_size": 8}
+    loaded = loaded_of(
+        scenario_of(
+            replace(star(4), devices=tuple(replace(each, host="one") for each in star(4).devices)),
+            {"method": "ddp"},
+            **workload,
+        )
+    )
+    space = {"methods": ("ddp", "zero3", "hsdp"), "ep": (1, 2, 4), "micro_batches": (1, 2), "recompute": ("none",)}
+    search = Search(loaded, SearchSpace(**space), 3)
+    workers = InThisProcess(loaded)
+    search.prepare()
+    search.run(workers)
+    bounds = Bounds(loaded.scenario)
+    every = list(candidates(loaded.scenario, SearchSpace(**space), Batches(bounds)))
+    answers = [workers.answer_of(each.plan) for each in every]
+    least_s = min(each.step_time_s for each in answers if not isinstance(each, UserError))
+    assert search.found().best[0].result.step_time_s == least_s
+    answered = [each for each, answer in zip(every, answers, strict=True) if not isinstance(answer, UserError)]
+    assert {each.plan.ep for each in answered} == {1, 2, 4}
+    reasons = " ".join(row["reason"] for row in search.counts.left_out.rows())
+    assert model.uncut_reason in reasons
+    assert "cannot divide the experts among the 2 of a replica" in reasons
+
+
 def test_of_plans_that_come_to_the_same_the_first_is_shown():
     even_in_numbers = {"method": "gs", "shares": {"shards": [0.5, 0.5]}}
     loaded = loaded_of(scenario_of(star(2), even_in_numbers))

@@ -1,6 +1,6 @@
 """Lower bounds of compute time: ranks alone at their devices' speed, and the fill and drain of pipelines."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -31,20 +31,15 @@ class ComputeBounds:
         """Return the least compute time of each rank; see [Note: bounds]."""
         if policies.partition == "weight-gradient" or plan.shares.replan:
             return [0.0] * policies.ranks
-        found: dict[Hashable, float] = {}
-        busy_s = []
-        for rank, samples in enumerate(sizes):
+        kinds = list(zip(self.parts.alike(policies), sizes, strict=True))
+        found: dict[tuple[int, int], float] = {}
+        for rank, samples in dict.fromkeys(kinds):
             part = self.parts.part(plan, policies, rank)
-            key = (part.key, self.parts.names[rank], samples)
-            if key not in found:
-                parts = splitting.split(samples, splitting.even(plan.micro_batches))
-                found[key] = sum(
-                    parts.count(size) * self.micro_batch_s(rank, size, plan.recompute, part)
-                    for size in set(parts)
-                    if size
-                )
-            busy_s.append(found[key])
-        return busy_s
+            parts = splitting.split(samples, splitting.even(plan.micro_batches))
+            found[rank, samples] = sum(
+                parts.count(size) * self.micro_batch_s(rank, size, plan.recompute, part) for size in set(parts) if size
+            )
+        return [found[kind] for kind in kinds]
 
     def micro_batch_s(self, rank: int, samples: int, recompute: Recompute, part: Part | None = None) -> float:
         """Return the time of one micro-batch, forward and backward, through (a part of) the model on a rank's device.

@@ -32,17 +32,30 @@ class MemoryBounds:
 
     def full_ratio(self, plan: Plan, policies: Policies, sizes: Sequence[int]) -> float:
         """Return the least fraction of memory used on the fullest device."""
-        kinds = {(self.parts.names[rank], n, self._owned(plan, policies, rank)): rank for rank, n in enumerate(sizes)}
-        if policies.pp > 1 or policies.slices == "shares" or policies.ep > 1:
-            kinds = {(self.parts.names[rank], n, float(rank)): rank for rank, n in enumerate(sizes)}
+        kinds = zip(self._kinds(plan, policies), sizes, strict=True)
         return max(
-            self.least_bytes(plan, policies, rank, samples=n) / self.parts.types[rank].memory_bytes
-            for (_, n, _), rank in kinds.items()
+            self._least_bytes_of(plan, policies, rank, self.parts.part(plan, policies, rank), owned, n)
+            / self.parts.types[rank].memory_bytes
+            for (rank, owned), n in dict.fromkeys(kinds)
         )
 
-    def room(self, plan: Plan, policies: Policies, rank: int, ratio: float) -> int:
-        """Return the largest number of samples that fits a fraction of a rank's memory."""
-        part, owned = self.parts.part(plan, policies, rank), self._owned(plan, policies, rank)
+    def rooms(self, plan: Plan, policies: Policies, ratio: float) -> list[int]:
+        """Return the largest number of samples of each rank that fits a fraction of its memory."""
+        kinds = self._kinds(plan, policies)
+        found = {kind: self._room(plan, policies, *kind, ratio) for kind in set(kinds)}
+        return [found[kind] for kind in kinds]
+
+    def _kinds(self, plan: Plan, policies: Policies) -> list[tuple[int, float]]:
+        """Return for each rank one with the same part of the model, and the elements that it updates itself."""
+        alike = self.parts.alike(policies)
+        if policies.pp > 1 or policies.ep > 1:  # of these no more is known
+            owned = {rank: self._owned(plan, policies, rank) for rank in set(alike)}
+            return [(rank, owned[rank]) for rank in alike]
+        return [(first, self._owned(plan, policies, rank)) for rank, first in enumerate(alike)]
+
+    def _room(self, plan: Plan, policies: Policies, rank: int, owned: float, ratio: float) -> int:
+        """Return the largest number of samples that fits a fraction of a rank's memory; `owned`: what it updates."""
+        part = self.parts.part(plan, policies, rank)
         memory = (policies.parameters, policies.gradients, policies.gradient_sync, part.key, owned, plan.offload)
         key = ("room", self.parts.names[rank], memory, plan.micro_batches, plan.recompute, ratio)
         room = ratio * self.parts.types[rank].memory_bytes
@@ -52,11 +65,6 @@ class MemoryBounds:
 
         total = self.parts.workload.global_batch_size
         return self.parts.once(key, lambda: bisect_left(range(total + 1), True, lo=1, key=too_many) - 1)
-
-    def least_bytes(self, plan: Plan, policies: Policies, rank: int, *, samples: int) -> float:
-        """Return the least memory of a rank with so many samples, including memory outside the allocator."""
-        part, owned = self.parts.part(plan, policies, rank), self._owned(plan, policies, rank)
-        return self._least_bytes_of(plan, policies, rank, part, owned, samples)
 
     def _least_bytes_of(
         self, plan: Plan, policies: Policies, rank: int, part: Part, owned: float, samples: int
@@ -78,7 +86,7 @@ class MemoryBounds:
         """Return the least fraction of memory used on the fullest device of a pipeline; 0 where it is not known.
 
         A rank holds the activations of all micro-batches in flight while one of them goes forward or backward, and
-        from its first backward on the gradients that it adds up. `least_bytes`, by which batches are split, counts
+        from its first backward on the gradients that it adds up. `full_ratio`, by which batches are split, counts
         neither.
         """
         if policies.pp == 1 or not has_equal_slices(policies):

@@ -84,6 +84,9 @@ class ModelParts:
 
     def part(self, plan: Plan, policies: Policies, rank: int) -> Part:
         """Return the part of a rank; raise UserError where the model cannot be cut so."""
+        if policies.tp > 1 and policies.ep == 1:
+            self._check_slices(policies.tp)
+        self._check_expert_parts(policies)
         if policies.pp > 1:
             place = policies.mesh.place(rank).pp
             own_key = (
@@ -111,6 +114,21 @@ class ModelParts:
         divided = divided_vocabulary(plan, self.value)
         key = ("slice", parts, position, positions, divided, again)
         return self.once(key, lambda: self._new_slice(key, parts, position, positions, divided, again))
+
+    def alike(self, policies: Policies) -> tuple[int, ...]:
+        """Return for each rank the first that has the same part of the model, on the same type of device."""
+
+        def found() -> tuple[int, ...]:
+            mesh, first = policies.mesh, dict[Hashable, int]()
+            for rank in range(policies.ranks):
+                slice_of = rank % mesh.tp if policies.slices == "shares" else 0
+                experts = mesh.expert_position(rank) if policies.ep > 1 else 0
+                kinds.append((self.names[rank], mesh.place(rank).pp, slice_of, experts))
+                first.setdefault(kinds[-1], rank)
+            return tuple(first[kind] for kind in kinds)
+
+        kinds: list[Hashable] = []
+        return self.once(("alike", policies.mesh, policies.slices), found)
 
     def _stage_part(self, plan: Plan, policies: Policies, place: int) -> Part:
         stages = self.stages(plan, policies)[place :: policies.pp]
@@ -142,7 +160,6 @@ class ModelParts:
         if not self.model.context_layers:
             raise UserError("the model is not traced on parts of sequences")
         if policies.tp > 1:
-            self._check_slices(policies.tp)
             self._check_context(self.model.sequence_layers if policies.sequence_parallel else self.model.sliced_layers)
         layers = unrolled(held_slice(self.with_plan(plan), 0))
         positions = sequence_positions(policies, self.workload)
@@ -151,7 +168,8 @@ class ModelParts:
     def _check_slices(self, ranks: int) -> None:
         """Raise UserError where the model's blocks cannot be cut among so many ranks."""
         if not self.model.sliced_layers:
-            raise UserError("the model does not say how its blocks are cut")
+            why = f": {self.model.uncut_reason}" if self.model.uncut_reason else ""
+            raise UserError(f"the model does not say how its blocks are cut{why}")
         if any(layer.units and layer.units < ranks for layer in self.model.sliced_layers):
             raise UserError("there are fewer units than ranks")
 
@@ -161,7 +179,9 @@ class ModelParts:
             raise UserError(f"the model {why}")
 
     def _check_expert_parts(self, policies: Policies) -> None:
-        """Raise UserError where layers with divided experts would run on parts of sequences, and are not known so."""
+        """Raise UserError where ranks cannot divide experts so, or these are not known on parts of sequences."""
+        if policies.gradients == "reduce-scatter" and policies.shards % policies.ep:
+            raise UserError(f"{policies.ep} ranks cannot divide the experts among the {policies.shards} of a replica")
         if policies.ep == 1 or policies.cp == 1:
             return
         if not self.model.context_layers:
@@ -171,7 +191,6 @@ class ModelParts:
     def _new_experts(self, key: Hashable, policies: Policies, position: int) -> Part:
         if not self.model.expert_layers:
             raise UserError("the model has no layers with divided experts")
-        self._check_expert_parts(policies)
         positions = sequence_positions(policies, self.workload) if policies.cp > 1 else None
         layers = layers_with_experts(self.workload, policies, position)
         return Part(key, layers, tuple(instance.layer for instance in self.layers), positions=positions)
@@ -191,7 +210,6 @@ class ModelParts:
         vocabulary: DividedVocabulary | None,
         gathers_again: bool,
     ) -> Part:
-        self._check_slices(len(parts))
         held = model_slice(
             self.model, parts, position, positions=positions, vocabulary=vocabulary, gathers_again=gathers_again
         )
@@ -203,8 +221,8 @@ class ModelParts:
 
         def cut() -> tuple[tuple[tuple[LayerInstance, ...], ...], str | None]:
             cut = self.with_plan(plan)
-            self._check_expert_parts(policies)
-            return cut.stages, stage_cut_error(self.layers, cut.stage_ranges)
+            ranges = cut.stage_ranges
+            return cut.stages, self.once(("cut", ranges), lambda: stage_cut_error(self.layers, ranges))
 
         stages, reason = self.once(self._cut_key(plan, policies), cut)
         if reason:
