@@ -295,6 +295,14 @@ def _own_or_one(own: int) -> tuple[int, ...]:
     return (1, own) if own > 1 else (1,)
 
 
+def _expert_ranks(scenario: Scenario) -> tuple[int, ...]:
+    """Return among how many ranks experts are divided where the user names no numbers: those of a host, besides."""
+    hosts = Counter(device.host for device in scenario.cluster.devices)
+    divisible = any(layer.experts_per_token for layer in scenario.workload.model.expert_layers)
+    of_host = (max(hosts.values()),) if divisible else ()
+    return tuple(dict.fromkeys((*_own_or_one(scenario.plan.ep), *of_host)))
+
+
 def _data_axes(method: str, data: int, cp: int, tp: int, pp: int) -> Iterator[Axes]:
     """Yield the meshes of a method with `data` parts of the batch, and other groups of the given sizes."""
     inner_sizes = [size for size in _divisors(data) if 1 < size < data]
@@ -341,7 +349,7 @@ def _plans_of_mesh(
     most = min(max(1, total // parts), MAX_MICRO_BATCHES)
     powers_of_two = [1 << power for power in range(most.bit_length())]
     alike = axes.parts * axes.cp  # ranks that hold the same part of the model
-    eps = _sizes(space.ep or _own_or_one(scenario.plan.ep), alike, alike)
+    eps = _sizes(space.ep or _expert_ranks(scenario), alike, alike)
     micro_batch_counts = powers_of_two if space.micro_batches is None else space.micro_batches
     for ep, ways, micro_batches in product(eps, _ways_of_axes(scenario, space, axes), micro_batch_counts):
         base = {"method": method, **mesh, "micro_batches": micro_batches} | ({"ep": ep} if ep > 1 else {}) | ways

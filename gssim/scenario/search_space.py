@@ -30,7 +30,8 @@ class SearchSpace:
     cp: Choice | None = None
     """Context-parallel sizes. Absent: 1, and that of the scenario's plan."""
     ep: Choice | None = None
-    """Numbers of ranks among which experts are divided. Absent: 1, and that of the scenario's plan."""
+    """Numbers of ranks among which experts are divided. Absent: 1, that of the scenario's plan and, of a model with
+    experts that can be divided, as many as a host has."""
     sequence_parallel: Annotated[tuple[bool, ...], Field(min_length=1)] | None = None
     """Whether tensor-parallel ranks divide sequences where blocks are not cut (`plan.sequence_parallel`); both where
     both are listed. Absent: as in the scenario's plan."""

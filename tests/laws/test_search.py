@@ -233,7 +233,10 @@ def test_mixtures_whose_blocks_cannot_be_cut_are_searched_with_every_mesh():
             **workload,
         )
     )
-    space = {"methods": ("ddp", "zero3", "hsdp"), "ep": (1, 2, 4), "micro_batches": (1, 2), "recompute": ("none",)}
+    space = {"methods": ("ddp", "zero3", "hsdp"), "micro_batches": (1, 2), "recompute": ("none",)}
+    usual = candidates(loaded.scenario, SearchSpace(**space), Batches(Bounds(loaded.scenario)))
+    assert {each.plan.ep for each in usual} == {1, 4}  # those of the host
+    space["ep"] = (1, 2, 4)
     search = Search(loaded, SearchSpace(**space), 3)
     workers = InThisProcess(loaded)
     search.prepare()
