@@ -530,8 +530,9 @@ class Lowering:
 
     @cached_property
     def reduce_precision(self) -> Precision:
-        """Precision in which gradients are reduced over replicas or shards."""
-        return reduce_precision(self.scenario.workload)
+        """Precision of messages in which gradients are reduced over replicas or shards; pushed ones are never cast."""
+        workload = self.scenario.workload
+        return workload.precision if self.policies.gradients == "push" else reduce_precision(workload)
 
     @cached_property
     def reduces_cast_gradients(self) -> bool:

@@ -9,7 +9,7 @@ from gssim.plan.encodings import MOST_INDEXED, coo_range_error
 from gssim.plan.pipeline_schedule import refuse
 from gssim.plan.policies import refuse_what_cannot_run
 from gssim.scenario.context_slices import fused_attention, uncombined_reason
-from gssim.scenario.device_rates import layer_profile
+from gssim.scenario.device_rates import has_master_copy, layer_profile
 from gssim.scenario.expert_load import layer_rows
 from gssim.scenario.scenario import Scenario
 from gssim.scenario.stages import schedule_of, stage_cut_error, tied_parameters
@@ -294,9 +294,11 @@ def _check_reduction(scenario: Scenario, policies: Policies, file: str) -> None:
         return
     where = f"{file}: workload.reduce_precision = '{workload.reduce_precision}'"
     if policies.gradients == "push":
+        if workload.reduce_precision == "fp32" and has_master_copy(workload):
+            return  # as owners sum them anyway
         raise UserError(
-            f"{where}: method '{plan.method}' pushes gradients in workload.precision, and owners sum them in fp32 "
-            "anyway; leave it out"
+            f"{where}: method '{plan.method}' pushes gradients in workload.precision, and owners sum them in that of "
+            f"the optimizer; allowed: '{'fp32' if has_master_copy(workload) else workload.precision}', or leave it out"
         )
     if policies.gradients not in ("all-reduce", "reduce-scatter"):
         raise UserError(f"{where}: method '{plan.method}' reduces no gradients over replicas; leave it out")

@@ -104,7 +104,7 @@ def canonical(scenario: ScenarioParts, shared: Shared) -> dict[str, Any]:
     workload, plan, policies, cluster = scenario.workload, scenario.plan, scenario.policies, scenario.cluster
     ranks, model = policies.ranks, workload.model
     unasked = {"model", "gradients", "data"}
-    if workload.reduce_precision == workload.precision:  # what an absent key says too
+    if workload.reduce_precision == workload.precision or policies.gradients == "push":  # what an absent key says too
         unasked.add("reduce_precision")
     shares: dict[str, Any] = {"batch": scenario.batch_sizes, "shards": scenario.shard_shares}
     if policies.partition == "weight-gradient":

@@ -142,7 +142,8 @@ class Workload:
     fp32 (predicted only)."""
     reduce_precision: Precision | None = None
     """Precision in which gradients are reduced over replicas or shards; absent: `precision`. FSDP2's `reduce_dtype`;
-    DistributedDataParallel casts each bucket to a copy in it, sums that, and casts it back into the bucket."""
+    DistributedDataParallel casts each bucket to a copy in it, sums that, and casts it back into the bucket. Gradient
+    Sharding pushes in `precision`, and its owners sum in that of the optimizer: there `fp32` changes nothing."""
     autocast: Literal["bf16", "fp16"] | None = None
     """Automatic mixed precision (torch.autocast): matrix products and attention of the forward, and so of the backward,
     run in it; parameters, gradients and messages stay in `precision`, which must be fp32. With `fp16` set `loss_scale`

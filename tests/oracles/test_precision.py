@@ -172,6 +172,15 @@ def test_a_reduction_in_the_workloads_precision_is_the_same_scenario():
     assert gathers == [e for e in simulate(loaded_of(plain)).result.collectives if e.kind == "all-gather"]
 
 
+@pytest.mark.parametrize("method", ["gs", "gs_z3", "gs_hier"])
+def test_owners_sum_in_fp32_whether_or_not_that_is_asked_for(method):
+    plain, said = (tiny(method, "bf16", reduce_precision=each) for each in (None, "fp32"))
+    assert plain.scenario_id == said.scenario_id
+    assert simulate(loaded_of(plain)).result.collectives == simulate(loaded_of(said)).result.collectives
+    with pytest.raises(UserError, match=r"allowed: 'fp32', or leave it out"):
+        tiny(method, "bf16", reduce_precision="fp16")
+
+
 @pytest.mark.parametrize(
     ("method", "plan", "reason"),
     [
