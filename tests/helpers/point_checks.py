@@ -148,7 +148,8 @@ def _gradient_bytes(scenario: Scenario, result: Result) -> Iterator[str]:
         return
     model, mesh = workload.model, policies.mesh
     # a pipeline sums the gradients of parameters that stages share in the precision in which they are
-    value = PRECISION_BYTES[policies.compress or workload.reduce_precision or workload.precision]
+    reduced = None if policies.gradients == "push" else workload.reduce_precision
+    value = PRECISION_BYTES[policies.compress or reduced or workload.precision]
     times = plan.micro_batches if policies.gradient_sync == "micro-batch" else 1
     of_axes = {"dp_replicate": ("dp_replicate", "cp"), "dp_shard": ("dp_shard", "cp")}
     if policies.gradients in ("reduce-scatter", "push"):  # ranks that divide sequences divide the shards too
