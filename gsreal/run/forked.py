@@ -82,7 +82,7 @@ class Forked:
 
 def _run(act: Callable[[], object], log: Path) -> NoReturn:
     """Do `act` in the new process: none of its parent's handlers and `finally` clauses runs here."""
-    code = 1
+    code, has_begun = 1, False
     try:
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
@@ -94,12 +94,15 @@ def _run(act: Callable[[], object], log: Path) -> NoReturn:
         for descriptor, standard in ((nothing, 0), (output, 1), (output, 2)):
             os.dup2(descriptor, standard)
         sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
+        has_begun = True
         act()
         code = 0
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    except BaseException:
-        traceback.print_exc()
+    except BaseException as error:
+        # a launcher that is interrupted meanwhile has removed the log's folder, and says so itself
+        if has_begun or not isinstance(error, (FileNotFoundError, KeyboardInterrupt)):
+            traceback.print_exc()
     finally:
         try:
             sys.stdout.flush()

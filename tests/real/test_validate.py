@@ -228,6 +228,18 @@ def test_a_forked_process_reports_its_end_and_runs_nothing_of_its_parent(tmp_pat
     assert endless.wait() == -signal.SIGKILL
 
 
+def test_a_forked_process_whose_launcher_has_gone_ends_without_a_word(tmp_path, monkeypatch, capfd):
+    """An interrupted launcher removes the folder of the logs, at times before the new process has opened its own."""
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("threading.active_count", lambda: 1)
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    monkeypatch.setattr("os.setsid", lambda: shutil.rmtree(folder))  # the last that it does before
+    assert Forked(lambda: None, folder / "log.txt").wait() == 1
+    assert capfd.readouterr() == ("", "")
+
+
 def test_ranks_are_not_forked_from_a_process_that_would_make_them_otherwise(monkeypatch):
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
