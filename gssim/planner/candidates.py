@@ -339,7 +339,8 @@ def _plans_of_mesh(
         if METHODS[method].is_gradient_sharding
         else ["even"]
     )
-    even_rules = _rules_like_even(scenario, axes, shards) if "even" in shards else set()
+    whole = METHODS[method].slices != "shares"  # else rules size the slices of tensor ranks
+    even_rules = _rules_like_even(scenario, axes, shards) if "even" in shards and whole else set()
     rules = space.batch if parts > 1 else ("even",)
     pushes: list[dict[str, Any]] = [{}]  # as the scenario says, and with thresholds where their effect is bounded
     if METHODS[method].gradients == "push" and space.searches_thresholds:

@@ -221,6 +221,17 @@ def test_settings_of_the_scenarios_own_method_are_kept():
     assert kept == {("ddp", None), ("powersgd", None), ("gs", "micro-batch")}
 
 
+def test_slices_of_any_size_are_searched_by_every_rule_that_they_have():
+    types = {"fast": device_type(), "slow": device_type(peak_flop_per_s={"fp32": 4e8})}
+    apart = star(2, types=types, type_names=["fast", "slow"])
+    cluster = replace(apart, devices=tuple(replace(each, host="one") for each in apart.devices))
+    model = load_model(Path("scenarios/models/gpt-byte-150k.toml"))
+    scenario = scenario_of(cluster, {"method": "ddp"}, model=model, sequence_length=16, global_batch_size=4)
+    space = SearchSpace(methods=("gs_tp",), recompute=("none",), micro_batches=(1,))
+    plans = [each.plan for each in candidates(scenario, space, Batches(Bounds(scenario)))]
+    assert {each.shares.shards for each in plans if each.method == "gs_tp"} == {"even", "compute"}
+
+
 def test_mixtures_whose_blocks_cannot_be_cut_are_searched_with_every_mesh():
     """What has no bound is left out with its reason: slices in stages, experts beyond a replica's ranks."""
     model = load_model(Path("tests/helpers/models/mixtral.toml"))

@@ -119,7 +119,7 @@ class ModelParts:
         """Return for each rank the first that has the same part of the model, on the same type of device."""
 
         def found() -> tuple[int, ...]:
-            mesh, first = policies.mesh, dict[Hashable, int]()
+            mesh, kinds, first = policies.mesh, list[Hashable](), dict[Hashable, int]()
             for rank in range(policies.ranks):
                 slice_of = rank % mesh.tp if policies.slices == "shares" else 0
                 experts = mesh.expert_position(rank) if policies.ep > 1 else 0
@@ -127,7 +127,6 @@ class ModelParts:
                 first.setdefault(kinds[-1], rank)
             return tuple(first[kind] for kind in kinds)
 
-        kinds: list[Hashable] = []
         return self.once(("alike", policies.mesh, policies.slices), found)
 
     def _stage_part(self, plan: Plan, policies: Policies, place: int) -> Part:
