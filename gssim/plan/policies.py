@@ -350,7 +350,7 @@ def _refuse_divided_experts(plan: Plan, policies: Policies, file: str) -> None:
     if policies.sync_every_steps or (not replicated and policies.gradients != "reduce-scatter"):
         raise UserError(
             f"{where}: cannot run yet with method '{plan.method}'; allowed today: methods that all-reduce or "
-            "reduce-scatter gradients (ddp, zero1, zero2, zero3, fsdp)"
+            "reduce-scatter gradients (ddp, zero1, zero2, zero3, fsdp, hsdp)"
         )
     if plan.zero1_implementation == "deepspeed":
         raise UserError(
