@@ -132,8 +132,10 @@ def browser(folder: Path) -> Iterator[Browser]:
         os.dup2(high[1], 4)
 
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", f"--user-data-dir={folder}"]
+    # Chromium drops clicks and keys, but no movement, until it has shown the first frame of a page.
+    options += ["--allow-pre-commit-input", "--no-first-run", "--disable-dev-shm-usage"]
     process = subprocess.Popen(
-        [path, *options, "--no-first-run", "--disable-dev-shm-usage", "about:blank"],
+        [path, *options, "about:blank"],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
