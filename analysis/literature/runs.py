@@ -91,6 +91,9 @@ class Shape:
     """Whether linear layers of a `gpt` have a bias."""
     gated: bool = False
     """Whether the perceptron of a `gpt` is gated (SwiGLU), with its two first maps in one product."""
+    rectified: bool = False
+    """Whether the activation of a `gpt` is ReLU, whose backward needs its output alone; else GELU, which needs its
+    input."""
 
     @property
     def ties(self) -> bool:

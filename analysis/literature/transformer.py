@@ -167,14 +167,14 @@ class TransformerBuilder(OperationBuilder):
             self.norm("map_norm", "attended"),
             self.linear("up", "map_norm", h, (1 + self.shape.gated) * ffn, by_rows=False),
             Operation(
-                name="gelu",
+                name="activation",
                 reads=("up",),
                 output=self.token_bytes(ffn),
                 streamed=self.token_bytes((2 + self.shape.gated) * ffn),
                 backward_streamed=self.token_bytes((3 + 2 * self.shape.gated) * ffn),
-                saves=("up",),
+                saves=("activation",) if self.shape.rectified else ("up",),
             ),
-            self.linear("down", "gelu", ffn, h, by_rows=True),
+            self.linear("down", "activation", ffn, h, by_rows=True),
             self.add("mapped", ("down", "attended"), last=True),
         )
 

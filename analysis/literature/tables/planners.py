@@ -145,16 +145,21 @@ SAILOR_SEQUENCE = 2048
 SAILOR_RECOMPUTED = ("mit",)
 """Clusters, of GPUs with little memory, on which blocks are recomputed."""
 SAILOR_MODELS = {
-    "OPT-350": gpt(layers=24, hidden=1024, heads=16, vocabulary=50272, sequence_length=SAILOR_SEQUENCE),
+    "OPT-350": replace(
+        gpt(layers=24, hidden=1024, heads=16, vocabulary=50272, sequence_length=SAILOR_SEQUENCE), rectified=True
+    ),
     "GPT-Neo-2.7": gpt(layers=32, hidden=2560, heads=20, vocabulary=50257, sequence_length=SAILOR_SEQUENCE),
-    "OPT-30": gpt(layers=48, hidden=7168, heads=56, vocabulary=50272, sequence_length=SAILOR_SEQUENCE),
+    "OPT-30": replace(
+        gpt(layers=48, hidden=7168, heads=56, vocabulary=50272, sequence_length=SAILOR_SEQUENCE), rectified=True
+    ),
     "LLAMA-3-8": Shape(
         kind="llama", layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocabulary=128256,
         sequence_length=SAILOR_SEQUENCE,
     ),
 }  # fmt: skip
 """Zhang et al. 2022, OPT, table 1; EleutherAI's GPT-Neo 2.7B; Llama 3 8B. Sequences and widths agree with Sailor's own
-tables of layers, where vocabularies are padded as Megatron does."""
+tables of layers, where vocabularies are padded as Megatron does. OPT's activation is ReLU (Sailor's Megatron-DeepSpeed,
+megatron/model/opt_model.py)."""
 
 
 def sailor(record: Mapping[str, str], identity: str) -> Run:
