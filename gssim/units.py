@@ -79,6 +79,21 @@ def distinct(numbers: Numbers) -> Numbers:
     return np.unique(numbers, return_index=True)[0]
 
 
+def kinds_of_rows(rows: NDArray[Any]) -> tuple[Ints, Ints]:
+    """Return the kind of each row, equal for equal rows and numbered as they come, and the first row of each kind.
+
+    `np.unique` with an axis sorts rows, which takes ten times as long for a thousand of them.
+
+    >>> kinds_of_rows(np.array([[5, 1], [2, 1], [5, 1]]))
+    (array([0, 1, 0]), array([0, 1]))
+    """
+    whole = np.ascontiguousarray(rows + 0)  # where zeros have no sign
+    numbers: dict[bytes, int] = {}
+    as_bytes = whole.view(f"V{whole.itemsize * whole.shape[1]}").ravel().tolist()
+    kinds = np.array([numbers.setdefault(each, len(numbers)) for each in as_bytes], dtype=np.int64)
+    return kinds, np.unique(kinds, return_index=True)[1]
+
+
 _QUANTITY = re.compile(r"^\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,3})?)\s*([A-Za-z/]+)\s*$")
 _MOST = 10**15
 """Largest count: derived numbers still fit into 64 bits."""

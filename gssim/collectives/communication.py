@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from gssim.collectives.stage import Hops, Members
-from gssim.units import Floats, Ints
+from gssim.units import Floats, Ints, kinds_of_rows
 
 
 class Pairs(Sequence[tuple[float, ...]]):
@@ -126,10 +126,9 @@ class Pairs(Sequence[tuple[float, ...]]):
             return tuple(by_column)
         rows, kinds = self.arrays
         runs = np.cumsum(np.r_[0, kinds[1:] != kinds[:-1]])
-        columns = np.column_stack([runs, rows.T])
-        _, first, like = np.unique(columns, axis=0, return_index=True, return_inverse=True)
+        like, first = kinds_of_rows(np.column_stack([runs, rows.T]))
         sums = _sums_without(lambda some: rows[:, some][kinds].T, first, len(kinds))
-        return tuple(sums[like.ravel()].tolist())
+        return tuple(sums[like].tolist())
 
     @property
     def _received_by_column(self) -> Floats:

@@ -21,7 +21,7 @@ from gssim.engine.symmetry import Classes, Groups, RankClass, classes_of, repeat
 from gssim.execution.cache import Same, Shared
 from gssim.network import Network, Router, codes
 from gssim.program import Program
-from gssim.units import Ints
+from gssim.units import Ints, kinds_of_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -333,6 +333,4 @@ def _session_classes(stage: Stage, groups: int, network: Network, router: Router
     sessions = np.sort(network.folded.colours[id(stage.hops), stage.coupled].reshape(groups, -1), axis=1)
     on = router.bundle(stage.hops) if stage.coupled else router.of(stage.hops)
     late = codes(on.latency_s).reshape(groups, -1)
-    rows = np.column_stack([sessions, late])
-    _, first, index = np.unique(rows, axis=0, return_index=True, return_inverse=True)
-    return np.argsort(np.argsort(first, kind="stable"), kind="stable")[index.ravel()]  # the first group's is 0
+    return kinds_of_rows(np.column_stack([sessions, late]))[0]  # the first group's is 0

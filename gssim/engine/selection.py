@@ -23,7 +23,7 @@ from gssim.engine.host import Load
 from gssim.errors import UserError
 from gssim.execution.cache import Same, Shared
 from gssim.network import Network, Pace, Router, notices_queue
-from gssim.units import Floats, Ints, distinct
+from gssim.units import Floats, Ints, distinct, kinds_of_rows
 
 NCCL_ALGORITHMS = {"ring": "ring", "tree": "double-tree", "nvls": "in-switch"}
 """Names of this package's algorithms by NCCL's names."""
@@ -260,8 +260,7 @@ class Scheduler:
         ranks = np.array(groups, dtype=np.int64)
         hosts = self.hosts[ranks]
         first_on_host = (hosts[:, :, None] == hosts[:, None, :]).argmax(axis=2)
-        _, first, spread = np.unique(first_on_host, axis=0, return_index=True, return_inverse=True)
-        spread = spread.ravel()
+        spread, first = kinds_of_rows(first_on_host)
         found: list[object] = [None] * len(groups)
         for number, representative in enumerate(first.tolist()):
             which = np.flatnonzero(spread == number)

@@ -14,7 +14,7 @@ import numpy as np
 
 from gssim.cluster import Cluster, DeviceType, contention_groups, has_contention
 from gssim.program import Program
-from gssim.units import Ints, distinct
+from gssim.units import Ints, distinct, kinds_of_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,8 +98,7 @@ def repeated_groups(program: Program) -> list[Groups]:
 
 def _group_classes(colour: Ints, members: Ints, kind: Ints) -> Ints:
     """Return a number for each group (a row of members): equal where its members' colours and its kind are."""
-    rows = np.column_stack([kind, colour[members]])
-    return np.asarray(np.unique(rows, axis=0, return_inverse=True)[1], dtype=np.int64).ravel()
+    return kinds_of_rows(np.column_stack([kind, colour[members]]))[0]
 
 
 def _rank_classes(names: Sequence[str], colours: Ints, hosts: Ints) -> tuple[RankClass, ...]:

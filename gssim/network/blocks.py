@@ -21,7 +21,7 @@ from gssim.collectives import summed
 from gssim.errors import UserError
 from gssim.network import bundles
 from gssim.network.bundles import Steps, adjacency, runs, searched
-from gssim.units import Bools, Floats, Ints, distinct
+from gssim.units import Bools, Floats, Ints, distinct, kinds_of_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,8 +188,8 @@ def latencies_beyond_s(
         for ends, others, column in ((crossing.source, crossing.target, 1), (crossing.target, crossing.source, 2)):
             inside = is_simple[ends] & ~is_lower[others]
             place[own[ends[inside]], column] = crossing.took_s[inside]
-    classes, first, class_of = np.unique(place, axis=0, return_index=True, return_inverse=True)
-    class_of = class_of.ravel()
+    class_of, first = kinds_of_rows(place)
+    classes = place[first]
     some = np.arange(len(first))
     source, target = np.nonzero(some[:, None] != some)
     latency_s = np.zeros((len(first), len(first)))

@@ -18,7 +18,7 @@ from gssim.result import Collective, LinkUse, merge_collectives
 from gssim.result import RankClass as RankOutcome
 from gssim.scenario import Scenario
 from gssim.simulation.footprint import SIZE_DIGITS, MemoryFootprint
-from gssim.units import Floats, Ints
+from gssim.units import Floats, Ints, kinds_of_rows
 
 WAITING_PHASES = ("exposed_communication", "idle")
 """Phases in which a device takes its idle power; in all others it takes its busy power."""
@@ -167,9 +167,9 @@ def _equal_members(
         if (rows == rows[0]).all():
             yield rank_class, rank_class.members
             continue
-        group = np.unique(rows, axis=0, return_inverse=True)[1].ravel()
-        for kind in dict.fromkeys(group.tolist()):
-            yield rank_class, rank_class.members[group == kind]
+        kinds, first = kinds_of_rows(rows)
+        for kind in range(len(first)):
+            yield rank_class, rank_class.members[kinds == kind]
 
 
 def rank_classes(
