@@ -1,6 +1,14 @@
-"""Run the command line of `analysis`: `python -m analysis COMMAND`."""
+"""The commands of `analysis`: `python -m analysis COMMAND`."""
 
-from analysis.cli import main
+
+def main() -> None:
+    """Run the command line; interrupted while its modules are imported, exit as after any interrupt."""
+    try:
+        from analysis.cli import main as run
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    run()
+
 
 if __name__ == "__main__":
     main()

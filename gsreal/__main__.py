@@ -1,6 +1,14 @@
-"""`python -m gsreal`: the real backend's commands."""
+"""The commands of the real backend: `gsreal`, or `python -m gsreal`."""
 
-from gsreal.cli import main
+
+def main() -> None:
+    """Run the command line; interrupted while its modules are imported, exit as after any interrupt."""
+    try:
+        from gsreal.cli import main as run
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    run()
+
 
 if __name__ == "__main__":
     main()

@@ -1,6 +1,14 @@
-"""`python -m gssim`: the simulator's commands."""
+"""The commands of the simulator: `gssim`, or `python -m gssim`."""
 
-from gssim.cli import main
+
+def main() -> None:
+    """Run the command line; interrupted while its modules are imported, exit as after any interrupt."""
+    try:
+        from gssim.cli import main as run
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    run()
+
 
 if __name__ == "__main__":
     main()

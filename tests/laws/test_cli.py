@@ -113,3 +113,16 @@ def test_every_method_answers(gssim, tmp_path, method):
     code, out, err = gssim("run", write_files(tmp_path, scenario=SCENARIO_TOML.replace("ddp", method)), "--json")
     assert (code, err) == (0, "")
     assert json.loads(out)["step_time_s"] > 0
+
+
+@pytest.mark.parametrize("package", ["gssim", "gsreal", "analysis"])
+def test_an_interrupt_while_modules_are_imported_ends_without_a_traceback(package):
+    code = f"""import runpy, sys
+class Interrupting:
+    def find_spec(self, name, *_):
+        if name == "{package}.cli":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupting())
+runpy.run_module("{package}", run_name="__main__")"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
