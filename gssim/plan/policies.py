@@ -358,9 +358,10 @@ def _refuse_divided_experts(plan: Plan, policies: Policies, file: str) -> None:
             "experts, which are reduced over fewer ranks, are not modelled; allowed: 'torch', 'megatron'"
         )
     _refuse_expert_axes(plan, policies, file, replicated=replicated)
-    if not replicated and policies.shards % policies.ep:
+    if not replicated and policies.shards % policies.mesh.expert_stride:
+        ranks = policies.shards if policies.etp is None else policies.shards * policies.tp // policies.etp
         raise UserError(
-            f"{where}: experts are divided among the ranks that shard a replica, of which there are {policies.shards}; "
+            f"{where}: experts are divided among the ranks that shard a replica, of which there are {ranks}; "
             "allowed: a divisor of these"
         )
     if policies.compress:
@@ -392,10 +393,10 @@ def _refuse_expert_axes(plan: Plan, policies: Policies, file: str, *, replicated
                 "and data; leave it out for all ranks of a tensor group"
             )
     flat = plan.zero1_implementation == "megatron" or policies.optimizer_state == "replicated"
-    if policies.tp > 1 and not (replicated and flat):
+    if policies.tp > 1 and policies.etp != 1 and not (replicated and flat):
         raise UserError(
             f"{where}: cannot run yet with plan.tp = {policies.tp} and method '{plan.method}'; allowed today: 'ddp', "
-            "or 'zero1' with plan.zero1_implementation = 'megatron'"
+            "'zero1' with plan.zero1_implementation = 'megatron', or plan.etp = 1"
         )
     if policies.tp > 1 and policies.cp > 1:
         raise UserError(

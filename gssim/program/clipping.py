@@ -94,7 +94,9 @@ def divides_master_gradients(low: Lowering) -> bool:
 def _sums(low: Lowering, rank: int, replicas: Sequence[Sequence[int]]) -> Iterator[Task]:
     """Yield the all-reduces over ranks that hold different gradients."""
     policies = low.policies
-    if policies.tp > 1:
+    # ranks that divide experts are whole tensor groups: one sum is over both
+    with_experts = policies.ep > 1 and policies.gradients != "reduce-scatter" and not low.flat_part
+    if policies.tp > 1 and not with_experts:
         yield sum_over_slices(low, rank, _sum_id("of slices"), SQUARES_BYTES)
     if policies.gradients == "reduce-scatter" and policies.shards > 1:
         in_fp64 = policies.tp > 1 or policies.ep > 1
