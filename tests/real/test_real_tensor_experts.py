@@ -132,6 +132,7 @@ def on_four_ranks() -> dict[str, list[str]]:
         "qwen-clipped-ddp-router-sgd": [*TWO, *DDP, *qwen(), *SGD, *ROUTER, *CLIPPED],
         "four-router-sgd": [*FOUR, *TENSOR, *OF_FOUR, *MIXTURE, *SGD, *ROUTER],
         "four-selective-skewed-load-sgd": [*FOUR, *TENSOR, *OF_FOUR, *MIXTURE, *SGD, *SKEWED, *SELECTIVE],
+        "four-clipped-zero3-router-adamw": [*FOUR, *ZERO3, *OF_FOUR, *MIXTURE, *ADAMW64, *ROUTER, *CLIPPED],
         "staged-router-adamw": [*TWO, *STAGED, "plan.method=pipeline", *MIXTURE, *ADAMW64, *ROUTER, *CLIPPED],
         "staged-interleaved-skewed-load-sgd": [
             *[*TWO, *STAGED, "plan.method=pipeline", *MIXTURE, *SGD, *SKEWED, "plan.schedule=interleaved"]
