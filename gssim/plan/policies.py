@@ -398,10 +398,11 @@ def _refuse_expert_axes(plan: Plan, policies: Policies, file: str, *, replicated
             f"{where}: cannot run yet with plan.tp = {policies.tp} and method '{plan.method}'; allowed today: 'ddp', "
             "'zero1' with plan.zero1_implementation = 'megatron', or plan.etp = 1"
         )
-    if policies.tp > 1 and policies.cp > 1:
+    if policies.tp > 1 and policies.cp > 1 and policies.etp != 1:
         raise UserError(
             f"{where}: cannot run yet with plan.cp = {policies.cp} beside plan.tp = {policies.tp}: layers with divided "
-            "experts that are cut too are not known on parts of sequences; allowed today: 1 for one of these"
+            "experts that are cut too are not known on parts of sequences; allowed today: 1 for one of these, or "
+            "plan.etp = 1"
         )
 
 

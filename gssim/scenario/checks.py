@@ -1023,7 +1023,7 @@ def _check_parts_in_context(scenario: Scenario, policies: Policies, where: str) 
     if policies.tp > 1:
         beside, cut = f"{where} beside plan.tp = {policies.tp}", model.sliced_layers
         if policies.sequence_parallel:
-            cut = model.sequence_layers
+            cut = model.expert_sequence_layers if policies.ep > 1 else model.sequence_layers
     if (why := uncombined_reason(model, cut)) is not None:
         raise UserError(f"{beside}: workload.model: '{model.name}' {why}")
     if policies.sequence_parallel and length % policies.tp:

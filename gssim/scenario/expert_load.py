@@ -113,16 +113,23 @@ def divided_expert_layers(model: Model, policies: Policies) -> tuple[Layer, ...]
 
 
 def layers_with_experts(workload: Workload, policies: Policies, position: int) -> tuple[LayerInstance, ...]:
-    """Return the layers of a rank at `position` among the ranks that divide the experts: with its own experts alone.
+    """Return the layers of a rank at `position` among the ranks that divide the experts: with its own experts alone, on
+    its part of the sequences where ranks divide these.
+    """
+    return on_context_parts(workload, policies, layers_of_own_experts(workload, policies, position))
 
-    Of tensor ranks with the tokens of their parts of sequences, also with its part of what these cut.
+
+def layers_of_own_experts(workload: Workload, policies: Policies, position: int) -> tuple[LayerInstance, ...]:
+    """Return the layers of `layers_with_experts` as functions of the length of sequences, on which they run alone.
+
+    Of tensor ranks with the tokens of their parts of sequences, with its part of what these cut.
 
     Assumes that all these ranks have as many samples, or parts of samples: then its experts process, for each of its
     own, as many rows as one of each of the ranks sends them.
     """
     model, ranks = workload.model, policies.ep
     in_parts = routes_parts(model, policies)
-    positions = (workload.sequence_length or 1) // policies.tp if in_parts else 0
+    positions = (workload.sequence_length or 1) // (policies.tp * policies.cp) if in_parts else 0
     once: dict[tuple[int, int], Layer] = {}
     held = []
     for instance in unrolled(replace(model, layers=divided_expert_layers(model, policies))):
@@ -138,10 +145,20 @@ def layers_with_experts(workload: Workload, policies: Policies, position: int) -
             in_units = sliced_layer(layer, units, positions, rows, own) if in_parts else None
             once[id(layer), rows] = in_units or _with_own_experts(layer, own, rows)
         held.append(replace(instance, layer=once[id(layer), rows]))
+    return tuple(held)
+
+
+def on_context_parts(
+    workload: Workload, policies: Policies, instances: Sequence[LayerInstance]
+) -> tuple[LayerInstance, ...]:
+    """Return layers of own experts on a rank's part of the sequences, with what is exchanged around attention."""
     if policies.cp == 1:
-        return tuple(held)
-    positions = (workload.sequence_length or 1) // policies.cp
-    in_context = instances_in_context(model, held, [(1, 1)] * len(held), positions)
+        return tuple(instances)
+    model, positions = workload.model, (workload.sequence_length or 1) // policies.cp
+    parts = [(1, 1)] * len(instances)
+    if routes_parts(model, policies):
+        parts = [(1, policies.tp) if each.layer.units else (1, 1) for each in instances]
+    in_context = instances_in_context(model, instances, parts, positions)
     return tuple(replace(each, layer=ring_layer(each.layer)) for each in in_context) if policies.ring else in_context
 
 

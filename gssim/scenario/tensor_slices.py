@@ -11,7 +11,7 @@ from typing import Any
 from gssim.execution.cache import Same
 from gssim.scenario.context_slices import in_context, ring_layer
 from gssim.scenario.device_rates import value_bytes
-from gssim.scenario.expert_load import layers_with_experts, routes_parts
+from gssim.scenario.expert_load import layers_of_own_experts, on_context_parts, routes_parts
 from gssim.scenario.scenario import Scenario
 from gssim.scenario.vocabulary_slices import DividedVocabulary, divided_layers, divided_vocabulary, units_of_ranks
 from gssim.workload import (
@@ -90,16 +90,16 @@ def context_part(model: Model, positions: int, *, ring: bool = False) -> Model:
 def held_experts(scenario: Scenario, position: int, tensor_position: int) -> tuple[LayerInstance, ...]:
     """Return the layers of a rank by its positions among the ranks that divide the experts, and in its tensor group."""
     workload, plan, policies = scenario.workload, scenario.plan, scenario.policies
-    instances = layers_with_experts(workload, policies, position)
-    if not routes_parts(workload.model, policies):
-        return instances
+    instances = layers_of_own_experts(workload, policies, position)
     layers = [instance.layer for instance in instances]
-    if plan.gathered_inputs == "gathered-again":
-        layers = [_gathering_again(layer, policies.tp, workload.sequence_length or 1) for layer in layers]
+    if routes_parts(workload.model, policies) and plan.gathered_inputs == "gathered-again":
+        length = (workload.sequence_length or 1) // policies.cp
+        layers = [_gathering_again(layer, policies.tp, length) for layer in layers]
     vocabulary = divided_vocabulary(plan, value_bytes(workload))
-    if vocabulary is not None:
+    if routes_parts(workload.model, policies) and vocabulary is not None:
         layers = divided_layers(workload.model, layers, scenario.slice_shares, tensor_position, vocabulary)
-    return tuple(replace(each, layer=layer) for each, layer in zip(instances, layers, strict=True))
+    held = [replace(each, layer=layer) for each, layer in zip(instances, layers, strict=True)]
+    return on_context_parts(workload, policies, held)
 
 
 def held_slice(scenario: Scenario, position: int) -> Model:

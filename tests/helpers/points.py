@@ -445,10 +445,15 @@ def _axes_of_tensor_experts(random: Random, plan: Table, devices: int, model: Tr
     """Set axes of a mixture whose experts are divided among the ranks of tensor groups too; return as `_axes` does."""
     plan["tp"] = random.choice([n for n in (2, 4) if devices % n == 0])
     parts = devices // plan["tp"]
+    if plan["tp"] == 2 and parts % 2 == 0 and random.random() < 0.4:
+        plan["cp"] = 2
+        if random.random() < 0.5:
+            plan |= {"context_exchange": "ring", "context_split": random.choice(["zigzag", "plain"])}
+        parts //= 2
     if parts % 2 == 0 and random.random() < 0.3:
         plan["pp"] = 2
         parts //= 2
-    alike = parts * plan["tp"]
+    alike = parts * plan["tp"] * plan.get("cp", 1)
     divisors = [n for n in range(plan["tp"], model.experts + 1, plan["tp"]) if alike % n == model.experts % n == 0]
     plan["ep"] = random.choice(divisors)
     if random.random() < 0.97:  # else it is refused

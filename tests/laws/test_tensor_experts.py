@@ -58,13 +58,16 @@ def elements_of(model, named: str) -> int:
 
 
 @pytest.mark.parametrize("load", ["balanced", SKEWED], ids=str)
-@pytest.mark.parametrize(("tp", "dp", "ep"), [(2, 2, 2), (2, 2, 4), pytest.param(4, 2, 4, marks=pytest.mark.slow)])
-def test_each_token_is_sent_once_whatever_the_tensor_ranks(tp, dp, ep, load):
+@pytest.mark.parametrize(
+    ("tp", "cp", "dp", "ep"),
+    [(2, 1, 2, 2), (2, 1, 2, 4), (2, 2, 1, 2), pytest.param(4, 1, 2, 4, marks=pytest.mark.slow)],
+)
+def test_each_token_is_sent_once_whatever_the_tensor_ranks(tp, cp, dp, ep, load):
     """A dispatch or combine carries tokens * experts of a token * width * bytes over all ranks, and there are two of
     each in a step and block: each rank of a tensor group sends those of its own part of the sequences.
     """
-    ranks = tp * dp
-    sent = carried(result_of({"tp": tp, "ep": ep}, ranks, expert_load=load), "all-to-all-v")
+    ranks = tp * cp * dp
+    sent = carried(result_of({"tp": tp, "cp": cp, "ep": ep}, ranks, expert_load=load), "all-to-all-v")
     blocks = sum(each.layer.block for each in unrolled(MIXTURE))
     rows = 4 * blocks * LENGTH * BATCH * CHOSEN * WIDTH[MIXTURE.name] * VALUE_BYTES
     assert sent == {tuple(range(first, first + ep)): rows * ep // ranks for first in range(0, ranks, ep)}
@@ -112,16 +115,18 @@ def test_gradients_are_reduced_over_those_that_hold_them(ranks, ep):
 
 
 @pytest.mark.parametrize(
-    ("method", "load", "pp"),
+    ("method", "load", "pp", "cp"),
     [
-        ("zero1", "balanced", 1),
-        ("zero3", SKEWED, 1),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("ddp", SKEWED, 2), ("zero2", "balanced", 2))),
+        ("zero1", "balanced", 1, 1),
+        ("zero3", SKEWED, 1, 2),
+        pytest.param("ddp", SKEWED, 2, 1, marks=pytest.mark.slow),
+        pytest.param("zero2", "balanced", 2, 2, marks=pytest.mark.slow),
     ],
     ids=str,
 )
-def test_ranks_that_are_alike_are_predicted_once_and_as_if_each_were_apart(method, load, pp):
-    plan = {"method": method, "ep": 4, "pp": pp, "micro_batches": pp, "embedding_parallel": True, "loss_parallel": True}
+def test_ranks_that_are_alike_are_predicted_once_and_as_if_each_were_apart(method, load, pp, cp):
+    plan = {"method": method, "ep": 4, "pp": pp, "cp": cp, "micro_batches": pp}
+    plan |= {"embedding_parallel": True, "loss_parallel": True}
     loaded = loaded_of(scenario(plan, 8 * pp, expert_load=load, clip_norm=1.0))
     folded, unfolded = (simulate(loaded, unfolded=whole).result for whole in (False, True))
     assert folded.step_time_s == pytest.approx(unfolded.step_time_s, rel=1e-9)
@@ -165,7 +170,10 @@ def test_inputs_that_are_gathered_again_are_not_kept(model):
         ({"ep": 1}, {}, r"plan\.etp = 1: no experts are divided"),
         ({"ep": 1, "etp": None}, {}, r"blocks of 'mixture-byte-1m' cannot be cut: "),
         ({"ep": 4, "tp": 4, "dp_replicate": 1}, {"model": replace(MIXTURE, expert_sequence_layers=())}, "trace it"),
-        ({"cp": 2, "ep": 4}, {}, r"plan\.cp = 2 beside plan\.tp = 2"),
+        ({"cp": 2, "ep": 4, "etp": None}, {}, "a divisor of these"),
+        ({"cp": 2, "ep": 2, "etp": None}, {}, r"plan\.cp = 2 beside plan\.tp = 2: .* or plan\.etp = 1"),
+        ({"cp": 2, "ep": 4}, {"sequence_length": 26}, r"parts of 13 positions cannot be divided evenly"),
+        ({"cp": 2, "ep": 4}, {"model": MIXTRAL}, "is traced at one sequence length alone"),
         ({"tp_overlap": True}, {}, r"plan\.tp_overlap = true: exchanges beside products are not known yet"),
         ({"async_input_gradients": True}, {}, r"plan\.async_input_gradients = true"),
         ({"method": "gs"}, {}, "cannot run yet with method 'gs'"),

@@ -37,6 +37,9 @@ FULL, SELECTIVE, CLIPPED = ["plan.recompute=full"], ["plan.recompute=selective"]
 VOCABULARY = ["plan.embedding_parallel=true", "plan.loss_parallel=true"]
 STAGED = ["plan.pp=2", "plan.micro_batches=2"]
 OF_FOUR = ["plan.tp=4"]
+CONTEXT = ["plan.cp=2", "workload.sequence_length=48"]
+RING = [*CONTEXT, "plan.context_exchange=ring"]
+"""Parts of parts of sequences, so long that no rank's experts are without rows."""
 SMALL = {
     "small-heads-mixtral": (
         "hf:mixtral",
@@ -133,6 +136,10 @@ def on_four_ranks() -> dict[str, list[str]]:
         "four-router-sgd": [*FOUR, *TENSOR, *OF_FOUR, *MIXTURE, *SGD, *ROUTER],
         "four-selective-skewed-load-sgd": [*FOUR, *TENSOR, *OF_FOUR, *MIXTURE, *SGD, *SKEWED, *SELECTIVE],
         "four-clipped-zero3-router-adamw": [*FOUR, *ZERO3, *OF_FOUR, *MIXTURE, *ADAMW64, *ROUTER, *CLIPPED],
+        "context-clipped-ddp-router-adamw": [*FOUR, *CONTEXT, *DDP, *MIXTURE, *ADAMW64, *ROUTER, *CLIPPED],
+        "context-zero3-skewed-load-sgd": [*FOUR, *CONTEXT, *ZERO3, *MIXTURE, *SGD, *SKEWED],
+        "ring-vocabulary-zero2-router-adamw": [*TWO, *RING, *ZERO2, *MIXTURE, *ADAMW64, *ROUTER, *VOCABULARY],
+        "ring-full-zero1-skewed-load-sgd": [*FOUR, *RING, *ZERO1, *MIXTURE, *SGD, *SKEWED, *FULL],
         "staged-router-adamw": [*TWO, *STAGED, "plan.method=pipeline", *MIXTURE, *ADAMW64, *ROUTER, *CLIPPED],
         "staged-interleaved-skewed-load-sgd": [
             *[*TWO, *STAGED, "plan.method=pipeline", *MIXTURE, *SGD, *SKEWED, "plan.schedule=interleaved"]
@@ -158,6 +165,8 @@ def on_eight_ranks() -> dict[str, list[str]]:
             *[*FOUR, *STAGED, *ZERO1, *MIXTURE, *ADAMW64, *ROUTER, *CLIPPED, *VOCABULARY]
         ],
         "staged-qwen-full-zero3-skewed-load-sgd": [*FOUR, *STAGED, *ZERO3, *qwen(), *SGD, *SKEWED, *FULL],
+        "staged-ring-ddp-skewed-load-sgd": [*FOUR, *STAGED, *RING, *DDP, *MIXTURE, *SGD, *SKEWED],
+        "context-hsdp-router-adamw": [*TWO, *CONTEXT, *HSDP[:2], *MIXTURE, *ADAMW64, *ROUTER],
         "four-zero2-skewed-load-sgd": [*FOUR, *OF_FOUR, *ZERO2, *MIXTURE, *SGD, *SKEWED],
         "four-mixtral-ddp-router-sgd": [*EIGHT, *OF_FOUR, *DDP, *mixtral(), *SGD, *ROUTER],
     }
@@ -214,8 +223,9 @@ def test_the_predicted_peak_of_every_rank_is_the_counted_one(world: tuple[dict, 
     compared = routed(world[1], "load")
     assert compared
     for name, seen in compared.items():
-        # where less is held, moments count more
-        most = 0.005 if any(each in name for each in ("staged", "full", "selective")) else 0.001
+        # where less is held, moments count more, most of all in a ring
+        closely = not any(each in name for each in ("staged", "full", "selective"))
+        most = 0.001 if closely else 0.02 if "ring" in name else 0.005
         assert predicted_peaks(world[0][name]) == pytest.approx(seen["peaks"], rel=most), name
 
 
