@@ -348,9 +348,10 @@ def _refuse_divided_experts(plan: Plan, policies: Policies, file: str) -> None:
     alone = policies.gradients == "local" and policies.etp is not None
     replicated = policies.gradients == "all-reduce" or alone
     if policies.sync_every_steps or (not replicated and policies.gradients != "reduce-scatter"):
+        hint = _or_among_tensor_ranks(policies) if policies.gradients == "local" else ""
         raise UserError(
             f"{where}: cannot run yet with method '{plan.method}'; allowed today: methods that all-reduce or "
-            "reduce-scatter gradients (ddp, zero1, zero2, zero3, fsdp, hsdp)"
+            f"reduce-scatter gradients (ddp, zero1, zero2, zero3, fsdp, hsdp){hint}"
         )
     if plan.zero1_implementation == "deepspeed":
         raise UserError(
@@ -374,6 +375,10 @@ def _refuse_divided_experts(plan: Plan, policies: Policies, file: str) -> None:
         raise UserError(f"{where}: plan.shares.replan = True: ranks that divide experts need as many samples each")
 
 
+def _or_among_tensor_ranks(policies: Policies) -> str:
+    return ", or plan.etp = 1: among tensor ranks too" if policies.tp > 1 and policies.etp is None else ""
+
+
 def _refuse_expert_axes(plan: Plan, policies: Policies, file: str, *, replicated: bool) -> None:
     """Refuse axes that experts cannot be divided on; `replicated`: whether gradients are, after they are reduced."""
     where = f"{file}: plan.ep = {policies.ep}"
@@ -382,7 +387,7 @@ def _refuse_expert_axes(plan: Plan, policies: Policies, file: str, *, replicated
         of = "data ranks" if policies.cp == 1 else "data ranks and their parts of sequences (plan.cp)"
         raise UserError(
             f"{where}: experts are divided among {of} in a row, of which there are {replicas}; allowed: a divisor of "
-            "these"
+            f"these{_or_among_tensor_ranks(policies)}"
         )
     if policies.etp is not None:
         divided = policies.etp * policies.ep
