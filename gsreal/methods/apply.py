@@ -87,14 +87,15 @@ def _clip_and_scale(scenario: Scenario, training: Training, device: torch.device
     training.clip_norm = scenario.workload.clip_norm
     training.scaler = loss_scaler(scenario, training, device)
     shards = [shard_group(policies, device)] if policies.gradients == "reduce-scatter" and policies.shards > 1 else []
-    if policies.tp > 1:
-        training.whole_in = device_mesh(policies.mesh, device)["tp"].get_group()
-        training.norm_groups = [training.whole_in, *shards]
-    elif policies.ep > 1 and shards:  # each of them holds other shards of everything
-        training.norm_groups = shards
-    elif policies.ep > 1:
+    if policies.ep > 1 and not shards:
         training.whole_in = expert_mesh(policies, device)[DIVIDED].get_group()
         training.norm_groups = [training.whole_in]
+        training.slice_ranks = policies.tp
+    elif policies.tp > 1:
+        training.whole_in = device_mesh(policies.mesh, device)["tp"].get_group()
+        training.norm_groups = [training.whole_in, *shards]
+    elif policies.ep > 1:  # each of them holds other shards of everything
+        training.norm_groups = shards
 
 
 def loss_scaler(scenario: Scenario, training: Training, device: torch.device) -> LossScaler | None:

@@ -16,7 +16,7 @@ from gsreal.methods.experts import PARAMETERS, GroupExchange, experts_of, replac
 from gsreal.methods.meshes import DIVIDED, REPLICAS, expert_mesh
 from gsreal.methods.tensor_slices import Slice, mark
 from gssim.plan import position_ranges
-from gssim.scenario import Scenario
+from gssim.scenario import Scenario, parts_routed_apart
 from gssim.scenario.expert_load import expert_rows, routed_experts
 from gssim.workload import Workload, unrolled
 
@@ -61,7 +61,7 @@ class _Routing:
     def __init__(self, scenario: Scenario, layer: str, experts: int) -> None:
         self.workload, self.layer, self.experts = scenario.workload, layer, experts
         length, policies = self.workload.sequence_length or 1, scenario.policies
-        self.tokens = length // policies.cp if policies.ep > 1 else length
+        self.tokens = length // parts_routed_apart(self.workload.model, policies)
         self.ranges: tuple[tuple[int, int], ...] = ((0, self.tokens),)
         if policies.cp > 1 and policies.ep == 1:
             place = policies.mesh.place(dist.get_rank()).cp
@@ -85,7 +85,7 @@ def divided_experts(
     policies, mesh = scenario.policies, expert_mesh(scenario.policies, device)
     divide_experts(scenario, module, timeline, mesh[DIVIDED].get_group())
     if policies.gradients == "reduce-scatter":
-        return ShardedExpertGradients(module, policies.ep)
+        return ShardedExpertGradients(module, policies.mesh.expert_stride)
     replicas, overlap = mesh[REPLICAS].get_group(), scenario.plan.overlap
     return ExpertGradients(module, replicas, timeline, ranks=policies.replica_ranks, overlap=overlap)
 

@@ -87,10 +87,11 @@ REPLICAS, DIVIDED = "expert_replicas", "experts"
 def expert_mesh(policies: Policies, device: torch.device) -> DeviceMesh:
     """Return the ranks that hold the same experts, and those that divide them, as two axes of a mesh; cached.
 
-    Ranks that divide sequences are among them, side by side, as in torchtitan. Replicas that are sharded, each of its
+    Ranks that divide sequences are among them, side by side, as in torchtitan, and so are those of a tensor group, of
+    which each holds experts of its own. Replicas that are sharded, each of its
     own, are an axis before these.
     """
     copies = policies.dp_replicate if policies.gradients == "reduce-scatter" else 1
-    sizes = policies.pp, copies, policies.replica_ranks // copies // policies.ep, policies.ep
+    sizes = policies.pp, copies, policies.replica_ranks * policies.tp // copies // policies.ep, policies.ep
     names = ("pp", "dp_replicate", REPLICAS, DIVIDED)
     return _mesh(device.type, sizes, names)["dp_replicate", REPLICAS, DIVIDED]

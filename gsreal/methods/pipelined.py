@@ -324,7 +324,7 @@ def pipeline_stages(scenario: Scenario, module: nn.Module, timeline: Timeline, d
         losses=losses,
         copies=copies,
         pushes_last=pushes_last,
-        experts=ShardedExpertGradients(own_stages, scenario.policies.ep) if shards_experts else None,
+        experts=ShardedExpertGradients(own_stages, mesh.expert_stride) if shards_experts else None,
         partial_gradients=divided,
         losses_at=[mesh.group(each, "pp")[-1] for each in mesh.group(rank, *REPLICA_AXES)],
     )
@@ -401,7 +401,7 @@ def _pushed_layers(scenario: Scenario) -> Sequence[Sequence[LayerInstance]]:
 
     It is another for slices of layers, and for parts of sequences.
     """
-    if scenario.policies.cp == scenario.policies.tp == 1:
+    if scenario.policies.cp == scenario.policies.tp == 1 or scenario.policies.gradients != "push":
         return scenario.stages
     return held_layers(unrolled(held_slice(scenario, 0)), scenario.stage_ranges)
 

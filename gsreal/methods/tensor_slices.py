@@ -19,6 +19,11 @@ their roles: queries, keys and values (or one map with the rows of each head tog
 perceptron's first maps and its last. Norms inside the attention over the width of a head stay whole: a rank's gradient
 is that of its own heads. All else is refused by the module's name.
 
+[Note: routed experts] Of a block with routed experts the attention is cut, and so are experts that all tokens take, by
+the roles of their maps. The routed ones are divided among ranks by `gsreal.methods.expert_parallel`; they and their
+router take the tokens of the rank's own part of the sequence, which is not gathered for them. All else beside them is
+whole on every rank, and its gradient is summed as that of a norm.
+
 Tensor parallelism of a model's blocks.
 
 By DTensor if slices are even and it supports them, else by slices of our own.
@@ -40,6 +45,7 @@ from torch.nn import functional as F
 from gsreal.gradient_sharding.bucket import Bucket
 from gsreal.measure import Timeline
 from gsreal.methods.checkpointing import blocks_of
+from gsreal.methods.experts import experts_of
 from gsreal.methods.mapped import Mapped
 from gsreal.model_files.build import build_module
 from gssim.errors import UserError
@@ -71,6 +77,8 @@ class Cut:
     ranks: that input is gathered for all of their columns at once. Empty: sequences cannot be divided."""
     heads: tuple[str, ...] = ()
     """Norms over each head by itself: whole on every rank, which has the gradient of its own heads."""
+    experts: tuple[str, ...] = ()
+    """Modules of routed experts, which are not cut; see [Note: routed experts]."""
 
 
 def _resize_transformer(block: Any, held: int) -> None:
@@ -187,15 +195,54 @@ def cut_or_reason(block: nn.Module) -> Cut | str:
     return found
 
 
+def cut_beside_experts(block: nn.Module) -> str | None:
+    """Let a block with routed experts be cut but for these; see [Note: routed experts]. Return why it cannot be."""
+    found = [path for path, _ in experts_of(block)]
+    if not found or "_gsreal_cut" in block.__dict__:
+        return None
+    try:
+        cut = _mixture_cut(block) if type(block).__qualname__ == "MixtureBlock" else _cut_by_roles(block, found)
+    except _UnknownRoleError as error:
+        return f"{type(block).__name__}{error}"
+    block.__dict__["_gsreal_cut"] = cut
+    return None
+
+
+def _mixture_cut(block: Any) -> Cut:
+    """Return the slicing rules of a `gsreal.models.MixtureBlock`."""
+    shared = block.mixture.shared_down is not None
+    units = gcd(block.attention.heads, block.mixture.shared_down.in_features if shared else 0)
+
+    def resize(part: Any, held: int) -> None:
+        part.attention.heads = part.attention.heads * held // units
+
+    return Cut(
+        units=lambda _block: units,
+        columns=("attention.qkv", *(["mixture.shared_up"] if shared else [])),
+        rows=("attention.out", *(["mixture.shared_down"] if shared else [])),
+        resize=resize,
+        parts={"attention.qkv": 3, "mixture.shared_up": 2},
+        gathered=("attention", *(["mixture.shared_up"] if shared else [])),
+        experts=("mixture.experts",),
+    )
+
+
 class _UnknownRoleError(Exception):
     """A module whose role in a block is not known; the message begins with its path in the block, after a dot."""
 
 
-def _cut_by_roles(block: Any) -> Cut:
-    """Return the slicing rules of a block by the roles of its linear maps; see [Note: roles]."""
+def _cut_by_roles(block: Any, experts: Sequence[str] = ()) -> Cut:
+    """Return the slicing rules of a block by the roles of its linear maps; see [Note: roles].
+
+    `experts`: paths of its modules of routed experts; see [Note: routed experts].
+    """
     fused = FUSED_BY_HEADS.get(type(block).__name__, "")
+    beside = [path.rpartition(".")[0] for path in experts]
+    if not all(beside):
+        raise _UnknownRoleError(f".{experts[0]}: routed experts without a router beside them")
     maps = {path: module for path, module in block.named_modules() if isinstance(module, nn.Linear)}
-    inputs, (output,), first, (last,) = _maps_by_role(maps, fused)
+    maps = {path: module for path, module in maps.items() if not _is_beside(path, beside) or _is_shared(path, maps)}
+    inputs, (output,), first, last = _maps_by_role(maps, fused, routed=bool(experts))
     path = inputs[0].rpartition(".")[0]
     attention = block.get_submodule(path)
     head_width = getattr(attention, "head_dim", getattr(attention, "head_size", None))
@@ -210,7 +257,7 @@ def _cut_by_roles(block: Any) -> Cut:
     groups = shared_by // 3 if fused and not grouped else shared_by
     heads_width = maps[output].in_features
     units = gcd(groups, *(maps[each].out_features for each in first))
-    norms = _norms_of_heads(block, path, maps, head_width)
+    norms = _norms_of_heads(block, path, maps, head_width, beside)
 
     def resize(part: Any, held: int) -> None:
         inner = part.get_submodule(path)
@@ -219,13 +266,38 @@ def _cut_by_roles(block: Any) -> Cut:
             if isinstance(value, int) and (key in HEAD_COUNTS or value == heads_width):
                 setattr(inner, key, value * held // units)
 
-    perceptron = first[0].rpartition(".")[0]
-    gathered = (path, perceptron) if perceptron else ()
-    return Cut(lambda _block: units, (*inputs, *first), (output, last), resize, gathered=gathered, heads=norms)
+    perceptron = first[0].rpartition(".")[0] if first else path
+    gathered = tuple(dict.fromkeys((path, perceptron))) if perceptron else ()
+    return Cut(
+        lambda _block: units,
+        (*inputs, *first),
+        (output, *last),
+        resize,
+        gathered=gathered,
+        heads=norms,
+        experts=tuple(experts),
+    )
 
 
-def _maps_by_role(maps: Mapping[str, nn.Linear], fused: str) -> tuple[list[str], list[str], list[str], list[str]]:
-    """Return the paths of a block's linear maps: of the attention's inputs and output, and the perceptron's."""
+def _is_beside(path: str, routed: Sequence[str]) -> bool:
+    """Return whether a module is part of one with routed experts."""
+    return any(path.startswith(f"{module}.") for module in routed)
+
+
+def _is_shared(path: str, maps: Mapping[str, nn.Linear]) -> bool:
+    """Return whether a linear map is of a perceptron, with first and last maps by their usual names."""
+    owner, _, leaf = path.rpartition(".")
+    beside = {each.rpartition(".")[2] for each in maps if each.rpartition(".")[0] == owner}
+    return leaf in (*FIRST_MAPS, *LAST_MAPS) and all(beside & {*names} for names in (FIRST_MAPS, LAST_MAPS))
+
+
+def _maps_by_role(
+    maps: Mapping[str, nn.Linear], fused: str, *, routed: bool
+) -> tuple[list[str], list[str], list[str], list[str]]:
+    """Return the paths of a block's linear maps: of the attention's inputs and output, and the perceptron's.
+
+    `routed`: whether it has routed experts, and needs no perceptron that all tokens take.
+    """
     inputs = (*QUERIES_KEYS_VALUES, fused)
     owners = {path.rpartition(".")[0] for path in maps if path.rpartition(".")[2] in inputs}
     by_role: dict[tuple[str, ...], list[str]] = {inputs: [], ATTENTION_OUTPUTS: [], FIRST_MAPS: [], LAST_MAPS: []}
@@ -239,16 +311,23 @@ def _maps_by_role(maps: Mapping[str, nn.Linear], fused: str) -> tuple[list[str],
     first, output, opening, closing = by_role.values()
     if len(owners) != 1 or len(first) != (1 if fused else 3) or len(output) != 1:
         raise _UnknownRoleError(": no attention with maps of query, key, value and output by their usual names")
-    if not opening or len(closing) != 1:
+    if (not opening or len(closing) != 1) and not (routed and not opening and not closing):
         raise _UnknownRoleError(": no perceptron with first and last maps by their usual names")
     return first, output, opening, closing
 
 
-def _norms_of_heads(block: nn.Module, attention: str, maps: Mapping[str, Any], head_width: int) -> tuple[str, ...]:
-    """Return the norms over single heads inside the attention; refuse parameters of other modules than norms."""
+def _norms_of_heads(
+    block: nn.Module, attention: str, maps: Mapping[str, Any], head_width: int, routed: Sequence[str]
+) -> tuple[str, ...]:
+    """Return the norms over single heads inside the attention; refuse parameters of other modules than norms.
+
+    `routed`: modules with routed experts, which may have others.
+    """
     norms = []
     for path, module in block.named_modules():
         if path in maps or not any(True for _ in module.parameters(recurse=False)):
+            continue
+        if path in routed or _is_beside(path, routed):
             continue
         if not is_norm(module):
             raise _UnknownRoleError(f".{path}: has parameters, and is neither a linear map nor a norm")
@@ -404,12 +483,16 @@ class SequenceParts:
         self.ranks, self.rank, self.all_gather, self.reduce_scatter = ranks, rank, all_gather, reduce_scatter
 
     def whole(self, part: Tensor) -> Tensor:
-        """Return the whole sequences, of which each rank has a part."""
+        """Return the whole sequences, of which each rank has a part; of rows in any order, all ranks' rows."""
+        if part.dim() == 2:
+            return self.all_gather(part.contiguous())
         by_rank = self.all_gather(part.contiguous()).unflatten(0, (self.ranks, -1))
         return by_rank.transpose(0, 1).flatten(1, 2)
 
     def summed(self, whole: Tensor) -> Tensor:
         """Return this rank's part of the sum over the ranks."""
+        if whole.dim() == 2:
+            return self.reduce_scatter(whole)
         return self.reduce_scatter(whole.unflatten(1, (self.ranks, -1)).transpose(0, 1).flatten(0, 1))
 
     def own(self, whole: Tensor) -> Tensor:
@@ -456,8 +539,8 @@ def divide_sequences(
     for path in (each for each in blocks if each in held):
         cut = cut_of(block := module.get_submodule(path))
         assert cut is not None  # they are sliced
-        linear = (*cut.columns, *cut.rows)
-        names += [f"{path}.{name}" for name, _ in block.named_parameters() if name.rpartition(".")[0] not in linear]
+        apart = (*cut.columns, *cut.rows, *cut.experts)
+        names += [f"{path}.{name}" for name, _ in block.named_parameters() if name.rpartition(".")[0] not in apart]
     return names
 
 
@@ -576,7 +659,7 @@ def check_slices(scenario: Scenario, *, where: str) -> None:
 
 def _check(scenario: Scenario, module: nn.Module, blocks: Sequence[nn.Module], *, where: str = "") -> None:
     for block in blocks:
-        cut = cut_or_reason(block)
+        cut = (cut_beside_experts(block) if scenario.policies.ep > 1 else None) or cut_or_reason(block)
         if isinstance(cut, str):
             raise UserError(f"{where}workload.model: a block cannot be cut: {cut}")
     if any(isinstance(part, nn.Dropout) and part.p > 0 for part in module.modules()):

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from gsreal.gradient_sharding import GradientSharding
 from gsreal.gradient_sharding.master import MasterCopy
 from gsreal.measure import Timeline
+from gsreal.methods.experts import PARAMETERS
 from gsreal.model_files.build import autocast, logits_of, loss_of
 from gsreal.run.rank_speed import Rebalancer, SlowDevice
 from gssim.plan import splitting
@@ -158,6 +159,10 @@ class Training:
     whole_in: dist.ProcessGroup | None = None
     """That of `norm_groups` whose ranks hold all other gradients whole; None: nothing is held twice."""
 
+    slice_ranks: int | None = None
+    """The first so many ranks of `whole_in` hold slices of blocks, and the others the same ones; None: all hold others.
+    """
+
     autocast: str | None = None
     """Precision of torch.autocast in forwards, if the workload has it."""
 
@@ -262,13 +267,15 @@ class Training:
     def _squares_over_groups(self, gradients: Mapping[nn.Parameter, Tensor], device: torch.device) -> Tensor:
         """Return the sum of the squares of gradients over the ranks that have parts of them."""
         assert self.norm_groups is not None
-        counts_all = self.whole_in is None or dist.get_rank(self.whole_in) == 0
+        place = 0 if self.whole_in is None else dist.get_rank(self.whole_in)
+        counts_slices = self.slice_ranks is None or place < self.slice_ranks
         parts = {
             getattr(module, name)
             for module in self.module.modules()
             for name in module.__dict__.get("_gsreal_slices", {})
+            if counts_slices or name in PARAMETERS
         }
-        counted = [own_part(gradient) for p, gradient in gradients.items() if counts_all or p in parts]
+        counted = [own_part(gradient) for p, gradient in gradients.items() if place == 0 or p in parts]
         squares = nn.utils.get_total_norm(counted).to(device=device, dtype=torch.float64).square()
         for group in self.norm_groups:
             with self.timeline.span("all-reduce gradient norm of parts", "exposed_communication", group):

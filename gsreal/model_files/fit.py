@@ -19,11 +19,13 @@ Shape = (
     | tuple[int, int | None, int]
     | tuple[int, int | None, int, int]
     | tuple[int, int | None, int, int, int]
+    | tuple[int, int | None, int, int, int, int]
 )
 """Batch size, sequence length, for sliced blocks the units of the slice, for divided sequences the positions of a part.
 
 With 0 units blocks are whole, and everything is on these positions: context parallelism. For divided experts those that
-are held, no positions, and the rows that they process.
+are held, no positions, and the rows that they process; in blocks that are sliced too, these rows and the experts behind
+the positions.
 """
 
 
@@ -65,6 +67,7 @@ def fit_layers(records: dict[Shape, Record], check: Record, checked: Shape) -> l
                 buffers=fit_buffers(everything, checked, index, name),
                 units=first.units.get(index),
                 experts_per_token=first.experts_per_token.get(index),
+                experts=first.experts.get(index),
                 reductions=_reductions(everything, index, fit),
                 linear=first.linear.get(index),
                 **costs,
@@ -120,11 +123,20 @@ def parameters_of(everything: dict[Shape, Record], index: int, module: str) -> t
                 if size != shape[dimension]
             }
             cut = differing.pop() if differing else None  # one dimension at most: blocks are cut so
-            # of one unit
-            sizes = tuple(size // sum(units) if dimension == cut else size for dimension, size in enumerate(shape))
+            # of one unit, or of one expert
+            of_experts = cut is not None and _is_of_experts(everything, name, cut)
+            each = shape_of_first[5:6] if of_experts else units
+            sizes = tuple(size // sum(each) if dimension == cut else size for dimension, size in enumerate(shape))
             moments = _moment(born, index), _moment(ready, index)
-            parameters.append(Parameter(_short(name, module), sizes, *moments, cut, name in first.summed))
+            summed = name in first.summed
+            parameters.append(Parameter(_short(name, module), sizes, *moments, cut, summed, of_experts=of_experts))
     return tuple(parameters)
+
+
+def _is_of_experts(everything: dict[Shape, Record], name: str, cut: int) -> bool:
+    """Return whether a dimension of a parameter goes with the experts that are held, in blocks that are sliced too."""
+    sizes = {(shape[5:6], record.parameters[name][1][cut]) for shape, record in everything.items()}
+    return len({experts for experts, _ in sizes}) > 1 and len(sizes) == len({experts for experts, _ in sizes})
 
 
 def _short(name: str, module: str) -> str:
@@ -183,31 +195,35 @@ def fit_polynomial(values: dict[Shape, int], checked: Shape, what: str) -> Polyn
     """Return the polynomial through all values but the checked one, which it must reproduce too."""
     shapes = [shape for shape in values if shape != checked]
     lengths = {shape[1] for shape in shapes}
-    unit_powers = (0, 1) if 2 < len(checked) < 5 else (0,)
-    powers = [(i, j, k, 0, 0) for k in unit_powers for j in range(len(lengths)) for i in (0, 1)]
+    unit_powers = (0, 1) if len(checked) in (3, 4, 6) else (0,)
+    powers = [(i, j, k, 0, 0, 0) for k in unit_powers for j in range(len(lengths)) for i in (0, 1)]
     if len(checked) == 4 and checked[2] == 0:  # on parts; an attention's FLOP grow with whole sequences too
-        powers = [(i, 0, 0, 0, 0) for i in (0, 1)]
-        powers += [(i, j, 0, 1, 0) for j in range(min(2, len(lengths))) for i in (0, 1)]
-    elif len(checked) == 4:  # what is on parts of sequences depends on their length alone, and on no units
-        powers += [(i, 0, 0, 1, 0) for i in (0, 1)]
-    if len(checked) == 5:  # what experts do depends on their number and rows alone
-        powers += [(0, 0, 1, 0, 0), (0, 0, 0, 0, 1)]
-    sizes = tuple((*(size or 1 for size in shape), 1, 1, 1)[:5] for shape in shapes)
+        powers = [(i, 0, 0, 0, 0, 0) for i in (0, 1)]
+        powers += [(i, j, 0, 1, 0, 0) for j in range(min(2, len(lengths))) for i in (0, 1)]
+    elif len(checked) in (4, 6):  # what is on parts of sequences depends on their length alone, and on no units
+        powers += [(i, 0, 0, 1, 0, 0) for i in (0, 1)]
+    # what experts do depends on their number and rows alone
+    if len(checked) == 5:
+        powers += [(0, 0, 1, 0, 0, 0), (0, 0, 0, 0, 1, 0)]
+    elif len(checked) == 6:
+        powers += [(0, 0, 0, 0, 1, 0), (0, 0, 0, 0, 0, 1)]
+    sizes = tuple((*(size or 1 for size in shape), 1, 1, 1, 1)[:6] for shape in shapes)
     inverse, denominator = _inverse(sizes, tuple(powers))
     numerators = [sum(map(mul, row, (values[shape] for shape in shapes))) for row in inverse]
     if any(numerator % denominator for numerator in numerators):
         raise NoPolynomialError(f"{what} is no whole polynomial in batch size and sequence length")
     solution = [numerator // denominator for numerator in numerators]
-    terms, unit_terms, part_terms, row_terms = (
+    terms, unit_terms, part_terms, row_terms, expert_terms = (
         tuple((c, i, j) for c, (i, j, *by) in zip(solution, powers, strict=True) if c and tuple(by) == kind)
-        for kind in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1))
+        for kind in ((0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1))
     )
-    nothing = not (terms or unit_terms or part_terms or row_terms)
+    nothing = not (terms or unit_terms or part_terms or row_terms or expert_terms)
     # what "0" is parsed to
-    fitted = Polynomial(((0, 0, 0),) if nothing else terms, unit_terms, part_terms, row_terms)
-    held = checked[2:4] or (0,)
-    of_rows = sum(coefficient * sum(checked[4:]) for coefficient, _, _ in row_terms)
-    if fitted.held(*held).at(b=checked[0], s=checked[1] or 1) + of_rows != values[checked]:
+    fitted = Polynomial(((0, 0, 0),) if nothing else terms, unit_terms, part_terms, row_terms, expert_terms)
+    units, positions, rows, experts = (*(size or 0 for size in checked), 0, 0, 0, 0)[2:6]
+    of_rows = sum(coefficient * rows for coefficient, _, _ in row_terms)
+    held = fitted.held(units, positions, experts=experts)
+    if held.at(b=checked[0], s=checked[1] or 1) + of_rows != values[checked]:
         raise NoPolynomialError(f"{what} is no polynomial in batch size and sequence length")
     return fitted
 

@@ -231,6 +231,8 @@ class Record:
     """Name of a parameter that is not trained -> (layer of first use, shape)."""
     units: dict[int, int] = field(default_factory=dict)
     """Of sliced blocks: the number of their units."""
+    experts: dict[int, int] = field(default_factory=dict)
+    """Of sliced blocks whose experts are divided: the number of these."""
     experts_per_token: dict[int, int] = field(default_factory=dict)
     """Of layers whose experts are divided: the number that each token takes."""
     linear: dict[int, bool] = field(default_factory=dict)

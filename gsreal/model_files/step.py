@@ -30,6 +30,7 @@ from gsreal.methods.context_parallel import ContextParts, divide_context
 from gsreal.methods.experts import Splits, divided_reason, experts_of, replace_experts
 from gsreal.methods.tensor_slices import (
     SequenceParts,
+    cut_beside_experts,
     cut_of,
     cut_or_reason,
     divide_sequences,
@@ -162,7 +163,8 @@ def record_step(
     """Return the record of one training step at this shape, layer by layer.
 
     `units`: each block is sliced to this number of units. `parts`: number of ranks that divide sequences between the
-    sliced parts of blocks. `routed`: each layer of routed experts holds so many of them, which process so many rows.
+    sliced parts of blocks. `routed`: each layer of routed experts holds so many of them, which process so many rows;
+    of blocks that are sliced too, these are not.
     `context`: number of ranks that divide sequences everywhere; raises UserError if a block cannot. `like`: the record
     of such a step at another shape; what depends on no shape is taken from it, which saves two of four forwards: the
     order of the modules, and when tensors would be freed that autograd did not save; of compiled blocks also the order
@@ -185,7 +187,7 @@ def record_step(
         record = Record(modules, blocks={name for name in modules if chosen[name]}, autocast=model.traced_autocast)
         record.kernel_plans = like.kernel_plans if like else {}
         divided = stand_in.parts(parts) if parts else None
-        cut = _cut_blocks(module, chosen, units, stand_in, divided) if units else {}
+        cut = _cut_blocks(module, chosen, units, stand_in, divided, beside_experts=routed is not None) if units else {}
         if divided is not None:
             paths = [name for name in modules if chosen[name]]
             record.summed = {*divide_sequences(paths, module, divided, end=end_of_parts(modules, paths, module))}
@@ -245,7 +247,7 @@ def _divide_experts(record: Record, module: nn.Module, stand_in: "_ReductionReco
 
     for path, inner in experts_of(module):
         (layer,) = (i for i, name in enumerate(record.modules) if f"{path}.".startswith(f"{name}."))
-        record.units[layer] = inner.gate_up_proj.shape[0]
+        (record.experts if layer in record.units else record.units)[layer] = inner.gate_up_proj.shape[0]
         replace_experts(inner, range(held), _TracedExchange(stand_in, held, rows))
         inner.register_forward_pre_hook(partial(note, layer), with_kwargs=True)
 
@@ -309,13 +311,18 @@ def _cut_blocks(
     units: int,
     stand_in: _ReductionRecorder,
     parts: SequenceParts | None,
+    *,
+    beside_experts: bool,
 ) -> dict[str, tuple[int, bool]]:
     """Slice each block to this number of units, with sequences divided in parts if there are any.
 
-    Return the whole number of units of each, and whether they are linear maps.
+    `beside_experts`: routed experts are divided among ranks, not cut. Return the whole number of units of each, and
+    whether they are linear maps.
     """
     units_of = {}
     for name, block in [(name, module.get_submodule(name)) for name, is_block in chosen.items() if is_block]:
+        if beside_experts:
+            cut_beside_experts(block)
         cut = cut_of(block)
         if cut is not None:
             units_of[name] = cut.units(block), is_linear(block, cut)
@@ -324,11 +331,16 @@ def _cut_blocks(
     return units_of
 
 
-def fewest_units(model: Model, where: str) -> int:
-    """Return the smallest number of units of the model's blocks; 0 if one cannot be sliced."""
+def fewest_units(model: Model, where: str, *, beside_experts: bool = False) -> int:
+    """Return the smallest number of units of the model's blocks; 0 if one cannot be sliced.
+
+    `beside_experts`: routed experts are not, but divided among ranks.
+    """
     with without_values(model):
         module = fake_module(model, where)
         blocks = [module.get_submodule(name) for name, is_block in layer_modules(module).items() if is_block]
+        for block in blocks if beside_experts else ():
+            cut_beside_experts(block)
         cuts = [cut_of(block) for block in blocks]
         return min((cut.units(block) if cut else 0 for cut, block in zip(cuts, blocks, strict=True)), default=0)
 
@@ -355,11 +367,17 @@ def experts_to_divide(model: Model, where: str) -> int:
         return min(inner.gate_up_proj.shape[0] for _, inner in experts_of(module))
 
 
-def can_divide_sequences(model: Model, where: str) -> bool:
-    """Return whether ranks can divide the sequences between all slices of the model's blocks."""
+def can_divide_sequences(model: Model, where: str, *, beside_experts: bool = False) -> bool:
+    """Return whether ranks can divide the sequences between all slices of the model's blocks.
+
+    `beside_experts`: of blocks whose routed experts are divided among ranks.
+    """
     with without_values(model):
         module = fake_module(model, where)
-        cuts = [cut_of(module.get_submodule(name)) for name, is_block in layer_modules(module).items() if is_block]
+        blocks = [module.get_submodule(name) for name, is_block in layer_modules(module).items() if is_block]
+        for block in blocks if beside_experts else ():
+            cut_beside_experts(block)
+        cuts = [cut_of(block) for block in blocks]
         return bool(cuts) and all(cut is not None and cut.gathered for cut in cuts)
 
 

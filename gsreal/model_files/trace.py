@@ -116,7 +116,7 @@ def _layers(
     on_counted: Callable[[OperationCounts], None],
 ) -> dict[str, Any]:
     """Return the model's layers by field: whole, with sliced blocks, with divided sequences too, under context
-    parallelism, and with divided experts (empty if not possible).
+    parallelism, with divided experts, and with these beside sliced blocks (empty if not possible).
     """
     sibling = with_fewer_blocks(model, where)
     if sibling is not None:
@@ -138,7 +138,14 @@ def _uncut_reason(model: Model, traced: dict[str, tuple[Layer, ...]], where: str
     return None if traced["sliced_layers"] else uncut_reason(model, where)
 
 
-FIELDS = ("layers", "sliced_layers", "sequence_layers", "context_layers", "expert_layers")
+FIELDS = (
+    "layers",
+    "sliced_layers",
+    "sequence_layers",
+    "context_layers",
+    "expert_layers",
+    "expert_sequence_layers",
+)
 
 
 def _by_field(traced: Sequence[list[Layer] | None], model: Model, where: str) -> dict[str, tuple[Layer, ...]]:
@@ -164,16 +171,20 @@ def _traced(
 ) -> tuple[tuple[list[Layer], ...], Record]:
     """Return all layers, one for each module, and the record of the largest step.
 
-    Layers are whole, with sliced blocks, with divided sequences too, under context parallelism, and with divided
-    experts.
+    Layers are whole, with sliced blocks, with divided sequences too, under context parallelism, with divided experts,
+    and with these beside sliced blocks.
     """
     shapes: list[tuple[int, int | None]] = list(product(TRACED_BATCH_SIZES, lengths))
     records, largest = _recorded(model, [(shape, shape) for shape in shapes], (checked, checked), where)
     fitted = fit_layers(records, largest, checked)
     if model.compiled:  # whole blocks, all of them trained: parts of blocks would be other graphs
-        return (fitted, [], [], [], []), largest
+        return (fitted, [], [], [], [], []), largest
     whole = with_partial_costs(model, fitted, shapes, checked, where=where)
-    others = traced_context(model, lengths, checked, where), _traced_experts(model, shapes, checked, where)
+    others = (
+        traced_context(model, lengths, checked, where),
+        _traced_experts(model, shapes, checked, where),
+        traced_expert_parts(model, lengths, checked, where),
+    )
     try:
         cut = _traced_cut(model, shapes, checked, where)
     except NoPolynomialError:  # operations depend on the units: such blocks are not sliced
@@ -248,9 +259,8 @@ def traced_parts(
     units, fewer, more = fewest_units(model, where), *TRACED_RANKS
     if units < 2 or not can_divide_sequences(model, where):
         return []
-    rounded = [-(-length // more) * more for length in lengths if length is not None]
-    longest = (checked[1] or 0) // more * more
-    if longest == 0 or (checked[1] in lengths and checked[1] != longest):  # one length, which is no multiple
+    rounded, longest = _lengths_of_parts(lengths, checked)
+    if not longest:
         return []
     several = TRACED_UNITS if units >= max(TRACED_UNITS) else (1, 2)
     sizes = [(b, s, u, fewer) for u in several for b in TRACED_BATCH_SIZES for s in rounded]
@@ -260,6 +270,48 @@ def traced_parts(
         model, [((b, s, u, s // ranks), (b, s, u, ranks)) for b, s, u, ranks in sizes], last, where
     )
     return fit_layers(records, largest, last[0])
+
+
+def _lengths_of_parts(lengths: Sequence[int | None], checked: tuple[int, int | None]) -> tuple[list[int], int]:
+    """Return lengths that ranks can divide, and that of the largest step; 0: the only length is no multiple."""
+    more = max(TRACED_RANKS)
+    rounded = [-(-length // more) * more for length in lengths if length is not None]
+    longest = (checked[1] or 0) // more * more
+    return rounded, 0 if checked[1] in lengths and checked[1] != longest else longest
+
+
+def traced_expert_parts(
+    model: Model, lengths: Sequence[int | None], checked: tuple[int, int | None], where: str
+) -> list[Layer]:
+    """Return all layers with sliced blocks, divided sequences and divided experts; empty if not possible.
+
+    They are functions of units, positions of a part, experts that are held and their rows. Steps are those of
+    `traced_parts`, and two with other rows and experts; see [Note: experts of parts] in `gssim.workload.model`.
+    """
+    experts, units = experts_to_divide(model, where), fewest_units(model, where, beside_experts=True)
+    rounded, longest = _lengths_of_parts(lengths, checked)
+    if experts < 4 or units < 2 or not longest or not can_divide_sequences(model, where, beside_experts=True):
+        return []
+    fewer, more = TRACED_RANKS
+    first, others, last = TRACED_ROWS
+    several = TRACED_UNITS if units >= max(TRACED_UNITS) else (1, 2)
+    steps = [(b, s, u, fewer, first, 2) for u in several for b in TRACED_BATCH_SIZES for s in rounded]
+    steps += [(b, rounded[-1], several[0], more, first, 2) for b in TRACED_BATCH_SIZES]
+    steps.append((*steps[-1][:4], others, 2))
+    steps.append((*steps[-2][:5], experts // 2 if experts > 4 else experts))
+    records: dict[Shape, Record] = {}
+
+    def record(b: int, s: int, u: int, ranks: int, rows: int, held: int) -> Record:
+        like = next(iter(records.values()), None)
+        return record_step(model, b, s, u, ranks, (held, rows), where=where, like=like)
+
+    try:
+        for b, s, u, ranks, rows, held in steps:
+            records[b, s, u, s // ranks, rows, held] = record(b, s, u, ranks, rows, held)
+        largest = record(checked[0], longest, units, more, last, 2)
+        return fit_layers(records, largest, (checked[0], longest, units, longest // more, last, 2))
+    except NoPolynomialError:
+        return []
 
 
 def _traced_cut(

@@ -34,7 +34,7 @@ from gsreal.run.signals import signals_deferred, signals_ignored
 from gssim.errors import RunFailedError, UserError
 from gssim.execution.files import scratch_folder
 from gssim.plan import PREDICTED_ONLY, RUNS_WITH
-from gssim.scenario import Loaded, Scenario
+from gssim.scenario import Loaded, Scenario, routes_parts
 
 
 def check_real(loaded: Loaded) -> None:
@@ -74,10 +74,11 @@ def check_compiled(scenario: Scenario, *, where: str) -> None:
 
 def check_predicted_only(scenario: Scenario, *, where: str) -> None:
     """Raise UserError for values that can only be predicted."""
-    if scenario.policies.ep > 1 and scenario.policies.tp > 1:
+    tensor_ranks = scenario.policies.tp
+    if scenario.policies.ep > 1 and tensor_ranks > 1 and not routes_parts(scenario.workload.model, scenario.policies):
         raise UserError(
-            f"{where}: plan.ep = {scenario.policies.ep} beside plan.tp = {scenario.policies.tp}: can be predicted, but "
-            "not run; allowed: one of them"
+            f"{where}: plan.ep = {scenario.policies.ep} beside plan.tp = {tensor_ranks}: can be predicted, but "
+            "not run, with layers that are cut already (workload.model.expert_tensor_ranks); allowed: one of them"
         )
     for layer in scenario.workload.model.expert_layers:
         if layer.expert_capacity_ratio is not None:

@@ -328,6 +328,8 @@ def megatron(keys: Keys) -> Training:
         count = processes.value * (nodes.value if nodes else 1)
         training.world = Value(count, f"{processes.origin}{', ' + nodes.origin if nodes else ''}")
     _architecture(keys, training)
+    if training.ep is not None and training.ep.value > 1:
+        training.etp = keys.integer("expert-tensor-parallel-size", sets="plan.etp")
     dispatcher = "moe-token-dispatcher-type"
     if keys.has(dispatcher):
         keys.note(dispatcher, "approximated: tokens go by all-to-alls")

@@ -13,6 +13,12 @@ PURE_16_BIT = (
     "approximated: parameters and optimizer state there are in 16 bits alone; here the optimizer updates fp32 copies"
 )
 
+GATHERED_ROUTERS = (
+    "approximated: it gathers the tokens of tensor ranks for a router, and scatters what experts return; here each "
+    "rank routes those of its own part of the sequence, which no layer of experts gathers"
+)
+"""Source: torchtitan, models/llama4/infra/parallelize.py, apply_moe_ep_tp (ReordererSequenceParallel)."""
+
 TORCHTITAN: dict[str, Rule] = {
     **listed("of compilation, see above", "compile.*"),
     **listed("of tensor parallelism beside compilation, which is refused", "parallelism.enable_async_tensor_parallel"),
@@ -30,7 +36,9 @@ TORCHTITAN: dict[str, Rule] = {
     **refused("fault-tolerant replicas cannot be simulated", "fault_tolerance.enable"),
     **listed("of fault tolerance, which is off or refused", "fault_tolerance.*"),
     **refused("schedules from a file cannot be simulated", "parallelism.pipeline_parallel_schedule_csv"),
-    **refused("expert parallelism cannot be simulated", "parallelism.expert_tensor_parallel_degree", neutral=(1,)),
+    **refused(
+        "experts that tensor ranks cut cannot be simulated", "parallelism.expert_tensor_parallel_degree", neutral=(1,)
+    ),
     **listed("of experts, which are off or refused", "parallelism.*expert*"),
     **listed(
         "of context parallelism, which is off, or approximated: keys and values pass in a ring of shifts",
@@ -133,6 +141,11 @@ def torchtitan(keys: Keys) -> Training:
     _pipeline(keys, training)
     sequence_parallel = keys.flag("parallelism.enable_sequence_parallel")
     tp = training.tp.value if training.tp else 1
+    if training.ep is not None and training.ep.value > 1:
+        key = "expert_tensor_parallel_degree"
+        training.etp = keys.integer(f"parallelism.{key}", sets="plan.etp") or Value(1, f"{key} = 1 (its default)")
+        if tp > 1:
+            keys.listed.append((training.ep.origin, GATHERED_ROUTERS))
     if tp > 1:  # 0.2 has no key for it: its tensor parallelism is always sequence-parallel beside
         origin = f"{training.tp.origin}, with sequence parallelism" if training.tp else ""
         training.sequence_parallel = sequence_parallel or Value(True, origin)

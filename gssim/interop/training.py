@@ -6,6 +6,7 @@ which is marked as such.
 """
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from typing import Any
@@ -123,6 +124,8 @@ class Training:
     context_exchange: Value | None = None
     """ring or all-to-all; None: a ring."""
     ep: Value | None = None
+    etp: Value | None = None
+    """Tensor ranks that cut each of the experts that ranks divide; None: all."""
     sharding: Value | None = None
     """none, zero1, zero2 or zero3."""
     zero1_implementation: str = "torch"
@@ -543,10 +546,22 @@ def _axes(
         exchange = training.context_exchange or Value("ring", f"{cp.origin}: keys and values in a ring")
         if exchange.value == "ring":
             entries.append(Entry("plan.context_exchange", "ring", exchange.origin))
-    ep = training.ep or one
-    if ep.value > 1:
-        entries.append(Entry("plan.ep", ep.value, ep.origin))
-    return ranks, dp, tp, pp, entries
+    return ranks, dp, tp, pp, [*entries, *_experts(training, keys, tp)]
+
+
+def _experts(training: Training, keys: Keys, tp: Value) -> Iterator[Entry]:
+    """Yield the entries of experts that ranks divide; refuse those that tensor ranks cut too."""
+    if training.ep is None or training.ep.value == 1:
+        return
+    yield Entry("plan.ep", training.ep.value, training.ep.origin)
+    if tp.value == 1:
+        return
+    etp = training.etp or Value(tp.value, f"{tp.origin}: experts are cut among as many")
+    if etp.value != 1:
+        unsaid = " (expert-tensor-parallel-size, by default as many)" if training.etp is None else ""
+        why = f"experts that tensor ranks cut too cannot be simulated; allowed: 1{unsaid}"
+        _refuse(keys, etp, why, "plan.etp")
+    yield Entry("plan.etp", etp.value, etp.origin)
 
 
 def _method(training: Training, keys: Keys, dp: int, tp: int, pp: int, cp: int) -> list[Entry] | None:

@@ -216,12 +216,12 @@ def activation_timeline(
 
 
 def gradient_events(
-    layers: Sequence[LayerInstance], *, value_bytes: int, given_back: int, given_back_of_slices: int | None = None
+    layers: Sequence[LayerInstance], *, value_bytes: int, given_back: int, given_back_of_experts: int | None = None
 ) -> dict[tuple[int, str], list[Event]]:
     """Return the allocations of parameter gradients, and their releases when they are ready.
 
     `given_back`: 0: none; 1: the gradient is copied elsewhere, or added to an earlier one; 2: that is released too.
-    `given_back_of_slices`: the same for parameters that are slices; absent: as of all.
+    `given_back_of_experts`: the same for experts that ranks divide; absent: as of all.
     """
     events: dict[tuple[int, str], list[Event]] = defaultdict(list)
     by_parameter: dict[int, tuple[Event, list[Event]]] = {}
@@ -230,7 +230,9 @@ def gradient_events(
             born, ready = parameter.born, parameter.ready
             if id(parameter) not in by_parameter:  # repetitions share their events
                 size = float(parameter.elements * value_bytes)
-                times = given_back_of_slices if parameter.sliced and given_back_of_slices is not None else given_back
+                times = given_back
+                if parameter.of_experts and given_back_of_experts is not None:
+                    times = given_back_of_experts
                 # one that is added to an earlier one is released before hooks see the sum
                 freed = [Event(ready.position, -size, "gradients", early=i + 1 < times) for i in range(times)]
                 by_parameter[id(parameter)] = Event(born.position, size, "gradients"), freed

@@ -96,6 +96,16 @@ class Mesh:
     def _expert_ranks(self) -> int:
         return self.etp or self.tp
 
+    @property
+    def expert_stride(self) -> int:
+        """Of the ranks that hold the same part of all else, in their order: how many divide experts among them, or with
+        others. Those that hold the same experts are so far apart.
+
+        >>> Mesh(dp_replicate=4, ep=2).expert_stride, Mesh(dp_replicate=4, tp=2, ep=4, etp=1).expert_stride
+        (2, 2)
+        """
+        return self.ep * self._expert_ranks // self.tp
+
     def expert_group(self, rank: int) -> Sequence[int]:
         """Return the ranks that divide experts with a rank: replica ranks in a row, or tensor ranks too.
 

@@ -332,8 +332,9 @@ class Plan:
     experts that they hold, inside each expert."""
     etp: PositiveInt | None = None
     """Ranks of a tensor group that divide each expert, where `ep` divides experts too; absent: all. With fewer, the
-    others hold experts of their own, and `ep` counts them too: Megatron-LM's `expert-tensor-parallel-size` (predicted
-    only)."""
+    others hold experts of their own, and `ep` counts them too, as the innermost: Megatron-LM's
+    `expert-tensor-parallel-size`. With 1 and `sequence_parallel`, each of them routes the tokens of its own part of a
+    sequence. Other values are predicted only, of models that are cut so (`workload.model.expert_tensor_ranks`)."""
     partition: Partition | None = None
     """Split by samples, or of the weight gradients of the same samples. Absent: the method's."""
     parameters: ParameterPolicy | None = None

@@ -348,9 +348,10 @@ def _refuse_divided_experts(plan: Plan, policies: Policies, file: str) -> None:
     alone = policies.gradients == "local" and policies.etp is not None
     replicated = policies.gradients == "all-reduce" or alone
     if policies.sync_every_steps or (not replicated and policies.gradients != "reduce-scatter"):
+        hint = _or_among_tensor_ranks(policies) if policies.gradients == "local" else ""
         raise UserError(
             f"{where}: cannot run yet with method '{plan.method}'; allowed today: methods that all-reduce or "
-            "reduce-scatter gradients (ddp, zero1, zero2, zero3, fsdp, hsdp)"
+            f"reduce-scatter gradients (ddp, zero1, zero2, zero3, fsdp, hsdp){hint}"
         )
     if plan.zero1_implementation == "deepspeed":
         raise UserError(
@@ -358,9 +359,10 @@ def _refuse_divided_experts(plan: Plan, policies: Policies, file: str) -> None:
             "experts, which are reduced over fewer ranks, are not modelled; allowed: 'torch', 'megatron'"
         )
     _refuse_expert_axes(plan, policies, file, replicated=replicated)
-    if not replicated and policies.shards % policies.ep:
+    if not replicated and policies.shards % policies.mesh.expert_stride:
+        ranks = policies.shards if policies.etp is None else policies.shards * policies.tp // policies.etp
         raise UserError(
-            f"{where}: experts are divided among the ranks that shard a replica, of which there are {policies.shards}; "
+            f"{where}: experts are divided among the ranks that shard a replica, of which there are {ranks}; "
             "allowed: a divisor of these"
         )
     if policies.compress:
@@ -373,6 +375,10 @@ def _refuse_divided_experts(plan: Plan, policies: Policies, file: str) -> None:
         raise UserError(f"{where}: plan.shares.replan = True: ranks that divide experts need as many samples each")
 
 
+def _or_among_tensor_ranks(policies: Policies) -> str:
+    return ", or plan.etp = 1: among tensor ranks too" if policies.tp > 1 and policies.etp is None else ""
+
+
 def _refuse_expert_axes(plan: Plan, policies: Policies, file: str, *, replicated: bool) -> None:
     """Refuse axes that experts cannot be divided on; `replicated`: whether gradients are, after they are reduced."""
     where = f"{file}: plan.ep = {policies.ep}"
@@ -381,7 +387,7 @@ def _refuse_expert_axes(plan: Plan, policies: Policies, file: str, *, replicated
         of = "data ranks" if policies.cp == 1 else "data ranks and their parts of sequences (plan.cp)"
         raise UserError(
             f"{where}: experts are divided among {of} in a row, of which there are {replicas}; allowed: a divisor of "
-            "these"
+            f"these{_or_among_tensor_ranks(policies)}"
         )
     if policies.etp is not None:
         divided = policies.etp * policies.ep
@@ -392,15 +398,16 @@ def _refuse_expert_axes(plan: Plan, policies: Policies, file: str, *, replicated
                 "and data; leave it out for all ranks of a tensor group"
             )
     flat = plan.zero1_implementation == "megatron" or policies.optimizer_state == "replicated"
-    if policies.tp > 1 and not (replicated and flat):
+    if policies.tp > 1 and policies.etp != 1 and not (replicated and flat):
         raise UserError(
             f"{where}: cannot run yet with plan.tp = {policies.tp} and method '{plan.method}'; allowed today: 'ddp', "
-            "or 'zero1' with plan.zero1_implementation = 'megatron'"
+            "'zero1' with plan.zero1_implementation = 'megatron', or plan.etp = 1"
         )
-    if policies.tp > 1 and policies.cp > 1:
+    if policies.tp > 1 and policies.cp > 1 and policies.etp != 1:
         raise UserError(
             f"{where}: cannot run yet with plan.cp = {policies.cp} beside plan.tp = {policies.tp}: layers with divided "
-            "experts that are cut too are not known on parts of sequences; allowed today: 1 for one of these"
+            "experts that are cut too are not known on parts of sequences; allowed today: 1 for one of these, or "
+            "plan.etp = 1"
         )
 
 

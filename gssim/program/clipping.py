@@ -7,8 +7,9 @@ the norms of all tensors, in the gradients' precision, are all-reduced over the 
 2.13); Gradient Sharding and the stages of a pipeline sum squares in fp64. Ranks that synchronize periodically clip by
 the norm of their own gradients. A tied parameter counts once. Tensor-parallel ranks hold slices of some gradients, and
 the whole of others, which the first of them counts (Megatron-LM, core/optimizer/clip_grads.py): they, and then the
-shards of each, sum squares in fp64. So do ranks that divide experts and hold the whole of all else. Where all else is
-sharded too, each rank's shards are summed over all of them at once (torch adds up no norms of several meshes).
+shards of each, sum squares in fp64. So do ranks that divide experts and hold the whole of all else: where these are
+tensor groups, one sum is of slices too, which the first group counts. Where all else is sharded too, each rank's shards
+are summed over all of them at once (torch adds up no norms of several meshes).
 
 [Note: loss scaling] A training in fp16 multiplies its loss by `workload.loss_scale`. Before the update one pass reads
 and writes the gradients (torch._amp_foreach_non_finite_check_and_unscale_): it divides the fp32 gradients of shards,
@@ -94,9 +95,12 @@ def divides_master_gradients(low: Lowering) -> bool:
 def _sums(low: Lowering, rank: int, replicas: Sequence[Sequence[int]]) -> Iterator[Task]:
     """Yield the all-reduces over ranks that hold different gradients."""
     policies = low.policies
-    if policies.tp > 1:
+    # ranks that divide experts are whole tensor groups: one sum is over both
+    of_shards = policies.gradients == "reduce-scatter" and policies.shards > 1
+    with_experts = policies.ep > 1 and not of_shards and not low.flat_part
+    if policies.tp > 1 and not with_experts:
         yield sum_over_slices(low, rank, _sum_id("of slices"), SQUARES_BYTES)
-    if policies.gradients == "reduce-scatter" and policies.shards > 1:
+    if of_shards:
         in_fp64 = policies.tp > 1 or policies.ep > 1
         size = SQUARES_BYTES if in_fp64 else low.master_bytes * _counted_tensors(low, rank)
         yield collective_task(_sum_id(), low.communication("all-reduce", "dp_shard", size))

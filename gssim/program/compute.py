@@ -123,15 +123,14 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
     added = micro_batch.accumulates and not low.casts_units  # FSDP2 itself adds those that it casts
     given_back = added + in_buckets
     adds_itself = low.has_one_gradient_buffer  # the products do
-    of_slices = added if low.policies.ep > 1 else given_back  # no bucket takes those of experts
     if own.layers is low.layers and not adds_itself:
-        gradients = _gradient_events(low, given_back, of_slices)
+        gradients = _gradient_events(low, given_back, added)
     else:
         gradients = gradient_events(
             () if adds_itself else own.layers,
             value_bytes=low.value_bytes,
             given_back=given_back,
-            given_back_of_slices=of_slices,
+            given_back_of_experts=int(added),  # no bucket takes them
         )
     buckets = _bucket_events(low) if in_buckets and low.policies.gradients == "push" else {}
     hook_s = hook_time_s(low, rank) if in_buckets else 0.0
@@ -194,10 +193,10 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
 
 
 @once_a_run
-def _gradient_events(low: Lowering, given_back: int, of_slices: int) -> Mapping[tuple[int, str], Sequence[Event]]:
+def _gradient_events(low: Lowering, given_back: int, of_experts: int) -> Mapping[tuple[int, str], Sequence[Event]]:
     """Return the allocations and releases of the gradients of all layers; see `gradient_events`."""
     return gradient_events(
-        low.layers, value_bytes=low.value_bytes, given_back=given_back, given_back_of_slices=of_slices
+        low.layers, value_bytes=low.value_bytes, given_back=given_back, given_back_of_experts=of_experts
     )
 
 

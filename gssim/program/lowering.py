@@ -21,13 +21,15 @@ from gssim.program.stage_boundary import Stage
 from gssim.program.task import Bucket, MicroBatch, Task
 from gssim.scenario import (
     Scenario,
+    divided_expert_layers,
     has_master_copy,
+    held_experts,
     held_layers,
     held_slice,
-    layers_with_experts,
     master_bytes,
     reduce_precision,
-    rows_by_rank,
+    routes_parts,
+    rows_of_ranks,
     schedule_of,
     value_bytes,
 )
@@ -152,7 +154,7 @@ class Lowering:
         if self.stages:
             return tuple(replace(instance, index=i) for i, instance in enumerate(self._stage_layers))
         if self.scenario.policies.ep > 1:
-            return layers_with_experts(self.scenario.workload, self.policies, 0)
+            return held_experts(self.scenario, 0, self.tensor_part)
         if self.divides_layers:
             return unrolled(held_slice(self.scenario, self.tensor_part))
         return self.whole_layers
@@ -160,6 +162,8 @@ class Lowering:
     @cached_property
     def part_layers(self) -> tuple[LayerInstance, ...]:
         """Unrolled layers of the model, with this part of the embedding where tensor-parallel ranks divide it."""
+        if self.scenario.plan.embedding_parallel and routes_parts(self.scenario.workload.model, self.policies):
+            return held_experts(self.scenario, 0, self.tensor_part)
         if self.scenario.plan.embedding_parallel:
             return unrolled(held_slice(self.scenario, self.tensor_part))
         return self.whole_layers
@@ -167,7 +171,8 @@ class Lowering:
     @cached_property
     def whole_expert_layers(self) -> tuple[LayerInstance, ...]:
         """Layers with experts that ranks divide, as functions of the experts and rows of a rank."""
-        layers = unrolled(replace(self.scenario.workload.model, layers=self.scenario.workload.model.expert_layers))
+        model = self.scenario.workload.model
+        layers = unrolled(replace(model, layers=divided_expert_layers(model, self.policies)))
         return tuple(each for each in layers if each.layer.experts_per_token)
 
     @cached_property
@@ -196,8 +201,8 @@ class Lowering:
         """For each position among the ranks that divide experts, the first whose experts get as many rows."""
         if self.policies.ep == 1:
             return (0,)
-        rows = [rows_by_rank(self.scenario.workload, self.policies, each) for each in self.whole_expert_layers]
-        return tuple(list(zip(*rows, strict=True)).index(column) for column in zip(*rows, strict=True))
+        rows = rows_of_ranks(self.scenario.workload, self.policies)
+        return tuple(map(rows.index, rows))
 
     def expert_position(self, rank: int) -> int:
         """Return the first position among the ranks that divide experts whose experts get as many rows as a rank's."""
@@ -207,7 +212,7 @@ class Lowering:
     def _routed_layers(self, position: int) -> OwnedLayers:
         if position == 0:
             return OwnedLayers(self.layers)
-        layers = layers_with_experts(self.scenario.workload, self.policies, position)
+        layers = held_experts(self.scenario, position, self.tensor_part)
         if self.stages:
             every = held_layers(layers, self.scenario.stage_ranges)
             held = [instance for stage in self.stages for instance in every[stage.number]]
@@ -223,7 +228,7 @@ class Lowering:
         if self.policies.ep == 1:
             return ()
         order = [(self.layers[i], self.layers[i].layer.parameters[j]) for i, j in gradient_order(self.layers)]
-        members = [member for member in order if member[1].sliced]
+        members = [member for member in order if member[1].of_experts]
         if self.has_one_gradient_buffer:
             return (Bucket(len(self.buckets), tuple(members)),) if members else ()
         return tuple(Bucket(len(self.buckets) + i, (member,)) for i, member in enumerate(members))
@@ -559,7 +564,7 @@ class Lowering:
         order = gradient_order(self.layers)
         members = [(self.layers[i], self.layers[i].layer.parameters[j]) for i, j in order]
         if self.policies.ep > 1:  # the gradients of experts are reduced over fewer ranks
-            members = [member for member in members if not member[1].sliced]
+            members = [member for member in members if not member[1].of_experts]
         if self.policies.parameters != "replicated":
             numbers = [instance.index if instance.layer.block else -1 for instance, _ in members]
             units = [[m for m, n in zip(members, numbers, strict=True) if n == i] for i in sorted({*numbers})[::-1]]
@@ -580,18 +585,19 @@ class Lowering:
 
         Where ranks divide experts, those of all other parameters; see `owned_experts`.
         """
-        return self._assigned([i for i, (_, each) in enumerate(self.parameters) if not self._is_of_experts(each)], 1)
+        return self._assigned([i for i, (_, each) in enumerate(self.parameters) if not each.of_experts], 1)
 
     @cached_property
     def owned_experts(self) -> tuple[tuple[int, ...], ...]:
         """The same of divided experts, for each of the ranks that hold the same ones: they have an optimizer of their
         own.
         """
-        places = [i for i, (_, each) in enumerate(self.parameters) if self._is_of_experts(each)]
-        return self._assigned(places, self.policies.ep)
+        places = [i for i, (_, each) in enumerate(self.parameters) if each.of_experts]
+        return self._assigned(places, self.policies.mesh.expert_stride)
 
-    def _is_of_experts(self, parameter: Parameter) -> bool:
-        return self.policies.ep > 1 and parameter.sliced
+    def expert_replica(self, rank: int) -> int:
+        """Return the position of a rank among those that hold the same experts."""
+        return self.position(rank) // self.policies.mesh.expert_stride
 
     def _assigned(self, places: Sequence[int], divided: int) -> tuple[tuple[int, ...], ...]:
         sizes = [self.parameters[place][1].elements for place in places]
@@ -612,16 +618,16 @@ class Lowering:
             return ()
         if self.flat_part:
             dense, experts = self._dealt_matrices
-            found = {False: dense[self.position(rank)], True: experts[self.position(rank) // self.policies.ep]}
+            found = {False: dense[self.position(rank)], True: experts[self.expert_replica(rank)]}
             return found[of_experts] if of_experts is not None else (*found[False], *found[True])
         places: Sequence[int] = range(len(self.parameters))
         if self.assigns_tensors:
             own = self.owned_parameters[self.position(rank)]
-            places = (*own, *self.owned_experts[self.position(rank) // self.policies.ep])
+            places = (*own, *self.owned_experts[self.expert_replica(rank)])
         return tuple(
             matrix
             for place in places
-            if of_experts in (None, self._is_of_experts(self.parameters[place][1]))
+            if of_experts in (None, self.parameters[place][1].of_experts)
             for matrix in self.matrices_at(place)
         )
 
@@ -635,7 +641,7 @@ class Lowering:
         """
         found = []
         for of_experts, ranks in ((False, len(self.group)), (True, len(self.expert_replicas[0]))):
-            places = [i for i, (_, each) in enumerate(self.parameters) if self._is_of_experts(each) == of_experts]
+            places = [i for i, (_, each) in enumerate(self.parameters) if each.of_experts == of_experts]
             matrices = [matrix for place in places for matrix in self.matrices_at(place)]
             dealt = splitting.greedy([max(each) * min(each) ** 2 for each in matrices], ranks)
             found.append(tuple(tuple(matrices[place] for place in own) for own in dealt))
@@ -693,7 +699,7 @@ class Lowering:
         return self._even_part(len(self.expert_replicas[0]), of_experts=True) if self.flat_part else 0
 
     def _even_part(self, ranks: int, *, of_experts: bool) -> int:
-        own = [each.elements for _, each in self.parameters if self._is_of_experts(each) == of_experts]
+        own = [each.elements for _, each in self.parameters if each.of_experts == of_experts]
         if self.scenario.workload.optimizer != "muon":
             return 2 * math.ceil(sum(own) / (2 * ranks))
         # matrices stay whole: parts are as large as the fullest, the rest is divided evenly
@@ -702,7 +708,7 @@ class Lowering:
 
     def even_rest(self, ranks: int, *, of_experts: bool) -> int:
         """Return the elements of each rank's equal part of what is no matrix of Muon's, flattened and padded."""
-        own = [each.elements for _, each in self.parameters if self._is_of_experts(each) == of_experts]
+        own = [each.elements for _, each in self.parameters if each.of_experts == of_experts]
         matrices = sum(map(elements_of, self._dealt_matrices[of_experts]))
         return 2 * math.ceil((sum(own) - matrices) / (2 * ranks))
 
@@ -729,7 +735,7 @@ class Lowering:
 
     def owned_expert_elements(self, rank: int) -> tuple[int, ...]:
         """The same of divided experts."""
-        owned = self.owned_experts[self.position(rank) // self.policies.ep]
+        owned = self.owned_experts[self.expert_replica(rank)]
         return tuple(self.parameters[position][1].elements for position in owned)
 
     def roles(self, *, unfolded: bool = False, by_data: Ints | None = None) -> tuple[Ints, list[int]]:
@@ -769,9 +775,8 @@ class Lowering:
         if policies.gradients == "reduce-scatter":
             columns += [self._own_rows(rows, positions % self.shards, self.shards) for rows in self._distinct_rows]
             experts = {parameter.shape[0] for bucket in self.expert_buckets for _, parameter in bucket.members}
-            columns += [
-                self._own_rows(n, positions // policies.ep, self.shards // policies.ep) for n in sorted(experts)
-            ]
+            apart = policies.mesh.expert_stride
+            columns += [self._own_rows(n, positions // apart, self.shards // apart) for n in sorted(experts)]
         code = np.zeros(len(positions), np.int64)
         for column in columns:
             code = np.unique(code * (int(column.max()) + 1) + column, return_inverse=True)[1]

@@ -148,7 +148,7 @@ def optimize(low: Lowering, rank: int, tasks: list[Task], *, replicas: Sequence[
 
     `replicas`: see `clip_gradients`.
     """
-    owned = owned_tensors(low, rank)
+    owned, summed = owned_tensors(low, rank), sum_partial_gradients(low, rank)
     unscaled = unscale_gradients(low, rank, owned, replicas)
     clipped = clip_gradients(low, rank, owned, replicas)
     if low.assigns_tensors and low.policies.ep > 1:  # experts have an optimizer of their own, which comes second
@@ -159,9 +159,8 @@ def optimize(low: Lowering, rank: int, tasks: list[Task], *, replicas: Sequence[
             _update(low, rank, experts, of_experts, 1, ends=True),
         ]
         published = [_broadcast_tensors(low, each) for each in (False, True)]
-        return [*tasks, *unscaled, *clipped, updates[0], *published[0], updates[1], *published[1]]
+        return [*tasks, *summed, *unscaled, *clipped, updates[0], *published[0], updates[1], *published[1]]
     update = _update(low, rank, owned, low.matrices(rank), None, ends=True)
-    summed = sum_partial_gradients(low, rank)
     if low.policies.gradients == "push":
         return publish(low, rank, [*tasks, *summed, *clipped], update)
     updated = around_update(low, rank, update, partial(owned_tensors, low))
@@ -345,7 +344,7 @@ def owned_tensors(low: Lowering, rank: int) -> Sequence[int]:
         if not low.matrices(rank):
             return (*low.owned_elements(rank), *low.owned_expert_elements(rank))
         own = low.owned_parameters[low.position(rank)]
-        places: Sequence[int] = (*own, *low.owned_experts[low.position(rank) // low.policies.ep])
+        places: Sequence[int] = (*own, *low.owned_experts[low.expert_replica(rank)])
     elif low.assigns_layers:
         return _elements(low, *low.owned_ranges[rank])
     else:

@@ -58,7 +58,16 @@ from gssim.program.task import (
 )
 from gssim.program.tensor_slices import CONTEXT_OPERATIONS
 from gssim.result import COMPUTE_PHASES, UPDATE_PHASES
-from gssim.scenario import Scenario, divided_entries, held_layers, held_slice, units_of_ranks
+from gssim.scenario import (
+    Scenario,
+    divided_entries,
+    held_experts,
+    held_layers,
+    held_slice,
+    routes_parts,
+    rows_of_ranks,
+    units_of_ranks,
+)
 from gssim.workload import LayerInstance, unrolled
 from gssim.workload.gradient_statistics import GradientStatistics
 
@@ -382,6 +391,8 @@ def _slices_are_equal(scenario: Scenario) -> bool:
     same = all(len(set(units_of_ranks(layer.units, scenario.slice_shares))) == 1 for layer in sliced if layer.units)
     for entries in divided_entries(scenario.plan, scenario.workload.model) if ranks > 1 else ():
         same = same and len(set(units_of_ranks(entries, scenario.slice_shares))) == 1
+    if scenario.policies.ep > 1 and scenario.policies.etp is not None:  # these ranks hold other experts
+        same = same and len(set(rows_of_ranks(scenario.workload, scenario.policies))) == 1
     return ranks > 1 and same and all(len(set(types[i : i + ranks])) == 1 for i in range(0, len(types), ranks))
 
 
@@ -410,6 +421,8 @@ def _lowerings(
 
 def _held_stages(scenario: Scenario, part: int) -> Sequence[Sequence[LayerInstance]]:
     """Return the layers of every stage of a pipeline, as held by the ranks with a slice, on a part of the sequences."""
+    if routes_parts(scenario.workload.model, scenario.policies):
+        return held_layers(held_experts(scenario, 0, part), scenario.stage_ranges)
     if (scenario.policies.tp == 1 and scenario.policies.cp == 1) or scenario.policies.ep > 1:
         return scenario.stages
     return held_layers(unrolled(held_slice(scenario, part)), scenario.stage_ranges)

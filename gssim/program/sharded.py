@@ -263,14 +263,14 @@ def units(low: Lowering) -> tuple[Unit, ...]:
     precision = low.scenario.workload.frozen_precision
 
     def divided(parameter: Parameter) -> bool:
-        return low.policies.ep > 1 and parameter.sliced
+        return parameter.of_experts
 
     def with_experts(unit: Unit) -> list[Unit]:
         """Return the unit, if it has any parameters, and that of the divided experts of its layers."""
         own = tuple(each for instance in unit.layers for each in instance.layer.parameters if divided(each))
         result = [unit] if unit.parameters or unit.tensors.quantized else []
         if own:
-            replicas = ranks // low.policies.ep
+            replicas = ranks // low.policies.mesh.expert_stride
             across = shards_inside_experts([each.shape for each in own], replicas=replicas)
             tensors = Tensors(own, replicas, *sizes, dimension=int(across))
             result.append(Unit(f"{unit.name}.experts", unit.layers, tensors, experts=True))
@@ -299,7 +299,7 @@ def owned_rows(low: Lowering, position: int) -> list[int]:
     """Return the elements of each parameter in the shard at a position, in the model's order, the optimizer's too."""
     own: dict[int, int] = {}
     for unit in units(low):
-        elements = unit.own_elements(position // low.policies.ep if unit.experts else position)
+        elements = unit.own_elements(position // low.policies.mesh.expert_stride if unit.experts else position)
         own |= zip(map(id, unit.tensors.trained), elements, strict=True)
     return [own[id(parameter)] for _, parameter in low.parameters]
 

@@ -35,7 +35,7 @@ from gssim.program.experts import expert_exchange
 from gssim.program.lowering import Lowering, layer_groups
 from gssim.program.ring import RING_OPERATIONS, attention_ratio, ring_attention
 from gssim.program.task import PASSES, Operation, Task, TaskId, collective_task
-from gssim.scenario import Scenario
+from gssim.scenario import Scenario, routes_parts
 from gssim.units import Recompute
 from gssim.workload import Layer, LayerInstance, Reduction
 from gssim.workload.layer import EXPERT_EXCHANGES, GATHER_AGAIN
@@ -323,8 +323,7 @@ def slicing_host_s(low: Lowering, rank: int, instance: LayerInstance, phase: str
     a task of its own before each sum.
     """
     layer, device = instance.layer, low.device(rank)
-    # those of context parallelism and of experts are plain calls of the backend
-    if not layer.reductions or low.policies.tp == 1 or low.policies.ep > 1:
+    if not layer.reductions or low.policies.tp == 1:
         return 0.0
     host_s = 0.0
     if layer.linear and low.policies.cuts_natively:  # DTensor
@@ -334,7 +333,9 @@ def slicing_host_s(low: Lowering, rank: int, instance: LayerInstance, phase: str
         host_s += cost.cut_pairs_time_s(device, phase=phase, pairs=pairs, sum_bytes=size)
     if device.kind != "cpu":
         exchanges = reductions_in(layer, phase, low.scenario.plan.recompute)
-        sizes = [_sum_bytes(low, each, samples) for each in exchanges if each.kind not in CONTEXT_EXCHANGES]
+        # those of context parallelism and of experts are plain calls of the backend
+        plain = (*CONTEXT_EXCHANGES, *EXPERT_EXCHANGES)
+        sizes = [_sum_bytes(low, each, samples) for each in exchanges if each.kind not in plain]
         host_s += sum(cost.cut_sum_time_s(device, sum_bytes=size) for size in sizes)
     return host_s
 
@@ -348,6 +349,8 @@ def unmeasured_host_time(scenario: Scenario) -> tuple[str, ...]:
     messages = [f"host time in cut blocks: device_types.{name}.cut_block is not measured" for name in missing]
     model = scenario.workload.model
     layers = model.sequence_layers if scenario.policies.sequence_parallel else model.sliced_layers
+    if routes_parts(model, scenario.policies):
+        layers = model.expert_sequence_layers
     blocks = [layer for layer in layers if layer.units]
     if scenario.policies.cuts_natively and any(layer.linear is None for layer in blocks):
         messages.append("DTensor's host time: the model file does not tell whether it cuts the blocks (`gsreal trace`)")

@@ -9,13 +9,19 @@ from gssim.scenario.device_rates import (
     reduce_precision,
     value_bytes,
 )
-from gssim.scenario.expert_load import layers_with_experts, rows_by_rank
+from gssim.scenario.expert_load import (
+    divided_expert_layers,
+    parts_routed_apart,
+    routes_parts,
+    rows_by_rank,
+    rows_of_ranks,
+)
 from gssim.scenario.following import after_step, begin
 from gssim.scenario.loading import load_cluster, load_model, load_scenario, read_toml
 from gssim.scenario.scenario import Loaded, Scenario, single_device
 from gssim.scenario.search_space import Objective, SearchSpace
 from gssim.scenario.stages import held_layers, of_no_sample, schedule_of, tied_parameters
-from gssim.scenario.tensor_slices import held_slice
+from gssim.scenario.tensor_slices import held_experts, held_slice
 from gssim.scenario.vocabulary_slices import divided_entries, shares_embedding, units_of_ranks
 
 __all__ = [
@@ -28,19 +34,23 @@ __all__ = [
     "begin",
     "check",
     "divided_entries",
+    "divided_expert_layers",
     "has_master_copy",
+    "held_experts",
     "held_layers",
     "held_slice",
     "layer_profile",
-    "layers_with_experts",
     "load_cluster",
     "load_model",
     "load_scenario",
     "master_bytes",
     "of_no_sample",
+    "parts_routed_apart",
     "read_toml",
     "reduce_precision",
+    "routes_parts",
     "rows_by_rank",
+    "rows_of_ranks",
     "schedule_of",
     "shares_embedding",
     "single_device",

@@ -10,7 +10,7 @@ from gssim.plan.pipeline_schedule import refuse
 from gssim.plan.policies import refuse_what_cannot_run
 from gssim.scenario.context_slices import fused_attention, uncombined_reason
 from gssim.scenario.device_rates import has_master_copy, layer_profile
-from gssim.scenario.expert_load import layer_rows
+from gssim.scenario.expert_load import divided_expert_layers, layer_rows, parts_routed_apart, routes_parts
 from gssim.scenario.scenario import Scenario
 from gssim.scenario.stages import schedule_of, stage_cut_error, tied_parameters
 from gssim.scenario.vocabulary_slices import (
@@ -51,8 +51,7 @@ def check(scenario: Scenario, *, file: str) -> None:
     _check_ranks(scenario, policies, file)
     _check_shares(scenario, policies, file)
     _check_pipeline(scenario, policies, file)
-    if policies.tp > 1:
-        _check_slices(scenario, policies, file)
+    _check_slices(scenario, policies, file)
     _check_sequence_parts(scenario, policies, file)
     _check_tensor_overlap(scenario, policies, file)
     _check_divided_vocabulary(scenario, policies, file)
@@ -657,6 +656,8 @@ def _check_recompute(scenario: Scenario, policies: Policies, file: str) -> None:
     recompute = scenario.plan.recompute
     model = scenario.workload.model
     held = model.sliced_layers if policies.tp > 1 else model.context_layers if policies.cp > 1 else model.layers
+    if routes_parts(model, policies):
+        held = model.expert_sequence_layers
     for layer in held:
         if layer.block and layer.kept_positions(recompute) is None:
             raise UserError(
@@ -741,12 +742,12 @@ def _check_experts(scenario: Scenario, policies: Policies, file: str) -> None:
         return
     where = f"{file}: plan.ep = {ranks}"
     _check_expert_load(scenario, ranks, where, file)
-    cut_for = workload.model.expert_tensor_ranks
-    if cut_for != policies.tp:
+    model, in_parts = workload.model, routes_parts(workload.model, policies)
+    if model.expert_tensor_ranks != policies.tp and not in_parts:
+        cut_for = model.expert_tensor_ranks
         raise UserError(
-            f"{where}: cannot run yet with plan.tp = {policies.tp}: the layers with divided experts of "
-            f"'{workload.model.name}' are cut for {cut_for} tensor ranks (workload.model.expert_tensor_ranks); "
-            f"allowed: {cut_for}"
+            f"{where}: cannot run yet with plan.tp = {policies.tp}: the layers with divided experts of '{model.name}' "
+            f"are cut for {cut_for} tensor ranks (workload.model.expert_tensor_ranks); allowed: {cut_for}"
         )
     if len(set(scenario.batch_sizes)) > 1:
         raise UserError(
@@ -757,10 +758,10 @@ def _check_experts(scenario: Scenario, policies: Policies, file: str) -> None:
     replicated = policies.gradients in ("all-reduce", "local") and policies.optimizer_state == "replicated"
     reduced = None if workload.reduce_precision == workload.precision else workload.reduce_precision
     for name, value, is_known in (
-        ("clip_norm", workload.clip_norm, flat or policies.tp == 1),
-        ("loss_scale", workload.loss_scale, policies.tp == 1 and (shards or replicated)),
+        ("clip_norm", workload.clip_norm, flat or policies.tp == 1 or in_parts),
+        ("loss_scale", workload.loss_scale, (policies.tp == 1 or in_parts) and (shards or replicated)),
         ("gradient_precision", workload.gradient_precision, flat or replicated),
-        ("reduce_precision", reduced, flat or (policies.tp == 1 and shards)),
+        ("reduce_precision", reduced, flat or ((policies.tp == 1 or in_parts) and shards)),
     ):
         if value is not None and not is_known:
             raise UserError(
@@ -771,19 +772,64 @@ def _check_experts(scenario: Scenario, policies: Policies, file: str) -> None:
         raise UserError(f"{where}: run.slowdowns cannot run yet with divided experts; leave them out")
 
 
+def _check_experts_of_parts(scenario: Scenario, policies: Policies, file: str) -> None:
+    """Refuse tensor parallelism beside expert parallelism but of ranks that route their own parts of sequences.
+
+    As torchtitan's `expert_tensor_parallel_degree = 1`, and Megatron-LM's `--expert-tensor-parallel-size 1` with
+    `--sequence-parallel`.
+    """
+    plan, model = scenario.plan, scenario.workload.model
+    where = f"{file}: plan.tp = {policies.tp}: beside plan.ep = {policies.ep}"
+    if not model.expert_sequence_layers:
+        cut_for = model.expert_tensor_ranks
+        if cut_for > 1:
+            raise UserError(
+                f"{where}: the layers with divided experts of '{model.name}' are cut for {cut_for} tensor ranks "
+                f"(workload.model.expert_tensor_ranks); allowed: {cut_for}"
+            )
+        raise UserError(
+            f"{where}: the model file of '{model.name}' has no layers with cut blocks and divided experts "
+            "(workload.model.expert_sequence_layers): its blocks cannot be cut so, or it was traced before; allowed: "
+            "1, or trace it again with `gsreal trace`"
+        )
+    if policies.etp != 1:
+        raise UserError(
+            f"{where}: plan.etp = {plan.etp or policies.tp}: experts that tensor ranks cut besides are not known for "
+            f"'{model.name}'; allowed: 1, with which each of these ranks holds experts of its own"
+        )
+    if not policies.sequence_parallel:
+        raise UserError(
+            f"{where}: plan.sequence_parallel = false: all tensor ranks would send the same tokens to experts; "
+            "allowed: true"
+        )
+    for key in ("tp_overlap", "async_input_gradients"):
+        if getattr(plan, key):
+            raise UserError(
+                f"{where}: plan.{key} = true: exchanges beside products are not known yet where experts are divided; "
+                "leave it out"
+            )
+    for layer in model.expert_sequence_layers:
+        if layer.units and layer.units % policies.tp:
+            raise UserError(
+                f"{where}: does not divide the {layer.units} units of {layer.name} (heads with keys of their own, and "
+                "what else is cut with them); allowed: a divisor"
+            )
+
+
 def _check_expert_load(scenario: Scenario, ranks: int, where: str, file: str) -> None:
     """Refuse models whose experts cannot be divided among so many ranks, and loads that do not fit them."""
     workload = scenario.workload
-    layers = [layer for layer in workload.model.expert_layers if layer.experts_per_token and layer.units]
+    every = divided_expert_layers(workload.model, scenario.policies)
+    layers = [layer for layer in every if layer.routed_experts]
     if not layers:
         raise UserError(
             f"{where}: the model file of '{workload.model.name}' has no layers with divided experts: it has no routed "
             "experts, or fewer than 4, or they cannot be divided; allowed: 1, or trace it again with `gsreal trace`"
         )
     for layer in layers:
-        if (layer.units or 0) % ranks:
-            raise UserError(f"{where}: does not divide the {layer.units} experts of '{layer.name}'; allowed: a divisor")
-    _check_rows(workload, file, parts=scenario.policies.cp)
+        if (experts := layer.routed_experts or 0) % ranks:
+            raise UserError(f"{where}: does not divide the {experts} experts of '{layer.name}'; allowed: a divisor")
+    _check_rows(workload, file, parts=parts_routed_apart(workload.model, scenario.policies))
 
 
 def _check_rows(workload: Workload, file: str, *, parts: int) -> None:
@@ -797,7 +843,15 @@ def _check_rows(workload: Workload, file: str, *, parts: int) -> None:
 
 
 def _check_slices(scenario: Scenario, policies: Policies, file: str) -> None:
-    """Refuse tensor parallelism of blocks that cannot be cut so: every rank needs at least one unit of each."""
+    """Refuse tensor parallelism of blocks that cannot be cut so."""
+    if routes_parts(scenario.workload.model, policies):
+        _check_experts_of_parts(scenario, policies, file)
+    elif policies.tp > 1:
+        _check_units(scenario, policies, file)
+
+
+def _check_units(scenario: Scenario, policies: Policies, file: str) -> None:
+    """Refuse blocks that are not cut in units, and ranks without one of each."""
     model, ranks = scenario.workload.model, policies.tp
     layers = model.sliced_layers
     if not layers and model.uncut_reason is not None:
@@ -897,7 +951,7 @@ def _check_sequence_parts(scenario: Scenario, policies: Policies, file: str) -> 
         )
     if not isinstance(model.input, TokenInput):
         raise UserError(f"{where}: the input of '{model.name}' is no sequence; leave it out")
-    if not model.sequence_layers:
+    if not model.sequence_layers and not routes_parts(model, policies):
         raise UserError(
             f"{where}: workload.model: '{model.name}' is not traced with parts of sequences; trace it again with "
             "`gsreal trace` (gsreal.methods.tensor_slices tells which blocks can run so)"
@@ -969,7 +1023,7 @@ def _check_parts_in_context(scenario: Scenario, policies: Policies, where: str) 
     if policies.tp > 1:
         beside, cut = f"{where} beside plan.tp = {policies.tp}", model.sliced_layers
         if policies.sequence_parallel:
-            cut = model.sequence_layers
+            cut = model.expert_sequence_layers if policies.ep > 1 else model.sequence_layers
     if (why := uncombined_reason(model, cut)) is not None:
         raise UserError(f"{beside}: workload.model: '{model.name}' {why}")
     if policies.sequence_parallel and length % policies.tp:

@@ -4,18 +4,20 @@
 sample's rows are split in whole numbers by largest remainders, so that all samples load the experts alike. A real run
 can route so too (`workload.expert_routing`): the rows of a sample are dealt out in a fixed order, each expert's one
 after another, to the sample's tokens in turn (McNaughton's wrap-around rule, 1959), so that a token has no expert twice
-as long as no expert has more rows than there are tokens. Where ranks divide sequences too (`plan.cp`), each part of a
-sequence loads the experts so, as if it were a sample of its own: all ranks send alike.
+as long as no expert has more rows than there are tokens. Where ranks divide sequences too (`plan.cp`, or `plan.tp` with
+`plan.sequence_parallel`), each part of a sequence loads the experts so, as if it were a sample of its own: all ranks
+send alike.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from gssim.errors import UserError
 from gssim.plan import Policies, splitting
 from gssim.scenario.context_slices import instances_in_context, ring_layer
-from gssim.workload import Layer, LayerInstance, Workload, sliced_layer, unrolled
+from gssim.workload import Layer, LayerInstance, Model, Workload, sliced_layer, unrolled
 
 
 def expert_rows(
@@ -68,13 +70,13 @@ def layer_rows(workload: Workload, layer: Layer, module: str, *, parts: int) -> 
 
     `parts`: into which ranks divide each sample; the rows are those of one.
     """
-    assert layer.units is not None
+    assert layer.routed_experts is not None
     assert layer.experts_per_token is not None
     return expert_rows(
         workload,
         module,
         tokens=(workload.sequence_length or 1) // parts,
-        experts=layer.units,
+        experts=layer.routed_experts,
         chosen=layer.experts_per_token,
         capacity_ratio=layer.expert_capacity_ratio,
     )
@@ -90,37 +92,96 @@ def routed_experts(rows: Sequence[int], tokens: int) -> list[list[int]]:
     return [slots[token::tokens] for token in range(tokens)]
 
 
+def routes_parts(model: Model, policies: Policies) -> bool:
+    """Return whether tensor ranks route the tokens of their own parts of sequences to experts that all divide.
+
+    Else the layers with experts are whole, or cut for so many tensor ranks (`Model.expert_tensor_ranks`).
+    """
+    return policies.ep > 1 and policies.tp > 1 and model.expert_tensor_ranks != policies.tp
+
+
+def parts_routed_apart(model: Model, policies: Policies) -> int:
+    """Return into how many parts ranks divide each sequence, the tokens of each of which are routed by themselves."""
+    if policies.ep == 1:
+        return 1
+    return policies.cp * (policies.tp if routes_parts(model, policies) else 1)
+
+
+def divided_expert_layers(model: Model, policies: Policies) -> tuple[Layer, ...]:
+    """Return the layers of a model as functions of a rank's part of the experts."""
+    return model.expert_sequence_layers if routes_parts(model, policies) else model.expert_layers
+
+
 def layers_with_experts(workload: Workload, policies: Policies, position: int) -> tuple[LayerInstance, ...]:
-    """Return the layers of a rank at `position` among the ranks that divide the experts: with its own experts alone.
+    """Return the layers of a rank at `position` among the ranks that divide the experts: with its own experts alone, on
+    its part of the sequences where ranks divide these.
+    """
+    return on_context_parts(workload, policies, layers_of_own_experts(workload, policies, position))
+
+
+def layers_of_own_experts(workload: Workload, policies: Policies, position: int) -> tuple[LayerInstance, ...]:
+    """Return the layers of `layers_with_experts` as functions of the length of sequences, on which they run alone.
+
+    Of tensor ranks with the tokens of their parts of sequences, with its part of what these cut.
 
     Assumes that all these ranks have as many samples, or parts of samples: then its experts process, for each of its
     own, as many rows as one of each of the ranks sends them.
     """
     model, ranks = workload.model, policies.ep
+    in_parts = routes_parts(model, policies)
+    positions = (workload.sequence_length or 1) // (policies.tp * policies.cp) if in_parts else 0
     once: dict[tuple[int, int], Layer] = {}
     held = []
-    for instance in unrolled(replace(model, layers=model.expert_layers, expert_layers=())):
+    for instance in unrolled(replace(model, layers=divided_expert_layers(model, policies))):
         layer = instance.layer
-        if layer.experts_per_token is None or layer.units is None:
+        experts = layer.routed_experts
+        if experts is None and not in_parts:
             held.append(instance)
             continue
-        experts = layer.units
-        rows = ranks * rows_by_rank(workload, policies, instance)[position]
+        rows = 0 if experts is None else ranks * rows_by_rank(workload, policies, instance)[position]
+        own = (experts or 0) // ranks
         if (id(layer), rows) not in once:
-            once[id(layer), rows] = sliced_layer(layer, experts // ranks, 0, rows)
+            units = (layer.units or 0) // policies.tp
+            in_units = sliced_layer(layer, units, positions, rows, own) if in_parts else None
+            once[id(layer), rows] = in_units or _with_own_experts(layer, own, rows)
         held.append(replace(instance, layer=once[id(layer), rows]))
+    return tuple(held)
+
+
+def on_context_parts(
+    workload: Workload, policies: Policies, instances: Sequence[LayerInstance]
+) -> tuple[LayerInstance, ...]:
+    """Return layers of own experts on a rank's part of the sequences, with what is exchanged around attention."""
     if policies.cp == 1:
-        return tuple(held)
-    positions = (workload.sequence_length or 1) // policies.cp
-    in_parts = instances_in_context(model, held, [(1, 1)] * len(held), positions)
-    return tuple(replace(each, layer=ring_layer(each.layer)) for each in in_parts) if policies.ring else in_parts
+        return tuple(instances)
+    model, positions = workload.model, (workload.sequence_length or 1) // policies.cp
+    parts = [(1, 1)] * len(instances)
+    if routes_parts(model, policies):
+        parts = [(1, policies.tp) if each.layer.units else (1, 1) for each in instances]
+    in_context = instances_in_context(model, instances, parts, positions)
+    return tuple(replace(each, layer=ring_layer(each.layer)) for each in in_context) if policies.ring else in_context
+
+
+@lru_cache(maxsize=256)
+def _with_own_experts(layer: Layer, experts: int, rows: int) -> Layer:
+    """Return a layer with so many of its experts, and rows for each sample; its units are experts."""
+    part = sliced_layer(layer, experts, 0, rows)
+    parameters = (replace(each, of_experts=each.sliced) for each in part.parameters)
+    return replace(part, parameters=tuple(parameters))
+
+
+def rows_of_ranks(workload: Workload, policies: Policies) -> tuple[tuple[int, ...], ...]:
+    """Return for each position among the ranks that divide experts the rows of its experts in each layer with some."""
+    layers = unrolled(replace(workload.model, layers=divided_expert_layers(workload.model, policies)))
+    rows = [rows_by_rank(workload, policies, each) for each in layers if each.layer.routed_experts is not None]
+    return tuple(zip(*rows, strict=True))
 
 
 def rows_by_rank(workload: Workload, policies: Policies, instance: LayerInstance) -> tuple[int, ...]:
     """Return the rows that one sample, or a rank's part of it, sends to each of the ranks that divide the experts of a
     layer.
     """
-    rows = layer_rows(workload, instance.layer, instance.module, parts=policies.cp)
+    rows = layer_rows(workload, instance.layer, instance.module, parts=parts_routed_apart(workload.model, policies))
     experts = len(rows)
     units = experts // policies.ep
     return tuple(sum(rows[first : first + units]) for first in range(0, experts, units))

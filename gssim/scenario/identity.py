@@ -47,6 +47,7 @@ UNASKED_OF_MODEL = {
     "sequence_layers",
     "context_layers",
     "expert_layers",
+    "expert_sequence_layers",
     "expert_tensor_ranks",
     "adapted",
     "autocast",
@@ -222,6 +223,7 @@ def _resolved_tables(scenario: ScenarioParts, shared: Shared) -> dict[str, Any]:
     unused |= set() if model.whole_layers else {"whole_layers"}
     unused |= set() if policies.sequence_parallel else {"sequence_layers"}
     unused |= set() if policies.ep > 1 else {"expert_layers", "expert_tensor_ranks"}
+    unused |= set() if policies.ep > 1 and policies.tp > 1 else {"expert_sequence_layers"}
     unused |= set() if policies.cp > 1 else {"context_layers"}
     whole = shared.once("plain model", (Same(model), frozenset(unused)), lambda: _dumped(model, exclude=unused))
     data: dict[str, Any] = {

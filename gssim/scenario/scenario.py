@@ -15,7 +15,7 @@ from gssim.execution.cache import Shared
 from gssim.plan import METHODS, REPLICA_AXES, Plan, Policies, Push, resolve, resolved_push, splitting
 from gssim.result import Result
 from gssim.scenario.device_rates import sample_costs
-from gssim.scenario.expert_load import layers_with_experts
+from gssim.scenario.expert_load import layers_with_experts, routes_parts
 from gssim.scenario.identity import ScenarioParts, calibration_id, resolved, scenario_id
 from gssim.scenario.overrides import overrides_of
 from gssim.scenario.ownership import (
@@ -276,7 +276,8 @@ class Scenario:
         Raises UserError where the plan's stages do not fit the model.
         """
         policies, workload = self.policies, self.workload
-        layers = layers_with_experts(workload, policies, 0) if policies.ep > 1 else unrolled(workload.model)
+        divided = policies.ep > 1 and not routes_parts(workload.model, policies)
+        layers = layers_with_experts(workload, policies, 0) if divided else unrolled(workload.model)
         return held_layers(layers, self.stage_ranges)
 
     @cached_property

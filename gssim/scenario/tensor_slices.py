@@ -11,11 +11,13 @@ from typing import Any
 from gssim.execution.cache import Same
 from gssim.scenario.context_slices import in_context, ring_layer
 from gssim.scenario.device_rates import value_bytes
+from gssim.scenario.expert_load import layers_of_own_experts, on_context_parts, routes_parts
 from gssim.scenario.scenario import Scenario
 from gssim.scenario.vocabulary_slices import DividedVocabulary, divided_layers, divided_vocabulary, units_of_ranks
 from gssim.workload import (
     Buffer,
     Layer,
+    LayerInstance,
     Model,
     Moment,
     Parameter,
@@ -44,7 +46,9 @@ def _map_of(parameter: Parameter) -> str:
     return parameter.name.rpartition(".")[0]
 
 
-_WHOLE_ONLY: dict[str, Any] = dict.fromkeys(("sliced_layers", "sequence_layers", "context_layers", "expert_layers"), ())
+_WHOLE_ONLY: dict[str, Any] = dict.fromkeys(
+    ("sliced_layers", "sequence_layers", "context_layers", "expert_layers", "expert_sequence_layers"), ()
+)
 """Fields of a model that a rank's part of it lacks."""
 
 
@@ -72,9 +76,7 @@ def model_slice(
         layers = [_gathering_again(layer, len(parts), length) for layer in layers]
     if vocabulary is not None:
         layers = divided_layers(model, layers, parts, position, vocabulary)
-    return replace(
-        model, layers=tuple(layers), sliced_layers=(), sequence_layers=(), context_layers=(), expert_layers=()
-    )
+    return replace(model, layers=tuple(layers), **_WHOLE_ONLY)
 
 
 def context_part(model: Model, positions: int, *, ring: bool = False) -> Model:
@@ -83,6 +85,21 @@ def context_part(model: Model, positions: int, *, ring: bool = False) -> Model:
     if ring:
         layers = tuple(ring_layer(layer) for layer in layers)
     return replace(model, layers=layers, **_WHOLE_ONLY)
+
+
+def held_experts(scenario: Scenario, position: int, tensor_position: int) -> tuple[LayerInstance, ...]:
+    """Return the layers of a rank by its positions among the ranks that divide the experts, and in its tensor group."""
+    workload, plan, policies = scenario.workload, scenario.plan, scenario.policies
+    instances = layers_of_own_experts(workload, policies, position)
+    layers = [instance.layer for instance in instances]
+    if routes_parts(workload.model, policies) and plan.gathered_inputs == "gathered-again":
+        length = (workload.sequence_length or 1) // policies.cp
+        layers = [_gathering_again(layer, policies.tp, length) for layer in layers]
+    vocabulary = divided_vocabulary(plan, value_bytes(workload))
+    if routes_parts(workload.model, policies) and vocabulary is not None:
+        layers = divided_layers(workload.model, layers, scenario.slice_shares, tensor_position, vocabulary)
+    held = [replace(each, layer=layer) for each, layer in zip(instances, layers, strict=True)]
+    return on_context_parts(workload, policies, held)
 
 
 def held_slice(scenario: Scenario, position: int) -> Model:
@@ -123,6 +140,10 @@ def _context_slice(
     return replace(whole, layers=tuple(map(ring_layer, layers)) if ring else layers, **_WHOLE_ONLY)
 
 
+def _is_kept(buffer: Buffer) -> bool:
+    return buffer.is_saved and not buffer.freed.layer_offset
+
+
 @lru_cache(maxsize=256)
 def _gathering_again(layer: Layer, ranks: int, length: int) -> Layer:
     """Return a layer that keeps its part of the gathered inputs of its maps, and gathers them again in its backward.
@@ -138,21 +159,26 @@ def _gathering_again(layer: Layer, ranks: int, length: int) -> Layer:
     for gather in (each for each in layer.reductions if (each.kind, each.moment.phase) == ("all-gather", "f")):
         place = gather.moment.position
         end = min((position for position in in_forward if position > place), default=place)
-        whole = [each for each in layer.buffers if each.is_saved and place < each.born.position < end]
+        first = place if layer.experts else place + 1  # rows that are gathered in any order need no other copy
+        whole = [each for each in layer.buffers if each.is_saved and first <= each.born.position < end]
         whole = [each for each in whole if not each.freed.layer_offset and each.size_bytes == gather.size_bytes]
-        parts = [
+        as_large = [
             each
             for each in layer.buffers
-            if each.born.phase == each.freed.phase == "f"
-            and each.born.position <= place < each.freed.position
+            if each.born.phase == "f"
+            and each.born.position <= place
             and all(ranks * each.size_bytes.at(b=b, s=length) == gather.size_bytes.at(b=b, s=length) for b in (1, 2))
         ]
+        parts = [each for each in as_large if each.freed.phase == "f" and place < each.freed.position]
+        if layer.experts and not parts:  # a router, too, keeps the part that is gathered for experts of all tokens
+            parts = sorted(filter(_is_kept, as_large), key=lambda each: each.born.position)
         if not whole or not parts:
             continue
         freed = whole[0].freed
         begin = max((position for position in in_backward if position < freed.position), default=1)
         changed[id(whole[0])] = replace(whole[0], freed=Moment("f", end), category="temporaries")
-        changed[id(parts[-1])] = replace(parts[-1], freed=freed, category="activations")
+        until = max(freed, parts[-1].freed, key=lambda each: (each.phase == "b", each.position))
+        changed[id(parts[-1])] = replace(parts[-1], freed=until, category="activations")
         gathered.append(Buffer(Moment("b", begin), freed, "temporaries", gather.size_bytes))
         reductions.append(Reduction(Moment("b", begin - 1), gather.size_bytes, GATHER_AGAIN))
     saved = [each for each in layer.buffers if each.is_saved]

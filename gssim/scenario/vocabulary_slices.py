@@ -122,7 +122,8 @@ def shares_embedding(model: Model) -> bool:
 
 
 def _is_constant(size: Polynomial, value: int) -> bool:
-    return size.terms == ((value, 0, 0),) and not (size.unit_terms or size.part_terms or size.row_terms)
+    varying = size.unit_terms or size.part_terms or size.row_terms or size.expert_terms
+    return size.terms == ((value, 0, 0),) and not varying
 
 
 def _lookup(layer: Layer, model: Model) -> Buffer | None:

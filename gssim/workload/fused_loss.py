@@ -32,7 +32,10 @@ def _with_fused_loss(same: Same) -> Model:
         raise ValueError(f"fused_loss = true: '{model.name}' predicts no tokens")
     changes: dict[str, Any] = {
         name: _fused(layers)
-        for name in ("layers", "sliced_layers", "sequence_layers", "context_layers", "expert_layers")
+        for name in (
+            *("layers", "sliced_layers", "sequence_layers", "context_layers"),
+            *("expert_layers", "expert_sequence_layers"),
+        )
         if (layers := getattr(model, name))
     }
     if None in changes.values():
@@ -40,7 +43,7 @@ def _with_fused_loss(same: Same) -> Model:
     return replace(model, loss_fused=True, adapted=(), autocast=(), **changes)
 
 
-KINDS = ("terms", "unit_terms", "part_terms", "row_terms")
+KINDS = ("terms", "unit_terms", "part_terms", "row_terms", "expert_terms")
 
 
 def _fused(layers: tuple[Layer, ...]) -> tuple[Layer, ...] | None:

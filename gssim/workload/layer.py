@@ -8,7 +8,8 @@ are allocated (born) and freed at moments, so memory can be replayed for any pla
 
 [Note: routed rows] Where ranks divide the routed experts of a layer, each holds u of them and processes r rows: one for
 every token of its group, and for each of that token's experts that the rank holds. Quantities are polynomials in r
-too; how many rows there are follows from the load of the experts.
+too; how many rows there are follows from the load of the experts. Where the block is cut in u units besides, the rank
+holds e experts.
 """
 
 import re
@@ -21,7 +22,7 @@ from pydantic import BeforeValidator, PlainSerializer, SerializerFunctionWrapHan
 
 from gssim.units import PRECISION_BYTES, Count, PositiveFloat, PositiveInt, Recompute, spec
 
-_TERM = re.compile(r"^(-?\d+)((?:\*(?:[bs](?:\^[12])?|[upr]))*)$")
+_TERM = re.compile(r"^(-?\d+)((?:\*(?:[bs](?:\^[12])?|[upre]))*)$")
 Samples = TypeVar("Samples", int, float)
 Terms = tuple[tuple[int, int, int], ...]
 """(Coefficient, power of b, power of s)."""
@@ -38,6 +39,8 @@ class Polynomial:
     """Terms that count once for each position p of a rank's part of the sequence; see [Note: sequence parts]."""
     row_terms: Terms = ()
     """Terms that count once for each row r that a rank's experts process; see [Note: routed rows]."""
+    expert_terms: Terms = ()
+    """Terms that count once for each expert e that a rank holds, where units are others; see [Note: routed rows]."""
 
     @classmethod
     def parse(cls, text: object) -> "Polynomial":
@@ -50,19 +53,19 @@ class Polynomial:
             return text
         if isinstance(text, bool) or not isinstance(text, (int, str)):
             raise ValueError('must be a polynomial in b and s, such as "512 + 4*b*s"')
-        terms: dict[str, list[tuple[int, int, int]]] = {"": [], "u": [], "p": [], "r": []}
+        terms: dict[str, list[tuple[int, int, int]]] = {"": [], "u": [], "p": [], "r": [], "e": []}
         for term in str(text).replace(" ", "").split("+"):
             match = _TERM.match(term)
             if match is None:
                 raise ValueError(f'has the term {term!r}; a polynomial in b and s is needed, such as "512 + 4*b*s"')
-            powers = {"b": 0, "s": 0, "u": 0, "p": 0, "r": 0}
+            powers = {"b": 0, "s": 0, "u": 0, "p": 0, "r": 0, "e": 0}
             for factor in match.group(2).split("*")[1:]:
                 powers[factor[0]] += int(factor[2:] or 1)
-            if max(powers.values()) > 2 or powers["u"] + powers["p"] + powers["r"] > 1:
+            if max(powers.values()) > 2 or sum(powers[name] for name in "upre") > 1:
                 raise ValueError(
-                    f"has the term {term!r}; b and s may have powers up to 2, u up to 1, or p or r instead"
+                    f"has the term {term!r}; b and s may have powers up to 2, u up to 1, or p, r or e instead"
                 )
-            kind = next((name for name in "upr" if powers[name]), "")
+            kind = next((name for name in "upre" if powers[name]), "")
             terms[kind].append((int(match.group(1)), powers["b"], powers["s"]))
         return cls(*map(tuple, terms.values()))
 
@@ -71,8 +74,9 @@ class Polynomial:
         value: Samples = sum(c * b**i * s**j for c, i, j in self.terms)
         return value
 
-    def held(self, units: int, positions: int = 0, rows: int = 0) -> "Polynomial":
-        """Return the polynomial for a rank with so many units, positions of each sequence, and rows for each sample.
+    def held(self, units: int, positions: int = 0, rows: int = 0, experts: int = 0) -> "Polynomial":
+        """Return the polynomial for a rank with so many units, positions of each sequence, rows for each sample, and
+        experts.
 
         >>> str(Polynomial.parse("8*b + 3*b*u + 2*s*u").held(2))
         '14*b + 4*s'
@@ -80,11 +84,14 @@ class Polynomial:
         '8*b*s + 64*b'
         >>> str(Polynomial.parse("8*b*s + 4*r").held(2, rows=32))
         '8*b*s + 128*b'
+        >>> str(Polynomial.parse("8*b*s + 4*u + 2*e").held(2, experts=3))
+        '8*b*s + 14'
         """
-        if not self.unit_terms and not self.part_terms and not self.row_terms:
+        if not (self.unit_terms or self.part_terms or self.row_terms or self.expert_terms):
             return self
         sums: dict[tuple[int, int], int] = {}
-        for factor, terms in ((1, self.terms), (units, self.unit_terms), (positions, self.part_terms)):
+        by_factor = ((1, self.terms), (units, self.unit_terms), (positions, self.part_terms))
+        for factor, terms in (*by_factor, (experts, self.expert_terms)):
             for c, i, j in terms:
                 sums[i, j] = sums.get((i, j), 0) + factor * c
         for c, i, j in self.row_terms:
@@ -98,6 +105,7 @@ class Polynomial:
             (*self.unit_terms, *other.unit_terms),
             (*self.part_terms, *other.part_terms),
             (*self.row_terms, *other.row_terms),
+            (*self.expert_terms, *other.expert_terms),
         )
 
     def __str__(self) -> str:
@@ -110,6 +118,7 @@ class Polynomial:
                 (self.unit_terms, "*u"),
                 (self.part_terms, "*p"),
                 (self.row_terms, "*r"),
+                (self.expert_terms, "*e"),
             )
             for c, i, j in terms
         ]
@@ -230,7 +239,7 @@ def passed_bytes(layer: "Layer", after: "Layer | None") -> Polynomial:
 
 BUFFER_CATEGORIES = ("input", "activations", "temporaries")
 
-_PARAMETER = re.compile(r"^(\S+) ((?:\d+u?(?:x\d+u?)*)|scalar) (\S+) (\S+?)( summed)?$")
+_PARAMETER = re.compile(r"^(\S+) ((?:\d+[ue]?(?:x\d+[ue]?)*)|scalar) (\S+) (\S+?)( summed)?$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +260,8 @@ class Parameter:
     part of the sequence; see [Note: sequence parts]."""
     sliced_dimension: int | None = None
     """Dimension of which a rank holds a slice, and other ranks the rest; None: it is whole."""
+    of_experts: bool = False
+    """Whether it is of routed experts that other ranks divide than those that cut blocks in units."""
 
     @classmethod
     def parse(cls, text: object) -> "Parameter":
@@ -268,26 +279,32 @@ class Parameter:
             raise ValueError('must be "NAME SHAPE BORN READY", such as "{}.weight 4x3 b1 b2", and may end in "summed"')
         name, shape, born, ready, summed = match.groups()
         sizes = [] if shape == "scalar" else shape.split("x")
-        cut = [dimension for dimension, size in enumerate(sizes) if size.endswith("u")]
+        cut = [dimension for dimension, size in enumerate(sizes) if size.endswith(("u", "e"))]
         if len(cut) > 1:
-            raise ValueError(f"has the shape {shape}; one dimension at most is cut in units (u)")
-        whole = tuple(int(size.rstrip("u")) for size in sizes)
-        return cls(name, whole, Moment.parse(born), Moment.parse(ready), cut[0] if cut else None, bool(summed))
+            raise ValueError(f"has the shape {shape}; one dimension at most is cut in units (u), or in experts (e)")
+        whole = tuple(int(size.rstrip("ue")) for size in sizes)
+        moments = Moment.parse(born), Moment.parse(ready)
+        of_experts = any(size.endswith("e") for size in sizes)
+        return cls(name, whole, *moments, cut[0] if cut else None, bool(summed), of_experts=of_experts)
 
-    def held(self, units: int) -> "Parameter":
-        """Return the parameter for a rank with so many units of its layer.
+    def held(self, units: int, experts: int = 0) -> "Parameter":
+        """Return the parameter for a rank with so many units of its layer, and experts where these are others.
 
         >>> str(Parameter.parse("{}.weight 8ux3 b1 b2").held(2))
         '{}.weight 16x3 b1 b2'
+        >>> Parameter.parse("{}.experts 1ex8x3 b1 b2").held(2, experts=4).shape
+        (4, 8, 3)
         """
         if self.cut is None:
             return self
-        sizes = (size * units if dimension == self.cut else size for dimension, size in enumerate(self.shape))
-        return Parameter(self.name, tuple(sizes), self.born, self.ready, summed=self.summed, sliced_dimension=self.cut)
+        count = experts if self.of_experts else units
+        sizes = tuple(size * count if dimension == self.cut else size for dimension, size in enumerate(self.shape))
+        return replace(self, shape=sizes, cut=None, sliced_dimension=self.cut)
 
     def __str__(self) -> str:
         """Return the text form, which `parse` reads."""
-        sizes = [f"{size}u" if dimension == self.cut else str(size) for dimension, size in enumerate(self.shape)]
+        by = "e" if self.of_experts else "u"
+        sizes = [f"{size}{by}" if dimension == self.cut else str(size) for dimension, size in enumerate(self.shape)]
         summed = " summed" if self.summed else ""
         return f"{self.name} {'x'.join(sizes) or 'scalar'} {self.born} {self.ready}{summed}"
 
@@ -481,6 +498,8 @@ class Layer:
     divided experts, the number of experts."""
     experts_per_token: PositiveInt | None = None
     """Of divided experts: number of them that each token takes; see [Note: routed rows]."""
+    experts: PositiveInt | None = None
+    """Of divided experts in a block that is cut in units too: their number; else `units` is."""
     expert_capacity_ratio: PositiveFloat | None = None
     """Rows of each expert over an even share of a sequence's, rounded up: those beyond are dropped, and places that are
     left are padded (Megatron-LM's `moe-pad-expert-input-to-capacity`). Absent: no token is dropped."""
@@ -506,12 +525,18 @@ class Layer:
         for key in ("module_buffer_bytes", "integer_buffer_bytes"):
             if not data.get(key):
                 data.pop(key, None)
-        for key in ("selective_rerun", "experts_per_token", "expert_capacity_ratio", "every_second_product"):
+        rarely = ("selective_rerun", "experts_per_token", "experts", "expert_capacity_ratio", "every_second_product")
+        for key in rarely:
             if data.get(key) is None:
                 data.pop(key, None)
         if not data.get("frozen_parameters"):
             data.pop("frozen_parameters", None)
         return data
+
+    @property
+    def routed_experts(self) -> int | None:
+        """Number of routed experts that ranks divide; None: it has none."""
+        return (self.experts or self.units) if self.experts_per_token is not None else None
 
     @property
     def is_recomputed(self) -> bool:
@@ -548,11 +573,13 @@ class Layer:
 
 
 @lru_cache(maxsize=256)
-def sliced_layer(layer: Layer, units: int, positions: int, rows: int = 0) -> Layer:
-    """Return the slice of a layer that has so many units, positions of each sequence, and rows for each sample."""
-    size = (units, positions, rows)
+def sliced_layer(layer: Layer, units: int, positions: int, rows: int = 0, experts: int = 0) -> Layer:
+    """Return the slice of a layer that has so many units, positions of each sequence, rows for each sample, and
+    experts, where these are no units.
+    """
+    size = (units, positions, rows, experts)
     changes: dict[str, Any] = {
-        "parameters": tuple(parameter.held(units) for parameter in layer.parameters),
+        "parameters": tuple(parameter.held(units, experts) for parameter in layer.parameters),
         "buffers": tuple(replace(buffer, size_bytes=buffer.size_bytes.held(*size)) for buffer in layer.buffers),
         "reductions": tuple(replace(each, size_bytes=each.size_bytes.held(*size)) for each in layer.reductions),
     }

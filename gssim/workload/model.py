@@ -18,6 +18,11 @@ a part of the heads are as much as a part of the sequences times all heads, quan
 the number of ranks. The layers of `Model.context_layers` are traced so; `units` of a block is the number of heads that
 have keys and values of their own.
 
+[Note: experts of parts] Where ranks divide routed experts besides, each routes the tokens of its own part of the
+sequence: the router is whole on every rank, and its gradient is summed as those of norms are. Attention, and experts
+that all tokens take, are cut in units. The layers of `Model.expert_sequence_layers` are traced so: a rank has u units,
+p positions, and e experts, which process r rows.
+
 [Note: adapters] Low-rank adapters (Hu et al. 2021, LoRA, arXiv 2106.09685) are the only trained parameters: all others
 are frozen, get no gradient, and nothing is saved for one. All that adapters do is linear in their rank: the layers of
 `AdaptedLayers` are traced with two ranks, u being the rank. The backward ends at the first block, and embeddings have
@@ -210,6 +215,9 @@ class Model:
     """The layers with their routed experts divided among ranks, see [Note: routed rows]; empty: they cannot be."""
     expert_tensor_ranks: PositiveInt = 1
     """Tensor ranks for which `expert_layers` are cut: they have the sizes, the rows and the sums of one of so many."""
+    expert_sequence_layers: tuple[Layer, ...] = ()
+    """The layers with sequences divided as in `sequence_layers`, and routed experts among these ranks and others, see
+    [Note: experts of parts]; empty: they cannot be."""
     context_layers: tuple[Layer, ...] = ()
     """The layers with whole blocks on parts of the sequences, see [Note: context]; empty: they cannot run so."""
     adapted: tuple[AdaptedLayers, ...] = ()
@@ -247,8 +255,9 @@ class Model:
     def _without_absent(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Return plain data without values of buffers that are all floating-point, and without what is as usual."""
         data: dict[str, Any] = inner(self)
-        if not data.get("buffer_values"):
-            data.pop("buffer_values", None)
+        for key in ("buffer_values", "expert_sequence_layers"):
+            if not data.get(key):
+                data.pop(key, None)
         usual_values = {
             "expert_tensor_ranks": 1,
             "compiled": False,
@@ -345,6 +354,7 @@ def _with_adapters(model: Same, rank: int, alpha: float, targets: Targets) -> Mo
         sliced_layers=(),
         sequence_layers=(),
         expert_layers=(),
+        expert_sequence_layers=(),
         context_layers=(),
     )
 
@@ -377,6 +387,7 @@ def _under_autocast(model: Same, precision: Literal["bf16", "fp16"]) -> Model:
         sliced_layers=(),
         sequence_layers=(),
         expert_layers=(),
+        expert_sequence_layers=(),
         context_layers=(),
     )
 

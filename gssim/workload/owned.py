@@ -149,6 +149,7 @@ def _with_frozen_layers(same: Same, patterns: tuple[str, ...]) -> Model:
         sliced_layers=(),
         sequence_layers=(),
         expert_layers=(),
+        expert_sequence_layers=(),
         context_layers=(),
     )
 

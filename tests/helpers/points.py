@@ -89,6 +89,8 @@ PARTED = 17_000
 """From this seed on ranks that push gradients divide sequences as often as others do, and most points push."""
 EXPERTS_IN_PARTS = 18_000
 """From this seed on most points are mixtures, whose experts are divided among the ranks that divide sequences too."""
+EXPERTS_OF_TENSOR_RANKS = 19_000
+"""From this seed on experts are divided among the ranks of tensor groups, each with the tokens of its own part."""
 PERIODIC = tuple(name for name, method in REGISTRY.items() if method.sync_every_steps)
 IN_FRAGMENTS = tuple(name for name, method in REGISTRY.items() if method.in_fragments)
 METHODS = tuple(
@@ -270,7 +272,12 @@ def _plan(random: Random, seed: int, method: str, devices: int, model: Trained) 
     if method != "single" and devices > 1 and random.random() < 0.05:
         devices = plan["ranks"] = random.randint(1, devices)
     in_parts = seed >= EXPERTS_IN_PARTS and model.experts and method in SEQUENCES
-    parts = _axes_of_experts(random, plan, devices, model) if in_parts else _axes(random, seed, plan, devices, model)
+    if in_parts and seed >= EXPERTS_OF_TENSOR_RANKS and devices % 2 == 0:
+        parts = _axes_of_tensor_experts(random, plan, devices, model)
+    else:
+        parts = (
+            _axes_of_experts(random, plan, devices, model) if in_parts else _axes(random, seed, plan, devices, model)
+        )
     _take_in_parts(random, plan, devices)
     if random.random() < 0.35:
         plan["recompute"] = random.choice(
@@ -398,7 +405,8 @@ def _leave_out_beside_experts(random: Random, seed: int, point: Table, parts: in
         plan["zero1_implementation"] = "megatron"
     if "pp" in plan and plan["method"] in ("zero1", "zero3"):
         plan.pop("schedule", None)
-    sharded, cut = REGISTRY[plan["method"]].gradients == "reduce-scatter", plan.get("tp", 1) > 1
+    sharded = REGISTRY[plan["method"]].gradients == "reduce-scatter"
+    cut = plan.get("tp", 1) > 1 and "etp" not in plan
     left_out = [
         *("gradient_precision", "frozen", "adapters", "autocast"),
         *(["clip_norm"] if cut else []),
@@ -430,6 +438,28 @@ def _axes_of_experts(random: Random, plan: Table, devices: int, model: Trained) 
     divisors = [n for n in range(2, model.experts + 1) if alike % n == 0 and model.experts % n == 0]
     if divisors and random.random() < 0.9:
         plan["ep"] = random.choice(divisors)
+    return parts
+
+
+def _axes_of_tensor_experts(random: Random, plan: Table, devices: int, model: Trained) -> int:
+    """Set axes of a mixture whose experts are divided among the ranks of tensor groups too; return as `_axes` does."""
+    plan["tp"] = random.choice([n for n in (2, 4) if devices % n == 0])
+    parts = devices // plan["tp"]
+    if plan["tp"] == 2 and parts % 2 == 0 and random.random() < 0.4:
+        plan["cp"] = 2
+        if random.random() < 0.5:
+            plan |= {"context_exchange": "ring", "context_split": random.choice(["zigzag", "plain"])}
+        parts //= 2
+    if parts % 2 == 0 and random.random() < 0.3:
+        plan["pp"] = 2
+        parts //= 2
+    alike = parts * plan["tp"] * plan.get("cp", 1)
+    divisors = [n for n in range(plan["tp"], model.experts + 1, plan["tp"]) if alike % n == model.experts % n == 0]
+    plan["ep"] = random.choice(divisors)
+    if random.random() < 0.97:  # else it is refused
+        plan["etp"] = 1
+    if random.random() < 0.97:
+        plan["sequence_parallel"] = True
     return parts
 
 

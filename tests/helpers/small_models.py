@@ -98,7 +98,8 @@ def whole_layers_alone(*, sliced: bool = False) -> Iterator[None]:
 
     What divides sequences, contexts and experts is left out, and what ranks do that train only some layers.
     """
-    left_out = ["traced_context", "traced_parts", "_traced_experts", *([] if sliced else ["_traced_cut"])]
+    left_out = ["traced_context", "traced_parts", "_traced_experts", "traced_expert_parts"]
+    left_out += [] if sliced else ["_traced_cut"]
     patches = [patch.object(trace, name, lambda *_given: []) for name in left_out]
     patches.append(patch.object(trace, "with_partial_costs", lambda _model, layers, *_given, **_where: layers))
     for each in patches:

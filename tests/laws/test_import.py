@@ -1431,3 +1431,41 @@ def test_a_megatron_job_in_three_dimensions_is_imported_and_predicted(tmp_path):
     result = simulate(load_scenario(tmp_path / "job.toml", ["plan.micro_batches=2"])).result
     kinds = {entry.kind for entry in result.collectives}
     assert {"all-gather", "reduce-scatter", "all-reduce", "send"} <= kinds
+
+
+# Experts beside tensor ranks ------------------------------------------------------------------------------------------
+
+TITAN_EXPERTS = """
+[training]
+local_batch_size = 2
+seq_len = 4096
+[parallelism]
+tensor_parallel_degree = 2
+expert_parallel_degree = 4
+"""
+MEGATRON_EXPERTS = (
+    "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention "
+    "--num-query-groups 8 --num-experts 8 --moe-router-topk 2 --seq-length 4096 --micro-batch-size 1 "
+    "--global-batch-size 16 --nproc-per-node 8 --tensor-model-parallel-size 2 --expert-model-parallel-size 4 "
+    "--sequence-parallel --bf16 --use-distributed-optimizer --moe-token-dispatcher-type alltoall"
+)
+
+
+@pytest.mark.parametrize("said", ["", "expert_tensor_parallel_degree = 1\n"])
+def test_torchtitans_experts_are_divided_among_tensor_ranks_too(tmp_path, said):
+    tables, found = imported(tmp_path, TITAN_EXPERTS + said, name="t.toml", model="qwen3-30b-a3b")
+    plan = {"method": "zero3", "tp": 2, "ep": 4, "etp": 1, "sequence_parallel": True, "loss_parallel": True}
+    assert plan.items() <= tables["plan"].items()
+    assert "approximated: it gathers the tokens of tensor ranks for a router" in found.text
+    other = TITAN_EXPERTS + "expert_tensor_parallel_degree = 2\n"
+    assert "experts that tensor ranks cut too" in refused(tmp_path, other, name="t.toml", model="qwen3-30b-a3b")
+
+
+def test_megatrons_experts_are_divided_among_tensor_ranks_too(tmp_path):
+    given = {"name": "args.txt", "model": "mixtral-8x7b"}
+    tables, _ = imported(tmp_path, f"{MEGATRON_EXPERTS} --expert-tensor-parallel-size 1", **given)
+    plan = {"method": "zero1", "zero1_implementation": "megatron", "tp": 2, "ep": 4, "etp": 1}
+    assert (plan | {"gathered_inputs": "gathered-again"}).items() <= tables["plan"].items()
+    assert "expert-tensor-parallel-size, by default as many" in refused(tmp_path, MEGATRON_EXPERTS, **given)
+    other = f"{MEGATRON_EXPERTS} --expert-tensor-parallel-size 2"
+    assert "experts that tensor ranks cut too" in refused(tmp_path, other, **given)

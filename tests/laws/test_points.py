@@ -18,7 +18,17 @@ from unittest import mock
 import pytest
 import tomli_w
 from point_checks import assert_same_as_unfolded, faster_devices, faster_links, faults_of, slower_by
-from points import COMBINED, EXPERTS_IN_PARTS, LATER, PARTED, SCENARIOS, SHARDED_REPLICAS, STREAMED, random_point
+from points import (
+    COMBINED,
+    EXPERTS_IN_PARTS,
+    EXPERTS_OF_TENSOR_RANKS,
+    LATER,
+    PARTED,
+    SCENARIOS,
+    SHARDED_REPLICAS,
+    STREAMED,
+    random_point,
+)
 
 from gssim.engine import machine
 from gssim.errors import UserError
@@ -41,6 +51,7 @@ FURTHER = (
     *range(SHARDED_REPLICAS, SHARDED_REPLICAS + 10),
     *range(PARTED, PARTED + 10),
     *range(EXPERTS_IN_PARTS, EXPERTS_IN_PARTS + 10),
+    *range(EXPERTS_OF_TENSOR_RANKS, EXPERTS_OF_TENSOR_RANKS + 10),
 )
 """Seeds of as small points that are no part of the quick tests."""
 MANY = [
@@ -53,9 +64,10 @@ MANY = [
         SHARDED_REPLICAS,
         PARTED,
         EXPERTS_IN_PARTS,
+        EXPERTS_OF_TENSOR_RANKS,
     )
 ]
-"""Of the large one: 8,000."""
+"""Of the large one: 8,500."""
 USUAL_DEVICES, MOST_DEVICES = 8, 32
 """Of its points, four in five have at most so many devices, one in five more."""
 LONGEST_REFUSAL = 300

@@ -33,7 +33,7 @@ def test_a_polynomial_in_positions_survives_its_text(text):
 
 
 def test_what_depends_on_units_and_positions_at_once_is_refused():
-    with pytest.raises(ValueError, match="u up to 1, or p or r instead"):
+    with pytest.raises(ValueError, match="u up to 1, or p, r or e instead"):
         Polynomial.parse("3*u*p")
 
 

@@ -19,7 +19,9 @@ from gssim.workload import Layer, Model, sliced_layer, unrolled
 
 MODELS = Path(__file__).resolve().parents[2] / "scenarios" / "models"
 SAMPLES, LENGTH = 2, 64
-WHOLE_ONLY = dict.fromkeys(("sliced_layers", "sequence_layers", "context_layers", "expert_layers"), ())
+WHOLE_ONLY = dict.fromkeys(
+    ("sliced_layers", "sequence_layers", "context_layers", "expert_layers", "expert_sequence_layers"), ()
+)
 CASES = {
     "gpt-byte-150k": (1, None),
     "gpt-byte-1m-sequence": (2, 2),
@@ -29,8 +31,8 @@ CASES = {
     "bert-base-sequence": (6, 2),
 }
 """Units of a rank, and tensor-parallel ranks that divide sequences between its cut blocks."""
-ROUTED = {"mixture-byte-1m": (3, 40)}
-"""Experts of a rank, and rows that they process for each of its samples."""
+ROUTED = {"mixture-byte-1m": (3, 40, None), "mixture-byte-1m-sequence": (3, 40, (2, 2))}
+"""Experts of a rank, and rows that they process for each of its samples; units and ranks as above."""
 
 
 @cache
@@ -41,8 +43,16 @@ def both(name: str) -> tuple[Model, Record]:
     """
     model = load_model(MODELS / f"{name.removesuffix('-sequence')}.toml")
     if name in ROUTED:
-        experts, rows = ROUTED[name]
-        record = record_step(model, SAMPLES, LENGTH, routed=(experts, SAMPLES * rows), context=1, where="here")
+        experts, rows, slices = ROUTED[name]
+        routed = (experts, SAMPLES * rows)
+        if slices is not None:
+            units, ranks = slices
+            record = record_step(model, SAMPLES, LENGTH, units, ranks, routed, context=1, where="here")
+            layers = model.expert_sequence_layers
+            own = [sliced_layer(layer, units, LENGTH // ranks, rows, experts) for layer in layers]
+            parts = [(units, layer.units) if layer.units else (1, 1) for layer in layers]
+            return replace(model, layers=in_context(model, own, parts, LENGTH), **WHOLE_ONLY), record
+        record = record_step(model, SAMPLES, LENGTH, routed=routed, context=1, where="here")
         own = [sliced_layer(layer, experts, 0, rows) for layer in model.expert_layers]
         return replace(model, layers=in_context(model, own, [(1, 1)] * len(own), LENGTH), **WHOLE_ONLY), record
     units, ranks = CASES[name]

@@ -14,7 +14,17 @@ from typing import Any
 import pytest
 import tomli_w
 from point_checks import modules_of_stages
-from points import COMBINED, EXPERTS_IN_PARTS, LATER, PARTED, RECOMPUTING, SHARDED_REPLICAS, STREAMED, random_real_point
+from points import (
+    COMBINED,
+    EXPERTS_IN_PARTS,
+    EXPERTS_OF_TENSOR_RANKS,
+    LATER,
+    PARTED,
+    RECOMPUTING,
+    SHARDED_REPLICAS,
+    STREAMED,
+    random_real_point,
+)
 from real_runs import planted, predicted, predicted_peaks, run_cases
 
 from gssim.errors import RunFailedError, UserError
@@ -43,9 +53,10 @@ MANY = [
         SHARDED_REPLICAS,
         PARTED,
         EXPERTS_IN_PARTS,
+        EXPERTS_OF_TENSOR_RANKS,
     )
 ]
-"""The same in the slow test: 660 points."""
+"""The same in the slow test: 720 points."""
 EXACT = {"fp64": 1e-9, "fp32": 1e-5, "fp16": 2**-7, "bf16": 2**-7}
 """By how much of the largest one parameters may differ from one device's, by the least exact of the precisions used."""
 PEAK, PEAK_OF_CONVOLUTIONS = 0.02, 0.04
@@ -177,7 +188,8 @@ def differences_of_training(case: Case, seen: dict[str, Any]) -> Iterator[str]:
         return
     if scenario.push.selects and density_of(scenario) < 1:
         return
-    if scenario.policies.ep > 1 and scenario.policies.cp > 1:  # a load is dealt out to parts of sequences, not to whole
+    # a load is dealt out to parts of sequences, not to whole
+    if scenario.policies.ep > 1 and max(scenario.policies.cp, scenario.policies.tp) > 1:
         return
     if workload.optimizer.startswith("adam") and workload.precision != "fp64":
         return

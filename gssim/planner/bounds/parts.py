@@ -9,11 +9,13 @@ from gssim.errors import UserError
 from gssim.plan import Plan, Policies, resolve, splitting
 from gssim.scenario import (
     Scenario,
+    divided_expert_layers,
+    held_experts,
     held_layers,
     held_slice,
-    layers_with_experts,
     master_bytes,
     reduce_precision,
+    routes_parts,
     value_bytes,
 )
 from gssim.scenario.context_slices import uncombined_reason
@@ -48,7 +50,7 @@ class Part:
     @cached_property
     def expert_elements(self) -> float:
         """Number of those that are of the rank's experts, where ranks divide these."""
-        return float(sum(p.elements for instance in self.layers for p in instance.layer.parameters if p.sliced))
+        return float(sum(p.elements for instance in self.layers for p in instance.layer.parameters if p.of_experts))
 
 
 class ModelParts:
@@ -100,8 +102,9 @@ class ModelParts:
             return self.once(own_key, lambda: self._stage_part(plan, policies, place))
         if policies.ep > 1:
             place = policies.mesh.expert_position(rank)
-            of_experts = ("experts", policies.ep, place, self._context(plan, policies))
-            return self.once(of_experts, lambda: self._new_experts(of_experts, policies, place))
+            slices = policies.tp, plan.gathered_inputs, plan.embedding_parallel, plan.loss_parallel
+            of_experts = ("experts", policies.ep, place, self._context(plan, policies), slices)
+            return self.once(of_experts, lambda: self._new_experts(of_experts, plan, policies, place))
         if policies.cp > 1:
             context = self._context(plan, policies)
             return self.once(context, lambda: self._new_context(context, plan, policies))
@@ -179,19 +182,21 @@ class ModelParts:
 
     def _check_expert_parts(self, policies: Policies) -> None:
         """Raise UserError where ranks cannot divide experts so, or these are not known on parts of sequences."""
-        if policies.gradients == "reduce-scatter" and policies.shards % policies.ep:
+        if policies.gradients == "reduce-scatter" and policies.shards % policies.mesh.expert_stride:
             raise UserError(f"{policies.ep} ranks cannot divide the experts among the {policies.shards} of a replica")
+        if policies.pp > 1 and routes_parts(self.model, policies):
+            raise UserError("stages with cut blocks and divided experts cannot be searched yet")
         if policies.ep == 1 or policies.cp == 1:
             return
         if not self.model.context_layers:
             raise UserError("the model is not traced on parts of sequences")
         self._check_context(self.model.expert_layers)
 
-    def _new_experts(self, key: Hashable, policies: Policies, position: int) -> Part:
-        if not self.model.expert_layers:
+    def _new_experts(self, key: Hashable, plan: Plan, policies: Policies, position: int) -> Part:
+        if not divided_expert_layers(self.model, policies):
             raise UserError("the model has no layers with divided experts")
         positions = sequence_positions(policies, self.workload) if policies.cp > 1 else None
-        layers = layers_with_experts(self.workload, policies, position)
+        layers = held_experts(self.with_plan(plan), position, 0)
         return Part(key, layers, tuple(instance.layer for instance in self.layers), positions=positions)
 
     def _slice_shares(self, plan: Plan, policies: Policies) -> tuple[float, ...]:

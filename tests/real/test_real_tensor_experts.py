@@ -1,0 +1,262 @@
+"""Real: experts divided among the ranks of tensor groups, each with its part of the sequences, and others beside them;
+predictions are what was counted, training with the router's own choices equals one device's.
+"""
+
+from pathlib import Path
+
+import pytest
+from real_runs import (
+    SCENARIOS,
+    assert_losses_of_one_device,
+    assert_parameters_of_one_device,
+    assert_predicted_collectives,
+    predicted,
+    predicted_peaks,
+    quick,
+    run_cases,
+    scenario_file,
+    star,
+)
+
+pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
+
+pytestmark = pytest.mark.real
+
+USUAL = ["workload.sequence_length=24", "workload.global_batch_size=8", "plan.tp=2", "plan.etp=1"]
+USUAL += ["plan.sequence_parallel=true"]
+SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
+ADAMW64 = ["workload.optimizer=adamw", "workload.precision=fp64", "workload.learning_rate=1e-3"]
+ROUTER, LOAD = ["workload.expert_routing=router"], ["workload.expert_routing=load"]
+SKEWED = [*LOAD, "workload.expert_load.skew=0.7"]
+MIXTURE = [f"workload.model={SCENARIOS}/models/mixture-byte-1m.toml"]
+"""With an expert that all tokens take, in fp32 and fp64; the others, of Hugging Face, in fp32 alone."""
+TWO, FOUR, EIGHT = ["plan.ep=2"], ["plan.ep=4"], ["plan.ep=8"]
+TENSOR, DDP, ZERO1, ZERO2, ZERO3 = ([f"plan.method={name}"] for name in ("tensor", "ddp", "zero1", "zero2", "zero3"))
+HSDP = ["plan.method=hsdp", "plan.dp_replicate=2", "plan.dp_shard=2"]
+FULL, SELECTIVE, CLIPPED = ["plan.recompute=full"], ["plan.recompute=selective"], ["workload.clip_norm=0.05"]
+VOCABULARY = ["plan.embedding_parallel=true", "plan.loss_parallel=true"]
+STAGED = ["plan.pp=2", "plan.micro_batches=2"]
+OF_FOUR = ["plan.tp=4"]
+CONTEXT = ["plan.cp=2", "workload.sequence_length=48"]
+RING = [*CONTEXT, "plan.context_exchange=ring"]
+"""Parts of parts of sequences, so long that no rank's experts are without rows."""
+SMALL = {
+    "small-heads-mixtral": (
+        "hf:mixtral",
+        {"intermediate_size": 96, "num_local_experts": 8, "num_experts_per_tok": 2},
+    ),
+    "small-qwen3-moe": (
+        "hf:qwen3_moe",
+        {
+            "intermediate_size": 96,
+            "moe_intermediate_size": 32,
+            "head_dim": 8,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": "true",
+            "mlp_only_layers": [0],
+        },
+    ),
+}
+"""Of four heads with keys of their own; the latter's first block is dense."""
+SIZES = {
+    "vocab_size": 256,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 24,
+}
+
+
+def small(name: str) -> Path:
+    """Return the file of a small model of Hugging Face's."""
+    from small_models import Request, kept
+
+    model, of_kind = SMALL[name]
+    request = Request(
+        model=model,
+        arguments=tuple(f"{key}={value}" for key, value in (SIZES | of_kind).items()),
+        name=name,
+        vocabulary=256,
+        maximum_sequence_length=24,
+        task="next-token",
+        image=None,
+        classes=None,
+        auto_class=None,
+        sequence_length=24,
+    )
+    return kept(request)
+
+
+def mixtral() -> list[str]:
+    return [f"workload.model={small('small-heads-mixtral')}"]
+
+
+def qwen() -> list[str]:
+    return [f"workload.model={small('small-qwen3-moe')}"]
+
+
+def on_two_ranks() -> dict[str, list[str]]:
+    """One tensor group, which divides the experts."""
+    every = [*TWO, *TENSOR]
+    return {
+        "router-sgd": [*every, *MIXTURE, *SGD, *ROUTER],
+        "clipped-router-adamw": [*every, *MIXTURE, *ADAMW64, *ROUTER, *CLIPPED],
+        "vocabulary-skewed-load-sgd": [*every, *MIXTURE, *SGD, *SKEWED, *VOCABULARY],
+        "mixtral-full-accumulated-skewed-load-sgd": [
+            *[*every, *mixtral(), *SGD, *SKEWED, *FULL, "plan.micro_batches=2"]
+        ],
+        "qwen-router-sgd": [*every, *qwen(), *SGD, *ROUTER],
+        "qwen-selective-balanced-load-sgd": [*every, *qwen(), *SGD, *LOAD, *SELECTIVE],
+    }
+
+
+def on_four_ranks() -> dict[str, list[str]]:
+    """One group of four, two replicas of groups, each of which divides the experts or with the other, or two stages."""
+    return {
+        "clipped-ddp-router-adamw": [*TWO, *DDP, *MIXTURE, *ADAMW64, *ROUTER, *CLIPPED],
+        "mixtral-all-zero3-skewed-load-sgd": [*FOUR, *ZERO3, *mixtral(), *SGD, *SKEWED],
+        "all-ddp-accumulated-skewed-load-sgd": [
+            *[*FOUR, *DDP, *MIXTURE, *SGD, *SKEWED, "plan.overlap=false", "plan.micro_batches=2"]
+        ],
+        "ddp-router-sgd": [*TWO, *DDP, *MIXTURE, *SGD, *ROUTER],
+        "all-clipped-ddp-router-adamw": [*FOUR, *DDP, *MIXTURE, *ADAMW64, *ROUTER, *CLIPPED],
+        "zero1-skewed-load-sgd": [*TWO, *ZERO1, *MIXTURE, *SGD, *SKEWED],
+        "all-zero1-router-adamw": [*FOUR, *ZERO1, *MIXTURE, *ADAMW64, *ROUTER],
+        "zero2-accumulated-skewed-load-sgd": [*TWO, *ZERO2, *MIXTURE, *SGD, *SKEWED, "plan.micro_batches=2"],
+        "all-clipped-zero3-router-adamw": [*FOUR, *ZERO3, *MIXTURE, *ADAMW64, *ROUTER, *CLIPPED],
+        "zero3-full-skewed-load-sgd": [*TWO, *ZERO3, *MIXTURE, *SGD, *SKEWED, *FULL],
+        "mixtral-vocabulary-zero2-skewed-load-sgd": [*TWO, *ZERO2, *mixtral(), *SGD, *SKEWED, *VOCABULARY],
+        "qwen-all-zero1-router-sgd": [*FOUR, *ZERO1, *qwen(), *SGD, *ROUTER],
+        "qwen-vocabulary-ddp-selective-skewed-load-sgd": [
+            *[*FOUR, *DDP, *qwen(), *SGD, *SKEWED, *VOCABULARY, *SELECTIVE]
+        ],
+        "qwen-clipped-ddp-router-sgd": [*TWO, *DDP, *qwen(), *SGD, *ROUTER, *CLIPPED],
+        "four-router-sgd": [*FOUR, *TENSOR, *OF_FOUR, *MIXTURE, *SGD, *ROUTER],
+        "four-selective-skewed-load-sgd": [*FOUR, *TENSOR, *OF_FOUR, *MIXTURE, *SGD, *SKEWED, *SELECTIVE],
+        "four-clipped-zero3-router-adamw": [*FOUR, *ZERO3, *OF_FOUR, *MIXTURE, *ADAMW64, *ROUTER, *CLIPPED],
+        "context-clipped-ddp-router-adamw": [*FOUR, *CONTEXT, *DDP, *MIXTURE, *ADAMW64, *ROUTER, *CLIPPED],
+        "context-zero3-skewed-load-sgd": [*FOUR, *CONTEXT, *ZERO3, *MIXTURE, *SGD, *SKEWED],
+        "ring-vocabulary-zero2-router-adamw": [*TWO, *RING, *ZERO2, *MIXTURE, *ADAMW64, *ROUTER, *VOCABULARY],
+        "ring-full-zero1-skewed-load-sgd": [*FOUR, *RING, *ZERO1, *MIXTURE, *SGD, *SKEWED, *FULL],
+        "staged-router-adamw": [*TWO, *STAGED, "plan.method=pipeline", *MIXTURE, *ADAMW64, *ROUTER, *CLIPPED],
+        "staged-interleaved-skewed-load-sgd": [
+            *[*TWO, *STAGED, "plan.method=pipeline", *MIXTURE, *SGD, *SKEWED, "plan.schedule=interleaved"]
+        ],
+        "staged-qwen-vocabulary-skewed-load-sgd": [
+            *[*TWO, *STAGED, "plan.method=pipeline", *qwen(), *SGD, *SKEWED, *VOCABULARY]
+        ],
+    }
+
+
+def on_eight_ranks() -> dict[str, list[str]]:
+    """More replicas, replicas of shards, and replicas of stages."""
+    return {
+        "all-mixtral-zero3-skewed-load-sgd": [*EIGHT, *ZERO3, *mixtral(), *SGD, *SKEWED],
+        "ddp-skewed-load-sgd": [*FOUR, *DDP, *MIXTURE, *SGD, *SKEWED],
+        "clipped-ddp-router-adamw": [*FOUR, *DDP, *MIXTURE, *ADAMW64, *ROUTER, *CLIPPED],
+        "qwen-zero1-skewed-load-sgd": [*FOUR, *ZERO1, *qwen(), *SGD, *SKEWED],
+        "clipped-hsdp-router-adamw": [*FOUR, *HSDP, *MIXTURE, *ADAMW64, *ROUTER, *CLIPPED],
+        "qwen-hsdp-skewed-load-sgd": [*TWO, *HSDP, *qwen(), *SGD, *SKEWED],
+        "staged-ddp-skewed-load-sgd": [*FOUR, *STAGED, *DDP, *MIXTURE, *SGD, *SKEWED],
+        "staged-zero2-skewed-load-sgd": [*TWO, *STAGED, *ZERO2, *MIXTURE, *SGD, *SKEWED],
+        "staged-clipped-zero1-router-adamw": [
+            *[*FOUR, *STAGED, *ZERO1, *MIXTURE, *ADAMW64, *ROUTER, *CLIPPED, *VOCABULARY]
+        ],
+        "staged-qwen-full-zero3-skewed-load-sgd": [*FOUR, *STAGED, *ZERO3, *qwen(), *SGD, *SKEWED, *FULL],
+        "staged-ring-ddp-skewed-load-sgd": [*FOUR, *STAGED, *RING, *DDP, *MIXTURE, *SGD, *SKEWED],
+        "context-hsdp-router-adamw": [*TWO, *CONTEXT, *HSDP[:2], *MIXTURE, *ADAMW64, *ROUTER],
+        "four-zero2-skewed-load-sgd": [*FOUR, *OF_FOUR, *ZERO2, *MIXTURE, *SGD, *SKEWED],
+        "four-mixtral-ddp-router-sgd": [*EIGHT, *OF_FOUR, *DDP, *mixtral(), *SGD, *ROUTER],
+    }
+
+
+FEW = ("clipped-ddp-router-adamw", "mixtral-all-zero3-skewed-load-sgd")
+"""Not slow, on four ranks: one group that divides the experts, and two that each do, with and without shards."""
+WORLDS = {"2": (2, on_two_ranks), "4": (4, on_four_ranks), "4-others": (4, on_four_ranks), "8": (8, on_eight_ranks)}
+
+
+@pytest.fixture(scope="module", params=quick(WORLDS, ["4"]))
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict]:
+    """Run all cases of a group in one launch; return (cases, what they showed)."""
+    ranks, made = WORLDS[request.param]
+    cases = {
+        name: {"scenario": scenario_file("moe-experts.toml"), "overrides": [star(ranks), *USUAL, *overrides]}
+        for name, overrides in made().items()
+        if ranks != 4 or (name in FEW) == (request.param == "4")
+    }
+    return cases, run_cases(tmp_path_factory.mktemp(f"ranks{request.param}"), cases, ranks=ranks)
+
+
+def routed(found: dict, kind: str) -> dict:
+    """Return what cases showed whose experts are chosen by `router` or by `load`."""
+    return {name: seen for name, seen in found.items() if f"-{kind}-" in f"-{name}"}
+
+
+def test_parameters_and_losses_with_the_models_own_router_equal_those_of_one_device(world: tuple[dict, dict]) -> None:
+    # a load is dealt out to each part of a sequence, on one device to the whole
+    of_router = routed(world[1], "router")
+    assert of_router
+    assert_parameters_of_one_device(of_router)
+    assert_losses_of_one_device(of_router)
+
+
+def test_parameters_are_equal_on_all_ranks(world: tuple[dict, dict]) -> None:
+    assert all(seen["replicas_equal"] for seen in world[1].values())
+
+
+def test_the_predicted_collectives_are_the_ones_that_the_process_group_saw(world: tuple[dict, dict]) -> None:
+    assert_predicted_collectives(*world)
+
+
+def test_the_predicted_rows_are_the_ones_that_were_sent(world: tuple[dict, dict]) -> None:
+    for name, seen in routed(world[1], "load").items():
+        rows = [each.payload_bytes for each in predicted(world[0][name]).collectives if each.kind == "all-to-all-v"]
+        sent = zip(seen["collectives"], seen["payloads"], strict=True)
+        payloads = [payload for key, payload in sent if key[0] == "all-to-all-v"]
+        assert sorted(rows) == sorted(payloads), name
+        assert sum(payloads) > 0
+
+
+def test_the_predicted_peak_of_every_rank_is_the_counted_one(world: tuple[dict, dict]) -> None:
+    compared = routed(world[1], "load")
+    assert compared
+    for name, seen in compared.items():
+        # where less is held, moments count more, most of all in a ring
+        closely = not any(each in name for each in ("staged", "full", "selective"))
+        most = 0.001 if closely else 0.02 if "ring" in name else 0.005
+        assert predicted_peaks(world[0][name]) == pytest.approx(seen["peaks"], rel=most), name
+
+
+# 16 bits -------------------------------------------------------------------------------------------------------------
+
+LIKE_TORCHTITAN = ["workload.precision=bf16", "workload.reduce_precision=fp32", *CLIPPED, *SELECTIVE, *VOCABULARY]
+FP16 = ["workload.precision=fp16", "workload.loss_scale=1024"]
+IN_16_BITS = {
+    "zero3-bf16": [*LIKE_TORCHTITAN, *ZERO3, *FOUR],
+    "ddp-fp16": [*FP16, *DDP, *TWO],
+    "all-ddp-fp16": [*FP16, *DDP, *FOUR],
+    "zero2-fp16": [*FP16, *ZERO2, *FOUR, *CLIPPED],
+}
+TRAINED_RATIO = 2**-6
+"""How far parameters may be from one device's, of the largest, as in `test_real_experts`."""
+
+
+@pytest.mark.slow
+def test_they_train_in_16_bits_with_the_predicted_collectives_and_peaks(tmp_path):
+    cases = {
+        name: {
+            "scenario": scenario_file("moe-experts.toml"),
+            "overrides": [star(4), *USUAL, *SGD, *SKEWED, *MIXTURE, *overrides],
+            "onednn": False,  # whose 16-bit products take scratch that no profile here has
+        }
+        for name, overrides in IN_16_BITS.items()
+    }
+    found = run_cases(tmp_path, cases, ranks=4)
+    assert_predicted_collectives(cases, found)
+    for name, case in cases.items():
+        assert found[name]["replicas_equal"], name
+        assert found[name]["difference"] <= TRAINED_RATIO * found[name]["largest_parameter"], name
+        # of bf16, which is not traced apart: parts that compute in fp32 whatever the precision, the router's
+        assert predicted_peaks(case) == pytest.approx(found[name]["peaks"], rel=0.01), name
