@@ -196,8 +196,8 @@ class Workload:
     expert_routing: Literal["router", "load"] = "router"
     """Choice of each token's experts in a real run: by the model's router, as the data have it, or so that each sample
     has exactly `expert_load`, whatever the router says (its weights then count for the experts so chosen); where ranks
-    divide sequences and experts (`plan.cp`, `plan.ep`), each part of a sample has it, which trains otherwise than one
-    device that deals it out to the whole."""
+    divide sequences and experts (`plan.cp`, or `plan.tp` with `plan.etp = 1`, beside `plan.ep`), each part of a sample
+    has it, which trains otherwise than one device that deals it out to the whole."""
     data: Data = "auto"
     """`auto`: bytes of the Python standard library's source for tokens, scikit-learn's digits for images."""
 

@@ -215,8 +215,8 @@ def test_the_predicted_rows_are_the_ones_that_were_sent(world: tuple[dict, dict]
         rows = [each.payload_bytes for each in predicted(world[0][name]).collectives if each.kind == "all-to-all-v"]
         sent = zip(seen["collectives"], seen["payloads"], strict=True)
         payloads = [payload for key, payload in sent if key[0] == "all-to-all-v"]
-        assert sorted(rows) == sorted(payloads), name
-        assert sum(payloads) > 0
+        assert sorted(filter(None, rows)) == sorted(filter(None, payloads)), name  # those of a ring have none
+        assert sum(filter(None, payloads)) > 0
 
 
 def test_the_predicted_peak_of_every_rank_is_the_counted_one(world: tuple[dict, dict]) -> None:
