@@ -38,7 +38,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from gsreal.gradient_sharding.bucket import Bucket
-from gsreal.measure import Timeline
+from gsreal.measure import Timeline, wait_for_release
 from gsreal.methods.checkpointing import blocks_of
 from gsreal.methods.mapped import Mapped
 from gsreal.model_files.build import build_module
@@ -592,9 +592,15 @@ def observed_all_reduce(mesh: DeviceMesh, timeline: Timeline) -> AllReduce:
 
     def all_reduce(tensor: Tensor) -> Tensor:
         with timeline.span("all-reduce", "exposed_communication", mesh.get_group()):
-            return functional.wait_tensor(functional.all_reduce(tensor, "sum", (mesh, 0)))
+            return _released(functional.wait_tensor(functional.all_reduce(tensor, "sum", (mesh, 0))))
 
     return all_reduce
+
+
+def _released(result: Tensor) -> Tensor:
+    """Return the result of a collective once nothing but the caller holds it."""
+    wait_for_release(result)
+    return result
 
 
 def _observed_parts(mesh: DeviceMesh, timeline: Timeline) -> SequenceParts:
@@ -609,11 +615,11 @@ def _observed_parts(mesh: DeviceMesh, timeline: Timeline) -> SequenceParts:
 
     def all_gather(part: Tensor) -> Tensor:
         with timeline.span("all-gather sequence", "exposed_communication", group):
-            return functional.wait_tensor(gather(part, 0, (mesh, 0)))
+            return _released(functional.wait_tensor(gather(part, 0, (mesh, 0))))
 
     def reduce_scatter(whole: Tensor) -> Tensor:
         with timeline.span("reduce-scatter sequence", "exposed_communication", group):
-            return functional.wait_tensor(scatter(whole, "sum", 0, (mesh, 0)))
+            return _released(functional.wait_tensor(scatter(whole, "sum", 0, (mesh, 0))))
 
     return SequenceParts(mesh.size(), mesh.get_local_rank(), all_gather, reduce_scatter)
 
@@ -658,9 +664,12 @@ def _observed_styles(timeline: Timeline, group: dist.ProcessGroup) -> tuple[type
             )
             if own.requires_grad:
                 shared.register_hook(lambda _: marks.append(timeline.mark()))
-                own.register_hook(
-                    lambda _: timeline.between("all-reduce", "exposed_communication", marks.pop(), group=group)
-                )
+
+                def summed(gradient: Tensor) -> None:
+                    wait_for_release(gradient, holders=2)  # the hook's and autograd's
+                    timeline.between("all-reduce", "exposed_communication", marks.pop(), group=group)
+
+                own.register_hook(summed)
             return shared
 
     class ObservedRows(RowwiseParallel):
@@ -674,6 +683,8 @@ def _observed_styles(timeline: Timeline, group: dist.ProcessGroup) -> tuple[type
                 summed = RowwiseParallel._prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh)
                 if isinstance(summed, AsyncCollectiveTensor):
                     summed.trigger_wait()
+                    arrived: Any = summed if summed._base is None else summed._base  # it may be a view
+                    wait_for_release(arrived.elem)
             return summed
 
     return ObservedColumns, ObservedRows
