@@ -1,6 +1,6 @@
 """Fits the records of traced steps at several shapes by polynomials in batch size and sequence length."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache
@@ -25,17 +25,34 @@ Shape = (
 With 0 units blocks are whole, and everything is on these positions: context parallelism. For divided experts those that
 are held, no positions, and the rows that they process.
 """
+Powers = tuple[int, int, int, int, int]
+"""Of batch size, sequence length, units, positions of a part, and rows in a term."""
 
 
-def fit_layers(records: dict[Shape, Record], check: Record, checked: Shape) -> list[Layer]:
-    """Return all layers, their quantities as functions of the shape; `check` is the record that must agree."""
+def powers_of_adapters(lengths: int) -> tuple[Powers, ...]:
+    """Return the powers in quantities of layers with adapters, of which units are the rank, on parts of sequences.
+
+    `lengths`: number of traced sequence lengths.
+    """
+    powers = [(i, 0, u, 0, 0) for u in (0, 1) for i in (0, 1)]
+    powers += [(i, j, 0, 1, 0) for j in range(min(2, lengths)) for i in (0, 1)]
+    return (*powers, *((i, 0, 1, 1, 0) for i in (0, 1)))
+
+
+def fit_layers(
+    records: dict[Shape, Record], check: Record, checked: Shape, powers: Sequence[Powers] | None = None
+) -> list[Layer]:
+    """Return all layers, their quantities as functions of the shape; `check` is the record that must agree.
+
+    `powers`: those in quantities; by default what `checked` implies.
+    """
     first = next(iter(records.values()))
     everything = {**records, checked: check}
     if any(len(r.alive) != len(first.alive) or r.modules != first.modules for r in everything.values()):
         raise NoPolynomialError("the operations depend on batch size or sequence length")
 
     def fit(read: Any, what: str) -> Polynomial:
-        return fit_polynomial({shape: read(record) for shape, record in everything.items()}, checked, what)
+        return fit_polynomial({shape: read(record) for shape, record in everything.items()}, checked, what, powers)
 
     layers = []
     for index, name in enumerate([*first.modules, LOSS]):
@@ -62,7 +79,7 @@ def fit_layers(records: dict[Shape, Record], check: Record, checked: Shape) -> l
                 output_bytes=fit(lambda r, i=index: r.output[i], f"{name}: output"),
                 forward_operations=first.operations[index, "f"],
                 backward_operations=first.operations[index, "b"],
-                buffers=fit_buffers(everything, checked, index, name),
+                buffers=fit_buffers(everything, checked, index, name, powers),
                 units=first.units.get(index),
                 experts_per_token=first.experts_per_token.get(index),
                 reductions=_reductions(everything, index, fit),
@@ -152,7 +169,9 @@ def _moment(at: tuple[int, str, int] | None, layer: int) -> Moment:
     return Moment("end") if at is None else Moment(at[1], at[2], at[0] - layer)
 
 
-def fit_buffers(everything: dict[Shape, Record], checked: Shape, index: int, name: str) -> tuple[Buffer, ...]:
+def fit_buffers(
+    everything: dict[Shape, Record], checked: Shape, index: int, name: str, powers: Sequence[Powers] | None = None
+) -> tuple[Buffer, ...]:
     """Return the buffers that a layer creates, their sizes as functions of the shape."""
     first = next(iter(everything.values()))
     last = len(first.modules)
@@ -173,38 +192,48 @@ def fit_buffers(everything: dict[Shape, Record], checked: Shape, index: int, nam
                 born=_moment(alive.born, index),
                 freed=Moment("f", first.position_at_end(index)) if is_cached else _moment(alive.freed, index),
                 category="activations" if is_saved else "temporaries",
-                size_bytes=fit_polynomial(sizes, checked, f"{name}: a buffer"),
+                size_bytes=fit_polynomial(sizes, checked, f"{name}: a buffer", powers),
             )
         )
     return tuple(buffers)
 
 
-def fit_polynomial(values: dict[Shape, int], checked: Shape, what: str) -> Polynomial:
-    """Return the polynomial through all values but the checked one, which it must reproduce too."""
-    shapes = [shape for shape in values if shape != checked]
-    lengths = {shape[1] for shape in shapes}
+def _powers(checked: Shape, lengths: int) -> list[Powers]:
+    """Return the powers in quantities of such shapes, of so many sequence lengths."""
     unit_powers = (0, 1) if 2 < len(checked) < 5 else (0,)
-    powers = [(i, j, k, 0, 0) for k in unit_powers for j in range(len(lengths)) for i in (0, 1)]
+    powers = [(i, j, k, 0, 0) for k in unit_powers for j in range(lengths) for i in (0, 1)]
     if len(checked) == 4 and checked[2] == 0:  # on parts; an attention's FLOP grow with whole sequences too
         powers = [(i, 0, 0, 0, 0) for i in (0, 1)]
-        powers += [(i, j, 0, 1, 0) for j in range(min(2, len(lengths))) for i in (0, 1)]
+        powers += [(i, j, 0, 1, 0) for j in range(min(2, lengths)) for i in (0, 1)]
     elif len(checked) == 4:  # what is on parts of sequences depends on their length alone, and on no units
         powers += [(i, 0, 0, 1, 0) for i in (0, 1)]
     if len(checked) == 5:  # what experts do depends on their number and rows alone
         powers += [(0, 0, 1, 0, 0), (0, 0, 0, 0, 1)]
+    return powers
+
+
+def fit_polynomial(
+    values: dict[Shape, int], checked: Shape, what: str, powers: Sequence[Powers] | None = None
+) -> Polynomial:
+    """Return the polynomial through all values but the checked one, which it must reproduce too.
+
+    `powers`: those in its terms; by default what `checked` implies.
+    """
+    shapes = [shape for shape in values if shape != checked]
+    powers = powers or _powers(checked, len({shape[1] for shape in shapes}))
     sizes = tuple((*(size or 1 for size in shape), 1, 1, 1)[:5] for shape in shapes)
     inverse, denominator = _inverse(sizes, tuple(powers))
     numerators = [sum(map(mul, row, (values[shape] for shape in shapes))) for row in inverse]
     if any(numerator % denominator for numerator in numerators):
         raise NoPolynomialError(f"{what} is no whole polynomial in batch size and sequence length")
     solution = [numerator // denominator for numerator in numerators]
-    terms, unit_terms, part_terms, row_terms = (
+    terms, unit_terms, part_terms, row_terms, unit_part_terms = (
         tuple((c, i, j) for c, (i, j, *by) in zip(solution, powers, strict=True) if c and tuple(by) == kind)
-        for kind in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1))
+        for kind in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0))
     )
-    nothing = not (terms or unit_terms or part_terms or row_terms)
+    nothing = not (terms or unit_terms or part_terms or row_terms or unit_part_terms)
     # what "0" is parsed to
-    fitted = Polynomial(((0, 0, 0),) if nothing else terms, unit_terms, part_terms, row_terms)
+    fitted = Polynomial(((0, 0, 0),) if nothing else terms, unit_terms, part_terms, row_terms, unit_part_terms)
     held = checked[2:4] or (0,)
     of_rows = sum(coefficient * sum(checked[4:]) for coefficient, _, _ in row_terms)
     if fitted.held(*held).at(b=checked[0], s=checked[1] or 1) + of_rows != values[checked]:

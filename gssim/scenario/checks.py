@@ -200,7 +200,8 @@ def _check_traced_variants(scenario: Scenario, policies: Policies, file: str) ->
     if name is None:
         return
     where, variant = f"{file}: workload.{name}", "frozen layers" if name == "frozen" else name
-    for key, value in (("tp", policies.tp), ("cp", policies.cp), ("ep", policies.ep)):
+    parts = policies.cp if name != "adapters" else 1  # of these, layers with adapters are traced too
+    for key, value in (("tp", policies.tp), ("cp", parts), ("ep", policies.ep)):
         if value > 1:
             raise UserError(
                 f"{where}: cannot run yet beside plan.{key} = {value}: parts of the model are traced without "
@@ -926,9 +927,10 @@ def _check_context(scenario: Scenario, policies: Policies, file: str) -> None:
     if not isinstance(model.input, TokenInput) or model.input.classes is not None:
         raise UserError(f"{where}: '{model.name}' has no loss at each position of a sequence; leave it out")
     if not model.context_layers:
+        adapted, option = ("", "") if workload.adapters is None else (" with these adapters", " --adapters")
         raise UserError(
-            f"{where}: workload.model: '{model.name}' is not traced on parts of sequences; trace it again with `gsreal "
-            "trace` (gsreal.methods.context_parallel tells which models can run so)"
+            f"{where}: workload.model: '{model.name}' is not traced on parts of sequences{adapted}; trace it again "
+            f"with `gsreal trace{option}` (gsreal.methods.context_parallel tells which models can run so)"
         )
     _check_ring(plan, policies, length, file)
     if policies.ring and any(fused_attention(layer) is None for layer in model.context_layers if layer.units):

@@ -38,6 +38,8 @@ class Polynomial:
     """Terms that count once for each position p of a rank's part of the sequence; see [Note: sequence parts]."""
     row_terms: Terms = ()
     """Terms that count once for each row r that a rank's experts process; see [Note: routed rows]."""
+    unit_part_terms: Terms = ()
+    """Terms that count once for each unit and position: of adapters of rank u on a rank's part of the sequence."""
 
     @classmethod
     def parse(cls, text: object) -> "Polynomial":
@@ -50,7 +52,7 @@ class Polynomial:
             return text
         if isinstance(text, bool) or not isinstance(text, (int, str)):
             raise ValueError('must be a polynomial in b and s, such as "512 + 4*b*s"')
-        terms: dict[str, list[tuple[int, int, int]]] = {"": [], "u": [], "p": [], "r": []}
+        terms: dict[str, list[tuple[int, int, int]]] = {"": [], "u": [], "p": [], "r": [], "up": []}
         for term in str(text).replace(" ", "").split("+"):
             match = _TERM.match(term)
             if match is None:
@@ -58,11 +60,11 @@ class Polynomial:
             powers = {"b": 0, "s": 0, "u": 0, "p": 0, "r": 0}
             for factor in match.group(2).split("*")[1:]:
                 powers[factor[0]] += int(factor[2:] or 1)
-            if max(powers.values()) > 2 or powers["u"] + powers["p"] + powers["r"] > 1:
+            kind = "".join(name for name in "upr" if powers[name])
+            if max(powers.values()) > 2 or max(powers[name] for name in "upr") > 1 or kind not in terms:
                 raise ValueError(
-                    f"has the term {term!r}; b and s may have powers up to 2, u up to 1, or p or r instead"
+                    f"has the term {term!r}; b and s may have powers up to 2, u and p up to 1, or r instead"
                 )
-            kind = next((name for name in "upr" if powers[name]), "")
             terms[kind].append((int(match.group(1)), powers["b"], powers["s"]))
         return cls(*map(tuple, terms.values()))
 
@@ -71,8 +73,10 @@ class Polynomial:
         value: Samples = sum(c * b**i * s**j for c, i, j in self.terms)
         return value
 
-    def held(self, units: int, positions: int = 0, rows: int = 0) -> "Polynomial":
+    def held(self, units: int, positions: int | None = 0, rows: int = 0) -> "Polynomial":
         """Return the polynomial for a rank with so many units, positions of each sequence, and rows for each sample.
+
+        `positions`: None: it stays a function of them.
 
         >>> str(Polynomial.parse("8*b + 3*b*u + 2*s*u").held(2))
         '14*b + 4*s'
@@ -80,16 +84,17 @@ class Polynomial:
         '8*b*s + 64*b'
         >>> str(Polynomial.parse("8*b*s + 4*r").held(2, rows=32))
         '8*b*s + 128*b'
+        >>> str(Polynomial.parse("8*b + 4*b*p + 2*b*u*p").held(3, positions=None))
+        '8*b + 10*b*p'
         """
-        if not self.unit_terms and not self.part_terms and not self.row_terms:
+        if not (self.unit_terms or self.part_terms or self.row_terms or self.unit_part_terms):
             return self
-        sums: dict[tuple[int, int], int] = {}
-        for factor, terms in ((1, self.terms), (units, self.unit_terms), (positions, self.part_terms)):
-            for c, i, j in terms:
-                sums[i, j] = sums.get((i, j), 0) + factor * c
-        for c, i, j in self.row_terms:
-            sums[i + 1, j] = sums.get((i + 1, j), 0) + rows * c
-        return Polynomial(tuple((c, i, j) for (i, j), c in sums.items() if c) or ((0, 0, 0),))
+        of_parts = _summed((1, self.part_terms), (units, self.unit_part_terms))
+        rows_terms = tuple((c, i + 1, j) for c, i, j in self.row_terms)
+        whole = (1, self.terms), (units, self.unit_terms), (rows, rows_terms)
+        if positions is None:
+            return Polynomial(_summed(*whole) or ((0, 0, 0),) * (not of_parts), part_terms=of_parts)
+        return Polynomial(_summed(*whole, (positions, of_parts)) or ((0, 0, 0),))
 
     def plus(self, other: "Polynomial") -> "Polynomial":
         """Return the sum of two polynomials."""
@@ -98,6 +103,7 @@ class Polynomial:
             (*self.unit_terms, *other.unit_terms),
             (*self.part_terms, *other.part_terms),
             (*self.row_terms, *other.row_terms),
+            (*self.unit_part_terms, *other.unit_part_terms),
         )
 
     def __str__(self) -> str:
@@ -110,10 +116,20 @@ class Polynomial:
                 (self.unit_terms, "*u"),
                 (self.part_terms, "*p"),
                 (self.row_terms, "*r"),
+                (self.unit_part_terms, "*u*p"),
             )
             for c, i, j in terms
         ]
         return " + ".join(terms_as_text) or "0"
+
+
+def _summed(*weighted: tuple[int, Terms]) -> Terms:
+    """Return the sum of terms times a factor each, every power once."""
+    sums: dict[tuple[int, int], int] = {}
+    for factor, terms in weighted:
+        for c, i, j in terms:
+            sums[i, j] = sums.get((i, j), 0) + factor * c
+    return tuple((c, i, j) for (i, j), c in sums.items() if c)
 
 
 NO_COST = Polynomial(((0, 0, 0),))
@@ -548,8 +564,11 @@ class Layer:
 
 
 @lru_cache(maxsize=256)
-def sliced_layer(layer: Layer, units: int, positions: int, rows: int = 0) -> Layer:
-    """Return the slice of a layer that has so many units, positions of each sequence, and rows for each sample."""
+def sliced_layer(layer: Layer, units: int, positions: int | None, rows: int = 0) -> Layer:
+    """Return the slice of a layer that has so many units, positions of each sequence, and rows for each sample.
+
+    `positions`: None: it stays a function of them.
+    """
     size = (units, positions, rows)
     changes: dict[str, Any] = {
         "parameters": tuple(parameter.held(units) for parameter in layer.parameters),

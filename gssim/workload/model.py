@@ -21,7 +21,9 @@ have keys and values of their own.
 [Note: adapters] Low-rank adapters (Hu et al. 2021, LoRA, arXiv 2106.09685) are the only trained parameters: all others
 are frozen, get no gradient, and nothing is saved for one. All that adapters do is linear in their rank: the layers of
 `AdaptedLayers` are traced with two ranks, u being the rank. The backward ends at the first block, and embeddings have
-none.
+none. Where context-parallel ranks divide sequences, what adapters do grows with the rank times the positions of a part:
+what an attention exchanges in its backward depends on which of its inputs get a gradient, so that these layers are
+traced for themselves.
 
 [Note: autocast] Under torch.autocast (automatic mixed precision) parameters, their gradients and the residual stream
 stay in fp32; operands of matrix products and attention are cast to 16 bits. The cast of a weight is saved for the
@@ -153,6 +155,8 @@ class AdaptedLayers:
     """Names of the maps: the last parts of their paths."""
     layers: tuple[Layer, ...]
     """Layers in the order of the forward, as functions of the adapters' rank u too."""
+    context_layers: tuple[Layer, ...] = ()
+    """The same with whole blocks on parts of the sequences, see [Note: context]; empty: not traced so."""
 
 
 @spec
@@ -332,8 +336,8 @@ def _with_adapters(model: Same, rank: int, alpha: float, targets: Targets) -> Mo
             "`gsreal trace --adapters` adds others"
         )
     once: dict[int, Layer] = {}
-    for layer in found.layers:
-        held = sliced_layer(layer, rank, 0)
+    for layer in (*found.layers, *found.context_layers):
+        held = sliced_layer(layer, rank, None)
         parameters = tuple(replace(parameter, sliced_dimension=None) for parameter in held.parameters)
         once[id(layer)] = replace(held, parameters=parameters)
     return replace(
@@ -345,7 +349,7 @@ def _with_adapters(model: Same, rank: int, alpha: float, targets: Targets) -> Mo
         sliced_layers=(),
         sequence_layers=(),
         expert_layers=(),
-        context_layers=(),
+        context_layers=tuple(once[id(layer)] for layer in found.context_layers),
     )
 
 

@@ -1,5 +1,6 @@
 """Adapters of low rank: FLOP, saved bytes, memory of states and traffic against torch, closed forms and refusals."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from test_trace import UNCOUNTED
 import gssim
 from gssim.errors import UserError
 from gssim.scenario import load_model, load_scenario
+from gssim.scenario.tensor_slices import context_part
 from gssim.workload import Adapters, Model, unrolled
 from gssim.workload.model import with_adapters
 
@@ -17,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from gsreal.model_files.build import build_module, loss_of  # noqa: E402
+from gsreal.model_files.trace import write_model  # noqa: E402
 
 SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
 SMALL = SCENARIOS.parent / "tests/helpers/models/of_tests"
@@ -74,6 +77,42 @@ def test_only_adapters_are_trained_and_all_else_is_there(adapted: Model) -> None
     }
     assert ours == trained
     assert adapted.elements + adapted.frozen_elements == sum(p.numel() for p in module.parameters())
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_that_divide_sequences_have_equal_parts_of_the_flop_and_all_parameters(
+    adapted: Model, ranks: int
+) -> None:
+    parts = context_part(adapted, LENGTH // ranks)
+    for whole, part in zip(unrolled(adapted), unrolled(parts), strict=True):
+        assert whole.parameter_names == part.parameter_names
+        assert [p.shape for p in whole.layer.parameters] == [p.shape for p in part.layer.parameters]
+        for way in ("forward", "backward"):
+            flop, of_part = (getattr(each.layer, f"{way}_flop").at(b=BATCH, s=LENGTH) for each in (whole, part))
+            assert flop == ranks * of_part
+
+
+def test_only_inputs_of_the_attention_that_get_a_gradient_are_exchanged_in_the_backward() -> None:
+    model = load_model(SMALL / "adapters-llama.toml")
+    backward: dict[str, list[int]] = {}
+    for targets in ("query-value", "all-linear", ("down_proj",)):
+        blocks = [layer for layer in with_adapters(model, Adapters(rank=RANK, targets=targets)).context_layers]
+        counts = [sum(each.moment.phase == "b" for each in layer.reductions) for layer in blocks if layer.block]
+        backward[str(targets)] = [counts[0], counts[-1]]
+    # of the output, values, keys and queries; the first block's input has no gradient
+    assert backward == {"query-value": [3, 4], "all-linear": [4, 4], "('down_proj',)": [0, 4]}
+
+
+def test_a_file_without_parts_of_sequences_with_adapters_is_refused_there_alone(tmp_path: Path) -> None:
+    model = load_model(SMALL / "adapters-gpt.toml")
+    older = replace(model, adapted=tuple(replace(each, context_layers=()) for each in model.adapted))
+    write_model(tmp_path / "older.toml", older)
+    assert load_model(tmp_path / "older.toml") == older
+    changes = [f"workload.model={tmp_path / 'older.toml'}", "workload.sequence_length=24", "plan.method=ddp"]
+    load_scenario(SCENARIOS / "demo.toml", [*changes, "workload.adapters={rank=4}"])
+    load_scenario(SCENARIOS / "demo.toml", [*changes, "plan.cp=2"])
+    with pytest.raises(UserError, match=r"parts of sequences with these adapters; trace it again with .*--adapters`"):
+        load_scenario(SCENARIOS / "demo.toml", [*changes, "workload.adapters={rank=4}", "plan.cp=2"])
 
 
 def loaded(*changes: str):  # type: ignore[no-untyped-def]
