@@ -1,6 +1,6 @@
 """Fits the records of traced steps at several shapes by polynomials in batch size and sequence length."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache
@@ -19,14 +19,15 @@ Shape = (
     | tuple[int, int | None, int]
     | tuple[int, int | None, int, int]
     | tuple[int, int | None, int, int, int]
+    | tuple[int, int | None, int, int, int, int]
 )
 """Batch size, sequence length, for sliced blocks the units of the slice, for divided sequences the positions of a part.
 
 With 0 units blocks are whole, and everything is on these positions: context parallelism. For divided experts those that
-are held, no positions, and the rows that they process.
+are held, no positions, and the rows that they process. For sliced blocks with adapters no rows, and their rank.
 """
-Powers = tuple[int, int, int, int, int]
-"""Of batch size, sequence length, units, positions of a part, and rows in a term."""
+Powers = tuple[int, int, int, int, int] | tuple[int, int, int, int, int, int]
+"""Of batch size, sequence length, units, positions of a part, rows, and the rank of adapters in slices in a term."""
 
 
 def powers_of_adapters(lengths: int) -> tuple[Powers, ...]:
@@ -37,6 +38,16 @@ def powers_of_adapters(lengths: int) -> tuple[Powers, ...]:
     powers = [(i, 0, u, 0, 0) for u in (0, 1) for i in (0, 1)]
     powers += [(i, j, 0, 1, 0) for j in range(min(2, lengths)) for i in (0, 1)]
     return (*powers, *((i, 0, 1, 1, 0) for i in (0, 1)))
+
+
+def powers_in_slices(lengths: int, *, parts: bool) -> tuple[Powers, ...]:
+    """Return the powers in quantities of layers with adapters whose blocks are cut.
+
+    `lengths`: number of traced sequence lengths. `parts`: whether ranks divide sequences.
+    """
+    powers: list[Powers] = [(i, j, k, 0, 0, 0) for k in (0, 1) for j in range(lengths) for i in (0, 1)]
+    powers += [(i, j, k, 0, 0, 1) for k in (0, 1) for j in range(min(2, lengths)) for i in (0, 1)]
+    return (*powers, *((i, 0, 0, 1, 0, 0) for i in (0, 1) if parts))
 
 
 def fit_layers(
@@ -70,11 +81,7 @@ def fit_layers(
                 modules=(name,) if index < len(first.modules) else (),
                 block=name in first.blocks,
                 parameters=parameters_of(everything, index, name),
-                frozen_parameters=tuple(
-                    Parameter(_short(own, name), shape, Moment("end"), Moment("end"))
-                    for own, (layer, shape) in first.frozen.items()
-                    if layer == index
-                ),
+                frozen_parameters=_frozen_parameters(everything, index, name),
                 saved_bytes=fit(lambda r, i=index: r.saved[i], f"{name}: saved bytes"),
                 output_bytes=fit(lambda r, i=index: r.output[i], f"{name}: output"),
                 forward_operations=first.operations[index, "f"],
@@ -125,23 +132,44 @@ def _recomputed(
 
 def parameters_of(everything: dict[Shape, Record], index: int, module: str) -> tuple[Parameter, ...]:
     """Return the parameters that a layer is the first to use."""
-    shape_of_first, first = next(iter(everything.items()))
-    units = shape_of_first[2:3]
+    first = next(iter(everything.values()))
     parameters = []
-    for name, (layer, shape, born, ready) in first.parameters.items():
+    for name, (layer, _, born, ready) in first.parameters.items():
         if layer == index:
-            differing = {
-                dimension
-                for record in everything.values()
-                for dimension, size in enumerate(record.parameters[name][1])
-                if size != shape[dimension]
-            }
-            cut = differing.pop() if differing else None  # one dimension at most: blocks are cut so
-            # of one unit
-            sizes = tuple(size // sum(units) if dimension == cut else size for dimension, size in enumerate(shape))
+            shapes = {key: record.parameters[name][1] for key, record in everything.items()}
+            sizes, cut, of_rank = _sizes_of_one(shapes)
             moments = _moment(born, index), _moment(ready, index)
-            parameters.append(Parameter(_short(name, module), sizes, *moments, cut, name in first.summed))
+            summed = name in first.summed
+            parameters.append(Parameter(_short(name, module), sizes, *moments, cut, summed, of_rank=of_rank))
     return tuple(parameters)
+
+
+def _frozen_parameters(everything: dict[Shape, Record], index: int, module: str) -> tuple[Parameter, ...]:
+    """Return the parameters that are not trained, and that a layer is the first to use."""
+    first, end = next(iter(everything.values())), Moment("end")
+    parameters = []
+    for name, (layer, _) in first.frozen.items():
+        if layer == index:
+            sizes, cut, _ = _sizes_of_one({key: record.frozen[name][1] for key, record in everything.items()})
+            parameters.append(Parameter(_short(name, module), sizes, end, end, cut))
+    return tuple(parameters)
+
+
+def _sizes_of_one(shapes: Mapping[Shape, tuple[int, ...]]) -> tuple[tuple[int, ...], int | None, int | None]:
+    """Return a parameter's shape for one unit, and adapters of rank 1 in slices; its dimensions of these, if any.
+
+    `shapes`: by the shape of the step. Of units there is one dimension at most: blocks are cut so.
+    """
+    of_first, first = next(iter(shapes.items()))
+    dimensions: list[int | None] = []
+    for place, other in ((2, 5), (5, 2)):  # by units, where the rank is the same; and the reverse
+        alike = [shape for key, shape in shapes.items() if key[other : other + 1] == of_first[other : other + 1]]
+        differing = {n for shape in alike for n, size in enumerate(shape) if size != first[n]}
+        dimensions.append(differing.pop() if differing and len(of_first) > place else None)
+    cut, of_rank = dimensions
+    counts = {cut: sum(of_first[2:3]), of_rank: sum(of_first[5:6])}
+    sizes = tuple(size // counts.get(dimension, 1) for dimension, size in enumerate(first))
+    return sizes, cut, of_rank
 
 
 def _short(name: str, module: str) -> str:
@@ -201,7 +229,7 @@ def fit_buffers(
 def _powers(checked: Shape, lengths: int) -> list[Powers]:
     """Return the powers in quantities of such shapes, of so many sequence lengths."""
     unit_powers = (0, 1) if 2 < len(checked) < 5 else (0,)
-    powers = [(i, j, k, 0, 0) for k in unit_powers for j in range(lengths) for i in (0, 1)]
+    powers: list[Powers] = [(i, j, k, 0, 0) for k in unit_powers for j in range(lengths) for i in (0, 1)]
     if len(checked) == 4 and checked[2] == 0:  # on parts; an attention's FLOP grow with whole sequences too
         powers = [(i, 0, 0, 0, 0) for i in (0, 1)]
         powers += [(i, j, 0, 1, 0) for j in range(min(2, lengths)) for i in (0, 1)]
@@ -210,6 +238,10 @@ def _powers(checked: Shape, lengths: int) -> list[Powers]:
     if len(checked) == 5:  # what experts do depends on their number and rows alone
         powers += [(0, 0, 1, 0, 0), (0, 0, 0, 0, 1)]
     return powers
+
+
+KINDS = ((0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (1, 1, 0, 0), (0, 0, 0, 1), (1, 0, 0, 1))
+"""Powers of units, positions, rows and the rank in each field of terms of a polynomial, in their order."""
 
 
 def fit_polynomial(
@@ -221,22 +253,20 @@ def fit_polynomial(
     """
     shapes = [shape for shape in values if shape != checked]
     powers = powers or _powers(checked, len({shape[1] for shape in shapes}))
-    sizes = tuple((*(size or 1 for size in shape), 1, 1, 1)[:5] for shape in shapes)
+    sizes = tuple((*(size or 1 for size in shape), 1, 1, 1, 1)[:6] for shape in shapes)
     inverse, denominator = _inverse(sizes, tuple(powers))
     numerators = [sum(map(mul, row, (values[shape] for shape in shapes))) for row in inverse]
     if any(numerator % denominator for numerator in numerators):
         raise NoPolynomialError(f"{what} is no whole polynomial in batch size and sequence length")
     solution = [numerator // denominator for numerator in numerators]
-    terms, unit_terms, part_terms, row_terms, unit_part_terms = (
-        tuple((c, i, j) for c, (i, j, *by) in zip(solution, powers, strict=True) if c and tuple(by) == kind)
-        for kind in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0))
+    terms, *others = (
+        tuple((c, i, j) for c, (i, j, *by) in zip(solution, powers, strict=True) if c and (*by, 0)[:4] == kind)
+        for kind in KINDS
     )
-    nothing = not (terms or unit_terms or part_terms or row_terms or unit_part_terms)
-    # what "0" is parsed to
-    fitted = Polynomial(((0, 0, 0),) if nothing else terms, unit_terms, part_terms, row_terms, unit_part_terms)
+    fitted = Polynomial(terms if terms or any(others) else ((0, 0, 0),), *others)  # what "0" is parsed to
     held = checked[2:4] or (0,)
-    of_rows = sum(coefficient * sum(checked[4:]) for coefficient, _, _ in row_terms)
-    if fitted.held(*held).at(b=checked[0], s=checked[1] or 1) + of_rows != values[checked]:
+    of_rows = sum(coefficient * sum(checked[4:5]) for coefficient, _, _ in fitted.row_terms)
+    if fitted.with_rank(sum(checked[5:6])).held(*held).at(b=checked[0], s=checked[1] or 1) + of_rows != values[checked]:
         raise NoPolynomialError(f"{what} is no polynomial in batch size and sequence length")
     return fitted
 

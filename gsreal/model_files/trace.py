@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 from gsreal.methods.adapters import adapted_maps
 from gsreal.model_files import config_file
 from gsreal.model_files.build import DTYPES
-from gsreal.model_files.fit import Shape, fit_layers, grouped, powers_of_adapters
+from gsreal.model_files.fit import Shape, fit_layers, grouped, powers_in_slices, powers_of_adapters
 from gsreal.model_files.partial_backward import with_partial_costs
 from gsreal.model_files.recorder import NoPolynomialError, Record, Work
 from gsreal.model_files.repeated import KEPT, Stack, repeat_blocks, with_fewer_blocks
@@ -328,16 +328,81 @@ def traced_adapters(
     whole = layers if stack is None else repeat_blocks(layers, stack)
     if whole is None:
         raise UserError(f"{where}: blocks with adapters differ from one another; not supported")
-    divided = _adapted_context(adapted, lengths, length, where) if model.context_layers else []
+    divided = {
+        "context_layers": _adapted_context(adapted, lengths, length, where) if model.context_layers else [],
+        "sliced_layers": _adapted_slices(adapted, lengths, length, where) if model.sliced_layers else [],
+        "sequence_layers": _adapted_parts(adapted, lengths, length, where) if model.sequence_layers else [],
+    }
     if stack is not None:
-        divided = repeat_blocks(divided, stack, neighbours_differ=True) or []
+        differ = {"neighbours_differ": True}
+        divided = {name: repeat_blocks(each, stack, **differ) or [] for name, each in divided.items()}
     role: Any = targets if isinstance(targets, str) else None
     return AdaptedLayers(
         role=role,
         maps=tuple(sorted(maps)),
         layers=grouped(_with_module_buffers(whole, model, where)),
-        context_layers=grouped(_with_module_buffers(divided, model, where)),
+        **{name: grouped(_with_module_buffers(each, model, where)) for name, each in divided.items()},
     )
+
+
+def _adapted_slices(
+    adapted: Callable[[int], Model], lengths: Sequence[int | None], longest: int | None, where: str
+) -> list[Layer]:
+    """Return all layers of a model with adapters with sliced blocks, as functions of units and the rank.
+
+    Arguments and result as of `_adapted_context`.
+    """
+    (low, high), few = TRACED_ADAPTER_RANKS, lengths[: min(2, len(lengths))]
+    units = fewest_units(adapted(low), where)
+    several = TRACED_UNITS if units >= max(TRACED_UNITS) else (1, 2)
+    steps = [(b, s, u, low) for u in several for b in TRACED_BATCH_SIZES for s in lengths]
+    steps += [(b, s, u, high) for u in several for b in TRACED_BATCH_SIZES for s in few]
+    records: dict[Shape, Record] = {}
+
+    def record(b: int, s: int | None, u: int, rank: int) -> Record:
+        like = next(iter(records.values()), None)
+        return record_step(adapted(rank), b, s, u, where=where, like=like)
+
+    try:
+        for b, s, u, rank in steps:
+            records[b, s, u, 0, 0, rank] = record(b, s, u, rank)
+        last = CHECKED_BATCH_SIZE, longest, units, 0, 0, CHECKED_ADAPTER_RANK
+        check = record(CHECKED_BATCH_SIZE, longest, units, CHECKED_ADAPTER_RANK)
+        return fit_layers(records, check, last, powers_in_slices(len(lengths), parts=False))
+    except NoPolynomialError:
+        return []
+
+
+def _adapted_parts(
+    adapted: Callable[[int], Model], lengths: Sequence[int | None], longest: int | None, where: str
+) -> list[Layer]:
+    """Return all layers of a model with adapters with sliced blocks and divided sequences, as functions of units, of
+    positions of a part, and of the rank.
+
+    Arguments and result as of `_adapted_context`; lengths and ranks as of `traced_parts`.
+    """
+    (low, high), (fewer, more) = TRACED_ADAPTER_RANKS, TRACED_RANKS
+    units = fewest_units(adapted(low), where)
+    rounded = [-(-length // more) * more for length in lengths if length is not None]
+    longest = (longest or 0) // more * more
+    several = TRACED_UNITS if units >= max(TRACED_UNITS) else (1, 2)
+    steps = [(b, s, u, fewer, low) for u in several for b in TRACED_BATCH_SIZES for s in rounded]
+    steps += [(b, s, u, fewer, high) for u in several for b in TRACED_BATCH_SIZES for s in rounded[:2]]
+    steps += [(b, rounded[-1], several[0], more, low) for b in TRACED_BATCH_SIZES]
+    records: dict[Shape, Record] = {}
+
+    def record(b: int, s: int, u: int, n: int, rank: int) -> Record:
+        like = next(iter(records.values()), None)
+        return record_step(adapted(rank), b, s, u, n, where=where, like=like)
+
+    try:
+        for b, s, u, n, rank in steps:
+            records[b, s, u, s // n, 0, rank] = record(b, s, u, n, rank)
+        last = CHECKED_BATCH_SIZE, longest, units, longest // more, 0, CHECKED_ADAPTER_RANK
+        check = record(CHECKED_BATCH_SIZE, longest, units, more, CHECKED_ADAPTER_RANK)
+        return fit_layers(records, check, last, powers_in_slices(len(rounded), parts=True))
+    except NoPolynomialError:
+        return []
 
 
 def _adapted_context(
@@ -711,6 +776,7 @@ def write_model(path: Path, model: Model) -> None:
         if not data[name]:
             del data[name]
     for each in data.get("adapted", ()):
-        if not each["context_layers"]:
-            del each["context_layers"]
+        for name in ("context_layers", "sliced_layers", "sequence_layers"):
+            if not each[name]:
+                del each[name]
     write_text(path, tomli_w.dumps(data, multiline_strings=False, indent=2))

@@ -40,7 +40,7 @@ def _with_fused_loss(same: Same) -> Model:
     return replace(model, loss_fused=True, adapted=(), autocast=(), **changes)
 
 
-KINDS = ("terms", "unit_terms", "part_terms", "row_terms", "unit_part_terms")
+KINDS = ("terms", "unit_terms", "part_terms", "row_terms", "unit_part_terms", "rank_terms", "unit_rank_terms")
 
 
 def _fused(layers: tuple[Layer, ...]) -> tuple[Layer, ...] | None:

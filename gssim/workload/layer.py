@@ -12,7 +12,7 @@ too; how many rows there are follows from the load of the experts.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Annotated, Any, TypeVar
@@ -21,7 +21,7 @@ from pydantic import BeforeValidator, PlainSerializer, SerializerFunctionWrapHan
 
 from gssim.units import PRECISION_BYTES, Count, PositiveFloat, PositiveInt, Recompute, spec
 
-_TERM = re.compile(r"^(-?\d+)((?:\*(?:[bs](?:\^[12])?|[upr]))*)$")
+_TERM = re.compile(r"^(-?\d+)((?:\*(?:[bs](?:\^[12])?|[upra]))*)$")
 Samples = TypeVar("Samples", int, float)
 Terms = tuple[tuple[int, int, int], ...]
 """(Coefficient, power of b, power of s)."""
@@ -40,6 +40,10 @@ class Polynomial:
     """Terms that count once for each row r that a rank's experts process; see [Note: routed rows]."""
     unit_part_terms: Terms = ()
     """Terms that count once for each unit and position: of adapters of rank u on a rank's part of the sequence."""
+    rank_terms: Terms = ()
+    """Terms that count once for each rank a of adapters in sliced blocks."""
+    unit_rank_terms: Terms = ()
+    """Terms that count once for each unit u on a rank, and rank a of adapters there."""
 
     @classmethod
     def parse(cls, text: object) -> "Polynomial":
@@ -52,18 +56,19 @@ class Polynomial:
             return text
         if isinstance(text, bool) or not isinstance(text, (int, str)):
             raise ValueError('must be a polynomial in b and s, such as "512 + 4*b*s"')
-        terms: dict[str, list[tuple[int, int, int]]] = {"": [], "u": [], "p": [], "r": [], "up": []}
+        terms: dict[str, list[tuple[int, int, int]]] = {kind: [] for kind in ("", "u", "p", "r", "up", "a", "ua")}
         for term in str(text).replace(" ", "").split("+"):
             match = _TERM.match(term)
             if match is None:
                 raise ValueError(f'has the term {term!r}; a polynomial in b and s is needed, such as "512 + 4*b*s"')
-            powers = {"b": 0, "s": 0, "u": 0, "p": 0, "r": 0}
+            powers = dict.fromkeys("bsupra", 0)
             for factor in match.group(2).split("*")[1:]:
                 powers[factor[0]] += int(factor[2:] or 1)
-            kind = "".join(name for name in "upr" if powers[name])
-            if max(powers.values()) > 2 or max(powers[name] for name in "upr") > 1 or kind not in terms:
+            kind = "".join(name for name in "upra" if powers[name])
+            if max(powers.values()) > 2 or max(powers[name] for name in "upra") > 1 or kind not in terms:
                 raise ValueError(
-                    f"has the term {term!r}; b and s may have powers up to 2, u and p up to 1, or r instead"
+                    f"has the term {term!r}; b and s may have powers up to 2, u up to 1, p or a beside it too, or r "
+                    "instead"
                 )
             terms[kind].append((int(match.group(1)), powers["b"], powers["s"]))
         return cls(*map(tuple, terms.values()))
@@ -96,6 +101,22 @@ class Polynomial:
             return Polynomial(_summed(*whole) or ((0, 0, 0),) * (not of_parts), part_terms=of_parts)
         return Polynomial(_summed(*whole, (positions, of_parts)) or ((0, 0, 0),))
 
+    def with_rank(self, rank: int) -> "Polynomial":
+        """Return the polynomial for adapters of such a rank, as a function of all else.
+
+        >>> str(Polynomial.parse("8*b + 3*b*u + 2*b*a + 5*b*u*a").with_rank(2))
+        '12*b + 13*b*u'
+        """
+        if not (self.rank_terms or self.unit_rank_terms):
+            return self
+        return replace(
+            self,
+            terms=_summed((1, self.terms), (rank, self.rank_terms)),
+            unit_terms=_summed((1, self.unit_terms), (rank, self.unit_rank_terms)),
+            rank_terms=(),
+            unit_rank_terms=(),
+        )
+
     def plus(self, other: "Polynomial") -> "Polynomial":
         """Return the sum of two polynomials."""
         return Polynomial(
@@ -104,6 +125,8 @@ class Polynomial:
             (*self.part_terms, *other.part_terms),
             (*self.row_terms, *other.row_terms),
             (*self.unit_part_terms, *other.unit_part_terms),
+            (*self.rank_terms, *other.rank_terms),
+            (*self.unit_rank_terms, *other.unit_rank_terms),
         )
 
     def __str__(self) -> str:
@@ -117,6 +140,8 @@ class Polynomial:
                 (self.part_terms, "*p"),
                 (self.row_terms, "*r"),
                 (self.unit_part_terms, "*u*p"),
+                (self.rank_terms, "*a"),
+                (self.unit_rank_terms, "*u*a"),
             )
             for c, i, j in terms
         ]
@@ -238,15 +263,19 @@ def layer_input_gradient(buffers: Sequence[Buffer]) -> Buffer | None:
 def passed_bytes(layer: "Layer", after: "Layer | None") -> Polynomial:
     """Return the size of what a layer passes to the one after it: that of its gradient, or of what its module returns.
 
-    Operations outside of modules may take a part of what a module returns, as ranks do that divide sequences.
+    Operations outside of modules may take a part of what a module returns, as ranks do that divide sequences. A block
+    without a gradient of its input, which adds to that, returns as much.
     """
     gradient = layer_input_gradient(after.buffers) if after else None
-    return gradient.size_bytes if gradient else layer.output_bytes
+    if gradient is not None:
+        return gradient.size_bytes
+    crossing = [each.size_bytes for each in layer.buffers if each.born.phase == "f" and each.freed.layer_offset > 0]
+    return after.output_bytes if after and after.block and after.output_bytes in crossing else layer.output_bytes
 
 
 BUFFER_CATEGORIES = ("input", "activations", "temporaries")
 
-_PARAMETER = re.compile(r"^(\S+) ((?:\d+u?(?:x\d+u?)*)|scalar) (\S+) (\S+?)( summed)?$")
+_PARAMETER = re.compile(r"^(\S+) ((?:\d+[ua]?(?:x\d+[ua]?)*)|scalar) (\S+) (\S+?)( summed)?$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +296,8 @@ class Parameter:
     part of the sequence; see [Note: sequence parts]."""
     sliced_dimension: int | None = None
     """Dimension of which a rank holds a slice, and other ranks the rest; None: it is whole."""
+    of_rank: int | None = None
+    """Dimension that is the rank of adapters in sliced blocks; its size in `shape` is that of rank 1."""
 
     @classmethod
     def parse(cls, text: object) -> "Parameter":
@@ -287,8 +318,21 @@ class Parameter:
         cut = [dimension for dimension, size in enumerate(sizes) if size.endswith("u")]
         if len(cut) > 1:
             raise ValueError(f"has the shape {shape}; one dimension at most is cut in units (u)")
-        whole = tuple(int(size.rstrip("u")) for size in sizes)
-        return cls(name, whole, Moment.parse(born), Moment.parse(ready), cut[0] if cut else None, bool(summed))
+        of_rank = next((dimension for dimension, size in enumerate(sizes) if size.endswith("a")), None)
+        whole = tuple(int(size.rstrip("ua")) for size in sizes)
+        moments = Moment.parse(born), Moment.parse(ready)
+        return cls(name, whole, *moments, cut[0] if cut else None, bool(summed), of_rank=of_rank)
+
+    def with_rank(self, rank: int) -> "Parameter":
+        """Return the parameter for adapters of such a rank.
+
+        >>> str(Parameter.parse("{}.up 8ux1a b1 b2").with_rank(4))
+        '{}.up 8ux4 b1 b2'
+        """
+        if self.of_rank is None:
+            return self
+        sizes = (size * rank if dimension == self.of_rank else size for dimension, size in enumerate(self.shape))
+        return replace(self, shape=tuple(sizes), of_rank=None)
 
     def held(self, units: int) -> "Parameter":
         """Return the parameter for a rank with so many units of its layer.
@@ -303,7 +347,8 @@ class Parameter:
 
     def __str__(self) -> str:
         """Return the text form, which `parse` reads."""
-        sizes = [f"{size}u" if dimension == self.cut else str(size) for dimension, size in enumerate(self.shape)]
+        letters = {self.cut: "u", self.of_rank: "a"}
+        sizes = [f"{size}{letters.get(dimension, '')}" for dimension, size in enumerate(self.shape)]
         summed = " summed" if self.summed else ""
         return f"{self.name} {'x'.join(sizes) or 'scalar'} {self.born} {self.ready}{summed}"
 
@@ -570,16 +615,32 @@ def sliced_layer(layer: Layer, units: int, positions: int | None, rows: int = 0)
     `positions`: None: it stays a function of them.
     """
     size = (units, positions, rows)
+    return _changed(layer, lambda quantity: quantity.held(*size), lambda parameter: parameter.held(units))
+
+
+@lru_cache(maxsize=256)
+def layer_of_rank(layer: Layer, rank: int) -> Layer:
+    """Return a layer with adapters of such a rank in its slices, which stay functions of the units of a slice."""
+    return _changed(layer, lambda quantity: quantity.with_rank(rank), lambda parameter: parameter.with_rank(rank))
+
+
+def _changed(
+    layer: Layer, of_quantity: Callable[[Polynomial], Polynomial], of_parameter: Callable[[Parameter], Parameter]
+) -> Layer:
+    """Return a layer with all quantities and parameters changed."""
     changes: dict[str, Any] = {
-        "parameters": tuple(parameter.held(units) for parameter in layer.parameters),
-        "buffers": tuple(replace(buffer, size_bytes=buffer.size_bytes.held(*size)) for buffer in layer.buffers),
-        "reductions": tuple(replace(each, size_bytes=each.size_bytes.held(*size)) for each in layer.reductions),
+        "parameters": tuple(map(of_parameter, layer.parameters)),
+        "frozen_parameters": tuple(map(of_parameter, layer.frozen_parameters)),
+        "buffers": tuple(replace(buffer, size_bytes=of_quantity(buffer.size_bytes)) for buffer in layer.buffers),
+        "reductions": tuple(replace(each, size_bytes=of_quantity(each.size_bytes)) for each in layer.reductions),
     }
     for field in fields(layer):
         value = getattr(layer, field.name)
         if isinstance(value, Polynomial):
-            changes[field.name] = value.held(*size)
+            changes[field.name] = of_quantity(value)
     if again := layer.every_second_product:
-        held = {name: getattr(again, name).held(*size) for name in ("flop", "bytes", "streamed_bytes")}
-        changes["every_second_product"] = replace(again, **held)
+        costs: dict[str, Any] = {
+            name: of_quantity(getattr(again, name)) for name in ("flop", "bytes", "streamed_bytes")
+        }
+        changes["every_second_product"] = replace(again, **costs)
     return replace(layer, **changes)

@@ -219,7 +219,7 @@ class ModelParts:
             self.model, parts, position, positions=positions, vocabulary=vocabulary, gathers_again=gathers_again
         )
         layers = unrolled(held)
-        return Part(key, layers, tuple(instance.layer for instance in self.layers))
+        return Part(key, layers, tuple(instance.layer for instance in self.traced))
 
     def stages(self, plan: Plan, policies: Policies) -> tuple[tuple[LayerInstance, ...], ...]:
         """Return the layers of every stage of a pipeline; raise UserError where the model cannot be cut so."""
