@@ -78,7 +78,7 @@ ON: dict[int, dict[str, list[str]]] = {
         "llama-all-ring-staged-zero2-sgd": [*SGD, ZERO2, TWO, *RING, "plan.pp=2", "plan.micro_batches=3"],
     },
 }
-FEW = ("llama-query-value-full-zero3-sgd", "llama-down-ring-full-zero3-sgd", "gpt-query-value-gs-adamw")
+FEW = ("llama-query-value-full-zero3-sgd", "llama-down-ring-full-zero3-sgd")
 """Cases on two ranks that are not slow: each exchange, with and without gradients of all inputs of the attention."""
 GROUPS = {
     "2": (2, {name: case for name, case in ON[2].items() if name in FEW}),

@@ -101,8 +101,8 @@ ON: dict[int, dict[str, list[str]]] = {
         "llama-query-value-staged-clipped-sgd": [*SGD, *STAGES, "workload.clip_norm=0.05"],
     },
 }
-FEW = ("gpt-all-owned-sgd", "llama-query-value-sequence-full-sgd", "gpt2-all-sgd")
-"""Cases on two ranks that are not slow: both ways to store a map, whole sequences and divided ones, owners."""
+FEW = ("llama-query-value-sequence-full-sgd", "gpt2-all-sgd")
+"""Cases on two ranks that are not slow: both ways to store a map, divided sequences and whole ones."""
 GROUPS = {
     "2": (2, {name: case for name, case in ON[2].items() if name in FEW}),
     "2-others": (2, {name: case for name, case in ON[2].items() if name not in FEW}),
