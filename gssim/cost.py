@@ -337,7 +337,7 @@ def _kernels_excess_s(
         head_widths = [
             parameter.shape[parameter.cut]
             for sliced in (named or model.sliced_layers)  # parts of sequences are traced in groups of their own
-            for parameter in sliced.parameters
+            for parameter in (*sliced.frozen_parameters, *sliced.parameters)
             if parameter.cut is not None and len(parameter.shape) == 2
         ]  # a matrix is cut with a head into parts, of which the smallest are as wide as one
         head_width = min(head_widths, default=None)

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from gsreal.measure.memory import MemoryCounter, counting_allocator
+from gsreal.measure.memory import MemoryCounter, counting_allocator, wait_for_release
 from gsreal.measure.step import RankStep, Timeline, combine_ranks, median_step, step_of_rank
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ __all__ = [
     "counting_allocator",
     "median_step",
     "step_of_rank",
+    "wait_for_release",
 ]
 
 

@@ -1,8 +1,10 @@
 """Measures the exact peak of the bytes that tensors use."""
 
 import ctypes
+import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,38 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gsreal.compiled import compiled
+
+RELEASE_S = 0.05
+"""The longest that `wait_for_release` waits: many times what a thread of gloo takes that other processes hold up."""
+PAUSE_S = 1e-5
+_counting = False
+"""Whether a peak is counted just now, by any counter: the allocator is the process's."""
+
+
+@contextmanager
+def counting() -> Iterator[None]:
+    """Count a peak in the body: `wait_for_release` waits there alone, so that no timed step does."""
+    global _counting
+    before, _counting = _counting, True
+    try:
+        yield
+    finally:
+        _counting = before
+
+
+def wait_for_release(tensor: Tensor, *, holders: int = 1) -> None:
+    """Block until gloo's worker thread has let go of a CPU tensor that a finished collective filled, in `counting`.
+
+    That thread wakes the one that waits for a collective, and drops its own references to inputs and outputs
+    afterwards (ProcessGroupGloo.cpp, runLoop). Where it is preempted in between, memory that the plan has released
+    stays allocated, and a step's peak is a buffer higher than another's. `holders`: references that others have.
+    """
+    if not _counting or tensor.device.type != "cpu":
+        return
+    counted: Any = tensor  # torch's stubs leave the method out
+    deadline_s = time.monotonic() + RELEASE_S
+    while counted._use_count() > holders and time.monotonic() < deadline_s:
+        time.sleep(PAUSE_S)
 
 
 class MemoryCounter:
@@ -60,7 +94,8 @@ class MemoryCounter:
                 step()
             return tracker.peak_bytes, None
         self.reset()
-        step()
+        with counting():
+            step()
         reserved = torch.cuda.max_memory_reserved() if self.device.type == "cuda" else None
         return self.peak(), reserved
 

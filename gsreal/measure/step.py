@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gsreal.measure.memory import MemoryCounter
+from gsreal.measure.memory import MemoryCounter, counting
 from gsreal.run.rank import gather_json
 from gssim.result import PHASES, Arrow, Held, Span, Step, arrows_among
 from gssim.result.result import phases_of
@@ -230,7 +230,8 @@ def _record_peaks(timeline: Timeline, counter: MemoryCounter) -> Iterator[list[t
     counter.reset()
     timeline.watch = note
     try:
-        yield peaks
+        with counting():
+            yield peaks
     finally:
         timeline.watch = None
 

@@ -29,6 +29,8 @@ class LowRankAdapter(nn.Module):
     def __init__(self, inputs: int, outputs: int, rank: int, scale: float) -> None:
         super().__init__()
         self.scale = scale
+        self.added_by_hook = True
+        """False: the forward of its map adds it, before a sum over ranks."""
         self.down = nn.Parameter(torch.empty(rank, inputs))
         self.up = nn.Parameter(torch.zeros(outputs, rank))
         nn.init.kaiming_uniform_(self.down, a=math.sqrt(5))
@@ -41,8 +43,14 @@ class LowRankAdapter(nn.Module):
 def _add(linear: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
     adapter = linear.adapter
     assert isinstance(adapter, LowRankAdapter)
-    adapted: Tensor = output + adapter(args[0])
+    adapted: Tensor = output + adapter(args[0]) if adapter.added_by_hook else output
     return adapted
+
+
+def adapter_of(linear: nn.Module) -> LowRankAdapter | None:
+    """Return the adapter beside a linear map; None: it has none."""
+    adapter = linear._modules.get("adapter")
+    return adapter if isinstance(adapter, LowRankAdapter) else None
 
 
 def adapt(module: nn.Module, adapters: Adapters, *, where: str) -> None:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gsreal.measure import Timeline
+from gsreal.measure import Timeline, wait_for_release
 from gsreal.methods.mapped import Mapped
 from gsreal.methods.meshes import context_group
 from gsreal.methods.ring_attention import Ring, attend_in_ring, observed_ring
@@ -143,6 +143,7 @@ def observed_parts(group: dist.ProcessGroup, timeline: Timeline) -> ContextParts
         received = torch.empty_like(sent)
         with timeline.span("all-to-all", "exposed_communication", group):
             dist.all_to_all_single(received, sent, group=group)
+            wait_for_release(received)
         return received
 
     return ContextParts(dist.get_world_size(group), dist.get_rank(group), all_to_all)

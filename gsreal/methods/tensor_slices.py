@@ -24,6 +24,11 @@ the roles of their maps. The routed ones are divided among ranks by `gsreal.meth
 router take the tokens of the rank's own part of the sequence, which is not gathered for them. All else beside them is
 whole on every rank, and its gradient is summed as that of a norm.
 
+[Note: sliced adapters] Of a low-rank adapter beside a map that is cut by columns a rank has all of the first matrix and
+its rows of the second; beside one that is cut by rows, its columns of the first matrix and all of the second, and what
+it adds is part of the sum over the ranks. Of the matrices that are whole every rank has a part of the gradient: it is
+that of a slice of the other matrix, see `PartialGradients`.
+
 Tensor parallelism of a model's blocks.
 
 By DTensor if slices are even and it supports them, else by slices of our own.
@@ -43,7 +48,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from gsreal.gradient_sharding.bucket import Bucket
-from gsreal.measure import Timeline
+from gsreal.measure import Timeline, wait_for_release
+from gsreal.methods.adapters import LowRankAdapter, adapter_of
 from gsreal.methods.checkpointing import blocks_of
 from gsreal.methods.experts import experts_of
 from gsreal.methods.mapped import Mapped
@@ -325,7 +331,8 @@ def _norms_of_heads(
     """
     norms = []
     for path, module in block.named_modules():
-        if path in maps or not any(True for _ in module.parameters(recurse=False)):
+        is_map = path in maps or isinstance(module, LowRankAdapter)
+        if is_map or not any(True for _ in module.parameters(recurse=False)):
             continue
         if path in routed or _is_beside(path, routed):
             continue
@@ -382,7 +389,35 @@ def slices_of(block: nn.Module, held: range) -> dict[tuple[str, str], Slice]:
             starts = [part * (size // parts) for part in range(parts)]
             ranges = tuple((start + each * held.start, start + each * held.stop) for start in starts)
             slices[path, name] = Slice(dimension, size, ranges)
+            if name == "weight" and adapter_of(module) is not None:  # the same rows or columns; never transposed
+                sliced, of_adapter = ("down", 1) if path in cut.rows else ("up", 0)
+                slices[f"{path}.adapter", sliced] = Slice(of_adapter, size, ranges)
     return slices
+
+
+def whole_with_parts(block: nn.Module) -> list[tuple[str, str]]:
+    """Return the parameters of a sliced block of whose gradients every rank has a part, by (module, parameter).
+
+    Where ranks divide no sequences: norms of heads, and what is whole of adapters.
+    """
+    heads = [(path, block.get_submodule(path)) for path in getattr(cut_of(block), "heads", ())]
+    of_heads = [(path, name) for path, norm in heads for name, p in norm.named_parameters() if p.requires_grad]
+    return of_heads + partial_adapters(block)
+
+
+def partial_adapters(block: nn.Module) -> list[tuple[str, str]]:
+    """Return the parameters of a sliced block's adapters that are whole, by (module, parameter).
+
+    See [Note: sliced adapters].
+    """
+    cut = cut_of(block)
+    assert cut is not None  # it is sliced
+    return [
+        (f"{path}.adapter", whole)
+        for paths, whole in ((cut.columns, "down"), (cut.rows, "up"))
+        for path in paths
+        if adapter_of(block.get_submodule(path)) is not None
+    ]
 
 
 def slice_block(
@@ -419,6 +454,8 @@ def slice_block(
     for path in cut.rows:
         module = block.get_submodule(path)
         module.forward = partial(_row_forward, module, lambda y: Mapped.apply(y, *g), ranks)
+        if (adapter := adapter_of(module)) is not None:
+            adapter.added_by_hook = False
 
 
 def mark(module: nn.Module, name: str, part: Slice, group: dist.ProcessGroup | None) -> None:
@@ -465,7 +502,8 @@ def _row_forward(module: Any, summed: Callable[[Tensor], Tensor], ranks: int, x:
         y = F.conv2d(x, module.weight, bias, module.stride, module.padding, module.dilation, module.groups)
     else:  # Hugging Face's Conv1D
         y = torch.addmm(bias, x.view(-1, x.size(-1)), module.weight).view(*x.shape[:-1], -1)
-    return summed(y)
+    adapter = adapter_of(module)
+    return summed(y if adapter is None else y + adapter(x))
 
 
 def _same(gradient: Tensor) -> Tensor:
@@ -535,12 +573,15 @@ def divide_sequences(
     if end in held:
         module.get_submodule(end).register_forward_hook(joined)
         if end not in blocks:
-            names = [f"{end}.{name}" for name, _ in module.get_submodule(end).named_parameters()]
+            names = [f"{end}.{name}" for name, p in module.get_submodule(end).named_parameters() if p.requires_grad]
     for path in (each for each in blocks if each in held):
         cut = cut_of(block := module.get_submodule(path))
         assert cut is not None  # they are sliced
-        apart = (*cut.columns, *cut.rows, *cut.experts)
-        names += [f"{path}.{name}" for name, _ in block.named_parameters() if name.rpartition(".")[0] not in apart]
+        adapters = partial_adapters(block)
+        inside = {*cut.columns, *cut.rows, *(f"{each}.adapter" for each in (*cut.columns, *cut.rows)), *cut.experts}
+        trained = [name for name, parameter in block.named_parameters() if parameter.requires_grad]
+        names += [f"{path}.{name}" for name in trained if name.rpartition(".")[0] not in inside]
+        names += [f"{path}.{owner}.{name}" for owner, name in adapters]
     return names
 
 
@@ -625,17 +666,12 @@ def slice_blocks(
         sizes = units_of_ranks(cut.units(block), scenario.slice_shares)
         position = mesh.get_local_rank()
         own = range(sum(sizes[:position]), sum(sizes[: position + 1]))
-        if scenario.policies.cuts_natively and is_linear(block, cut):
+        if scenario.cuts_natively and is_linear(block, cut):
             distribute(block, cut, own, mesh, timeline)
         else:
             slice_block(block, own, all_reduce, ranks=len(sizes), group=mesh.get_group(), parts=parts)
     if parts is None:
-        return [
-            (block.get_submodule(path), name)
-            for block in blocks
-            for path in getattr(cut_of(block), "heads", ())
-            for name, _ in block.get_submodule(path).named_parameters()
-        ]
+        return [(block.get_submodule(path), name) for block in blocks for path, name in whole_with_parts(block)]
     end = end or end_of_parts([each.module for each in order], paths, module)
     names = divide_sequences(paths, module, parts, end=end, held=held)
     return [(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
@@ -675,9 +711,15 @@ def observed_all_reduce(mesh: DeviceMesh, timeline: Timeline) -> AllReduce:
 
     def all_reduce(tensor: Tensor) -> Tensor:
         with timeline.span("all-reduce", "exposed_communication", mesh.get_group()):
-            return functional.wait_tensor(functional.all_reduce(tensor, "sum", (mesh, 0)))
+            return _released(functional.wait_tensor(functional.all_reduce(tensor, "sum", (mesh, 0))))
 
     return all_reduce
+
+
+def _released(result: Tensor) -> Tensor:
+    """Return the result of a collective once nothing but the caller holds it."""
+    wait_for_release(result)
+    return result
 
 
 def _observed_parts(mesh: DeviceMesh, timeline: Timeline) -> SequenceParts:
@@ -692,11 +734,11 @@ def _observed_parts(mesh: DeviceMesh, timeline: Timeline) -> SequenceParts:
 
     def all_gather(part: Tensor) -> Tensor:
         with timeline.span("all-gather sequence", "exposed_communication", group):
-            return functional.wait_tensor(gather(part, 0, (mesh, 0)))
+            return _released(functional.wait_tensor(gather(part, 0, (mesh, 0))))
 
     def reduce_scatter(whole: Tensor) -> Tensor:
         with timeline.span("reduce-scatter sequence", "exposed_communication", group):
-            return functional.wait_tensor(scatter(whole, "sum", 0, (mesh, 0)))
+            return _released(functional.wait_tensor(scatter(whole, "sum", 0, (mesh, 0))))
 
     return SequenceParts(mesh.size(), mesh.get_local_rank(), all_gather, reduce_scatter)
 
@@ -741,9 +783,12 @@ def _observed_styles(timeline: Timeline, group: dist.ProcessGroup) -> tuple[type
             )
             if own.requires_grad:
                 shared.register_hook(lambda _: marks.append(timeline.mark()))
-                own.register_hook(
-                    lambda _: timeline.between("all-reduce", "exposed_communication", marks.pop(), group=group)
-                )
+
+                def summed(gradient: Tensor) -> None:
+                    wait_for_release(gradient, holders=2)  # the hook's and autograd's
+                    timeline.between("all-reduce", "exposed_communication", marks.pop(), group=group)
+
+                own.register_hook(summed)
             return shared
 
     class ObservedRows(RowwiseParallel):
@@ -757,6 +802,8 @@ def _observed_styles(timeline: Timeline, group: dist.ProcessGroup) -> tuple[type
                 summed = RowwiseParallel._prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh)
                 if isinstance(summed, AsyncCollectiveTensor):
                     summed.trigger_wait()
+                    arrived: Any = summed if summed._base is None else summed._base  # it may be a view
+                    wait_for_release(arrived.elem)
             return summed
 
     return ObservedColumns, ObservedRows

@@ -1,6 +1,6 @@
 """Fits the records of traced steps at several shapes by polynomials in batch size and sequence length."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache
@@ -12,7 +12,16 @@ from typing import Any
 from gsreal.model_files.recorder import NoPolynomialError, Record, Work
 from gsreal.model_files.step import LOSS
 from gssim.units import Recompute
-from gssim.workload import Buffer, Layer, Moment, Parameter, PartialRecomputation, Polynomial, Reduction
+from gssim.workload import (
+    FIELDS_OF_TERMS,
+    Buffer,
+    Layer,
+    Moment,
+    Parameter,
+    PartialRecomputation,
+    Polynomial,
+    Reduction,
+)
 
 Shape = (
     tuple[int, int | None]
@@ -20,24 +29,55 @@ Shape = (
     | tuple[int, int | None, int, int]
     | tuple[int, int | None, int, int, int]
     | tuple[int, int | None, int, int, int, int]
+    | tuple[int, int | None, int, int, int, int, int]
 )
 """Batch size, sequence length, for sliced blocks the units of the slice, for divided sequences the positions of a part.
 
 With 0 units blocks are whole, and everything is on these positions: context parallelism. For divided experts those that
 are held, no positions, and the rows that they process; in blocks that are sliced too, these rows and the experts behind
-the positions.
+the positions. For sliced blocks with adapters no rows and no experts, and their rank.
 """
+UNITS, EXPERTS, RANK = 2, 5, 6
+"""Places in a shape."""
+Powers = tuple[int, int, int, int, int, int, int]
+"""Of batch size, sequence length, units, positions of a part, rows, experts, and the rank of adapters in slices in a
+term."""
 
 
-def fit_layers(records: dict[Shape, Record], check: Record, checked: Shape) -> list[Layer]:
-    """Return all layers, their quantities as functions of the shape; `check` is the record that must agree."""
+def powers_of_adapters(lengths: int) -> tuple[Powers, ...]:
+    """Return the powers in quantities of layers with adapters, of which units are the rank, on parts of sequences.
+
+    `lengths`: number of traced sequence lengths.
+    """
+    powers: list[Powers] = [(i, 0, u, 0, 0, 0, 0) for u in (0, 1) for i in (0, 1)]
+    powers += [(i, j, 0, 1, 0, 0, 0) for j in range(min(2, lengths)) for i in (0, 1)]
+    return (*powers, *((i, 0, 1, 1, 0, 0, 0) for i in (0, 1)))
+
+
+def powers_in_slices(lengths: int, *, parts: bool) -> tuple[Powers, ...]:
+    """Return the powers in quantities of layers with adapters whose blocks are cut.
+
+    `lengths`: number of traced sequence lengths. `parts`: whether ranks divide sequences.
+    """
+    powers: list[Powers] = [(i, j, k, 0, 0, 0, 0) for k in (0, 1) for j in range(lengths) for i in (0, 1)]
+    powers += [(i, j, k, 0, 0, 0, 1) for k in (0, 1) for j in range(min(2, lengths)) for i in (0, 1)]
+    return (*powers, *((i, 0, 0, 1, 0, 0, 0) for i in (0, 1) if parts))
+
+
+def fit_layers(
+    records: dict[Shape, Record], check: Record, checked: Shape, powers: Sequence[Powers] | None = None
+) -> list[Layer]:
+    """Return all layers, their quantities as functions of the shape; `check` is the record that must agree.
+
+    `powers`: those in quantities; by default what `checked` implies.
+    """
     first = next(iter(records.values()))
     everything = {**records, checked: check}
     if any(len(r.alive) != len(first.alive) or r.modules != first.modules for r in everything.values()):
         raise NoPolynomialError("the operations depend on batch size or sequence length")
 
     def fit(read: Any, what: str) -> Polynomial:
-        return fit_polynomial({shape: read(record) for shape, record in everything.items()}, checked, what)
+        return fit_polynomial({shape: read(record) for shape, record in everything.items()}, checked, what, powers)
 
     layers = []
     for index, name in enumerate([*first.modules, LOSS]):
@@ -55,16 +95,12 @@ def fit_layers(records: dict[Shape, Record], check: Record, checked: Shape) -> l
                 modules=(name,) if index < len(first.modules) else (),
                 block=name in first.blocks,
                 parameters=parameters_of(everything, index, name),
-                frozen_parameters=tuple(
-                    Parameter(_short(own, name), shape, Moment("end"), Moment("end"))
-                    for own, (layer, shape) in first.frozen.items()
-                    if layer == index
-                ),
+                frozen_parameters=_frozen_parameters(everything, index, name),
                 saved_bytes=fit(lambda r, i=index: r.saved[i], f"{name}: saved bytes"),
                 output_bytes=fit(lambda r, i=index: r.output[i], f"{name}: output"),
                 forward_operations=first.operations[index, "f"],
                 backward_operations=first.operations[index, "b"],
-                buffers=fit_buffers(everything, checked, index, name),
+                buffers=fit_buffers(everything, checked, index, name, powers),
                 units=first.units.get(index),
                 experts_per_token=first.experts_per_token.get(index),
                 experts=first.experts.get(index),
@@ -111,32 +147,53 @@ def _recomputed(
 
 def parameters_of(everything: dict[Shape, Record], index: int, module: str) -> tuple[Parameter, ...]:
     """Return the parameters that a layer is the first to use."""
-    shape_of_first, first = next(iter(everything.items()))
-    units = shape_of_first[2:3]
+    first = next(iter(everything.values()))
     parameters = []
-    for name, (layer, shape, born, ready) in first.parameters.items():
+    for name, (layer, _, born, ready) in first.parameters.items():
         if layer == index:
-            differing = {
-                dimension
-                for record in everything.values()
-                for dimension, size in enumerate(record.parameters[name][1])
-                if size != shape[dimension]
-            }
-            cut = differing.pop() if differing else None  # one dimension at most: blocks are cut so
-            # of one unit, or of one expert
-            of_experts = cut is not None and _is_of_experts(everything, name, cut)
-            each = shape_of_first[5:6] if of_experts else units
-            sizes = tuple(size // sum(each) if dimension == cut else size for dimension, size in enumerate(shape))
+            shapes = {key: record.parameters[name][1] for key, record in everything.items()}
+            sizes, cut, of_rank, of_experts = _sizes_of_one(shapes)
             moments = _moment(born, index), _moment(ready, index)
             summed = name in first.summed
-            parameters.append(Parameter(_short(name, module), sizes, *moments, cut, summed, of_experts=of_experts))
+            short = _short(name, module)
+            parameters.append(Parameter(short, sizes, *moments, cut, summed, of_experts=of_experts, of_rank=of_rank))
     return tuple(parameters)
 
 
-def _is_of_experts(everything: dict[Shape, Record], name: str, cut: int) -> bool:
-    """Return whether a dimension of a parameter goes with the experts that are held, in blocks that are sliced too."""
-    sizes = {(shape[5:6], record.parameters[name][1][cut]) for shape, record in everything.items()}
-    return len({experts for experts, _ in sizes}) > 1 and len(sizes) == len({experts for experts, _ in sizes})
+def _frozen_parameters(everything: dict[Shape, Record], index: int, module: str) -> tuple[Parameter, ...]:
+    """Return the parameters that are not trained, and that a layer is the first to use."""
+    first, end = next(iter(everything.values())), Moment("end")
+    parameters = []
+    for name, (layer, _) in first.frozen.items():
+        if layer == index:
+            sizes, cut, *_ = _sizes_of_one({key: record.frozen[name][1] for key, record in everything.items()})
+            parameters.append(Parameter(_short(name, module), sizes, end, end, cut))
+    return tuple(parameters)
+
+
+def _sizes_of_one(shapes: Mapping[Shape, tuple[int, ...]]) -> tuple[tuple[int, ...], int | None, int | None, bool]:
+    """Return a parameter's shape for one unit or expert, and adapters of rank 1 in slices; its dimensions of these, if
+    any; and whether the first of these is of experts.
+
+    `shapes`: by the shape of the step. Of units and experts there is one dimension at most: blocks are cut so.
+    """
+    of_first, first = next(iter(shapes.items()))
+    dimensions: list[int | None] = []
+    for place in (UNITS, EXPERTS, RANK):  # by each, where the others are the same
+        others = [each for each in (UNITS, EXPERTS, RANK) if each != place]
+        alike = [
+            shape
+            for key, shape in shapes.items()
+            if all(key[each : each + 1] == of_first[each : each + 1] for each in others)
+        ]
+        differing = {n for shape in alike for n, size in enumerate(shape) if size != first[n]}
+        dimensions.append(differing.pop() if differing and len(of_first) > place else None)
+    by_units, by_experts, of_rank = dimensions
+    cut = by_units if by_experts is None else by_experts
+    held = (*(size or 0 for size in of_first), 0, 0, 0, 0, 0)
+    counts = {of_rank: held[RANK], cut: held[UNITS if by_experts is None else EXPERTS]}
+    sizes = tuple(size // counts.get(dimension, 1) for dimension, size in enumerate(first))
+    return sizes, cut, of_rank, by_experts is not None
 
 
 def _short(name: str, module: str) -> str:
@@ -164,7 +221,9 @@ def _moment(at: tuple[int, str, int] | None, layer: int) -> Moment:
     return Moment("end") if at is None else Moment(at[1], at[2], at[0] - layer)
 
 
-def fit_buffers(everything: dict[Shape, Record], checked: Shape, index: int, name: str) -> tuple[Buffer, ...]:
+def fit_buffers(
+    everything: dict[Shape, Record], checked: Shape, index: int, name: str, powers: Sequence[Powers] | None = None
+) -> tuple[Buffer, ...]:
     """Return the buffers that a layer creates, their sizes as functions of the shape."""
     first = next(iter(everything.values()))
     last = len(first.modules)
@@ -185,44 +244,52 @@ def fit_buffers(everything: dict[Shape, Record], checked: Shape, index: int, nam
                 born=_moment(alive.born, index),
                 freed=Moment("f", first.position_at_end(index)) if is_cached else _moment(alive.freed, index),
                 category="activations" if is_saved else "temporaries",
-                size_bytes=fit_polynomial(sizes, checked, f"{name}: a buffer"),
+                size_bytes=fit_polynomial(sizes, checked, f"{name}: a buffer", powers),
             )
         )
     return tuple(buffers)
 
 
-def fit_polynomial(values: dict[Shape, int], checked: Shape, what: str) -> Polynomial:
-    """Return the polynomial through all values but the checked one, which it must reproduce too."""
-    shapes = [shape for shape in values if shape != checked]
-    lengths = {shape[1] for shape in shapes}
+def _powers(checked: Shape, lengths: int) -> list[Powers]:
+    """Return the powers in quantities of such shapes, of so many sequence lengths."""
     unit_powers = (0, 1) if len(checked) in (3, 4, 6) else (0,)
-    powers = [(i, j, k, 0, 0, 0) for k in unit_powers for j in range(len(lengths)) for i in (0, 1)]
+    powers: list[Powers] = [(i, j, k, 0, 0, 0, 0) for k in unit_powers for j in range(lengths) for i in (0, 1)]
     if len(checked) == 4 and checked[2] == 0:  # on parts; an attention's FLOP grow with whole sequences too
-        powers = [(i, 0, 0, 0, 0, 0) for i in (0, 1)]
-        powers += [(i, j, 0, 1, 0, 0) for j in range(min(2, len(lengths))) for i in (0, 1)]
+        powers = [(i, 0, 0, 0, 0, 0, 0) for i in (0, 1)]
+        powers += [(i, j, 0, 1, 0, 0, 0) for j in range(min(2, lengths)) for i in (0, 1)]
     elif len(checked) in (4, 6):  # what is on parts of sequences depends on their length alone, and on no units
-        powers += [(i, 0, 0, 1, 0, 0) for i in (0, 1)]
+        powers += [(i, 0, 0, 1, 0, 0, 0) for i in (0, 1)]
     # what experts do depends on their number and rows alone
     if len(checked) == 5:
-        powers += [(0, 0, 1, 0, 0, 0), (0, 0, 0, 0, 1, 0)]
+        powers += [(0, 0, 1, 0, 0, 0, 0), (0, 0, 0, 0, 1, 0, 0)]
     elif len(checked) == 6:
-        powers += [(0, 0, 0, 0, 1, 0), (0, 0, 0, 0, 0, 1)]
-    sizes = tuple((*(size or 1 for size in shape), 1, 1, 1, 1)[:6] for shape in shapes)
+        powers += [(0, 0, 0, 0, 1, 0, 0), (0, 0, 0, 0, 0, 1, 0)]
+    return powers
+
+
+def fit_polynomial(
+    values: dict[Shape, int], checked: Shape, what: str, powers: Sequence[Powers] | None = None
+) -> Polynomial:
+    """Return the polynomial through all values but the checked one, which it must reproduce too.
+
+    `powers`: those in its terms; by default what `checked` implies.
+    """
+    shapes = [shape for shape in values if shape != checked]
+    powers = powers or _powers(checked, len({shape[1] for shape in shapes}))
+    sizes = tuple((*(size or 1 for size in shape), 1, 1, 1, 1, 1)[:7] for shape in shapes)
     inverse, denominator = _inverse(sizes, tuple(powers))
     numerators = [sum(map(mul, row, (values[shape] for shape in shapes))) for row in inverse]
     if any(numerator % denominator for numerator in numerators):
         raise NoPolynomialError(f"{what} is no whole polynomial in batch size and sequence length")
     solution = [numerator // denominator for numerator in numerators]
-    terms, unit_terms, part_terms, row_terms, expert_terms = (
-        tuple((c, i, j) for c, (i, j, *by) in zip(solution, powers, strict=True) if c and tuple(by) == kind)
-        for kind in ((0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1))
+    terms, *others = (
+        tuple((c, i, j) for c, (i, j, *by) in zip(solution, powers, strict=True) if c and by == kind)
+        for kind in ([int(letter in letters) for letter in "uprea"] for letters in FIELDS_OF_TERMS)
     )
-    nothing = not (terms or unit_terms or part_terms or row_terms or expert_terms)
-    # what "0" is parsed to
-    fitted = Polynomial(((0, 0, 0),) if nothing else terms, unit_terms, part_terms, row_terms, expert_terms)
-    units, positions, rows, experts = (*(size or 0 for size in checked), 0, 0, 0, 0)[2:6]
-    of_rows = sum(coefficient * rows for coefficient, _, _ in row_terms)
-    held = fitted.held(units, positions, experts=experts)
+    fitted = Polynomial(terms if terms or any(others) else ((0, 0, 0),), *others)  # what "0" is parsed to
+    units, positions, rows, experts, rank = (*(size or 0 for size in checked), 0, 0, 0, 0, 0)[2:7]
+    of_rows = sum(coefficient * rows for coefficient, _, _ in fitted.row_terms)
+    held = fitted.with_rank(rank).held(units, positions, experts=experts)
     if held.at(b=checked[0], s=checked[1] or 1) + of_rows != values[checked]:
         raise NoPolynomialError(f"{what} is no polynomial in batch size and sequence length")
     return fitted

@@ -37,6 +37,7 @@ from gsreal.methods.tensor_slices import (
     end_of_parts,
     is_linear,
     slice_block,
+    whole_with_parts,
 )
 from gsreal.model_files.build import (
     DTYPES,
@@ -192,9 +193,8 @@ def record_step(
             paths = [name for name in modules if chosen[name]]
             record.summed = {*divide_sequences(paths, module, divided, end=end_of_parts(modules, paths, module))}
         for name in cut if divided is None else ():
-            block = module.get_submodule(name)
-            norms = [(path, block.get_submodule(path)) for path in getattr(cut_of(block), "heads", ())]
-            record.summed |= {f"{name}.{path}.{each}" for path, norm in norms for each, _ in norm.named_parameters()}
+            whole = whole_with_parts(module.get_submodule(name))
+            record.summed |= {f"{name}.{path}.{each}" for path, each in whole}
         exchanged = stand_in.context(context) if context else None
         if exchanged is not None:
             divide_context(module, [module.get_submodule(name) for name in modules if chosen[name]], exchanged)

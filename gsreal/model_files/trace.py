@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, NamedTuple, cast, get_args
 
 import tomli_w
 import torch
@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 from gsreal.methods.adapters import adapted_maps
 from gsreal.model_files import config_file
 from gsreal.model_files.build import DTYPES
-from gsreal.model_files.fit import Shape, fit_layers, grouped
+from gsreal.model_files.fit import Shape, fit_layers, grouped, powers_in_slices, powers_of_adapters
 from gsreal.model_files.partial_backward import with_partial_costs
 from gsreal.model_files.recorder import NoPolynomialError, Record, Work
 from gsreal.model_files.repeated import KEPT, Stack, repeat_blocks, with_fewer_blocks
@@ -224,24 +224,44 @@ def traced_context(
         return []
     try:
         whole = record_step(model, TRACED_BATCH_SIZES[0], longest, context=1, where=where)
-        heads = max(whole.units.values())
-        one_length = len(lengths) == 1
-        divisors = [n for n in range(2, heads + 1) if heads % n == 0 and not (one_length and longest % n)]
-        if not divisors:
+        shapes = _context_shapes(whole, lengths, longest)
+        if shapes is None:
             return []
-        ranks = divisors[0]
-        shorter, *_, last = sorted({-(-length // ranks) * ranks for length in lengths if length is not None}) * 2
-        places = {(last, 1), (last, ranks), (shorter, 1)}
         records: dict[Shape, Record] = {}
         likes = {1: whole}
-        for b, (s, n) in product(TRACED_BATCH_SIZES, sorted(places)):
+        for b, (s, n) in product(TRACED_BATCH_SIZES, shapes.places):
             records[b, s, 0, s // n] = record_step(model, b, s, context=n, where=where, like=likes.get(n))
             likes.setdefault(n, records[b, s, 0, s // n])
-        longest -= longest % ranks
+        ranks, longest = shapes.ranks, shapes.longest
         largest = record_step(model, checked[0], longest, context=ranks, where=where, like=likes[ranks])
         return fit_layers(records, largest, (checked[0], longest, 0, longest // ranks))
     except (NoPolynomialError, UserError, RuntimeError, TypeError, ValueError):  # of modules that take no parts
         return []
+
+
+class _ContextShapes(NamedTuple):
+    """Sequences that are divided in traces."""
+
+    ranks: int
+    """The fewest that divide the heads."""
+    places: tuple[tuple[int, int], ...]
+    """Lengths and the numbers of ranks that divide them."""
+    of_adapters: tuple[tuple[int, int], ...]
+    """Those of a second rank of adapters."""
+    longest: int
+    """Of the step that is checked, by `ranks`."""
+
+
+def _context_shapes(whole: Record, lengths: Sequence[int | None], longest: int) -> _ContextShapes | None:
+    """Return the sequences to divide, for a record of a step of one rank; None: ranks cannot divide the heads."""
+    heads = max(whole.units.values())
+    divisors = [n for n in range(2, heads + 1) if heads % n == 0 and not (len(lengths) == 1 and longest % n)]
+    if not divisors:
+        return None
+    ranks = divisors[0]
+    shorter, *_, last = sorted({-(-length // ranks) * ranks for length in lengths if length is not None}) * 2
+    both = ((last, 1), (last, ranks))
+    return _ContextShapes(ranks, tuple(sorted({*both, (shorter, 1)})), both, longest - longest % ranks)
 
 
 TRACED_RANKS = (2, 4)
@@ -343,9 +363,11 @@ def traced_adapters(
         maps = adapted_maps(fake_module(model, where), targets, where=where)
     short, stack = with_fewer_blocks(model, where) or (model, None)
 
+    def adapted(rank: int) -> Model:
+        return replace(short, module=replace(short.module, adapters=Adapters(rank=rank, targets=maps)))
+
     def record(b: int, s: int | None, rank: int, like: Record | None = None) -> Record:
-        module = replace(short.module, adapters=Adapters(rank=rank, targets=maps))
-        return record_step(replace(short, module=module), b, s, where=where, like=like)
+        return record_step(adapted(rank), b, s, where=where, like=like)
 
     records: dict[Shape, Record] = {}
     for b, s, rank in product(TRACED_BATCH_SIZES, lengths, TRACED_ADAPTER_RANKS):
@@ -358,8 +380,110 @@ def traced_adapters(
     whole = layers if stack is None else repeat_blocks(layers, stack)
     if whole is None:
         raise UserError(f"{where}: blocks with adapters differ from one another; not supported")
+    divided = {
+        "context_layers": _adapted_context(adapted, lengths, length, where) if model.context_layers else [],
+        "sliced_layers": _adapted_slices(adapted, lengths, length, where) if model.sliced_layers else [],
+        "sequence_layers": _adapted_parts(adapted, lengths, length, where) if model.sequence_layers else [],
+    }
+    if stack is not None:
+        differ = {"neighbours_differ": True}
+        divided = {name: repeat_blocks(each, stack, **differ) or [] for name, each in divided.items()}
     role: Any = targets if isinstance(targets, str) else None
-    return AdaptedLayers(role=role, maps=tuple(sorted(maps)), layers=grouped(_with_module_buffers(whole, model, where)))
+    return AdaptedLayers(
+        role=role,
+        maps=tuple(sorted(maps)),
+        layers=grouped(_with_module_buffers(whole, model, where)),
+        **{name: grouped(_with_module_buffers(each, model, where)) for name, each in divided.items()},
+    )
+
+
+def _adapted_slices(
+    adapted: Callable[[int], Model], lengths: Sequence[int | None], longest: int | None, where: str
+) -> list[Layer]:
+    """Return all layers of a model with adapters with sliced blocks, as functions of units and the rank.
+
+    Arguments and result as of `_adapted_context`.
+    """
+    (low, high), few = TRACED_ADAPTER_RANKS, lengths[: min(2, len(lengths))]
+    units = fewest_units(adapted(low), where)
+    several = TRACED_UNITS if units >= max(TRACED_UNITS) else (1, 2)
+    steps = [(b, s, u, low) for u in several for b in TRACED_BATCH_SIZES for s in lengths]
+    steps += [(b, s, u, high) for u in several for b in TRACED_BATCH_SIZES for s in few]
+    records: dict[Shape, Record] = {}
+
+    def record(b: int, s: int | None, u: int, rank: int) -> Record:
+        like = next(iter(records.values()), None)
+        return record_step(adapted(rank), b, s, u, where=where, like=like)
+
+    try:
+        for b, s, u, rank in steps:
+            records[b, s, u, 0, 0, 0, rank] = record(b, s, u, rank)
+        last = CHECKED_BATCH_SIZE, longest, units, 0, 0, CHECKED_ADAPTER_RANK
+        check = record(CHECKED_BATCH_SIZE, longest, units, CHECKED_ADAPTER_RANK)
+        return fit_layers(records, check, last, powers_in_slices(len(lengths), parts=False))
+    except NoPolynomialError:
+        return []
+
+
+def _adapted_parts(
+    adapted: Callable[[int], Model], lengths: Sequence[int | None], longest: int | None, where: str
+) -> list[Layer]:
+    """Return all layers of a model with adapters with sliced blocks and divided sequences, as functions of units, of
+    positions of a part, and of the rank.
+
+    Arguments and result as of `_adapted_context`; lengths and ranks as of `traced_parts`.
+    """
+    (low, high), (fewer, more) = TRACED_ADAPTER_RANKS, TRACED_RANKS
+    units = fewest_units(adapted(low), where)
+    rounded = [-(-length // more) * more for length in lengths if length is not None]
+    longest = (longest or 0) // more * more
+    several = TRACED_UNITS if units >= max(TRACED_UNITS) else (1, 2)
+    steps = [(b, s, u, fewer, low) for u in several for b in TRACED_BATCH_SIZES for s in rounded]
+    steps += [(b, s, u, fewer, high) for u in several for b in TRACED_BATCH_SIZES for s in rounded[:2]]
+    steps += [(b, rounded[-1], several[0], more, low) for b in TRACED_BATCH_SIZES]
+    records: dict[Shape, Record] = {}
+
+    def record(b: int, s: int, u: int, n: int, rank: int) -> Record:
+        like = next(iter(records.values()), None)
+        return record_step(adapted(rank), b, s, u, n, where=where, like=like)
+
+    try:
+        for b, s, u, n, rank in steps:
+            records[b, s, u, s // n, 0, 0, rank] = record(b, s, u, n, rank)
+        last = CHECKED_BATCH_SIZE, longest, units, longest // more, 0, CHECKED_ADAPTER_RANK
+        check = record(CHECKED_BATCH_SIZE, longest, units, more, CHECKED_ADAPTER_RANK)
+        return fit_layers(records, check, last, powers_in_slices(len(rounded), parts=True))
+    except NoPolynomialError:
+        return []
+
+
+def _adapted_context(
+    adapted: Callable[[int], Model], lengths: Sequence[int | None], longest: int | None, where: str
+) -> list[Layer]:
+    """Return all layers of a model with adapters under context parallelism, as functions of the rank and of positions.
+
+    `adapted`: returns the model with adapters of a rank. Empty if these are no such functions.
+    """
+    assert longest is not None  # it runs so without adapters
+    (low, high), likes = TRACED_ADAPTER_RANKS, dict[int, Record]()
+
+    def record(b: int, s: int, rank: int, n: int) -> Record:
+        likes[n] = record_step(adapted(rank), b, s, context=n, where=where, like=likes.get(n))
+        return likes[n]
+
+    try:
+        shapes = _context_shapes(record(TRACED_BATCH_SIZES[0], longest, low, 1), lengths, longest)
+        assert shapes is not None  # as without adapters
+        places = [*((low, *place) for place in shapes.places), *((high, *place) for place in shapes.of_adapters)]
+        records: dict[Shape, Record] = {
+            (b, s, rank, s // n): record(b, s, rank, n) for b, (rank, s, n) in product(TRACED_BATCH_SIZES, places)
+        }
+        last = CHECKED_BATCH_SIZE, shapes.longest, CHECKED_ADAPTER_RANK
+        largest = record(*last, shapes.ranks)
+        powers = powers_of_adapters(len(lengths))
+        return fit_layers(records, largest, (*last, shapes.longest // shapes.ranks), powers)
+    except NoPolynomialError:
+        return []
 
 
 def with_traced_adapters(model: Model, targets: Sequence[str], *, where: str) -> Model:
@@ -703,4 +827,8 @@ def write_model(path: Path, model: Model) -> None:
     for name in ("context_layers", "expert_layers", "adapted", "autocast", "whole_layers"):  # most models have none
         if not data[name]:
             del data[name]
+    for each in data.get("adapted", ()):
+        for name in ("context_layers", "sliced_layers", "sequence_layers"):
+            if not each[name]:
+                del each[name]
     write_text(path, tomli_w.dumps(data, multiline_strings=False, indent=2))

@@ -740,6 +740,9 @@ def _workload(training: Training, keys: Keys, model: Model) -> list[Entry]:
             entries.append(Entry(f"workload.{name}", value.value, value.origin))
         elif default is not None:
             entries.append(Entry(f"workload.{name}", default, reason, True))
+    if training.adapters is not None and training.tp is not None and training.tp.value > 1:
+        key = training.tp.origin.partition(" = ")[0]
+        keys.note(key, "approximated beside adapters: ranks hold slices of these, as of the maps beside them")
     return [*entries, *_frozen(training, keys, model)]
 
 

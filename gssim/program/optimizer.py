@@ -200,7 +200,7 @@ def _update(
     gradients = _gradients_at_end(low, rank) if ends else ()
     events = [] if low.offload else events  # they are the host's
     events.append(Event(4, -sum(gradients), "gradients", gradients))
-    distributed = native_tensors(workload.model) if low.policies.cuts_natively else 0  # DTensors
+    distributed = native_tensors(workload.model) if low.scenario.cuts_natively else 0  # DTensors
     if low.policies.gradients == "reduce-scatter":
         distributed = len(owned)
     duration_s = cost.optimizer_time_s(
@@ -233,10 +233,10 @@ def _groups_updated_together(low: Lowering, owned: Sequence[int]) -> Sequence[Se
     shards of divided experts are on a mesh of their own (gsreal.methods.optimizers).
     """
     sharded = low.policies.gradients == "reduce-scatter"
-    if not (low.policies.cuts_natively or (sharded and low.policies.ep > 1)) or len(owned) != len(low.parameters):
+    if not (low.scenario.cuts_natively or (sharded and low.policies.ep > 1)) or len(owned) != len(low.parameters):
         return [owned]  # or of a flat part
     of_experts = {id(each) for unit in units(low) if unit.experts for each in unit.parameters} if sharded else set()
-    cut = low.scenario.workload.model.sliced_layers if low.policies.cuts_natively else ()
+    cut = low.scenario.workload.model.sliced_layers if low.scenario.cuts_natively else ()
     native = {(layer.name, parameter.name) for layer in cut for parameter in native_parameters(layer)}
     groups: dict[tuple[bool, bool], list[int]] = {}
     for (instance, parameter), elements in zip(low.parameters, owned, strict=True):

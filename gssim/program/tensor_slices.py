@@ -326,7 +326,7 @@ def slicing_host_s(low: Lowering, rank: int, instance: LayerInstance, phase: str
     if not layer.reductions or low.policies.tp == 1:
         return 0.0
     host_s = 0.0
-    if layer.linear and low.policies.cuts_natively:  # DTensor
+    if layer.linear and low.scenario.cuts_natively:  # DTensor
         # a pair of maps ends in one all-reduce, or one reduce-scatter, in the forward
         pairs = sum(each.moment.phase == "f" and each.kind != "all-gather" for each in layer.reductions)
         size = _sum_bytes(low, layer.reductions[0], samples)
@@ -352,6 +352,6 @@ def unmeasured_host_time(scenario: Scenario) -> tuple[str, ...]:
     if routes_parts(model, scenario.policies):
         layers = model.expert_sequence_layers
     blocks = [layer for layer in layers if layer.units]
-    if scenario.policies.cuts_natively and any(layer.linear is None for layer in blocks):
+    if scenario.cuts_natively and any(layer.linear is None for layer in blocks):
         messages.append("DTensor's host time: the model file does not tell whether it cuts the blocks (`gsreal trace`)")
     return tuple(messages)

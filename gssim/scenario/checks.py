@@ -199,8 +199,9 @@ def _check_traced_variants(scenario: Scenario, policies: Policies, file: str) ->
     if name is None:
         return
     where, variant = f"{file}: workload.{name}", "frozen layers" if name == "frozen" else name
+    traced = ("tp", "cp") if name == "adapters" else ()  # of such parts, layers with adapters are traced too
     for key, value in (("tp", policies.tp), ("cp", policies.cp), ("ep", policies.ep)):
-        if value > 1:
+        if value > 1 and key not in traced:
             raise UserError(
                 f"{where}: cannot run yet beside plan.{key} = {value}: parts of the model are traced without "
                 f"{variant}; leave one of them out"
@@ -225,11 +226,36 @@ def _check_traced_variants(scenario: Scenario, policies: Policies, file: str) ->
             f"{where}: cannot run yet with method '{plan.method}'; allowed: methods single, ddp, half, zero1, zero2, "
             "zero3 (fsdp), hsdp, pipeline, gs, gs_z3 and gs_hier"
         )
-    if workload.adapters is not None and policies.gradients == "push" and scenario.push.threshold is not None:
+    if name == "adapters":
+        _check_adapters(scenario, policies, where)
+
+
+def _check_adapters(scenario: Scenario, policies: Policies, where: str) -> None:
+    """Refuse thresholds of adapters, and what slices with adapters, whose own weights are frozen, cannot do yet."""
+    plan = scenario.plan
+    if policies.gradients == "push" and scenario.push.threshold is not None:
         raise UserError(
             f"{where}: plan.push.threshold = {scenario.push.threshold:g}: adapters have no gradient statistics; "
             "leave it out"
         )
+    unknown = f"peaks of the first of plan.pp = {policies.pp} stages are not predicted well enough"
+    refused = (
+        ("plan.cp", policies.cp, 1, "slices with adapters are not traced on parts of sequences"),
+        ("plan.embedding_parallel", plan.embedding_parallel, False, "parts of a frozen embedding are not modelled"),
+        ("plan.loss_parallel", plan.loss_parallel, False, "parts of a frozen head are not modelled"),
+        ("plan.gathered_inputs", plan.gathered_inputs, "kept", "frozen weights need no input for their gradients"),
+        ("plan.tp_overlap", plan.tp_overlap, False, "products of frozen weights are fewer than it counts on"),
+        ("plan.async_input_gradients", plan.async_input_gradients, False, "frozen weights have no gradients beside it"),
+        ("plan.sequence_parallel", policies.pp > 1 and policies.sequence_parallel, False, unknown),
+        ("plan.recompute", plan.recompute if policies.pp > 1 else "none", "none", unknown),
+    )
+    for key, value, allowed, why in refused if policies.tp > 1 else ():
+        if value != allowed:
+            said = [f"'{each}'" if isinstance(each, str) else str(each).lower() for each in (value, allowed)]
+            raise UserError(
+                f"{where}: cannot run yet beside plan.tp = {policies.tp} with {key} = {said[0]}: {why}; allowed: "
+                f"{said[1]}"
+            )
 
 
 def _check_compiled(scenario: Scenario, policies: Policies, file: str) -> None:
@@ -842,6 +868,11 @@ def _check_rows(workload: Workload, file: str, *, parts: int) -> None:
                 raise UserError(f"{file}: {error}") from None
 
 
+def _adapters_in_trace(scenario: Scenario) -> tuple[str, str]:
+    """Return what a model file that lacks layers lacks beside adapters, and the option that traces it; else nothing."""
+    return ("", "") if scenario.workload.adapters is None else (" with these adapters", " --adapters")
+
+
 def _check_slices(scenario: Scenario, policies: Policies, file: str) -> None:
     """Refuse tensor parallelism of blocks that cannot be cut so."""
     if routes_parts(scenario.workload.model, policies):
@@ -857,9 +888,10 @@ def _check_units(scenario: Scenario, policies: Policies, file: str) -> None:
     if not layers and model.uncut_reason is not None:
         raise UserError(f"{file}: plan.tp = {ranks}: blocks of '{model.name}' cannot be cut: {model.uncut_reason}")
     if not layers:
+        adapted, option = _adapters_in_trace(scenario)
         raise UserError(
-            f"{file}: workload.model: has no slices of its blocks for {ranks} tensor-parallel ranks; "
-            "trace it again with `gsreal trace` (gsreal.methods.tensor_slices tells which blocks can be cut)"
+            f"{file}: workload.model: has no slices of its blocks{adapted} for {ranks} tensor-parallel ranks; "
+            f"trace it again with `gsreal trace{option}` (gsreal.methods.tensor_slices tells which blocks can be cut)"
         )
     if any(each.summed for layer in layers for each in layer.parameters):
         _check_equal_owners(scenario, f"{file}: plan.tp = {ranks}")
@@ -891,7 +923,7 @@ def _check_equal_owners(scenario: Scenario, where: str) -> None:
     if scenario.policies.gradients == "push" and any(len(set(group)) > 1 for group in groups):
         raise UserError(
             f"{where}: plan.shares.shards = {scenario.plan.shares.shards!r}: the ranks of a tensor group sum gradients "
-            "of norms, and would own other parts of them; allowed: even, or one share per replica"
+            "of norms or adapters, and would own other parts of them; allowed: even, or one share per replica"
         )
 
 
@@ -952,9 +984,10 @@ def _check_sequence_parts(scenario: Scenario, policies: Policies, file: str) -> 
     if not isinstance(model.input, TokenInput):
         raise UserError(f"{where}: the input of '{model.name}' is no sequence; leave it out")
     if not model.sequence_layers and not routes_parts(model, policies):
+        adapted, option = _adapters_in_trace(scenario)
         raise UserError(
-            f"{where}: workload.model: '{model.name}' is not traced with parts of sequences; trace it again with "
-            "`gsreal trace` (gsreal.methods.tensor_slices tells which blocks can run so)"
+            f"{where}: workload.model: '{model.name}' is not traced with parts of sequences{adapted}; trace it again "
+            f"with `gsreal trace{option}` (gsreal.methods.tensor_slices tells which blocks can run so)"
         )
     if (scenario.workload.sequence_length or 0) % policies.tp:
         raise UserError(
@@ -980,9 +1013,10 @@ def _check_context(scenario: Scenario, policies: Policies, file: str) -> None:
     if not isinstance(model.input, TokenInput) or model.input.classes is not None:
         raise UserError(f"{where}: '{model.name}' has no loss at each position of a sequence; leave it out")
     if not model.context_layers:
+        adapted, option = _adapters_in_trace(scenario)
         raise UserError(
-            f"{where}: workload.model: '{model.name}' is not traced on parts of sequences; trace it again with `gsreal "
-            "trace` (gsreal.methods.context_parallel tells which models can run so)"
+            f"{where}: workload.model: '{model.name}' is not traced on parts of sequences{adapted}; trace it again "
+            f"with `gsreal trace{option}` (gsreal.methods.context_parallel tells which models can run so)"
         )
     _check_ring(plan, policies, length, file)
     if policies.ring and any(fused_attention(layer) is None for layer in model.context_layers if layer.units):

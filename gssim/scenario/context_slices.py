@@ -450,7 +450,7 @@ def ring_layer(layer: Layer) -> Layer:
     backward = [each for each in layer.reductions if each.moment.phase == "b" and each.kind == "all-to-all"]
     if not forward:
         return layer
-    (_, key, value, _), (_, *of_inputs) = forward, backward
+    (_, key, value, _), of_inputs = forward, backward[1:]
     positions = {each.moment.phase + str(each.moment.position + by) for each in (*forward, *backward) for by in (-1, 0)}
     attention = fused_attention(layer)
     assert attention is not None  # a scenario is checked for it
@@ -458,13 +458,14 @@ def ring_layer(layer: Layer) -> Layer:
     buffers = []
     for buffer in layer.buffers:
         born = buffer.born
-        if str(born) in positions or str(born) == f"b{attention['b']}":
+        if str(born) in positions or (born.phase == "b" and born.position == attention.get("b")):
             continue
         if born.phase == "b" and born.position in copies:
             buffer = replace(buffer, born=replace(born, position=attention["b"]))
         buffers.append(buffer)
     both = key.size_bytes.plus(value.size_bytes)
-    moments = [replace(each[0].moment, position=attention[each[0].moment.phase]) for each in (forward, backward)]
+    exchanged = [each for each in (forward, backward) if each]
+    moments = [replace(each[0].moment, position=attention[each[0].moment.phase]) for each in exchanged]
     others = [each for each in layer.reductions if each.kind != "all-to-all"]
     every = (*others, *(Reduction(moment, both, "ring") for moment in moments))
     in_order = tuple(sorted(every, key=lambda each: (each.moment.phase != "f", each.moment.position)))
@@ -479,7 +480,10 @@ def fused_attention(layer: Layer) -> dict[str, int] | None:
     found: dict[str, int] = {}
     exchanges = [each.moment for each in layer.reductions if each.kind == "all-to-all"]
     for phase, before, tensors in (("f", 3, 2), ("b", 1, 3)):  # of queries, keys and values, or of the output
-        first, last = [each.position for each in exchanges if each.phase == phase][before - 1 : before + 1]
+        positions = [each.position for each in exchanges if each.phase == phase]
+        if not positions and phase == "b":  # beside adapters none of queries, keys and values may get a gradient
+            continue
+        first, last = positions[before - 1 : before + 1]
         born = Counter(each.born.position for each in layer.buffers if each.born.phase == phase)
         inside = [position for position in born if first < position < last]
         # between the all-to-alls, most buffers are allocated by the attention itself

@@ -256,6 +256,11 @@ class Scenario:
                     shares[rank] = share
         return tuple(shares)
 
+    @property
+    def cuts_natively(self) -> bool:
+        """Whether blocks of linear maps are cut by DTensor; adapters beside them are not."""
+        return self.policies.cuts_natively and self.workload.adapters is None
+
     @cached_property
     def stage_ranges(self) -> tuple[range, ...]:
         """Numbers of the layers of each pipeline stage.

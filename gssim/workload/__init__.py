@@ -1,6 +1,7 @@
 """The workload: a model's layers as traced, the batch, the optimizer and the data of a training."""
 
 from gssim.workload.layer import (
+    FIELDS_OF_TERMS,
     Buffer,
     Layer,
     Moment,
@@ -35,6 +36,7 @@ from gssim.workload.shipped import shipped_models
 from gssim.workload.workload import PATHS, Glue, ImageFolder, TextFolder, Workload
 
 __all__ = [
+    "FIELDS_OF_TERMS",
     "PATHS",
     "Adapters",
     "Buffer",

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from gssim.execution.cache import Same
-from gssim.workload.layer import Buffer, Layer, Moment, Polynomial, layer_input_gradient
+from gssim.workload.layer import FIELDS_OF_TERMS, Buffer, Layer, Moment, Polynomial, layer_input_gradient
 from gssim.workload.model import Model, TokenInput
 
 LOG_SUM_EXP_BYTES = 4
@@ -43,13 +43,10 @@ def _with_fused_loss(same: Same) -> Model:
     return replace(model, loss_fused=True, adapted=(), autocast=(), **changes)
 
 
-KINDS = ("terms", "unit_terms", "part_terms", "row_terms", "expert_terms")
-
-
 def _fused(layers: tuple[Layer, ...]) -> tuple[Layer, ...] | None:
     """Return layers that end with a head and a loss in their fused form; None: they do not end so."""
     *others, head, loss = layers
-    logits = [(kind, term) for kind in KINDS for term in getattr(head.output_bytes, kind)]
+    logits = [(kind, term) for kind in FIELDS_OF_TERMS.values() for term in getattr(head.output_bytes, kind)]
     gradient = layer_input_gradient(head.buffers)
     is_map = not head.block and [len(each.shape) for each in head.parameters] in ([], [2])  # or the embedding's weight
     if loss.modules or not is_map or len(logits) != 1 or gradient is None:

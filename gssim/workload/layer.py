@@ -13,7 +13,7 @@ holds e experts.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Annotated, Any, TypeVar
@@ -22,10 +22,21 @@ from pydantic import BeforeValidator, PlainSerializer, SerializerFunctionWrapHan
 
 from gssim.units import PRECISION_BYTES, Count, PositiveFloat, PositiveInt, Recompute, spec
 
-_TERM = re.compile(r"^(-?\d+)((?:\*(?:[bs](?:\^[12])?|[upre]))*)$")
+_TERM = re.compile(r"^(-?\d+)((?:\*(?:[bs](?:\^[12])?|[uprea]))*)$")
 Samples = TypeVar("Samples", int, float)
 Terms = tuple[tuple[int, int, int], ...]
 """(Coefficient, power of b, power of s)."""
+FIELDS_OF_TERMS = {
+    "": "terms",
+    "u": "unit_terms",
+    "p": "part_terms",
+    "r": "row_terms",
+    "e": "expert_terms",
+    "up": "unit_part_terms",
+    "a": "rank_terms",
+    "ua": "unit_rank_terms",
+}
+"""Fields of a polynomial, in their order, by what their terms are multiplied by beside powers of b and s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +52,12 @@ class Polynomial:
     """Terms that count once for each row r that a rank's experts process; see [Note: routed rows]."""
     expert_terms: Terms = ()
     """Terms that count once for each expert e that a rank holds, where units are others; see [Note: routed rows]."""
+    unit_part_terms: Terms = ()
+    """Terms that count once for each unit and position: of adapters of rank u on a rank's part of the sequence."""
+    rank_terms: Terms = ()
+    """Terms that count once for each rank a of adapters in sliced blocks."""
+    unit_rank_terms: Terms = ()
+    """Terms that count once for each unit u on a rank, and rank a of adapters there."""
 
     @classmethod
     def parse(cls, text: object) -> "Polynomial":
@@ -53,19 +70,20 @@ class Polynomial:
             return text
         if isinstance(text, bool) or not isinstance(text, (int, str)):
             raise ValueError('must be a polynomial in b and s, such as "512 + 4*b*s"')
-        terms: dict[str, list[tuple[int, int, int]]] = {"": [], "u": [], "p": [], "r": [], "e": []}
+        terms: dict[str, list[tuple[int, int, int]]] = {letters: [] for letters in FIELDS_OF_TERMS}
         for term in str(text).replace(" ", "").split("+"):
             match = _TERM.match(term)
             if match is None:
                 raise ValueError(f'has the term {term!r}; a polynomial in b and s is needed, such as "512 + 4*b*s"')
-            powers = {"b": 0, "s": 0, "u": 0, "p": 0, "r": 0, "e": 0}
+            powers = dict.fromkeys("bsuprea", 0)
             for factor in match.group(2).split("*")[1:]:
                 powers[factor[0]] += int(factor[2:] or 1)
-            if max(powers.values()) > 2 or sum(powers[name] for name in "upre") > 1:
+            kind = "".join(name for name in "uprea" if powers[name])
+            if max(powers.values()) > 2 or max(powers[name] for name in "uprea") > 1 or kind not in terms:
                 raise ValueError(
-                    f"has the term {term!r}; b and s may have powers up to 2, u up to 1, or p, r or e instead"
+                    f"has the term {term!r}; b and s may have powers up to 2, u up to 1, p or a beside it too, or r or "
+                    "e instead"
                 )
-            kind = next((name for name in "upre" if powers[name]), "")
             terms[kind].append((int(match.group(1)), powers["b"], powers["s"]))
         return cls(*map(tuple, terms.values()))
 
@@ -74,9 +92,11 @@ class Polynomial:
         value: Samples = sum(c * b**i * s**j for c, i, j in self.terms)
         return value
 
-    def held(self, units: int, positions: int = 0, rows: int = 0, experts: int = 0) -> "Polynomial":
+    def held(self, units: int, positions: int | None = 0, rows: int = 0, experts: int = 0) -> "Polynomial":
         """Return the polynomial for a rank with so many units, positions of each sequence, rows for each sample, and
         experts.
+
+        `positions`: None: it stays a function of them.
 
         >>> str(Polynomial.parse("8*b + 3*b*u + 2*s*u").held(2))
         '14*b + 4*s'
@@ -86,43 +106,56 @@ class Polynomial:
         '8*b*s + 128*b'
         >>> str(Polynomial.parse("8*b*s + 4*u + 2*e").held(2, experts=3))
         '8*b*s + 14'
+        >>> str(Polynomial.parse("8*b + 4*b*p + 2*b*u*p").held(3, positions=None))
+        '8*b + 10*b*p'
         """
-        if not (self.unit_terms or self.part_terms or self.row_terms or self.expert_terms):
+        if not (self.unit_terms or self.part_terms or self.row_terms or self.expert_terms or self.unit_part_terms):
             return self
-        sums: dict[tuple[int, int], int] = {}
-        by_factor = ((1, self.terms), (units, self.unit_terms), (positions, self.part_terms))
-        for factor, terms in (*by_factor, (experts, self.expert_terms)):
-            for c, i, j in terms:
-                sums[i, j] = sums.get((i, j), 0) + factor * c
-        for c, i, j in self.row_terms:
-            sums[i + 1, j] = sums.get((i + 1, j), 0) + rows * c
-        return Polynomial(tuple((c, i, j) for (i, j), c in sums.items() if c) or ((0, 0, 0),))
+        of_parts = _summed((1, self.part_terms), (units, self.unit_part_terms))
+        rows_terms = tuple((c, i + 1, j) for c, i, j in self.row_terms)
+        whole = (1, self.terms), (units, self.unit_terms), (rows, rows_terms), (experts, self.expert_terms)
+        if positions is None:
+            return Polynomial(_summed(*whole) or ((0, 0, 0),) * (not of_parts), part_terms=of_parts)
+        return Polynomial(_summed(*whole, (positions, of_parts)) or ((0, 0, 0),))
+
+    def with_rank(self, rank: int) -> "Polynomial":
+        """Return the polynomial for adapters of such a rank, as a function of all else.
+
+        >>> str(Polynomial.parse("8*b + 3*b*u + 2*b*a + 5*b*u*a").with_rank(2))
+        '12*b + 13*b*u'
+        """
+        if not (self.rank_terms or self.unit_rank_terms):
+            return self
+        return replace(
+            self,
+            terms=_summed((1, self.terms), (rank, self.rank_terms)),
+            unit_terms=_summed((1, self.unit_terms), (rank, self.unit_rank_terms)),
+            rank_terms=(),
+            unit_rank_terms=(),
+        )
 
     def plus(self, other: "Polynomial") -> "Polynomial":
         """Return the sum of two polynomials."""
-        return Polynomial(
-            (*self.terms, *other.terms),
-            (*self.unit_terms, *other.unit_terms),
-            (*self.part_terms, *other.part_terms),
-            (*self.row_terms, *other.row_terms),
-            (*self.expert_terms, *other.expert_terms),
-        )
+        return Polynomial(*((*getattr(self, name), *getattr(other, name)) for name in FIELDS_OF_TERMS.values()))
 
     def __str__(self) -> str:
         """Return the text form, which `parse` reads."""
         powers = ("", "*{0}", "*{0}^2")
         terms_as_text = [
-            f"{c}{powers[i].format('b')}{powers[j].format('s')}{unit}"
-            for terms, unit in (
-                (self.terms, ""),
-                (self.unit_terms, "*u"),
-                (self.part_terms, "*p"),
-                (self.row_terms, "*r"),
-                (self.expert_terms, "*e"),
-            )
-            for c, i, j in terms
+            "*".join([f"{c}{powers[i].format('b')}{powers[j].format('s')}", *letters])
+            for letters, name in FIELDS_OF_TERMS.items()
+            for c, i, j in getattr(self, name)
         ]
         return " + ".join(terms_as_text) or "0"
+
+
+def _summed(*weighted: tuple[int, Terms]) -> Terms:
+    """Return the sum of terms times a factor each, every power once."""
+    sums: dict[tuple[int, int], int] = {}
+    for factor, terms in weighted:
+        for c, i, j in terms:
+            sums[i, j] = sums.get((i, j), 0) + factor * c
+    return tuple((c, i, j) for (i, j), c in sums.items() if c)
 
 
 NO_COST = Polynomial(((0, 0, 0),))
@@ -231,15 +264,19 @@ def layer_input_gradient(buffers: Sequence[Buffer]) -> Buffer | None:
 def passed_bytes(layer: "Layer", after: "Layer | None") -> Polynomial:
     """Return the size of what a layer passes to the one after it: that of its gradient, or of what its module returns.
 
-    Operations outside of modules may take a part of what a module returns, as ranks do that divide sequences.
+    Operations outside of modules may take a part of what a module returns, as ranks do that divide sequences. A block
+    without a gradient of its input, which adds to that, returns as much.
     """
     gradient = layer_input_gradient(after.buffers) if after else None
-    return gradient.size_bytes if gradient else layer.output_bytes
+    if gradient is not None:
+        return gradient.size_bytes
+    crossing = [each.size_bytes for each in layer.buffers if each.born.phase == "f" and each.freed.layer_offset > 0]
+    return after.output_bytes if after and after.block and after.output_bytes in crossing else layer.output_bytes
 
 
 BUFFER_CATEGORIES = ("input", "activations", "temporaries")
 
-_PARAMETER = re.compile(r"^(\S+) ((?:\d+[ue]?(?:x\d+[ue]?)*)|scalar) (\S+) (\S+?)( summed)?$")
+_PARAMETER = re.compile(r"^(\S+) ((?:\d+[uea]?(?:x\d+[uea]?)*)|scalar) (\S+) (\S+?)( summed)?$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +299,8 @@ class Parameter:
     """Dimension of which a rank holds a slice, and other ranks the rest; None: it is whole."""
     of_experts: bool = False
     """Whether it is of routed experts that other ranks divide than those that cut blocks in units."""
+    of_rank: int | None = None
+    """Dimension that is the rank of adapters in sliced blocks; its size in `shape` is that of rank 1."""
 
     @classmethod
     def parse(cls, text: object) -> "Parameter":
@@ -282,10 +321,22 @@ class Parameter:
         cut = [dimension for dimension, size in enumerate(sizes) if size.endswith(("u", "e"))]
         if len(cut) > 1:
             raise ValueError(f"has the shape {shape}; one dimension at most is cut in units (u), or in experts (e)")
-        whole = tuple(int(size.rstrip("ue")) for size in sizes)
+        of_rank = next((dimension for dimension, size in enumerate(sizes) if size.endswith("a")), None)
+        whole = tuple(int(size.rstrip("uea")) for size in sizes)
         moments = Moment.parse(born), Moment.parse(ready)
         of_experts = any(size.endswith("e") for size in sizes)
-        return cls(name, whole, *moments, cut[0] if cut else None, bool(summed), of_experts=of_experts)
+        return cls(name, whole, *moments, cut[0] if cut else None, bool(summed), of_experts=of_experts, of_rank=of_rank)
+
+    def with_rank(self, rank: int) -> "Parameter":
+        """Return the parameter for adapters of such a rank.
+
+        >>> str(Parameter.parse("{}.up 8ux1a b1 b2").with_rank(4))
+        '{}.up 8ux4 b1 b2'
+        """
+        if self.of_rank is None:
+            return self
+        sizes = (size * rank if dimension == self.of_rank else size for dimension, size in enumerate(self.shape))
+        return replace(self, shape=tuple(sizes), of_rank=None)
 
     def held(self, units: int, experts: int = 0) -> "Parameter":
         """Return the parameter for a rank with so many units of its layer, and experts where these are others.
@@ -303,8 +354,8 @@ class Parameter:
 
     def __str__(self) -> str:
         """Return the text form, which `parse` reads."""
-        by = "e" if self.of_experts else "u"
-        sizes = [f"{size}{by}" if dimension == self.cut else str(size) for dimension, size in enumerate(self.shape)]
+        letters = {self.cut: "e" if self.of_experts else "u", self.of_rank: "a"}
+        sizes = [f"{size}{letters.get(dimension, '')}" for dimension, size in enumerate(self.shape)]
         summed = " summed" if self.summed else ""
         return f"{self.name} {'x'.join(sizes) or 'scalar'} {self.born} {self.ready}{summed}"
 
@@ -573,21 +624,39 @@ class Layer:
 
 
 @lru_cache(maxsize=256)
-def sliced_layer(layer: Layer, units: int, positions: int, rows: int = 0, experts: int = 0) -> Layer:
+def sliced_layer(layer: Layer, units: int, positions: int | None, rows: int = 0, experts: int = 0) -> Layer:
     """Return the slice of a layer that has so many units, positions of each sequence, rows for each sample, and
     experts, where these are no units.
+
+    `positions`: None: it stays a function of them.
     """
     size = (units, positions, rows, experts)
+    return _changed(layer, lambda quantity: quantity.held(*size), lambda parameter: parameter.held(units, experts))
+
+
+@lru_cache(maxsize=256)
+def layer_of_rank(layer: Layer, rank: int) -> Layer:
+    """Return a layer with adapters of such a rank in its slices, which stay functions of the units of a slice."""
+    return _changed(layer, lambda quantity: quantity.with_rank(rank), lambda parameter: parameter.with_rank(rank))
+
+
+def _changed(
+    layer: Layer, of_quantity: Callable[[Polynomial], Polynomial], of_parameter: Callable[[Parameter], Parameter]
+) -> Layer:
+    """Return a layer with all quantities and parameters changed."""
     changes: dict[str, Any] = {
-        "parameters": tuple(parameter.held(units, experts) for parameter in layer.parameters),
-        "buffers": tuple(replace(buffer, size_bytes=buffer.size_bytes.held(*size)) for buffer in layer.buffers),
-        "reductions": tuple(replace(each, size_bytes=each.size_bytes.held(*size)) for each in layer.reductions),
+        "parameters": tuple(map(of_parameter, layer.parameters)),
+        "frozen_parameters": tuple(map(of_parameter, layer.frozen_parameters)),
+        "buffers": tuple(replace(buffer, size_bytes=of_quantity(buffer.size_bytes)) for buffer in layer.buffers),
+        "reductions": tuple(replace(each, size_bytes=of_quantity(each.size_bytes)) for each in layer.reductions),
     }
     for field in fields(layer):
         value = getattr(layer, field.name)
         if isinstance(value, Polynomial):
-            changes[field.name] = value.held(*size)
+            changes[field.name] = of_quantity(value)
     if again := layer.every_second_product:
-        held = {name: getattr(again, name).held(*size) for name in ("flop", "bytes", "streamed_bytes")}
-        changes["every_second_product"] = replace(again, **held)
+        costs: dict[str, Any] = {
+            name: of_quantity(getattr(again, name)) for name in ("flop", "bytes", "streamed_bytes")
+        }
+        changes["every_second_product"] = replace(again, **costs)
     return replace(layer, **changes)

@@ -26,7 +26,10 @@ p positions, and e experts, which process r rows.
 [Note: adapters] Low-rank adapters (Hu et al. 2021, LoRA, arXiv 2106.09685) are the only trained parameters: all others
 are frozen, get no gradient, and nothing is saved for one. All that adapters do is linear in their rank: the layers of
 `AdaptedLayers` are traced with two ranks, u being the rank. The backward ends at the first block, and embeddings have
-none.
+none. Where context-parallel ranks divide sequences, what adapters do grows with the rank times the positions of a part:
+what an attention exchanges in its backward depends on which of its inputs get a gradient, so that these layers are
+traced for themselves. So are those with blocks cut among ranks: what is added beside columns or rows of a map that are
+cut grows with the units, and the adapters' matrices that are whole have parts of their gradients on all ranks.
 
 [Note: autocast] Under torch.autocast (automatic mixed precision) parameters, their gradients and the residual stream
 stay in fp32; operands of matrix products and attention are cast to 16 bits. The cast of a weight is saved for the
@@ -45,7 +48,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from gssim.execution.cache import Same
 from gssim.units import PRECISION_BYTES, Count, PositiveFloat, PositiveInt, Precision, Recompute, excess, spec
-from gssim.workload.layer import Layer, sliced_layer
+from gssim.workload.layer import Layer, layer_of_rank, sliced_layer
 
 
 @spec
@@ -158,6 +161,13 @@ class AdaptedLayers:
     """Names of the maps: the last parts of their paths."""
     layers: tuple[Layer, ...]
     """Layers in the order of the forward, as functions of the adapters' rank u too."""
+    context_layers: tuple[Layer, ...] = ()
+    """The same with whole blocks on parts of the sequences, see [Note: context]; empty: not traced so."""
+    sliced_layers: tuple[Layer, ...] = ()
+    """The layers with their blocks cut among ranks, as functions of units u and of the adapters' rank a; empty: not
+    traced so."""
+    sequence_layers: tuple[Layer, ...] = ()
+    """The same with sequences divided among these ranks, see [Note: sequence parts]; empty: not traced so."""
 
 
 @spec
@@ -341,21 +351,22 @@ def _with_adapters(model: Same, rank: int, alpha: float, targets: Targets) -> Mo
             "`gsreal trace --adapters` adds others"
         )
     once: dict[int, Layer] = {}
-    for layer in found.layers:
-        held = sliced_layer(layer, rank, 0)
+    for layer in (*found.layers, *found.context_layers):
+        held = sliced_layer(layer, rank, None)
         parameters = tuple(replace(parameter, sliced_dimension=None) for parameter in held.parameters)
         once[id(layer)] = replace(held, parameters=parameters)
+    once |= {id(layer): layer_of_rank(layer, rank) for layer in (*found.sliced_layers, *found.sequence_layers)}
     return replace(
         whole,
         module=replace(whole.module, adapters=Adapters(rank=rank, alpha=alpha, targets=targets)),
         layers=tuple(once[id(layer)] for layer in found.layers),
         whole_layers=whole.layers,
         adapted=(),
-        sliced_layers=(),
-        sequence_layers=(),
+        sliced_layers=tuple(once[id(layer)] for layer in found.sliced_layers),
+        sequence_layers=tuple(once[id(layer)] for layer in found.sequence_layers),
         expert_layers=(),
         expert_sequence_layers=(),
-        context_layers=(),
+        context_layers=tuple(once[id(layer)] for layer in found.context_layers),
     )
 
 

@@ -1217,6 +1217,17 @@ def test_axolotls_context_parallelism_is_a_ring(tmp_path, key):
     plan = {"method": "zero3", "cp": 4, "context_exchange": "ring"}
     assert {name: tables["plan"].get(name) for name in plan} == plan
     assert any(line.startswith("ring_attn_func") and "approximated" in line for line in found.listed)
+    adapters = "adapter: lora\nlora_r: 32\nlora_alpha: 16\nlora_target_linear: true\n"
+    tables, _ = imported(tmp_path, AXOLOTL + more + adapters, name="x.yml")
+    assert {name: tables["plan"].get(name) for name in plan} == plan
+    assert tables["workload"]["adapters"] == {"rank": 32, "alpha": 16, "targets": "all-linear"}
+
+
+def test_axolotls_adapters_beside_tensor_parallelism(tmp_path):
+    adapters = "adapter: lora\nlora_r: 32\nlora_alpha: 16\nlora_target_linear: true\n"
+    tables, found = imported(tmp_path, f"{AXOLOTL}{adapters}tensor_parallel_size: 2\n", name="x.yml")
+    assert (tables["plan"]["tp"], tables["workload"]["adapters"]["rank"]) == (2, 32)
+    assert any(line.startswith("tensor_parallel_size") and "slices" in line for line in found.listed)
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,16 @@ def test_no_plan_on_gpus_whose_hosts_issue_ahead_is_better_than_its_bounds():
             check_bounds(workers, bounds, each, result)
 
 
+def test_a_measured_layer_bounds_one_with_adapters_by_what_that_has_of_it():
+    profiled = ["cluster=clusters/two-cores.toml", "workload.model=models/gpt-byte-1m.toml", "plan.method=ddp"]
+    times_s = {}
+    for adapters, parts in product((True, False), (1, 2)):
+        changes = [*(["workload.adapters.rank=8"] if adapters else []), f"plan.cp={parts}"]
+        loaded = load_scenario(ROOT / "scenarios/demo.toml", [*profiled, *changes])
+        times_s[adapters, parts] = Bounds(loaded.scenario, "step-time").of(loaded.scenario.plan).time_s
+    assert all(times_s[True, parts] < 0.9 * times_s[False, parts] for parts in (1, 2))  # no gradients of weights
+
+
 @pytest.mark.parametrize(
     ("model", "axis", "plans"),
     [

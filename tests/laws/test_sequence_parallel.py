@@ -32,9 +32,9 @@ def test_a_polynomial_in_positions_survives_its_text(text):
     assert str(Polynomial.parse(text)) == text
 
 
-def test_what_depends_on_units_and_positions_at_once_is_refused():
-    with pytest.raises(ValueError, match="u up to 1, or p, r or e instead"):
-        Polynomial.parse("3*u*p")
+def test_what_depends_on_positions_and_rows_at_once_is_refused():
+    with pytest.raises(ValueError, match="u up to 1, p or a beside it too, or r or e instead"):
+        Polynomial.parse("3*p*r")
 
 
 def test_collectives_and_summed_gradients_survive_their_text():

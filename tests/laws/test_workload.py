@@ -23,6 +23,36 @@ def test_a_polynomial_survives_its_text_and_is_the_sum_of_its_terms(terms, b, s)
     assert polynomial.at(b=b, s=s) == sum(c * b**i * s**j for c, i, j in terms)
 
 
+def test_a_polynomial_in_the_rank_of_adapters_survives_its_text():
+    for text in ("3*a", "8*b + 3*b*u + 2*b*a + 5*b*u*a"):
+        assert str(Polynomial.parse(text)) == text
+    for text in ("{}.up 8ux1a b1 b2 summed", "{}.down 1ax6u b1 b2"):
+        assert str(Parameter.parse(text)) == text
+
+
+@given(*[st.lists(TERMS, max_size=3).map(tuple)] * 4, st.integers(1, 9), st.integers(1, 9))
+def test_a_polynomial_in_units_and_positions_survives_its_text_and_is_held_in_any_order(
+    terms, unit_terms, part_terms, both_terms, units, positions
+):
+    polynomial = Polynomial(terms or ((1, 0, 0),), unit_terms, part_terms, unit_part_terms=both_terms)
+    assert Polynomial.parse(str(polynomial)) == polynomial
+    held = polynomial.held(units, positions)
+    assert polynomial.held(units, None).held(0, positions).at(b=3, s=5) == held.at(b=3, s=5)
+    factors = (
+        (1, terms or ((1, 0, 0),)),
+        (units, unit_terms),
+        (positions, part_terms),
+        (units * positions, both_terms),
+    )
+    assert held.at(b=3, s=5) == sum(factor * c * 3**i * 5**j for factor, each in factors for c, i, j in each)
+
+
+@pytest.mark.parametrize("text", ["3*u*u", "3*u*r", "3*p*r", "3*b*u*p*p", "3*a*p", "3*a*r"])
+def test_units_positions_and_rows_count_once_and_rows_beside_none(text):
+    with pytest.raises(ValueError, match="u up to 1, p or a beside it too, or r instead"):
+        Polynomial.parse(text)
+
+
 @pytest.mark.parametrize("text", ["", "b", "3*x", "3*b^3", "3 - 2*b", "1.5*b", "3*b*b*b", "3*b^2*b", True, 1.5, None])
 def test_what_is_no_polynomial_in_b_and_s_is_refused(text):
     with pytest.raises(ValueError, match=r"polynomial|powers"):

@@ -1,13 +1,16 @@
 """Adapters of low rank: FLOP, saved bytes, memory of states and traffic against torch, closed forms and refusals."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from real_runs import star
 from test_trace import UNCOUNTED
 
 import gssim
 from gssim.errors import UserError
 from gssim.scenario import load_model, load_scenario
+from gssim.scenario.tensor_slices import context_part, model_slice
 from gssim.workload import Adapters, Model, unrolled
 from gssim.workload.model import with_adapters
 
@@ -16,7 +19,10 @@ torch = pytest.importorskip("torch", reason="torch is not installed: pip install
 from torch.autograd.graph import saved_tensors_hooks  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
+from gsreal.methods.tensor_slices import slice_block  # noqa: E402
 from gsreal.model_files.build import build_module, loss_of  # noqa: E402
+from gsreal.model_files.layers import layer_modules  # noqa: E402
+from gsreal.model_files.trace import write_model  # noqa: E402
 
 SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
 SMALL = SCENARIOS.parent / "tests/helpers/models/of_tests"
@@ -76,6 +82,119 @@ def test_only_adapters_are_trained_and_all_else_is_there(adapted: Model) -> None
     assert adapted.elements + adapted.frozen_elements == sum(p.numel() for p in module.parameters())
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_that_divide_sequences_have_equal_parts_of_the_flop_and_all_parameters(
+    adapted: Model, ranks: int
+) -> None:
+    parts = context_part(adapted, LENGTH // ranks)
+    for whole, part in zip(unrolled(adapted), unrolled(parts), strict=True):
+        assert whole.parameter_names == part.parameter_names
+        assert [p.shape for p in whole.layer.parameters] == [p.shape for p in part.layer.parameters]
+        for way in ("forward", "backward"):
+            flop, of_part = (getattr(each.layer, f"{way}_flop").at(b=BATCH, s=LENGTH) for each in (whole, part))
+            assert flop == ranks * of_part
+
+
+def test_only_inputs_of_the_attention_that_get_a_gradient_are_exchanged_in_the_backward() -> None:
+    model = load_model(SMALL / "adapters-llama.toml")
+    backward: dict[str, list[int]] = {}
+    for targets in ("query-value", "all-linear", ("down_proj",)):
+        blocks = [layer for layer in with_adapters(model, Adapters(rank=RANK, targets=targets)).context_layers]
+        counts = [sum(each.moment.phase == "b" for each in layer.reductions) for layer in blocks if layer.block]
+        backward[str(targets)] = [counts[0], counts[-1]]
+    # of the output, values, keys and queries; the first block's input has no gradient
+    assert backward == {"query-value": [3, 4], "all-linear": [4, 4], "('down_proj',)": [0, 4]}
+
+
+@pytest.mark.parametrize("targets", ["query-value", "all-linear"])
+@pytest.mark.parametrize("divided", [False, True])
+def test_slices_with_adapters_add_up_to_the_whole_and_have_parts_of_gradients_of_what_is_whole(
+    targets: str, divided: bool
+) -> None:
+    adapters = Adapters(rank=RANK, targets=targets)
+    model = with_adapters(load_model(SMALL / "sliced-adapters-llama.toml"), adapters)
+    held = model_slice(model, (0.5, 0.5), 1, positions=LENGTH // 2 if divided else None)
+    for whole, part in zip(unrolled(model), unrolled(held), strict=True):
+        for kind in ("parameters", "frozen_parameters"):
+            pairs = list(zip(getattr(whole.layer, kind), getattr(part.layer, kind), strict=True))
+            for one, of_rank in pairs:
+                cut = of_rank.sliced_dimension
+                assert of_rank.shape == tuple(n // (2 if d == cut else 1) for d, n in enumerate(one.shape))
+                assert of_rank.summed == (kind == "parameters" and cut is None)
+                if ".adapter." in one.name:
+                    row = "o_proj" in one.name or "down_proj" in one.name
+                    assert cut == ((1 if row else None) if one.name.endswith("down") else (None if row else 0))
+
+
+def test_slices_of_adapters_multiply_as_torch_does() -> None:
+    model = with_adapters(load_model(SMALL / "adapters-gpt.toml"), Adapters(rank=RANK, targets="all-linear"))
+    held = model_slice(model, (0.5, 0.5), 0)
+    module = build_module(model.module, where="test")
+    for path, is_block in layer_modules(module).items():
+        if is_block:
+            slice_block(module.get_submodule(path), range(2), lambda x: x.clone(), ranks=2)
+    tokens = torch.zeros((BATCH, LENGTH), dtype=torch.int64)
+    counted = []
+    with FlopCounterMode(display=False, custom_mapping=UNCOUNTED) as counter:
+        loss = loss_of(module(tokens), tokens)
+        counted.append(counter.get_total_flops())
+        loss.backward()
+    counted.append(counter.get_total_flops() - counted[0])
+    layers = [each.layer for each in unrolled(held)]
+    ours = [sum(getattr(x, f"{way}_flop").at(b=BATCH, s=LENGTH) for x in layers) for way in ("forward", "backward")]
+    assert ours == counted
+
+
+GPT_FILE = f"workload.model={SMALL / 'adapters-gpt.toml'}"
+WHOLE = ["plan.method=ddp", "plan.tp=2"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ([*WHOLE, "plan.cp=2"], r"with plan\.cp = 2: slices with adapters are not traced .*; allowed: 1"),
+        ([*WHOLE, "plan.embedding_parallel=true"], r"with plan\.embedding_parallel = true: .*; allowed: false"),
+        ([*WHOLE, "plan.loss_parallel=true"], r"with plan\.loss_parallel = true: .*; allowed: false"),
+        (
+            ["plan.method=pipeline", "plan.pp=2", "plan.tp=2", "plan.micro_batches=2", "plan.recompute=full"],
+            r"with plan\.recompute = 'full': peaks of the first of plan\.pp = 2 stages .*; allowed: 'none'",
+        ),
+        (
+            ["plan.method=pipeline", "plan.pp=2", "plan.tp=2", "plan.micro_batches=2", "plan.sequence_parallel=true"],
+            r"with plan\.sequence_parallel = true: peaks .*; allowed: false",
+        ),
+    ],
+)
+def test_what_slices_with_adapters_cannot_do_is_refused_in_one_line(changes: list[str], message: str) -> None:
+    base = [GPT_FILE, "workload.sequence_length=24", "workload.adapters={rank=4}", "run.steps=3"]
+    with pytest.raises(UserError, match=message) as refused:
+        load_scenario(SCENARIOS / "demo.toml", [star(4), *base, *changes])
+    assert "\n" not in str(refused.value)
+
+
+def test_a_file_without_slices_with_adapters_is_refused_there_alone(tmp_path: Path) -> None:
+    model = load_model(SMALL / "adapters-gpt.toml")
+    older = replace(model, adapted=tuple(replace(each, sliced_layers=(), sequence_layers=()) for each in model.adapted))
+    write_model(tmp_path / "older.toml", older)
+    assert load_model(tmp_path / "older.toml") == older
+    changes = [f"workload.model={tmp_path / 'older.toml'}", "workload.sequence_length=24", "plan.method=tensor"]
+    load_scenario(SCENARIOS / "demo.toml", changes)
+    with pytest.raises(UserError, match=r"no slices of its blocks with these adapters .* trace it again with .*--ad"):
+        load_scenario(SCENARIOS / "demo.toml", [*changes, "workload.adapters={rank=4}"])
+
+
+def test_a_file_without_parts_of_sequences_with_adapters_is_refused_there_alone(tmp_path: Path) -> None:
+    model = load_model(SMALL / "adapters-gpt.toml")
+    older = replace(model, adapted=tuple(replace(each, context_layers=()) for each in model.adapted))
+    write_model(tmp_path / "older.toml", older)
+    assert load_model(tmp_path / "older.toml") == older
+    changes = [f"workload.model={tmp_path / 'older.toml'}", "workload.sequence_length=24", "plan.method=ddp"]
+    load_scenario(SCENARIOS / "demo.toml", [*changes, "workload.adapters={rank=4}"])
+    load_scenario(SCENARIOS / "demo.toml", [*changes, "plan.cp=2"])
+    with pytest.raises(UserError, match=r"parts of sequences with these adapters; trace it again with .*--adapters`"):
+        load_scenario(SCENARIOS / "demo.toml", [*changes, "workload.adapters={rank=4}", "plan.cp=2"])
+
+
 def loaded(*changes: str):  # type: ignore[no-untyped-def]
     return load_scenario(SCENARIOS / "llama3-8b-fsdp.toml", ["plan.recompute=none", *changes]).scenario
 
@@ -108,10 +227,6 @@ def test_a_base_model_costs_a_backward_of_half_its_weight_gradients_less() -> No
     ("changes", "message"),
     [
         (["workload.adapters={rank=4, targets=['k_proj']}"], r"adapters.targets = \('k_proj',\): .* is not traced"),
-        (
-            ["workload.adapters={rank=4}", "plan.method=ddp", "plan.tp=2"],
-            r"workload\.adapters: cannot run yet beside plan\.tp",
-        ),
         (
             ["workload.adapters={rank=4}", "plan.method=gs_wgrad"],
             r"cannot run yet with method 'gs_wgrad'; allowed: methods",

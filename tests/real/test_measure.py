@@ -1,5 +1,7 @@
 """What a measurement counts: bytes exactly, spans on a clock, and every collective once."""
 
+import threading
+import time
 from itertools import pairwise
 
 import pytest
@@ -11,7 +13,7 @@ import torch.distributed as dist
 
 from gsreal import measure
 from gsreal.gradient_sharding.point_to_point import all_gather_v, all_to_all_v
-from gsreal.measure import CollectiveRecorder, MemoryCounter, ObservedCollective, Timeline, collectives_of
+from gsreal.measure import CollectiveRecorder, MemoryCounter, ObservedCollective, Timeline, collectives_of, memory
 from gsreal.model_files.build import loss_of
 from gsreal.models import bert, gpt
 from gssim.result.result import phases_of
@@ -87,6 +89,31 @@ def uncounted(monkeypatch):
     """Return a counter as on a machine without a compiler."""
     monkeypatch.setattr(measure.memory, "counting_allocator", lambda: None)
     return MemoryCounter(CPU)
+
+
+def test_a_peak_waits_until_another_thread_has_let_go_of_a_tensor(monkeypatch):
+    leaf, result = torch.zeros(3, requires_grad=True), torch.ones(3)
+    leaf.grad = result  # a reference of torch's own, as gloo's thread has
+    monkeypatch.setattr(memory, "RELEASE_S", 60.0)
+    memory.wait_for_release(result)  # at once: no peak is counted
+    assert result._use_count() == 2
+
+    def let_go():
+        time.sleep(0.02)
+        leaf.grad = None
+
+    with memory.counting():
+        memory.wait_for_release(result, holders=2)
+        assert result._use_count() == 2
+        thread = threading.Thread(target=let_go)
+        thread.start()
+        memory.wait_for_release(result)
+        assert result._use_count() == 1
+        thread.join()
+        leaf.grad = result
+        monkeypatch.setattr(memory, "RELEASE_S", 0.01)
+        memory.wait_for_release(result)  # not for ever
+        assert result._use_count() == 2
 
 
 def test_without_a_compiler_operations_are_counted_instead(monkeypatch):

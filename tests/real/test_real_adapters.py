@@ -32,7 +32,10 @@ QUERY_VALUE = "workload.adapters={rank=4, alpha=8}"
 
 
 def traced(model: str) -> Path:
-    """Return the file of a small model with its adapters of queries and values, and of all linear maps."""
+    """Return the file of a small model with its adapters of queries and values, and of all linear maps.
+
+    Of Llama also with those of the perceptron's last map alone.
+    """
     from small_models import Request, kept
 
     source, arguments = (MODELS | RECOMPUTED_ALONE)[model]
@@ -46,7 +49,7 @@ def traced(model: str) -> Path:
         classes=None,
         auto_class=None,
         sequence_length=24,
-        adapters=("query-value", "all-linear"),
+        adapters=("query-value", "all-linear", *(["down_proj"] if model == "llama" else [])),
     )
     return kept(request)
 

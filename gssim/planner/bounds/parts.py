@@ -64,9 +64,16 @@ class ModelParts:
         self.types = [scenario.cluster.device_types[name] for name in self.names]
         self.value, self.master = value_bytes(scenario.workload), master_bytes(scenario.workload)
         self.reduced = PRECISION_BYTES[reduce_precision(scenario.workload)]
-        self.layers = unrolled(scenario.workload.model)
-        self.whole = Part("whole", self.layers, (None,) * len(self.layers))
+        self.layers = unrolled(self.model)
+        adapted = self.model.whole_layers  # measured profiles are of layers without adapters, with none frozen
+        self.traced = unrolled(replace(self.model, layers=adapted)) if adapted else self.layers
+        self.whole = Part("whole", self.layers, self._wholes(self.layers))
         self._memo: dict[Hashable, object] = {}
+
+    def _wholes(self, held: Sequence[LayerInstance]) -> tuple[Layer | None, ...]:
+        """Return for each of these layers that of the whole model, of which profiles are; None: it is itself."""
+        whole = [self.traced[instance.index].layer for instance in held]
+        return tuple(None if each is i.layer else each for each, i in zip(whole, held, strict=True))
 
     def policies(self, plan: Plan) -> Policies:
         """Return the plan with every policy resolved; raise UserError where it does not suit the devices."""
@@ -140,13 +147,12 @@ class ModelParts:
             held = (*held, self._context(plan, policies))
             every = held_layers(self._new_context("context", plan, policies).layers, self.with_plan(plan).stage_ranges)
             own = tuple(instance for stage in every[place :: policies.pp] for instance in stage)
-            parts_of = tuple(self.layers[each.index].layer for each in own)
+            parts_of = tuple(self.traced[each.index].layer for each in own)
             positions = sequence_positions(policies, self.workload)
             return self.once(held, lambda: Part(held, own, parts_of, positions=positions))
         layers = tuple(instance for stage in stages for instance in stage)
         # layers with a copy of a tied parameter, or without a backward, are as measured but for that
-        traced = [self.layers[instance.index].layer for instance in layers]
-        wholes = tuple(None if t is i.layer else t for t, i in zip(traced, layers, strict=True))
+        wholes = self._wholes(layers)
         held = (*held, self._context(plan, policies))
         positions = sequence_positions(policies, self.workload) if policies.cp > 1 else None
         return self.once(held, lambda: Part(held, layers, wholes, 1 / policies.tp, positions=positions))
@@ -165,7 +171,7 @@ class ModelParts:
             self._check_context(self.model.sequence_layers if policies.sequence_parallel else self.model.sliced_layers)
         layers = unrolled(held_slice(self.with_plan(plan), 0))
         positions = sequence_positions(policies, self.workload)
-        return Part(key, layers, tuple(instance.layer for instance in self.layers), positions=positions)
+        return Part(key, layers, tuple(instance.layer for instance in self.traced), positions=positions)
 
     def _check_slices(self, ranks: int) -> None:
         """Raise UserError where the model's blocks cannot be cut among so many ranks."""
@@ -218,7 +224,7 @@ class ModelParts:
             self.model, parts, position, positions=positions, vocabulary=vocabulary, gathers_again=gathers_again
         )
         layers = unrolled(held)
-        return Part(key, layers, tuple(instance.layer for instance in self.layers))
+        return Part(key, layers, tuple(instance.layer for instance in self.traced))
 
     def stages(self, plan: Plan, policies: Policies) -> tuple[tuple[LayerInstance, ...], ...]:
         """Return the layers of every stage of a pipeline; raise UserError where the model cannot be cut so."""

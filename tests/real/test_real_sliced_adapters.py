@@ -1,0 +1,143 @@
+"""Real: low-rank adapters in blocks that tensor-parallel ranks cut, as on one device and as predicted."""
+
+from pathlib import Path
+
+import pytest
+from real_runs import (
+    assert_losses_of_one_device,
+    assert_parameters_of_one_device,
+    assert_predicted_collectives,
+    predicted_peaks,
+    quick,
+    run_cases,
+    scenario_file,
+    star,
+)
+
+pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
+pytest.importorskip("transformers", reason="transformers is not installed: pip install 'gssim[models]'")
+
+from test_real_adapters import traced
+
+pytestmark = pytest.mark.real
+
+USUAL = ["workload.sequence_length=24", "workload.global_batch_size=12"]
+SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
+ADAMW64 = ["workload.optimizer=adamw", "workload.precision=fp64", "workload.learning_rate=1e-3"]
+ADAPTERS = {
+    "query-value": "workload.adapters={rank=4, alpha=8}",
+    "all": "workload.adapters={rank=3, targets='all-linear'}",
+}
+TENSOR, UNEVEN = ["plan.method=tensor"], ["plan.method=gs_tp", "plan.shares.shards=[0.7,0.3]"]
+SEQUENCE, CLIPPED, TWICE = "plan.sequence_parallel=true", "workload.clip_norm=0.01", "plan.micro_batches=2"
+FULL, SELECTIVE = "plan.recompute=full", "plan.recompute=selective"
+STAGES = ["plan.method=pipeline", "plan.pp=2", "plan.tp=2", TWICE]
+TINY = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 4}
+TINY |= {"intermediate_size": 48, "vocab_size": 256, "max_position_embeddings": 64, "use_cache": "false"}
+"""Two heads share each of four keys and values."""
+GPT2 = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 64, "vocab_size": 256, "use_cache": "false"}
+GPT2 |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+"""Its linear maps have their inputs as rows."""
+QWEN3 = TINY | {"head_dim": 4}
+"""Its heads have norms of their own, which are frozen."""
+CONFIGS = {"llama": TINY, "gpt2": GPT2, "qwen3": QWEN3}
+
+
+def model_of(kind: str) -> Path:
+    """Return the file of a small model with adapters whose blocks can be cut among four ranks."""
+    if kind == "gpt":
+        return traced(kind)
+    from small_models import Request, kept
+
+    request = Request(
+        model=f"hf:{kind}",
+        arguments=tuple(f"{key}={value}" for key, value in CONFIGS[kind].items()),
+        name=f"sliced-adapters-{kind}",
+        vocabulary=256,
+        maximum_sequence_length=64,
+        image=None,
+        classes=None,
+        auto_class=None,
+        sequence_length=24,
+        adapters=("query-value", "all-linear") if kind == "llama" else ("all-linear",),
+    )
+    return kept(request)
+
+
+def under(method: str, *changes: str) -> list[str]:
+    return [f"plan.method={method}", "plan.tp=2", *changes]
+
+
+ON: dict[int, dict[str, list[str]]] = {
+    2: {
+        "gpt-query-value-sgd": [*SGD, *TENSOR],
+        "gpt-all-full-adamw": [*ADAMW64, *TENSOR, FULL],
+        "gpt2-all-sgd": [*SGD, *TENSOR],
+        "gpt2-all-sequence-adamw": [*ADAMW64, *TENSOR, SEQUENCE],
+        "qwen3-all-sequence-sgd": [*SGD, *TENSOR, SEQUENCE],
+        "qwen3-all-clipped-sgd": [*SGD, *TENSOR, CLIPPED],
+        "llama-query-value-sgd": [*SGD, *TENSOR],
+        "llama-all-clipped-sgd": [*SGD, *TENSOR, CLIPPED, TWICE],
+        "llama-all-selective-sgd": [*SGD, *TENSOR, SELECTIVE],
+        "llama-query-value-sequence-full-sgd": [*SGD, *TENSOR, SEQUENCE, FULL],
+        "gpt-all-sequence-clipped-sgd": [*SGD, *TENSOR, SEQUENCE, CLIPPED],
+        "gpt-all-sequence-full-sgd": [*SGD, *TENSOR, SEQUENCE, FULL],
+        "gpt-all-owned-sgd": [*SGD, *under("gs")],
+        "llama-all-uneven-sgd": [*SGD, *UNEVEN],
+    },
+    4: {
+        "gpt-all-four-sgd": [*SGD, *TENSOR],
+        "gpt-all-ddp-clipped-sgd": [*SGD, *under("ddp", CLIPPED)],
+        "llama-query-value-ddp-sgd": [*SGD, *under("ddp")],
+        "llama-all-sequence-ddp-sgd": [*SGD, *under("ddp", SEQUENCE)],
+        "llama-all-zero1-sgd": [*SGD, *under("zero1")],
+        "llama-all-zero2-sgd": [*SGD, *under("zero2", TWICE)],
+        "llama-all-zero3-clipped-sgd": [*SGD, *under("zero3", CLIPPED)],
+        "gpt-all-sequence-full-zero3-adamw": [*ADAMW64, *under("zero3", SEQUENCE, FULL)],
+        "gpt-all-hsdp-sgd": [*SGD, *under("hsdp", "plan.dp_replicate=2", "plan.dp_shard=1")],
+        "gpt-all-gs-sgd": [*SGD, *under("gs")],
+        "llama-all-sequence-gs-z3-sgd": [*SGD, *under("gs_z3", SEQUENCE)],
+        "gpt-all-staged-sgd": [*SGD, *STAGES],
+        "llama-query-value-staged-clipped-sgd": [*SGD, *STAGES, "workload.clip_norm=0.05"],
+    },
+}
+FEW = ("llama-query-value-sequence-full-sgd", "gpt2-all-sgd")
+"""Cases on two ranks that are not slow: both ways to store a map, divided sequences and whole ones."""
+GROUPS = {
+    "2": (2, {name: case for name, case in ON[2].items() if name in FEW}),
+    "2-others": (2, {name: case for name, case in ON[2].items() if name not in FEW}),
+    "4": (4, ON[4]),
+}
+
+
+@pytest.fixture(scope="module", params=quick(GROUPS, ["2"]))
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict]:
+    """Run all cases of a group in one launch; return (cases, what they showed)."""
+    (ranks, group), cases = GROUPS[request.param], {}
+    for name, changes in group.items():
+        model, kind = next((name.split("-")[0], each) for each in ADAPTERS if f"-{each}-" in name)
+        overrides = [star(ranks), f"workload.model={model_of(model)}", *USUAL, ADAPTERS[kind], *changes]
+        cases[name] = {"scenario": scenario_file("small-demo.toml"), "overrides": overrides}
+    return cases, run_cases(tmp_path_factory.mktemp(f"ranks{request.param}"), cases, ranks=ranks)
+
+
+def test_parameters_after_five_steps_equal_those_of_one_device(world: tuple[dict, dict]) -> None:
+    assert_parameters_of_one_device(world[1])
+    for name, seen in world[1].items():
+        assert seen["difference_ratio"] < 1e-3, name  # of the adapters, whose parameters are small
+        assert seen["dtensors"] == 0 or "zero" in name or "hsdp" in name, name  # slices are of our own
+
+
+def test_losses_are_those_of_one_device(world: tuple[dict, dict]) -> None:
+    assert_losses_of_one_device(world[1])
+
+
+def test_the_predicted_collectives_are_the_ones_that_the_process_group_saw(world: tuple[dict, dict]) -> None:
+    assert_predicted_collectives(*world)
+
+
+def test_the_predicted_peak_of_every_rank_is_the_counted_one(world: tuple[dict, dict]) -> None:
+    for name, case in world[0].items():
+        # recomputed beside the gradient of the last map's adapter, which is scaled before: predicted only after
+        close = 0.02 if name == "gpt-all-sequence-full-zero3-adamw" else 0.001
+        assert predicted_peaks(case) == pytest.approx(world[1][name]["peaks"], rel=close), name
