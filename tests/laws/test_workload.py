@@ -49,7 +49,7 @@ def test_a_polynomial_in_units_and_positions_survives_its_text_and_is_held_in_an
 
 @pytest.mark.parametrize("text", ["3*u*u", "3*u*r", "3*p*r", "3*b*u*p*p", "3*a*p", "3*a*r"])
 def test_units_positions_and_rows_count_once_and_rows_beside_none(text):
-    with pytest.raises(ValueError, match="u up to 1, p or a beside it too, or r instead"):
+    with pytest.raises(ValueError, match="u up to 1, p or a beside it too, or r or e instead"):
         Polynomial.parse(text)
 
 
