@@ -70,22 +70,7 @@ class Polynomial:
             return text
         if isinstance(text, bool) or not isinstance(text, (int, str)):
             raise ValueError('must be a polynomial in b and s, such as "512 + 4*b*s"')
-        terms: dict[str, list[tuple[int, int, int]]] = {letters: [] for letters in FIELDS_OF_TERMS}
-        for term in str(text).replace(" ", "").split("+"):
-            match = _TERM.match(term)
-            if match is None:
-                raise ValueError(f'has the term {term!r}; a polynomial in b and s is needed, such as "512 + 4*b*s"')
-            powers = dict.fromkeys("bsuprea", 0)
-            for factor in match.group(2).split("*")[1:]:
-                powers[factor[0]] += int(factor[2:] or 1)
-            kind = "".join(name for name in "uprea" if powers[name])
-            if max(powers.values()) > 2 or max(powers[name] for name in "uprea") > 1 or kind not in terms:
-                raise ValueError(
-                    f"has the term {term!r}; b and s may have powers up to 2, u up to 1, p or a beside it too, or r or "
-                    "e instead"
-                )
-            terms[kind].append((int(match.group(1)), powers["b"], powers["s"]))
-        return cls(*map(tuple, terms.values()))
+        return _polynomial(str(text))
 
     def at(self, *, b: Samples, s: int) -> Samples:
         """Return the value at batch size `b` and sequence length `s`, without the terms in units or positions."""
@@ -149,6 +134,27 @@ class Polynomial:
         return " + ".join(terms_as_text) or "0"
 
 
+@lru_cache(maxsize=4096)
+def _polynomial(text: str) -> Polynomial:
+    """Return the polynomial that a text denotes: a model's layers have thousands, most of them alike."""
+    terms: dict[str, list[tuple[int, int, int]]] = {letters: [] for letters in FIELDS_OF_TERMS}
+    for term in text.replace(" ", "").split("+"):
+        match = _TERM.match(term)
+        if match is None:
+            raise ValueError(f'has the term {term!r}; a polynomial in b and s is needed, such as "512 + 4*b*s"')
+        powers = dict.fromkeys("bsuprea", 0)
+        for factor in match.group(2).split("*")[1:]:
+            powers[factor[0]] += int(factor[2:] or 1)
+        kind = "".join(name for name in "uprea" if powers[name])
+        if max(powers.values()) > 2 or max(powers[name] for name in "uprea") > 1 or kind not in terms:
+            raise ValueError(
+                f"has the term {term!r}; b and s may have powers up to 2, u up to 1, p or a beside it too, or r or e "
+                "instead"
+            )
+        terms[kind].append((int(match.group(1)), powers["b"], powers["s"]))
+    return Polynomial(*map(tuple, terms.values()))
+
+
 def _summed(*weighted: tuple[int, Terms]) -> Terms:
     """Return the sum of terms times a factor each, every power once."""
     sums: dict[tuple[int, int], int] = {}
@@ -195,17 +201,26 @@ class Moment:
         """
         if isinstance(text, Moment):
             return text
-        match = _MOMENT.match(text) if isinstance(text, str) else None
-        if match is None:
+        moment = _moment(text) if isinstance(text, str) else None
+        if moment is None:
             raise ValueError(f"{text!r} is not a moment such as f3, b7, b7@+1 or end")
-        phase, position, offset = match.groups()
-        return cls(phase or "end", int(position or 0), int(offset or 0))
+        return moment
 
     def __str__(self) -> str:
         """Return the text form, which `parse` reads."""
         if self.phase == "end":
             return "end"
         return f"{self.phase}{self.position}" + (f"@{self.layer_offset:+d}" if self.layer_offset else "")
+
+
+@lru_cache(maxsize=4096)
+def _moment(text: str) -> Moment | None:
+    """Return the moment that a text denotes, if it does; see `_polynomial`."""
+    match = _MOMENT.match(text)
+    if match is None:
+        return None
+    phase, position, offset = match.groups()
+    return Moment(phase or "end", int(position or 0), int(offset or 0))
 
 
 @dataclass(frozen=True, slots=True)
