@@ -16,6 +16,7 @@ from gssim.interop.reading import Keys, Rule, Value, listed, refused
 from gssim.interop.training import PRECISIONS, WHOLE_MODEL_COMPILED, Training, optimizer_in
 
 LORA = "adapters of this kind, or other frozen weights, cannot be simulated"
+DEEP_EP = "approximated: rows of experts are exchanged by all-to-alls, not by the kernels of DeepEP"
 AXOLOTL: dict[str, Rule] = {
     **refused(LORA, "lora_model_dir", "relora*", "peft_*", "peft.loftq_config.*", "lisa_*"),
     **refused("which of its parts are not trained cannot be told", "freeze_mm_modules", or_set=("workload.frozen",)),
@@ -38,8 +39,8 @@ AXOLOTL: dict[str, Rule] = {
         "fused kernels (Liger, cut cross-entropy, ...) are not modelled", "unsloth_*", "tiled_mlp", "flash_attn_*"
     ),
     **refused("activations that are offloaded cannot be simulated", "activation_offloading"),
-    **refused("experts cannot be simulated", "expert_parallel_size", neutral=(1,)),
-    **refused("fused kernels of experts are not modelled", "use_scattermoe", "use_sonicmoe", "experts_implementation"),
+    **refused("fused kernels of experts are not modelled", "use_scattermoe", "use_sonicmoe"),
+    **listed(DEEP_EP, "expert_parallel_*"),
     **refused("fused kernels of experts are not modelled", "llama4_linearized_experts", "use_*_kernels"),
     **refused("fused kernels (Liger, cut cross-entropy, ...) are not modelled", "fused_attn_kernel", "flash_optimum"),
     **refused("diffusion, pruning and reinforcement learning cannot be simulated", "diffusion.*", "llmcompressor.*"),
@@ -97,7 +98,7 @@ FSDP = {
 NO_FSDP = listed("of FSDP, which is off", "fsdp_config.*", "fsdp_final_state_dict_type")
 
 
-CONTEXT = "context_parallel_size"
+CONTEXT, EXPERTS = "context_parallel_size", "expert_parallel_size"
 
 
 def axolotl(keys: Keys, cluster: Cluster) -> Training:
@@ -114,6 +115,7 @@ def axolotl(keys: Keys, cluster: Cluster) -> Training:
     for name, (key, sets) in sizes.items():
         setattr(training, name, keys.integer(key, sets=sets))
     _axolotl_parts(keys, training)
+    _axolotl_experts(keys, training)
     _axolotl_batch(keys, training)
     optimizer_in(keys, training, "optimizer")
     for name, key in (("learning_rate", "learning_rate"), ("weight_decay", "weight_decay")):
@@ -146,6 +148,27 @@ def _axolotl_parts(keys: Keys, training: Training) -> None:
     bucket = keys.number("ddp_bucket_cap_mb", sets="plan.bucket_bytes")
     if bucket is not None and bucket.value:
         training.bucket_bytes = Value(int(bucket.value * 2**20), bucket.origin)
+
+
+def _axolotl_experts(keys: Keys, training: Training) -> None:
+    """Read how ranks divide experts: as an axis of its own, over which all else is sharded too."""
+    training.ep = keys.integer(EXPERTS, sets="plan.ep")
+    implementation = keys.raw("experts_implementation")
+    if implementation == "grouped_mm":
+        keys.note("experts_implementation", "as the experts of the model file are multiplied")
+    elif implementation:
+        keys.refuse("experts_implementation", "other kernels of experts than grouped products are not modelled")
+    if training.ep is None or training.ep.value == 1:
+        return
+    keys.listed.append((training.ep.origin, DEEP_EP))
+    if training.cp is not None and training.cp.value > 1:
+        keys.refuse(CONTEXT, f"beside {EXPERTS}, experts that are divided apart from sequences cannot be simulated")
+    if training.tp is not None and training.tp.value > 1:
+        keys.refuse("tensor_parallel_size", f"axolotl has none beside {EXPERTS}")
+    shards = training.dp_shard
+    if shards is not None:
+        both = f"{shards.origin}, times {training.ep.origin}: an axis of its own"
+        training.dp_shard = Value(shards.value * training.ep.value, both)
 
 
 def _axolotl_batch(keys: Keys, training: Training) -> None:

@@ -1230,6 +1230,22 @@ def test_axolotls_adapters_beside_tensor_parallelism(tmp_path):
     assert any(line.startswith("tensor_parallel_size") and "slices" in line for line in found.listed)
 
 
+def test_axolotls_experts_are_divided_beside_its_shards(tmp_path):
+    plugin = (
+        "plugins: [axolotl.integrations.expert_parallel.ExpertParallelPlugin]\nexperts_implementation: grouped_mm\n"
+    )
+    text = f"{AXOLOTL}{plugin}expert_parallel_size: 2\ndp_shard_size: 4\n"
+    tables, found = imported(tmp_path, text, name="x.yml", model="qwen3-30b-a3b")
+    plan = {"method": "zero3", "ep": 2, "dp_replicate": None}  # all else is sharded over both axes
+    assert {name: tables["plan"].get(name) for name in plan} == plan
+    assert any(line.startswith("expert_parallel_size") and "DeepEP" in line for line in found.listed)
+    for other in ("tensor_parallel_size", "context_parallel_size"):
+        said = refused(tmp_path, f"{text}{other}: 2\n", name="x.yml", model="qwen3-30b-a3b")
+        assert said.startswith(f"{other} = 2: ") or f": {other} = 2: " in said
+    fused = text.replace("grouped_mm", "scattermoe")
+    assert "kernels of experts" in refused(tmp_path, fused, name="x.yml", model="qwen3-30b-a3b")
+
+
 @pytest.mark.parametrize(
     ("patterns", "frozen"),
     [
