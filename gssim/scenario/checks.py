@@ -834,6 +834,11 @@ def _check_experts_of_parts(scenario: Scenario, policies: Policies, file: str) -
                 f"{where}: plan.{key} = true: exchanges beside products are not known yet where experts are divided; "
                 "leave it out"
             )
+    if len(set(scenario.slice_shares)) > 1:
+        raise UserError(
+            f"{file}: plan.shares.shards = {plan.shares.shards!r}: tensor ranks beside plan.ep = {policies.ep} have "
+            "slices of the same size; allowed: 'even'"
+        )
     for layer in model.expert_sequence_layers:
         if layer.units and layer.units % policies.tp:
             raise UserError(

@@ -177,6 +177,11 @@ def test_inputs_that_are_gathered_again_are_not_kept(model):
         ({"tp_overlap": True}, {}, r"plan\.tp_overlap = true: exchanges beside products are not known yet"),
         ({"async_input_gradients": True}, {}, r"plan\.async_input_gradients = true"),
         ({"method": "gs"}, {}, "cannot run yet with method 'gs'"),
+        (
+            {"method": "gs_tp", "tp": 4, "ep": 4, "shares": {"shards": [0.4, 0.2, 0.2, 0.2]}},
+            {},
+            r"plan\.shares\.shards = \(0\.4, .* slices of the same size; allowed: 'even'",
+        ),
         ({"method": "zero3", "dp_replicate": 2, "dp_shard": 1, "ep": 4}, {}, "shard a replica, of which there are 2"),
         ({}, {"sequence_length": 23}, r"workload\.sequence_length = 23: cannot be divided evenly"),
     ],
