@@ -349,11 +349,12 @@ def _plans_of_mesh(
     shard_options = list(product(shards, pushes))
     most = min(max(1, total // parts), MAX_MICRO_BATCHES)
     powers_of_two = [1 << power for power in range(most.bit_length())]
-    alike = axes.parts * axes.cp  # ranks that hold the same part of the model
-    eps = _sizes(space.ep or _expert_ranks(scenario), alike, alike)
+    ways_of_experts = _ways_of_experts(scenario, space, axes)
     micro_batch_counts = powers_of_two if space.micro_batches is None else space.micro_batches
-    for ep, ways, micro_batches in product(eps, _ways_of_axes(scenario, space, axes), micro_batch_counts):
-        base = {"method": method, **mesh, "micro_batches": micro_batches} | ({"ep": ep} if ep > 1 else {}) | ways
+    for experts, ways, micro_batches in product(
+        ways_of_experts, _ways_of_axes(scenario, space, axes), micro_batch_counts
+    ):
+        base = {"method": method, **mesh, "micro_batches": micro_batches} | experts | ways
         reason = batches.refusal(base)
         if reason is not None:
             left_out.add(reason, method, len(space.recompute) * len(shard_options) * len(rules))
@@ -369,6 +370,21 @@ def _plans_of_mesh(
             for batch in splits:
                 if owned not in even_rules or batch != "even":
                     yield table | {"shares": {"batch": batch, "shards": owned}}
+
+
+def _ways_of_experts(scenario: Scenario, space: SearchSpace, axes: Axes) -> list[dict[str, Any]]:
+    """Return the divisions of routed experts to try on a mesh, as keys of a plan.
+
+    Tensor ranks that are not those for which the experts are cut divide them too, in the one way that they can: each
+    routes the tokens of its part of a sequence.
+    """
+    alike = axes.parts * axes.cp  # ranks that hold the same part of the model
+    model, wanted = scenario.workload.model, space.ep or _expert_ranks(scenario)
+    if axes.tp == 1 or not model.expert_sequence_layers:
+        return [{"ep": ep} if ep > 1 else {} for ep in _sizes(wanted, alike, alike)]
+    in_parts: dict[str, Any] = {"etp": 1} | ({} if space.sequence_parallel else {"sequence_parallel": True})
+    sizes = [ep for ep in _sizes(wanted, alike * axes.tp, alike * axes.tp) if ep == 1 or ep % axes.tp == 0]
+    return [{"ep": ep} | in_parts if ep > 1 else {} for ep in sizes]
 
 
 def _ways_of_axes(scenario: Scenario, space: SearchSpace, axes: Axes) -> list[dict[str, Any]]:

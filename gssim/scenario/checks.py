@@ -798,6 +798,27 @@ def _check_experts(scenario: Scenario, policies: Policies, file: str) -> None:
         raise UserError(f"{where}: run.slowdowns cannot run yet with divided experts; leave them out")
 
 
+def _check_layers_of_parts(scenario: Scenario, policies: Policies, where: str, file: str) -> None:
+    """Refuse models without layers of cut blocks beside divided experts."""
+    model = scenario.workload.model
+    if model.expert_sequence_layers:
+        return
+    cut_for = model.expert_tensor_ranks
+    if cut_for > 1:
+        raise UserError(
+            f"{where}: the layers with divided experts of '{model.name}' are cut for {cut_for} tensor ranks "
+            f"(workload.model.expert_tensor_ranks); allowed: {cut_for}"
+        )
+    if not any(layer.routed_experts for layer in model.expert_layers):
+        raise UserError(f"{file}: plan.ep = {policies.ep}: '{model.name}' has no routed experts to divide; allowed: 1")
+    uncut = "its blocks cannot be cut so" if any(layer.block for layer in model.layers) else "its layers are no blocks"
+    raise UserError(
+        f"{where}: the model file of '{model.name}' has no layers with cut blocks and divided experts "
+        f"(workload.model.expert_sequence_layers): {uncut}, or it was traced before; allowed: 1, or trace it again "
+        "with `gsreal trace`"
+    )
+
+
 def _check_experts_of_parts(scenario: Scenario, policies: Policies, file: str) -> None:
     """Refuse tensor parallelism beside expert parallelism but of ranks that route their own parts of sequences.
 
@@ -806,18 +827,7 @@ def _check_experts_of_parts(scenario: Scenario, policies: Policies, file: str) -
     """
     plan, model = scenario.plan, scenario.workload.model
     where = f"{file}: plan.tp = {policies.tp}: beside plan.ep = {policies.ep}"
-    if not model.expert_sequence_layers:
-        cut_for = model.expert_tensor_ranks
-        if cut_for > 1:
-            raise UserError(
-                f"{where}: the layers with divided experts of '{model.name}' are cut for {cut_for} tensor ranks "
-                f"(workload.model.expert_tensor_ranks); allowed: {cut_for}"
-            )
-        raise UserError(
-            f"{where}: the model file of '{model.name}' has no layers with cut blocks and divided experts "
-            "(workload.model.expert_sequence_layers): its blocks cannot be cut so, or it was traced before; allowed: "
-            "1, or trace it again with `gsreal trace`"
-        )
+    _check_layers_of_parts(scenario, policies, where, file)
     if policies.etp != 1:
         raise UserError(
             f"{where}: plan.etp = {plan.etp or policies.tp}: experts that tensor ranks cut besides are not known for "
@@ -834,6 +844,11 @@ def _check_experts_of_parts(scenario: Scenario, policies: Policies, file: str) -
                 f"{where}: plan.{key} = true: exchanges beside products are not known yet where experts are divided; "
                 "leave it out"
             )
+    if len(set(scenario.slice_shares)) > 1:
+        raise UserError(
+            f"{file}: plan.shares.shards = {plan.shares.shards!r}: tensor ranks beside plan.ep = {policies.ep} have "
+            "slices of the same size; allowed: 'even'"
+        )
     for layer in model.expert_sequence_layers:
         if layer.units and layer.units % policies.tp:
             raise UserError(

@@ -34,7 +34,7 @@ class SearchSpace:
     experts that can be divided, as many as a host has."""
     sequence_parallel: Annotated[tuple[bool, ...], Field(min_length=1)] | None = None
     """Whether tensor-parallel ranks divide sequences where blocks are not cut (`plan.sequence_parallel`); both where
-    both are listed. Absent: as in the scenario's plan."""
+    both are listed. Absent: as in the scenario's plan, or where they divide experts."""
     schedules: Annotated[tuple[Literal["gpipe", "1f1b", "interleaved"], ...], Field(min_length=1)] | None = None
     """Schedules of pipelines. Absent: that of the scenario's plan."""
     micro_batches: Choice | None = None

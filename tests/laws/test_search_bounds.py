@@ -12,7 +12,8 @@ from strategies import device_type, exponential_statistics, loaded_of, scenario_
 from gssim.errors import UserError
 from gssim.planner import PLAN, Batches, candidates
 from gssim.planner.bounds import Bounds, LoweredBounds
-from gssim.scenario import SearchSpace, load_scenario
+from gssim.scenario import SearchSpace, load_model, load_scenario
+from gssim.simulation import simulate
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = (
@@ -104,6 +105,67 @@ def test_no_plan_that_divides_sequences_or_experts_is_better_than_its_bounds(mod
         if looked_at == plans:
             break
     assert looked_at == plans
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "length"),
+    [
+        ("mixture-byte-1m", {"ep": 4, "recompute": "full"}, 24),
+        ("gpt2-124m", {"recompute": "full"}, 128),
+        pytest.param("llama3.2-1b", {}, 128, marks=pytest.mark.slow),
+        pytest.param("llama3.2-1b", {"method": "zero2"}, 128, marks=pytest.mark.slow),
+    ],
+)
+def test_gradients_that_are_reduced_in_the_last_micro_batch_need_not_stay_to_its_end(model, plan, length):
+    own = {"method": "ddp", "micro_batches": 2} | plan
+    model_file = load_model(ROOT / f"scenarios/models/{model}.toml")
+    loaded = loaded_of(
+        scenario_of(star(4), own, model=model_file, sequence_length=length, global_batch_size=16, optimizer="adamw")
+    )
+    memory_bytes = loaded.scenario.cluster.type_of(0).memory_bytes
+    bound = Bounds(loaded.scenario, "step-time").of(loaded.scenario.plan).full_ratio * memory_bytes
+    peak_bytes = max(each.peak_allocated_bytes for each in simulate(loaded).result.ranks)
+    assert 0.9 * peak_bytes <= bound <= peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("devices", "plans"),
+    [(4, 5), pytest.param(4, 80, marks=pytest.mark.slow), pytest.param(8, 60, marks=pytest.mark.slow)],
+)
+def test_experts_are_divided_among_tensor_ranks_within_the_bounds_of_plans_whatever_the_own_plan_is(devices, plans):
+    """Each of them routes its own part of the sequences, which no key of the scenario's own plan says here."""
+    cluster = star(devices)
+    cluster = replace(cluster, devices=tuple(replace(each, host="host") for each in cluster.devices))
+    mixture = load_model(ROOT / "scenarios/models/mixture-byte-1m.toml")
+    made = scenario_of(
+        *(cluster, {"method": "ddp"}),
+        model=mixture,
+        sequence_length=48,
+        global_batch_size=16,
+        expert_load={"skew": 0.7},
+    )
+    space = SearchSpace(
+        methods=("ddp", "zero1", "zero3", "tensor"),
+        micro_batches=(1, 2),
+        recompute=("none", "full"),
+        tp=(2, 4),
+        cp=(1, 2),
+        ep=(1, 2, 4),
+        pp=(1,),
+    )
+    bounds, workers = Bounds(made, "step-time"), InThisProcess(loaded_of(made))
+    every = list(candidates(made, space, Batches(bounds)))
+    divided = [each for each in every if each.plan.ep > 1 and each.plan.tp > 1]
+    assert {(each.plan.etp, each.plan.sequence_parallel) for each in divided} == {(1, True)}
+    assert {(each.plan.tp, each.plan.ep) for each in divided} == {(2, 2), (2, 4), (4, 4)}
+    assert {each.plan.method for each in divided} == {*space.methods}
+    for each in random.Random(3).sample(divided, min(plans, len(divided))):
+        result = workers.answer_of(each.plan)
+        if not isinstance(result, UserError):
+            check_bounds(workers, bounds, each, result)
+    whole = SearchSpace(tp=(2,), ep=(2,), pp=(1,), methods=("ddp",), sequence_parallel=(False,))
+    refused = [each for each in candidates(made, whole, Batches(bounds)) if each.plan.ep > 1]
+    assert {type(workers.answer_of(each.plan)) for each in refused} == {UserError}
 
 
 @pytest.mark.parametrize("plans", [4, pytest.param(80, marks=pytest.mark.slow)])

@@ -15,7 +15,10 @@ from gssim.simulation import simulate
 from gssim.workload import Model, unrolled
 
 FOLDER = Path(__file__).resolve().parents[2]
-MIXTURE = load_model(FOLDER / "scenarios" / "models" / "mixture-byte-1m.toml")
+MIXTURE, DENSE_FIRST, GPT = (
+    load_model(FOLDER / "scenarios" / "models" / f"{name}.toml")
+    for name in ("mixture-byte-1m", "deepseek-moe-byte-240k", "gpt-byte-150k")
+)
 SMALL = FOLDER / "tests" / "helpers" / "models" / "of_tests"
 MIXTRAL, QWEN = (load_model(SMALL / f"small-{name}.toml") for name in ("heads-mixtral", "qwen3-moe"))
 """Without experts that all tokens take; the other's first block is dense, and its attention has norms of heads."""
@@ -170,6 +173,8 @@ def test_inputs_that_are_gathered_again_are_not_kept(model):
         ({"ep": 1}, {}, r"plan\.etp = 1: no experts are divided"),
         ({"ep": 1, "etp": None}, {}, r"blocks of 'mixture-byte-1m' cannot be cut: "),
         ({"ep": 4, "tp": 4, "dp_replicate": 1}, {"model": replace(MIXTURE, expert_sequence_layers=())}, "trace it"),
+        ({}, {"model": DENSE_FIRST}, "'deepseek-moe-byte-240k' has .*: its layers are no blocks, or"),
+        ({}, {"model": GPT}, r"plan\.ep = 2: 'gpt-byte-150k' has no routed experts to divide; allowed: 1"),
         ({"cp": 2, "ep": 4, "etp": None}, {}, "a divisor of these"),
         ({"cp": 2, "ep": 2, "etp": None}, {}, r"plan\.cp = 2 beside plan\.tp = 2: .* or plan\.etp = 1"),
         ({"cp": 2, "ep": 4}, {"sequence_length": 26}, r"parts of 13 positions cannot be divided evenly"),
@@ -177,6 +182,11 @@ def test_inputs_that_are_gathered_again_are_not_kept(model):
         ({"tp_overlap": True}, {}, r"plan\.tp_overlap = true: exchanges beside products are not known yet"),
         ({"async_input_gradients": True}, {}, r"plan\.async_input_gradients = true"),
         ({"method": "gs"}, {}, "cannot run yet with method 'gs'"),
+        (
+            {"method": "gs_tp", "tp": 4, "ep": 4, "shares": {"shards": [0.4, 0.2, 0.2, 0.2]}},
+            {},
+            r"plan\.shares\.shards = \(0\.4, .* slices of the same size; allowed: 'even'",
+        ),
         ({"method": "zero3", "dp_replicate": 2, "dp_shard": 1, "ep": 4}, {}, "shard a replica, of which there are 2"),
         ({}, {"sequence_length": 23}, r"workload\.sequence_length = 23: cannot be divided evenly"),
     ],

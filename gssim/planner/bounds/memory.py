@@ -76,8 +76,15 @@ class MemoryBounds:
         first, *others = splitting.split(samples, splitting.even(plan.micro_batches))
         peak = self._transient_bytes(plan, policies, part, first)
         if others:  # they start with gradients of earlier ones
-            gradients = self._gradients(policies, part, 0.0 if plan.offload else owned)
-            peak = max(peak, gradients + self._transient_bytes(plan, policies, part, max(others)))
+            value, sharded = self._gradients(policies, 0.0 if plan.offload else owned)
+            *between, last = others if policies.gradients not in ("local", "periodic") else (*others, 0)
+            if policies.gradient_sync == "micro-batch":
+                between, last = [], max(others)
+            if between:
+                held = value * part.elements + sharded
+                peak = max(peak, held + self._transient_bytes(plan, policies, part, max(between)))
+            # as they are reduced, layer by layer, gradients may be freed
+            peak = max(peak, sharded + self._transient_bytes(plan, policies, part, last, unreduced_value=value))
         always += self._communicators(policies) * device.communicator_bytes
         offload = None if device.kind == "cpu" else plan.offload  # a CPU is its own host
         return always + self._persistent_bytes(policies, part, owned, samples, offload) + peak
@@ -272,43 +279,58 @@ class MemoryBounds:
         length = -(-(workload.sequence_length or 0) // policies.cp)
         return kept + input_bytes(self.parts.model, batch_size=samples, sequence_length=length, value_bytes=value)
 
-    def _gradients(self, policies: Policies, part: Part, owned: float) -> float:
-        """Return the gradients that a later micro-batch starts with; those to be all-reduced are in buckets as well."""
-        if policies.pp > 1 or self.parts.scenario.plan.zero1_implementation == "megatron":
-            return 0.0
-        if policies.gradient_sync == "step" or policies.gradients in ("local", "all-reduce"):
-            return part.elements * min(self.parts.value, self.parts.reduced)
-        return owned * self.parts.value
+    def _gradients(self, policies: Policies, owned: float) -> tuple[int, float]:
+        """Return the bytes of each gradient that a later micro-batch starts with, and those of a rank's shards.
 
-    def _transient_bytes(self, plan: Plan, policies: Policies, part: Part, samples: int) -> float:
+        Gradients that are to be all-reduced are in buckets as well.
+        """
+        if policies.pp > 1 or self.parts.scenario.plan.zero1_implementation == "megatron":
+            return 0, 0.0
+        if policies.gradient_sync == "step" or policies.gradients in ("local", "all-reduce"):
+            return min(self.parts.value, self.parts.reduced), 0.0
+        return 0, owned * self.parts.value
+
+    def _transient_bytes(
+        self, plan: Plan, policies: Policies, part: Part, samples: int, *, unreduced_value: int = 0
+    ) -> float:
         """Return the transient peak of a micro-batch, or 0 where it is not known.
 
-        That is activations, temporaries, and the parameters that are gathered for them.
+        That is activations, temporaries, the parameters that are gathered for them, and gradients of so many bytes
+        each that are not reduced yet.
         """
         if not samples or policies.pp > 1:
             return 0.0
         gathers = policies.parameters if policies.shards > 1 else "replicated"
-        key = ("passing", part.key, gathers, plan.recompute, samples)
-        return self.parts.once(key, lambda: self._extrapolated_peak(part, gathers, plan.recompute, samples))
+        key = ("passing", part.key, gathers, plan.recompute, samples, unreduced_value)
+        held = gathers, unreduced_value
+        return self.parts.once(key, lambda: self._extrapolated_peak(part, held, plan.recompute, samples))
 
-    def _extrapolated_peak(self, part: Part, gathers: str, recompute: Recompute, samples: int) -> float:
+    def _extrapolated_peak(self, part: Part, held: tuple[str, int], recompute: Recompute, samples: int) -> float:
         if samples <= 2:
-            return self._peak_bytes(part, gathers, recompute, samples)
+            return self._peak_bytes(part, held, recompute, samples)
         # memory at each moment is linear in the samples, so the peak is convex: above its extended chords
         second = min(1 << (samples.bit_length() - 1), MAX_REPLAYED_SAMPLES)
         first = second // 2
-        low, high = (self._peak_bytes(part, gathers, recompute, each) for each in (first, second))
+        low, high = (self._peak_bytes(part, held, recompute, each) for each in (first, second))
         return high + (high - low) / (second - first) * (samples - second)
 
-    def _peak_bytes(self, part: Part, gathers: str, recompute: Recompute, samples: int) -> float:
+    def _peak_bytes(self, part: Part, held_beside: tuple[str, int], recompute: Recompute, samples: int) -> float:
+        """Return the transient peak of a micro-batch; `held_beside`: see `_gathered_elements`, and the bytes of each
+        gradient that is not reduced yet.
+        """
+        gathers, unreduced_value = held_beside
         held = self.parts.once(
             ("activations", part.key, recompute, samples),
             lambda: _held_bytes(part.layers, self._timeline(part, recompute, samples)),
         )
         gathered = self.parts.once(("gathered", part.key, gathers), lambda: _gathered_elements(part, gathers))
+        unreduced = self.parts.once(("unreduced", part.key), lambda: _unreduced_elements(part))
         return self.parts.once(
-            ("peak", part.key, gathers, recompute, samples),
-            lambda: max(a + self.parts.value * b for a, b in zip(held, gathered, strict=True)),
+            ("peak", part.key, gathers, recompute, samples, unreduced_value),
+            lambda: max(
+                a + self.parts.value * b + unreduced_value * c
+                for a, b, c in zip(held, gathered, unreduced, strict=True)
+            ),
         )
 
     def _timeline(self, part: Part, recompute: Recompute, samples: int) -> Timeline:
@@ -418,3 +440,14 @@ def _gathered_elements(part: Part, gathers: str) -> list[float]:
     root = float(sum(layer.elements for layer in layers if not layer.block))
     kept = list(accumulate(own)) if gathers == "gathered" else own
     return [0.0 if gathers == "replicated" else root + kept[place] for place, _ in _phases_in_order(part.layers)]
+
+
+def _unreduced_elements(part: Part) -> list[float]:
+    """Return the least number of gradients that are not reduced yet in each phase of the layers, in their order: those
+    of earlier micro-batches, in the last one.
+
+    Those of a layer may be reduced in its backward, and freed.
+    """
+    before = list(accumulate((float(each.layer.elements) for each in part.layers), initial=0.0))
+    ends = {"f": before[-1:] * len(part.layers), "r": before[1:], "b": before}
+    return [ends[phase][place] for place, phase in _phases_in_order(part.layers)]
