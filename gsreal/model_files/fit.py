@@ -131,6 +131,7 @@ def _recomputed(
     costs = cost("recompute_", "full")
     counted = [-1, *first.counted[index, "f"]]
     costs["recompute_positions"] = counted[costs["recompute_operations"]] + 1
+    costs["recompute_after"] = first.recompute_after(index) or None
     costs["recompute_releases"] = tuple(
         counted[-1] if alive.unsaved is None else alive.unsaved
         for alive in first.alive

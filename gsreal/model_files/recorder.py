@@ -207,6 +207,8 @@ class Record:
     until_saved: dict[int, dict[Recompute, Work]] = field(default_factory=dict)
     """Work of a module's forward until autograd has saved the last of its tensors, as far as each kind of checkpointing
     recomputes it."""
+    before_saved: dict[int, int] = field(default_factory=dict)
+    """By layer: number of storages that its backward creates before it needs the first tensor that autograd saved."""
     counted: dict[tuple[int, str], list[int]] = field(default_factory=lambda: defaultdict(list))
     """Positions of operations (not views), by layer and phase."""
     names: dict[tuple[int, str], list[str]] = field(default_factory=lambda: defaultdict(list))
@@ -218,6 +220,13 @@ class Record:
     overwritten: set[int] = field(default_factory=set)
     """Layers that change the output of a compute-heavy operation in place, so that it cannot be saved."""
     alive: list[StorageLife] = field(default_factory=list)
+
+    def recompute_after(self, layer: int) -> int:
+        """Return the number of positions of a layer's backward up to the last storage of `before_saved`; 0: none."""
+        moments = [alive.born for alive in self.alive] + [born for _, _, born, _ in self.parameters.values()]
+        positions = sorted(position for at, phase, position in moments if (at, phase) == (layer, "b"))
+        number = self.before_saved.get(layer, 0)
+        return positions[number - 1] + 1 if number else 0
 
     def position_at_end(self, layer: int) -> int:
         """Return the position of the last operation (not view) of a layer's forward."""

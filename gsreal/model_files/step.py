@@ -209,6 +209,7 @@ def record_step(
                 module.zero_grad(set_to_none=True)
                 _record_operations(record, module, inputs, targets, where, stand_in)
                 _record_unsaved(record, module, inputs, targets, stand_in, like)
+                _record_needed(record, module, inputs, targets, stand_in, like)
         except UnknownOperationError as error:
             raise UserError(f"{where}: {error}") from None
     if exchanged is not None:
@@ -542,6 +543,37 @@ def _record_unsaved(
             # positions differ by views, operations do not
             place = (layer, "f")
             alive.unsaved = record.counted[place][bisect_right(seen.counted[place], position) - 1]
+
+
+def _record_needed(
+    record: Record,
+    module: nn.Module,
+    inputs: Tensor,
+    targets: Tensor,
+    stand_in: _ReductionRecorder,
+    like: Record | None,
+) -> None:
+    """Record what each block's backward creates before it needs a tensor that autograd saved, or take it from `like`.
+
+    A checkpointed block runs its forward again only then.
+    """
+    if like is not None or record.kernel_plans:  # a compiled block is one node, which needs all that is saved at once
+        record.before_saved = like.before_saved if like is not None else {}
+        return
+    created: dict[int, int] = {}
+    seen = Record(record.modules, record.blocks, autocast=record.autocast)
+    stand_in.recorder = recorder = Recorder(seen, known_storages(module, inputs, targets))
+
+    def unpack(tensor: Tensor) -> Tensor:
+        if recorder.phase == "b":
+            place = (recorder.layer, "b")
+            created.setdefault(recorder.layer, sum(alive.born[:2] == place for alive in recorder.record.alive))
+        return tensor
+
+    module.zero_grad(set_to_none=True)
+    with saved_tensors_hooks(lambda tensor: tensor, unpack):
+        record_backward(recorder, module, inputs, targets)
+    record.before_saved = created
 
 
 def _record_operations(

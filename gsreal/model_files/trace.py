@@ -418,7 +418,7 @@ def _adapted_slices(
     try:
         for b, s, u, rank in steps:
             records[b, s, u, 0, 0, 0, rank] = record(b, s, u, rank)
-        last = CHECKED_BATCH_SIZE, longest, units, 0, 0, CHECKED_ADAPTER_RANK
+        last = CHECKED_BATCH_SIZE, longest, units, 0, 0, 0, CHECKED_ADAPTER_RANK
         check = record(CHECKED_BATCH_SIZE, longest, units, CHECKED_ADAPTER_RANK)
         return fit_layers(records, check, last, powers_in_slices(len(lengths), parts=False))
     except NoPolynomialError:
@@ -450,7 +450,7 @@ def _adapted_parts(
     try:
         for b, s, u, n, rank in steps:
             records[b, s, u, s // n, 0, 0, rank] = record(b, s, u, n, rank)
-        last = CHECKED_BATCH_SIZE, longest, units, longest // more, 0, CHECKED_ADAPTER_RANK
+        last = CHECKED_BATCH_SIZE, longest, units, longest // more, 0, 0, CHECKED_ADAPTER_RANK
         check = record(CHECKED_BATCH_SIZE, longest, units, more, CHECKED_ADAPTER_RANK)
         return fit_layers(records, check, last, powers_in_slices(len(rounded), parts=True))
     except NoPolynomialError:

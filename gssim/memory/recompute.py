@@ -13,6 +13,10 @@ backward needs it or not. The second forward uses it instead of running the oper
 when that of a second forward would have been. Outputs that the second forward does not reach, since it stops early, are
 kept as long as the placeholders.
 
+[Note: first needed] Of a block's backward, some operations may need the gradient of its output alone: it is gathered
+where ranks divide sequences, and scaled where the block's last map has an adapter. They run before anything that is
+saved is asked for, so that what they allocate is there while the block's forward runs again (`recompute_after`).
+
 [Note: casts] torch.autocast keeps the casts of parameters until its outermost context ends, so that none is cast twice
 in a forward. The first forward leaves them there: those of all blocks are held until the loss is computed, where
 without checkpointing autograd holds most of them longer. The second forward has a context of its own (recompute_fn),
@@ -84,7 +88,22 @@ def recomputed_buffers(
         moved.append(Buffer(Moment("f"), _frame_released(layer, before), "activations", size))
         if again:
             moved.append(Buffer(Moment("r"), Moment("r", LAST), "temporaries", size))
-    return tuple(moved)
+    return tuple(_before_recomputation(buffer, layer, before) for buffer in moved)
+
+
+def _before_recomputation(buffer: Buffer, layer: Layer, before: Layer | None) -> Buffer:
+    """Return a buffer with those of its moments that are in a backward, before its block's forward is run again, at
+    the begin of that; see [Note: first needed].
+    """
+    at_layer = {0: layer, -1: before}
+
+    def of(moment: Moment) -> Moment:
+        block = at_layer.get(moment.layer_offset) if moment.phase == "b" else None
+        if block is None or not block.is_recomputed or moment.position >= (block.recompute_after or 0):
+            return moment
+        return Moment("r", 0, moment.layer_offset)
+
+    return replace(buffer, born=of(buffer.born), freed=of(buffer.freed))
 
 
 def _is_cached(buffer: Buffer, end: Moment, last: int) -> bool:

@@ -527,6 +527,9 @@ class Layer:
     """Number of operations that the host launches for the recomputation."""
     recompute_positions: Count | None = None
     """Number of the forward's operations that are recomputed."""
+    recompute_after: PositiveInt | None = None
+    """Number of the backward's positions before the recomputation begins: before autograd needs any tensor that it
+    saved. Until then the gradient of the output is enough. Absent: 0."""
     recompute_releases: tuple[Count, ...] | None = None
     """Positions in a forward that saves nothing at which the buffers for the layer's own backward are freed, in order.
     """
@@ -591,8 +594,8 @@ class Layer:
         for key in ("module_buffer_bytes", "integer_buffer_bytes"):
             if not data.get(key):
                 data.pop(key, None)
-        rarely = ("selective_rerun", "experts_per_token", "experts", "expert_capacity_ratio", "every_second_product")
-        for key in rarely:
+        rarely = ("recompute_after", "selective_rerun", "experts_per_token", "experts", "expert_capacity_ratio")
+        for key in (*rarely, "every_second_product"):
             if data.get(key) is None:
                 data.pop(key, None)
         if not data.get("frozen_parameters"):

@@ -218,6 +218,7 @@ def _recomputed_in_role(layer: Layer, buffers: Sequence[Buffer]) -> Layer:
 
     See [Note: recomputed roles]. Where the role does not allocate the same tensors they are left out.
     """
+    layer = replace(layer, recompute_after=None)  # its backward has other positions
     if layer.recompute_positions is None:
         return layer
     own, traced = ([each for each in them if each.born.phase == "f"] for them in (buffers, layer.buffers))

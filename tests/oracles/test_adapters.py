@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 from gsreal.methods.tensor_slices import slice_block  # noqa: E402
 from gsreal.model_files.build import build_module, loss_of  # noqa: E402
 from gsreal.model_files.layers import layer_modules  # noqa: E402
-from gsreal.model_files.trace import write_model  # noqa: E402
+from gsreal.model_files.trace import with_traced_adapters, write_model  # noqa: E402
 
 SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
 SMALL = SCENARIOS.parent / "tests/helpers/models/of_tests"
@@ -245,3 +245,11 @@ def test_the_same_names_mean_the_role_and_rank_changes_the_identity() -> None:
     names = loaded("workload.adapters={rank=4, targets=['v_proj', 'q_proj']}")
     assert role.workload.model.layers == names.workload.model.layers
     assert role.scenario_id != loaded("workload.adapters={rank=8}").scenario_id
+
+
+def test_a_trace_finds_the_layers_with_adapters_that_its_file_has_whole_and_in_parts_of_all_kinds() -> None:
+    model = load_model(SMALL / "adapters-gpt.toml")
+    kept = next(each for each in model.adapted if each.role == "all-linear")
+    again = with_traced_adapters(replace(model, adapted=()), ["all-linear"], where="here").adapted
+    assert again == (kept,)
+    assert all((kept.layers, kept.sliced_layers, kept.sequence_layers, kept.context_layers))

@@ -24,6 +24,7 @@ MODELS = Path(__file__).resolve().parents[2] / "scenarios" / "models"
 NAMES = sorted(path.stem for path in MODELS.glob("*.toml"))
 METHODS = ["single", "ddp", "zero1", "zero2", "zero3", "gs"]
 GPT = load_model(MODELS / "gpt-byte-1m.toml")
+GPT_BLOCK = unrolled(GPT)[1].layer
 BATCH, LENGTH = 3, 40
 TOKENS = BATCH * LENGTH
 
@@ -98,6 +99,19 @@ def test_positions_as_wide_as_blocks_beside_narrower_tokens_are_no_argument_of_t
     embedding = replace(embedding, buffers=tuple(map(Buffer.parse, texts)))
     moved = recomputed_buffers(embedding, None, (wider, block))
     assert [buffer.freed.phase for buffer in moved] == ["b", "b", "f"]  # the tokens', the mask, the positions
+
+
+def test_what_needs_the_outputs_gradient_alone_is_there_while_the_forward_runs_again():
+    """Of a block that scales the gradient of its output before it needs what was saved: an adapter on its last map."""
+    of_next, scaled, later = "b0 b1@-1 temporaries 8*b*s", "b0 b2 temporaries 16*b*s", "b2 b3 temporaries 32*b*s"
+    block = replace(GPT_BLOCK, recompute_after=2, buffers=tuple(map(Buffer.parse, (scaled, later))))
+    moved = [(str(each.born), str(each.freed)) for each in recomputed_buffers(block, None, ())]
+    assert moved == [("r0", "b2"), ("b2", "b3")]
+    above = replace(GPT_BLOCK, buffers=(Buffer.parse(of_next),))
+    (passed,) = recomputed_buffers(above, block, ())
+    assert (str(passed.born), passed.freed.phase, passed.freed.layer_offset) == ("b0", "r", -1)
+    (passed,) = recomputed_buffers(above, replace(block, recompute_after=1), ())
+    assert str(passed) == of_next
 
 
 @pytest.mark.parametrize(("name", "recompute"), each_once(NAMES, ("full", "selective", "every-second-product")))
