@@ -390,12 +390,18 @@ def _refuse_expert_axes(plan: Plan, policies: Policies, file: str, *, replicated
             f"these{_or_among_tensor_ranks(policies)}"
         )
     if policies.etp is not None:
-        divided = policies.etp * policies.ep
-        if policies.tp % policies.etp or policies.tp * replicas % divided or divided % policies.tp:
+        divided, ranks = policies.etp * policies.ep, policies.tp * replicas
+        if policies.tp % policies.etp:
             raise UserError(
-                f"{file}: plan.etp = {policies.etp}: must divide plan.tp = {policies.tp}, and times {policies.ep} "
-                f"(plan.ep) be a multiple of that and a divisor of the {policies.tp * replicas} ranks of tensor groups "
-                "and data; leave it out for all ranks of a tensor group"
+                f"{file}: plan.etp = {policies.etp}: must divide plan.tp = {policies.tp}; allowed: a divisor"
+            )
+        if ranks % divided or divided % policies.tp:
+            least = policies.tp // policies.etp
+            sizes = [str(ep) for ep in range(least, ranks + 1, least) if ranks % (policies.etp * ep) == 0]
+            raise UserError(
+                f"{file}: plan.etp = {policies.etp}: times {policies.ep} (plan.ep) must be a multiple of plan.tp = "
+                f"{policies.tp}, and a divisor of the {ranks} ranks of tensor groups and data; allowed: plan.ep = "
+                f"{' or '.join(sizes)}"
             )
     flat = plan.zero1_implementation == "megatron" or policies.optimizer_state == "replicated"
     if policies.tp > 1 and policies.etp != 1 and not (replicated and flat):

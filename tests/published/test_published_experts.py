@@ -165,7 +165,7 @@ def test_a_test_of_muon_with_whole_embeddings_is_written_but_not_scored(tmp_path
     ("plan", "message"),
     [
         ({"etp": 3}, r"plan\.etp = 3: must divide plan\.tp = 2"),
-        ({"etp": 1, "ep": 3}, r"plan\.etp = 1: must divide"),
+        ({"etp": 1, "ep": 3}, r"plan\.etp = 1: times 3 \(plan\.ep\) must be a multiple of plan\.tp = 2"),
         ({"tp": 1, "dp_replicate": 8}, r"plan\.tp = 1: the layers with divided experts .* for 2 tensor ranks"),
         ({"method": "zero3", "dp_shard": 4, "dp_replicate": 1}, r"plan\.tp = 2 and method 'zero3'"),
     ],
