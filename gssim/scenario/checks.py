@@ -227,10 +227,10 @@ def _check_traced_variants(scenario: Scenario, policies: Policies, file: str) ->
             "zero3 (fsdp), hsdp, pipeline, gs, gs_z3 and gs_hier"
         )
     if name == "adapters":
-        _check_adapters(scenario, policies, where)
+        check_adapters(scenario, policies, where)
 
 
-def _check_adapters(scenario: Scenario, policies: Policies, where: str) -> None:
+def check_adapters(scenario: Scenario, policies: Policies, where: str) -> None:
     """Refuse thresholds of adapters, and what slices with adapters, whose own weights are frozen, cannot do yet."""
     plan = scenario.plan
     if policies.gradients == "push" and scenario.push.threshold is not None:
