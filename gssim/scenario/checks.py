@@ -247,7 +247,6 @@ def check_adapters(scenario: Scenario, policies: Policies, where: str) -> None:
         ("plan.tp_overlap", plan.tp_overlap, False, "products of frozen weights are fewer than it counts on"),
         ("plan.async_input_gradients", plan.async_input_gradients, False, "frozen weights have no gradients beside it"),
         ("plan.sequence_parallel", policies.pp > 1 and policies.sequence_parallel, False, unknown),
-        ("plan.recompute", plan.recompute if policies.pp > 1 else "none", "none", unknown),
     )
     for key, value, allowed, why in refused if policies.tp > 1 else ():
         if value != allowed:
