@@ -227,10 +227,10 @@ def _check_traced_variants(scenario: Scenario, policies: Policies, file: str) ->
             "zero3 (fsdp), hsdp, pipeline, gs, gs_z3 and gs_hier"
         )
     if name == "adapters":
-        _check_adapters(scenario, policies, where)
+        check_adapters(scenario, policies, where)
 
 
-def _check_adapters(scenario: Scenario, policies: Policies, where: str) -> None:
+def check_adapters(scenario: Scenario, policies: Policies, where: str) -> None:
     """Refuse thresholds of adapters, and what slices with adapters, whose own weights are frozen, cannot do yet."""
     plan = scenario.plan
     if policies.gradients == "push" and scenario.push.threshold is not None:
@@ -247,7 +247,6 @@ def _check_adapters(scenario: Scenario, policies: Policies, where: str) -> None:
         ("plan.tp_overlap", plan.tp_overlap, False, "products of frozen weights are fewer than it counts on"),
         ("plan.async_input_gradients", plan.async_input_gradients, False, "frozen weights have no gradients beside it"),
         ("plan.sequence_parallel", policies.pp > 1 and policies.sequence_parallel, False, unknown),
-        ("plan.recompute", plan.recompute if policies.pp > 1 else "none", "none", unknown),
     )
     for key, value, allowed, why in refused if policies.tp > 1 else ():
         if value != allowed:

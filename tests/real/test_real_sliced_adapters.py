@@ -98,6 +98,9 @@ ON: dict[int, dict[str, list[str]]] = {
         "gpt-all-gs-sgd": [*SGD, *under("gs")],
         "llama-all-sequence-gs-z3-sgd": [*SGD, *under("gs_z3", SEQUENCE)],
         "gpt-all-staged-sgd": [*SGD, *STAGES],
+        "gpt-all-staged-full-sgd": [*SGD, *STAGES, FULL],
+        "llama-all-staged-full-clipped-sgd": [*SGD, *STAGES, FULL, "workload.clip_norm=0.05"],
+        "llama-query-value-staged-selective-sgd": [*SGD, *STAGES, SELECTIVE, "plan.schedule=gpipe"],
         "llama-query-value-staged-clipped-sgd": [*SGD, *STAGES, "workload.clip_norm=0.05"],
     },
 }

@@ -18,6 +18,7 @@ from gssim.scenario import (
     routes_parts,
     value_bytes,
 )
+from gssim.scenario.checks import check_adapters
 from gssim.scenario.context_slices import uncombined_reason
 from gssim.scenario.scenario import sequence_positions
 from gssim.scenario.stages import stage_cut_error
@@ -95,6 +96,8 @@ class ModelParts:
         """Return the part of a rank; raise UserError where the model cannot be cut so."""
         if policies.tp > 1 and policies.ep == 1:
             self._check_slices(policies.tp)
+        if policies.tp > 1 and self.workload.adapters is not None:  # of which not all parts are traced
+            check_adapters(self.with_plan(plan), policies, "workload.adapters")
         self._check_expert_parts(policies)
         if policies.pp > 1:
             place = policies.mesh.place(rank).pp
