@@ -17,7 +17,7 @@ from gsreal.gradient_sharding.point_to_point import all_gather_into_tensor, redu
 from gsreal.measure import Timeline
 from gsreal.methods.checkpointing import blocks_of
 from gsreal.methods.compressed import compressor_of
-from gsreal.methods.experts import PARAMETERS, experts_of
+from gsreal.methods.experts import PARAMETERS, experts_of, trained_experts
 from gsreal.methods.meshes import REPLICAS, data_group, data_mesh, expert_mesh, shard_mesh
 from gsreal.methods.optimizers import groups_of, make_optimizer, replica_optimizer_of
 from gsreal.methods.periodic import Synchronization
@@ -198,8 +198,7 @@ def sharded_optimizer(
 ) -> torch.optim.Optimizer:
     """Return the optimizer whose state replicas shard; that of divided experts those that hold the same ones."""
     workload, policies = scenario.workload, scenario.policies
-    inner = experts_of(module) if policies.ep > 1 else ()
-    apart = [getattr(experts, name) for _, experts in inner for name in PARAMETERS]
+    apart = [module.get_parameter(name) for name in trained_experts(module)] if policies.ep > 1 else []
     own = {id(parameter) for parameter in apart}
     shared = [parameter for parameter in trained(module) if id(parameter) not in own]
     dense = shard_optimizer_state(workload, shared, timeline, device, group=replicas)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from gsreal.measure import Timeline
-from gsreal.methods.experts import PARAMETERS, GroupExchange, experts_of, replace_experts
+from gsreal.methods.experts import PARAMETERS, GroupExchange, experts_of, replace_experts, trained_experts
 from gsreal.methods.meshes import DIVIDED, REPLICAS, expert_mesh
 from gsreal.methods.tensor_slices import Slice, mark
 from gssim.plan import position_ranges
@@ -103,7 +103,7 @@ class ExpertGradients:
         self.group, self.timeline, self.overlap = group, timeline, overlap
         self.leaves = True
         self._pending: list[dist.Work] = []
-        self.names = [f"{path}.{name}" for path, _ in experts_of(module) for name in PARAMETERS]
+        self.names = trained_experts(module)
         self._alone = dist.get_world_size(group) == 1
 
         def reduce(parameter: Tensor) -> None:
@@ -144,7 +144,7 @@ class ShardedExpertGradients:
 
     def __init__(self, module: nn.Module, ranks: int) -> None:
         self.ranks = ranks
-        self.names = [f"{path}.{name}" for path, _ in experts_of(module) for name in PARAMETERS]
+        self.names = trained_experts(module)
         self.module = module
 
     def wait(self) -> None:

@@ -126,6 +126,12 @@ PARAMETERS = ("gate_up_proj", "down_proj")
 """Matrices of a module of routed experts, the first dimension of which is the expert."""
 
 
+def trained_experts(module: nn.Module) -> list[str]:
+    """Return the names of the parameters of routed experts that are trained: none beside adapters."""
+    found = ((f"{path}.{name}", getattr(inner, name)) for path, inner in experts_of(module) for name in PARAMETERS)
+    return [name for name, parameter in found if parameter.requires_grad]
+
+
 def divided_reason(module: nn.Module) -> str | None:
     """Return why ranks cannot divide the experts of a model, with the name of the module; None: they can."""
     found = dict(experts_of(module))
@@ -150,7 +156,8 @@ def replace_experts(inner: Any, held: range, exchange: Exchange | None) -> None:
     if len(held) < experts:
         for name in PARAMETERS:
             whole = getattr(inner, name)
-            setattr(inner, name, nn.Parameter(whole.detach()[held.start : held.stop].clone()))
+            part = whole.detach()[held.start : held.stop].clone()
+            setattr(inner, name, nn.Parameter(part, requires_grad=whole.requires_grad))
     inner.forward = partial(_forward, inner, experts, exchange)
 
 

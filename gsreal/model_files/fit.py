@@ -64,6 +64,16 @@ def powers_in_slices(lengths: int, *, parts: bool) -> tuple[Powers, ...]:
     return (*powers, *((i, 0, 0, 1, 0, 0, 0) for i in (0, 1) if parts))
 
 
+def powers_beside_experts(lengths: int) -> tuple[Powers, ...]:
+    """Return the powers in quantities of layers with adapters of which ranks divide experts, which units are.
+
+    `lengths`: number of traced sequence lengths.
+    """
+    powers: list[Powers] = [(i, j, 0, 0, 0, 0, 0) for j in range(lengths) for i in (0, 1)]
+    powers += [(i, j, 0, 0, 0, 0, 1) for j in range(min(2, lengths)) for i in (0, 1)]
+    return (*powers, (0, 0, 1, 0, 0, 0, 0), (0, 0, 0, 0, 1, 0, 0))
+
+
 def fit_layers(
     records: dict[Shape, Record], check: Record, checked: Shape, powers: Sequence[Powers] | None = None
 ) -> list[Layer]:

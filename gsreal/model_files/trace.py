@@ -21,7 +21,14 @@ from pydantic import TypeAdapter
 from gsreal.methods.adapters import adapted_maps
 from gsreal.model_files import config_file
 from gsreal.model_files.build import DTYPES
-from gsreal.model_files.fit import Shape, fit_layers, grouped, powers_in_slices, powers_of_adapters
+from gsreal.model_files.fit import (
+    Shape,
+    fit_layers,
+    grouped,
+    powers_beside_experts,
+    powers_in_slices,
+    powers_of_adapters,
+)
 from gsreal.model_files.partial_backward import with_partial_costs
 from gsreal.model_files.recorder import NoPolynomialError, Record, Work
 from gsreal.model_files.repeated import KEPT, Stack, repeat_blocks, with_fewer_blocks
@@ -384,6 +391,7 @@ def traced_adapters(
         "context_layers": _adapted_context(adapted, lengths, length, where) if model.context_layers else [],
         "sliced_layers": _adapted_slices(adapted, lengths, length, where) if model.sliced_layers else [],
         "sequence_layers": _adapted_parts(adapted, lengths, length, where) if model.sequence_layers else [],
+        "expert_layers": _adapted_experts(adapted, lengths, length, where) if model.expert_layers else [],
     }
     if stack is not None:
         differ = {"neighbours_differ": True}
@@ -482,6 +490,37 @@ def _adapted_context(
         largest = record(*last, shapes.ranks)
         powers = powers_of_adapters(len(lengths))
         return fit_layers(records, largest, (*last, shapes.longest // shapes.ranks), powers)
+    except NoPolynomialError:
+        return []
+
+
+def _adapted_experts(
+    adapted: Callable[[int], Model], lengths: Sequence[int | None], longest: int | None, where: str
+) -> list[Layer]:
+    """Return all layers of a model with adapters with divided experts, as functions of the experts that are held, of
+    their rows, and of the rank.
+
+    Arguments and result as of `_adapted_context`; experts and rows as of `_traced_experts`.
+    """
+    (low, high), few = TRACED_ADAPTER_RANKS, lengths[: min(2, len(lengths))]
+    experts, (first, more, last) = experts_to_divide(adapted(low), where), TRACED_ROWS
+    if experts < 4:
+        return []
+    steps = [(b, s, 2, first, low) for b in TRACED_BATCH_SIZES for s in lengths]
+    steps += [(b, s, 2, first, high) for b in TRACED_BATCH_SIZES for s in few]
+    steps += [(*steps[0][:2], experts // 2 if experts > 4 else experts, first, low), (*steps[0][:3], more, low)]
+    records: dict[Shape, Record] = {}
+
+    def record(b: int, s: int | None, held: int, rows: int, rank: int) -> Record:
+        like = next(iter(records.values()), None)
+        return record_step(adapted(rank), b, s, routed=(held, rows), where=where, like=like)
+
+    try:
+        for b, s, held, rows, rank in steps:
+            records[b, s, held, 0, rows, 0, rank] = record(b, s, held, rows, rank)
+        check = CHECKED_BATCH_SIZE, longest, 2, last, CHECKED_ADAPTER_RANK
+        checked = (*check[:3], 0, last, 0, CHECKED_ADAPTER_RANK)
+        return fit_layers(records, record(*check), checked, powers_beside_experts(len(lengths)))
     except NoPolynomialError:
         return []
 
@@ -828,7 +867,7 @@ def write_model(path: Path, model: Model) -> None:
         if not data[name]:
             del data[name]
     for each in data.get("adapted", ()):
-        for name in ("context_layers", "sliced_layers", "sequence_layers"):
+        for name in ("context_layers", "sliced_layers", "sequence_layers", "expert_layers"):
             if not each[name]:
                 del each[name]
     write_text(path, tomli_w.dumps(data, multiline_strings=False, indent=2))

@@ -219,7 +219,7 @@ def _update(
         moved = (low.master_bytes, low.master_bytes)
         duration_s += cost.moving_time_s(device, value_bytes=moved, elements=elements, tensors=len(owned))
     if low.policies.ep > 1 and low.policies.gradients == "reduce-scatter":  # see [Note: experts] in `sharded`
-        of_experts = sum(unit.shard_bytes for unit in units(low) if unit.experts)
+        of_experts = sum(unit.shard_gradient_bytes for unit in units(low) if unit.experts)
         duration_s += cost.copy_time_s(device, of_experts)
     issue_s = cost.optimizer_issue_s(device, workload, tensors=len(owned), sharded_tensors=distributed, casts=casts)
     issue = None if issue_s is None else Issue(issue_s, goes_on=True)

@@ -30,7 +30,8 @@ live. Where more ranks hold the same experts than there are of these, each exper
 (torchtitan's apply_fsdp): what is gathered is then copied once more, into its place (foreach_all_gather_copy_out), and
 so is each gradient before it is reduced, the last of which lives until that is done (foreach_reduce). FSDP2 takes the
 mean over the ranks that hold the same experts: their gradients are divided by the number of ranks that divide them
-before the update.
+before the update. Frozen experts, beside adapters, are gathered and freed alike; where their gradients would be reduced
+first, the buffers of earlier reduce-scatters are freed all the same.
 
 [Note: streams] On nccl, collectives run beside the compute, in the order in which the host issues them: gathers and
 reduce-scatters share one communicator, which runs one at a time. Events order them as in wait_for_unshard and
@@ -268,17 +269,18 @@ def units(low: Lowering) -> tuple[Unit, ...]:
     def with_experts(unit: Unit) -> list[Unit]:
         """Return the unit, if it has any parameters, and that of the divided experts of its layers."""
         own = tuple(each for instance in unit.layers for each in instance.layer.parameters if divided(each))
+        at_rest = tuple(each for instance in unit.layers for each in instance.layer.frozen_parameters if divided(each))
         result = [unit] if unit.parameters or unit.tensors.quantized else []
-        if own:
+        if own or at_rest:
             replicas = ranks // low.policies.mesh.expert_stride
-            across = shards_inside_experts([each.shape for each in own], replicas=replicas)
-            tensors = Tensors(own, replicas, *sizes, dimension=int(across))
+            across = shards_inside_experts([each.shape for each in (*own, *at_rest)], replicas=replicas)
+            tensors = Tensors(own, replicas, *sizes, at_rest, dimension=int(across))
             result.append(Unit(f"{unit.name}.experts", unit.layers, tensors, experts=True))
         return result
 
     root = tuple(instance for instance in low.layers if not instance.layer.block)
     trained = tuple(each for instance in root for each in instance.layer.parameters if not divided(each))
-    frozen = tuple(parameter for instance in root for parameter in instance.layer.frozen_parameters)
+    frozen = tuple(each for instance in root for each in instance.layer.frozen_parameters if not divided(each))
     result = with_experts(Unit("root", root, Tensors(trained, ranks, *sizes, frozen)))
     repeated: dict[int, Tensors] = {}
     for instance in low.layers:
@@ -288,7 +290,8 @@ def units(low: Lowering) -> tuple[Unit, ...]:
                 dense = tuple(each for each in layer.parameters if not divided(each))
                 weights = quantized_weights(layer, precision)
                 few_bits = tuple(stored(each, precision) for each in weights if precision)
-                frozen = tuple(each for each in layer.frozen_parameters if not any(each is one for one in weights))
+                elsewhere = [*weights, *filter(divided, layer.frozen_parameters)]
+                frozen = tuple(each for each in layer.frozen_parameters if not any(each is one for one in elsewhere))
                 repeated[id(layer)] = Tensors(dense, ranks, *sizes, frozen, few_bits)
             result += with_experts(Unit(instance.module, (instance,), repeated[id(layer)]))
     return tuple(result)
@@ -363,24 +366,29 @@ def reduce_scatter_gradients(low: Lowering, rank: int, tasks: list[Task], micro_
     ends = pass_ends(tasks, "backward")
     last, deepest = _without_input_gradient(low), _first_trained(low)
     below = [unit for unit in units(low) if not unit.is_root and unit.layers[0].index < deepest]
-    prefetched = below[-1].name if below else ""
+    at_deepest = [unit for unit in units(low) if not unit.is_root and unit.layers[0].index == deepest]
+    prefetched = {unit.name for unit in below[-max(1, len(at_deepest)) :] if unit.layers[0] is below[-1].layers[0]}
     every = sorted(units(low), key=lambda unit: (unit.is_root, -unit.layers[0].index, not unit.experts))
     if last is not None:  # the callback serves the root first
         every = [*(unit for unit in every if unit.layers[0] is not last), *(u for u in every if u.layers[0] is last)]
     for unit in every:
         freed_units = () if held and held[-1].experts else held
         freed = TaskId("free", layer=unit.name, during="backward")
-        if not unit.is_root and not unit.tensors.trained and unit.layers[0].index > deepest:
+        if not unit.is_root and not unit.tensors.trained and unit.layers[0].index > deepest and not unit.experts:
             behind[ends[unit.layers[0].module]].append(Task(freed, "backward", need=_need(unit.gathered(0, sign=-1))))
             continue
         if not unit.is_root and low.policies.parameters == "sharded" and unit.layers[0].index < deepest:
-            unused_bytes = unit.flat_bytes if unit.ranks > 1 and unit.name == prefetched else 0
+            unused_bytes = unit.flat_bytes if unit.ranks > 1 and unit.name in prefetched else 0
             end.append(Task(freed, "backward", need=_need(Event(0, -unused_bytes, "communication"))))
             continue
         if micro_batch.sends_gradients and not unit.tensors.trained:
             dropped = Event(1, -sum(each.scattered_bytes for each in held), "communication")
             after = tuple(_reduce_id(each) for each in held if low.overlaps and each.ranks > 1)
-            end.append(Task(freed, "backward", after=after, need=_need(unit.gathered(0, sign=-1), dropped)))
+            new = [Task(freed, "backward", after=after, need=_need(unit.gathered(0, sign=-1), dropped))]
+            if unit.experts and unit.layers[0].index >= deepest and unit.layers[0] is not last:
+                behind[ends[unit.layers[0].module]] += new  # beside adapters; see [Note: experts]
+            else:
+                end += new
             held = ()
             continue
         if micro_batch.sends_gradients:
@@ -659,13 +667,13 @@ def reduce_stage_gradients(low: Lowering, rank: int) -> list[Task]:
     held: tuple[Unit, ...] = ()
     for unit in units(low):
         if not unit.tensors.trained:
-            tasks.append(
-                Task(
-                    TaskId("free", layer=unit.name, during="backward"),
-                    "backward",
-                    need=_need(unit.gathered(0, sign=-1)),
-                )
+            dropped = held if unit.experts else ()
+            after = tuple(_reduce_id(each) for each in dropped if low.overlaps and each.ranks > 1)
+            need = _need(
+                unit.gathered(0, sign=-1), *(Event(1, -each.scattered_bytes, "communication") for each in dropped)
             )
+            tasks.append(Task(TaskId("free", layer=unit.name, during="backward"), "backward", after=after, need=need))
+            held = () if unit.experts else held
             continue
         tasks += _reduce_scatter(low, rank, unit, held, last, accumulated=True)
         held = (unit,)

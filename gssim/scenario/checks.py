@@ -199,7 +199,7 @@ def _check_traced_variants(scenario: Scenario, policies: Policies, file: str) ->
     if name is None:
         return
     where, variant = f"{file}: workload.{name}", "frozen layers" if name == "frozen" else name
-    traced = ("tp", "cp") if name == "adapters" else ()  # of such parts, layers with adapters are traced too
+    traced = ("tp", "cp", "ep") if name == "adapters" else ()  # of such parts, layers with adapters are traced too
     for key, value in (("tp", policies.tp), ("cp", policies.cp), ("ep", policies.ep)):
         if value > 1 and key not in traced:
             raise UserError(
@@ -231,13 +231,21 @@ def _check_traced_variants(scenario: Scenario, policies: Policies, file: str) ->
 
 
 def check_adapters(scenario: Scenario, policies: Policies, where: str) -> None:
-    """Refuse thresholds of adapters, and what slices with adapters, whose own weights are frozen, cannot do yet."""
+    """Refuse thresholds of adapters, and what slices and divided experts cannot do yet beside adapters, whose own
+    weights are frozen.
+    """
     plan = scenario.plan
     if policies.gradients == "push" and scenario.push.threshold is not None:
         raise UserError(
             f"{where}: plan.push.threshold = {scenario.push.threshold:g}: adapters have no gradient statistics; "
             "leave it out"
         )
+    for key, ranks in (("tp", policies.tp), ("cp", policies.cp)):
+        if policies.ep > 1 and ranks > 1:
+            raise UserError(
+                f"{where}: cannot run yet beside plan.ep = {policies.ep} with plan.{key} = {ranks}: parts of blocks or "
+                "sequences with divided experts are traced without adapters; allowed: 1"
+            )
     unknown = f"peaks of the first of plan.pp = {policies.pp} stages are not predicted well enough"
     refused = (
         ("plan.cp", policies.cp, 1, "slices with adapters are not traced on parts of sequences"),
@@ -862,9 +870,11 @@ def _check_expert_load(scenario: Scenario, ranks: int, where: str, file: str) ->
     every = divided_expert_layers(workload.model, scenario.policies)
     layers = [layer for layer in every if layer.routed_experts]
     if not layers:
+        adapted, option = _adapters_in_trace(scenario)
         raise UserError(
-            f"{where}: the model file of '{workload.model.name}' has no layers with divided experts: it has no routed "
-            "experts, or fewer than 4, or they cannot be divided; allowed: 1, or trace it again with `gsreal trace`"
+            f"{where}: the model file of '{workload.model.name}' has no layers with divided experts{adapted}: it has "
+            "no routed experts, or fewer than 4, or they cannot be divided; allowed: 1, or trace it again with "
+            f"`gsreal trace{option}`"
         )
     for layer in layers:
         if (experts := layer.routed_experts or 0) % ranks:

@@ -166,8 +166,11 @@ def on_context_parts(
 def _with_own_experts(layer: Layer, experts: int, rows: int) -> Layer:
     """Return a layer with so many of its experts, and rows for each sample; its units are experts."""
     part = sliced_layer(layer, experts, 0, rows)
-    parameters = (replace(each, of_experts=each.sliced) for each in part.parameters)
-    return replace(part, parameters=tuple(parameters))
+    trained, frozen = (
+        tuple(replace(each, of_experts=each.sliced) for each in parameters)
+        for parameters in (part.parameters, part.frozen_parameters)
+    )
+    return replace(part, parameters=trained, frozen_parameters=frozen)
 
 
 def rows_of_ranks(workload: Workload, policies: Policies) -> tuple[tuple[int, ...], ...]:

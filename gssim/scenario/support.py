@@ -25,6 +25,7 @@ FEATURES: dict[str, Mapping[str, Any]] = {
     "cp 2, ep 2": {"plan.cp": 2, "plan.ep": 2},
     "tp 2, ep 2": {"plan.tp": 2, "plan.ep": 2, "plan.etp": 1, "plan.sequence_parallel": True},
     "cp 2, low-rank adapters": {"plan.cp": 2, "workload.adapters.rank": 8},
+    "ep 2, low-rank adapters": {"plan.ep": 2, "workload.adapters.rank": 8},
     "pp 2": {"plan.pp": 2, "plan.micro_batches": 2},
     "pp 2, tp 2": {"plan.pp": 2, "plan.tp": 2, "plan.micro_batches": 2},
     "2 micro-batches": {"plan.micro_batches": 2},

@@ -29,7 +29,8 @@ are frozen, get no gradient, and nothing is saved for one. All that adapters do 
 none. Where context-parallel ranks divide sequences, what adapters do grows with the rank times the positions of a part:
 what an attention exchanges in its backward depends on which of its inputs get a gradient, so that these layers are
 traced for themselves. So are those with blocks cut among ranks: what is added beside columns or rows of a map that are
-cut grows with the units, and the adapters' matrices that are whole have parts of their gradients on all ranks.
+cut grows with the units, and the adapters' matrices that are whole have parts of their gradients on all ranks. Where
+ranks divide routed experts, these are frozen: rows and the gradients of rows are exchanged, and none of weights.
 
 [Note: autocast] Under torch.autocast (automatic mixed precision) parameters, their gradients and the residual stream
 stay in fp32; operands of matrix products and attention are cast to 16 bits. The cast of a weight is saved for the
@@ -168,6 +169,9 @@ class AdaptedLayers:
     traced so."""
     sequence_layers: tuple[Layer, ...] = ()
     """The same with sequences divided among these ranks, see [Note: sequence parts]; empty: not traced so."""
+    expert_layers: tuple[Layer, ...] = ()
+    """The layers with their routed experts divided among ranks, see [Note: routed rows], as functions of the adapters'
+    rank a too; empty: not traced so."""
 
 
 @spec
@@ -355,7 +359,8 @@ def _with_adapters(model: Same, rank: int, alpha: float, targets: Targets) -> Mo
         held = sliced_layer(layer, rank, None)
         parameters = tuple(replace(parameter, sliced_dimension=None) for parameter in held.parameters)
         once[id(layer)] = replace(held, parameters=parameters)
-    once |= {id(layer): layer_of_rank(layer, rank) for layer in (*found.sliced_layers, *found.sequence_layers)}
+    divided = (*found.sliced_layers, *found.sequence_layers, *found.expert_layers)
+    once |= {id(layer): layer_of_rank(layer, rank) for layer in divided}
     return replace(
         whole,
         module=replace(whole.module, adapters=Adapters(rank=rank, alpha=alpha, targets=targets)),
@@ -364,7 +369,7 @@ def _with_adapters(model: Same, rank: int, alpha: float, targets: Targets) -> Mo
         adapted=(),
         sliced_layers=tuple(once[id(layer)] for layer in found.sliced_layers),
         sequence_layers=tuple(once[id(layer)] for layer in found.sequence_layers),
-        expert_layers=(),
+        expert_layers=tuple(once[id(layer)] for layer in found.expert_layers),
         expert_sequence_layers=(),
         context_layers=tuple(once[id(layer)] for layer in found.context_layers),
     )

@@ -1230,6 +1230,20 @@ def test_axolotls_adapters_beside_tensor_parallelism(tmp_path):
     assert any(line.startswith("tensor_parallel_size") and "slices" in line for line in found.listed)
 
 
+def test_recipes_of_mixtures_with_adapters_divide_the_experts(tmp_path):
+    recipe = AUTOMODEL.replace("cp_size: 1", "ep_size: 2") + PEFT.format("  target_modules: ['*.q_proj', '*.v_proj']")
+    plugin = "plugins: [axolotl.integrations.expert_parallel.ExpertParallelPlugin]\n"
+    lora = "adapter: lora\nlora_r: 16\nlora_alpha: 32\nlora_target_modules: [q_proj, v_proj]\n"
+    config = f"{AXOLOTL}{plugin}{lora}experts_implementation: grouped_mm\nexpert_parallel_size: 2\ndp_shard_size: 4\n"
+    for name, text in (("r.yaml", recipe), ("x.yml", config)):
+        for model in ("qwen3-30b-a3b", "mixtral-8x7b"):
+            tables, _ = imported(tmp_path, text, name=name, model=model)
+            assert (tables["plan"]["method"], tables["plan"]["ep"]) == ("zero3", 2)
+            adapters = dict(tables["workload"]["adapters"])
+            assert adapters.pop("targets") in ("query-value", ["q_proj", "v_proj"])
+            assert adapters == {"rank": 16, "alpha": 32}
+
+
 def test_axolotls_experts_are_divided_beside_its_shards(tmp_path):
     plugin = (
         "plugins: [axolotl.integrations.expert_parallel.ExpertParallelPlugin]\nexperts_implementation: grouped_mm\n"

@@ -11,7 +11,7 @@ import gssim
 from gssim.errors import UserError
 from gssim.scenario import load_model, load_scenario
 from gssim.scenario.tensor_slices import context_part, model_slice
-from gssim.workload import Adapters, Model, unrolled
+from gssim.workload import Adapters, Model, sliced_layer, unrolled
 from gssim.workload.model import with_adapters
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
@@ -177,6 +177,62 @@ def test_a_file_without_slices_with_adapters_is_refused_there_alone(tmp_path: Pa
     load_scenario(SCENARIOS / "demo.toml", changes)
     with pytest.raises(UserError, match=r"no slices of its blocks with these adapters .* trace it again with .*--ad"):
         load_scenario(SCENARIOS / "demo.toml", [*changes, "workload.adapters={rank=4}"])
+
+
+MIXTURE = SMALL / "expert-adapters-mixtral.toml"
+
+
+@pytest.mark.parametrize("targets", ["query-value", "all-linear"])
+def test_divided_experts_beside_adapters_are_frozen_and_only_gradients_of_rows_are_exchanged(targets: str) -> None:
+    model = with_adapters(load_model(MIXTURE), Adapters(rank=RANK, targets=targets))
+    held = unrolled(replace(model, layers=tuple(sliced_layer(each, 2, 0, 48) for each in model.expert_layers)))
+    for whole, part in zip(unrolled(model), held, strict=True):
+        shapes = [[(p.name, p.shape) for p in each.layer.parameters] for each in (whole, part)]
+        assert shapes[0] == shapes[1]
+        assert all(".adapter." in name for name, _ in shapes[0])
+        for of_all, own in zip(whole.layer.frozen_parameters, part.layer.frozen_parameters, strict=True):
+            assert own.sliced == (".experts." in own.name)
+            assert own.shape == ((2, *of_all.shape[1:]) if own.sliced else of_all.shape)
+        found = [(each.moment.phase, each.kind) for each in part.layer.reductions]
+        exchanged = [("f", "counts"), *((way, kind) for way in "fb" for kind in ("dispatch", "combine"))]
+        assert found == (exchanged if whole.layer.block else [])
+
+
+def test_divided_experts_beside_adapters_multiply_as_whole_ones_and_give_no_gradients_of_weights() -> None:
+    trained = load_model(MIXTURE)
+    model = with_adapters(trained, Adapters(rank=RANK))
+    every = unrolled(replace(trained, layers=trained.expert_layers))
+    for whole, part, full in zip(
+        unrolled(model), unrolled(replace(model, layers=model.expert_layers)), every, strict=True
+    ):
+        held = sliced_layer(part.layer, 8, 0, 2 * LENGTH)  # all experts, and two rows of each token
+        for way in ("forward_flop", "backward_flop"):
+            ours, others = (getattr(each, way).at(b=BATCH, s=LENGTH) for each in (held, whole.layer))
+            assert ours == others
+        of_rows = [each.layer.backward_flop.row_terms for each in (part, full)]
+        if whole.layer.block:
+            (((coefficient, *powers),), ((of_all, *others),)) = of_rows
+            assert (2 * coefficient, powers) == (of_all, others)
+
+
+@pytest.mark.parametrize("axis", ["tp", "cp"])
+def test_what_divided_experts_beside_adapters_cannot_do_is_refused_in_one_line(axis: str) -> None:
+    base = [f"workload.model={MIXTURE}", "workload.sequence_length=24", "workload.adapters={rank=4}", "run.steps=3"]
+    with pytest.raises(UserError, match=rf"plan\.ep = 2 with plan\.{axis} = 2: parts .*; allowed: 1") as refused:
+        load_scenario(SCENARIOS / "demo.toml", [star(4), *base, "plan.method=ddp", "plan.ep=2", f"plan.{axis}=2"])
+    assert "\n" not in str(refused.value)
+
+
+def test_a_file_without_divided_experts_with_adapters_is_refused_there_alone(tmp_path: Path) -> None:
+    model = load_model(MIXTURE)
+    older = replace(model, adapted=tuple(replace(each, expert_layers=()) for each in model.adapted))
+    write_model(tmp_path / "older.toml", older)
+    assert load_model(tmp_path / "older.toml") == older
+    changes = [f"workload.model={tmp_path / 'older.toml'}", "workload.sequence_length=24", "plan.method=ddp"]
+    load_scenario(SCENARIOS / "demo.toml", [*changes, "workload.adapters={rank=4}"])
+    load_scenario(SCENARIOS / "demo.toml", [*changes, "plan.ep=2"])
+    with pytest.raises(UserError, match=r"no layers with divided experts with these adapters: .* trace --adapters`"):
+        load_scenario(SCENARIOS / "demo.toml", [*changes, "workload.adapters={rank=4}", "plan.ep=2"])
 
 
 def test_a_file_without_parts_of_sequences_with_adapters_is_refused_there_alone(tmp_path: Path) -> None:

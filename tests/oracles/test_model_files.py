@@ -71,6 +71,7 @@ def test_a_model_file_is_small_for_equal_layers_are_written_once(name):
     traces += len(model.autocast)
     for each in model.adapted:
         traces += 1 + bool(each.context_layers) + bool(each.sliced_layers) + bool(each.sequence_layers)
+        traces += bool(each.expert_layers)
     assert path.stat().st_size < traces * 50_000
     assert len(model.layers) <= 13
 

@@ -206,7 +206,7 @@ class ModelParts:
             raise UserError("the model has no layers with divided experts")
         positions = sequence_positions(policies, self.workload) if policies.cp > 1 else None
         layers = held_experts(self.with_plan(plan), position, 0)
-        return Part(key, layers, tuple(instance.layer for instance in self.layers), positions=positions)
+        return Part(key, layers, tuple(instance.layer for instance in self.traced), positions=positions)
 
     def _slice_shares(self, plan: Plan, policies: Policies) -> tuple[float, ...]:
         if policies.slices != "shares":
