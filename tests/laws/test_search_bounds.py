@@ -177,6 +177,28 @@ def test_experts_are_divided_among_tensor_ranks_within_the_bounds_of_plans_whate
     assert {type(workers.answer_of(each.plan)) for each in refused} == {UserError}
 
 
+@pytest.mark.parametrize("plans", [3, pytest.param(40, marks=pytest.mark.slow)])
+def test_no_plan_that_divides_experts_beside_adapters_is_better_than_its_bounds(plans):
+    file = ROOT / "tests/helpers/models/of_tests/expert-adapters-mixture.toml"
+    changes = (
+        *(f"workload.model={file}", "workload.sequence_length=24", "workload.adapters={rank=4, targets='all-linear'}"),
+        *('plan.method="ddp"', 'search.methods=["ddp", "zero1", "fsdp", "hsdp"]', "search.ep=[2, 3, 4]"),
+    )
+    loaded = load_scenario(ROOT / "scenarios/search-unequal-gpus.toml", [*SMALL, *changes])
+    bounds, workers = Bounds(loaded.scenario), InThisProcess(loaded)
+    every = list(candidates(loaded.scenario, loaded.scenario.search, Batches(bounds)))
+    divided = [each for each in every if each.plan.ep > 1]
+    looked_at = 0
+    for each in random.Random(0).sample(divided, len(divided)):
+        result = workers.answer_of(each.plan)
+        if not isinstance(result, UserError):
+            check_bounds(workers, bounds, each, result)
+            looked_at += 1
+        if looked_at == plans:
+            break
+    assert looked_at == plans
+
+
 @pytest.mark.parametrize("plans", [4, pytest.param(80, marks=pytest.mark.slow)])
 def test_no_plan_that_divides_sequences_beside_blocks_or_stages_is_better_than_its_bounds(plans):
     changes = ('workload.model="models/gpt-byte-1m.toml"', 'plan={method="ddp", sequence_parallel=true, tp=2}')
