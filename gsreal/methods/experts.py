@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gsreal.gradient_sharding.point_to_point import LogicalCollective, announce
-from gsreal.measure import Timeline
+from gsreal.measure import Timeline, wait_for_release
 from gsreal.methods.mapped import Mapped
 
 
@@ -194,6 +194,7 @@ class GroupExchange:
         passed = "backward " if torch._C._current_graph_task_id() >= 0 else ""
         with self._span(f"{'combine' if back else 'dispatch'} {passed}{self.layer}"), announce(entry):
             dist.all_to_all_single(result, rows.contiguous(), list(received), list(sent), group=self.group)
+            wait_for_release(result)
         return result
 
     def _span(self, label: str) -> AbstractContextManager[None]:

@@ -443,8 +443,9 @@ def _adapted_parts(
     """
     (low, high), (fewer, more) = TRACED_ADAPTER_RANKS, TRACED_RANKS
     units = fewest_units(adapted(low), where)
-    rounded = [-(-length // more) * more for length in lengths if length is not None]
-    longest = (longest or 0) // more * more
+    rounded, longest = _lengths_of_parts(lengths, (CHECKED_BATCH_SIZE, longest))
+    if not longest:
+        return []
     several = TRACED_UNITS if units >= max(TRACED_UNITS) else (1, 2)
     steps = [(b, s, u, fewer, low) for u in several for b in TRACED_BATCH_SIZES for s in rounded]
     steps += [(b, s, u, fewer, high) for u in several for b in TRACED_BATCH_SIZES for s in rounded[:2]]
