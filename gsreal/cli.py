@@ -628,7 +628,8 @@ def trace_command(
     Calls the factory that is named, or that the model file names: only for the latter must it be trusted.
     """
     from gsreal.model_files.build import set_trust
-    from gsreal.model_files.trace import Request, check_options, counted_table, traced_model, write_model
+    from gsreal.model_files.request import Request, check_options, traced_model
+    from gsreal.model_files.trace import counted_table, write_model
 
     set_trust(trust_code or not model.endswith(".toml"))
     _check_writable(out)

@@ -1,13 +1,13 @@
 """Fits the records of traced steps at several shapes by polynomials in batch size and sequence length."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache
 from itertools import groupby
 from math import lcm, prod
-from operator import mul
-from typing import Any
+from operator import attrgetter, mul
+from typing import Any, NamedTuple
 
 from gsreal.model_files.recorder import NoPolynomialError, Record, Work
 from gsreal.model_files.step import LOSS
@@ -23,63 +23,61 @@ from gssim.workload import (
     Reduction,
 )
 
-Shape = (
-    tuple[int, int | None]
-    | tuple[int, int | None, int]
-    | tuple[int, int | None, int, int]
-    | tuple[int, int | None, int, int, int]
-    | tuple[int, int | None, int, int, int, int]
-    | tuple[int, int | None, int, int, int, int, int]
-)
-"""Batch size, sequence length, for sliced blocks the units of the slice, for divided sequences the positions of a part.
 
-With 0 units blocks are whole, and everything is on these positions: context parallelism. For divided experts those that
-are held, no positions, and the rows that they process; in blocks that are sliced too, these rows and the experts behind
-the positions. For sliced blocks with adapters no rows and no experts, and their rank.
-"""
-UNITS, EXPERTS, RANK = 2, 5, 6
-"""Places in a shape."""
-Powers = tuple[int, int, int, int, int, int, int]
-"""Of batch size, sequence length, units, positions of a part, rows, experts, and the rank of adapters in slices in a
-term."""
+class Shape(NamedTuple):
+    """Sizes of a traced step of which quantities are functions, in the letters of `Polynomial`; 0: it is none of these.
 
-
-def powers_of_adapters(lengths: int) -> tuple[Powers, ...]:
-    """Return the powers in quantities of layers with adapters, of which units are the rank, on parts of sequences.
-
-    `lengths`: number of traced sequence lengths.
+    A letter stands for another size where blocks are whole: u for the experts that a rank holds, or for the rank of
+    adapters; see `divided_steps.Step.shape`.
     """
-    powers: list[Powers] = [(i, 0, u, 0, 0, 0, 0) for u in (0, 1) for i in (0, 1)]
-    powers += [(i, j, 0, 1, 0, 0, 0) for j in range(min(2, lengths)) for i in (0, 1)]
-    return (*powers, *((i, 0, 1, 1, 0, 0, 0) for i in (0, 1)))
+
+    b: int
+    """Batch size."""
+    s: int | None
+    """Sequence length."""
+    u: int = 0
+    """Units of the slice of each block."""
+    p: int = 0
+    """Positions of a rank's part of each sequence."""
+    r: int = 0
+    """Rows that the experts of a rank process."""
+    e: int = 0
+    """Experts that a rank holds."""
+    a: int = 0
+    """Rank of adapters."""
 
 
-def powers_in_slices(lengths: int, *, parts: bool) -> tuple[Powers, ...]:
-    """Return the powers in quantities of layers with adapters whose blocks are cut.
+Powers = tuple[int, ...]
+"""Of each size of a shape, in a term."""
+Terms = Mapping[str, tuple[int, int]]
+"""The highest powers of b and s in terms, by what else is a factor of these: a key of `FIELDS_OF_TERMS`."""
+CONSTANT, SAMPLES, TOKENS, SCORES = (0, 0), (1, 0), (1, 1), (1, 2)
+TERMS: dict[str, Terms] = {
+    "layers": {"": SCORES},
+    "sliced_layers": {"": SCORES, "u": SCORES},
+    # what is on parts of sequences depends on their length alone, and on no units
+    "sequence_layers": {"": SCORES, "u": SCORES, "p": SAMPLES},
+    # everything is on parts; an attention's FLOP grow with whole sequences too
+    "context_layers": {"": SAMPLES, "p": TOKENS},
+    # what experts do depends on their number and rows alone
+    "expert_layers": {"": SCORES, "u": CONSTANT, "r": CONSTANT},
+    "expert_sequence_layers": {"": SCORES, "u": SCORES, "p": SAMPLES, "r": CONSTANT, "e": CONSTANT},
+}
+"""Terms of the quantities of layers, by the field of a model that these layers are in."""
+TERMS_WITH_ADAPTERS: dict[str, Terms] = {
+    "layers": {"": SCORES, "u": SCORES},
+    "sliced_layers": {"": SCORES, "u": SCORES, "a": TOKENS, "ua": TOKENS},
+    "sequence_layers": {"": SCORES, "u": SCORES, "a": TOKENS, "ua": TOKENS, "p": SAMPLES},
+    "context_layers": {"": SAMPLES, "u": SAMPLES, "p": TOKENS, "up": SAMPLES},
+    "expert_layers": {"": SCORES, "a": TOKENS, "u": CONSTANT, "r": CONSTANT},
+}
+"""The same for layers with adapters, of any rank."""
 
-    `lengths`: number of traced sequence lengths. `parts`: whether ranks divide sequences.
-    """
-    powers: list[Powers] = [(i, j, k, 0, 0, 0, 0) for k in (0, 1) for j in range(lengths) for i in (0, 1)]
-    powers += [(i, j, k, 0, 0, 0, 1) for k in (0, 1) for j in range(min(2, lengths)) for i in (0, 1)]
-    return (*powers, *((i, 0, 0, 1, 0, 0, 0) for i in (0, 1) if parts))
 
+def fit_layers(records: Mapping[Shape, Record], check: Record, checked: Shape, terms: Terms) -> list[Layer]:
+    """Return all layers, their quantities as functions of the shape, in such terms.
 
-def powers_beside_experts(lengths: int) -> tuple[Powers, ...]:
-    """Return the powers in quantities of layers with adapters of which ranks divide experts, which units are.
-
-    `lengths`: number of traced sequence lengths.
-    """
-    powers: list[Powers] = [(i, j, 0, 0, 0, 0, 0) for j in range(lengths) for i in (0, 1)]
-    powers += [(i, j, 0, 0, 0, 0, 1) for j in range(min(2, lengths)) for i in (0, 1)]
-    return (*powers, (0, 0, 1, 0, 0, 0, 0), (0, 0, 0, 0, 1, 0, 0))
-
-
-def fit_layers(
-    records: dict[Shape, Record], check: Record, checked: Shape, powers: Sequence[Powers] | None = None
-) -> list[Layer]:
-    """Return all layers, their quantities as functions of the shape; `check` is the record that must agree.
-
-    `powers`: those in quantities; by default what `checked` implies.
+    `check` is the record of the shape `checked`, which must agree.
     """
     first = next(iter(records.values()))
     everything = {**records, checked: check}
@@ -87,7 +85,7 @@ def fit_layers(
         raise NoPolynomialError("the operations depend on batch size or sequence length")
 
     def fit(read: Any, what: str) -> Polynomial:
-        return fit_polynomial({shape: read(record) for shape, record in everything.items()}, checked, what, powers)
+        return fit_polynomial({shape: read(record) for shape, record in everything.items()}, checked, what, terms)
 
     layers = []
     for index, name in enumerate([*first.modules, LOSS]):
@@ -110,7 +108,7 @@ def fit_layers(
                 output_bytes=fit(lambda r, i=index: r.output[i], f"{name}: output"),
                 forward_operations=first.operations[index, "f"],
                 backward_operations=first.operations[index, "b"],
-                buffers=fit_buffers(everything, checked, index, name, powers),
+                buffers=fit_buffers(everything, checked, index, name, terms),
                 units=first.units.get(index),
                 experts_per_token=first.experts_per_token.get(index),
                 experts=first.experts.get(index),
@@ -156,7 +154,7 @@ def _recomputed(
     return costs
 
 
-def parameters_of(everything: dict[Shape, Record], index: int, module: str) -> tuple[Parameter, ...]:
+def parameters_of(everything: Mapping[Shape, Record], index: int, module: str) -> tuple[Parameter, ...]:
     """Return the parameters that a layer is the first to use."""
     first = next(iter(everything.values()))
     parameters = []
@@ -171,7 +169,7 @@ def parameters_of(everything: dict[Shape, Record], index: int, module: str) -> t
     return tuple(parameters)
 
 
-def _frozen_parameters(everything: dict[Shape, Record], index: int, module: str) -> tuple[Parameter, ...]:
+def _frozen_parameters(everything: Mapping[Shape, Record], index: int, module: str) -> tuple[Parameter, ...]:
     """Return the parameters that are not trained, and that a layer is the first to use."""
     first, end = next(iter(everything.values())), Moment("end")
     parameters = []
@@ -190,19 +188,13 @@ def _sizes_of_one(shapes: Mapping[Shape, tuple[int, ...]]) -> tuple[tuple[int, .
     """
     of_first, first = next(iter(shapes.items()))
     dimensions: list[int | None] = []
-    for place in (UNITS, EXPERTS, RANK):  # by each, where the others are the same
-        others = [each for each in (UNITS, EXPERTS, RANK) if each != place]
-        alike = [
-            shape
-            for key, shape in shapes.items()
-            if all(key[each : each + 1] == of_first[each : each + 1] for each in others)
-        ]
+    for size_of in (attrgetter("e", "a"), attrgetter("u", "a"), attrgetter("u", "e")):  # by each, the others the same
+        alike = [shape for key, shape in shapes.items() if size_of(key) == size_of(of_first)]
         differing = {n for shape in alike for n, size in enumerate(shape) if size != first[n]}
-        dimensions.append(differing.pop() if differing and len(of_first) > place else None)
+        dimensions.append(differing.pop() if differing else None)
     by_units, by_experts, of_rank = dimensions
     cut = by_units if by_experts is None else by_experts
-    held = (*(size or 0 for size in of_first), 0, 0, 0, 0, 0)
-    counts = {of_rank: held[RANK], cut: held[UNITS if by_experts is None else EXPERTS]}
+    counts = {of_rank: of_first.a, cut: of_first.u if by_experts is None else of_first.e}
     sizes = tuple(size // counts.get(dimension, 1) for dimension, size in enumerate(first))
     return sizes, cut, of_rank, by_experts is not None
 
@@ -213,7 +205,7 @@ def _short(name: str, module: str) -> str:
 
 
 def _reductions(
-    everything: dict[Shape, Record], index: int, fit: Callable[[Callable[[Record], int], str], Polynomial]
+    everything: Mapping[Shape, Record], index: int, fit: Callable[[Callable[[Record], int], str], Polynomial]
 ) -> tuple[Reduction, ...]:
     moments = {tuple((at, kind) for at, _, kind in record.reductions.get(index, ())) for record in everything.values()}
     if len(moments) > 1:
@@ -233,7 +225,7 @@ def _moment(at: tuple[int, str, int] | None, layer: int) -> Moment:
 
 
 def fit_buffers(
-    everything: dict[Shape, Record], checked: Shape, index: int, name: str, powers: Sequence[Powers] | None = None
+    everything: Mapping[Shape, Record], checked: Shape, index: int, name: str, terms: Terms
 ) -> tuple[Buffer, ...]:
     """Return the buffers that a layer creates, their sizes as functions of the shape."""
     first = next(iter(everything.values()))
@@ -255,61 +247,39 @@ def fit_buffers(
                 born=_moment(alive.born, index),
                 freed=Moment("f", first.position_at_end(index)) if is_cached else _moment(alive.freed, index),
                 category="activations" if is_saved else "temporaries",
-                size_bytes=fit_polynomial(sizes, checked, f"{name}: a buffer", powers),
+                size_bytes=fit_polynomial(sizes, checked, f"{name}: a buffer", terms),
             )
         )
     return tuple(buffers)
 
 
-def _powers(checked: Shape, lengths: int) -> list[Powers]:
-    """Return the powers in quantities of such shapes, of so many sequence lengths."""
-    unit_powers = (0, 1) if len(checked) in (3, 4, 6) else (0,)
-    powers: list[Powers] = [(i, j, k, 0, 0, 0, 0) for k in unit_powers for j in range(lengths) for i in (0, 1)]
-    if len(checked) == 4 and checked[2] == 0:  # on parts; an attention's FLOP grow with whole sequences too
-        powers = [(i, 0, 0, 0, 0, 0, 0) for i in (0, 1)]
-        powers += [(i, j, 0, 1, 0, 0, 0) for j in range(min(2, lengths)) for i in (0, 1)]
-    elif len(checked) in (4, 6):  # what is on parts of sequences depends on their length alone, and on no units
-        powers += [(i, 0, 0, 1, 0, 0, 0) for i in (0, 1)]
-    # what experts do depends on their number and rows alone
-    if len(checked) == 5:
-        powers += [(0, 0, 1, 0, 0, 0, 0), (0, 0, 0, 0, 1, 0, 0)]
-    elif len(checked) == 6:
-        powers += [(0, 0, 0, 0, 1, 0, 0), (0, 0, 0, 0, 0, 1, 0)]
-    return powers
-
-
-def fit_polynomial(
-    values: dict[Shape, int], checked: Shape, what: str, powers: Sequence[Powers] | None = None
-) -> Polynomial:
-    """Return the polynomial through all values but the checked one, which it must reproduce too.
-
-    `powers`: those in its terms; by default what `checked` implies.
-    """
+def fit_polynomial(values: Mapping[Shape, int], checked: Shape, what: str, terms: Terms) -> Polynomial:
+    """Return the polynomial in such terms through all values but the checked one, which it must reproduce too."""
     shapes = [shape for shape in values if shape != checked]
-    powers = powers or _powers(checked, len({shape[1] for shape in shapes}))
-    sizes = tuple((*(size or 1 for size in shape), 1, 1, 1, 1, 1)[:7] for shape in shapes)
-    inverse, denominator = _inverse(sizes, tuple(powers))
+    lengths = len({shape.s for shape in shapes})
+    powers = {
+        letters: [(i, j) for j in range(min(of_s + 1, lengths)) for i in range(of_b + 1)]
+        for letters, (of_b, of_s) in terms.items()
+    }
+    columns = [(i, j, *(int(letter in letters) for letter in "uprea")) for letters in terms for i, j in powers[letters]]
+    inverse, denominator = _inverse(tuple(tuple(size or 1 for size in shape) for shape in shapes), tuple(columns))
     numerators = [sum(map(mul, row, (values[shape] for shape in shapes))) for row in inverse]
     if any(numerator % denominator for numerator in numerators):
         raise NoPolynomialError(f"{what} is no whole polynomial in batch size and sequence length")
-    solution = [numerator // denominator for numerator in numerators]
-    terms, *others = (
-        tuple((c, i, j) for c, (i, j, *by) in zip(solution, powers, strict=True) if c and by == kind)
-        for kind in ([int(letter in letters) for letter in "uprea"] for letters in FIELDS_OF_TERMS)
-    )
-    fitted = Polynomial(terms if terms or any(others) else ((0, 0, 0),), *others)  # what "0" is parsed to
-    units, positions, rows, experts, rank = (*(size or 0 for size in checked), 0, 0, 0, 0, 0)[2:7]
-    of_rows = sum(coefficient * rows for coefficient, _, _ in fitted.row_terms)
-    held = fitted.with_rank(rank).held(units, positions, experts=experts)
-    if held.at(b=checked[0], s=checked[1] or 1) + of_rows != values[checked]:
+    solution = iter(numerator // denominator for numerator in numerators)
+    found = {letters: tuple((c, i, j) for i, j in powers[letters] if (c := next(solution))) for letters in terms}
+    if not any(found.values()):
+        found[""] = ((0, 0, 0),)  # what "0" is parsed to
+    fitted = Polynomial(*(found.get(letters, ()) for letters in FIELDS_OF_TERMS))
+    of_rows = sum(coefficient * checked.r for coefficient, _, _ in fitted.row_terms)
+    held = fitted.with_rank(checked.a).held(checked.u, checked.p, experts=checked.e)
+    if held.at(b=checked.b, s=checked.s or 1) + of_rows != values[checked]:
         raise NoPolynomialError(f"{what} is no polynomial in batch size and sequence length")
     return fitted
 
 
 @cache
-def _inverse(
-    sizes: tuple[tuple[int, ...], ...], powers: tuple[tuple[int, ...], ...]
-) -> tuple[tuple[tuple[int, ...], ...], int]:
+def _inverse(sizes: tuple[tuple[int, ...], ...], powers: tuple[Powers, ...]) -> tuple[tuple[tuple[int, ...], ...], int]:
     """Return the inverse of the matrix of the terms at each size, as numerators and their common denominator.
 
     A term is the product of a size's entries to the given powers. All quantities of a model share the matrix:

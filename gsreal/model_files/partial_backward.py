@@ -12,12 +12,13 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from gsreal.model_files.build import example_batch
-from gsreal.model_files.fit import Shape, fit_buffers, fit_polynomial, parameters_of
+from gsreal.model_files.fit import TERMS, Shape, fit_buffers, fit_polynomial, parameters_of
 from gsreal.model_files.recorder import NoPolynomialError, Record, Recorder
 from gsreal.model_files.step import fake_module, known_storages, record_backward, without_values
 from gssim.workload import Layer, Model, Moment, PartialBackward, layer_input_gradient, layer_output, passed_bytes
 
 Records = dict[Shape, Record]
+WHOLE = TERMS["layers"]
 NOTHING, FIRST = -1, 0
 """Steps in which no layer, and only the first layer, is trained; any other number stands for that layer alone."""
 
@@ -83,7 +84,7 @@ def recorded(
     with without_values(model):
         module = fake_module(model, where)
         module.train()
-        inputs, targets = example_batch(model, batch_size=shape[0], sequence_length=shape[1])
+        inputs, targets = example_batch(model, batch_size=shape.b, sequence_length=shape.s)
         for step in steps:
             layer = layers[step]
             place = layer.modules[0] if layer.modules else layer.name
@@ -117,7 +118,7 @@ def _fitted(layers: Sequence[Layer], steps: Mapping[int, Records], checked: Shap
     fitted = []
     for index, layer in enumerate(layers):
         part = alone.get(likes.get(index, -1))
-        untrained = fit_buffers(steps[NOTHING], checked, index, layer.name)
+        untrained = fit_buffers(steps[NOTHING], checked, index, layer.name, WHOLE)
         fitted.append(replace(layer, untrained_buffers=untrained, frozen=frozen[index], deepest=part))
     return fitted
 
@@ -132,16 +133,16 @@ def _part(records: Records, checked: Shape, layers: Sequence[Layer], index: int)
     moved = {shape: record.bytes_moved[place] for shape, record in records.items()}
     streamed = {shape: record.streamed[place] for shape, record in records.items()}
     handed = layer_output(
-        fit_buffers(records, checked, index - 1, name), passed_bytes(layers[index - 1], layers[index])
+        fit_buffers(records, checked, index - 1, name, WHOLE), passed_bytes(layers[index - 1], layers[index])
     )
-    back = layer_input_gradient(fit_buffers(records, checked, index + 1, name))
+    back = layer_input_gradient(fit_buffers(records, checked, index + 1, name, WHOLE))
     return PartialBackward(
-        backward_flop=fit_polynomial(flop, checked, f"{name}: FLOP"),
-        backward_bytes=fit_polynomial(moved, checked, f"{name}: bytes"),
-        backward_streamed_bytes=fit_polynomial(streamed, checked, f"{name}: streamed bytes"),
+        backward_flop=fit_polynomial(flop, checked, f"{name}: FLOP", WHOLE),
+        backward_bytes=fit_polynomial(moved, checked, f"{name}: bytes", WHOLE),
+        backward_streamed_bytes=fit_polynomial(streamed, checked, f"{name}: streamed bytes", WHOLE),
         backward_operations=first.operations[place],
         parameters=parameters_of(records, index, name),
-        buffers=fit_buffers(records, checked, index, name),
+        buffers=fit_buffers(records, checked, index, name, WHOLE),
         input_freed=replace(handed.freed, layer_offset=0) if handed and handed.freed.layer_offset == 1 else None,
         gradient_freed=replace(back.freed, layer_offset=0) if back else None,
     )

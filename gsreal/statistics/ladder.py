@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from gsreal.data.bundled import standard_library_bytes
-from gsreal.model_files.trace import Request, traced_model, write_model
+from gsreal.model_files.request import Request, traced_model
+from gsreal.model_files.trace import write_model
 from gsreal.statistics.collect import take_statistics, write_statistics
 from gssim.errors import UserError
 from gssim.execution.files import scratch_folder, write_text

@@ -6,7 +6,8 @@ from pathlib import Path
 from unittest.mock import patch
 
 from gsreal.model_files import trace
-from gsreal.model_files.trace import Request, traced_model, write_model
+from gsreal.model_files.request import Request, traced_model
+from gsreal.model_files.trace import write_model
 from gssim.execution.files import write_text
 
 LENGTH = 24
@@ -98,10 +99,12 @@ def whole_layers_alone(*, sliced: bool = False) -> Iterator[None]:
 
     What divides sequences, contexts and experts is left out, and what ranks do that train only some layers.
     """
-    left_out = ["traced_context", "traced_parts", "_traced_experts", "traced_expert_parts"]
-    left_out += [] if sliced else ["_traced_cut"]
-    patches = [patch.object(trace, name, lambda *_given: []) for name in left_out]
-    patches.append(patch.object(trace, "with_partial_costs", lambda _model, layers, *_given, **_where: layers))
+    left_out = [name for name in trace.DIVIDED_STEPS if not (sliced and name == "sliced_layers")]
+    nothing = dict.fromkeys(left_out, lambda *_given: None)
+    patches = [
+        patch.dict(trace.DIVIDED_STEPS, nothing),
+        patch.object(trace, "with_partial_costs", lambda _model, layers, *_given, **_where: layers),
+    ]
     for each in patches:
         each.start()
     try:

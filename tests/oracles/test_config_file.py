@@ -9,7 +9,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 from gsreal.model_files import trace  # noqa: E402
 from gsreal.model_files.build import build_module  # noqa: E402
-from gsreal.model_files.trace import Request, check_options, completed, traced_model  # noqa: E402
+from gsreal.model_files.request import Request, check_options, completed, traced_model  # noqa: E402
 from gssim.errors import UserError  # noqa: E402
 
 SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}

@@ -19,7 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_fl
 
 from gsreal.model_files.build import build_module, training_config
 from gsreal.model_files.recorder import ALIASES, FORMULAS, flop_of, is_bound_by_bytes
-from gsreal.model_files.trace import OperationCounts, counted_table, traced_model
+from gsreal.model_files.request import traced_model
+from gsreal.model_files.trace import OperationCounts, counted_table
 from gssim.errors import UserError
 from gssim.workload import HuggingFace, Model, unrolled
 
@@ -160,7 +161,7 @@ def test_a_config_that_is_trained_keeps_no_cache_nor_do_the_models_inside():
 
 @pytest.mark.parametrize("family", ["vit", "resnet"])
 def test_a_model_of_images_has_the_classes_that_are_asked_for(family, monkeypatch):
-    monkeypatch.setattr("gsreal.model_files.trace.trace", lambda model, **_settings: model)
+    monkeypatch.setattr("gsreal.model_files.request.trace", lambda model, **_settings: model)
     small = {**FAMILIES["vit"], "embedding_size": 8, "hidden_sizes": [16, 32], "depths": [2, 2]}
     arguments = tuple(f"{key}={value}" for key, value in small.items())
     request = request_for(f"hf:{family}", arguments=arguments, image="3x16x16", classes=1000, auto_class=None)

@@ -18,7 +18,7 @@ from torch import nn
 
 import gsreal.model_files.trace as tracer
 from gsreal.model_files.repeated import KEPT, with_fewer_blocks
-from gsreal.model_files.trace import traced_model
+from gsreal.model_files.request import traced_model
 from gssim.scenario import load_model
 from gssim.workload import Model, unrolled
 

@@ -24,8 +24,9 @@ from gsreal.measure.memory import _StorageTracker
 from gsreal.methods.checkpointing import checkpoint_blocks
 from gsreal.model_files.build import build_module, example_batch, loss_of
 from gsreal.model_files.recorder import Record, Recorder, _is_alias
+from gsreal.model_files.request import Request, traced_model
 from gsreal.model_files.step import without_values
-from gsreal.model_files.trace import Request, trace, traced_model, write_model
+from gsreal.model_files.trace import trace, write_model
 from gssim.errors import UserError
 from gssim.memory import CPU_RANDOM_STATE_BYTES, activation_timeline, as_traced, gradient_events, recomputed_buffers
 from gssim.scenario import load_model

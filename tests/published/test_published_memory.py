@@ -154,7 +154,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed: pip install
 from small_models import whole_layers_alone  # noqa: E402
 from torch import nn  # noqa: E402
 
-from gsreal.model_files.trace import Request, traced_model  # noqa: E402
+from gsreal.model_files.request import Request, traced_model  # noqa: E402
 
 
 class ClassicBlock(nn.Module):

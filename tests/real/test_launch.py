@@ -26,7 +26,8 @@ from small_models import kept
 
 from gsreal import cli
 from gsreal.machine import device_name, usable_cores
-from gsreal.model_files.trace import Request, write_model
+from gsreal.model_files.request import Request
+from gsreal.model_files.trace import write_model
 from gsreal.run.launch import check_gloo_on_gpus, reason_of
 from gssim.errors import UserError
 from gssim.plan import Plan

@@ -1,0 +1,222 @@
+"""A model to trace as a user asks for it: a factory, a Hugging Face config or a model file, and its input."""
+
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast, get_args
+
+import torch
+
+from gsreal.model_files import config_file
+from gsreal.model_files.build import DTYPES
+from gsreal.model_files.trace import (
+    OperationCounts,
+    trace,
+    trace_at_length,
+    with_traced_adapters,
+    with_traced_autocast,
+)
+from gssim.errors import UserError
+from gssim.scenario import load_model
+from gssim.units import Precision, Recompute, validated
+from gssim.workload import Model, TokenInput
+
+CLASSIFICATION = "sequence-classification"
+AUTO_CLASSES = {
+    "next-token": "AutoModelForCausalLM",
+    "masked-token": "AutoModelForMaskedLM",
+    CLASSIFICATION: "AutoModelForSequenceClassification",
+    "image": "AutoModelForImageClassification",
+}
+"""Hugging Face's auto class for each task."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A model to trace, as the user asked for it."""
+
+    model: str
+    arguments: tuple[str, ...]
+    name: str
+    vocabulary: int | None
+    maximum_sequence_length: int | None
+    """None: what a config.json says, or 256."""
+    image: str | None
+    classes: int | None
+    auto_class: str | None
+    sequence_length: int | None
+    task: str | None = None
+    """None: what a config.json says, or next-token."""
+    config: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """Entries of a Hugging Face config, before those of `arguments`."""
+    padding: int = 0
+    precision: str | None = None
+    """Precision of the trace; None: that of the model file, or fp32."""
+    source: str | None = None
+    """Publication of the model's numbers."""
+    autocast: tuple[str, ...] = field(default=(), repr=False)
+    """Precisions of torch.autocast under which the model is traced too."""
+    compiled: bool = field(default=False, repr=False)
+    """Whether the model's blocks are compiled; False: as in the model file, or not."""
+    recompute: str = field(default="none", repr=False)
+    """What compiled blocks recompute inside of their graphs."""
+    adapters: tuple[str, ...] = field(default=(), repr=False)
+    """Maps that get adapters: for each time that the model is traced with adapters, a role or names and commas."""
+
+
+def completed(request: Request) -> Request:
+    """Return a request with what its config.json says, or defaults, in place of what the user left out.
+
+    Raises UserError where the file cannot be read, or says what cannot be traced.
+    """
+    if request.model.endswith(".json"):
+        given = _arguments(request, f"gsreal trace {request.model}")
+        said = config_file.settings_in(Path(request.model), given=given)
+        if request.image is not None or request.vocabulary is not None:  # the form of the input is the user's
+            said = {key: said[key] for key in ("model", "config")}
+        said = {key: value for key, value in said.items() if key == "model" or not getattr(request, key)}
+        request = replace(request, **said)
+    return replace(
+        request,
+        task=request.task or "next-token",
+        maximum_sequence_length=request.maximum_sequence_length or MAXIMUM_SEQUENCE_LENGTH,
+    )
+
+
+MAXIMUM_SEQUENCE_LENGTH = 256
+"""Of models for which nobody says it."""
+
+
+def traced_model(request: Request, *, on_counted: Callable[[OperationCounts], None] = lambda _counted: None) -> Model:
+    """Return the traced model for a `request`; raise UserError if it cannot be traced.
+
+    `on_counted` is called with the operations of the largest step that was traced.
+    """
+    where = f"gsreal trace {request.model}"
+    request = completed(request)
+    model = load_model(Path(request.model)) if request.model.endswith(".toml") else _untraced(request, where)
+    if request.precision is not None:
+        if request.precision not in DTYPES:
+            raise UserError(f"{where}: --precision {request.precision}: allowed: {', '.join(DTYPES)}")
+        model = replace(model, traced_precision=cast(Precision, request.precision))
+    model = _compiled(model, request, where)
+    if model.traced_precision not in DTYPES:
+        raise UserError(f"{where}: traced_precision = {model.traced_precision!r}: allowed: {', '.join(DTYPES)}")
+    if request.sequence_length is not None:
+        longest = model.input.maximum_sequence_length if isinstance(model.input, TokenInput) else 0
+        if not 1 <= request.sequence_length <= longest:
+            allowed = f"at least 1 and at most {longest}" if longest else "left out: the input is images"
+            raise UserError(f"{where}: --sequence-length {request.sequence_length}: must be {allowed}")
+        traced = trace_at_length(model, request.sequence_length, where=where, on_counted=on_counted)
+    else:
+        traced = trace(model, where=where, on_counted=on_counted)
+    if set(request.autocast) - {"bf16", "fp16"}:
+        raise UserError(f"{where}: --autocast {' '.join(request.autocast)}: allowed: bf16, fp16")
+    traced = with_traced_autocast(traced, request.autocast, where=where)
+    return with_traced_adapters(traced, request.adapters, where=where)
+
+
+def _compiled(model: Model, request: Request, where: str) -> Model:
+    """Return the model with what the request says of compilation; raise UserError for what does not go with it."""
+    kind: Any = request.recompute
+    if kind != "none" and (kind not in get_args(Recompute) or not request.compiled):
+        allowed = ", ".join(get_args(Recompute)) if request.compiled else "with --compile alone"
+        raise UserError(f"{where}: --recompute {kind}: allowed: {allowed}")
+    if request.compiled:
+        name = model.name  # a profile of the model that is not compiled has another
+        if request.model.endswith(".toml") and not model.compiled:
+            name = f"{name}-compiled" + (f"-{kind}" if kind != "none" else "")
+        model = replace(model, name=name, compiled=True, compiled_recompute=kind, autocast=(), adapted=())
+    if model.compiled and (request.autocast or request.adapters):
+        option = "--autocast" if request.autocast else "--adapters"
+        raise UserError(f"{where}: {option}: compiled blocks are traced without it; leave out one of the two")
+    return model
+
+
+def check_options(request: Request) -> None:
+    """Raise UserError for an option of the command line that does not apply to such a model."""
+    request = completed(request)
+    is_file, is_image = request.model.endswith(".toml"), request.image is not None
+    is_text_classifier = request.task == CLASSIFICATION and not is_image
+    without_effect = {
+        "--argument": is_file and request.arguments,
+        "--vocabulary": is_file and request.vocabulary is not None,
+        "--image": is_file and is_image,
+        "--task": request.task != "next-token" and (is_file or is_image),
+        "--classes": request.classes is not None and (is_file or not (is_image or is_text_classifier)),
+        "--padding": request.padding != Request.padding and (is_file or not is_text_classifier),
+        "--auto-class": request.auto_class is not None and not request.model.startswith("hf:"),
+    }
+    for option in (option for option, found in without_effect.items() if found):
+        raise UserError(f"gsreal trace {request.model}: {option}: has no effect on this model; leave it out")
+
+
+def _arguments(request: Request, where: str) -> dict[str, Any]:
+    """Return the values of the command line's `--argument`, as TOML reads them."""
+    arguments: dict[str, Any] = {}
+    for text in request.arguments:
+        key, separator, value = text.partition("=")
+        if not separator:
+            raise UserError(f"{where}: --argument {text}: must be NAME=VALUE")
+        try:
+            arguments[key] = tomllib.loads(f"value = {value}")["value"]
+        except tomllib.TOMLDecodeError:  # a string without quotes
+            arguments[key] = value
+    return arguments
+
+
+def _untraced(request: Request, where: str) -> Model:
+    arguments = {**request.config, **_arguments(request, where)}
+    if request.model.startswith("hf:"):
+        if request.image is not None:
+            arguments = {"num_labels": _classes(request, 10), **arguments}
+        elif request.task == CLASSIFICATION:
+            arguments = {"num_labels": _classes(request, 2), "pad_token_id": request.padding, **arguments}
+        module: dict[str, Any] = {
+            "hugging_face": {
+                "model_type": request.model.removeprefix("hf:"),
+                "auto_class": request.auto_class
+                or AUTO_CLASSES.get("image" if request.image else str(request.task), "AutoModel"),
+                "config": arguments,
+            }
+        }
+    else:
+        module = {"factory": request.model, "arguments": arguments}
+    traced = f"traced from {request.model} by gsreal trace, torch {torch.__version__.partition('+')[0]}"
+    data = {
+        "name": request.name,
+        "source": f"{request.source}; {traced}" if request.source else traced,
+        "module": module,
+        "input": _input(request, where),
+        "traced_batch_sizes": (1,),
+        "layers": (),
+    }
+    return validated(Model, data, file=where)
+
+
+def _input(request: Request, where: str) -> dict[str, Any]:
+    if (request.image is None) == (request.vocabulary is None):
+        raise UserError(f"{where}: exactly one of --vocabulary (tokens) and --image is needed")
+    if request.image is None:
+        length = request.maximum_sequence_length
+        tokens = {
+            "kind": "tokens",
+            "vocabulary": request.vocabulary,
+            "task": request.task,
+            "maximum_sequence_length": length,
+        }
+        if request.task == CLASSIFICATION:
+            tokens |= {"classes": _classes(request, 2), "padding": request.padding}
+        return tokens
+    try:
+        shape = tuple(int(size) for size in request.image.split("x"))
+    except ValueError:
+        shape = ()
+    if len(shape) != 3:
+        raise UserError(f"{where}: --image {request.image}: must be CHANNELSxHEIGHTxWIDTH, such as 1x8x8")
+    return {"kind": "image", "shape": shape, "classes": _classes(request, 10)}
+
+
+def _classes(request: Request, default: int) -> int:
+    return default if request.classes is None else request.classes
