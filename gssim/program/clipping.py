@@ -1,21 +1,27 @@
-"""Gradient clipping and the division of scaled gradients: passes over them, and sums where ranks hold different ones.
+"""Gradient clipping and unscaling: passes over a rank's gradients, and all-reduces where ranks hold different ones.
 
 [Note: clipping] torch.nn.utils.clip_grad_norm_ reads every gradient for its norm, and multiplies every gradient by
-min(1, max_norm / norm), whether or not that is one. Replicas have equal gradients, so that each computes the norm by
-itself. Where gradients are sharded, or stages hold other layers, norms are summed as squares: FSDP2's are DTensors:
-the norms of all tensors, in the gradients' precision, are all-reduced over the shards as one vector (seen with torch
-2.13); Gradient Sharding and the stages of a pipeline sum squares in fp64. Ranks that synchronize periodically clip by
-the norm of their own gradients. A tied parameter counts once. Tensor-parallel ranks hold slices of some gradients, and
-the whole of others, which the first of them counts (Megatron-LM, core/optimizer/clip_grads.py): they, and then the
-shards of each, sum squares in fp64. So do ranks that divide experts and hold the whole of all else: where these are
-tensor groups, one sum is of slices too, which the first group counts. Where all else is sharded too, each rank's shards
-are summed over all of them at once (torch adds up no norms of several meshes).
+min(1, max_norm / norm), whether or not that is one. Replicas have equal gradients, so each computes the norm by itself.
+Ranks that hold different gradients (shards, or the layers of different stages) combine their norms:
+
+- FSDP2's gradients are DTensors. The norms of all tensors, in the gradients' precision, are all-reduced over the shards
+  as one vector (seen with torch 2.13).
+- Gradient Sharding and pipeline stages sum squares in fp64.
+- Ranks that synchronize periodically clip by the norm of their own gradients and communicate nothing.
+- Tensor-parallel ranks hold slices of some gradients and full copies of others. Only the first of them counts the
+  copies (Megatron-LM, core/optimizer/clip_grads.py). The tensor ranks sum squares in fp64, and then the shards of each.
+- Expert-parallel ranks hold all parameters but the experts as full copies, and also sum squares in fp64. Where they are
+  whole tensor groups, one sum covers slices and experts, and only the first tensor group counts the copies. Where the
+  other parameters are sharded too, the squares of each rank's shards are summed over all ranks at once (torch does not
+  add up norms of several meshes).
+
+A tied parameter counts once.
 
 [Note: loss scaling] A training in fp16 multiplies its loss by `workload.loss_scale`. Before the update one pass reads
-and writes the gradients (torch._amp_foreach_non_finite_check_and_unscale_): it divides the fp32 gradients of shards,
-and only checks those in fp16, which are divided once they are cast for the master copy (another pass over these). The
-flag of an infinite gradient is all-reduced along every axis whose ranks hold different gradients (as in FSDP's
-ShardedGradScaler). Steps that are skipped are not predicted.
+and writes the gradients (torch._amp_foreach_non_finite_check_and_unscale_). It divides the fp32 gradients of shards.
+Gradients in fp16 are only checked in this pass: they are divided in another one, after the cast for the master copy.
+The flag of an infinite gradient is all-reduced along every axis whose ranks hold different gradients (as in FSDP's
+ShardedGradScaler). Skipped steps are not predicted.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,8 +44,8 @@ FLAG_BYTES = 4
 def clip_gradients(low: Lowering, rank: int, owned: Sequence[int], replicas: Sequence[Sequence[int]]) -> list[Task]:
     """Return the tasks that clip a rank's gradients before its update; see [Note: clipping].
 
-    `owned`: elements of each tensor that the rank's optimizer updates. `replicas`: of a pipeline, the ranks of every
-    replica, by position on the axis pp.
+    `owned`: elements of each tensor that the rank's optimizer updates. `replicas`: for a pipeline, the ranks of every
+    replica, in order of their pp coordinate.
     """
     if low.scenario.workload.clip_norm is None:
         return []
@@ -56,9 +62,9 @@ def clip_gradients(low: Lowering, rank: int, owned: Sequence[int], replicas: Seq
 def unscale_gradients(
     low: Lowering, rank: int, owned: Sequence[int], replicas: Sequence[Sequence[int]]
 ) -> Sequence[Task]:
-    """Return the tasks that check a rank's scaled gradients, and divide them where they are the optimizer's own.
+    """Return the pass that checks a rank's gradients for infinities (and divides shards), and all-reduces of the flag.
 
-    Parameters: as of `clip_gradients`; see [Note: loss scaling].
+    The parameters are those of `clip_gradients`; see [Note: loss scaling].
     """
     if low.scenario.workload.loss_scale is None:
         return []
@@ -95,7 +101,7 @@ def divides_master_gradients(low: Lowering) -> bool:
 def _sums(low: Lowering, rank: int, replicas: Sequence[Sequence[int]]) -> Iterator[Task]:
     """Yield the all-reduces over ranks that hold different gradients."""
     policies = low.policies
-    # ranks that divide experts are whole tensor groups: one sum is over both
+    # expert-parallel groups consist of whole tensor groups: one all-reduce sums over both
     of_shards = policies.gradients == "reduce-scatter" and policies.shards > 1
     with_experts = policies.ep > 1 and not of_shards and not low.flat_part
     if policies.tp > 1 and not with_experts:
@@ -111,7 +117,7 @@ def _sums(low: Lowering, rank: int, replicas: Sequence[Sequence[int]]) -> Iterat
                 yield collective_task(own, low.communication("all-reduce", axis, SQUARES_BYTES))
     elif low.flat_part and len(low.group) > 1:
         yield collective_task(_sum_id(), Communication("all-reduce", low.group, low.master_bytes))
-        if low.policies.ep > 1:  # an optimizer of their own has a norm of its own
+        if low.policies.ep > 1:  # experts have an optimizer, and so a norm, of their own
             yield collective_task(_sum_id("of experts"), Communication("all-reduce", low.group, low.master_bytes))
     elif policies.ep > 1:
         yield _over_experts(low, _sum_id("of experts"), SQUARES_BYTES)
@@ -122,13 +128,13 @@ def _sums(low: Lowering, rank: int, replicas: Sequence[Sequence[int]]) -> Iterat
 
 
 def _over_experts(low: Lowering, name: TaskId, size_bytes: float) -> Task:
-    """Return an all-reduce over the ranks that divide experts among them, and hold all else whole."""
+    """Return an all-reduce over the ranks that divide the experts and hold full copies of everything else."""
     group, *beside = low.expert_groups
     return collective_task(name, Communication("all-reduce", group, size_bytes, beside=tuple(beside)))
 
 
 def _counted_tensors(low: Lowering, rank: int) -> int:
-    """Return the number of a rank's parameters, without copies of tied ones that an earlier stage holds."""
+    """Return the number of a rank's parameter tensors, not counting tied copies that an earlier stage also holds."""
     count = len(low.parameters)
     if low.stages:
         pp, place = low.policies.pp, low.policies.mesh.place(rank).pp

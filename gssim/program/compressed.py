@@ -1,9 +1,9 @@
 """Compressed reductions of data parallelism's buckets: PowerSGD's low-rank factors, or the largest gradients (top-k).
 
-[Note: compressors] A communication hook of DistributedDataParallel takes each complete bucket on the thread or stream
-of the backward. Nothing else computes meanwhile: messages travel behind the rest of the backward, and whatever depends
-on them is computed after it, for all buckets in two rounds, in the order of the buckets. Without overlap each bucket is
-finished before the backward goes on.
+[Note: compressors] A communication hook of DistributedDataParallel runs on each complete bucket, on the thread or
+stream of the backward, so nothing else computes meanwhile. Its collectives overlap with the rest of the backward.
+Everything that depends on their results is computed after the backward, for all buckets in two rounds, in the order of
+the buckets. Without overlap each bucket is finished before the backward goes on.
 
 powersgd, for matrices M of a bucket, W ranks:
     compress:    M += error; error = M; the other tensors / W are copied together; Q is orthogonalized; P = M Q
@@ -12,10 +12,10 @@ powersgd, for matrices M of a bucket, W ranks:
     all-reduce:  of all Q together
     decompress:  Q /= W; M = P Q^T; error -= M
 This is the arithmetic of torch's powerSGD_hook (2.13, distributed/algorithms/ddp_comm_hooks/powerSGD_hook.py; Vogels et
-al. 2019, arXiv:1905.13727), whose callbacks wait for further all-reduces in the threads that reduce: on gloo several
-buckets under way could wait for each other. Differences: factors of any rank are orthogonalized by modified
-Gram-Schmidt, not some by QR; errors are kept of matrices alone, and in place; P is not kept; nothing is sent where
-there is nothing.
+al. 2019, arXiv:1905.13727). torch's callbacks wait for further all-reduces in the threads that reduce, so on gloo
+several buckets in flight could deadlock. Other differences: all factors are orthogonalized by modified Gram-Schmidt
+(torch uses QR for some ranks); errors are kept for matrices only, and in place; P is not kept; empty collectives are
+not sent.
 
 topk, for a bucket of n elements, k of them the largest:
     compress:     error += bucket; its k largest magnitudes are found; their values / W are copied, and cleared in error
@@ -77,7 +77,7 @@ def compress_bucket(low: Lowering, device: DeviceType, bucket: Bucket) -> tuple[
 
 @once_a_run
 def compressor_tensors(low: Lowering) -> dict[str, list[float]]:
-    """Return the bytes of what a compressor keeps between steps, by category, each bucket's in turn."""
+    """Return the bytes of each bucket's persistent compressor tensors (those kept between steps), by category."""
     plan, kept = low.scenario.plan, {}
     if low.policies.compressor == "topk" and plan.topk.error_feedback:
         kept["residuals"] = [bucket.elements for bucket in low.buckets]
@@ -108,7 +108,7 @@ def _send_factors(low: Lowering, device: DeviceType, bucket: Bucket) -> tuple[li
     pass_s, call_s = value / device.memory_bandwidth_bytes_per_s, device.operation_overhead_s
 
     begin_s = factor_s = end_s = 0.0
-    if others and not count:  # the bucket is divided and reduced where it is
+    if others and not count:  # the bucket has no matrix: it is divided and reduced in place
         begin_s += 2 * others * pass_s + call_s
     elif others:
         begin_s += 4 * others * pass_s + 2 * call_s
@@ -182,7 +182,7 @@ def _send_largest(low: Lowering, device: DeviceType, bucket: Bucket) -> tuple[li
         for place, (name, each) in enumerate(zip(("values", "indices"), received, strict=True))
     ]
     staged = [low.staging(device, gather.exchange) for gather in gathers if gather.exchange is not None]
-    if not low.scenario.plan.overlap:  # both are posted before either is done; else each has a stream of its own
+    if not low.scenario.plan.overlap:  # both are posted before either is done; with overlap each has its own stream
         staged[0] = (*staged[0], *staged[1])
     gathers = [replace(gather, need=footprint(need)) for gather, need in zip(gathers, staged, strict=True)]
     decompress = _computed(TaskId("decompress", bucket=bucket.index), end_s, *(-each for each in (*sent, *received)))
@@ -198,7 +198,7 @@ def _computed(name: TaskId, duration_s: float, *changes_bytes: float) -> Task:
 def _collective(
     low: Lowering, kind: Literal["all-reduce", "all-gather"], what: str, size: float, *, after: Task, number: int
 ) -> Task:
-    """Return a collective on the stream of the communication, where the plan overlaps it, or of the compute."""
+    """Return a collective, on the communication stream if the plan overlaps it, else on the compute stream."""
     stream = low.communication_stream(number) if low.scenario.plan.overlap else "compute"
     name = TaskId(kind, layer=what, bucket=after.id.bucket)
     half = low.scenario.workload.precision if kind == "all-reduce" and low.value_bytes == HALF_BYTES else ""

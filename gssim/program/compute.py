@@ -1,4 +1,4 @@
-"""Lowers forward and backward of every layer to tasks with their memory: the first pass, extended by all others."""
+"""Lowers each layer's forward and backward to tasks with their memory. This pass comes first; all others extend it."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -41,8 +41,8 @@ PHASE_NAMES = {"f": "forward", "r": "backward", "b": "backward"}
 
 
 def cuts(low: Lowering, micro_batch: MicroBatch) -> dict[int, list[int]]:
-    """Return the positions at which each layer's backward is split into parts: where a bucket becomes complete inside
-    it.
+    """Return the positions at which each layer's backward is split: those at which a bucket becomes complete
+    inside it.
     """
     return _completions(low) if _sends_in_buckets(low, micro_batch) else {}
 
@@ -59,7 +59,7 @@ def _completions(low: Lowering) -> dict[int, list[int]]:
 
 
 def _sends_in_buckets(low: Lowering, micro_batch: MicroBatch) -> bool:
-    """Return whether gradients are copied into buckets, and freed, as soon as they are ready."""
+    """Return whether gradients are copied into buckets, and then freed, as soon as they are ready."""
     policies = low.policies
     return (
         micro_batch.sends_gradients
@@ -69,7 +69,7 @@ def _sends_in_buckets(low: Lowering, micro_batch: MicroBatch) -> bool:
 
 
 def _bucket_events(low: Lowering) -> dict[tuple[int, str], list[Event]]:
-    """Return the allocation of buckets that are freed once sent, each with its first gradient."""
+    """Return the allocations of buckets that are freed once sent; each is allocated with its first gradient."""
     events: dict[tuple[int, str], list[Event]] = {}
     for bucket in low.buckets:
         layer, position = bucket.started
@@ -91,7 +91,7 @@ def backward_id(layer: LayerInstance, part: int = 0) -> TaskId:
 def pass_ends(tasks: Sequence[Task], name: Literal["forward", "backward"]) -> dict[str, TaskId]:
     """Return the last task of each layer's forward or backward, by module.
 
-    It is a part of that pass, or a collective of a sliced block after the last of them.
+    The last task is a part of that pass, or a collective of a sliced block that follows its last part.
     """
     return {
         task.id.layer: task.id
@@ -110,7 +110,7 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
     """Return forward of every layer and backward in reverse order, with their memory, for one micro-batch.
 
     [Note: accumulation] Where an earlier micro-batch left whole gradients, autograd adds each new gradient to the
-    existing one and frees it at once. Where gradients are then copied into buckets, the sum is freed as well.
+    existing one and frees the new one at once. Where gradients are then copied into buckets, the sum is freed as well.
     """
     samples, own = low.samples(rank, micro_batch), low.layers_of(rank)
     in_buckets, cut_at = _sends_in_buckets(low, micro_batch), cuts(low, micro_batch)
@@ -120,9 +120,9 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
         lives = _checkpointed(low, rank) if low.recomputes else as_traced
         timeline = _timeline(low, samples, own.layers, lives)
     always_kept = _gradient_events(low, 0, 0)
-    added = micro_batch.accumulates and not low.casts_units  # FSDP2 itself adds those that it casts
+    added = micro_batch.accumulates and not low.casts_units  # gradients that FSDP2 casts, it also adds up itself
     given_back = added + in_buckets
-    adds_itself = low.has_one_gradient_buffer  # the products do
+    adds_itself = low.has_one_gradient_buffer  # the matrix product itself accumulates into the buffer
     if own.layers is low.layers and not adds_itself:
         gradients = _gradient_events(low, given_back, added)
     else:
@@ -130,7 +130,7 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
             () if adds_itself else own.layers,
             value_bytes=low.value_bytes,
             given_back=given_back,
-            given_back_of_experts=int(added),  # no bucket takes them
+            given_back_of_experts=int(added),  # no bucket takes the gradients of experts
         )
     buckets = _bucket_events(low) if in_buckets and low.policies.gradients == "push" else {}
     hook_s = hook_time_s(low, rank) if in_buckets else 0.0
@@ -231,7 +231,7 @@ def _settings(lives: Lives) -> tuple[tuple[str, object], ...]:
 def _cached_timeline(
     low: Lowering, size: tuple[int, int, float], lives: Lives, make: Callable[[], Timeline]
 ) -> Timeline:
-    """Return the timeline of the layers that every rank of a part of the model runs, cached over plans of that
+    """Return the timeline of the layers that all ranks with this part of the model run, cached over plans for the
     model.
     """
     positions = low.scenario.sequence_positions
@@ -270,14 +270,16 @@ def _layer_s(
 
 
 def hook_time_s(low: Lowering, rank: int) -> float:
-    """Return the host's time of a hook that collects a gradient."""
+    """Return the host time, in seconds, of the autograd hook that collects one gradient."""
     device = low.device(rank)
     own = device.replica_hook_s if low.policies.gradients == "all-reduce" else None
     return device.gradient_hook_s if own is None else own
 
 
 class _Timing(NamedTuple):
-    """Times of a layer's phase on the device, and of the host to issue it, where parts of it may wait for that."""
+    """Time of a layer's phase on the device, and the host's time to issue it if parts of the phase may wait for
+    that.
+    """
 
     device_s: float
     host_s: float = 0.0
@@ -288,8 +290,8 @@ class _Timing(NamedTuple):
 def _timing(low: Lowering, rank: int, instance: LayerInstance, phase: str, samples: int, *, hook_s: float) -> _Timing:
     """Return the times of a phase; `hook_s`: the host's time of the hook that collects a gradient.
 
-    Of a GPU both times may be measured apart. Else the device's includes the host's, unless sums over ranks, which the
-    device waits for, divide the phase.
+    On a GPU, device and host times may be profiled separately. Otherwise the device time includes the host's, unless
+    the phase is split by collectives that the device waits for.
     """
     device, workload, recompute = low.device(rank), low.scenario.workload, low.scenario.plan.recompute
     hooks_s = hook_s * len(instance.layer.parameters) if phase == "b" else 0.0
@@ -312,9 +314,10 @@ def _timing(low: Lowering, rank: int, instance: LayerInstance, phase: str, sampl
 
 
 def beside_host(low: Lowering, rank: int, *, device_s: float, host_s: float) -> dict[str, Any]:
-    """Return the duration of work that takes a device and its host so long, as fields of a task.
+    """Return the duration of work that takes `device_s` on a device and `host_s` on its host, as fields of a task.
 
-    The host of a GPU issues it ahead, where the profile has the host's times apart; else one comes after the other.
+    The host of a GPU issues it ahead, if the profile has separate host times. Otherwise the two run one after the
+    other.
     """
     if has_host_times(low.device(rank), low.scenario.workload):
         return {"duration_s": device_s, "issue": Issue(host_s, goes_on=True)}
@@ -322,7 +325,9 @@ def beside_host(low: Lowering, rank: int, *, device_s: float, host_s: float) -> 
 
 
 def _operation_shares(events: Sequence[Event], ends: Sequence[int]) -> list[float]:
-    """Return the fraction of a phase's operations in each part; a position that marks the phase's end counts none."""
+    """Return the fraction of a phase's operations in each part; a position that only marks the phase's end adds
+    none.
+    """
     before = ends[-2] if len(ends) > 1 else -1
     last = max([before + 1, *(event.position for event in events if event.position < LAST)])
     bounds = (-1, *ends[:-1], last)
@@ -330,9 +335,9 @@ def _operation_shares(events: Sequence[Event], ends: Sequence[int]) -> list[floa
 
 
 def _split(phase: str, events: Sequence[Event], scratch: float, duration_s: float, ends: Sequence[int]) -> list[Task]:
-    """Return a layer's phase in parts that end at the given positions, with its time divided by operations.
+    """Return a layer's phase as parts that end at the given positions; its time is divided by number of operations.
 
-    `scratch`: workspace allocated at an unknown moment of each part.
+    `scratch`: workspace in bytes that each part allocates at an unknown moment.
     """
     parts = []
     before = -1
@@ -351,7 +356,7 @@ def _split(phase: str, events: Sequence[Event], scratch: float, duration_s: floa
 
 
 class BackwardParts:
-    """The parts of the backward among a micro-batch's tasks, behind which others are inserted."""
+    """The parts of the backward in a micro-batch's list of tasks; other tasks are inserted after them."""
 
     def __init__(self, low: Lowering, tasks: Sequence[Task]) -> None:
         self.low = low
@@ -376,7 +381,9 @@ class BackwardParts:
         return task.id
 
     def insert_after(self, index: int, new: Sequence[Task]) -> None:
-        """Insert tasks after a part of the backward and its sums over ranks, and after tasks inserted there before."""
+        """Insert tasks after a part of the backward, its collectives over ranks, and the tasks inserted there
+        before.
+        """
         self._behind[index] += new
 
     def merged(self) -> list[Task]:

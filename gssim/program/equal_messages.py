@@ -1,11 +1,11 @@
 """Classes of neighbouring ranks whose data-dependent messages are equal.
 
-[Note: neighbours] Under a threshold, the messages of a rank depend on the tensors in each owner's range, so that in
-general no two ranks are equal. But with many ranks the ranges are small: neighbours often own equally many elements of
-the same block of a tensor, of which equally many entries are sent. Consecutive ranks for which that holds in every
-bucket send equal messages to all others and receive equal ones from them, in the same order: leaving out the message to
-oneself leaves the same row for each. So they share one role. They must be neighbours: sums in another order differ in
-the last digits.
+[Note: neighbours] Under a threshold, the messages of a rank depend on the tensors in each owner's range, so in general
+no two ranks are equal. But with many ranks the ranges are small, and neighbouring ranks often own equally many elements
+of the same block of one tensor, of which equally many entries are sent. If that holds in every bucket, consecutive
+ranks send equal messages to all others and receive equal ones from them, in the same order: each rank leaves out the
+message to itself, and what remains is the same row. Such ranks share one role. They must be neighbours, because sums in
+another order would differ in the last digits.
 """
 
 import numpy as np
@@ -17,9 +17,9 @@ from gssim.units import Ints
 
 
 def message_classes(low: Lowering) -> Ints:
-    """Return the class of each of the group's ranks, by position: equal for neighbours with equal messages.
+    """Return the class of each of the group's ranks, by position: neighbours with equal messages share a class.
 
-    Classes of different places in a node are distinct.
+    Ranks at different places in their nodes never share one.
     """
     classes = np.zeros(len(low.group), np.int64)
     first = 0

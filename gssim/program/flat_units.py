@@ -1,15 +1,16 @@
 """Gradient Sharding with parameters sharded at rest: flat units gathered just in time, whose gradients are pushed.
 
-[Note: flat units] The units are FSDP2's, a block or everything outside blocks (the root); see `sharded`. Each is one
+[Note: flat units] The units are FSDP2's: a block, or everything outside blocks (the root); see `sharded`. Each is one
 flat tensor, cut by the ranks' shard sizes without padding, and gathered into a flat buffer of which its parameters are
-views. A shard is kept in the optimizer's precision only, and cast as it is copied into that buffer. The root is kept
-from forward to backward, and so are blocks where the plan says so; else a block is freed after its forward and gathered
-again. Once a unit's backward is done, its gradients are collected in one bucket, which is pushed to the owners, that of
-the root last, though it may be complete long before: where nothing below the blocks is trained. Nothing is published,
-as the next gather does that. Parameters that are not trained have no owner, and are whole on every rank. Where
-collectives overlap with compute, the gather of a unit is issued when the one before it is consumed, so that at most two
-blocks are gathered at a time; else just before its use. A rank's bytes for N elements of which it owns the share s, p
-of a value, w(d) of a pushed one (gradient-sharding A.3 B):
+views. A shard is kept in the optimizer's precision only, and cast as it is copied into that buffer. The root stays
+gathered from forward to backward, and so do blocks where the plan says so; otherwise a block is freed after its forward
+and gathered again. Once a unit's backward is done, its gradients are collected in one bucket, which is pushed to the
+owners. The root's bucket is pushed last, even where it is complete long before (where nothing below the blocks is
+trained). Nothing is published, since the next gather distributes the updated parameters. Parameters that are not
+trained have no owner, and are whole on every rank. Where collectives overlap with compute, the gather of a unit is
+issued when the unit before it is consumed, so that at most two blocks are gathered at a time; otherwise just before its
+use. Of N elements a rank owns the fraction s; p is the bytes of a value, w(d) those of a pushed one
+(gradient-sharding A.3 B). Bytes per rank:
 
     sent and received:  2pN + w(d)N, each (M-1)/M with even shares, but for the root, which is gathered once
     held:               (parameter + optimizer state + gradient) * sN in the optimizer's precision, and the root and
@@ -76,7 +77,7 @@ def push_units(low: Lowering, rank: int, tasks: list[Task], micro_batch: MicroBa
     for unit in flat_units(low):
         collect = _end_of_backward(low, rank, unit, leaves=micro_batch.sends_gradients)
         new = [collect]
-        if lowest is not None and unit.is_root:  # its last gradient comes before those of blocks
+        if lowest is not None and unit.is_root:  # the root's last gradient comes before those of the blocks
             after_task[ends[lowest.module]] = new
             new = []
         if micro_batch.sends_gradients:
@@ -108,7 +109,7 @@ def _end_of_backward(low: Lowering, rank: int, unit: FlatUnit, *, leaves: bool) 
 
 
 def gather_flat_parameters(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
-    """Pass of GS with sharded parameters: gather each unit before its first forward and keep it."""
+    """Pass of GS with sharded parameters: gather each unit before its first forward, and keep it for the backward."""
     return _with_gathers(low, rank, tasks, twice=False)
 
 
@@ -144,9 +145,9 @@ def _with_gathers(low: Lowering, rank: int, tasks: list[Task], *, twice: bool) -
 
 
 def _just_in_time(low: Lowering, rank: int, uses: Sequence[Use], phase: str, begin: TaskId) -> dict[TaskId, list[Task]]:
-    """Return the gathers of units, by the task before which they are issued; `begin` is the phase's first.
+    """Return the gathers of units, keyed by the task before which each is issued; `begin` is the phase's first task.
 
-    Where collectives overlap, the first gather is issued at the beginning and each other when the one before is
+    Where collectives overlap, the first gather is issued at `begin`, and each later one when the unit before it is
     consumed.
     """
     before: dict[TaskId, list[Task]] = defaultdict(list)
@@ -162,13 +163,15 @@ def _just_in_time(low: Lowering, rank: int, uses: Sequence[Use], phase: str, beg
 
 @once_a_run
 def _all_gather(low: Lowering, elements: int, size_bytes: float) -> Communication:
-    """Return the all-gather of a unit of so many elements, which is the same for all ranks."""
+    """Return the all-gather of a unit of `elements` elements; one object serves all ranks."""
     parts = tuple(float(n * low.value_bytes) for n in low.division_of(elements).owned[0])
     return low.communication("all-gather-v", "dp_shard", size_bytes, part_bytes=parts)
 
 
 def _gather(low: Lowering, rank: int, unit: FlatUnit, phase: str) -> list[Task]:
-    """Return the gather of a unit: the own shard is cast into a new flat buffer, then all shards are all-gathered."""
+    """Return the gather of a unit: the rank's shard is cast into a new flat buffer, then all shards are all-
+    gathered.
+    """
     own = gather_id(unit.name, phase)
     exchange = _all_gather(low, unit.bucket.elements, unit.size_bytes)
     owned = low.division(unit.bucket).owned[0]
@@ -176,7 +179,7 @@ def _gather(low: Lowering, rank: int, unit: FlatUnit, phase: str) -> list[Task]:
     copy_s = cost.copy_time_s(low.device(rank), moved_bytes)
     need = footprint([Event(0, unit.size_bytes, "gathered_parameters")])
     host_s = cost.flat_unit_host_s(low.device(rank), phase="f", tensors=len(unit.bucket.members))
-    host_s = host_s if phase == "forward" else 0.0  # that of a backward is measured with its own gather
+    host_s = host_s if phase == "forward" else 0.0  # the backward's profile already includes its own gather
     issue = Task(own.serving("issue"), phase, need=need, **beside_host(low, rank, device_s=copy_s, host_s=host_s))
     if not low.overlaps:
         return [issue, collective_task(own, exchange)]

@@ -1,4 +1,4 @@
-"""Workspace that the kernels of a layer allocate, and when, as measured for the layer run in the same way."""
+"""Workspace that a layer's kernels allocate, and at which operation, as profiled for the same way of running it."""
 
 from collections.abc import Sequence
 
@@ -14,10 +14,11 @@ from gssim.workload.quantized import quantized_weights
 def scratch_events(
     low: Lowering, rank: int, instance: LayerInstance, phase: str, samples: int, traced: Sequence[Event]
 ) -> tuple[list[Event], float]:
-    """Return the allocations of workspace in a phase, and the bytes allocated at an unknown moment besides.
+    """Return the allocations of workspace in a phase, and the bytes that are allocated at an unknown moment besides.
 
-    `traced`: the layer's events for a profile that records only peaks. Without a profile: only the buffers of
-    reductions over rows on a GPU. A copy of the largest quantized weight counts at the worst moment.
+    `traced`: the layer's memory events; they place the peak of a profile that records peaks only. Without a profile,
+    only the buffers of reductions over rows on a GPU are known. The dequantized copy of the largest quantized weight is
+    always among the bytes of unknown moment.
     """
     profile = layer_profile(low.device(rank), low.scenario.workload, low.whole_layer(instance) or instance.layer)
     if not samples:
@@ -34,10 +35,10 @@ def scratch_events(
 
 
 def _bias_gradient_events(low: Lowering, rank: int, instance: LayerInstance, samples: int) -> list[Event]:
-    """Return the workspace of the gradients of linear layers' biases, which are sums over rows.
+    """Return the workspace for the gradients of linear layers' biases, which are sums over rows.
 
-    Assumes that a bias is a parameter named `bias` beside a two-dimensional weight, and that rows are tokens where the
-    layer's operations scale with the sequence; else samples.
+    Assumes that a bias is a parameter named `bias` beside a two-dimensional weight. Rows are tokens if the layer's FLOP
+    scale with the sequence length, else samples.
     """
     layer, workload, device = instance.layer, low.scenario.workload, low.device(rank)
     if device.kind != "cuda":
@@ -74,7 +75,7 @@ def _measured_events(
 
 
 def _profile_key(low: Lowering, rank: int, instance: LayerInstance) -> str:
-    """Return the key under which profiles record the way in which a rank runs a layer."""
+    """Return the profile key for the way in which this rank runs a layer (its role, slice, or part of the sequence)."""
     units = instance.layer.units
     context = [f"context-{low.policies.cp}"] if low.policies.cp > 1 else []
     if low.policies.tp > 1 and units:

@@ -1,4 +1,4 @@
-"""The lowering context of all passes: the unrolled model, gradient buckets, groups of ranks, and ranks' own parts."""
+"""The context that all passes share: the unrolled model, gradient buckets, groups of ranks, and each rank's part."""
 
 import math
 from collections import Counter
@@ -47,12 +47,12 @@ NOT_CACHED = object()
 
 
 def once_a_step(function: Callable[Concatenate["Lowering", P], T]) -> Callable[Concatenate["Lowering", P], T]:
-    """Cache a function of the lowering: it is computed once for all ranks of a step that ask for the same."""
+    """Cache a function of the lowering for one step: ranks that call it with equal arguments share the result."""
 
     @wraps(function)
     def cached(low: "Lowering", /, *arguments: P.args, **named: P.kwargs) -> T:
         key = (cached, arguments, *named.items())
-        value = low.step_cache.get(key, NOT_CACHED)  # looked up once: hashing keys takes a good part of lowering
+        value = low.step_cache.get(key, NOT_CACHED)  # one lookup, not two: hashing keys takes a good part of lowering
         if value is NOT_CACHED:
             value = low.step_cache[key] = function(low, *arguments, **named)
         found: T = value
@@ -62,9 +62,9 @@ def once_a_step(function: Callable[Concatenate["Lowering", P], T]) -> Callable[C
 
 
 def once_a_run(function: Callable[Concatenate["Lowering", P], T]) -> Callable[Concatenate["Lowering", P], T]:
-    """Cache a function of the lowering that is equal in all steps: it is computed once for all of them.
+    """Cache a function of the lowering over all steps: its result must not depend on the step.
 
-    Of functions that depend on the gradient statistics, these are an argument.
+    A function that depends on the gradient statistics must take them as an argument.
     """
 
     @wraps(function)
@@ -80,19 +80,21 @@ def once_a_run(function: Callable[Concatenate["Lowering", P], T]) -> Callable[Co
 
 
 class ComputeKind(NamedTuple):
-    """What the forward and backward of a micro-batch depend on: equal for ranks and micro-batches with equal tasks."""
+    """Everything that a micro-batch's forward and backward depend on. Equal kinds lower to equal tasks."""
 
     device_type: str
     batch_size: int
     own_layers: tuple[int, int] | None
-    """The rank's own range, where layers are assigned to ranks."""
+    """The layers that the rank owns (half-open range), where layers are assigned to ranks."""
     samples: int
     accumulates: bool
     sends_gradients: bool
     expert_position: int
-    """Of ranks that divide experts, the first with as many rows."""
+    """First expert-parallel position whose experts receive as many rows as the rank's; see `expert_position`."""
     ring_position: int
-    """Of ranks in a ring, whose blocks differ, the rank's position."""
+    """Position of the rank in its attention ring, since the blocks of attention differ by position; 0 without a
+    ring.
+    """
 
 
 @dataclass(frozen=True)
@@ -106,19 +108,19 @@ class Lowering:
     statistics: GradientStatistics | None
     step: int
     group: Sequence[int]
-    """Ranks that hold this part of the model, each for its own samples, or its own parts of their sequences."""
+    """Ranks that hold this part of the model, each for its own samples or its own part of their sequences."""
     stages: tuple[Stage, ...] = ()
-    """Pipeline stages that they hold; empty: the whole model."""
+    """Pipeline stages that these ranks hold; empty: the whole model."""
     all_stages: tuple[Stage, ...] = ()
     """All stages of the pipeline."""
     tensor_part: int = 0
-    """Index of the tensor slice that they hold: their coordinate on the axis tp."""
+    """Index of the tensor slice that these ranks hold: their coordinate on the axis tp."""
     shared: Shared = field(default_factory=Shared)
     """Cache shared with other steps and other scenarios."""
     slowed: Mapping[int, float] = field(default_factory=dict)
-    """Time of forward, backward and update over the device's, by rank, for ranks slower than their device."""
+    """Compute and update time of a rank relative to its device type's, by rank; only for ranks slower than that."""
     slowed_steps: Sequence[Mapping[int, float]] = ()
-    """The same in each step of a period, where a program is of all of them; empty: `slowed` holds in all."""
+    """`slowed` of each step of a period, where a program covers a whole period; empty: `slowed` holds in all steps."""
 
     step_cache: dict[Hashable, Any] = field(default_factory=dict)
     """Values of functions that differ from step to step, by function and arguments."""
@@ -129,7 +131,7 @@ class Lowering:
     """Forward and backward of micro-batches, equal in all steps."""
 
     def at_step(self, step: int) -> "Lowering":
-        """Return the lowering of another step; cached is only what is equal in all steps."""
+        """Return the lowering of another step; only values that are equal in all steps stay cached."""
         other = copy(self)
         slowed = self.slowed_steps[step % len(self.slowed_steps)] if self.slowed_steps else self.slowed
         for name, value in (("step", step), ("step_cache", {}), ("slowed", slowed)):
@@ -150,7 +152,9 @@ class Lowering:
 
     @cached_property
     def layers(self) -> tuple[LayerInstance, ...]:
-        """Unrolled layers of the model or of the stages, numbered from 0; of sliced blocks, the units that are held."""
+        """Unrolled layers of the model or of the held stages, numbered from 0; of sliced blocks, only the held
+        slice.
+        """
         if self.stages:
             return tuple(replace(instance, index=i) for i, instance in enumerate(self._stage_layers))
         if self.scenario.policies.ep > 1:
@@ -161,7 +165,7 @@ class Lowering:
 
     @cached_property
     def part_layers(self) -> tuple[LayerInstance, ...]:
-        """Unrolled layers of the model, with this part of the embedding where tensor-parallel ranks divide it."""
+        """Unrolled layers of the model, with only this rank's part of the embedding where tensor ranks divide it."""
         if self.scenario.plan.embedding_parallel and routes_parts(self.scenario.workload.model, self.policies):
             return held_experts(self.scenario, 0, self.tensor_part)
         if self.scenario.plan.embedding_parallel:
@@ -170,14 +174,16 @@ class Lowering:
 
     @cached_property
     def whole_expert_layers(self) -> tuple[LayerInstance, ...]:
-        """Layers with experts that ranks divide, as functions of the experts and rows of a rank."""
+        """Layers whose experts are divided among ranks, with costs as functions of a rank's experts and rows."""
         model = self.scenario.workload.model
         layers = unrolled(replace(model, layers=divided_expert_layers(model, self.policies)))
         return tuple(each for each in layers if each.layer.experts_per_token)
 
     @cached_property
     def expert_groups(self) -> tuple[Sequence[int], ...]:
-        """Groups of ranks that divide experts among them; where tensor ranks hold different ones, all of the stage."""
+        """Groups of ranks that divide the experts; where tensor ranks hold different experts, all such groups of the
+        stage.
+        """
         ranks: Sequence[int] = self.group
         if self.policies.etp is not None:
             tensor_ranks = self.policies.tp
@@ -186,7 +192,7 @@ class Lowering:
 
     @cached_property
     def expert_replicas(self) -> tuple[Sequence[int], ...]:
-        """Groups of ranks that hold the same experts; of replicas that are sharded, those of one of them."""
+        """Groups of ranks that hold the same experts; under HSDP, each group stays within one replica."""
         mesh = self.policies.mesh
         groups = {rank: mesh.expert_replicas(rank) for rank in self.group}
         if self.replicates:
@@ -198,14 +204,14 @@ class Lowering:
 
     @cached_property
     def _expert_positions(self) -> tuple[int, ...]:
-        """For each position among the ranks that divide experts, the first whose experts get as many rows."""
+        """For each expert-parallel position, the first position whose experts receive as many rows."""
         if self.policies.ep == 1:
             return (0,)
         rows = rows_of_ranks(self.scenario.workload, self.policies)
         return tuple(map(rows.index, rows))
 
     def expert_position(self, rank: int) -> int:
-        """Return the first position among the ranks that divide experts whose experts get as many rows as a rank's."""
+        """Return the first expert-parallel position whose experts receive as many rows as those of `rank`."""
         return self._expert_positions[self.policies.mesh.expert_position(rank)]
 
     @once_a_run
@@ -221,9 +227,9 @@ class Lowering:
 
     @cached_property
     def expert_buckets(self) -> tuple[Bucket, ...]:
-        """Gradients of divided experts, each reduced by itself, in the order in which they are ready.
+        """Buckets of the gradients of divided experts: one for each tensor, in the order in which they are ready.
 
-        Where gradients exist in one buffer alone, they are in a second one.
+        With Megatron-LM's single gradient buffer, all expert gradients are in one second buffer instead.
         """
         if self.policies.ep == 1:
             return ()
@@ -244,8 +250,11 @@ class Lowering:
         return self.scenario.policies.tp > 1 or self.scenario.policies.cp > 1
 
     def whole_layer(self, instance: LayerInstance) -> Layer | None:
-        """Return the layer of the whole model of which a rank runs a part, a partial backward, one without the sum of
-        a tied parameter's gradients, or one with adapters or frozen; None where it runs layers of the whole model.
+        """Return the layer of the whole model that corresponds to a layer of this lowering, or None if it is the same
+        one.
+
+        They differ where a rank runs only a part of the layer, only a part of its backward, or leaves out the sum of a
+        tied parameter's gradients; and where the layer has adapters or is frozen.
         """
         divided = self.assigns_layers or self.stages or self.divides_layers or self.policies.ep > 1
         if not (divided or self._layers_without_adapters):
@@ -325,7 +334,9 @@ class Lowering:
 
     @property
     def replicates(self) -> bool:
-        """Whether sharded parameters have several replicas, whose gradients are all-reduced (HSDP)."""
+        """Whether several replicas hold the sharded parameters, so that reduced gradients are also all-reduced
+        (HSDP).
+        """
         policies = self.policies
         return policies.gradients == "reduce-scatter" and policies.dp_replicate > 1 and not policies.sync_every_steps
 
@@ -333,7 +344,7 @@ class Lowering:
     def synchronizes(self) -> bool:
         """Whether this step ends with a synchronization of the parameters; see `gssim.program.periodic`.
 
-        Where fragments are synchronized, programs are of whole periods, and all alike.
+        Where fragments are synchronized, a program covers a whole period, and all periods are equal.
         """
         every = self.policies.sync_every_steps
         return every is not None and (self.policies.in_fragments or (self.step + 1) % every == 0)
@@ -363,12 +374,14 @@ class Lowering:
 
     @cached_property
     def thresholds_publish(self) -> bool:
-        """Whether owners publish only parameters above a threshold; see [Note: thresholded publish] in `publish`."""
+        """Whether owners publish only parameter changes above a threshold; see [Note: thresholded publish] in
+        `publish`.
+        """
         return self.scenario.plan.publish.threshold is not None
 
     @cached_property
     def sends_by_data(self) -> bool:
-        """Whether message sizes depend on the data: on the tensors in each range, and on the step."""
+        """Whether message sizes depend on the data: on the step, and on the tensors in each owner's range."""
         return self.policies.gradients == "push" and self.scenario.plan.sends_by_data
 
     @cached_property
@@ -378,14 +391,12 @@ class Lowering:
 
     @cached_property
     def places(self) -> int:
-        """Number of devices per node among which gradients are reduce-scattered before they are pushed; 1 without
-        hierarchy.
-        """
+        """Number of devices per node that reduce-scatter gradients before they are pushed; 1 without a hierarchy."""
         return self.shards if self.policies.push_axis == "dp_replicate" else 1
 
     @cached_property
     def push_groups(self) -> tuple[Sequence[int], ...]:
-        """Ranks that push to one another, those at the same place of every node, by place."""
+        """Groups of ranks that push to one another, by place: the ranks at one place of all nodes form a group."""
         return self.groups_along(self.policies.push_axis)
 
     def place(self, rank: int) -> int:
@@ -402,7 +413,7 @@ class Lowering:
 
     @once_a_run
     def division_of(self, elements: int) -> Division:
-        """Return how a bucket of so many elements is divided among the ranks."""
+        """Return how a bucket of `elements` elements is divided among the ranks."""
         rows = [self.shard_shares[first : first + self.places] for first in range(0, len(self.group), self.places)]
         return divide(elements, by_node=rows)
 
@@ -412,9 +423,11 @@ class Lowering:
 
     @cached_property
     def summed_elements(self) -> tuple[int, ...]:
-        """Elements of gradients of which the ranks of a tensor group have a part each, by position in the group.
+        """Number of gradient elements to be summed over a tensor group because each of its ranks has only a partial
+        sum.
 
-        Of shards they are those of a rank's own: padded to equal rows by torch.chunk, or ranges of buckets.
+        By position in the group. Where gradients are sharded, only the elements of a rank's own shard count: rows
+        padded as by torch.chunk, or its ranges of the buckets.
         """
         if self.policies.gradients != "push":
             shards = self.shards if self.policies.gradients == "reduce-scatter" else 1
@@ -432,21 +445,23 @@ class Lowering:
 
     @once_a_run
     def groups_along(self, axis: str) -> tuple[Sequence[int], ...]:
-        """Return the groups of the lowering's ranks along a data axis, by first rank; shards are along `cp` too."""
+        """Return the groups of this lowering's ranks along a data axis; shards (`dp_shard`) extend over the axis `cp`
+        too.
+        """
         mesh, axes = self.policies.mesh, (axis, "cp") if axis == "dp_shard" else (axis,)
         alone = math.prod(getattr(mesh, name) for name in axes) == len(self.group)
         groups = [self.group] if alone else [mesh.group(rank, *axes) for rank in self.group]
         return tuple(dict.fromkeys(groups))
 
     def communication(self, kind: str, axis: str, size_bytes: float, **settings: Any) -> Communication:
-        """Return a collective that each group along a data axis carries out on its own."""
+        """Return a collective that every group along a data axis carries out, each group independently."""
         group, *beside = self.groups_along(axis)
         return Communication(kind, group, size_bytes, beside=tuple(beside), **settings)
 
     def communication_stream(self, number: int) -> str:
-        """Return the stream of a group's asynchronous collective; `number`: in the order in which they are posted.
+        """Return the stream of a group's `number`-th asynchronous collective, in the order in which they are posted.
 
-        A backend that runs several at once takes them in turn.
+        A backend that runs several collectives concurrently assigns them to its streams in turn.
         """
         at_once = collectives.at_once(self.scenario.cluster.backend)
         return f"communication {number % at_once}" if at_once > 1 else "communication"
@@ -454,9 +469,9 @@ class Lowering:
     def staging(
         self, device: DeviceType, exchange: Communication, position: int = 0, **event: Any
     ) -> tuple[Event, ...]:
-        """Return the memory that a collective takes beside its tensors while it runs, from `position` on.
+        """Return the staging memory that a collective allocates beside its tensors while it runs, from `position` on.
 
-        `event`: how its events differ from others.
+        `event`: further fields of the returned events.
         """
         size = collectives.staging_bytes(exchange, self.scenario.cluster.backend, kind=device.kind)
         changes = enumerate((size, -size), start=position) if size else ()
@@ -525,7 +540,7 @@ class Lowering:
 
     @cached_property
     def traced_scale(self) -> float:
-        """Bytes of an element over those of the traced precision."""
+        """Bytes of an element in the training precision relative to those in the precision of the trace."""
         return self.value_bytes / PRECISION_BYTES[self.scenario.workload.model.traced_precision]
 
     @cached_property
@@ -535,7 +550,9 @@ class Lowering:
 
     @cached_property
     def reduce_precision(self) -> Precision:
-        """Precision of messages in which gradients are reduced over replicas or shards; pushed ones are never cast."""
+        """Precision in which gradients are reduced over replicas or shards; pushed gradients keep the training
+        precision.
+        """
         workload = self.scenario.workload
         return workload.precision if self.policies.gradients == "push" else reduce_precision(workload)
 
@@ -546,7 +563,7 @@ class Lowering:
 
     @cached_property
     def casts_units(self) -> bool:
-        """Whether FSDP2 casts gradients before it reduces them: between micro-batches it keeps them cast."""
+        """Whether FSDP2 casts gradients before it reduces them. If so, it keeps them cast between micro-batches."""
         return self.policies.gradients == "reduce-scatter" and self.reduces_cast_gradients
 
     @cached_property
@@ -558,8 +575,8 @@ class Lowering:
     def buckets(self) -> tuple[Bucket, ...]:
         """Gradient buckets by PyTorch's rule, in the order in which they are complete.
 
-        Where parameters are sharded, buckets are FSDP2's units: each block from the last on, then everything outside
-        blocks.
+        Where parameters are sharded, buckets are FSDP2's units: each block from the last to the first, then everything
+        outside blocks.
         """
         order = gradient_order(self.layers)
         members = [(self.layers[i], self.layers[i].layer.parameters[j]) for i, j in order]
@@ -583,14 +600,15 @@ class Lowering:
     def owned_parameters(self) -> tuple[tuple[int, ...], ...]:
         """Positions in `parameters` of the tensors that each rank updates (ZeRO-1, whole tensors assigned to ranks).
 
-        Where ranks divide experts, those of all other parameters; see `owned_experts`.
+        Divided experts are not among them; see `owned_experts`.
         """
         return self._assigned([i for i, (_, each) in enumerate(self.parameters) if not each.of_experts], 1)
 
     @cached_property
     def owned_experts(self) -> tuple[tuple[int, ...], ...]:
-        """The same of divided experts, for each of the ranks that hold the same ones: they have an optimizer of their
-        own.
+        """`owned_parameters` for divided experts, by position among the ranks that hold the same ones.
+
+        Experts have an optimizer of their own.
         """
         places = [i for i, (_, each) in enumerate(self.parameters) if each.of_experts]
         return self._assigned(places, self.policies.mesh.expert_stride)
@@ -613,7 +631,7 @@ class Lowering:
         return matrices_of(instance.layer, parameter, stacks=self.has_one_gradient_buffer)
 
     def matrices(self, rank: int, *, of_experts: bool | None = None) -> tuple[Matrix, ...]:
-        """Return the matrices that a rank updates by Muon: all, or of divided experts, or all but those."""
+        """Return the matrices that a rank updates with Muon: all of them, only those of experts, or only the others."""
         if self.scenario.workload.optimizer != "muon":
             return ()
         if self.flat_part:
@@ -633,9 +651,10 @@ class Lowering:
 
     @cached_property
     def _dealt_matrices(self) -> tuple[tuple[tuple[Matrix, ...], ...], tuple[tuple[Matrix, ...], ...]]:
-        """Matrices that each rank updates whole, and those of experts, in Megatron-LM's layer-wise optimizer.
+        """Matrices that each rank updates whole, without and with those of experts, in Megatron-LM's layer-wise
+        optimizer.
 
-        The most work first, each to the rank with the least so far.
+        They are assigned in order of decreasing work, each to the rank with the least work so far.
 
         Source: Megatron-LM, core/optimizer/layer_wise_optimizer.py, which does so bucket by bucket.
         """
@@ -660,7 +679,7 @@ class Lowering:
     def layers_of(self, rank: int) -> OwnedLayers:
         """Return the layers as a rank runs them: whole, unless other ranks compute some of the weight gradients.
 
-        Of ranks that divide experts, with the rows of its own.
+        With divided experts, layers have the number of rows that this rank's experts receive.
         """
         if self.policies.ep > 1:
             return self._routed_layers(self.expert_position(rank))
@@ -684,10 +703,11 @@ class Lowering:
 
     @cached_property
     def flat_part(self) -> int:
-        """Number of elements of each rank's equal part of all parameters, flattened and padded (ZeRO-1 of DeepSpeed
-        and of Megatron-LM); else 0.
+        """Elements of each rank's equal part of all parameters, flattened and padded (DeepSpeed's or Megatron-LM's
+        ZeRO-1).
 
-        Source: DeepSpeed, runtime/zero/stage_1_and_2.py: the flat buffer is aligned to twice the number of ranks.
+        0 for other policies. Source: DeepSpeed, runtime/zero/stage_1_and_2.py: the flat buffer is aligned to twice the
+        number of ranks.
         """
         if not self._shards_optimizer_state or self.assigns_tensors:
             return 0
@@ -695,27 +715,30 @@ class Lowering:
 
     @cached_property
     def flat_expert_part(self) -> int:
-        """The same of divided experts, among the ranks that hold the same ones."""
+        """`flat_part` for divided experts, which are flattened apart over the ranks that hold the same ones."""
         return self._even_part(len(self.expert_replicas[0]), of_experts=True) if self.flat_part else 0
 
     def _even_part(self, ranks: int, *, of_experts: bool) -> int:
         own = [each.elements for _, each in self.parameters if each.of_experts == of_experts]
         if self.scenario.workload.optimizer != "muon":
             return 2 * math.ceil(sum(own) / (2 * ranks))
-        # matrices stay whole: parts are as large as the fullest, the rest is divided evenly
+        # matrices stay whole: each part has room for the largest sum of matrices; other parameters are divided evenly
         dealt = [elements_of(matrices) for matrices in self._dealt_matrices[of_experts]]
         return max(dealt) + self.even_rest(ranks, of_experts=of_experts)
 
     def even_rest(self, ranks: int, *, of_experts: bool) -> int:
-        """Return the elements of each rank's equal part of what is no matrix of Muon's, flattened and padded."""
+        """Return the elements of each rank's equal part of the parameters that Muon does not update, flattened and
+        padded.
+        """
         own = [each.elements for _, each in self.parameters if each.of_experts == of_experts]
         matrices = sum(map(elements_of, self._dealt_matrices[of_experts]))
         return 2 * math.ceil((sum(own) - matrices) / (2 * ranks))
 
     @property
     def has_one_gradient_buffer(self) -> bool:
-        """Whether gradients exist in one buffer alone, to which each product adds its own, and which is
-        reduce-scattered (Megatron-LM's main_grad and distributed optimizer).
+        """Whether gradients exist only in one buffer (Megatron-LM's main_grad), which is reduce-scattered.
+
+        Each weight-gradient product accumulates into it.
 
         Source: Megatron-LM, core/distributed/param_and_grad_buffer.py, core/tensor_parallel/layers.py
         (gradient_accumulation_fusion).
@@ -724,7 +747,7 @@ class Lowering:
 
     @property
     def buffer_value_bytes(self) -> int:
-        """Bytes of an element of the buckets; the only gradients that exist have their own precision."""
+        """Bytes of an element of a gradient bucket. A single gradient buffer may have a precision of its own."""
         precision = self.scenario.workload.gradient_precision
         return PRECISION_BYTES[precision] if precision and self.has_one_gradient_buffer else self.value_bytes
 
@@ -734,15 +757,15 @@ class Lowering:
         return tuple(self.parameters[position][1].elements for position in owned)
 
     def owned_expert_elements(self, rank: int) -> tuple[int, ...]:
-        """The same of divided experts."""
+        """Return the elements of every tensor of divided experts that a rank updates; see `owned_elements`."""
         owned = self.owned_experts[self.expert_replica(rank)]
         return tuple(self.parameters[position][1].elements for position in owned)
 
     def roles(self, *, unfolded: bool = False, by_data: Ints | None = None) -> tuple[Ints, list[int]]:
         """Return the role of each rank of the group, and the first rank of each role; equal roles lower to equal tasks.
 
-        `by_data`: class of each rank by its data-dependent messages; None: where messages depend on data, all ranks
-        differ.
+        `by_data`: a class for each rank, equal for ranks with equal data-dependent messages. If it is None and messages
+        depend on data, every rank has its own role.
         """
         positions = np.arange(len(self.group))
         policies = self.scenario.policies
@@ -785,7 +808,9 @@ class Lowering:
         return np.argsort(by_rank, kind="stable")[role], [self.group[i] for i in first[by_rank].tolist()]
 
     def _ownership_columns(self, bucket: Bucket) -> list[Ints]:
-        """Return columns that distinguish ranks by a bucket: the elements each owns, and the division of its place."""
+        """Return columns that distinguish ranks by what they own of a bucket, and by how the place's part is
+        divided.
+        """
         owned_by_place = self.division(bucket).owned
         owned = np.array(owned_by_place).T.ravel()  # node by node
         if self.places == 1:
@@ -795,9 +820,9 @@ class Lowering:
         return [owned, np.tile([place_class[kind] for kind in kinds], self.nodes)]
 
     def forwarded_elements(self, bucket: Bucket, place: int) -> int:
-        """Return the largest part that a place receives and passes on in the reduce-scatter of a bucket within a node.
+        """Return the largest part of a bucket that a place forwards in the reduce-scatter within a node, in elements.
 
-        It is a ring of messages: all parts are forwarded but the first one sent and the own one.
+        The reduce-scatter is a ring of messages. Of all parts, a place forwards all but the first it sends and its own.
         """
         parts = self.division(bucket).places
         return max((parts[(place + step) % self.places] for step in range(2, self.places)), default=0)
@@ -809,7 +834,7 @@ class Lowering:
         return sorted({p.shape[0] if p.shape else 1 for layer in layers.values() for p in layer.parameters})
 
     def _own_rows(self, rows: int, positions: Ints, shards: int) -> Ints:
-        """Return the number of `rows` that each rank holds."""
+        """Return how many of a tensor's `rows` (its first dimension) each rank holds."""
         chunk = math.ceil(rows / shards)
         return np.clip(rows - positions * chunk, 0, chunk)
 
@@ -820,9 +845,9 @@ class Lowering:
 
 @once_a_run
 def layer_groups(low: Lowering, samples: int, axis: str) -> list[Sequence[int]]:
-    """Return the groups of ranks that run layers together, of those of the lowering that have so many samples.
+    """Return the groups of ranks that run layers together, along one axis; only groups with `samples` samples per rank.
 
-    They have slices of blocks (the axis tp), or parts of the sequences (the axis cp).
+    Along tp the ranks of a group hold slices of blocks, along cp parts of the sequences.
     """
     mesh = low.policies.mesh
     return list(dict.fromkeys(mesh.group(rank, axis) for rank in low.group if low.batch_sizes[rank] == samples))

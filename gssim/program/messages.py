@@ -26,7 +26,7 @@ def is_thresholded(low: Lowering) -> bool:
 
 
 def push_matrix(low: Lowering, bucket: Bucket, micro_batch: MicroBatch, place: int) -> Pairs:
-    """Return the matrix of bytes from each node's rank at a place to each owner, for a bucket."""
+    """Return the bytes that each node's rank at `place` sends to each owner for a bucket, as a matrix."""
     if is_thresholded(low):
         return push_sizes(low, micro_batch, place).matrix(bucket.index)
     return matrix_to_all(low, low.division(bucket).owned[place], low.value_bytes)
@@ -34,13 +34,13 @@ def push_matrix(low: Lowering, bucket: Bucket, micro_batch: MicroBatch, place: i
 
 @once_a_run
 def matrix_to_all(low: Lowering, owned: tuple[int, ...], factor: int) -> Pairs:
-    """Return one matrix for all exchanges of equal parts to all: matrices take long to compare."""
+    """Return `to_all` as one object for all equal exchanges, since matrices take long to compare."""
     return to_all(owned, factor)
 
 
 @dataclass(frozen=True, eq=False)
 class Messages:
-    """Thresholded messages: their encoding, as an index in `encodings.ENCODINGS`, elements, entries and bytes."""
+    """Thresholded messages: encoding (an index into `encodings.ENCODINGS`), elements, entries and bytes of each."""
 
     encoding: Ints
     elements: Floats
@@ -48,7 +48,7 @@ class Messages:
     size_bytes: Floats
 
     def priced(self, price: Callable[..., Floats]) -> Floats:
-        """Return a time of each message, given its price by `encoding`, `elements` and `entries`."""
+        """Return the time of each message in seconds; `price` gives it by `encoding`, `elements` and `entries`."""
         times_s = np.zeros(self.entries.shape)
         for number, name in enumerate(encodings.ENCODINGS):
             some = self.encoding == number
@@ -58,7 +58,7 @@ class Messages:
 
 
 def messages_of(low: Lowering, encoding: str, elements: Floats, entries: Floats) -> Messages:
-    """Return messages of so many entries out of owners' elements, in the encoding of the plan."""
+    """Return messages of `entries` entries, selected from `elements` elements of an owner, in the plan's encoding."""
     elements = np.broadcast_to(elements, entries.shape)
     kinds, size_bytes = encodings.sizes_of(encoding, entries=entries, elements=elements, value_bytes=low.value_bytes)
     return Messages(kinds, elements, entries, size_bytes)
@@ -69,11 +69,11 @@ class PushSizes:
     """Thresholded pushes of all buckets from the ranks at a place, one on each node."""
 
     classes: Ints
-    """Class of senders of each node's rank; see `_sender_classes`."""
+    """Class of the sender on each node; see `_sender_classes`."""
     runs: Ints
-    """Run of owners of each node's rank; see `OwnedPieces`."""
+    """Run of owners to which each node's rank belongs; see `OwnedPieces`."""
     messages: Messages
-    """By bucket, class of senders, and run of owners."""
+    """Messages by bucket, class of senders, and run of owners."""
 
     def matrix(self, bucket: int) -> Pairs:
         """Return the bytes from each node's rank to each owner for a bucket."""
@@ -87,21 +87,22 @@ class PushSizes:
 
     @cached_property
     def _kinds(self) -> tuple[Ints, Ints, Ints, Ints]:
-        """Class and run of each distinct kind of node, number of its nodes, and the kind of each node."""
+        """For each distinct kind of node: its class, run and number of nodes; and the kind of each node."""
         count = int(self.runs[-1]) + 1
         kinds, of_node, nodes = np.unique(self.classes * count + self.runs, return_inverse=True, return_counts=True)
         return kinds // count, kinds % count, nodes, of_node
 
     def of_node(self, values: Floats, node: int) -> list[float]:
-        """Return the value of a node, by bucket, of those by kind of node."""
+        """Return a node's value for each bucket; `values` are by bucket and kind of node."""
         found: list[float] = values[:, self._kinds[3][node]].tolist()
         return found
 
     @cached_property
     def alike(self) -> Ints:
-        """Number by bucket and run, equal for neighbours that own as many elements and receive the same in a bucket.
+        """A number by bucket and run. Neighbours with equal numbers own as many elements and receive the same in a
+        bucket.
 
-        Then they send the same to all others, too, in the same order: see [Note: neighbours] in `equal_messages`.
+        They then also send the same to all others, in the same order: see [Note: neighbours] in `equal_messages`.
         """
         by_run = np.concatenate([self.messages.entries, self.messages.elements], axis=1)
         changes = (by_run[..., 1:] != by_run[..., :-1]).any(axis=1)
@@ -118,12 +119,14 @@ class PushSizes:
         return self.from_others(self.messages.size_bytes)
 
     def to_others(self, values: Floats) -> Floats:
-        """Return the sum over a sender's messages to all others, by bucket and kind of node, of values by message."""
+        """Return `values` summed over a sender's messages to all others, by bucket and kind of node."""
         kind, run, _, _ = self._kinds
         return sums_of_others(values, np.bincount(self.runs))[:, kind, run]
 
     def from_others(self, values: Floats) -> Floats:
-        """Return the sum over the messages from all others to an owner, by bucket and kind of node."""
+        """Return `values` summed over the messages that an owner receives from all others, by bucket and kind
+        of node.
+        """
         kind, run, _, _ = self._kinds
         senders = np.bincount(self.classes, minlength=values.shape[1])[:, None]
         others = senders - (kind == np.arange(len(senders))[:, None])
@@ -136,7 +139,7 @@ class PushSizes:
 
 @dataclass(frozen=True, eq=False)
 class OthersOf(Sequence[float]):
-    """Bytes of the messages from one member to all others, looked up when they are asked for."""
+    """Bytes of the messages from one member to each of the others; the row is looked up on first use."""
 
     matrix: Pairs
     own: int
@@ -157,7 +160,7 @@ class OthersOf(Sequence[float]):
 
 @dataclass(frozen=True, eq=False)
 class PushTotals:
-    """Sums over the messages between the ranks at a place, of a step's thresholded pushes."""
+    """Totals over all messages that ranks at one place exchange in a step's thresholded pushes."""
 
     payload_bytes: Floats
     """By bucket."""
@@ -165,7 +168,7 @@ class PushTotals:
 
 
 def push_totals(low: Lowering, micro_batch: MicroBatch, place: int) -> PushTotals:
-    """Return the sums over the messages of `push_sizes`: kept for all steps, as the messages of many ranks are not."""
+    """Return the totals of `push_sizes`. They are cached for all steps; the messages of many ranks are not."""
     return _push_totals(low, Same(low.statistics), low.step, micro_batch, place)
 
 
@@ -191,8 +194,8 @@ def push_sizes(low: Lowering, micro_batch: MicroBatch, place: int) -> PushSizes:
 
 @once_a_run
 def _sender_classes(low: Lowering, micro_batch: MicroBatch) -> tuple[Sequence[tuple[float, float]], Sequence[int]]:
-    """Return the distinct gradient means over senders (see `_sender_samples`), and the index of the one of each
-    node.
+    """Return the distinct (samples, fraction) pairs of senders (see `_sender_samples`), and each node's index into
+    them.
     """
     by_node = [_sender_samples(low, micro_batch, sender) for sender in range(low.nodes)]
     kinds = {kind: number for number, kind in enumerate(dict.fromkeys(by_node))}
@@ -200,7 +203,7 @@ def _sender_classes(low: Lowering, micro_batch: MicroBatch) -> tuple[Sequence[tu
 
 
 def to_all(owned: Sequence[float], factor: int) -> Pairs:
-    """Return the matrix of an exchange in which all send all: every owner's part, and nothing to itself."""
+    """Return the matrix in which each rank sends every other owner its part; `factor`: bytes of an element."""
     return Pairs([tuple(float(factor * elements) for elements in owned)], (0,) * len(owned))
 
 
@@ -208,16 +211,17 @@ def to_all(owned: Sequence[float], factor: int) -> Pairs:
 class OwnedPieces:
     """The pieces of tensors in the ranges of the owners at a place, bucket by bucket, in order.
 
-    Of a run of neighbours, of whose elements equally many are sent whatever the densities, those of the first: their
-    ranges are equally large in every bucket, and each inside one block of one tensor, the same for all of the run.
+    Consecutive owners form a run if the number of entries sent to each is equal whatever the densities: their ranges
+    are equally large in every bucket, and lie inside the same block of one tensor. Only the first owner of a run is
+    stored.
     """
 
     runs: Ints
-    """Run of each node's owner."""
+    """Index of the run to which each node's owner belongs."""
     elements_owned: Floats
     """Elements of an owner's range, by bucket and run."""
     owner: Ints
-    """Range of each piece, counted over buckets and runs."""
+    """Index of the range in which each piece lies; ranges are counted over buckets and runs."""
     elements: Ints
     """Elements of each piece."""
     tensors: tuple[str, ...]
@@ -230,7 +234,7 @@ class OwnedPieces:
         return np.bincount(self.runs)
 
     def entries(self, ratios: Mapping[str, sparsity.Ratios]) -> Floats:
-        """Return the number of elements of every range that are sent, given the fraction of each tensor."""
+        """Return the number of entries that are sent of every range, given the fraction sent of each tensor."""
         densities = self.ranges.densities([ratios[name] for name in self.tensors])
         whole = self.elements_owned
         return summed(self.owner, self.elements * densities, whole.size).reshape(whole.shape)
@@ -268,7 +272,7 @@ def _owned_pieces(low: Lowering, _statistics: Same, place: int) -> OwnedPieces:
 
 
 def _block_starts(low: Lowering, names: Sequence[str], starts: Ints, sizes: Ints) -> Floats:
-    """Return where blocks of tensors begin for which statistics have densities of their own, in order."""
+    """Return the offsets, in order, at which blocks of tensors begin for which the statistics have own densities."""
     if low.statistics is None:
         return starts.astype(np.float64)
     tables: list[Mapping[str, Any]] = [*(trace.tensors for trace in low.statistics.traces), low.statistics.changes]
@@ -311,9 +315,9 @@ def _ranges(low: Lowering, elements: int, place: int) -> Ints:
 
 
 def _push_ratios(low: Lowering, samples: float, part: float) -> Mapping[str, sparsity.Ratios]:
-    """Return the sent fraction of each tensor in this step, for senders whose gradient is such a mean.
+    """Return the sent fraction of each tensor in this step; `samples`, `part`: see `_sender_samples`.
 
-    Of a gradient of which the ranks of a tensor group have a part each, they push these: sums over fewer tokens.
+    Where tensor ranks each have only a partial sum of a gradient (over fewer tokens), they push these partial sums.
     """
     whole, names = _ratios_of_means(low, samples, part), _partial_names(low)
     if not names:
@@ -330,7 +334,7 @@ def _push_ratios(low: Lowering, samples: float, part: float) -> Mapping[str, spa
 
 @once_a_run
 def _partial_names(low: Lowering) -> tuple[str, ...]:
-    """Return the names of the parameters of whose gradients the ranks of a tensor group have a part each."""
+    """Return the names of parameters for which each rank of a tensor group has only a partial gradient."""
     if low.policies.tp == 1:
         return ()
     return tuple(p.name.replace("{}", instance.module) for instance, p in low.parameters if p.summed)
@@ -351,9 +355,9 @@ def _ratios_of_means(low: Lowering, samples: float, part: float) -> Mapping[str,
 
 
 def by_parameter(low: Lowering, ratios_of: Callable[[str], sparsity.Ratios]) -> Mapping[str, sparsity.Ratios]:
-    """Return the densities of all parameters, also of other stages; `ratios_of`: those of the one so named.
+    """Return the densities of all parameters, including those of other stages; `ratios_of` gives them by name.
 
-    Parameters that share their statistics, as those of one role do where these were transferred, are asked for once.
+    Parameters with the same statistics are computed once, for example those of one role after a transfer of statistics.
     """
     statistics = low.statistics
     assert statistics is not None  # loading demands them
@@ -385,7 +389,7 @@ def in_order(low: Lowering, ratios: Mapping[str, sparsity.Ratios]) -> Hashable:
 
 @once_a_step
 def _density_step(low: Lowering) -> tuple[int, float]:
-    """Return the step, and by how many steps its parameters lag, for the densities of a step.
+    """Return the step whose densities apply, and by how many steps the parameters used for compute lag behind.
 
     After the last sampled step, densities are constant.
     """
@@ -398,7 +402,7 @@ def _density_step(low: Lowering) -> tuple[int, float]:
 
 @once_a_step
 def _lag_steps(low: Lowering) -> float:
-    """Return the number of steps by which parameters used for compute lag, where not all updates are published."""
+    """Return by how many steps the parameters used for compute lag, because owners do not publish all updates."""
     if not low.thresholds_publish:
         return 0.0
     threshold = absolute_threshold(low.scenario.plan.publish, low.scenario.workload.learning_rate)
@@ -418,16 +422,15 @@ def _movements(low: Lowering, _statistics: Same, steps: int) -> Sequence[float]:
 
 
 MAX_CACHED_DENSITIES = 1024
-"""Cached densities by step, threshold and number of samples: a sweep of thresholds has one per step and threshold, and
-networks compared under one plan have one per step, number of samples, and end of a band."""
+"""Maximum number of cached densities. A sweep of thresholds has one per step and threshold. Networks compared under one
+plan have one per step, number of samples, and end of a band."""
 
 
 def _sender_samples(low: Lowering, micro_batch: MicroBatch, node: int) -> tuple[float, float]:
-    """Return the number of samples that a node's gradient averages over, and its fraction of the node's step mean.
+    """Return how many samples a node's gradient averages over, and the fraction that these are of the node's step.
 
-    Where every micro-batch is pushed, the thresholded gradient is its part of the mean over the samples of the whole
-    step. Of a sequence that ranks divide among them, each has a part of the tokens, which counts as that part of a
-    sample.
+    Where every micro-batch is pushed, the thresholded gradient is this micro-batch's part of the mean over the whole
+    step. Where ranks divide a sequence, each has only some of its tokens, which count as that fraction of a sample.
     """
     ranks = low.group[node * low.places : (node + 1) * low.places]
     whole = sum(low.batch_sizes[rank] for rank in ranks)
@@ -436,7 +439,7 @@ def _sender_samples(low: Lowering, micro_batch: MicroBatch, node: int) -> tuple[
 
 
 def mean_push_density(low: Lowering) -> float:
-    """Return the sent fraction of elements owned on other nodes, over all ranks, in this step."""
+    """Return the sent fraction of all elements that are owned on other nodes, over all ranks, in this step."""
     sent = offered = 0.0
     for micro_batch in (each for each in low.micro_batches if each.sends_gradients):
         for place in range(low.places) if is_thresholded(low) else ():
@@ -465,13 +468,13 @@ def residual_value_bytes(low: Lowering) -> int:
 def accumulates_in_residual(low: Lowering) -> bool:
     """Return whether gradients are added to the residual, so that their bucket is freed early.
 
-    Else the residual is added to the gradients: sums are made in the more precise of the two.
+    Otherwise the residual is added to the gradients: the sum is made in the more precise of the two.
     """
     return low.push.error_feedback is True and residual_value_bytes(low) >= low.value_bytes
 
 
 def threshold_memory(low: Lowering, rank: int) -> dict[str, float]:
-    """Return the persistent memory of thresholding on a rank: residuals, and scratch."""
+    """Return the persistent memory that thresholding takes on a rank, by category: residuals and scratch."""
     if low.policies.gradients != "push" or (low.push.threshold is None and not low.thresholds_publish):
         return {}
     chunked = low.device(rank).kind == "cpu"
@@ -484,6 +487,6 @@ def threshold_memory(low: Lowering, rank: int) -> dict[str, float]:
 
 @once_a_run
 def _most_owned(low: Lowering, place: int) -> tuple[int, int]:
-    """Return the elements of the largest range of an owner at a place, and of the largest part of a place."""
+    """Return the elements of the largest range that one owner has at a place, and of the place's largest part."""
     owned = [low.division(bucket).owned[place] for bucket in low.buckets]
     return max(map(max, owned)), max(map(sum, owned))

@@ -1,21 +1,21 @@
-"""State in the memory of hosts: copies over the links between devices and hosts, and the update by the host's cores.
+"""State kept in host memory: copies over device-host links, and the optimizer's update on the host's cores.
 
-[Note: offload] FSDP2's CPUOffloadPolicy (`plan.offload = "parameters"`) keeps shards of parameters, their gradients and
-the optimizer's state in pinned memory of the host. A shard is copied to the device on the stream of the gather's
-copy-in, before it is cast and gathered (FSDPParam.all_gather_inputs). Reduced gradients are copied to the host on the
-stream of their reduction, and the device's are freed when the host has issued that (foreach_reduce). The callback at
-the end of the backward waits for all copies (FSDPParamGroup.finalize_backward). Where gradients are added to those of
-earlier micro-batches, the host waits for each copy, and adds them up itself: the device is issued nothing meanwhile.
+[Note: offload] FSDP2's CPUOffloadPolicy (`plan.offload = "parameters"`) keeps the shards of parameters, their gradients
+and the optimizer's state in pinned host memory. A shard is copied to the device on the stream of the gather's copy-in,
+before it is cast and gathered (FSDPParam.all_gather_inputs). Reduced gradients are copied to the host on the stream of
+their reduction; the device's are freed when the host has issued that copy (foreach_reduce). The callback at the end of
+the backward waits for all copies (FSDPParamGroup.finalize_backward). Where gradients are added to those of earlier
+micro-batches, the host waits for each copy and adds them up itself; meanwhile it issues nothing to the device.
 
-With `"optimizer"`, as DeepSpeed's `offload_optimizer`, parameters stay on the device in the workload's precision. What
-is copied is in the optimizer's: replicas' gradients once all are complete, those of shards as with FSDP2, and updated
-parameters after the update (DeepSpeed, runtime/zero/stage_1_and_2.py, async_inplace_copy_grad_to_fp32_buffer_from_gpu
-and step; its stage 3 copies updated parameters in 16 bits).
+With `"optimizer"`, as DeepSpeed's `offload_optimizer`, parameters stay on the device in the workload's precision.
+Copies are in the optimizer's precision. Gradients of replicas are copied once all are complete, those of shards as with
+FSDP2; updated parameters are copied back after the update (DeepSpeed, runtime/zero/stage_1_and_2.py,
+async_inplace_copy_grad_to_fp32_buffer_from_gpu and step; its stage 3 copies updated parameters in 16 bits).
 
-Copies share links with each other and with messages of the network that take the same ones. A host's ranks share the
-bandwidth of its memory evenly, whether they update at the same time or not.
+Copies share links with each other and with network messages that take the same links. The ranks of a host share its
+memory bandwidth evenly, whether or not they update at the same time.
 
-A CPU is its own host: nothing is copied, and nothing is elsewhere.
+A CPU device is its own host: nothing is copied, and no state is elsewhere.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +35,7 @@ COPY_TO_DEVICE: Final = "copy-to-device"
 
 
 def updating_device(low: Lowering, rank: int) -> DeviceType:
-    """Return the device that updates what a rank owns: its own, or its part of its host's cores and bandwidth."""
+    """Return the device that updates a rank's shard: its own, or its part of the host's cores and memory bandwidth."""
     if low.offload is None:
         return low.device(rank)
     return _part_of_host(low, low.scenario.cluster.devices[rank].type, low.ranks_on_host(rank))
@@ -50,7 +50,9 @@ def _part_of_host(low: Lowering, device_type: str, ranks: int) -> DeviceType:
 
 
 def gradient_device(low: Lowering, rank: int) -> DeviceType:
-    """Return the device that holds a rank's gradients when they are clipped: shards' are on the host by then."""
+    """Return the device that holds a rank's gradients when they are clipped; offloaded shards are on the host
+    by then.
+    """
     return updating_device(low, rank) if low.policies.gradients == "reduce-scatter" else low.device(rank)
 
 
@@ -64,9 +66,9 @@ def copy(
     after: tuple[TaskId, ...] = (),
     need: Footprint = NOTHING,
 ) -> Task:
-    """Return a rank's copy between its device and its host; `ranks` copy as many bytes as it (all of the group).
+    """Return a rank's copy between its device and its host. `ranks` (default: the group) each copy as many bytes.
 
-    Its direction follows from the operation of its identity.
+    The direction follows from the operation of `own`.
     """
     first, *others = [(rank,) for rank in (low.group if ranks is None else ranks)]
     kind = TO_HOST if own.op == COPY_TO_HOST else FROM_HOST
@@ -102,10 +104,10 @@ def around_update(low: Lowering, rank: int, update: Task, owned_of: Callable[[in
 
 
 def host_bytes(low: Lowering, rank: int, kept: dict[str, float], owned: Sequence[int]) -> dict[str, float]:
-    """Return what a rank keeps in its host's memory, by category, and take it from what its device keeps (`kept`).
+    """Return what a rank keeps in host memory, by category, and subtract it from what its device keeps (`kept`).
 
-    Gradients are those of what it updates, in the optimizer's precision: of shards in the memory that each copy is made
-    to, of replicas in a buffer.
+    Only gradients of what the rank updates are kept, in the optimizer's precision: those of shards in the memory to
+    which each copy is made, those of replicas in one buffer.
     """
     if low.offload is None:
         return {}

@@ -1,6 +1,4 @@
-"""The optimizer's update of the shard that a rank owns, the publication of updated parameters, and persistent
-memory.
-"""
+"""The optimizer's update of a rank's shard, the publication of updated parameters, and a rank's persistent memory."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -33,12 +31,12 @@ CUBLASLT_WORKSPACE_BYTES = 2**20
 def persistent_tensors(low: Lowering, rank: int, held: Mapping[str, float]) -> Tensors:
     """Return the bytes of each persistent tensor of a rank, by category, in the order of allocation.
 
-    `held`: bytes by category; a category whose tensors are not known is one tensor. Adam's step counters are on the
-    host unless it is fused.
+    `held`: bytes by category. A category whose tensors are not known counts as one tensor. Adam's step counters are on
+    the host unless it is fused.
     """
     owned = owned_tensors(low, rank)
     workload = low.scenario.workload
-    own = len(low.matrices(rank))  # Muon's come first, AdamW has the others
+    own = len(low.matrices(rank))  # Muon's matrices come first; AdamW updates the rest
     counters = len(owned) - own if workload.optimizer in (*COUNTS_STEPS, "muon") and not in_few_bits(low) else 0
     fused = implementation_on(low.device(rank).kind, workload.optimizer_implementation) == "fused"
     on_device = [4.0] * counters if fused else []
@@ -67,12 +65,12 @@ def persistent_tensors(low: Lowering, rank: int, held: Mapping[str, float]) -> T
 
 
 def in_few_bits(low: Lowering) -> bool:
-    """Return whether the optimizer keeps its moments in 8 or 4 bits; it counts steps on the host then."""
+    """Return whether the optimizer keeps its moments in 8 or 4 bits; its step counters are then on the host."""
     return low.scenario.workload.optimizer_state_precision is not None
 
 
 def _state_tensors(low: Lowering, owned: Sequence[int], optimizer: str) -> list[float]:
-    """Return the bytes of the tensors of the optimizer's state, without step counters, for tensors of these sizes."""
+    """Return the bytes of each optimizer-state tensor, without step counters, for tensors of `owned` elements each."""
     precision = low.scenario.workload.optimizer_state_precision
     return [
         size
@@ -84,8 +82,9 @@ def _state_tensors(low: Lowering, owned: Sequence[int], optimizer: str) -> list[
 def workspaces(size_bytes: float) -> tuple[float, ...]:
     """Return the workspaces that libraries keep in the allocator: cuBLAS's of each of two threads, and cuBLASLt's.
 
-    That of the thread that runs the forward comes first, that of the backward last. A size too small for all is one
-    tensor. Source: torch 2.11, aten/src/ATen/cuda/CublasHandlePool.cpp: one workspace for each handle and stream.
+    The workspace of the forward's thread comes first, that of the backward's last. If `size_bytes` is too small for all
+    of them, it is one tensor. Source: torch 2.11, aten/src/ATen/cuda/CublasHandlePool.cpp: one workspace per handle and
+    stream.
 
     >>> [size / 2**20 for size in workspaces(65 * 2**20)]
     [32.0, 1.0, 32.0]
@@ -95,7 +94,9 @@ def workspaces(size_bytes: float) -> tuple[float, ...]:
 
 
 def _parameters(low: Lowering, owned: Sequence[int]) -> Sequence[float]:
-    """Return the bytes of the tensors that store parameters: their own, GS's flat replicas, or shards."""
+    """Return the bytes of the tensors that store parameters: the modules' own tensors, GS's flat replicas, or
+    shards.
+    """
     pushes = low.policies.gradients == "push"
     if holds_shards(low):
         if pushes:  # what is not trained has no owner
@@ -109,13 +110,15 @@ def _parameters(low: Lowering, owned: Sequence[int]) -> Sequence[float]:
 
 
 def _flat_elements(low: Lowering) -> list[int]:
-    """Return the elements of the flat buffer of all parameters, and of that of divided experts, if there is one."""
+    """Return the elements of the flat buffer of all parameters and, if there are divided experts, of their buffer."""
     parts = [low.flat_part * len(low.group), low.flat_expert_part * len(low.expert_replicas[0])]
     return [elements for elements in parts if elements]
 
 
 def _buffers(low: Lowering) -> Sequence[Bucket]:
-    """Return the buckets that exist all run; gradients of experts are in one only where they exist there alone."""
+    """Return the buckets that exist all through the run; experts have one only where gradients exist in a
+    buffer alone.
+    """
     return (*low.buckets, *(low.expert_buckets if low.has_one_gradient_buffer else ()))
 
 
@@ -128,7 +131,7 @@ def _frozen(low: Lowering) -> list[int]:
 
 
 def _fill(size: float, parts: Sequence[float]) -> tuple[float, ...]:
-    """Return parts that add up to `size`: the given ones as far as they fit, and the remainder as one more.
+    """Return parts that add up to `size`: the given ones as far as they fit, then the remainder as one more part.
 
     >>> _fill(10.0, [4.0, 4.0]), _fill(7.0, [4.0, 4.0])
     ((4.0, 4.0, 2.0), (4.0, 3.0))
@@ -144,14 +147,14 @@ def _fill(size: float, parts: Sequence[float]) -> tuple[float, ...]:
 
 
 def optimize(low: Lowering, rank: int, tasks: list[Task], *, replicas: Sequence[Sequence[int]] = ()) -> list[Task]:
-    """Append the update of what the rank owns and, where replicas are kept and states sharded, its publication.
+    """Append the update of the rank's shard; where replicas have sharded optimizer states, also its publication.
 
     `replicas`: see `clip_gradients`.
     """
     owned, summed = owned_tensors(low, rank), sum_partial_gradients(low, rank)
     unscaled = unscale_gradients(low, rank, owned, replicas)
     clipped = clip_gradients(low, rank, owned, replicas)
-    if low.assigns_tensors and low.policies.ep > 1:  # experts have an optimizer of their own, which comes second
+    if low.assigns_tensors and low.policies.ep > 1:  # experts have an optimizer of their own, which runs second
         dense, experts = low.owned_elements(rank), low.owned_expert_elements(rank)
         of_dense, of_experts = (low.matrices(rank, of_experts=each) for each in (False, True))
         updates = [
@@ -171,9 +174,10 @@ def optimize(low: Lowering, rank: int, tasks: list[Task], *, replicas: Sequence[
 def _update(
     low: Lowering, rank: int, owned: Sequence[int], matrices: Sequence[Matrix], part: int | None, *, ends: bool
 ) -> Task:
-    """Return an optimizer's update of tensors of so many elements, of which `matrices` come first if Muon updates them.
+    """Return an optimizer's update of tensors of `owned` elements each; those that Muon updates (`matrices`) come
+    first.
 
-    `ends`: the gradients are freed with it.
+    `ends`: whether the gradients are freed at the end of the update.
     """
     workload, device = low.scenario.workload, updating_device(low, rank)
     elements = sum(owned)
@@ -193,12 +197,12 @@ def _update(
     whole = tuple(float(n * low.master_bytes) for n in owned)
     of_matrix = largest_temporaries(matrices, value_bytes=low.master_bytes)
     of_groups = (tuple(float(n * low.master_bytes) for n in group) for group in groups)
-    at_once = (*of_groups, whole[len(matrices) :], of_matrix)  # of a group, or AdamW's; else of one after another
+    at_once = (*of_groups, whole[len(matrices) :], of_matrix)  # tensors whose temporaries live at the same time
     each = next((sizes for sizes in at_once if sizes and sum(sizes) == temporary), ())
     events = [Event(0, cast, "temporaries", whole), Event(1, temporary, "temporaries", each)]
     events += [Event(2, -temporary, "temporaries", each), Event(3, -cast, "temporaries", whole)]
     gradients = _gradients_at_end(low, rank) if ends else ()
-    events = [] if low.offload else events  # they are the host's
+    events = [] if low.offload else events  # with offload, temporaries are in host memory
     events.append(Event(4, -sum(gradients), "gradients", gradients))
     distributed = native_tensors(workload.model) if low.scenario.cuts_natively else 0  # DTensors
     if low.policies.gradients == "reduce-scatter":
@@ -212,7 +216,7 @@ def _update(
         low.flat_part and not low.has_master_copy and not low.offload
     ):  # gradients are copied to the part, and the part to the parameters
         duration_s += 2 * cost.copy_time_s(device, elements * low.master_bytes)
-    if low.has_one_gradient_buffer:  # it is set to zero before each step, a write alone
+    if low.has_one_gradient_buffer:  # the buffer is zeroed before each step: writes only
         zeroed = sum(bucket.elements for bucket in _buffers(low)) * low.buffer_value_bytes
         duration_s += cost.copy_time_s(device, zeroed) / 2
     if divides_master_gradients(low):
@@ -227,14 +231,14 @@ def _update(
 
 
 def _groups_updated_together(low: Lowering, owned: Sequence[int]) -> Sequence[Sequence[int]]:
-    """Return the elements of tensors that torch's optimizer updates together: those on one mesh of ranks, or on none.
+    """Return the elements of the tensors, grouped as torch's optimizer updates them: one group for each mesh of ranks.
 
-    Where blocks of linear maps are cut natively, their tensors are DTensors on the tensor ranks' mesh, all others not;
-    shards of divided experts are on a mesh of their own (gsreal.methods.optimizers).
+    Where linear maps of blocks are cut natively, their tensors are DTensors on the tensor-parallel mesh, and all others
+    are plain tensors. Shards of divided experts are on a mesh of their own (gsreal.methods.optimizers).
     """
     sharded = low.policies.gradients == "reduce-scatter"
     if not (low.scenario.cuts_natively or (sharded and low.policies.ep > 1)) or len(owned) != len(low.parameters):
-        return [owned]  # or of a flat part
+        return [owned]  # also for a flat part
     of_experts = {id(each) for unit in units(low) if unit.experts for each in unit.parameters} if sharded else set()
     cut = low.scenario.workload.model.sliced_layers if low.scenario.cuts_natively else ()
     native = {(layer.name, parameter.name) for layer in cut for parameter in native_parameters(layer)}
@@ -246,7 +250,7 @@ def _groups_updated_together(low: Lowering, owned: Sequence[int]) -> Sequence[Se
 
 
 def _casts_gradients(low: Lowering) -> bool:
-    """Return whether the optimizer copies gradients into its own precision; sharded ones are in it already."""
+    """Return whether the optimizer copies gradients into its own precision; shards' gradients are in it already."""
     if low.has_one_gradient_buffer and low.buffer_value_bytes == low.master_bytes:
         return False
     return bool(low.flat_part) or (
@@ -255,14 +259,14 @@ def _casts_gradients(low: Lowering) -> bool:
 
 
 def holds_shards(low: Lowering) -> bool:
-    """Return whether parameters are sharded at rest; with pushed gradients, a rank alone holds all of them."""
+    """Return whether the rank holds only shards of parameters; under push, a group of one rank holds them whole."""
     pushes = low.policies.gradients == "push"
     return low.policies.parameters != "replicated" and (not pushes or len(low.group) > 1)
 
 
 @once_a_step
 def _publish_replicas(low: Lowering) -> Sequence[Task]:
-    """Return the tasks that bring updated parameters to all replicas."""
+    """Return the tasks that bring updated parameters to all replicas of the rank's part of the model."""
     if low.assigns_tensors:
         return _broadcast_tensors(low, False)
     if low.flat_part:
@@ -279,9 +283,9 @@ def _publish_replicas(low: Lowering) -> Sequence[Task]:
 def _broadcast_tensors(low: Lowering, of_experts: bool) -> list[Task]:
     """ZeRO-1: every tensor is broadcast by its owner, rank after rank; the step ends when all have arrived.
 
-    ZeroRedundancyOptimizer posts all of them and then waits; the backend starts them in that order, as many
-    concurrently as it has threads. `of_experts`: those of divided experts, which have an optimizer of their own, among
-    the ranks that hold the same ones; nothing where no other rank does.
+    ZeroRedundancyOptimizer posts all broadcasts and then waits. The backend starts them in that order, as many
+    concurrently as it has threads. `of_experts`: broadcast the tensors of divided experts, which have an optimizer of
+    their own, among the ranks that hold the same ones; there is nothing to send where no other rank does.
     """
     group, *beside = low.expert_replicas if of_experts else [low.group]
     if of_experts and len(group) == 1:
@@ -353,10 +357,10 @@ def owned_tensors(low: Lowering, rank: int) -> Sequence[int]:
 
 
 def _gradients_at_end(low: Lowering, rank: int) -> tuple[float, ...]:
-    """Return the bytes of each gradient that lives until the end of the optimizer (DDP's are views of its buckets).
+    """Return the bytes of each gradient that lives until the optimizer's end. DDP's gradients are views of its buckets.
 
-    A shard's gradients are in the precision of its optimizer: owners accumulate in that, FSDP2 casts the reduced
-    gradients, all of a unit's in one tensor.
+    Gradients of shards are in the optimizer's precision: owners accumulate in it, and FSDP2 casts the reduced gradients
+    to it, all of a unit's in one tensor.
     """
     gradients = low.scenario.policies.gradients
     if gradients == "all-reduce":

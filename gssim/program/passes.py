@@ -1,11 +1,12 @@
 """Lowers a scenario to the program of a training step: composes the passes that produce each rank's tasks.
 
-One pass per policy: forward and backward (`compute`), reduction of gradients, holding of parameters, update and
-publish, pipeline schedule. Tasks have identities (`TaskId`), unique within a rank, whose labels are the same as in a
-real run's trace. A task of the compute stream runs after the one before it; `after` are tasks of other streams that it
-waits for as well.
+There is one pass per policy: forward and backward (`compute`), reduction of gradients, holding of parameters, update
+and publish, pipeline schedule. Each task has an identity (`TaskId`) that is unique within its rank; its label is the
+same as in a real run's trace. A task of the compute stream runs after the previous task of that stream; `after` names
+tasks of other streams that it also waits for.
 
-`lowering_key` is the cache key of a program: scenarios that agree in all that lowering reads have equal programs.
+`lowering_key` is the cache key of a program: scenarios that agree in everything that lowering reads have equal
+programs.
 """
 
 import json
@@ -72,16 +73,17 @@ from gssim.workload import LayerInstance, unrolled
 from gssim.workload.gradient_statistics import GradientStatistics
 
 NOT_READ = frozenset({"model", "gradients", "data"})
-"""Fields of a workload that lowering does not read, and the model, which is compared by identity."""
+"""Fields of a workload that are not part of `lowering_key`: lowering does not read them, or they are compared by
+identity (the model)."""
 
 _DEVICE_TYPES: TypeAdapter[Mapping[str, DeviceType]] = TypeAdapter(Mapping[str, DeviceType])
 
 
 def lowering_key(scenario: Scenario, statistics: GradientStatistics | None, shared: Shared) -> tuple[Hashable, ...]:
-    """Return a key that is equal for scenarios with equal programs.
+    """Return a cache key that is equal for scenarios with equal programs.
 
-    Of the cluster it holds only the devices and the backend's costs. Wiring counts only where shard sizes are derived
-    from it, and these are in the key.
+    Of the cluster, the key holds only the devices and the backend's costs. Wiring affects a program only through shard
+    sizes that are derived from it, and these are in the key.
     """
     cluster, workload, ranks = scenario.cluster, scenario.workload, scenario.ranks
     return (
@@ -131,22 +133,22 @@ HOLD_PARAMETERS: dict[tuple[str, bool], Callable[[Lowering, int, list[Task]], li
 
 @dataclass(frozen=True)
 class StepTraffic:
-    """Data-dependent traffic and densities of one step."""
+    """Traffic and densities of one step, as far as they depend on the data."""
 
     payload_bytes: Mapping[TaskId, float]
-    """Payload of each uneven collective."""
+    """Payload of each uneven collective, in bytes."""
     whole_bytes: float
-    """Sum over all data-dependent collectives."""
+    """Sum of the payloads of all data-dependent collectives."""
     push_density: float | None
     publish_density: float | None
 
 
 class Steps:
-    """Programs of a run's steps, lowered on first use; everything that is equal in all steps is computed once.
+    """Programs of a run's steps, lowered on first use. Whatever is equal in all steps is computed once.
 
-    `unfolded`: every rank has a role of its own. `slowed`: compute and update time of a rank over that of its device,
-    by rank; `slowed_steps`: the same in each step of a period, where programs are of whole ones. `shared`: cache shared
-    with other scenarios.
+    `unfolded`: give every rank a role of its own. `slowed`: a rank's compute and update time relative to its device's,
+    by rank. `slowed_steps`: the same for each step of a period, where a program covers a whole period. `shared`: a
+    cache shared with other scenarios.
     """
 
     def __init__(
@@ -162,7 +164,7 @@ class Steps:
         self.scenario, self.unfolded, slowed = scenario, unfolded, slowed or {}
         alike = not (unfolded or slowed or any(slowed_steps)) and _slices_are_equal(scenario)
         self._copies = scenario.policies.tp if alike else 1
-        """Number of slices of the model that one lowering stands for."""
+        """Number of tensor slices that one lowering represents."""
         shared = shared or Shared()
         self._lowerings = [
             replace(low, shared=shared, slowed_steps=slowed_steps)
@@ -171,31 +173,31 @@ class Steps:
         self._forget()
 
     def _forget(self) -> None:
-        """Begin without the programs and traffic of any step."""
+        """Drop the programs and traffic of all steps."""
         self._programs: dict[int, Program] = {}
         self._traffic: dict[int, StepTraffic] = {}
         self._first_equal: dict[tuple[Hashable, ...], int] = {}
-        """First of the steps asked for, by what its programs depend on."""
+        """First requested step with each `step_key`."""
         self._equal: dict[int, int] = {}
-        """The same by step."""
+        """For each requested step, the first one with an equal program."""
         self._latest: tuple[int, Sequence[Lowering]] | None = None
-        """Lowerings of the step asked for last, with what they have computed."""
+        """The step requested last, and its lowerings with their cached values."""
         self._sent_bytes: dict[int, float] = {}
         self._uneven: dict[bool, tuple[Mapping[TaskId, float], AbstractSet[TaskId]]] = {}
-        """Payloads of the uneven collectives of a step that is thresholded or not, and which depend on the data."""
+        """For steps with or without thresholding: payloads of the uneven collectives, and which depend on the data."""
 
     def with_statistics(self, statistics: GradientStatistics | None) -> "Steps":
-        """Return the steps under other gradient statistics, which share what is independent of them."""
+        """Return the steps under other gradient statistics; they share everything that does not depend on these."""
         other = copy(self)
         other._lowerings = [low.with_statistics(statistics) for low in self._lowerings]
         other._forget()
         return other
 
     def program(self, step: int) -> Program:
-        """Return the program of a step, counted from 0 with the warm-up's.
+        """Return the program of a step; steps are counted from 0 and include the warm-up.
 
-        Steps differ only where push or publish are thresholded, or where parameters are synchronized periodically. Of
-        ranks that synchronize fragments it is the program of a period, whatever the step.
+        Steps differ only where push or publish are thresholded, or where parameters are synchronized periodically.
+        Where fragments are synchronized, the program is that of a whole period, whatever the step.
         """
         first = self.first_equal(step)
         if first not in self._programs:
@@ -203,7 +205,7 @@ class Steps:
         return self._programs[first]
 
     def first_equal(self, step: int) -> int:
-        """Return the first of the steps asked for so far whose program equals that of this step."""
+        """Return the first of the steps requested so far whose program equals that of this step."""
         if step not in self._equal:
             key = tuple(part for low in self._at(step) for part in step_key(low))
             self._equal[step] = self._first_equal.setdefault(key, step)
@@ -216,7 +218,7 @@ class Steps:
         return self._latest[1]
 
     def sent_bytes(self, step: int) -> float:
-        """Return the sum over all collectives of a step whose payload differs from step to step."""
+        """Return the bytes that a step sends in data-dependent collectives, summed over all of them."""
         step = self.first_equal(step)
         if step not in self._sent_bytes:
             several = len(self._lowerings) > 1
@@ -226,7 +228,7 @@ class Steps:
     def traffic(self, step: int) -> StepTraffic:
         """Return the traffic of a step without lowering its whole program.
 
-        The first rank of each place in a node takes part in every collective.
+        Lowering the first rank of each place in a node is enough: every collective has one of them as a member.
         """
         step = self.first_equal(step)
         if step not in self._traffic:
@@ -242,7 +244,7 @@ class Steps:
                 dependent: AbstractSet[TaskId] = {name for name, each in uneven.items() if each.data_dependent}
                 payloads = {name: each.payload_bytes for name, each in uneven.items()}
                 self._uneven.setdefault(is_thresholded(lowerings[0]), (payloads, dependent))
-            else:  # the same collectives as in another step: only what depends on the data differs
+            else:  # the collectives of an earlier step, with the data-dependent payloads of this one
                 same, dependent = self._uneven[is_thresholded(lowerings[0])]
                 payloads = {
                     name: _data_payload(lowerings[0], name) if name in dependent and name.op in SENT_BY_DATA else size
@@ -257,14 +259,14 @@ class Steps:
         return self._traffic[step]
 
     def _knows_uneven(self, thresholded: bool) -> bool:
-        """Return whether the uneven collectives of a step that is thresholded or not are known."""
+        """Return whether the uneven collectives are known for steps with (or without) thresholding."""
         for step in () if thresholded in self._uneven else tuple(self._programs):
             if is_thresholded(self._lowerings[0].at_step(step)) == thresholded:
                 self.traffic(step)
         return thresholded in self._uneven
 
     def first_rank(self, step: int = 0) -> tuple[Sequence[Task], Mapping[TaskId, Communication]]:
-        """Return the tasks of the first rank alone, and their collectives."""
+        """Return the tasks of the first rank only, and the collectives in which it takes part."""
         low = self._lowerings[0].at_step(step)
         (tasks,) = self._tasks(low, low.group[:1])
         return tasks, Collectives([tasks])
@@ -298,8 +300,8 @@ class Steps:
         )
 
     def _tasks(self, low: Lowering, ranks: Sequence[int]) -> list[Sequence[Task]]:
-        """Return the tasks of some ranks; of pipelines as outlines, unless ranks of one tensor group have other ones,
-        or ranks push gradients.
+        """Return the tasks of the given ranks. Those of pipelines are outlines, except where the ranks of a tensor
+        group have different tasks, or where ranks push gradients.
         """
         alike, parts_of_model = _Alike(), low.policies.tp
         chunked = not self.unfolded and (parts_of_model == 1 or self._copies == parts_of_model)
@@ -314,7 +316,7 @@ class Steps:
 
 
 def step_key(low: Lowering) -> tuple[Hashable, ...]:
-    """Return what a step's program depends on besides the run: the densities, and what is done in some steps only."""
+    """Return what a step's program depends on beyond the run: densities, and work that only some steps do."""
     thresholded, ratios = is_thresholded(low), None
     if thresholded and low.push.selects and low.sends_by_data:
         sending = (each for each in low.micro_batches if each.sends_gradients)
@@ -329,11 +331,11 @@ def step_key(low: Lowering) -> tuple[Hashable, ...]:
 
 
 SENT_BY_DATA = ("push", "publish")
-"""Operations whose payload differs from step to step: loads of experts are equal in all steps of a prediction."""
+"""Operations whose payload differs from step to step. Expert load is the same in all steps of a prediction."""
 
 
 def _data_payload(low: Lowering, name: TaskId) -> float:
-    """Return the payload of a push or publication in this step: that of its `Communication`."""
+    """Return the payload of a push or publication in this step, as its `Communication` would have it."""
     bucket, place = low.buckets[name.bucket or 0], name.place or 0
     if name.op == "publish":
         return published_bytes(low, place)[bucket.index]
@@ -363,7 +365,7 @@ def _publish_density(lowerings: Sequence[Lowering]) -> float | None:
 
 
 def _mean_over_stages(lowerings: Sequence[Lowering], density: Callable[[Lowering], float]) -> float:
-    """Return the mean density of all elements: stages of a pipeline weigh as much as they have."""
+    """Return the mean density over all elements; pipeline stages are weighted by their number of elements."""
     if not lowerings[0].stages:
         return density(lowerings[0])
     elements = [sum(bucket.elements for bucket in low.buckets) for low in lowerings]
@@ -383,15 +385,15 @@ def lower(
 
 
 def _slices_are_equal(scenario: Scenario) -> bool:
-    """Return whether the ranks of each tensor group hold equal slices on devices of one type, so that one stands for
-    all.
+    """Return whether the ranks of every tensor group hold equal slices on devices of one type, so that one rank can
+    represent them all.
     """
     ranks, types = scenario.policies.tp, [device.type for device in scenario.cluster.devices[: scenario.ranks]]
     sliced = scenario.workload.model.sliced_layers if ranks > 1 else ()
     same = all(len(set(units_of_ranks(layer.units, scenario.slice_shares))) == 1 for layer in sliced if layer.units)
     for entries in divided_entries(scenario.plan, scenario.workload.model) if ranks > 1 else ():
         same = same and len(set(units_of_ranks(entries, scenario.slice_shares))) == 1
-    if scenario.policies.ep > 1 and scenario.policies.etp is not None:  # these ranks hold other experts
+    if scenario.policies.ep > 1 and scenario.policies.etp is not None:  # tensor ranks may hold different experts
         same = same and len(set(rows_of_ranks(scenario.workload, scenario.policies))) == 1
     return ranks > 1 and same and all(len(set(types[i : i + ranks])) == 1 for i in range(0, len(types), ranks))
 
@@ -399,8 +401,8 @@ def _slices_are_equal(scenario: Scenario) -> bool:
 def _lowerings(
     scenario: Scenario, statistics: GradientStatistics | None, step: int, slices: int, slowed: Mapping[int, float]
 ) -> Iterator[Lowering]:
-    """Yield a lowering for each part of the model, shared by the ranks that hold it; of tensor slices, the first
-    `slices`.
+    """Yield a lowering for each part of the model, shared by the ranks that hold it; only for the first `slices` tensor
+    slices.
     """
     mesh = scenario.policies.mesh
     by_part = [stages_of(_held_stages(scenario, part)) if mesh.pp > 1 else () for part in range(slices)]
@@ -420,7 +422,7 @@ def _lowerings(
 
 
 def _held_stages(scenario: Scenario, part: int) -> Sequence[Sequence[LayerInstance]]:
-    """Return the layers of every stage of a pipeline, as held by the ranks with a slice, on a part of the sequences."""
+    """Return the layers of every pipeline stage as a rank with tensor slice `part` holds them."""
     if routes_parts(scenario.workload.model, scenario.policies):
         return held_layers(held_experts(scenario, 0, part), scenario.stage_ranges)
     if (scenario.policies.tp == 1 and scenario.policies.cp == 1) or scenario.policies.ep > 1:
@@ -429,10 +431,10 @@ def _held_stages(scenario: Scenario, part: int) -> Sequence[Sequence[LayerInstan
 
 
 def _tasks(low: Lowering, rank: int, alike: "_Alike", *, chunked: bool) -> list[Task | Chunk]:
-    """Return the tasks of a rank's step; `chunked`: as parts of an outline, where it has stages.
+    """Return the tasks of a rank's step; `chunked`: as parts of an outline, if the rank has pipeline stages.
 
-    Where fragments are synchronized: of a period. Exchanges go on from one step to another, and have no step in their
-    identity.
+    Where fragments are synchronized, the tasks are those of a whole period. A fragment's exchange continues from one
+    step to the next, so its identity has no step.
     """
     if low.policies.in_fragments:
         tasks: list[Task | Chunk] = []
@@ -447,7 +449,7 @@ def _tasks(low: Lowering, rank: int, alike: "_Alike", *, chunked: bool) -> list[
 
 
 def _step_tasks(low: Lowering, rank: int, alike: "_Alike") -> list[Task]:
-    """Return the tasks of a rank's step on the whole model."""
+    """Return the tasks of a rank's step where the rank holds the whole depth of the model (no pipeline)."""
     kind = _rank_kind(low, rank)
     if kind not in alike.steps:
         alike.steps[kind] = []
@@ -478,10 +480,10 @@ def _load_batch(low: Lowering, rank: int) -> list[Task]:
 
 
 def _with_host_waits(tasks: Sequence[Task]) -> list[Task]:
-    """Return a rank's tasks, whose host waits for every exchange on gloo: what follows it is issued after it.
+    """Return a rank's tasks with the host's waits for gloo: whatever follows an exchange is issued only after it.
 
-    Gradients to be pushed are copied to the host's memory, too. An exchange that ends a step holds up the next one's
-    first task.
+    Pushed gradients are copied to host memory, which the host waits for as well. An exchange at the end of a step
+    delays the first task of the next step.
     """
     compute = [task for task in tasks if task.stream == "compute"]
     issued = [place for place, task in enumerate(compute) if task.issue is not None]
@@ -504,27 +506,27 @@ def _holds_host(task: Task) -> bool:
 
 
 HOLDING_PHASES = ("compression", "exposed_communication")
-"""Phases in which a host handles messages of gloo, and waits for the device meanwhile."""
+"""Phases in which the host handles gloo messages, and meanwhile waits for the device."""
 SLOWED_PHASES = (*COMPUTE_PHASES, *UPDATE_PHASES)
 """Phases whose tasks take longer on a slow rank."""
 REPORTED_BYTES = 16
-"""Each rank reports two float64: the seconds of its forward and backward, and those of its update."""
+"""Bytes that each rank reports: two float64, the seconds of its forward and backward, and of its update."""
 
 
 class _RankKind(NamedTuple):
-    """What a rank's tasks before the update depend on: equal for ranks whose tasks are equal."""
+    """Everything that a rank's tasks before the update depend on. Ranks of equal kind have equal tasks."""
 
     device_type: str
     batch_size: int
     own_layers: tuple[int, int] | None
-    """Its own range, where layers are assigned to ranks."""
+    """The range of layers that the rank owns, where layers are assigned to ranks."""
     pushes: int | None
-    """The rank itself, where it pushes gradients: then it sends and receives messages of its own."""
+    """The rank itself if it pushes gradients, since its messages are then its own; else None."""
     stages: tuple[int, ...]
     expert_position: int
-    """Of ranks that divide experts, the first with as many rows."""
+    """First expert-parallel position whose experts receive as many rows as the rank's."""
     ring_position: int
-    """Of ranks in a ring, whose blocks differ, the rank's position."""
+    """Position of the rank in its attention ring, since the blocks of attention differ by position."""
 
 
 @once_a_run
@@ -548,28 +550,28 @@ class _MicroBatchKind(NamedTuple):
     first: bool
     sends_gradients: bool
     own_messages: int
-    """Its index where each micro-batch sends other entries; else 0."""
+    """Index of the micro-batch if each micro-batch sends different entries; else 0."""
     gathered: Gathered | None
-    """Of sharded parameters of a pipeline's stage, those that are gathered already."""
+    """Which sharded parameters of a pipeline stage are already gathered; None without stages."""
 
 
 @dataclass(frozen=True)
 class _Alike:
-    """Tasks of a step that ranks with equal tasks share."""
+    """Cache of a step's tasks, which ranks with equal tasks share."""
 
     steps: dict[_RankKind, list[Task]] = field(default_factory=dict)
     """All tasks before the update."""
     micro_batches: dict[tuple[_RankKind, MicroBatch], list[Task]] = field(default_factory=dict)
     unnumbered: dict[_MicroBatchKind, list[Task]] = field(default_factory=dict)
-    """Tasks of micro-batches without their number."""
+    """Tasks of micro-batches, without the micro-batch's number in their identities."""
 
 
 def _unnumbered(
     low: Lowering, micro_batch: MicroBatch, gathered: Gathered | None = None, *, rank: int, alike: _Alike
 ) -> list[Task]:
-    """Return the tasks of one micro-batch of a rank, or of its stage, without its number: all passes but the update.
+    """Return a micro-batch's tasks without its number: all passes but the update, for a rank or one of its stages.
 
-    Equal ones are the same list.
+    Equal kinds get the same list object.
     """
     policies = low.scenario.policies
     pushes, sharded = policies.gradients == "push", policies.parameters != "replicated"
@@ -584,7 +586,7 @@ def _unnumbered(
     if kind not in alike.unnumbered:
         computed = low.compute_kind(rank, micro_batch)
         if computed not in low.computed:
-            if low.stages and low.policies.ep == 1:  # else equal layers may exchange other numbers of rows
+            if low.stages and low.policies.ep == 1:  # with experts, equal layers may exchange different numbers of rows
                 low.computed[computed] = _of_equal_stage(low, rank, micro_batch)
             else:
                 low.computed[computed] = compute(low, rank, micro_batch)
@@ -598,10 +600,11 @@ def _unnumbered(
 
 
 def _of_equal_stage(low: Lowering, rank: int, micro_batch: MicroBatch) -> Sequence[Task]:
-    """Return forward and backward of a stage: those of an equal one, with the names of its own layers.
+    """Return forward and backward of a stage, copied from an equal stage and renamed to this stage's layers.
 
-    Stages are equal whose layers are, one by one, and those beside them (see [Note: borders] in `stage_boundary`), and
-    of which the model's own layers are. Their tensor groups carry out equal collectives.
+    Two stages are equal if their layers are equal one by one, if the layers next to them are (see [Note: borders] in
+    `stage_boundary`), and if the whole-model layers that they are parts of are equal. Their tensor groups carry out
+    equal collectives.
     """
     (stage,) = low.stages
     whole_layers = tuple(Same(low.whole_layer(each)) for each in low.layers)
@@ -627,7 +630,7 @@ def _of_equal_stage(low: Lowering, rank: int, micro_batch: MicroBatch) -> Sequen
 
 
 def _own_exchange(low: Lowering, rank: int, task: Task, exchange: Communication) -> Communication:
-    """Return the collective of a task of an equal stage as the rank's own groups carry it out."""
+    """Return the collective of an equal stage's task, with the groups of this rank."""
     samples = low.batch_sizes[rank]
     if task.id.op in RING_OPERATIONS:
         return ring_exchange(low, samples, exchange.size_bytes)
@@ -636,12 +639,12 @@ def _own_exchange(low: Lowering, rank: int, task: Task, exchange: Communication)
 
 
 def _of_layer(name: TaskId, layers: Mapping[str, str]) -> TaskId:
-    """Return an identity with another layer."""
+    """Return an identity with the layer renamed."""
     return name._replace(layer=layers[name.layer]) if name.layer in layers else name
 
 
 def _mapped(parts: Sequence[Task | Chunk], change: Callable[[Task], Task]) -> list[Task | Chunk]:
-    """Return the parts of an outline with changed tasks; chunks of one template share theirs."""
+    """Return the parts of an outline with every task changed; chunks of one template still share a template."""
     templates: dict[int, Template] = {}
     result: list[Task | Chunk] = []
     for part in parts:
@@ -663,12 +666,12 @@ def _with_group(task: Task) -> Task:
 
 
 class _Copying:
-    """Repeats the collectives of tasks of ranks with one slice for those with every other equal slice."""
+    """Repeats the collectives of the ranks that were lowered, for the ranks with every other equal slice."""
 
     def __init__(self, slices: int, copies: int) -> None:
         self.slices, self.copies = slices, copies
         self._repeated: dict[int, tuple[Communication, Communication]] = {}
-        """By identity: a collective, and the same one repeated."""
+        """By `id` of a collective: the collective, and its repeated version."""
 
     def task(self, task: Task) -> Task:
         """Return a task with its collective repeated."""

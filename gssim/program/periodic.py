@@ -1,8 +1,8 @@
 """Periodic synchronization of replicas' parameters: local SGD, DiLoCo, Streaming DiLoCo and SparseLoCo.
 
-[Note: periods] Ranks train apart: inner steps communicate nothing, not even module buffers. An outer step is an inner
-one that ends with a synchronization, bucket by bucket and one after another, each bucket of whole tensors in the
-optimizer's precision (the master copies, where there are any):
+[Note: periods] Ranks train independently: inner steps communicate nothing, not even module buffers. An outer step is an
+inner step that ends with a synchronization. Buckets are synchronized one after another; each consists of whole tensors
+in the optimizer's precision (the master copies, where there are any):
 
     local_sgd:  parameters = sum over ranks of w * parameters
     diloco:     g = sum over ranks of w * (outer - parameters);  m = mu * m + g;  outer -= lr * (g + mu * m);
@@ -11,30 +11,33 @@ optimizer's precision (the master copies, where there are any):
                 outer -= lr * sum over ranks of message;  parameters = outer
 
 With `outer.precision = "int8"` each rank quantizes w * (outer - parameters) and sends it to all others (an all-gather
-of integers and scales); g is the sum of what all have sent, its own included. Errors of rounding are not fed back.
-Messages of `sparse_loco` are gathered and added in the same way; what is left out or rounded stays in e.
+of integers and scales); g is the sum of all ranks' messages, its own included. Rounding errors are not fed back.
+Messages of `sparse_loco` are gathered and added in the same way; whatever is left out or rounded stays in e.
 
-    streaming_diloco: after the step that begins a fragment's exchange, g as above, of these parameters; after the step
-                that ends it, m and outer as above, and parameters = a * parameters + (1 - a) * outer
+   streaming_diloco: after the step that begins a fragment's exchange, g as above, of the fragment's parameters; after
+               the step that ends it, m and outer as above, and parameters = a * parameters + (1 - a) * outer
 
-Streaming DiLoCo cuts the parameters in fragments (`Streaming`): each is synchronized as all are under `diloco`, at a
-step of its own. Its buckets are copied in after the step that begins its exchange, which goes on on the communication
-streams behind the steps that follow; the step that ends it waits for each bucket in turn and updates it. Messages live
-all that time. A program of such ranks is a whole period: steps differ in what they begin and end, and exchanges in
-flight slow down the steps behind which they go on.
+Streaming DiLoCo cuts the parameters into fragments (`Streaming`). Each fragment is synchronized as `diloco`
+synchronizes all parameters, but at a step of its own. Its buckets are copied in after the step that begins its
+exchange. The exchange runs on the communication streams, concurrently with the following steps; the step that ends it
+waits for each bucket in turn and updates it. Messages stay allocated all that time. A program covers a whole period,
+because steps differ in which exchanges they begin and end, and exchanges in flight slow down the steps that run
+meanwhile.
 
-With `plan.dp_shard` = S above 1, replicas of S ranks train apart, each sharded by FSDP2 (`sharded`): gathers and
-reduce-scatters stay inside of a replica, and gradients are not reduced over replicas. Each shard is synchronized by
-itself among the ranks that hold it: buckets, outer parameters, momentum, blocks of quantized changes and chunks of
-sparse ones are those of a rank's own rows of all tensors, without FSDP2's padding, so that it sends an S-th. Shards are
-the master copy. OpenDiLoCo and INTELLECT-1 train so: Jaghouar et al. 2024, arXiv:2407.07852, arXiv:2412.01152.
+With `plan.dp_shard` = S above 1, replicas of S ranks train independently, each sharded by FSDP2 (`sharded`). Gathers
+and reduce-scatters stay inside a replica, and gradients are not reduced over replicas. The ranks that hold the same
+shard synchronize it among themselves. Buckets, outer parameters, momentum, blocks of quantized changes and chunks of
+sparse ones are those of a rank's own rows of all tensors, without FSDP2's padding, so a rank sends 1/S of the
+parameters. The shards are the master copy. OpenDiLoCo and INTELLECT-1 train so: Jaghouar et al. 2024, arXiv:2407.07852,
+arXiv:2412.01152.
 
-Where tensor-parallel ranks cut the blocks of a replica, a rank synchronizes its slices, and its own copies of what is
-not cut. These stay equal, as changes are not rounded: in blocks of 1024 they would be with the slices beside them.
+Where tensor-parallel ranks cut the blocks of a replica, a rank synchronizes its slices, and its own copies of the
+parameters that are not cut. The copies stay equal because their changes are not rounded. (Rounded in blocks of 1024,
+they would be rounded together with the slices next to them, which differ by rank.)
 
-w is a replica's part of the batch, so that with one step in a period, and without momentum, SGD trains as under `ddp`.
-The state of the inner optimizer stays on its ranks; gradients are clipped by the norm of a replica's own. Module
-buffers are those of the first rank afterwards. Sources: Stich 2018, arXiv:1805.09767; Douillard et al. 2023,
+w is a replica's fraction of the batch. With one step per period and without momentum, SGD then trains as under `ddp`.
+The state of the inner optimizer stays on its ranks; gradients are clipped by the norm of the replica's own gradients.
+Module buffers are those of the first rank afterwards. Sources: Stich 2018, arXiv:1805.09767; Douillard et al. 2023,
 arXiv:2311.08105, whose outer optimizer is torch's SGD with `nesterov`; Douillard et al. 2025, arXiv:2501.18512,
 algorithm 2 (torchft's local_sgd.py has the same steps); Sarfi et al. 2025, arXiv:2508.15706, where e is each rank's own
 too and takes the place of the momentum, but w, there 1 / ranks, is a factor on the sum.
@@ -55,25 +58,25 @@ from gssim.program.task import Collectives, Program, Task, TaskId, collective_ta
 from gssim.units import Floats
 
 MEAN_PASSES, OUTER_PASSES = 4, 7
-"""Reads and writes of a bucket's bytes before its all-reduce: copied together and weighted (`local_sgd`); copied
-together, subtracted from the outer parameters, and weighted (`diloco`)."""
+"""Reads and writes of a bucket's bytes before its all-reduce. `local_sgd` (4): copied together and weighted. `diloco`
+(7): copied together, subtracted from the outer parameters, and weighted."""
 UPDATE_PASSES = 11
-"""Reads and writes of the outer optimizer: momentum scaled, added to twice, and the outer parameters updated."""
+"""Reads and writes of the outer optimizer: momentum is scaled and added to twice, the outer parameters are updated."""
 UNSENT_PASSES = 5
-"""Reads and writes of changes that are not sent yet: they decay, and new ones are added."""
+"""Reads and writes of the changes not sent yet (e): they are decayed, and new changes are added."""
 
 
 FOUND_BYTES = 8
 """An index as torch finds and uses it."""
 CODING = {"fp32": (4, 2, 4, 2), "int2": (20, 9, 24, 13)}
-"""By precision of sparse values: reads and writes of the entries that a message is written from, those that it is read
-into, and the numbers of operations of each."""
+"""By precision of sparse values: reads and writes of the entries when a message is written, the same when it is read,
+and the number of operations of each of the two."""
 
 
 def synchronize_parameters(low: Lowering, rank: int) -> list[Task]:
-    """Return the tasks with which a step ends on a rank: those of the buckets whose exchange it begins or ends.
+    """Return the tasks at the end of a rank's step: those of the buckets whose exchange the step begins or ends.
 
-    None in an inner step. See [Note: periods].
+    Empty in an inner step. See [Note: periods].
     """
     every = low.policies.sync_every_steps
     if every is None or low.policies.dp_replicate == 1:
@@ -90,7 +93,7 @@ def synchronize_parameters(low: Lowering, rank: int) -> list[Task]:
                     tasks += [copied_in, exchange, copied_out]
                 elif step == fragment.begin_step:
                     stream = low.communication_stream(number)
-                    if low.policies.shards_replicas and low.overlaps:  # FSDP2's own gathers are on that one
+                    if low.policies.shards_replicas and low.overlaps:  # FSDP2's gathers use the communication stream
                         stream = "replication"
                     posted = replace(exchange, stream=stream, after=(copied_in.id,))
                     tasks += [copied_in, posted]
@@ -134,7 +137,9 @@ def _bucket_tasks(low: Lowering, rank: int, number: int, tensors: tuple[int, ...
 
 
 def _mixing_passes(low: Lowering) -> int:
-    """Return the reads of a rank's own parameters, where outer ones are mixed with them and not copied over them."""
+    """Return 1 if the rank's own parameters are mixed with the outer ones, and so are read; 0 if they are
+    overwritten.
+    """
     return 1 if low.policies.in_fragments and low.scenario.plan.streaming.local_ratio else 0
 
 
@@ -187,7 +192,7 @@ def _quantized(low: Lowering, rank: int, number: int, tensors: tuple[int, ...]) 
 
 
 def _largest(low: Lowering, rank: int, number: int, tensors: tuple[int, ...]) -> list[Task]:
-    """Return the tasks of a bucket whose largest changes alone are sent; see [Note: periods]."""
+    """Return the tasks of a bucket of which only the largest changes are sent; see [Note: periods]."""
     device, options, value = low.device(rank), low.scenario.plan.sparse_outer, low.master_bytes
     elements, ranks = sum(tensors), low.policies.dp_replicate
     padded = chunks_of(options, elements) * options.chunk_elements
@@ -197,7 +202,7 @@ def _largest(low: Lowering, rank: int, number: int, tensors: tuple[int, ...]) ->
     byte_s, call_s = 1 / device.memory_bandwidth_bytes_per_s, device.operation_overhead_s
     padded_codes = chunks_of(options, elements) * 4 * -(-options.chunk_entries // 4)
     write_passes, read_passes, write_calls, read_calls = CODING[options.precision]
-    # signs, magnitudes and codes are made beside indices and values, and are held while the message is read back
+    # signs, magnitudes and codes are made beside indices and values; they are held while the message is read back
     coding = float(entries * (value + 1) + padded_codes) if options.precision == "int2" else 0.0
     # codes, and the signs that they are made into, are held beside the values
     read = float(entries * (FOUND_BYTES + (1 + 3 * value if options.precision == "int2" else value)))
@@ -251,7 +256,7 @@ def _largest(low: Lowering, rank: int, number: int, tensors: tuple[int, ...]) ->
 
 
 def _exchange(low: Lowering, rank: int, own: TaskId, kind: str, size_bytes: float) -> Task:
-    """Return a rank's part in the collective of those that hold the same, and of other shards of equal sizes."""
+    """Return a rank's part in the collective of the ranks with the same shard; equal shards share one identity."""
     alike = _equal_shards(low, low.shard_position(rank))
     group, *beside = (group for group in low.groups_along("dp_replicate") if low.shard_position(group[0]) in alike)
     exchange = Communication(kind, group, size_bytes, beside=tuple(beside))
@@ -261,7 +266,7 @@ def _exchange(low: Lowering, rank: int, own: TaskId, kind: str, size_bytes: floa
 
 
 def _cast_s(low: Lowering, rank: int, tensors: Sequence[int]) -> float:
-    """Return the time to cast updated master copies of tensors to the workload's precision; shards are the master."""
+    """Return the time to cast updated master copies to the workload's precision; 0 if shards are the master copy."""
     if low.policies.shards_replicas:
         return 0.0
     device, workload = low.device(rank), low.scenario.workload
@@ -270,14 +275,14 @@ def _cast_s(low: Lowering, rank: int, tensors: Sequence[int]) -> float:
 
 @once_a_run
 def _equal_shards(low: Lowering, position: int) -> tuple[int, ...]:
-    """Return the positions in a replica whose shards have as many elements of each tensor as that at `position`."""
+    """Return the positions in a replica whose shards have as many elements of each tensor as the one at `position`."""
     own = _own_elements(low, position)
     return tuple(each for each in range(low.policies.dp_shard) if _own_elements(low, each) == own)
 
 
 @once_a_run
 def _own_elements(low: Lowering, position: int) -> Sequence[int]:
-    """Return the elements of every parameter at a position in a replica, in the model's order."""
+    """Return the elements of every parameter that the rank at a position in a replica holds, in the model's order."""
     if low.policies.shards_replicas:
         return owned_rows(low, position)
     return [parameter.elements for _, parameter in low.parameters]
@@ -285,26 +290,26 @@ def _own_elements(low: Lowering, position: int) -> Sequence[int]:
 
 @once_a_run
 def _fragments(low: Lowering, position: int) -> tuple[Fragment, ...]:
-    """Return what is synchronized together, and when, at a position in a replica."""
+    """Return the fragments that a position in a replica synchronizes, with their buckets and steps."""
     layers = [instance.index for instance, _ in low.parameters]
     sizes = [elements * low.master_bytes for elements in _own_elements(low, position)]
     return fragments_of(low.scenario.plan, low.policies, layers=layers, sizes_bytes=sizes)
 
 
 def _elements(low: Lowering, position: int, fragment: Fragment) -> list[tuple[int, ...]]:
-    """Return the elements of each tensor of every bucket of a fragment."""
+    """Return, for every bucket of a fragment, the elements of each of its tensors."""
     own = _own_elements(low, position)
     return [tuple(own[place] for place in bucket) for bucket in fragment.buckets]
 
 
 @once_a_run
 def _buckets(low: Lowering, position: int) -> tuple[tuple[int, ...], ...]:
-    """Return the elements of each tensor of every bucket, fragment after fragment."""
+    """Return, for every bucket of all fragments in turn, the elements of each of its tensors."""
     return tuple(bucket for fragment in _fragments(low, position) for bucket in _elements(low, position, fragment))
 
 
 def outer_tensors(low: Lowering, rank: int) -> list[float]:
-    """Return the bytes of a rank's outer parameters of every bucket, which are those of its momentum."""
+    """Return the bytes of a rank's outer parameters in each bucket; its momentum has the same sizes."""
     return [float(sum(tensors) * low.master_bytes) for tensors in _buckets(low, low.shard_position(rank))]
 
 
@@ -319,7 +324,7 @@ def outer_memory(low: Lowering, rank: int) -> dict[str, float]:
 
 
 def unsent_tensors(low: Lowering, rank: int) -> list[float]:
-    """Return the bytes of each bucket's changes that a rank has not sent yet, in whole chunks."""
+    """Return the bytes of the changes that a rank has not sent yet, by bucket, rounded up to whole chunks."""
     if low.policies.outer_optimizer != "sparse" or low.policies.dp_replicate == 1:
         return []
     options = low.scenario.plan.sparse_outer
@@ -328,10 +333,11 @@ def unsent_tensors(low: Lowering, rank: int) -> list[float]:
 
 
 def after_inner_steps(program: Program, alone_s: Floats, *, count: int, shown: Program | None = None) -> Program:
-    """Return the program of an outer step that ranks begin after so many seconds of inner steps, each on its own.
+    """Return the program of an outer step in which each rank starts late, after its own inner steps.
 
-    `alone_s`: by rank, of all `count` inner steps together. Ranks that begin at other times get roles of their own.
-    `shown`: program of an inner step, the last of which is then not part of these seconds, but has its own tasks.
+    `alone_s`: seconds that each rank takes for all `count` inner steps. Ranks that start at different times get
+    different roles. `shown`: program of one inner step; if given, the last inner step is not part of `alone_s` but is
+    included as tasks.
     """
     kinds: dict[tuple[int, int, float], int] = {}
     inner_of = shown.role_of if shown else program.role_of

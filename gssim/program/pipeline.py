@@ -37,25 +37,26 @@ from gssim.units import PRECISION_BYTES
 
 COMPUTES = ("forward", "backward")
 StageTasks = Callable[[Lowering, MicroBatch, Gathered | None], Sequence[Task]]
-"""Function that returns forward and backward of one stage for one micro-batch, with the policies' collectives, without
-the micro-batch's number: the same sequence where they are equal. It is told which sharded parameters are gathered."""
+"""Function that returns a stage's forward and backward for one micro-batch, with the policies' collectives but without
+the micro-batch's number. Equal results are the same sequence object. The last argument says which sharded parameters
+are already gathered."""
 
 
 def pipeline(low: Lowering, rank: int, stage_tasks: StageTasks, *, chunked: bool) -> list[Task | Chunk]:
-    """Return the tasks of a rank of a pipeline up to its reduced gradients; `chunked`: as parts of an outline.
+    """Return the tasks of a pipeline rank up to its reduced gradients; `chunked`: as parts of an outline.
 
-    Messages run in the background, those to and from a peer in the order in which they are posted; the rank waits where
-    torch's schedule does. The backend starts a message when both ends have posted it (gloo's sender waits for the
-    receiver's notice, NCCL's kernel for its peer). Gradients are reduced in the last backward, as in DDP; without
-    overlap, after the schedule (Megatron-LM, finalize_model_grads): a stage's last message does not wait for them.
-    Sharded gradients are always reduced after the schedule; see [Note: stages] in `sharded`. A rank that pushes, and
-    has a copy of a tied parameter or several stages, pushes all gradients after the schedule: thresholds are for the
-    sum over the copies, and a bucket may have parameters of several stages.
+    Messages run in the background; those to (or from) one peer run in the order in which they are posted. The rank
+    waits for them where torch's schedule does. The backend starts a message when both ends have posted it (gloo's
+    sender waits for the receiver's notice, NCCL's kernel for its peer). Gradients are reduced in the last backward, as
+    in DDP; without overlap, after the schedule (Megatron-LM, finalize_model_grads), so that a stage's last message does
+    not wait for the reduction. Sharded gradients are always reduced after the schedule; see [Note: stages] in
+    `sharded`. A rank that pushes, and has a copy of a tied parameter or several stages, pushes all gradients after the
+    schedule: thresholds apply to the sum over the copies, and a bucket may have parameters of several stages.
     """
     mesh = low.scenario.policies.mesh
     if len(low.stages) == 1:
         stages = {low.stages[0].number: low}
-    else:  # lowerings that all replicas share
+    else:  # lowerings of stages are shared by all replicas
         stages = {stage.number: low.of_stage(stage) for stage in low.stages}
     sizes = _output_bytes(low, low.samples(rank, low.micro_batches[0]))
     replicas = replicas_of(low, low.batch_sizes[rank])
@@ -80,7 +81,7 @@ def pipeline(low: Lowering, rank: int, stage_tasks: StageTasks, *, chunked: bool
 def _sum_tied_gradients(low: Lowering, rank: int, replicas: Sequence[Sequence[int]]) -> list[Task]:
     """Return the all-reduces of the gradients of tied parameters over the ranks that hold a copy, one after another.
 
-    They follow the reductions over replicas, and come before pushes; see [Note: tied] in `gssim.scenario.stages`. Where
+    They follow the reductions over replicas and precede pushes; see [Note: tied] in `gssim.scenario.stages`. Where
     parameters are sharded, the gradients are those of equal shards, in the shards' precision.
     """
     tasks, count = [], len(replicas[0])
@@ -118,32 +119,32 @@ class _ScheduleWriter:
     low: Lowering
     rank: int
     replicas: Sequence[Sequence[int]]
-    """Ranks of every replica of the pipeline with as many samples, by position on the axis pp."""
+    """Ranks of each replica of the pipeline with as many samples as this one, in order of their pp coordinate."""
     stages: dict[int, Lowering]
     """Lowerings of the rank's stages, by stage number."""
     output_bytes: Sequence[float]
-    """Size of every stage's output for a micro-batch; micro-batches are equal."""
+    """Size of every stage's output for one micro-batch; all micro-batches have the same size."""
     device: DeviceType
     pushes_last: bool
-    """Whether gradients are pushed after the schedule, not in the last backward."""
+    """Whether gradients are pushed after the schedule instead of in the last backward."""
     tasks: list[Task | Chunk] = field(default_factory=list)
     deferred: list[Task] = field(default_factory=list)
     """Tasks that run after the schedule."""
     parts: dict[tuple[int, str], Template | Sequence[Task]] = field(default_factory=dict)
-    """Forwards and backwards, by identity of a stage's tasks and direction: templates, where they can be."""
+    """Forwards and backwards, by identity of a stage's tasks and direction; templates where that is possible."""
     messages: dict[tuple[int, int], Communication] = field(default_factory=dict)
-    """By source and target stage."""
+    """Point-to-point messages by source and target stage."""
     message_ids: dict[Message, TaskId] = field(default_factory=dict)
     releases: dict[tuple[str, int], Footprint] = field(default_factory=dict)
-    """Memory that the release of a message's tensor frees, by kind of message and source stage."""
+    """Memory that is freed when a message's tensor is released, by kind of message and source stage."""
     gathered: dict[int, Gathered] = field(default_factory=dict)
-    """Units of each stage that are gathered now, by stage number."""
+    """Units of each stage that are gathered at this point of the schedule, by stage number."""
     copies: dict[int, list[Task]] = field(default_factory=dict)
-    """Copies of stages' units out of buffers into which they were gathered ahead."""
+    """Copies out of the buffers into which stages' units were gathered ahead of use, by stage number."""
     resharded: int = 0
-    """Number of times that a stage was freed between two uses."""
+    """How many times a stage's parameters were freed between two uses."""
     latest: TaskId = TaskId("step-begin")  # noqa: RUF009 -- immutable
-    """The latest task of the compute stream, after which messages are posted."""
+    """The latest task of the compute stream; messages are posted after it."""
 
     def add(self, *tasks: Task) -> None:
         """Append tasks."""
@@ -206,7 +207,7 @@ class _ScheduleWriter:
         self.add(*part)
 
     def stage_in_ids(self, number: int) -> int | None:
-        """Return the stage in identities of tasks: None for a rank that has one."""
+        """Return the stage number for identities of tasks: None if the rank has only one stage."""
         return None if self.stages[number] is self.low else number
 
     def unshard(self, use: Action) -> None:
@@ -220,7 +221,7 @@ class _ScheduleWriter:
         self.gathered[use.stage] = Gathered(root=True, before_forward=True, before_backward=True)
 
     def gathered_for(self, action: Action) -> Gathered:
-        """Return the units of a stage that are gathered before an action; note those that are after it."""
+        """Return which units of a stage are gathered before an action, and record which are after it."""
         now = self.gathered.get(action.stage, Gathered())
         blocks = now.before_forward
         stay = action.kind == "backward" or self.low.policies.parameters == "gathered"
@@ -265,29 +266,29 @@ class _ScheduleWriter:
         self.add(Task(self.message_id(message).serving("release"), "idle", need=self.releases[key]))
 
     def size_bytes(self, message: Message) -> float:
-        """Return the size of a message: that of the output of its source, or of the input whose gradient it carries."""
+        """Return the size of a message: the source stage's output, or the gradient of the target stage's output."""
         return self.output_bytes[message.source if message.kind == "activation" else message.target]
 
 
 @once_a_run
 def replicas_of(low: Lowering, samples: int) -> Sequence[Sequence[int]]:
-    """Return the ranks of every replica of the pipeline with so many samples."""
+    """Return the ranks of every pipeline replica that has `samples` samples."""
     mesh = low.scenario.policies.mesh
     return [mesh.group(rank, "pp") for rank in low.group if low.batch_sizes[rank] == samples]
 
 
 @once_a_run
 def _output_bytes(low: Lowering, samples: int) -> Sequence[float]:
-    """Return the size of every stage's output for a micro-batch of so many samples."""
+    """Return the size of every stage's output, in bytes, for a micro-batch of `samples` samples."""
     length = low.scenario.workload.sequence_length or 1
     return [low.traced_scale * stage.output[0].at(b=samples, s=length) for stage in low.all_stages]
 
 
 def stage_buffers(low: Lowering, rank: int) -> dict[str, float]:
-    """Return the persistent buffers of a pipeline rank at the ends of its stages, by category.
+    """Return the persistent input, target and receive buffers of a pipeline rank, by category.
 
-    Inputs are on the first stage, targets on the last. PipelineStage allocates a receive buffer for each micro-batch's
-    input, and for each gradient of its output, in the first step, and keeps it; see `plan.receive_buffers`.
+    Inputs are on the first stage, targets on the last. In the first step PipelineStage allocates a receive buffer for
+    each micro-batch's input, and for each gradient of its output, and keeps it; see `plan.receive_buffers`.
     """
     last = len(low.all_stages) - 1
     numbers = {stage.number for stage in low.stages}
@@ -315,7 +316,7 @@ def stage_buffers(low: Lowering, rank: int) -> dict[str, float]:
 
 
 def _most_in_flight(actions: Sequence[Action], stage: int) -> int:
-    """Return the most micro-batches of a stage whose forward has begun and whose backward has not ended.
+    """Return the largest number of a stage's micro-batches whose forward has begun and whose backward has not ended.
 
     >>> from gssim.plan.pipeline_schedule import schedule
     >>> [_most_in_flight(schedule("1f1b", ranks=3, stages=3, micro_batches=8)[stage], stage) for stage in range(3)]

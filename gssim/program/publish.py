@@ -1,19 +1,19 @@
 """Publication of updated parameters in Gradient Sharding: from their owners to every replica, dense or thresholded.
 
-[Note: publish beside the forward] Where publishing overlaps, a step begins with it: the parameters updated in the step
-before are sent bucket by bucket, last bucket first, as gradients are complete from the last layer on, and the first
-layer of the forward to read a bucket waits for it. On a GPU all of that runs on a stream beside the compute, by rings
-as usual. A CPU has no such stream: messages are posted and left to gloo's threads, and as no rank would forward a
-ring's messages in the meantime, every owner sends its own directly to all others; packed messages are unpacked when
-they are waited for.
+[Note: publish beside the forward] Where publishing overlaps, a step begins with the publication of the parameters that
+the previous step updated. They are sent bucket by bucket, last bucket first, since gradients are complete from the last
+layer on. The first layer of the forward that reads a bucket waits for it. On a GPU all of this runs on a stream beside
+the compute, by rings as usual. A CPU has no such stream: messages are posted and left to gloo's threads. No rank would
+forward a ring's messages in the meantime, so every owner sends its own directly to all others. Packed messages are
+unpacked when they are waited for.
 
-[Note: thresholded publish] An owner updates a master copy of its range, in any precision, and publishes the values that
-differ by at least the threshold from those published last; the rest of the difference remains for a later step
-(gradient-sharding A.3, step 5). First all buckets are thresholded and packed, then the ranks exchange once the number
-of entries that each sends of each bucket, then bucket after bucket is all-gathered by a ring: an all-to-all broadcast
-takes as many bytes by any route, but a ring loads no link with more than all messages but one, whatever the shard
-sizes. Dense messages are sent from the replica, and received in it. With two levels the threshold applies across nodes;
-within a node everything is dense, as links there are fast.
+[Note: thresholded publish] An owner updates a master copy of its range, in any precision. It publishes the values that
+differ by at least the threshold from those published last; smaller differences accumulate for a later step
+(gradient-sharding A.3, step 5). First all buckets are thresholded and packed. Then the ranks exchange, once, how many
+entries each sends of each bucket. Then bucket after bucket is all-gathered by a ring. An all-to-all broadcast sends as
+many bytes by any route, but on a ring no link carries more than all messages but one, whatever the shard sizes. Dense
+messages are sent from the replica and received in it, without buffers. With two levels the threshold applies across
+nodes; within a node everything is dense, as links there are fast.
 """
 
 import math
@@ -47,7 +47,7 @@ from gssim.program.task import Bucket, Task, TaskId, collective_task
 from gssim.units import Floats
 
 INDEX_BYTES = 8
-"""torch indexes with int64."""
+"""Bytes of an index in torch's indexing functions: an int64."""
 DENSE = encodings.ENCODINGS.index("dense")
 
 
@@ -61,13 +61,13 @@ def published(low: Lowering, place: int) -> Messages:
 
 @once_a_step
 def message_bytes(low: Lowering, bucket: int, place: int) -> tuple[float, ...]:
-    """Return the size of the message of the owner on every node, at a place."""
+    """Return the size of the message that each node's owner at `place` publishes of a bucket."""
     return tuple(published(low, place).size_bytes[bucket][owned_pieces(low, place).runs].tolist())
 
 
 @once_a_step
 def published_bytes(low: Lowering, place: int) -> list[float]:
-    """Return the payload of the thresholded publication of each bucket among the ranks at a place."""
+    """Return the payload of each bucket's thresholded publication among the ranks at a place, in bytes."""
     sizes = published(low, place).size_bytes @ owned_pieces(low, place).members
     payloads: list[float] = ((low.nodes - 1) * sizes).tolist()
     return payloads
@@ -75,9 +75,9 @@ def published_bytes(low: Lowering, place: int) -> list[float]:
 
 @once_a_step
 def _buffers(low: Lowering, place: int) -> tuple[Floats, Floats]:
-    """Return the bytes of every message's buffer, and of those of all other owners' messages, by bucket and run.
+    """Return the buffer of an owner's message, and the buffers of all other owners' messages, in bytes.
 
-    0 for a dense message, which is sent from the replica and received in it.
+    Both by bucket and run of owners. A dense message has no buffer: it is sent from the replica and received in it.
     """
     messages = published(low, place)
     buffers = np.where(messages.encoding == DENSE, 0.0, messages.size_bytes)
@@ -94,7 +94,7 @@ def publish_ratios(low: Lowering) -> Mapping[str, sparsity.Ratios]:
     def ratios_of(name: str) -> sparsity.Ratios:
         return sparsity.publish_ratios(statistics, rules, tensor=name, step=step)
 
-    step = min(low.step, statistics.sampled_steps[-1])  # after the last, densities are constant
+    step = min(low.step, statistics.sampled_steps[-1])  # after the last sampled step, densities are constant
     key = (Same(statistics), Same(workload.model), rules, step)
     return low.shared.once(
         "densities of publications", key, lambda: by_parameter(low, ratios_of), most=MAX_CACHED_DENSITIES
@@ -114,7 +114,7 @@ def threshold_and_pack(low: Lowering, rank: int, order: Sequence[Bucket]) -> lis
 def _threshold_bucket(low: Lowering, rank: int, bucket: Bucket) -> Task:
     """Return the task that thresholds and packs a bucket of the rank's own shard.
 
-    Differences are computed in scratch; published values are read from the master copy, and written to the replica.
+    Differences are computed in scratch. Published values are read from the master copy and written to the replica.
     """
     device = low.device(rank)
     _, buffer_bytes, _, packing_s = _of_rank(low, rank)
@@ -132,14 +132,14 @@ def _publish_id(bucket: Bucket) -> TaskId:
 
 
 def received_bytes(low: Lowering, bucket: Bucket, rank: int) -> float:
-    """Return the size of the receive buffers for the other owners' messages."""
+    """Return the size of the rank's receive buffers for the messages of all other owners."""
     return _of_rank(low, rank)[0][bucket.index]
 
 
 @once_a_step
 def _of_rank(low: Lowering, rank: int) -> tuple[list[float], ...]:
-    """Return by bucket, for a rank: bytes of the buffers of the others' messages and of its own, the time to write
-    theirs to the replica, and to pack its own.
+    """Return four lists by bucket: the bytes of others' message buffers and of the rank's own, the seconds to write
+    others' messages to the replica, and the seconds to pack the rank's own.
     """
     place, device_type = low.place(rank), low.scenario.cluster.devices[rank].type
     (buffers, others), messages = _buffers(low, place), published(low, place)
@@ -157,9 +157,10 @@ def _of_rank(low: Lowering, rank: int) -> tuple[list[float], ...]:
 
 @once_a_step
 def _unpacking_s(low: Lowering, place: int, device_type: str) -> Floats:
-    """Return the time of a device to write all other owners' messages to the replica, by bucket and run of owners.
+    """Return the seconds a device takes to write all other owners' messages to the replica, by bucket and run of
+    owners.
 
-    A dense one is received there.
+    Dense messages take none, as they are received in the replica.
     """
     device, messages = low.scenario.cluster.device_types[device_type], published(low, place)
     times_s = messages.priced(partial(cost.unpack_time_s, device, value=low.value_bytes))
@@ -170,8 +171,8 @@ def _unpacking_s(low: Lowering, place: int, device_type: str) -> Floats:
 def unpack(low: Lowering, rank: int, bucket: Bucket) -> Task:
     """Return the task that writes the received messages of a bucket to the replica, and frees all messages.
 
-    torch writes at int64 indices: those of COO are cast, on a CPU in chunks; those of a bitmap are listed, on a CPU by
-    numpy.
+    torch writes at int64 indices. COO indices are cast to them, on a CPU in chunks; the indices of a bitmap are listed
+    first, on a CPU by numpy.
     """
     device, place = low.device(rank), low.place(rank)
     messages, pieces = published(low, place), owned_pieces(low, place)
@@ -194,21 +195,23 @@ def unpack(low: Lowering, rank: int, bucket: Bucket) -> Task:
 
 
 def mean_publish_density(low: Lowering) -> float:
-    """Return the fraction of their elements that all owners publish in this step."""
+    """Return the fraction of all owned elements that owners publish in this step."""
     messages = [(published(low, place), owned_pieces(low, place).members) for place in range(low.places)]
     elements = sum(float((each.elements * members).sum()) for each, members in messages)
     return sum(float((each.entries * members).sum()) for each, members in messages) / elements if elements else 0.0
 
 
 def publish(low: Lowering, rank: int, tasks: Sequence[Task], update: Task) -> list[Task]:
-    """Return a rank's step: its other tasks, the update, and the publication of updated parameters to all replicas."""
+    """Return a rank's whole step: its other tasks, the update, and the publication of updated parameters to
+    replicas.
+    """
     if low.policies.parameters != "replicated":
         return [*tasks, update]
     sends: Sequence[Task]
     sends, waits = _publish_tasks(low, rank if low.thresholds_publish else low.group[low.place(rank)])
     if not _overlaps(low):
         return [*tasks, update, *sends]
-    if sends and not _posts_messages(low):  # a CPU's compute stream posts the messages itself
+    if sends and not _posts_messages(low):  # where messages are posted, the compute stream of the CPU does that
         first, *others = sends
         first = replace(first, after=(*first.after, PUBLISH_BEGIN))
         sends = [Task(PUBLISH_BEGIN, "forward"), first, *others]
@@ -221,7 +224,7 @@ PUBLISH_BEGIN = TaskId("publish-begin")
 
 @once_a_step
 def _publish_tasks(low: Lowering, rank: int) -> tuple[list[Task], dict[TaskId, list[Task]]]:
-    """Return the tasks that publish, and those that wait for them, by the forward that they precede."""
+    """Return the tasks that publish, and the tasks that wait for them, keyed by the forward that they precede."""
     overlaps = _overlaps(low)
     order = low.buckets[::-1] if overlaps else low.buckets
     sends = threshold_and_pack(low, rank, order) if low.thresholds_publish else []
@@ -241,7 +244,7 @@ def _publish_tasks(low: Lowering, rank: int) -> tuple[list[Task], dict[TaskId, l
 
 
 def _bucket_exchanges(low: Lowering, rank: int, bucket: Bucket) -> list[Task]:
-    """Return the tasks that publish a bucket: across nodes, then, with all of the rank's place, within the node."""
+    """Return the tasks that publish a bucket: first across nodes, then all of the place's part within the node."""
     tasks = []
     if not low.policies.point_to_point:  # the backend's collectives: owners broadcast their parts, in rank order
         for root, elements in enumerate(low.division(bucket).owned[0]):
@@ -259,26 +262,28 @@ def _bucket_exchanges(low: Lowering, rank: int, bucket: Bucket) -> list[Task]:
 
 
 def _overlaps(low: Lowering) -> bool:
-    """Return whether the next forward begins before published parameters have come.
+    """Return whether the next forward begins before published parameters have arrived.
 
-    A GPU's messages over gloo are copied through the host's memory, for which the host waits.
+    This excludes GPUs on gloo: messages are copied through host memory, which the host waits for.
     """
     staged = low.scenario.cluster.backend == "gloo" and low.device(low.group[0]).kind == "cuda"
     return low.policies.publish_overlaps and not staged
 
 
 def _side_stream(low: Lowering, rank: int) -> str:
-    """Return the stream in which others' messages are received and unpacked: on a GPU another, if it may overlap."""
+    """Return the stream on which others' messages are received and unpacked; on a GPU with overlap, a separate one."""
     return "publish" if low.policies.publish_overlaps and low.device(rank).kind == "cuda" else ""
 
 
 def _posts_messages(low: Lowering) -> bool:
-    """Return whether messages are posted, and waited for later; see [Note: publish beside the forward]."""
+    """Return whether messages are posted now and waited for later; see [Note: publish beside the forward]."""
     return _overlaps(low) and low.scenario.cluster.backend == "gloo"
 
 
 def _on_communication_stream(low: Lowering, tasks: list[Task]) -> list[Task]:
-    """Return tasks moved to the communication stream if publishing overlaps, except the posting of messages."""
+    """Return the tasks, moved to the communication stream if publishing overlaps; tasks that only post messages
+    stay.
+    """
     if not _overlaps(low):
         return tasks
     return [
@@ -288,7 +293,7 @@ def _on_communication_stream(low: Lowering, tasks: list[Task]) -> list[Task]:
 
 
 def _exchange_across_nodes(low: Lowering, rank: int, bucket: Bucket) -> list[Task]:
-    """Return the exchange of a bucket in the push group, by a ring or posted; a ring is followed by unpacking."""
+    """Return the exchange of a bucket in the push group: posted messages, or a ring followed by unpacking."""
     place, thresholded = low.place(rank), low.thresholds_publish
     division = low.division(bucket)
     parts = message_bytes(low, bucket.index, place) if thresholded else dense_bytes(low, division.owned[place])
@@ -313,6 +318,6 @@ def _exchange_across_nodes(low: Lowering, rank: int, bucket: Bucket) -> list[Tas
         return [ring, unpack(low, rank, bucket)] if thresholded else [ring]
     others, own_bytes = len(parts) - 1, parts[low.node(rank)]
     posting_s = collectives.posting_s(low.scenario.cluster, low.device(rank), others * own_bytes, others)
-    begin = Task(own.serving("begin"), "exposed_communication", need=need)  # messages go as they are posted
+    begin = Task(own.serving("begin"), "exposed_communication", need=need)  # messages start as soon as they are posted
     post = Task(own.serving("post"), "exposed_communication", duration_s=posting_s)
     return [begin, post, collective_task(own, exchange, communication=communication, after=(begin.id,))]

@@ -31,15 +31,15 @@ from gssim.program.task import Bucket, MicroBatch, Task, TaskId, collective_task
 from gssim.units import Floats
 
 COUNT_BYTES = 8
-"""Before a thresholded push, each owner receives the number of entries that will come, as one int64."""
+"""Bytes of a count: before a thresholded push, each owner receives the number of entries to come, as one int64."""
 
 
 def push_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batch: MicroBatch) -> list[Task]:
     """GS: a complete bucket is cut by owner, thresholded, packed and sent to the owners, one bucket at a time.
 
-    The bucket's buffer lives from its first gradient until it is sent; the owner adds received messages to its own
-    range. Where nodes have several places, the bucket is first reduce-scattered within the node, and only the part of
-    the rank's place is pushed.
+    The bucket's buffer lives from its first gradient until it is sent. The owner adds received messages to its own
+    range. Where nodes have several places, the bucket is first reduce-scattered within the node, and each rank pushes
+    only its place's part.
     """
     if not micro_batch.sends_gradients:
         return tasks
@@ -56,9 +56,9 @@ def push_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batch: Mic
 
 
 def push_accumulated(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
-    """Push gradients that accumulated in all backwards of a step, after the last, which is that of `micro_batch`.
+    """Push, after the step's last backward (that of `micro_batch`), the gradients that accumulated in all backwards.
 
-    First all of them are moved to their buckets, then these are pushed as in a backward.
+    First all gradients are copied into their buckets, then the buckets are pushed as in a backward.
     """
     tasks = []
     for bucket in low.buckets:
@@ -75,14 +75,14 @@ def push_accumulated(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[
 def _in_turn(low: Lowering, rank: int, micro_batch: MicroBatch, ready: Sequence[TaskId]) -> list[list[Task]]:
     """Return the tasks that follow each bucket's completion, and those after the last bucket's.
 
-    `ready`: the tasks with which buckets are complete. A push is waited for when the next begins.
+    `ready`: for each bucket, the task that completes it. A push is waited for when the next one begins.
     """
     draining: list[Task] = []
     pending: tuple[list[Task], list[Task]] = ([], [])
     behind = []
     for bucket, task in zip(low.buckets, ready, strict=True):
         reduce, push, drain = send_bucket(low, rank, bucket, micro_batch, task)
-        if reduce and low.overlaps:  # a bucket reduced beside the compute is pushed once the next one is complete
+        if reduce and low.overlaps:  # a bucket that is reduced beside the compute is pushed when the next is complete
             behind.append([*draining, *pending[0], *reduce])
             draining, pending = pending[1], (push, drain)
         else:
@@ -94,9 +94,9 @@ def _in_turn(low: Lowering, rank: int, micro_batch: MicroBatch, ready: Sequence[
 def send_bucket(
     low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBatch, ready: TaskId
 ) -> tuple[list[Task], list[Task], list[Task]]:
-    """Return the tasks that reduce a complete bucket within the node, that push it, and that add what is received.
+    """Return three lists for a complete bucket: its reduction within the node, its push, and the addition at the owner.
 
-    `ready`: the task with which it is complete. Ranks that send and receive the same of a bucket share its tasks.
+    `ready`: the task that completes the bucket. Ranks that send and receive the same of a bucket share these tasks.
     """
     kind = (bucket.index, micro_batch, ready, *_bucket_kind(low, rank, bucket, micro_batch))
     sent = _sent_buckets(low)
@@ -110,12 +110,12 @@ _BucketTasks = tuple[list[Task], list[Task], list[Task]]
 
 @once_a_step
 def _sent_buckets(_low: Lowering) -> dict[Hashable, _BucketTasks]:
-    """Return where the tasks of buckets are kept in a step."""
+    """Return the step's cache of the tasks of buckets (empty at first)."""
     return {}
 
 
 def _bucket_kind(low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBatch) -> Iterator[Hashable]:
-    """Yield what a rank's tasks of a bucket depend on."""
+    """Yield everything that a rank's tasks for a bucket depend on."""
     place, node = low.place(rank), low.node(rank)
     yield from (low.scenario.cluster.devices[rank].type, low.batch_sizes[rank] > 0, place)
     yield low.pushed_elements(bucket, rank)
@@ -134,8 +134,8 @@ def _send_bucket(low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBat
 def _reduce_scatter_in_node(low: Lowering, rank: int, bucket: Bucket, ready: TaskId) -> list[Task]:
     """Return the reduce-scatter of a bucket within the node; see [Note: hierarchy] in `gssim.plan.buckets`.
 
-    It leaves the part of the rank's place in a buffer of its own, and receives forwarded parts in a buffer as large as
-    the largest of them.
+    The part of the rank's place ends up in a buffer of its own. Forwarded parts are received in another buffer, as
+    large as the largest of them.
     """
     own = TaskId("reduce-scatter", bucket=bucket.index)
     parts = dense_bytes(low, low.division(bucket).places)
@@ -153,7 +153,9 @@ def _reduce_scatter_in_node(low: Lowering, rank: int, bucket: Bucket, ready: Tas
 def _push_bucket(
     low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBatch, after: tuple[TaskId, ...]
 ) -> tuple[list[Task], list[Task]]:
-    """Return the tasks that send a bucket, and those that add what is received; `after`: tasks that they wait for."""
+    """Return the tasks that send a bucket, and those that add received messages; `after`: tasks that the push waits
+    for.
+    """
     thresholded = is_thresholded(low)
     matrix = push_matrix(low, bucket, micro_batch, low.place(rank))
     own = low.node(rank)
@@ -186,11 +188,11 @@ def _push_bucket(
     adding = _accumulation_memory(low, bucket, rank, micro_batch)
     posted, released = _exchange_memory(low, packed, adding, sent_bytes, received_bytes)
     ready = tasks[-1].id
-    if not low.policies.point_to_point:  # the backend's call posts from a flat copy, in its own thread
+    if not low.policies.point_to_point:  # the backend's all-to-all posts from a flat copy, in its own thread
         posting_s = cost.copy_time_s(low.device(rank), sent_bytes)
     elif low.scenario.plan.overlap:
         posting_s = collectives.posting_s(low.scenario.cluster, low.device(rank), sent_bytes, low.nodes - 1)
-    else:  # it is part of the exchange's own time
+    else:  # posting is part of the exchange's own time
         posting_s = 0.0
     post = Task(push.serving("post"), "exposed_communication", duration_s=posting_s, need=footprint(posted))
     tasks.append(post)
@@ -206,14 +208,14 @@ def _push_bucket(
 
 @dataclass(frozen=True, eq=False)
 class _Amounts:
-    """What a rank's thresholded pushes take, by bucket."""
+    """Bytes and seconds of a rank's thresholded pushes, by bucket."""
 
     sent_bytes: Sequence[float]
     received_bytes: Sequence[float]
     select_s: Sequence[float]
-    """To select and pack the entries for every other owner."""
+    """Seconds to select and pack the entries for all other owners."""
     add_s: Sequence[float]
-    """To add the messages of all others, and their weights."""
+    """Seconds to add the messages of all other ranks, and their weights."""
 
 
 @once_a_step
@@ -228,9 +230,9 @@ def _amounts(low: Lowering, rank: int, micro_batch: MicroBatch) -> _Amounts:
 
 @once_a_step
 def _selecting_s(low: Lowering, micro_batch: MicroBatch, place: int, device_type: str) -> Floats:
-    """Return the time of a rank to select and to pack the entries for all other owners, by bucket and kind of node.
+    """Return the seconds that a rank takes to select and pack entries for all other owners, by bucket and kind of node.
 
-    Entries that are sent are cleared in the residual, if there is one.
+    This includes clearing the sent entries in the residual, if there is one.
     """
     sizes, device = push_sizes(low, micro_batch, place), low.scenario.cluster.device_types[device_type]
     messages, value = sizes.messages, low.value_bytes
@@ -246,7 +248,9 @@ def _selecting_s(low: Lowering, micro_batch: MicroBatch, place: int, device_type
 
 @once_a_step
 def _adding_s(low: Lowering, micro_batch: MicroBatch, place: int, device_type: str) -> Floats:
-    """Return the time of a rank to add the messages of all others, and their weights, by bucket and kind of node."""
+    """Return the seconds that a rank takes to add all others' messages and their weights, by bucket and kind of
+    node.
+    """
     sizes, device = push_sizes(low, micro_batch, place), low.scenario.cluster.device_types[device_type]
     messages = sizes.messages
     times_s = messages.priced(partial(cost.unpack_time_s, device, value=low.value_bytes))
@@ -257,7 +261,7 @@ def _adding_s(low: Lowering, micro_batch: MicroBatch, place: int, device_type: s
 
 
 def _add_s(low: Lowering, bucket: Bucket, rank: int, micro_batch: MicroBatch, received_bytes: float) -> float:
-    """Return the time to add the messages from all nodes, and to normalise the sum where the plan says so."""
+    """Return the seconds to add the messages from all nodes, and to normalise the sum if the plan says so."""
     device, own = low.device(rank), low.pushed_elements(bucket, rank)
     add_s = 0.0 if low.policies.point_to_point else cost.copy_time_s(device, received_bytes)
     if not is_thresholded(low):
@@ -274,7 +278,8 @@ def _normalises_by_weight(low: Lowering) -> bool:
 def push_group_collective(
     low: Lowering, bucket: Bucket, rank: int, task: TaskId, kind: str, size_bytes: float, **parts: Any
 ) -> tuple[TaskId, Communication]:
-    """Return the collective of the rank's push group, and of places with an equal division; and its identity.
+    """Return the identity and the collective of the rank's push group; places with equal divisions share the
+    collective.
 
     With thresholds, no two places are equal.
     """
@@ -287,17 +292,18 @@ def push_group_collective(
 
 
 def _carried_as(low: Lowering) -> str:
-    """Return the kind of the backend's call that carries an uneven exchange; empty for point-to-point messages."""
+    """Return the backend call that carries an uneven exchange; empty if it is made of point-to-point messages."""
     return "" if low.policies.point_to_point else "all-to-all"
 
 
 def _exchange_memory(
     low: Lowering, packed: Event, adding: Sequence[Event], sent_bytes: float, received_bytes: float
 ) -> tuple[list[Event], list[Event]]:
-    """Return the memory events of posting a push, and of its completion and addition.
+    """Return the memory events of posting a push, and those of its completion and addition.
 
-    `packed` frees the buffer of the messages once these are done; receive buffers are freed once they are added. The
-    backend's own call has the sent messages in a flat copy, and the received ones in another, until it is waited for.
+    `packed` frees the send buffer once the messages are sent; receive buffers are freed once their messages are added.
+    The backend's all-to-all holds a flat copy of the sent messages and another of the received ones until it is waited
+    for.
     """
     if low.policies.point_to_point:
         added = [packed, *adding, Event(5, -received_bytes, "communication")]
@@ -310,8 +316,9 @@ def _exchange_memory(
 def _accumulation_memory(low: Lowering, bucket: Bucket, rank: int, micro_batch: MicroBatch) -> list[Event]:
     """Return the memory events of an owner that adds received messages to its range.
 
-    Dense messages are cast to its precision one after another, thresholded ones chunk by chunk, in scratch. Normalising
-    by weight takes the weight of every element; and the sum, where earlier pushes of the step are excluded.
+    Dense messages are cast to the owner's precision one after another, thresholded ones chunk by chunk, in scratch.
+    Normalising by weight needs a weight for every element, and a separate sum if the step's earlier pushes are
+    excluded.
     """
     own = float(low.pushed_elements(bucket, rank) * low.master_bytes)
     if not is_thresholded(low):
@@ -326,7 +333,9 @@ def _accumulation_memory(low: Lowering, bucket: Bucket, rank: int, micro_batch: 
 def _threshold_bucket(
     low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBatch, after: tuple[TaskId, ...]
 ) -> Task:
-    """Return the task that copies the own gradient and thresholds and packs the others'."""
+    """Return the task that copies the rank's own part of the gradient, and thresholds and packs the other owners'
+    parts.
+    """
     duration_s = cost.copy_time_s(low.device(rank), low.pushed_elements(bucket, rank) * low.master_bytes)
     if is_thresholded(low):
         duration_s += _threshold_s(low, rank, bucket, micro_batch)
@@ -336,7 +345,7 @@ def _threshold_bucket(
 
 
 def _threshold_s(low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBatch) -> float:
-    """Return the time to add residuals, to estimate thresholds, and to select and pack entries for every other
+    """Return the seconds to add residuals, to estimate thresholds, and to select and pack entries for every other
     owner.
     """
     device, push = low.device(rank), low.push
@@ -358,21 +367,21 @@ def _threshold_s(low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBat
 
 
 def estimates_thresholds(low: Lowering) -> bool:
-    """Return whether thresholds for a target density are estimated in this step, and not only scaled."""
+    """Return whether this step estimates the thresholds for a target density anew instead of only scaling them."""
     push = low.push
     return push.kind == "target-density" and not (low.step - push.warmup_steps) % push.reestimate_steps
 
 
 def _threshold_memory(low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBatch) -> Footprint:
-    """Return the memory of copying the own gradient and of thresholding and packing messages, owner by owner.
+    """Return the memory of copying the rank's own gradient, and of thresholding and packing messages owner by owner.
 
-    Entries are selected in persistent scratch; only the messages are new. The bucket is freed when all are packed, or
-    earlier, if the gradients of other owners were added to residuals. Where the bucket was reduced beside the compute,
-    the whole one is freed now.
+    Entries are selected in persistent scratch, so only the messages are new. The bucket is freed when all messages are
+    packed, or earlier if the gradients for other owners were added to residuals. A bucket that was reduced beside the
+    compute is freed, whole, at this point.
     """
     whole = float(bucket.elements * low.value_bytes)
     mine = float(low.pushed_elements(bucket, rank) * low.master_bytes)
-    # later pushes of a step add to the gradient that the first one left
+    # later pushes of a step add to the gradient that the first push left
     events = [Event(0, mine, "gradients")]
     if not _is_first_push(micro_batch):
         copied = mine if low.has_master_copy or _normalises_by_weight(low) else 0.0
@@ -398,7 +407,7 @@ def _is_first_push(micro_batch: MicroBatch) -> bool:
 
 @once_a_run
 def _count_exchange(low: Lowering, bucket: int) -> Task:
-    """Return the task that sends the number of entries to every owner: posted, and waited for."""
+    """Return the task that tells every owner how many entries will come; it posts the messages and waits for them."""
     size = low.nodes * (low.nodes - 1) * COUNT_BYTES
     axis, carried_as = low.policies.push_axis, _carried_as(low)
     matrix = matrix_to_all(low, (COUNT_BYTES,) * low.nodes, 1)

@@ -1,11 +1,11 @@
 """Gradient policies of replicated parameters: gradients kept local, or all-reduced in buckets as in DDP.
 
-[Note: compression] Under torch's bf16_compress_hook and fp16_compress_hook the thread or stream of the backward casts a
-complete bucket to a new 16-bit tensor and divides that by the number of replicas; the sum is cast back into the bucket
-by whoever ends the all-reduce (gloo's thread, or a stream of its own), and the new tensor is freed. Buckets that are in
-this format already are divided and reduced in place. Source: torch 2.13, distributed/algorithms/ddp_comm_hooks/
-default_hooks.py, _compress_hook. A wider format (`workload.reduce_precision`) is used in the same way. Gradients that
-are kept in the format of the reduction (`workload.gradient_precision`) are reduced where they are.
+[Note: compression] Under torch's bf16_compress_hook and fp16_compress_hook, the thread or stream of the backward casts
+a complete bucket to a new 16-bit tensor and divides it by the number of replicas. Whoever ends the all-reduce (gloo's
+thread, or a stream of its own) casts the sum back into the bucket and frees the new tensor. Buckets that are in the
+16-bit format already are divided and reduced in place. Source: torch 2.13, distributed/algorithms/ddp_comm_hooks/
+default_hooks.py, _compress_hook. A wider format (`workload.reduce_precision`) is handled in the same way. Gradients
+that are kept in the format of the reduction (`workload.gradient_precision`) are reduced in place.
 """
 
 from collections.abc import Sequence
@@ -32,9 +32,9 @@ def all_reduce_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batc
     """DDP: each bucket is all-reduced once complete, behind the rest of the backward, which ends when all are reduced.
 
     Buckets may be compressed; see [Note: compression], and [Note: compressors] in `compressed`. Module buffers are
-    broadcast in a forward that follows an all-reduce: under no_sync they are left as they are (DistributedDataParallel,
-    require_forward_param_sync). All forwards of a pipeline are under it (PipelineStage.forward_maybe_with_nosync): none
-    but its very first broadcasts.
+    broadcast in a forward that follows an all-reduce; under no_sync they are left as they are (DistributedDataParallel,
+    require_forward_param_sync). All forwards of a pipeline run under no_sync
+    (PipelineStage.forward_maybe_with_nosync), so only the very first one broadcasts.
     """
     if (micro_batch.first or micro_batch.sent_before) and not low.stages:
         tasks = [*broadcast_buffers(low), *tasks]
@@ -50,7 +50,7 @@ def all_reduce_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batc
     for bucket in low.buckets:
         index = parts.at(bucket.complete)
         kind = "reduce-scatter" if low.has_one_gradient_buffer else "all-reduce"
-        # gradients are copied into the bucket; where they exist there alone, they are divided in place by the number of
+        # gradients are copied into the bucket; a single gradient buffer is divided in place by the number of
         # ranks, if there are several (Megatron-LM, core/distributed/param_and_grad_buffer.py, start_grad_sync)
         is_ready = low.has_one_gradient_buffer and len(low.group) == 1
         copied_bytes = 0.0 if is_ready else float(bucket.elements * low.buffer_value_bytes)
@@ -84,7 +84,7 @@ def all_reduce_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batc
 
 
 def broadcast_buffers(low: Lowering) -> list[Task]:
-    """Return the broadcasts of the module buffers, one of each data type."""
+    """Return the broadcasts of the module buffers: one broadcast for each data type."""
     sizes = low.scenario.workload.model.buffer_sizes(low.value_bytes)
     return [
         collective_task(TaskId("broadcast-buffers", part=number), Communication("broadcast", low.group, size))
@@ -93,10 +93,10 @@ def broadcast_buffers(low: Lowering) -> list[Task]:
 
 
 def _in_hook(low: Lowering, bucket: Bucket, tasks: Sequence[Task]) -> list[Task]:
-    """Return the tasks of a bucket's communication hook: during it the gradient that completes the bucket stays.
+    """Return the tasks of a bucket's communication hook, during which the gradient that completes the bucket stays
+    alive.
 
-    It has been copied to the bucket, but autograd holds a node's inputs until its hooks have run (torch 2.13,
-    engine.cpp, call_function).
+    The gradient has been copied to the bucket, but autograd holds a node's inputs until its hooks have run (torch 2.13,
     """
     _, parameter = bucket.members[-1]
     size = float(parameter.elements * low.value_bytes)

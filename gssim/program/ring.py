@@ -1,25 +1,28 @@
 """Ring attention: keys and values rotate among context-parallel ranks beside the blocks of attention.
 
-Of n ranks each attends to n blocks, its own first. While it attends to one, it sends these keys and values to the next
-rank and receives those of the block after: n - 1 rotations in a forward. In the backward they rotate again, and their
-gradients follow: each rank adds its own to those that have come, and sends them on while it works at the next block; a
-last shift brings them home: n of these. A rank thus sends
+Each of n ranks attends to n blocks of keys and values, its own first. While it attends to one block, it sends these
+keys and values to the next rank and receives those of the following block: n - 1 rotations in a forward. In the
+backward keys and values rotate again, and their gradients follow them: each rank adds its own to those received, and
+sends the sum on while it works at the next block. A last shift returns the gradients to their owner, so gradients take
+n shifts. A rank thus sends
 
     (n - 1) * 2 * b * p * width_of_keys * bytes        in a forward, and
     (2 n - 1) * 2 * b * p * width_of_keys * bytes      in a backward,
 
-p being its positions (Liu et al. 2023, arXiv:2310.01889). A block takes the n-th part of the attention's time on whole
-sequences and a rank's part of heads where the division is balanced, and else by its work: see
-`gssim.plan.context_blocks`. Of a layer's time the attention has the part of its FLOP, which alone grow with the square
-of the sequence. `gsreal.methods.ring_attention` does so; memory is that of its tensors, in order. Selective
-recomputation keeps the output of all blocks together, and rotates nothing again.
+where p is the number of positions of a rank (Liu et al. 2023, arXiv:2310.01889). Let the attention's time be that on
+whole sequences with the rank's part of the heads. With a balanced division a block takes 1/n of it; otherwise its share
+of the work: see `gssim.plan.context_blocks`. The attention's part of a layer's time is its part of the layer's FLOP;
+only the attention's FLOP grow with the square of the sequence length. `gsreal.methods.ring_attention` works in this
+way; memory is that of its tensors, in order. Selective recomputation keeps the output of all blocks together, so it
+rotates nothing again.
 
-[Note: merging] Each block after the first is merged into the output by the logarithms of its sums, and its gradients
-are added to those of the blocks before: element by element, at the rate of the memory. Counted are the bytes that are
-read and written, of outputs (and queries) and of keys and values; the logarithms, one per row of a head, are left out.
-On CPUs those of `gsreal.methods.ring_attention`; on GPUs those of torch's context parallelism (torch 2.13,
-torch.distributed.tensor.experimental: _SDPAMerger, _partial_update, _templated_ring_attention_backward), which merges
-in float32, copies a tensor whole where only half of its rows change, and concatenates what it sends.
+[Note: merging] Each block after the first is merged into the output, weighted by the logarithms of its sums, and its
+gradients are added to those of the blocks before. Both are element-wise, at the rate of the memory. Counted are the
+bytes read and written of outputs (and queries) and of keys and values; the logarithms, one per row of a head, are left
+out. On CPUs the operations are those of `gsreal.methods.ring_attention`; on GPUs those of torch's context parallelism
+(torch 2.13, torch.distributed.tensor.experimental: _SDPAMerger, _partial_update,
+_templated_ring_attention_backward), which merges in float32, copies a whole tensor where only half of its rows change,
+and concatenates what it sends.
 """
 
 from collections.abc import Iterator
@@ -39,7 +42,7 @@ PRODUCTS = {"f": 2, "r": 2, "b": 5}
 
 
 def attention_ratio(low: Lowering, instance: LayerInstance, phase: str, reduction: Reduction, samples: int) -> float:
-    """Return the part of a layer's FLOP in a pass that is its attention's."""
+    """Return the fraction of a layer's FLOP in a pass that belongs to its attention."""
     layer, length = instance.layer, low.scenario.workload.sequence_length or 1
     elements = max(_born(low, instance, reduction, samples)) / low.value_bytes  # of outputs, or of queries' gradients
     flop = layer.backward_flop if phase == "b" else layer.forward_flop
@@ -59,15 +62,16 @@ def ring_attention(
     before: TaskId,
     samples_of_group: int | None,
 ) -> list[Task]:
-    """Return the blocks and shifts of a ring, which follow the part of a layer's pass that ends in the attention.
+    """Return the blocks and shifts of a ring. They follow the part of the layer's pass that ends where attention
+    begins.
 
-    `alone_s`: time of the attention where a rank has whole sequences and a part of the heads. `before`: that part.
-    `samples_of_group`: how many samples the rank has, where not all rings have as many.
+    `alone_s`: time of the attention where a rank has whole sequences and a part of the heads. `before`: identity of the
+    preceding part. `samples_of_group`: the rank's number of samples if rings differ in it, else None.
     """
     policies, source = low.policies, low.scenario.workload.model.input
     causal = isinstance(source, TokenInput) and source.task == "next-token"
     blocks = ring_blocks(low.ring_position(rank), ranks=policies.cp, causal=causal, zigzag=policies.zigzag)
-    # all ranks together do the work of whole sequences, whatever their division
+    # however the work is divided, all ranks together do that of whole sequences
     mean_work = policies.cp * (0.5 if causal else 1.0)
     size = low.traced_scale * reduction.size_bytes.at(b=samples, s=1)
     out, *others = sorted(_born(low, instance, reduction, samples), reverse=True)
@@ -99,7 +103,7 @@ def ring_attention(
         if phase != "b":
             continue
         back = shift.serving("return")
-        if step:  # its own gradients are added to those that have come
+        if step:  # the rank adds its own gradients to those received
             before = back.serving("await")
             tasks.append(Task(before, "exposed_communication", after=(back._replace(part=step - 1 or None),)))
         tasks.append(_shift(exchange, back, after=before))
@@ -113,8 +117,9 @@ def ring_attention(
 def merged_bytes(phase: str, step: int, last: int, block: Block | None, size: float, out: float) -> float:
     """Return the bytes read and written to merge a block of a ring on CPUs; see [Note: merging].
 
-    `size`: bytes of a rank's keys and values; `out`: of its output, or of its queries. The first step copies what it
-    sends, and a forward its queries. A merge of outputs weighs both, and adds them; gradients are added.
+    `size`: bytes of a rank's keys and values; `out`: bytes of its output, or of its queries. The first step copies the
+    keys and values that it sends, and in a forward the queries. A merge of outputs weighs and adds both; a merge of
+    gradients only adds them.
 
     >>> block = Block(1, 2, causal=False)  # of the second half of the queries
     >>> merged_bytes("f", 0, 1, None, 10, 100), merged_bytes("f", 1, 1, block, 10, 100)
@@ -157,7 +162,9 @@ def merged_in_float_bytes(
 
 
 def _born(low: Lowering, instance: LayerInstance, reduction: Reduction, samples: int) -> list[float]:
-    """Return the bytes of each tensor that an attention makes: output and logarithms, or gradients of its inputs."""
+    """Return the bytes of each tensor that an attention allocates: output and logarithms, or gradients of its
+    inputs.
+    """
     length = low.scenario.workload.sequence_length or 1
     buffers = [buffer for buffer in instance.layer.buffers if buffer.born == reduction.moment]
     return [low.traced_scale * buffer.size_bytes.at(b=samples, s=length) for buffer in buffers]
@@ -165,10 +172,11 @@ def _born(low: Lowering, instance: LayerInstance, reduction: Reduction, samples:
 
 @once_a_run
 def ring_exchange(low: Lowering, samples: int, size_bytes: float) -> Communication:
-    """Return the exchange in which each rank of a ring sends to the next one; `size_bytes`: of all of them together.
+    """Return the exchange in which each rank of a ring sends to the next one; `size_bytes`: sent by all of them
+    together.
 
-    One object stands for all exchanges of this size among the rings whose ranks have so many samples, as those whose
-    ranks send unequally are told apart by identity.
+    One object represents all exchanges of this size, in all rings whose ranks have `samples` samples, because uneven
+    exchanges are told apart by object identity.
     """
     group, *beside = layer_groups(low, samples, "cp")
     ranks = len(group)
@@ -186,10 +194,10 @@ def _shift(exchange: Communication, own: TaskId, *, after: TaskId) -> Task:
 def _forward_changes(
     step: int, last: int, block: Block | None, size: float, out: float, sums: float
 ) -> Iterator[float]:
-    """Yield the bytes that a step of a forward allocates and frees, in order.
+    """Yield the bytes that one step of a forward allocates and frees, in order.
 
-    Keys and values that come; the block's output and logarithms, and two tensors like these that weigh both outputs;
-    keys and values that have been used. The first step's output is the layer's.
+    These are the received keys and values; the block's output and logarithms, and two tensors like them that weigh both
+    outputs; and the keys and values that are no longer needed. The first step's output is the layer's own.
     """
     if step < last:
         yield size
@@ -204,13 +212,13 @@ def _forward_changes(
 def _backward_changes(
     step: int, last: int, block: Block | None, size: float, out: float, *, copies_rows: bool
 ) -> Iterator[float]:
-    """Yield the bytes that a step of a backward allocates and frees, in order.
+    """Yield the bytes that one step of a backward allocates and frees, in order.
 
-    Keys and values that come; the block's gradients; the gradients of keys and values that were sent on; the tensor
-    for the next ones that come; keys and values that have been used. The first gradients are the layer's.
-    `copies_rows`: whether the kernel copies the gradient of the output where a block has the second half of the rows
-    alone: torch's on CPUs does, of several samples, as these rows do not follow each other in memory (torch 2.13,
-    aten/src/ATen/native/cpu/FlashAttentionKernel.cpp, `grad_out.contiguous()`).
+    These are the received keys and values; the block's gradients; the gradients of keys and values that were sent on;
+    the receive tensor for the next gradients; and the keys and values that are no longer needed. The first gradients
+    are the layer's own. `copies_rows`: whether the kernel copies the gradient of the output where a block has only the
+    second half of the rows. torch's kernel on CPUs does so for several samples, because these rows are not contiguous
+    in memory (torch 2.13, aten/src/ATen/native/cpu/FlashAttentionKernel.cpp, `grad_out.contiguous()`).
     """
     if step < last:
         yield size

@@ -1,44 +1,47 @@
-"""FSDP2: units of layers whose parameters are all-gathered and whose gradients are reduce-scattered together.
+"""FSDP2: each unit's parameters are all-gathered together, and its gradients are reduce-scattered together.
 
 [Note: order] FSDP2 works in hooks, so the order of its actions is that of torch 2.13's source, folder
-torch/distributed/fsdp/_fully_shard. Forward: the root is gathered first, each block before its own forward. Backward,
-where blocks were freed after their forward: the hook on a unit's output consumes the gathered parameters, then issues
-the gather of the next unit (FSDPParamGroup.pre_backward, _backward_prefetch); the root's own hook, on the logits,
-issues the last block's. The root is kept from forward to backward (FSDPState._lazy_init), and its gradients come last,
-from the callback at the end of the backward.
+torch/distributed/fsdp/_fully_shard. In the forward, the root is gathered first, and each block before its own forward.
+In the backward, if blocks were freed after their forward, the hook on a unit's output consumes the gathered parameters
+and then issues the gather of the next unit (FSDPParamGroup.pre_backward, _backward_prefetch). The root's own hook, on
+the logits, issues the gather of the last block. The root is kept from forward to backward (FSDPState._lazy_init). Its
+gradients are reduced last, by the callback at the end of the backward.
 
-[Note: replicas] On a mesh of two axes (HSDP), a unit's gradient shards, once reduce-scattered over `dp_shard`, are all-
-reduced over `dp_replicate` (_fsdp_collectives.foreach_reduce). The all-reduced tensor stays until the callback at the
-end of the backward (FSDPParamGroup._all_reduce_state, finalize_backward): the first micro-batch keeps it as gradient
-anyway, those of later ones are added to that and stay beside it, and so does one that is then cast to another
-precision. On nccl the all-reduces have a communicator and a stream of their own; only that callback waits for them.
+[Note: replicas] On a mesh of two axes (HSDP), a unit's gradient shards are reduce-scattered over `dp_shard` and then
+all-reduced over `dp_replicate` (_fsdp_collectives.foreach_reduce). The all-reduced tensor stays until the callback at
+the end of the backward (FSDPParamGroup._all_reduce_state, finalize_backward). In the first micro-batch it becomes the
+gradient and stays anyway. In later micro-batches it is added to the gradient and stays beside it, as does a tensor that
+is then cast to another precision. On nccl the all-reduces have a communicator and a stream of their own; only that
+callback waits for them.
 
-[Note: stages] In the stages of a pipeline torch runs every backward without reducing gradients and without freeing
-parameters (PipelineStage.backward_maybe_with_nosync). After the schedule it frees and reduces unit by unit, the root
-first, then the blocks in the model's order (perform_reduce_grad). So the root is gathered once a step, and so are
-blocks that stay gathered after a forward; others are gathered in a forward that finds them freed, freed after it, and
-gathered again in a backward that finds them freed: what an earlier backward has gathered, a later one uses, and the
-next forward frees it. A stage whose output is no logits has the root's hook on that output.
+[Note: stages] In pipeline stages torch runs every backward without reducing gradients and without freeing parameters
+(PipelineStage.backward_maybe_with_nosync). After the schedule it frees and reduces unit by unit: the root first, then
+the blocks in the model's order (perform_reduce_grad). So the root is gathered once a step, as are blocks that stay
+gathered after a forward. Other blocks are gathered by a forward that finds them freed, freed after it, and gathered
+again by a backward that finds them freed. Blocks that an earlier backward has gathered are used by a later one, and
+freed by the next forward. A stage whose output is not the logits has the root's hook on that output.
 
-[Note: experts] Where ranks divide the experts of a block, the block is two units (and so is the root, of a model whose
-blocks are no stack of equal ones): the dense one is shared by all ranks, that of the own experts by the ranks that hold
-the same ones (a mesh of its own for some parameters, as torch 2.13's shard_placement_fn and torchtitan have it). Both
-are gathered at the block's begin, one after the other; in the backward the second copy-out is followed by the gathers
-of both units of the block before (FSDPParamGroup._backward_prefetch), while the root's hook gathers one unit alone. The
-experts' gradients are reduced first; only they wait for earlier reduce-scatters and free their buffers, so that two may
-live. Where more ranks hold the same experts than there are of these, each expert is cut, in the second dimension
-(torchtitan's apply_fsdp): what is gathered is then copied once more, into its place (foreach_all_gather_copy_out), and
-so is each gradient before it is reduced, the last of which lives until that is done (foreach_reduce). FSDP2 takes the
-mean over the ranks that hold the same experts: their gradients are divided by the number of ranks that divide them
-before the update. Frozen experts, beside adapters, are gathered and freed alike; where their gradients would be reduced
+[Note: experts] Where ranks divide the experts of a block, the block is two units (as is the root, in a model whose
+blocks are not a stack of equal ones). The dense unit is shared by all ranks; the unit of a rank's experts is shared by
+the ranks that hold the same ones (a mesh of its own for some parameters, as torch 2.13's shard_placement_fn and
+torchtitan have it). Both units are gathered when the block begins, one after the other. In the backward the second
+copy-out is followed by the gathers of both units of the block before (FSDPParamGroup._backward_prefetch), while the
+root's hook gathers only one unit. The experts' gradients are reduced first. Only their reduction waits for earlier
+reduce-scatters and frees the buffers of these, so two buffers may be alive. If the ranks that hold the same experts
+outnumber these experts, each expert is cut in the second dimension (torchtitan's apply_fsdp). Gathered parameters are
+then copied once more, into their place (foreach_all_gather_copy_out), and so is each gradient before it is reduced; the
+last of these copies lives until the reduction is done (foreach_reduce). FSDP2 takes the mean over the ranks that hold
+the same experts, so before the update the gradients are divided by the number of ranks that divide the experts. Frozen
+experts, beside adapters, are gathered and freed in the same way; at the point where their gradients would be reduced
 first, the buffers of earlier reduce-scatters are freed all the same.
 
-[Note: streams] On nccl, collectives run beside the compute, in the order in which the host issues them: gathers and
-reduce-scatters share one communicator, which runs one at a time. Events order them as in wait_for_unshard and
-post_backward: a gather waits until the parameters of the unit before the last have been copied out (so at most two flat
-buffers live), a reduce-scatter until its gradients are copied in, and the next copy-in until it is over. The host is
-assumed to run ahead of the device. Memory is booked on the compute stream, where the host allocates and frees it: that
-is the order in which torch.cuda.max_memory_allocated counts. FSDP2 on a CPU blocks in every collective.
+[Note: streams] On nccl, collectives run beside the compute, in the order in which the host issues them. Gathers and
+reduce-scatters share one communicator, which runs one collective at a time. Events order them as in wait_for_unshard
+and post_backward: a gather waits until the parameters of the second-last unit have been copied out (so at most two flat
+buffers are alive), a reduce-scatter until its gradients are copied in, and the next copy-in until the reduce-scatter is
+done. The host is assumed to run ahead of the device. Memory is booked on the compute stream, at the tasks where the
+host allocates and frees it, because that is the order in which torch.cuda.max_memory_allocated counts. On a CPU, FSDP2
+blocks in every collective.
 """
 
 import math
@@ -64,26 +67,26 @@ from gssim.workload.quantized import Stored, quantized_weights, stored
 
 @dataclass(frozen=True)
 class Tensors:
-    """Parameters of a unit, and how they are cut among the ranks; repeated blocks share one object."""
+    """Parameters of a unit, and how ranks shard them; equal blocks share one object."""
 
     trained: tuple[Parameter, ...]
     ranks: int
     value_bytes: int
     master_bytes: int
-    """Bytes of an element of a shard: FSDP2 keeps it, and its gradient, in the optimizer's precision; where that alone
-    is on the host, devices keep the workload's."""
+    """Bytes of an element of a shard. FSDP2 keeps shards and their gradients in the optimizer's precision; if only the
+    optimizer is on the host, devices keep shards in the workload's precision."""
     reduce_bytes: int
     """Bytes of an element of a gradient while it is reduced."""
     frozen: tuple[Parameter, ...] = ()
-    """Those that are gathered too, but have no gradients."""
+    """Frozen parameters: they are gathered too, but have no gradients."""
     quantized: tuple[Stored, ...] = ()
-    """Weights in few bits, which are gathered as they are kept; every rank has their scales."""
+    """Weights quantized to few bits. They are gathered in that form; every rank keeps all of their scales."""
     dimension: int = 0
-    """Which one of each parameter is cut; see [Note: experts]."""
+    """Index of the dimension in which each parameter is cut; see [Note: experts]."""
 
     @cached_property
     def parameters(self) -> tuple[Parameter, ...]:
-        """All of them, those that are trained first."""
+        """All parameters, trained ones first."""
         return (*self.trained, *self.frozen)
 
     @cached_property
@@ -120,7 +123,7 @@ class Tensors:
 
     @cached_property
     def uneven_bytes(self) -> int:
-        """Bytes of the gradients that have padding, with it."""
+        """Bytes, padding included, of those gradients that need padding."""
         pairs = zip(self.rows[: len(self.trained)], self.shard_elements, strict=False)
         return self.ranks * sum(elements for (rows, _), elements in pairs if rows % self.ranks) * self.value_bytes
 
@@ -131,7 +134,9 @@ class Tensors:
 
     @cached_property
     def shard_tensors(self) -> tuple[float, ...]:
-        """Bytes of each tensor that a rank keeps of the parameters: its shards, and the scales of quantized ones."""
+        """Bytes of each tensor that a rank keeps for the parameters: its shards, and the scales of quantized
+        weights.
+        """
         shards = (elements * self.master_bytes for elements in self.shard_elements)
         scales = (each.scales_bytes for each in self.quantized)
         return tuple(map(float, (*shards, *self.quantized_shards, *scales)))
@@ -168,7 +173,7 @@ class Unit:
     layers: tuple[LayerInstance, ...]
     tensors: Tensors
     experts: bool = False
-    """Whether it has the divided experts of a block alone; see [Note: experts]."""
+    """Whether the unit consists of the divided experts of a block; see [Note: experts]."""
 
     @property
     def ranks(self) -> int:
@@ -196,13 +201,13 @@ class Unit:
 
     @property
     def uneven_bytes(self) -> int:
-        """Bytes of the gradients that have padding, with it."""
+        """Bytes, padding included, of those gradients that need padding."""
         return self.tensors.uneven_bytes
 
     @property
     def flat_bytes(self) -> int:
-        """Bytes of the flat buffer into which the unit is gathered; 0 for one rank, which copies its parameters without
-        one.
+        """Bytes of the flat buffer into which the unit is gathered; 0 for a single rank, which copies its parameters
+        without one.
         """
         return self.padded_bytes if self.ranks > 1 else 0
 
@@ -218,7 +223,7 @@ class Unit:
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of one rank's part of a collective."""
+        """Bytes of one rank's part of the all-gather."""
         return self.padded_bytes // self.ranks
 
     @property
@@ -267,7 +272,7 @@ def units(low: Lowering) -> tuple[Unit, ...]:
         return parameter.of_experts
 
     def with_experts(unit: Unit) -> list[Unit]:
-        """Return the unit, if it has any parameters, and that of the divided experts of its layers."""
+        """Return the unit without its divided experts, if anything is left, and the unit of these experts."""
         own = tuple(each for instance in unit.layers for each in instance.layer.parameters if divided(each))
         at_rest = tuple(each for instance in unit.layers for each in instance.layer.frozen_parameters if divided(each))
         result = [unit] if unit.parameters or unit.tensors.quantized else []
@@ -299,7 +304,7 @@ def units(low: Lowering) -> tuple[Unit, ...]:
 
 @once_a_run
 def owned_rows(low: Lowering, position: int) -> list[int]:
-    """Return the elements of each parameter in the shard at a position, in the model's order, the optimizer's too."""
+    """Return the elements of each parameter in the shard at a position, in the model's order (also the optimizer's)."""
     own: dict[int, int] = {}
     for unit in units(low):
         elements = unit.own_elements(position // low.policies.mesh.expert_stride if unit.experts else position)
@@ -311,12 +316,12 @@ GATHER, REDUCE = "all-gather", "reduce-scatter"
 """Streams on which FSDP2 allocates the buffer of an all-gather, and that of reduced gradients.
 (foreach_all_gather, foreach_reduce; everything else is allocated on the compute stream.)"""
 TO_HOST_STREAM, TO_DEVICE_STREAM = "to host", "to device"
-"""Streams of copies that no collective's stream carries."""
+"""Streams of copies between device and host that do not run on a collective's stream."""
 STAGING = 1
-"""Number that distinguishes the staging copies of a collective from its tensors, which may have the same size."""
+"""`Event.number` of a collective's staging copies: tells them apart from its tensors, which may have the same size."""
 
 Places = Mapping[TaskId, Sequence[Task]]
-"""Tasks to insert, by an existing task."""
+"""Tasks to insert, keyed by the existing task that they are inserted next to."""
 
 
 def insert_beside(tasks: Sequence[Task], *, before: Places, behind: Places) -> list[Task]:
@@ -336,7 +341,7 @@ def _need(*events: Event) -> Footprint:
 
 
 def _exchange(low: Lowering, unit: Unit, kind: str, size_bytes: float) -> Communication:
-    """Return a collective of the ranks that share a unit, by the backend or by a ring of point-to-point messages."""
+    """Return a collective of the ranks that share a unit, carried out by the backend or as a ring of messages."""
     carried_as = f"{kind}-v" if low.policies.point_to_point else ""
     if unit.experts:
         group, *beside = low.expert_replicas
@@ -345,7 +350,7 @@ def _exchange(low: Lowering, unit: Unit, kind: str, size_bytes: float) -> Commun
 
 
 def _staging(low: Lowering, rank: int, communication: Communication, position: int) -> tuple[Event, ...]:
-    """Return the staging memory of a running collective beside its tensors, on its stream, from `position` on."""
+    """Return the staging memory of a running collective, on its own stream, from `position` on."""
     return low.staging(low.device(rank), communication, position, number=STAGING, stream=communication.kind)
 
 
@@ -355,10 +360,10 @@ def _staging(low: Lowering, rank: int, communication: Communication, position: i
 def reduce_scatter_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batch: MicroBatch) -> list[Task]:
     """FSDP2 after a unit's last gradient: free parameters, copy gradients into one buffer, and reduce-scatter it.
 
-    The buffer of one unit is held until the next unit's backward is done (comm_ctx.reduce_scatter_states). Where
-    gradients are not sent yet, the parameters are freed all the same (FSDPParamGroup.post_backward). With replicas, the
-    reduced shards are then all-reduced; see [Note: replicas]. Gradients that are reduced in another precision are kept
-    in that between micro-batches, and added in it (FSDPParam.to_accumulated_grad_if_needed).
+    The buffer of one unit is held until the next unit's backward is done (comm_ctx.reduce_scatter_states). If the
+    micro-batch does not send gradients, the parameters are freed all the same (FSDPParamGroup.post_backward). With
+    replicas, the reduced shards are then all-reduced; see [Note: replicas]. Gradients that are reduced in another
+    precision are kept and added up in that precision between micro-batches (FSDPParam.to_accumulated_grad_if_needed).
     """
     behind: dict[TaskId, list[Task]] = defaultdict(list)
     held: tuple[Unit, ...] = ()
@@ -369,7 +374,7 @@ def reduce_scatter_gradients(low: Lowering, rank: int, tasks: list[Task], micro_
     at_deepest = [unit for unit in units(low) if not unit.is_root and unit.layers[0].index == deepest]
     prefetched = {unit.name for unit in below[-max(1, len(at_deepest)) :] if unit.layers[0] is below[-1].layers[0]}
     every = sorted(units(low), key=lambda unit: (unit.is_root, -unit.layers[0].index, not unit.experts))
-    if last is not None:  # the callback serves the root first
+    if last is not None:  # the end-of-backward callback processes the root first
         every = [*(unit for unit in every if unit.layers[0] is not last), *(u for u in every if u.layers[0] is last)]
     for unit in every:
         freed_units = () if held and held[-1].experts else held
@@ -407,8 +412,8 @@ def reduce_scatter_gradients(low: Lowering, rank: int, tasks: list[Task], micro_
 
 
 def _first_trained(low: Lowering) -> int:
-    """Return the index of the first layer with a backward: the first that is trained, but of a stage that receives its
-    input, and sends the gradient of it back, the very first.
+    """Return the index of the first layer with a backward: the first trained layer, or, in a pipeline stage that sends
+    the gradient of its input back, layer 0.
     """
     if low.stages and low.stages[0].before is not None:
         return 0
@@ -416,10 +421,10 @@ def _first_trained(low: Lowering) -> int:
 
 
 def _without_input_gradient(low: Lowering) -> LayerInstance | None:
-    """Return the block whose input has no gradient, as all before it is frozen; None: there is no such block.
+    """Return the block whose input has no gradient because everything before it is frozen; None if there is none.
 
-    FSDP2's hook is on the gradient of a unit's input: the callback at the end of the backward serves this block, after
-    the root (FSDPState._root_post_backward_final_callback).
+    FSDP2's hook is on the gradient of a unit's input. This block has none, so the callback at the end of the backward
+    handles it, after the root (FSDPState._root_post_backward_final_callback).
     """
     first = next((instance for instance in low.layers if instance.layer.parameters), None)
     if first is None or not first.layer.block or not any(each.layer.frozen_parameters for each in low.layers):
@@ -428,9 +433,9 @@ def _without_input_gradient(low: Lowering) -> LayerInstance | None:
 
 
 def _callback(low: Lowering, held: Sequence[Unit], micro_batch: MicroBatch) -> Task:
-    """Return the callback at the end of the backward: waits for the last collectives, and frees all buffers.
+    """Return the callback at the end of the backward: it waits for the last collectives, and frees all buffers.
 
-    `held`: units whose gradients' buffers are still allocated.
+    `held`: units whose gradient buffers are still allocated.
     """
     if not held or not micro_batch.sends_gradients:
         return Task(TaskId("backward-callback"), "backward")
@@ -448,17 +453,19 @@ def _callback(low: Lowering, held: Sequence[Unit], micro_batch: MicroBatch) -> T
 
 
 def _added_bytes(low: Lowering, unit: Unit, micro_batch: MicroBatch) -> float:
-    """Return the bytes of a unit's gradients that are added to those of earlier ones, or leave for the host."""
+    """Return the bytes of a unit's reduced gradients that are freed once added to earlier ones or copied to the
+    host.
+    """
     if low.offload:
         return unit.shard_gradient_bytes
     return unit.shard_gradient_bytes if micro_batch.sent_before and not micro_batch.first else 0
 
 
 def _accumulate(low: Lowering, rank: int, unit: Unit, micro_batch: MicroBatch) -> list[Task]:
-    """Return the cast of a unit's whole gradients to the precision of the reduction, or their addition to earlier ones.
+    """Return the cast of a unit's whole gradients to the reduction's precision, or their addition to earlier gradients.
 
-    Tensor by tensor. On a CPU an addition of two precisions first casts a tensor to the wider one: the new gradient,
-    or the sum, which is then cast back.
+    Both work tensor by tensor. On a CPU, an addition of two precisions first casts one tensor to the wider precision:
+    either the new gradient, or the sum, which is then cast back.
     """
     device, tensors = low.device(rank), unit.tensors
     value, reduced = tensors.value_bytes, tensors.reduce_bytes
@@ -492,11 +499,11 @@ def _reduce_scatter(
     *,
     accumulated: bool = False,
 ) -> list[Task]:
-    """Return the tasks that follow a unit's complete backward; `freed`: units reduced before it whose buffers it frees.
+    """Return the tasks after a unit's complete backward; `freed`: units reduced earlier whose buffers are freed now.
 
-    `accumulated`: the micro-batch's gradients are added to earlier ones already. The sum of the shard's gradients is
-    kept; in later micro-batches it is added to the existing gradient, and freed: at once, or, where it is the
-    all-reduced tensor, by the callback at the end of the backward.
+    `accumulated`: whether the micro-batch's gradients have been added to earlier ones already. The shard's summed
+    gradients are kept. In later micro-batches they are added to the existing gradient and then freed: at once, or,
+    where they are the all-reduced tensor, by the callback at the end of the backward.
     """
     reduce, overlaps = _reduce_id(unit), low.overlaps
     stays = low.replicates and not unit.casts_gradients
@@ -556,7 +563,7 @@ def _offload_id(unit: Unit) -> TaskId:
 def _offload_gradients(low: Lowering, rank: int, unit: Unit, reduced: Task, micro_batch: MicroBatch) -> list[Task]:
     """Return the copy of a unit's reduced gradients to the host, after the task that ends their reduction.
 
-    Those that the host adds to earlier ones are waited for; see [Note: offload] in `offload`.
+    If the host adds the gradients to earlier ones, it waits for the copy; see [Note: offload] in `offload`.
     """
     own, elements = _offload_id(unit), unit.tensors.trained_elements
     cast_bytes = elements * low.master_bytes if unit.tensors.master_bytes != low.master_bytes else 0
@@ -580,11 +587,11 @@ def _overlapped(own: TaskId, exchange: Communication, after: TaskId, stream: str
 
 
 def _cast(low: Lowering, rank: int, unit: Unit, added: Event) -> list[Task]:
-    """Return the cast of reduced gradients to the precision of the shard (foreach_reduce), if it differs.
+    """Return the cast of reduced gradients to the precision of the shard (foreach_reduce), if the two differ.
 
-    Where collectives overlap, it runs behind the collective and beside the compute, but its memory is allocated, and
-    the reduced gradients' freed, when the host issues both. `added`: the release where it is added to the existing
-    gradient.
+    Where collectives overlap, the cast runs after the collective and beside the compute. Its memory is allocated, and
+    that of the reduced gradients freed, when the host issues both. `added`: the event that frees the result once it is
+    added to the existing gradient.
     """
     if not unit.casts_gradients:
         return []
@@ -608,9 +615,9 @@ class Gathered(NamedTuple):
 
     root: bool = False
     before_forward: bool = False
-    """Blocks, when the forward begins."""
+    """Whether the blocks are gathered when the forward begins."""
     before_backward: bool = False
-    """Blocks, when the backward begins."""
+    """Whether the blocks are gathered when the backward begins."""
 
     def includes(self, unit: Unit) -> bool:
         """Return whether a unit is gathered when the forward begins."""
@@ -640,10 +647,10 @@ def run_stage(low: Lowering, rank: int, tasks: list[Task], micro_batch: MicroBat
 
 
 def unshard_stage(low: Lowering, rank: int, phase: str, gathered: Gathered) -> tuple[list[Task], list[Task]]:
-    """Return the gathers of a stage's units ahead of its use, and the copies out of their buffers before that.
+    """Return the gathers of a stage's units ahead of its use, and the copies out of their buffers.
 
-    Interleaved schedules gather all units of the next stages so (torch's _add_unshard_reshard); their flat buffers are
-    all held until they are copied.
+    Interleaved schedules gather all units of the next stages in this way (torch's _add_unshard_reshard). The flat
+    buffers of all these units are held until they are copied out.
     """
     missing = [u for u in units(low) if not (gathered.root if u.is_root else gathered.before_forward)]
     issued = {unit.name: (gather_id(unit.name, phase).serving("issue"),) for unit in missing}
@@ -652,7 +659,9 @@ def unshard_stage(low: Lowering, rank: int, phase: str, gathered: Gathered) -> t
 
 
 def reshard_stage(low: Lowering, gathered: Gathered, number: int) -> list[Task]:
-    """Return the releases of a stage's gathered units between two uses; `number`: of earlier ones in the step."""
+    """Return the tasks that free a stage's gathered units between two uses; `number`: how often that happened
+    before.
+    """
     held = [u for u in units(low) if (gathered.root if u.is_root else gathered.before_forward)]
     return [
         Task(TaskId("free", layer=unit.name, part=number), "forward", need=_need(unit.gathered(0, sign=-1)))
@@ -661,7 +670,7 @@ def reshard_stage(low: Lowering, gathered: Gathered, number: int) -> list[Task]:
 
 
 def reduce_stage_gradients(low: Lowering, rank: int) -> list[Task]:
-    """Return the release of a stage's parameters, and the reduction of its gradients, after the schedule."""
+    """Return the tasks after the schedule that free a stage's parameters and reduce its gradients."""
     last = replace(low.micro_batches[-1], sends_gradients=True)
     tasks: list[Task] = []
     held: tuple[Unit, ...] = ()
@@ -705,7 +714,7 @@ def gather_parameters_twice(low: Lowering, rank: int, tasks: list[Task]) -> list
 def _free_after_forward(
     low: Lowering, tasks: Sequence[Task], behind: dict[TaskId, list[Task]]
 ) -> dict[TaskId, list[Task]]:
-    """Return what follows a forward, and before it the release of each block's parameters."""
+    """Return the tasks that follow each forward, preceded by the release of each block's parameters."""
     ends = pass_ends(tasks, "forward")
     freed: dict[TaskId, list[Task]] = defaultdict(list)
     for unit in units(low):
@@ -729,10 +738,10 @@ def gather_id(unit: str, phase: str) -> TaskId:
 
 
 def _gather(low: Lowering, rank: int, unit: Unit, phase: str, after: tuple[TaskId, ...]) -> list[Task]:
-    """Return the gather of a unit into a flat buffer that it leaves allocated; `after`: dependencies on nccl.
+    """Return the gather of a unit into a flat buffer, which stays allocated; `after`: dependencies on nccl.
 
-    A shard of another precision is first cast, to a copy that is held until the gather is done (on nccl: issued); one
-    in the host's memory is first copied to the device.
+    A shard of another precision is first cast into a copy that is held until the gather is done (on nccl: until it is
+    issued). A shard in host memory is first copied to the device.
     """
     own = gather_id(unit.name, phase)
     fetched = _fetch_id(unit, phase)
@@ -774,7 +783,7 @@ def _fetch_id(unit: Unit, phase: str) -> TaskId:
 
 
 def _wrapping(low: Lowering, rank: int, *, phase: str, tensors: int, copied_bytes: float) -> dict[str, Any]:
-    """Return the duration of FSDP2's own work for a unit, as fields of a task."""
+    """Return the duration of FSDP2's own work for a unit (host time and copies), as fields of a task."""
     device = low.device(rank)
     copy_s = cost.sharded_unit_copy_s(device, copied_bytes)
     host_s = cost.sharded_unit_host_s(device, phase=phase, tensors=tensors)
@@ -793,9 +802,11 @@ def _fetched_tensors(unit: Unit) -> list[Event]:
 
 
 def _copy_out(low: Lowering, rank: int, unit: Unit, phase: str, freed_bytes: int) -> Task:
-    """Return the copy of a unit's parameters out of its flat buffer; then a buffer of `freed_bytes` is freed."""
+    """Return the copy of a unit's parameters out of its flat buffer; afterwards `freed_bytes` of flat buffers are
+    freed.
+    """
     gather = gather_id(unit.name, phase)
-    # a rank alone copies parameters of another precision: meanwhile it holds the cast of its last one
+    # a single rank copies parameters of another precision one by one; its peak includes the cast of the last one
     cast_bytes = unit.shard_elements[-1] * unit.tensors.value_bytes if unit.ranks == 1 and unit.casts else 0
     after = (gather,) if low.overlaps and unit.ranks > 1 else ()
     again_bytes = unit.padded_bytes if unit.tensors.dimension else 0
@@ -820,10 +831,11 @@ def _copy_out(low: Lowering, rank: int, unit: Unit, phase: str, freed_bytes: int
 def _gather_forward(
     low: Lowering, rank: int, tasks: Sequence[Task], gathered: Gathered = NOTHING_GATHERED
 ) -> tuple[dict[TaskId, list[Task]], dict[TaskId, list[Task]]]:
-    """Return each unit's gather, by the forward that it precedes, and what follows a forward.
+    """Return two mappings: each unit's gather, keyed by the forward it precedes, and the tasks that follow each
+    forward.
 
-    A flat buffer is held until the next unit's copy-out is done (comm_ctx.all_gather_state; wait_for_unshard drops it
-    before that copy, but its own variable prev_all_gather_state lives on), or the forward is.
+    A flat buffer is held until the next unit's copy-out is done, or until the forward ends. (comm_ctx.all_gather_state:
+    wait_for_unshard drops it before that copy, but its own variable prev_all_gather_state lives on.)
     """
     before: dict[TaskId, list[Task]] = defaultdict(list)
     all_units = [unit for unit in units(low) if not gathered.includes(unit)]
@@ -838,14 +850,14 @@ def _gather_forward(
         before[forward_id(first)] += [*_gather(low, rank, unit, "forward", after or start), copy]
         flat_bytes = unit.flat_bytes
     end = Task(TaskId("forward-end"), "forward", need=_need(Event(0, -flat_bytes, "communication")))
-    if low.stages and low.stages[0].after is not None:  # its last layer is no loss
+    if low.stages and low.stages[0].after is not None:  # the stage's last layer is not the loss
         return before, {pass_ends(tasks, "forward")[low.layers[-1].module]: [end]}
     before[forward_id(low.layers[-1])].append(end)
     return before, {}
 
 
 def _gather_backward(low: Lowering, rank: int) -> dict[TaskId, list[Task]]:
-    """Return each block's second gather, by the backward that it precedes; see [Note: order].
+    """Return each block's second gather, keyed by the backward that it precedes; see [Note: order].
 
     A checkpointed block is recomputed inside its backward, beneath FSDP2's hooks: nothing is gathered for that.
     """
@@ -857,10 +869,10 @@ def _gather_backward(low: Lowering, rank: int) -> dict[TaskId, list[Task]]:
     every.reverse()
     deepest = _first_trained(low)
     blocks = [block for block in every if block[0].layers[0].index >= deepest]
-    below = every[len(blocks) :][:1]  # without a backward: one is prefetched, for nothing
+    below = every[len(blocks) :][:1]  # a unit without a backward: it is prefetched, but never used
     last = every[0]
     last_copy = (gather_id(last[-1].name, "forward").serving("copy-out"),)
-    if low.stages:  # the last forward may be that of another micro-batch; a rank gathers nothing that it has alone
+    if low.stages:  # the previous forward may be another micro-batch's; a unit of a single rank needs no gather
         shared = next((unit for block in every for unit in reversed(block) if unit.ranks > 1), last[-1])
         last_copy = (gather_id(shared.name, "backward").serving("issue"),)
     has_loss = not low.stages or low.stages[0].after is None

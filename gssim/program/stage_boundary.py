@@ -1,11 +1,11 @@
 """Pipeline stages: their layers, their inputs and outputs, and the lifetimes of buffers that cross a stage boundary.
 
 [Note: borders] A trace shows the lifetime of a buffer in a whole model, where it may end in a neighbouring layer. At
-the boundary of two stages, the neighbour is on another device, and torch.distributed.pipelining holds three tensors:
-the stage's input, received into a buffer that is allocated once for each micro-batch and kept; its output, and the
-gradient of its input, each until the schedule drops the last reference (`gssim.plan.pipeline_schedule`, "release"). The
-last stage's logits are such an output as well. Every other buffer that would be freed beyond a boundary is freed when
-the stage's forward or backward returns.
+the boundary of two stages the neighbour is on another device, and torch.distributed.pipelining holds three tensors: the
+stage's input, received into a buffer that is allocated once for each micro-batch and kept; the stage's output; and the
+gradient of its input. The latter two live until the schedule drops the last reference (`gssim.plan.pipeline_schedule`,
+"release"). The last stage's logits are such an output as well. Every other buffer that would be freed in a layer beyond
+the boundary is freed when the stage's forward or backward returns.
 """
 
 from collections import defaultdict
@@ -19,7 +19,7 @@ from gssim.scenario import of_no_sample
 from gssim.workload import Buffer, Layer, LayerInstance, Moment, Polynomial
 
 LAST = 2**31
-"""Position after every other of a phase."""
+"""A position in a phase after all others."""
 RELEASED = Moment("released")
 """Freed by an action of the schedule."""
 
@@ -35,19 +35,19 @@ class Stage:
     after: LayerInstance | None
     """The layer after the last; None for the last stage."""
     received: Polynomial | None = None
-    """Size of its input, whose gradient it computes; None for the first stage."""
+    """Size of the stage's input, whose gradient it sends back; None for the first stage."""
 
     @cached_property
     def shared(self) -> int:
-        """Number of layers at its start that other stages run too, because they take nothing of a sample."""
+        """Number of layers at the stage's start that other stages run too, because they do not read a sample's data."""
         return sum(self.before is not None and each.index <= self.before.index for each in self.layers)
 
     @cached_property
     def output_place(self) -> tuple[int, Buffer | None]:
-        """Place of the layer that computes the stage's output (of the last stage, the logits), and its buffer.
+        """Index of the layer that computes the stage's output (in the last stage, the logits), and the output's buffer.
 
-        Layers whose forward allocates nothing (a dropout of probability zero, a flattening), or nothing of a sample,
-        pass on what an earlier one made.
+        Layers whose forward allocates nothing (a dropout of probability zero, a flattening), or nothing that depends on
+        a sample, pass on the output of an earlier layer.
         """
         last = place = max(i for i, instance in enumerate(self.layers) if instance.layer.modules)
         layers = [instance.layer for instance in self.layers]
@@ -61,7 +61,7 @@ class Stage:
 
     @cached_property
     def likeness(self) -> tuple[object, ...]:
-        """What stages have in common whose layers, and those beside them, are the same ones, whatever their names."""
+        """Key of stages that are equal but for names: equal layers, and equal layers next to them."""
         beside = (None if each is None else Same(each.layer) for each in (self.before, self.after))
         place, output = self.output_place
         layers = (Same(each.layer) for each in self.layers)
@@ -90,8 +90,8 @@ def stages_of(layers: Sequence[Sequence[LayerInstance]]) -> tuple[Stage, ...]:
 def passed_on(layer: Layer) -> Buffer | None:
     """Return the buffer that holds a layer's output for the next layer; None where the trace does not show it.
 
-    It outlives the layer, or it is an output that the layer's own backward needs as well (a ReLU's). After the module's
-    output there may be operations outside any module, so that it is another tensor than `output_bytes`.
+    The buffer outlives the layer, or it is an output that the layer's own backward needs as well (a ReLU's). Operations
+    outside any module may follow the module's output, so the buffer can be another tensor than `output_bytes` says.
     """
     forward_buffers = [buffer for buffer in layer.buffers if buffer.born.phase == "f"]
     crossing = [buffer for buffer in forward_buffers if buffer.freed.layer_offset >= 1]
@@ -106,7 +106,8 @@ def passed_on(layer: Layer) -> Buffer | None:
 def stage_timeline(stage: Stage, *, batch_size: int, sequence_length: int, scale: float, lives: Lives) -> Timeline:
     """Return the memory events of a stage, by the number of the layer in the stage; see [Note: borders].
 
-    Of its output and of the gradient of its input, which the schedule releases, only the allocations are included.
+    The stage's output and the gradient of its input are released by the schedule, so only their allocations are
+    included.
     """
     events: dict[tuple[int, str], list[Event]] = defaultdict(list)
     end: list[Event] = []
@@ -131,14 +132,14 @@ def stage_timeline(stage: Stage, *, batch_size: int, sequence_length: int, scale
 
 
 def _freed(stage: Stage, number: int, buffer: Buffer, output: Buffer | None) -> Moment:
-    """Return the moment at which a buffer of the stage's layer of that number is freed."""
+    """Return the moment at which a buffer of the stage's layer `number` is freed."""
     freed, target = buffer.freed, number + buffer.freed.layer_offset
     if output is not None and (buffer.born, buffer.size_bytes) == (output.born, output.size_bytes):  # also recomputed
         return RELEASED
     to_stage_before = buffer.born.phase == freed.phase == "b" and number >= stage.shared > target
     if to_stage_before:
         return RELEASED if buffer.size_bytes == stage.received else Moment("end")
-    if freed == FORWARD_END:  # torch.autocast's context is that of the stage's forward, without the loss
+    if freed == FORWARD_END:  # the torch.autocast context covers the stage's forward, without the loss
         return Moment("f", LAST, max(i for i, each in enumerate(stage.layers) if each.layer.modules) - number)
     if freed.phase == "end" or 0 <= target < len(stage.layers):
         return freed

@@ -69,18 +69,18 @@ Operation = Literal[
     "publish-begin",
     "other",
 ]
-"""What a task does, or serves.
+"""Operation that a task carries out, or that it serves (see `Action`).
 
-`activation`, `gradient`: the message of a pipeline that carries one. `...-begin`, `...-end` and `backward-callback`:
-moments of a step. `gather-sequence`, `scatter-sequence`: of tensors whose sequences tensor ranks divide among them;
-`exchange-heads`: of parts of sequences for parts of heads; `rotate`, `attend`: of keys and values in a ring, and the
-block of attention to those that have come; `sum-gradients`: of gradients of what they run on these parts.
-`count-rows`, `dispatch`, `combine`: of rows that ranks send to the experts of others, and back. `copy-to-host`,
-`copy-to-device`: of state that is kept in the host's memory. `parameters`:
-updated tensors that ZeRO-1 broadcasts, all together. `outer`: the synchronization of parameters that ends an outer
-step; `inner-steps`: `part` steps before it, which a rank does alone. `load-batch`: what a training loop does in a step
-besides forward, backward and update. `other`: in a program written by hand, whose
-labels are `layer`."""
+`activation`, `gradient`: the pipeline message that carries one. `...-begin`, `...-end` and `backward-callback`: markers
+in a step. `gather-sequence`, `scatter-sequence`: all-gather and reduce-scatter under sequence parallelism.
+`exchange-heads`: the all-to-all between parts of the sequence and parts of the heads. `rotate`: the exchange of keys
+and values in an attention ring; `attend`: the attention to the keys and values that have arrived. `sum-gradients`: the
+all-reduce of gradients of layers that run on such parts. `count-rows`, `dispatch`, `combine`: the exchange of row
+counts, of rows to other ranks' experts, and of their results. `copy-to-host`, `copy-to-device`: copies of offloaded
+state. `parameters`: all updated tensors that ZeRO-1 broadcasts, together. `outer`: the synchronization of parameters
+that ends an outer step. `inner-steps`: the `part` inner steps before it, in which a rank does not communicate.
+`load-batch`: the training loop's work in a step besides forward, backward and update. `other`: a task of a program
+written by hand, with `layer` as its label."""
 Action = Literal[
     "",
     "issue",
@@ -104,13 +104,13 @@ Action = Literal[
     "return",
     "overlap",
 ]
-"""What a task does for the operation that it serves; empty: it is the operation itself."""
+"""What a task does for the operation that it serves; empty if the task is the operation itself."""
 Pass = Literal["", "forward", "recompute", "backward"]
 
 PASSES: Mapping[str, Literal["forward", "recompute", "backward"]] = {"f": "forward", "r": "recompute", "b": "backward"}
-"""Passes through a layer by their letters in traces."""
+"""Names of the passes through a layer, by their letters in traces."""
 BACKWARD: frozenset[Operation] = frozenset({"recompute", "backward", "backward-end", "backward-callback"})
-"""Operations that are parts of the backward itself."""
+"""Operations that belong to the backward itself."""
 
 _OPERATION_TEXTS: Mapping[Operation, str] = {
     "broadcast-buffers": "broadcast buffers",
@@ -138,7 +138,7 @@ _OPERATION_TEXTS: Mapping[Operation, str] = {
     "publish-begin": "publish begin",
     "other": "",
 }
-"""In labels, where it is not the name itself."""
+"""Text of an operation in labels, where it differs from the operation's name."""
 _ACTION_TEXTS: Mapping[Action, str] = {
     "issue-cast": "issue cast",
     "copy-in": "copy in",
@@ -161,16 +161,16 @@ _DURING_FIRST: frozenset[Operation] = frozenset(
         "combine",
     }
 )
-"""Operations whose labels name the pass before the layer."""
+"""Operations in whose labels the pass comes before the layer."""
 _NUMBERED: frozenset[Operation] = frozenset({"broadcast-buffers", "all-gather-parameters", "inner-steps"})
-"""Operations that are numbered, not divided into parts."""
+"""Operations whose labels show `part` as a plain number, because they are not parts of one operation."""
 
 
 class TaskId(NamedTuple):
     """Identity of a task within a rank, or of a collective within a program: what it does, to what, and when.
 
-    A collective has the fields of the tasks that join it, and those that distinguish it from other groups' (`place`,
-    `samples`, `group`).
+    The identity of a collective has the fields of the tasks that join it. If other groups carry out the same
+    collective, it also has fields that distinguish the group (`place`, `samples`, `group`).
     """
 
     op: Operation
@@ -179,25 +179,28 @@ class TaskId(NamedTuple):
     """Layer, FSDP2 unit or tensor."""
     bucket: int | None = None
     part: int | None = None
-    """Index among the parts of one operation; of a layer's pass, None for the first."""
+    """Index among the parts of one operation. For parts of a layer's pass, the first has None."""
     during: Pass = ""
-    """Pass through the layer to which it belongs, where there is one in several; empty also in the forward."""
+    """Pass through the layer in which an operation runs, for operations that run in several; some omit the forward."""
     place: int | None = None
-    """First place in the nodes of those whose collective it is, where others have their own."""
+    """First place (in a node) of the ranks that share the collective, if ranks of other places have collectives of
+    their own."""
     samples: int | None = None
-    """Samples of the ranks whose collective it is, where others have their own."""
+    """Samples per rank in the collective's group, if ranks with other numbers of samples have collectives of
+    their own.
+    """
     micro_batch: int | None = None
-    """None where a step has one."""
+    """Index of the micro-batch; None if the step has only one."""
     stage: int | None = None
-    """Of a message, the stage that produces it; else the stage of a rank that has several."""
+    """Of a message, the stage that produces it; otherwise the task's stage, if its rank has several."""
     group: Sequence[int] | None = None
-    """Ranks whose collective it is, where other parts of the model have their own."""
+    """Ranks of the collective, if the ranks of other parts of the model have collectives of their own."""
     messages: "tuple[TaskId, ...]" = ()
-    """Messages that it waits for."""
+    """Messages for which the task waits."""
     inner: bool = False
-    """Whether it is of an inner step that a trace shows before an outer one."""
+    """Whether the task belongs to an inner step that a trace shows before an outer one."""
     step: int | None = None
-    """Step of a period, from 1, where a program is of a whole one."""
+    """Step within the period, from 1, if the program covers a whole period."""
 
     def at(self, *, micro_batch: int | None = None, stage: int | None = None) -> "TaskId":
         """Return the same operation in a micro-batch, or of a stage.
@@ -209,7 +212,8 @@ class TaskId(NamedTuple):
         return TaskId._make((*self[:8], number, self.stage if stage is None else stage, *self[10:]))
 
     def in_step(self, *, step: int) -> "TaskId":
-        """Return the same operation in a step of a period; a fragment's exchange goes on behind several, and has none.
+        """Return the same operation in a step of a period. The exchange of a fragment spans several steps, and gets
+        none.
 
         >>> TaskId("optimizer").in_step(step=3).label, TaskId("outer", bucket=0).in_step(step=3).label
         ('optimizer step 3', 'outer step bucket 0')
@@ -217,7 +221,7 @@ class TaskId(NamedTuple):
         return self if self.op == "outer" and not self.action else self._replace(step=step)
 
     def serving(self, action: Action) -> "TaskId":
-        """Return the identity of the task that does something for this one.
+        """Return the identity of a task that does `action` for this operation.
 
         >>> TaskId("all-gather", layer="h.0", during="backward").serving("copy-out").label
         'copy out all-gather h.0 backward'
@@ -226,7 +230,7 @@ class TaskId(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Text shown in traces, timelines and messages: the same as in a real run's trace. It is never taken apart.
+        """Text shown in traces, timelines and messages: the same as in a real run's trace. Code never parses it.
 
         >>> TaskId("all-reduce", layer="h.0", during="backward", part=1, samples=4, group=range(0, 8, 2)).label
         'all-reduce backward h.0 part 1 of 4 samples of ranks 0-6 by 2'
@@ -238,7 +242,7 @@ class TaskId(NamedTuple):
 
     @property
     def general_labels(self) -> tuple[str, ...]:
-        """Labels that distinguish less than its own, those that distinguish most first.
+        """More general labels for this task (they distinguish it from fewer others), most specific first.
 
         >>> TaskId("push", bucket=2, micro_batch=1).general_labels
         ('push bucket 2', 'push')
@@ -251,7 +255,7 @@ class TaskId(NamedTuple):
         return tuple(label for label in dict.fromkeys(each.label for each in general) if label != self.label)
 
     def _what(self) -> Iterator[str]:
-        """Yield what it does, to what."""
+        """Yield the words that say what the task does, and to what."""
         yield _ACTION_TEXTS.get(self.action, self.action)
         yield _OPERATION_TEXTS.get(self.op, self.op)
         before = self.op in _DURING_FIRST
@@ -269,7 +273,7 @@ class TaskId(NamedTuple):
         yield ", ".join(message.label for message in self.messages)
 
     def _whose(self) -> Iterator[str]:
-        """Yield when it does it, and with whom."""
+        """Yield the words that say when the task runs, and with which ranks."""
         is_message = self.op in ("activation", "gradient")
         if is_message:
             yield f"of stage {self.stage}"
@@ -294,7 +298,7 @@ class TaskId(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One task of a rank: computes for `duration_s`, or takes part in the collective `communication`."""
+    """One task of a rank: either computes for `duration_s`, or takes part in the collective `communication`."""
 
     id: TaskId
     phase: str
@@ -302,17 +306,17 @@ class Task:
     duration_s: float = 0.0
     communication: TaskId | None = None
     after: tuple[TaskId, ...] = ()
-    """Tasks of other streams that it waits for, and of its own that precede it."""
+    """Tasks that must end first: on other streams, or earlier on the task's own stream."""
     need: Footprint = NOTHING
     after_pauses: Curve | None = None
-    """Extra compute time of this task and of those after it, as a function of the seconds waited before."""
+    """Extra compute time of this task and those after it, as a function of how many seconds the rank waited before."""
     issue: "Issue | None" = None
     exchange: Communication | None = field(default=None, compare=False, repr=False)
     """The collective itself, from which a program's `communications` are collected."""
 
     @property
     def label(self) -> str:
-        """Text shown for it; see `TaskId.label`."""
+        """Text shown for the task; see `TaskId.label`."""
         return self.id.label
 
     def renamed(
@@ -348,7 +352,9 @@ def collective_task(
     after: tuple[TaskId, ...] = (),
     need: Footprint = NOTHING,
 ) -> Task:
-    """Return the task that takes part in a collective; `communication`: its identity, if it is not the task's own."""
+    """Return the task that takes part in a collective; `communication`: the collective's identity, if not the
+    task's.
+    """
     return Task(
         own,
         "exposed_communication",
@@ -361,7 +367,9 @@ def collective_task(
 
 
 def with_ids(tasks: Sequence[Task], new_id: Callable[[TaskId], TaskId]) -> list[Task]:
-    """Return tasks with other identities, of themselves, their collectives and their dependencies."""
+    """Return the tasks with every identity mapped by `new_id`: their own, their collectives' and their
+    dependencies'.
+    """
     new_ids = {task.id: new_id(task.id) for task in tasks}
     result = []
     for task in tasks:
@@ -376,30 +384,32 @@ def with_ids(tasks: Sequence[Task], new_id: Callable[[TaskId], TaskId]) -> list[
 
 @dataclass(frozen=True, slots=True)
 class Issue:
-    """Launch time of a GPU task on its host: the task cannot end before the host has issued it."""
+    """Launch of a GPU task by its host, in `host_s` seconds: the task cannot end before the host has issued it."""
 
     host_s: float
     goes_on: bool
-    """Whether the host issues it right after the task before; else the host begins when the device does."""
+    """Whether the host issues the task right after the one before; if not, the host starts when the device does."""
 
 
 # Chunks --------------------------------------------------------------------------------------------------------------
 #
 # [Note: chunks] A rank of a pipeline runs the forward and the backward of a stage once for every micro-batch, and only
-# the identities of their tasks differ. They are lowered once, as a `Template`; a rank's tasks are an `Outline`, which
-# names the templates in the order in which they run. What reads single tasks sees them all: they are made when they are
-# first asked for. What counts with templates (memory, bytes, the walk of `engine.outline_walk`) does not ask.
+# the identities of their tasks differ. They are lowered once, as a `Template`. A rank's tasks are an `Outline`, which
+# lists the templates in the order in which they run. Code that reads single tasks sees them all; they are created on
+# first access. Code that works with templates (memory, bytes, `engine.outline_walk`) never creates them.
 
 
 @dataclass(frozen=True, eq=False)
 class Template:
-    """Tasks without micro-batch and stage: of the compute stream, and collectives beside it that these wait for."""
+    """Tasks without micro-batch and stage: those of the compute stream, and collectives beside it that they
+    wait for.
+    """
 
     tasks: tuple[Task, ...]
 
     @cached_property
     def need(self) -> Footprint:
-        """Memory of all tasks, one after another; without their events."""
+        """Memory footprint of all tasks in sequence, without single events."""
         return in_sequence([task.need for task in self.tasks])
 
     @cached_property
@@ -414,9 +424,9 @@ class Chunk:
 
     template: Template
     micro_batch: int | None
-    """None where a step has one."""
+    """Index of the micro-batch; None if the step has only one."""
     stage: int | None
-    """None for a rank that has one."""
+    """Number of the stage; None if the rank has only one."""
 
     @property
     def tasks(self) -> Sequence[Task]:
@@ -430,7 +440,7 @@ class Chunk:
 
 
 def can_be_template(tasks: Sequence[Task]) -> bool:
-    """Return whether tasks wait for one another alone, and only those of the compute stream allocate memory."""
+    """Return whether tasks depend only on one another, and only compute tasks allocate memory."""
     own = {task.id for task in tasks}
     awaited = {each for task in tasks for each in task.after}
     return awaited <= own and all(
@@ -440,7 +450,7 @@ def can_be_template(tasks: Sequence[Task]) -> bool:
 
 
 class Outline(Sequence[Task]):
-    """A rank's tasks, of which chunks are stored once; see [Note: chunks].
+    """A rank's tasks, in which repeated chunks are stored once; see [Note: chunks].
 
     >>> work = Template((Task(TaskId("forward", layer="h.0"), "forward"),))
     >>> outline = Outline([Task(TaskId("step-begin"), "idle"), Chunk(work, 0, None), Chunk(work, 1, None)])
@@ -481,12 +491,12 @@ class Outline(Sequence[Task]):
 
 
 def parts_of(tasks: Sequence[Task]) -> Sequence[Task | Chunk]:
-    """Return the parts of an outline, or the tasks themselves."""
+    """Return the parts of an outline, or the tasks themselves if they are not one."""
     return tasks.parts if isinstance(tasks, Outline) else tasks
 
 
 def unnumbered(tasks: Sequence[Task]) -> Iterator[Task]:
-    """Yield the tasks of an outline, those of chunks without micro-batch and stage, which takes much less time."""
+    """Yield the tasks of an outline, with those of chunks without micro-batch and stage, which is much faster."""
     for part in parts_of(tasks):
         if isinstance(part, Task):
             yield part
@@ -495,7 +505,7 @@ def unnumbered(tasks: Sequence[Task]) -> Iterator[Task]:
 
 
 def each_once(tasks: Sequence[Task]) -> Iterable[Task]:
-    """Return the tasks of an outline, those of each template once."""
+    """Return the tasks of an outline, with the tasks of each template only once."""
     if not isinstance(tasks, Outline):
         return tasks
     templates = {id(part.template): part.template for part in tasks.parts if isinstance(part, Chunk)}
@@ -545,10 +555,10 @@ class Collectives(Mapping[TaskId, Communication]):
 
     @cached_property
     def counted(self) -> Sequence[tuple[Communication, int]]:
-        """Distinct collectives, and how many of each there are.
+        """Distinct collectives, and how often each occurs.
 
-        Roles that take part in the same chunks' collectives have templates that name the same ones; where templates
-        have only some of their names in common, all tasks are looked at.
+        They are counted by template: roles with chunks of the same collectives have templates that name the same ones.
+        If two templates have only some of their names in common, all tasks are counted one by one.
         """
         plain: dict[TaskId, Communication] = {}
         order: dict[int, Communication] = {}
@@ -575,14 +585,16 @@ class Collectives(Mapping[TaskId, Communication]):
 
 
 class _Repeated(NamedTuple):
-    """The collectives of templates that name the same ones, and the micro-batches and stages that have them."""
+    """The collectives of templates that name the same ones, and the (micro-batch, stage) pairs in which they run."""
 
     collectives: Mapping[TaskId, Communication]
     places: set[tuple[int | None, int | None]]
 
 
 def _overlap(plain: Iterable[TaskId], chunks: Iterable[_Repeated]) -> bool:
-    """Return whether a collective is named by chunks of templates with other ones, or by a single task too."""
+    """Return whether a collective is also named by a single task, or by chunks whose templates name other
+    collectives.
+    """
     known: dict[TaskId, set[tuple[int | None, int | None]]] = defaultdict(set)
     for repeated in chunks:
         for name in repeated.collectives:
@@ -604,30 +616,30 @@ def _counted(communications: Iterable[Communication]) -> Sequence[tuple[Communic
 class Program:
     """One training step of every rank: tasks, the collectives that they name, and persistent memory.
 
-    Where ranks synchronize fragments of the parameters (`policies.in_fragments`), all steps of a period.
-    Ranks with equal inputs have one role, and are lowered once.
+    Where ranks synchronize fragments of the parameters (`policies.in_fragments`), it covers all steps of a period.
+    Ranks with equal inputs share one role and are lowered once.
     """
 
     tasks: Sequence[Sequence[Task]]
-    """By role: tuples, or an `Outline`."""
+    """Tasks of each role: tuples, or an `Outline`."""
     communications: Mapping[TaskId, Communication]
     persistent: tuple[dict[str, float], ...]
-    """By role."""
+    """Persistent bytes by category, for each role."""
     push_density: float | None = None
     publish_density: float | None = None
     on_host: tuple[dict[str, float], ...] = ()
-    """What is kept in the host's memory, by role; empty: nothing."""
+    """Bytes kept in host memory by category, for each role; empty if there are none."""
     roles: tuple[int, ...] = ()
     """Role of each rank; empty: every rank has its own."""
     tensors: tuple[Callable[[], Mapping[str, tuple[float, ...]]], ...] = field(default=(), compare=False)
-    """Functions that return the bytes of each persistent tensor by category, by role; empty: each category is one
-    tensor.
+    """For each role, a function that returns the bytes of each persistent tensor by category; empty: each category is
+    one tensor.
     """
 
     _values: dict[Hashable, object] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def once(self, function: Callable[Concatenate["Program", P], T], *arguments: P.args, **_none: P.kwargs) -> T:
-        """Return the value of a function of the program, computed once and kept as long as the program."""
+        """Return a value that depends only on the program, computed once and kept as long as the program."""
         key = (function, arguments)
         if key not in self._values:
             self._values[key] = function(self, *arguments, **_none)
@@ -641,13 +653,13 @@ class Program:
 
     @cached_property
     def communicating_groups(self) -> Collection[frozenset[int]]:
-        """Groups of several ranks that its collectives are between, each once."""
+        """Groups of at least two ranks that communicate in the program's collectives, without duplicates."""
         families = {each.groups for each, _ in self.exchanges}
         return {frozenset(group) for groups in families for group in groups if len(group) > 1}
 
     @cached_property
     def uneven(self) -> Mapping[TaskId, Communication]:
-        """Collectives of parts or pairs of unequal sizes."""
+        """Collectives in which ranks send or receive parts of unequal sizes."""
         if not any(each.pair_bytes or each.part_bytes for each, _ in self.exchanges):
             return {}
         return {name: each for name, each in self.communications.items() if each.pair_bytes or each.part_bytes}
@@ -711,7 +723,7 @@ class MicroBatch:
     sends_gradients: bool = True
     """Whether gradients are communicated after this micro-batch, if the plan communicates them at all."""
     sent_before: bool = False
-    """Whether the gradients of earlier micro-batches were communicated in theirs."""
+    """Whether earlier micro-batches communicated their own gradients."""
 
     @property
     def first(self) -> bool:
@@ -720,10 +732,10 @@ class MicroBatch:
 
     @property
     def accumulates(self) -> bool:
-        """Whether its gradients are added to whole gradients of earlier micro-batches."""
+        """Whether its gradients are added to whole gradients that earlier micro-batches left."""
         return self.index > 0 and not self.sent_before
 
     @property
     def number(self) -> int | None:
-        """Its index in identities of tasks; None where it is the only one."""
+        """Its index as shown in task identities; None if it is the only micro-batch."""
         return self.index if self.count > 1 else None

@@ -1,22 +1,23 @@
 """Tensor parallelism: collectives over the ranks of a tensor group, placed where sliced blocks sum, and their host
 time.
 
-Blocks all-reduce, or where the ranks divide sequences (`plan.sequence_parallel`) all-gather and reduce-scatter; the
-gradients of what runs on parts of sequences are then summed after the backward, all in one tensor, as Megatron-LM does.
-Where inputs are gathered again (`plan.gathered_inputs`), the second gather runs beside the backward of the map.
-The host's time for each gather and reduce-scatter is assumed to be that of an all-reduce.
+Sliced blocks all-reduce their outputs. With sequence parallelism (`plan.sequence_parallel`) they all-gather and
+reduce-scatter instead; gradients of layers that run on parts of sequences are then summed after the backward, all in
+one tensor, as in Megatron-LM. Where inputs are gathered again (`plan.gathered_inputs`), the second gather runs beside
+the backward of the linear map. The host's time for each gather and reduce-scatter is assumed to be that of an
+all-reduce.
 
-[Note: overlap] Under `plan.tp_overlap` a gather and the products that read it, or products and the reduce-scatter of
-their result, go on at the same time in as many parts as there are ranks: a product's first part needs no other rank's
-rows, and the last part's sum is sent after it. Of a product of g seconds, (n - 1) / n * g run beside the exchange; the
-rest before (or after) it. In the backward these are the products that give the input's gradient. Sources: Transformer
-Engine's userbuffers (ring exchange); torch's `_symmetric_memory`, fused_all_gather_matmul. Under
-`plan.async_input_gradients` the sum of a map's input gradient begins once that is computed, and the product that gives
-the weight's gradient runs beside it, whole. Source: Megatron-LM, LinearWithGradAccumulationAndAsyncCommunication.
+[Note: overlap] Under `plan.tp_overlap` a gather overlaps with the matrix products that read it, and a reduce-scatter
+with the products whose result it sums, in as many parts as there are ranks (n). A product's first part needs no rows of
+other ranks; the sum of its last part is sent after the product. Of a product of g seconds, (n - 1) / n * g run beside
+the exchange, and the rest before (or after) it. In the backward these are the products that give the input's gradient.
+Sources: Transformer Engine's userbuffers (ring exchange); torch's `_symmetric_memory`, fused_all_gather_matmul. Under
+`plan.async_input_gradients` the all-reduce of a map's input gradient begins as soon as that is computed, and the whole
+product for the weight gradient runs beside it. Source: Megatron-LM, LinearWithGradAccumulationAndAsyncCommunication.
 
-torch's functional all-reduce copies its input and sums the copies (the copy is traced as the layer's own buffer); the
-rank waits for the sum at once, as the next operation needs it. On nccl, too, it is the compute stream that waits. The
-host's overhead over a plain call of the collective counts before each sum, and DTensor's own in each layer.
+torch's functional all-reduce copies its input and sums the copies (the copy is traced as the layer's own buffer). The
+rank waits for the sum at once, because the next operation needs it; on nccl, too, the compute stream waits. Before each
+sum, the host's overhead over a plain call of the collective is counted, and in each layer DTensor's own.
 """
 
 from bisect import bisect_left
@@ -42,7 +43,7 @@ from gssim.workload.layer import EXPERT_EXCHANGES, GATHER_AGAIN
 
 
 def reductions_in(layer: Layer, phase: str, recompute: Recompute) -> list[Reduction]:
-    """Return the sums over ranks in a phase; `recompute`: what of a forward runs again in the phase `r`."""
+    """Return a layer's collectives in a phase; `recompute`: which part of the forward runs again in the phase `r`."""
     if phase != "r":
         return [reduction for reduction in layer.reductions if reduction.moment.phase == phase]
     first, last = rerun_positions(layer, recompute)
@@ -52,7 +53,9 @@ def reductions_in(layer: Layer, phase: str, recompute: Recompute) -> list[Reduct
 
 
 def sum_positions(layer: Layer, phase: str, recompute: Recompute) -> tuple[int, ...]:
-    """Return the positions of sums over ranks, after which a layer's phase is split; arguments as `reductions_in`."""
+    """Return the positions of a layer's collectives, after which its phase is split; arguments as for
+    `reductions_in`.
+    """
     return tuple(reduction.moment.position for reduction in reductions_in(layer, phase, recompute))
 
 
@@ -65,7 +68,7 @@ def with_all_reduces(
     ends: Sequence[int],
     samples: int,
 ) -> list[Task]:
-    """Return the parts of a layer's phase with the collectives among them; `ends`: the last position of each part."""
+    """Return a layer's phase with its collectives inserted after `parts`; `ends`: the last position of each part."""
     pending = list(enumerate(reductions_in(instance.layer, phase, low.scenario.plan.recompute)))
     if not pending:
         return list(parts)
@@ -99,7 +102,7 @@ def with_all_reduces(
                     samples_of_group=samples_of_group,
                 )
                 continue
-            # not the part's own number: ranks that hold other slices may cut elsewhere too, where buckets are complete
+            # not the part's number: ranks with other slices may cut elsewhere too, where buckets are complete
             own = TaskId(
                 OPERATIONS[reduction.kind],
                 layer=instance.module,
@@ -128,9 +131,9 @@ def _wait_for(collective: TaskId) -> Task:
 
 
 def _overlapping(tasks: Sequence[Task], products: Mapping[int, "_Product"]) -> list[Task]:
-    """Return a pass whose exchanges run beside products; see [Note: overlap].
+    """Return a pass whose exchanges run beside matrix products; see [Note: overlap].
 
-    `products`: that of each exchange, by its number.
+    `products`: the product that each exchange runs beside, by the number of the exchange.
     """
     found: list[Task] = []
     gather: Task | None = None
@@ -157,34 +160,36 @@ def _overlapping(tasks: Sequence[Task], products: Mapping[int, "_Product"]) -> l
 
 
 def _divided(part: Task, product: "_Product") -> tuple[Task, Task]:
-    """Return the time of a part of a pass that runs beside an exchange, at most all of it, and the part without it."""
+    """Split a part of a pass in two: the time that runs beside an exchange, at most all of it, and the rest."""
     overlap_s = min(product.beside_s, part.duration_s)
     overlap = Task(part.id.serving("overlap"), part.phase, duration_s=overlap_s)
     return overlap, replace(part, duration_s=part.duration_s - overlap_s)
 
 
 class _Product(NamedTuple):
-    """Matrix products that an exchange runs beside."""
+    """Matrix products that overlap with an exchange."""
 
     beside_s: float
-    """The part of their time that needs nothing of the exchange, or precedes nothing of it."""
+    """Seconds of the products that can run beside the exchange, as they need no result of it and it needs none
+    of them.
+    """
     follows: bool
-    """Whether they read what it brings; else they come before it."""
+    """Whether the products read what the exchange brings; otherwise they come before it."""
 
 
 def _products_beside(
     low: Lowering, rank: int, instance: LayerInstance, phase: str, samples: int
 ) -> Mapping[int, _Product]:
-    """Return the products beside the exchanges of a phase, by number; see [Note: overlap].
+    """Return the products that overlap with the exchanges of a phase, by exchange number; see [Note: overlap].
 
-    The maps between a gather and the next reduce-scatter of the forward are those whose weights' gradients are complete
-    between the same two exchanges of the backward. A second gather among these in the backward brings the input again,
-    for the gradients of weights.
+    The maps between a gather and the next reduce-scatter of the forward are those whose weight gradients are complete
+    between the same two exchanges of the backward. A second gather between these in the backward brings the input
+    again, for the weight gradients.
     """
     layer, plan = instance.layer, low.scenario.plan
     ends = [e.moment.position for e in layer.reductions if e.moment.phase == "b" and e.kind in SUMS]
     maps = sorted((p for p in layer.parameters if p.sliced and len(p.shape) == 2), key=lambda p: p.ready.position)
-    # where a forward sums results, its last map's is summed, and those of all maps that are cut in the same dimension
+    # where a forward sums results, those of its last map are summed, and of all maps cut in the same dimension
     sums_results = any(e.moment.phase == "f" and e.kind in SUMS for e in layer.reductions)
     cut = maps[0].sliced_dimension if maps and sums_results else None
     of_sums, of_input = (
@@ -231,7 +236,7 @@ def _products_beside(
 def _without_ring(
     low: Lowering, instance: LayerInstance, phase: str, parts: Sequence[Task], samples: int
 ) -> tuple[Sequence[Task], float]:
-    """Return the parts of a layer's pass without the time of an attention in a ring, and that time."""
+    """Return the parts of a layer's pass without the time of its ring attention, and that time in seconds."""
     exchanges = reductions_in(instance.layer, phase, low.scenario.plan.recompute)
     ring = next((each for each in exchanges if each.kind == "ring"), None)
     if ring is None:
@@ -250,22 +255,22 @@ OPERATIONS: Mapping[str, Operation] = {
     "all-to-all": "exchange-heads",
     GATHER_AGAIN: "gather-sequence",
 }
-"""By kind of collective."""
+"""Operation of each kind of collective."""
 CONTEXT_EXCHANGES = ("all-to-all", "ring")
-"""Kinds of the collectives of context parallelism; all others of layers are over tensor-parallel ranks."""
+"""Kinds of collectives of context parallelism; a layer's other collectives are over tensor-parallel ranks."""
 CONTEXT_OPERATIONS = frozenset(["exchange-heads", *RING_OPERATIONS])
-"""Operations of these."""
+"""Operations of context parallelism's collectives."""
 SLICE_COLLECTIVES = frozenset([*OPERATIONS.values(), *EXPERT_OPERATIONS.values(), *RING_OPERATIONS])
 
 
 def sum_partial_gradients(low: Lowering, rank: int) -> list[Task]:
-    """Return the all-reduce over a tensor group of gradients of which each rank has a part.
+    """Return the all-reduce, over a tensor group, of gradients of which each rank has only a partial sum.
 
-    Such are those of norms that each rank runs on its part of the sequence, or on its own heads. They are copied into
-    one tensor, and back; of parameters that are sharded, or whose gradients are pushed, a rank has those of its shards,
-    as sums may be taken in any order. Megatron-LM's
-    distributed optimizer sums those in its buffer after they are reduce-scattered, whole ones, of which a rank uses its
-    part (core/distributed/finalize_model_grads.py).
+    These are gradients of parameters that each rank applies to its part of the sequence or to its own heads, such as
+    norms. They are copied into one tensor, and back. Where parameters are sharded or gradients are pushed, a rank sums
+    only its own shards, because sums may be taken in any order. Megatron-LM's distributed optimizer instead sums whole
+    gradients in its buffer after they are reduce-scattered, of which a rank uses only its part
+    (core/distributed/finalize_model_grads.py).
     """
     elements = low.summed_elements[low.position(rank)] if low.policies.tp > 1 else 0
     if not elements:
@@ -279,7 +284,7 @@ def sum_partial_gradients(low: Lowering, rank: int) -> list[Task]:
         for other in low.group
         if low.batch_sizes[other] == samples and low.summed_elements[low.position(other)] == elements
     ]
-    if len(set(low.summed_elements)) > 1:  # owners of shards sum what they own
+    if len(set(low.summed_elements)) > 1:  # owners of shards sum only what they own
         own = own._replace(place=low.position(alike[0]))
     group, *beside = dict.fromkeys(low.policies.mesh.group(other, "tp") for other in alike)
     copy_s = cost.copy_time_s(low.device(rank), size)
@@ -293,7 +298,7 @@ def sum_partial_gradients(low: Lowering, rank: int) -> list[Task]:
 
 
 def sum_over_slices(low: Lowering, rank: int, own: TaskId, size_bytes: float) -> Task:
-    """Return an all-reduce over the ranks that hold the slices of the same blocks."""
+    """Return an all-reduce over the ranks that hold slices of the same blocks."""
     group, *beside = layer_groups(low, low.batch_sizes[rank], "tp")
     if len(beside) + 1 < len(low.group):
         own = own._replace(samples=low.batch_sizes[rank])
@@ -308,7 +313,7 @@ def _sum_bytes(low: Lowering, reduction: Reduction, samples: int) -> float:
 def with_host_time(
     low: Lowering, rank: int, instance: LayerInstance, phase: str, samples: int, *, alone_s: float
 ) -> float:
-    """Return the time of a layer's phase that takes `alone_s`, plus the host's overhead where the layer is sliced."""
+    """Return the seconds of a layer's phase that takes `alone_s`, plus the host's overhead if the layer is sliced."""
     layer, device = instance.layer, low.device(rank)
     host_s = slicing_host_s(low, rank, instance, phase, samples)
     operations = layer.backward_operations if phase == "b" else layer.forward_operations
@@ -316,24 +321,24 @@ def with_host_time(
 
 
 def slicing_host_s(low: Lowering, rank: int, instance: LayerInstance, phase: str, samples: int) -> float:
-    """Return the host's overhead in a layer's phase where the layer is sliced; else 0.
+    """Return the host's overhead in a layer's phase, in seconds, if the layer is sliced; else 0.
 
-    That is DTensor's own time for each pair of sliced maps, of which each has one sum in the forward. A GPU waits for
-    sums while the host issues the next operations, so that the host's time for the sums counts here too; on a CPU it is
-    a task of its own before each sum.
+    This is DTensor's own time, per pair of sliced maps (each pair has one sum in the forward). A GPU waits for sums
+    while the host issues the next operations, so the host's time for the sums is included here. On a CPU that time is a
+    task of its own before each sum.
     """
     layer, device = instance.layer, low.device(rank)
     if not layer.reductions or low.policies.tp == 1:
         return 0.0
     host_s = 0.0
     if layer.linear and low.scenario.cuts_natively:  # DTensor
-        # a pair of maps ends in one all-reduce, or one reduce-scatter, in the forward
+        # a pair of maps ends in one all-reduce or one reduce-scatter in the forward
         pairs = sum(each.moment.phase == "f" and each.kind != "all-gather" for each in layer.reductions)
         size = _sum_bytes(low, layer.reductions[0], samples)
         host_s += cost.cut_pairs_time_s(device, phase=phase, pairs=pairs, sum_bytes=size)
     if device.kind != "cpu":
         exchanges = reductions_in(layer, phase, low.scenario.plan.recompute)
-        # those of context parallelism and of experts are plain calls of the backend
+        # the collectives of context parallelism and of experts are plain calls of the backend, without overhead
         plain = (*CONTEXT_EXCHANGES, *EXPERT_EXCHANGES)
         sizes = [_sum_bytes(low, each, samples) for each in exchanges if each.kind not in plain]
         host_s += sum(cost.cut_sum_time_s(device, sum_bytes=size) for size in sizes)
@@ -341,7 +346,7 @@ def slicing_host_s(low: Lowering, rank: int, instance: LayerInstance, phase: str
 
 
 def unmeasured_host_time(scenario: Scenario) -> tuple[str, ...]:
-    """Return the parts of a plan's host time that are not measured and count as 0, each with its reason."""
+    """Return the parts of a plan's host time that are not measured, and so count as 0, each with its reason."""
     if scenario.policies.tp == 1:
         return ()
     kinds = dict.fromkeys(scenario.cluster.devices[rank].type for rank in range(scenario.ranks))

@@ -3,9 +3,10 @@
     backward layer=h.0 | phase=backward stream=compute duration_s=0.0012 kept=activations:-4096.0
     all-gather/issue layer=h.1 micro_batch=0 | phase=forward stream=compute duration_s=0.0 after=[forward layer=h.0]
 
-Before the bar is the task's identity: operation, `/` and action where it serves another task, and its fields. Behind it
-is how it runs, the memory at its peak and that it leaves allocated by category, and of a collective its identity, its
-kind, its ranks and its size. Text with spaces is in double quotes. Lines that begin with `#` are left out in reading.
+Before the bar is the task's identity: its operation, then `/` and the action if it serves another task, then its other
+fields. Behind the bar is how the task runs, and, by category, its memory at the peak and the memory it leaves
+allocated; for a collective also its identity, kind, ranks and size. Text with spaces is in double quotes. Reading skips
+lines that begin with `#`.
 """
 
 import json
@@ -29,10 +30,10 @@ def program_text(program: Program, rank: int) -> str:
 
 
 def read_tasks(text: str, *, file: str = "program") -> tuple[Task, ...]:
-    """Return the tasks in a text; raise UserError where it is not one.
+    """Return the tasks in a text; raise UserError if it is not a program's text.
 
-    They are equal to those that were written; the order of allocations within a task, and the collectives themselves
-    (`Task.exchange`), are not in the text.
+    They equal the tasks that were written. The text does not hold the order of allocations within a task, nor the
+    collectives themselves (`Task.exchange`).
     """
     tasks = []
     for number, line in enumerate(text.splitlines(), start=1):
@@ -45,7 +46,7 @@ def read_tasks(text: str, *, file: str = "program") -> tuple[Task, ...]:
 
 
 def program_table(program: Program, rank: int) -> list[dict[str, Any]]:
-    """Return the tasks of a rank as plain data, with their labels; identities as their set fields."""
+    """Return the tasks of a rank as plain data, with their labels; an identity is a table of its non-default fields."""
     rows = []
     for task in program.tasks[program.role_of[rank]]:
         row: dict[str, Any] = {"label": task.label, "id": _fields_of(task.id), "phase": task.phase}
@@ -71,7 +72,7 @@ def program_table(program: Program, rank: int) -> list[dict[str, Any]]:
 
 
 def _fields_of(identity: TaskId) -> dict[str, Any]:
-    """Return the fields of an identity that are set."""
+    """Return the fields of an identity that differ from their defaults."""
     fields = {
         name: value for name, value in identity._asdict().items() if value not in ("", None, ()) and value is not False
     }
@@ -131,7 +132,7 @@ def _pairs(pairs: Iterable[tuple[object, object]]) -> str:
 
 
 def _ranks(group: Sequence[int]) -> str:
-    """Return ranks as text: a range as first-last, with /step; else one after another."""
+    """Return ranks as text: a range as first-last (with /step, if not 1), others separated by commas."""
     if isinstance(group, range):
         return f"{group[0]}-{group[-1]}" + (f"/{group.step}" if group.step > 1 else "")
     return ",".join(map(str, group))
@@ -213,7 +214,7 @@ def _unquoted(text: str) -> str:
 
 
 def _divided(text: str, separator: str) -> list[str]:
-    """Return the parts of a text between separators that are neither in quotes nor in brackets, without empty ones.
+    """Split a text at separators outside quotes and brackets; return the non-empty parts.
 
     >>> _divided('a=[b c; d] e="f g"', " ")
     ['a=[b c; d]', 'e="f g"']
