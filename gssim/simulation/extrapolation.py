@@ -1,14 +1,15 @@
-"""Extrapolates a step of many micro-batches from two steps of few.
+"""Extrapolates a step of many micro-batches from two simulated steps of few.
 
-[Note: period] Once a pipeline is filled, its schedule repeats itself: with a period of one micro-batch, or, with
-interleaved stages, of as many as there are ranks in a pipeline. Two steps are simulated that differ by one period; each
-period that they lack takes as long as that difference, and sends as much. Step times are within 0.5 % of those of all
-micro-batches (tests/laws/test_micro_batches.py); of a pipeline on gloo, 1.5 % was seen.
+[Note: period] Once a pipeline is filled, its schedule repeats itself. Its period is one micro-batch or, with
+interleaved stages, as many micro-batches as a pipeline has ranks. Two steps are simulated whose numbers of
+micro-batches differ by one period. Each missing period takes as long as that difference, and sends as many bytes. Step
+times are within 0.5 % of those of a simulation of all micro-batches (tests/laws/test_micro_batches.py); of a pipeline
+on gloo, 1.5 % was seen.
 
-[Note: further memory] A rank's peak is a linear function of the micro-batches once it is reached in the repeated part
-of the step: torch's pipelines have a receive buffer for each, GPipe keeps the activations of all, and inputs are those
-of the whole batch. In the larger of the two steps it is; a third program, one period longer, is made but not run, whose
-peak exceeds it by what each period adds.
+[Note: further memory] A rank's peak is a linear function of the number of micro-batches if it is reached in the
+repeated part of the step, as it is in the larger of the two steps. It grows because torch's pipelines have a receive
+buffer for each micro-batch, GPipe keeps the activations of all, and inputs are those of the whole batch. A third
+program, one period longer, is lowered but not simulated: its peak shows what each further period adds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,10 +25,10 @@ from gssim.simulation.report import cost_usd, energy_j
 
 
 def simulated_counts(scenario: Scenario) -> tuple[int, int] | None:
-    """Return the two numbers of micro-batches to simulate; None where all are: see [Note: period].
+    """Return the two numbers of micro-batches to simulate, or None to simulate all of them: see [Note: period].
 
-    All are simulated where there are hardly more than in the larger step, or where the micro-batches of a step differ:
-    by uneven batches, or by messages that depend on the data.
+    All are simulated if there are hardly more than in the larger step, or if the micro-batches of a step differ,
+    because batches are uneven or messages depend on the data.
     """
     plan, ranks = scenario.plan, scenario.policies.pp
     interleaved = ranks > 1 and len(scenario.stages) > ranks
@@ -53,12 +54,12 @@ def with_micro_batches(scenario: Scenario, count: int) -> Scenario:
 
 
 def further_peaks(more: Program, longest: Program, *, periods: float) -> Mapping[int, Peak]:
-    """Return what further periods add to the peak of each role, by category; see [Note: further memory].
+    """Return what further periods add to the peak of each role, in bytes by category; see [Note: further memory].
 
     Args:
         more: the program of the larger step that is simulated.
-        longest: that of a step with one period more.
-        periods: how many more than `more` has.
+        longest: the program of a step with one period more.
+        periods: how many periods the step to be predicted has beyond `more`.
     """
     further = {}
     for role in range(len(more.tasks)):
@@ -74,9 +75,9 @@ def extrapolated(scenario: Scenario, few: Result, more: Result, counts: tuple[in
     """Return the Result of all micro-batches of a scenario.
 
     Args:
-        scenario: with all micro-batches.
+        scenario: the scenario, with its full number of micro-batches.
         few: the Result of the step with fewer micro-batches.
-        more: that of the step with one period more.
+        more: the Result of the step with one period more.
         counts: micro-batches of these two steps.
         shared: cache of the parts that scenarios have in common.
     """
@@ -118,14 +119,16 @@ def extrapolated(scenario: Scenario, few: Result, more: Result, counts: tuple[in
 
 
 def _collectives(few: Sequence[Collective], more: Sequence[Collective], periods: int) -> tuple[Collective, ...]:
-    """Return the collectives of all micro-batches: each further period posts the same ones."""
+    """Return the collectives of all micro-batches: each further period adds the same ones."""
     before = {(each.kind, each.group, each.bytes): each.count for each in few}
     counts = {each: each.count - before.get((each.kind, each.group, each.bytes), 0) for each in more}
     return tuple(replace(each, count=each.count + periods * further) for each, further in counts.items())
 
 
 def _ranks(few: Sequence[RankClass], more: Sequence[RankClass], periods: float) -> tuple[RankClass, ...]:
-    """Return the classes of ranks: time and traffic of all micro-batches; the larger step has their memory."""
+    """Return the classes of ranks, with time and traffic extrapolated to all micro-batches; memory is the larger
+    step's.
+    """
     by_rank = {rank: rank_class for rank_class in few for rank in rank_class.ranks}
 
     def further(before: float | None, after: float | None) -> float | None:

@@ -1,26 +1,27 @@
 """Memory footprints of ranks: allocated, reserved and outside the allocator; and whether they fit the devices.
 
-[Note: fits] On a device with PyTorch's caching allocator (kind `cuda`), a plan fits where the reserved memory and the
-memory outside the allocator do not exceed the device's; or, where more would be reserved, if the allocator can release
-enough of it in time: the step is then replayed with that limit. Where the allocated memory already exceeds it, nothing
-is replayed: the step fails before its peak. On other devices the reserved memory is the allocated one.
+[Note: fits] On a device with PyTorch's caching allocator (kind `cuda`), a plan fits if the reserved memory and the
+memory outside the allocator do not exceed the device's memory. If they would, the plan still fits if the allocator can
+release enough cached memory in time: the step is replayed with the device's memory as the limit. If the allocated
+memory alone exceeds the limit, nothing is replayed, since the step fails before its peak. On other devices the reserved
+memory is the allocated memory.
 
-[Note: alike] Of ranks with as many tasks and equal allocator settings, the two with the largest and the smallest peak
-are replayed, or one where these are nearly equal. The allocator's overhead for peaks between them is interpolated.
+[Note: alike] Among ranks with equally many tasks and equal allocator settings, two are replayed: those with the largest
+and the smallest peak (one, if these are nearly equal). The overhead of peaks in between is interpolated.
 
-The reserved memory of a rank is found by replaying its tasks' tensors through PyTorch's caching allocator, in the order
-of the host.
+A rank's reserved memory is found by replaying the tensors of its tasks through a model of PyTorch's caching allocator,
+in the order in which the host allocates and frees them.
 
-[Note: order of tensors] Persistent tensors come first, except the optimizer's states, which torch allocates in the
-first update, once the gradients are cast for it, and the workspaces of libraries, which are allocated where a thread
-first multiplies: assumed to be the beginning of the first forward, and after the first task of the first backward (the
-loss). Then come two steps, of which the second finds all of these. (More steps take no more of the device.) A free
-releases the oldest tensor of its category and size; of activations, which the backward frees in reverse order, the
-latest. A free that gives only a sum takes any tensors of the category.
+[Note: order of tensors] Persistent tensors are allocated first, with two exceptions. torch allocates the optimizer's
+states in the first update, once the gradients are cast for it. The workspaces of libraries are allocated where a thread
+first multiplies: assumed to be the beginning of the first forward, and the end of the first task of the first backward
+(the loss). Then two steps are replayed; the second one finds all of these allocated. (More steps take no more of the
+device.) A free releases the oldest tensor of its category and size, but the latest for activations, which the backward
+frees in reverse order. A free of which only the sum is known takes any tensors of the category.
 
-[Note: middle] Of many micro-batches, those in the middle start and end in the same state as the one before, once as
-many are under way as ever are. They are left out, where the peak of requested bytes, whose exact value is known, stays
-the same without them.
+[Note: middle] With many micro-batches, those in the middle of the schedule start and end in the same state as the one
+before, once the largest number is in flight. They are left out of the replay if the peak of requested bytes, which is
+known exactly, stays the same without them.
 """
 
 from collections import Counter, defaultdict
@@ -40,8 +41,8 @@ from gssim.scenario import Scenario
 from gssim.units import PRECISION_BYTES
 
 TOLERANCE_RATIO = 1e-3
-"""Largest difference between the peak of requested bytes without the middle and the known one: some micro-batches hold
-a tensor more, or free what the one before has gathered."""
+"""Largest relative difference between the known peak of requested bytes and the peak without the middle. It is not 0
+because some micro-batches hold a tensor more, or free what the one before has gathered."""
 LATEST_FIRST = ("activations",)
 
 
@@ -51,15 +52,15 @@ class AllocatorPeaks:
 
     requested_bytes: float
     allocated_bytes: float
-    """In blocks: rounded up, and with remainders too small to be split off."""
+    """Bytes in allocated blocks: sizes are rounded up, and include remainders too small to be split off."""
     reserved_bytes: float
     missing_bytes: float = 0.0
     """Bytes that the device lacked when a request failed, which ended the replay."""
 
 
 def reservation(scenario: Scenario, program: Program, rank: int, *, known_bytes: float) -> AllocatorPeaks:
-    """Return the allocator's peaks for a rank's step; `known_bytes`: exact peak of requested bytes; see [Note:
-    middle].
+    """Return the allocator's peaks for a rank's step; `known_bytes`: the exact peak of requested bytes (see [Note:
+    middle]).
     """
     role = program.role_of[rank]
     expandable = scenario.cluster.type_of(rank).expandable_segments
@@ -71,14 +72,14 @@ def reservation(scenario: Scenario, program: Program, rank: int, *, known_bytes:
 
 
 def _without(program: Program, role: int, left_out: range) -> list[Task | Chunk]:
-    """Return the parts of a role's tasks that are not of these micro-batches."""
+    """Return the parts of a role's tasks that belong to none of the micro-batches in `left_out`."""
     parts = parts_of(program.tasks[role])
     numbers = (part.id.micro_batch if isinstance(part, Task) else part.micro_batch for part in parts)
     return [part for part, number in zip(parts, numbers, strict=True) if number is None or number not in left_out]
 
 
 def _peak_without(program: Program, role: int, left_out: range) -> float:
-    """Return the peak of requested bytes without some micro-batches, as far as it is known without a replay."""
+    """Return the peak of requested bytes without some micro-batches, computed from footprints instead of a replay."""
     memory = MemoryTracker(dict(program.persistent[role]))
     parts = _without(program, role, left_out)
     memory.run([part.need if isinstance(part, Task) else part.template.need for part in parts] * MEMORY_STEPS)
@@ -88,7 +89,7 @@ def _peak_without(program: Program, role: int, left_out: range) -> float:
 def _replay(
     program: Program, role: int, expandable: bool, limit_bytes: float | None, left_out: range = range(0)
 ) -> AllocatorPeaks:
-    """Return the peaks of a role's steps, without some micro-batches if there are any; see [Note: middle]."""
+    """Return the allocator's peaks over a role's steps, without the micro-batches in `left_out`; see [Note: middle]."""
     tasks: list[Task] = []
     for part in _without(program, role, left_out) if left_out else ():
         tasks += [part] if isinstance(part, Task) else part.template.tasks
@@ -106,7 +107,7 @@ def replay(
     limit_bytes: float | None = None,
     expandable_segments: bool = False,
 ) -> AllocatorPeaks:
-    """Return the peaks of a role's steps; see [Note: order of tensors].
+    """Return the allocator's peaks over a role's steps; see [Note: order of tensors].
 
     `tasks`: replaces the role's own. `limit_bytes`: memory of the device available to the allocator.
     """
@@ -155,7 +156,7 @@ def _run(program: Program, role: int, tasks: Iterable[Task], live: "_LiveTensors
 
 
 Key = tuple[str, int, float]
-"""Category, number in the layer, and bytes of a tensor, by which it is found when it is freed."""
+"""Category, index in the layer, and bytes of a tensor: the key by which a free finds it."""
 
 
 class _LiveTensors:
@@ -171,7 +172,7 @@ class _LiveTensors:
         self._needed: dict[int, list[Request]] = {}
 
     def carry_out(self, requests: Iterator[Request]) -> None:
-        """Serve allocations and frees."""
+        """Serve allocations and frees. A free without a tensor of its key takes other tensors of the category."""
         while (unknown := self.allocator.serve(requests)) is not None:
             alike, _, _, size, *_ = unknown
             self._give_back(self._categories[id(alike)], size)
@@ -181,7 +182,7 @@ class _LiveTensors:
         return self.requests_of([Event(0, sum(sizes), category, tuple(sizes))])
 
     def needed(self, need: Footprint) -> list[Request]:
-        """Return the allocations and frees of a task."""
+        """Return the allocations and frees of a task, cached by its footprint."""
         requests = self._needed.get(id(need))
         if requests is None:
             requests = self._needed[id(need)] = self.requests_of(need.events)
@@ -220,12 +221,12 @@ class _LiveTensors:
         return self.alive[key]
 
     def _give_back(self, category: str, size_bytes: int) -> None:
-        """Free as many bytes of a category, the latest kinds of tensors first, and a part of the last tensor."""
+        """Free `size_bytes` of a category: the latest kinds of tensors first, and only a part of the last tensor."""
         left = size_bytes
         for key in [key for key in reversed(self.alive) if key[0] == category]:
             alike = self.alive[key]
             if alike and left > 0:
-                _, _, requested, pool = alike[-1]  # as of all of them
+                _, _, requested, pool = alike[-1]  # all blocks of this list have the same size and pool
                 count = min(len(alike), -(-left // requested))
                 self.allocator.serve(iter([(alike, pool, 0, requested, -1, count)]))
                 left -= count * requested
@@ -236,7 +237,9 @@ class _LiveTensors:
 
 
 SIZE_DIGITS = 3
-"""Digits of bytes: expected sizes are fractions, whose sums differ by rounding between ranks that do the same."""
+"""Digits to which bytes are rounded. Expected sizes are fractions, whose sums differ by rounding between equal
+ranks.
+"""
 EQUAL_PEAKS_RATIO = 0.02
 """Relative difference up to which peaks count as nearly equal."""
 
@@ -253,7 +256,7 @@ class MemoryFootprint:
     outside: Mapping[str, float] = field(default_factory=dict)
     """Bytes outside the allocator, by cause."""
     missing_bytes: float = 0.0
-    """Bytes missing in a request that the device could not serve."""
+    """Bytes that the device lacked for a request that it could not serve; 0 if all were served."""
 
     @cached_property
     def allocated_bytes(self) -> float:
@@ -281,7 +284,7 @@ class MemoryFootprint:
 
     @cached_property
     def reported_key(self) -> tuple[Any, ...]:
-        """The same as a key, by which ranks with equal memory are found."""
+        """`reported` as a hashable key, by which ranks with equal memory are found."""
         return tuple(tuple(each.items()) if isinstance(each, dict) else each for each in self.reported.values())
 
     @cached_property
@@ -296,12 +299,12 @@ class MemoryFootprint:
 
     @cached_property
     def excess_bytes(self) -> float:
-        """Bytes by which the device's memory is exceeded; 0 where it fits."""
+        """Bytes by which the device's memory is exceeded; 0 if the rank fits."""
         return max(0.0, self.allocated_bytes + self.outside_bytes - self.memory_bytes, self.missing_bytes)
 
     @cached_property
     def margin_bytes(self) -> float:
-        """Free bytes of the device beside all reserved memory; negative where it does not fit."""
+        """Bytes of the device that remain free beside all reserved memory; negative if the rank does not fit."""
         if self.excess_bytes:
             return -self.excess_bytes
         return self.memory_bytes - self.outside_bytes - self.reserved_bytes
@@ -314,11 +317,11 @@ PeakOfRank = tuple[int, Peak]
 
 
 AllocatorOverhead = tuple[float, float, float]
-"""A peak, the excess of allocated blocks over it, and the reserved bytes beside them."""
+"""A peak of requested bytes, how much the allocated blocks exceed it, and the reserved bytes beyond the blocks."""
 Alike = tuple[int, bool]
-"""Number of a rank's tasks, and its allocator's settings: see [Note: alike]."""
+"""What makes ranks comparable: number of tasks, and whether segments are expandable; see [Note: alike]."""
 Overheads = Mapping[Alike, Sequence[AllocatorOverhead]]
-"""Overheads of the largest and the smallest peak, or of one for both, by what makes ranks comparable."""
+"""Overheads of the largest and smallest peak among comparable ranks (one if these are nearly equal)."""
 
 
 def footprints_of(
@@ -332,9 +335,10 @@ def footprints_of(
 ) -> list[MemoryFootprint]:
     """Return the memory footprints of ranks; see [Note: alike].
 
-    `reserved`: whether the allocator's overhead is wanted; else the reserved memory is the allocated one. `overheads`:
-    those of a program that differs in the sizes of its messages alone, of which no step is then replayed. `beside`:
-    what ranks allocate beside the program at their peak, by role: the device has so much less for the program.
+    `reserved`: whether to compute the allocator's overhead; if not, the reserved memory is the allocated memory.
+    `overheads`: known overheads of a program that differs only in the sizes of its messages, so that no step is
+    replayed. `beside`: bytes that ranks allocate at their peak in addition to the program, by role; the device has that
+    much less for the program.
     """
     footprints = []
     for rank, peak in peaks:
@@ -362,7 +366,7 @@ def footprints_of(
 
 
 def allocator_overheads(scenario: Scenario, program: Program, peaks: Sequence[PeakOfRank]) -> Overheads:
-    """Return the allocator's overheads of ranks, by what makes them comparable; see [Note: alike]."""
+    """Return the allocator's overheads, computed once for each set of comparable ranks; see [Note: alike]."""
     footprints = footprints_of(scenario, program, peaks, reserved=False)
     return {
         alike: _overheads(scenario, program, footprints, places)
@@ -373,7 +377,7 @@ def allocator_overheads(scenario: Scenario, program: Program, peaks: Sequence[Pe
 def _alike(
     scenario: Scenario, program: Program, footprints: Sequence[MemoryFootprint]
 ) -> Mapping[Alike, Sequence[int]]:
-    """Return the places of the footprints on devices with such an allocator, by what makes them comparable."""
+    """Return the indices of the footprints on CUDA devices, grouped by what makes ranks comparable."""
     comparable: dict[Alike, list[int]] = defaultdict(list)
     for place, footprint in enumerate(footprints):
         device = scenario.cluster.type_of(footprint.rank)
@@ -386,7 +390,7 @@ def _alike(
 def _overheads(
     scenario: Scenario, program: Program, footprints: Sequence[MemoryFootprint], places: Sequence[int]
 ) -> Sequence[AllocatorOverhead]:
-    """Return the overhead of the largest peak among comparable ranks, and of the smallest where it is another."""
+    """Return the overhead of the largest peak among comparable ranks, and that of the smallest if it differs."""
     by_peak = sorted(places, key=lambda place: (footprints[place].allocated_bytes, -place))
     ends = [footprints[by_peak[-1]], footprints[by_peak[0]]]
     if ends[0].allocated_bytes - ends[1].allocated_bytes <= EQUAL_PEAKS_RATIO * ends[0].allocated_bytes:
@@ -400,13 +404,14 @@ def _overheads(
 
 
 def _float_gradient_bytes(scenario: Scenario, footprint: MemoryFootprint) -> float:
-    """Return what gradients take in `workload.gradient_precision` beyond their size in the workload's precision.
+    """Return how many bytes gradients take in `workload.gradient_precision` beyond their size in the training
+    precision.
 
     A replica's gradients have as many elements as its parameters.
     """
     workload = scenario.workload
     if workload.gradient_precision is None or scenario.plan.zero1_implementation == "megatron":
-        return 0.0  # there, the only gradients are the buckets
+        return 0.0  # the only gradients are the buckets, which have that precision already
     ratio = PRECISION_BYTES[workload.gradient_precision] / PRECISION_BYTES[workload.precision]
     return max(0.0, footprint.peak.get("parameters", 0.0) * (ratio - 1))
 
@@ -443,7 +448,7 @@ def outside_bytes(device: DeviceType, scenario: Scenario, program: Program, rank
 
 
 def _under_limit(scenario: Scenario, footprint: MemoryFootprint, program: Program) -> MemoryFootprint:
-    """Return the footprint of a rank whose allocator releases free segments where the device has no more memory."""
+    """Return a rank's footprint if the allocator releases free segments once the device has no memory left."""
     room = footprint.memory_bytes - footprint.outside_bytes - _float_gradient_bytes(scenario, footprint)
     if footprint.reserved_bytes <= room or footprint.allocated_bytes > room:
         return footprint
@@ -456,7 +461,7 @@ def _under_limit(scenario: Scenario, footprint: MemoryFootprint, program: Progra
 
 
 def worst_misfit(footprints: Sequence[MemoryFootprint]) -> Fit | None:
-    """Return the rank whose memory is exceeded most, if any."""
+    """Return the rank that exceeds its device's memory by the most bytes; None if all fit."""
     worst = max(footprints, key=lambda footprint: footprint.excess_bytes)
     if not worst.excess_bytes:
         return None
@@ -464,7 +469,7 @@ def worst_misfit(footprints: Sequence[MemoryFootprint]) -> Fit | None:
 
 
 def host_misfit(scenario: Scenario, program: Program) -> Fit | None:
-    """Return the host whose memory is exceeded most by what its ranks keep there, if any, as its first rank's."""
+    """Return the host whose memory its ranks exceed by the most bytes, reported as its first rank; None if all fit."""
     host = scenario.cluster.host
     if host is None or not program.on_host:
         return None
@@ -482,7 +487,7 @@ def host_misfit(scenario: Scenario, program: Program) -> Fit | None:
 
 
 def tightest_margin(footprints: Sequence[MemoryFootprint]) -> Margin:
-    """Return the rank whose device has least memory to spare."""
+    """Return the rank whose device has the least memory to spare."""
     least = min(footprints, key=lambda footprint: footprint.margin_bytes)
     return Margin(
         rank=least.rank, category=least.category, margin_bytes=least.margin_bytes, memory_bytes=least.memory_bytes

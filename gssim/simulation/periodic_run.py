@@ -1,15 +1,15 @@
-"""Assembles the Result of a run in periods: inner steps that ranks do apart, and outer steps in which they meet.
+"""Assembles the Result of a run in periods: inner steps without communication, and outer steps that synchronize.
 
-[Note: periods simulated] Replicas do not communicate with each other in an inner step, so that it is simulated alone; a
-rank begins an outer step after the sum of its inner ones. (The ranks of a sharded replica communicate among themselves,
-and may share links with other replicas' ranks.) One period stands for all that have the same slow ranks. The period
-lasts until the last rank has ended the outer step; a rank's own outer step is what of it its inner steps leave. Times
-of steps are means over ranks, as those of real runs are, and the step time of the run is the mean of a period: H - 1
-median inner steps and a median outer one.
+[Note: periods simulated] Replicas do not communicate with each other in an inner step, so an inner step is simulated on
+its own. A rank begins an outer step after the sum of its inner steps. (The ranks of a sharded replica communicate among
+themselves, and may share links with other replicas' ranks.) One simulated period stands for all periods with the same
+slow ranks. The period lasts until the last rank has ended the outer step; a rank's own outer step is the rest of the
+period after its inner steps. Step times are means over ranks, as in real runs. The step time of the run is the mean of
+a period of H steps: H - 1 median inner steps and one median outer step.
 
-Where fragments are synchronized, exchanges are in flight behind inner steps, and slow them down: a whole period is
-simulated as one program, until it is steady, and a rank's steps end with their tasks on its compute stream. No exchange
-is in flight from a period to the next. Here too one period stands for all that have the same slow ranks.
+Where fragments are synchronized, exchanges are in flight during inner steps and slow them down. So a whole period is
+simulated as one program until it is steady, and a rank's steps end with their tasks on its compute stream. No exchange
+is in flight from one period to the next. Here too, one period stands for all with the same slow ranks.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +39,7 @@ class InnerStep:
     phases_s: Mapping[str, Floats]
     """By phase and rank."""
     carried: Carried | None = None
-    """Bytes inside of replicas; None where these are whole."""
+    """Bytes sent within replicas; None if a replica is a single rank."""
 
 
 @dataclass(frozen=True)
@@ -48,31 +48,31 @@ class Period:
 
     inner: tuple[InnerStep, ...]
     outer_s: Floats
-    """An outer step of each rank: the rest of the period."""
+    """Seconds of each rank's outer step: the rest of the period after its inner steps."""
     result: Result
-    """Result of the whole period as if it were one step, of which the inner steps are idle time."""
+    """Result of the whole period as one step, in which the inner steps are idle time."""
     outer_bytes_sent: float
-    """Bytes that the rank that sends most sends to other replicas."""
+    """Bytes that a rank sends to other replicas, for the rank that sends the most."""
 
 
 def alone_s(inner: Sequence[InnerStep], ranks: int) -> Floats:
-    """Return the time of each rank's inner steps of a period together."""
+    """Return the total time of each rank's inner steps in a period, in seconds."""
     return np.sum([step.times_s for step in inner], axis=0) if inner else np.zeros(ranks)
 
 
 def carried_in(inner: Sequence[InnerStep]) -> Carried | None:
-    """Return the bytes of the inner steps of a period together; None where there are none, or replicas are whole."""
+    """Return the total bytes of a period's inner steps; None if there are none, or if a replica is a single rank."""
     each = [step.carried for step in inner if step.carried is not None]
     return Carried(*(np.sum(column, axis=0) for column in zip(*each, strict=True))) if each else None
 
 
 def outer_bytes(scenario: Scenario, collectives: Sequence[Collective]) -> float:
-    """Return the sizes of those collectives that join replicas."""
+    """Return the total size of the collectives whose group spans several replicas, in bytes."""
     return sum(each.bytes * each.count for each in collectives if scenario.policies.joins_replicas(each.group))
 
 
 def slowed_steps(scenario: Scenario) -> list[Slowed]:
-    """Return the slow ranks of every step of a run, the warm-up's first."""
+    """Return the slow ranks of every step of a run, including the warm-up."""
     run = scenario.run
     return [tuple(sorted(run.slowed(step).items())) for step in range(-run.warmup_steps, run.steps)]
 
@@ -86,9 +86,9 @@ def periodic_result(
     """Return the Result of a run in periods, and a period of median length; see [Note: periods simulated].
 
     Args:
-        scenario: whose plan synchronizes periodically.
-        inner: returns an inner step, given the slow ranks.
-        period_of: returns a period, given its inner steps and the ranks that are slow in its outer one.
+        scenario: a scenario whose plan synchronizes periodically.
+        inner: function that simulates an inner step, given the slow ranks.
+        period_of: function that simulates a period, given its inner steps and the slow ranks of its outer step.
         shared: cache of the parts that scenarios have in common.
     """
     every, run = scenario.policies.sync_every_steps or 1, scenario.run
@@ -136,7 +136,7 @@ class FragmentPeriod:
     """A period in which fragments of the parameters are synchronized."""
 
     times_s: Sequence[float]
-    """Mean over ranks of every step of it."""
+    """For every step of the period, its mean time over ranks."""
     result: Result
     """Result of the whole period as if it were one step."""
     outer_bytes_sent: float
@@ -151,8 +151,8 @@ def fragments_result(
     See [Note: periods simulated].
 
     Args:
-        scenario: whose plan synchronizes fragments.
-        period_of: returns a period, given the ranks that are slow in each of its steps; it is called once for each.
+        scenario: a scenario whose plan synchronizes fragments.
+        period_of: function that simulates a period, given the slow ranks of each of its steps; called once per kind.
         shared: cache of the parts that scenarios have in common.
     """
     every, run = scenario.policies.sync_every_steps or 1, scenario.run
@@ -204,15 +204,15 @@ def _of_mean_step(
     """Return the Result of the mean step of a run.
 
     Args:
-        scenario: what was asked.
-        whole: Result of a typical period as if it were one step.
-        results: those of all distinct periods.
-        periods: times and bytes of the kinds of steps.
+        scenario: the simulated scenario.
+        whole: Result of a typical period as one step.
+        results: Results of all distinct periods.
+        periods: times and bytes of inner and outer steps.
         step_time_s: time of the mean step.
-        by_rank: phases of it for each of the ranks of `whole`, in seconds.
-        times_s: all timed steps.
+        by_rank: for each of the ranks of `whole`, the seconds of each phase of the mean step.
+        times_s: times of all timed steps.
         shared: cache of the parts that scenarios have in common.
-        varies: whether periods differ.
+        varies: whether periods differ from each other.
     """
     every = periods.every_steps
     ranks = tuple(
@@ -247,9 +247,9 @@ def _of_mean_step(
 
 
 def _phases(whole: Mapping[str, float], period: Period, rank: int, step_time_s: float) -> dict[str, float]:
-    """Return a rank's phases of a mean step: `whole` are those of its period, with the inner steps as idle time.
+    """Return a rank's phases of the mean step; `whole` has those of its period, with the inner steps as idle time.
 
-    They are scaled to the mean step, as where some steps are slow it is not that of this period.
+    They are scaled to the mean step, which differs from this period's if some steps of the run are slow.
     """
     phases = dict(whole)
     apart_s = float(sum(step.times_s[rank] for step in period.inner))
@@ -261,6 +261,6 @@ def _phases(whole: Mapping[str, float], period: Period, rank: int, step_time_s: 
 
 
 def _scaled(phases_s: Mapping[str, float], step_time_s: float) -> dict[str, float]:
-    """Return phases that add up to a step."""
+    """Return the phases, scaled so that they add up to the step time."""
     scale = step_time_s / sum(phases_s.values())
     return {name: value * scale for name, value in phases_s.items()}

@@ -1,7 +1,7 @@
 """Reports a simulated step as the parts of a Result: ranks, links and collectives, price and energy.
 
-Ranks with equal outcomes are reported together. Price and energy are those of all devices that take part, whether they
-compute or wait.
+Ranks with equal outcomes are reported together. Price and energy cover all devices of the scenario's ranks, whether
+they compute or wait.
 """
 
 from collections import Counter, defaultdict
@@ -21,11 +21,11 @@ from gssim.simulation.footprint import SIZE_DIGITS, MemoryFootprint
 from gssim.units import Floats, Ints, kinds_of_rows
 
 WAITING_PHASES = ("exposed_communication", "idle")
-"""Phases in which a device takes its idle power; in all others it takes its busy power."""
+"""Phases in which a device draws its idle power; in all others it draws its busy power."""
 
 
 def cost_usd(scenario: Scenario, step_time_s: float) -> float | None:
-    """Return the price of all devices for the time of a step; None where a price is not known."""
+    """Return the price of all devices for one step, in USD; None if the price of one is not known."""
     counts = Counter(device.type for device in scenario.cluster.devices[: scenario.ranks])
     prices = {name: scenario.cluster.device_types[name].price_usd_per_h for name in counts}
     known = [price * counts[name] for name, price in prices.items() if price is not None]
@@ -33,12 +33,12 @@ def cost_usd(scenario: Scenario, step_time_s: float) -> float | None:
 
 
 def energy_j(scenario: Scenario, step_time_s: float, ranks: Sequence[RankOutcome]) -> float | None:
-    """Return the energy of all devices in a step, without hosts and network; None where a power is not known.
+    """Return the energy of all devices in a step, without hosts and network; None if the power of one is not known.
 
         E = T * sum over ranks of (idle power + (busy power - idle power) * part of the step in which it computes)
 
-    Assumes the same power for any compute: a data sheet's is the maximum. Nodes with eight H100 took at most 0.82 of
-    theirs in training (Latif et al. 2024, arXiv:2412.08602).
+    Assumes the same power for all compute, the maximum of the data sheet. Nodes with eight H100 were measured at no
+    more than 0.82 of their maximum in training (Latif et al. 2024, arXiv:2412.08602).
     """
     power_w = 0.0
     for each in ranks:
@@ -76,12 +76,12 @@ def collectives_of(program: Program, traffic: Sequence[StepTraffic]) -> tuple[Co
 def _keys(communication: Communication) -> Iterator[tuple[str, Any, int]]:
     """Yield kind, members and size of a collective for each of its groups."""
     for group in communication.groups:
-        members = group if isinstance(group, range) else tuple(sorted(group))  # a send's begins with the sender
+        members = group if isinstance(group, range) else tuple(sorted(group))  # a send's group lists the sender first
         yield communication.kind, members, int(communication.size_bytes)
 
 
 def mean_excess_bytes(program: Program, traffic: Sequence[StepTraffic], typical: StepTraffic) -> float:
-    """Return the excess of data-dependent messages in the mean of all steps over the typical one, in bytes."""
+    """Return by how many bytes the mean of the data-dependent messages over all steps exceeds the typical step's."""
     return sum(
         len(communication.groups) * (fmean(step.payload_bytes[name] for step in traffic) - typical.payload_bytes[name])
         for name, communication in program.uneven.items()
@@ -99,11 +99,11 @@ def mean_over_typical(machine: Machine, excess: float) -> float:
 
 
 MAX_LISTED_LINKS = 256
-"""Up to so many links, each has its own line in the Result; beyond, each class of equal links has one."""
+"""Largest number of links that the Result lists one by one; beyond it, each class of equal links has one line."""
 
 
 class Carried(NamedTuple):
-    """Bytes of a step, or of several."""
+    """Bytes that one or several steps send, receive and carry over links."""
 
     sent: Floats
     """By rank."""
@@ -114,7 +114,7 @@ class Carried(NamedTuple):
 
 
 def carried_by(machine: Machine) -> Carried:
-    """Return the bytes of a machine's mean step."""
+    """Return the bytes of an average step of a machine."""
     of_link, carried = machine.network.folded.link_class, machine.network.carried
     links = np.where(of_link >= 0, carried[of_link] if len(carried) else 0.0, 0.0)
     sent, received = machine.carried_by_rank()
@@ -124,9 +124,9 @@ def carried_by(machine: Machine) -> Carried:
 def links_of(
     machine: Machine, step_time_s: float, *, mean_ratio: float = 1.0, beside: Carried | None = None
 ) -> tuple[LinkUse, ...]:
-    """Return the mean bytes of each link, or class of links, over the steps, and its utilisation in the typical one.
+    """Return the mean bytes of each link or class of links over all steps, and its utilisation in the typical step.
 
-    `mean_ratio`: see `mean_over_typical`. `beside`: bytes to be added, that the machine has not carried.
+    `mean_ratio`: see `mean_over_typical`. `beside`: bytes to be added to those that the machine has simulated.
     """
     network, wiring = machine.network, machine.network.wiring
     of_link = network.folded.link_class
@@ -153,9 +153,9 @@ SHARE_DIGITS = 9
 def _equal_members(
     machine: Machine, sent: Floats, received: Floats, shard_shares: Floats
 ) -> Iterator[tuple[RankClass, Ints]]:
-    """Yield each class's members with equal traffic and shard size, which may differ between ranks equal in time.
+    """Yield each class's members, grouped by equal traffic and shard size. These may differ between ranks of a class.
 
-    Shard sizes that are rounded to the same units of a block, or elements of a bucket, make the same tasks.
+    (Shard sizes that round to the same slice of a block, or to the same elements of a bucket, lower to equal tasks.)
     """
     carried = np.round(np.column_stack([sent, received]), SIZE_DIGITS)
     columns = np.column_stack([carried, np.round(shard_shares, SHARE_DIGITS)])
@@ -181,7 +181,7 @@ def rank_classes(
     mean_ratio: float = 1.0,
     beside: Carried | None = None,
 ) -> tuple[RankOutcome, ...]:
-    """Return the outcomes of ranks, those with equal outcomes together.
+    """Return the outcomes of ranks; ranks with equal outcomes share one entry.
 
     `mean_ratio`: see `mean_over_typical`; `beside`: see `links_of`. Bytes of ranks are means over steps, so that they
     agree with the collectives' payloads.

@@ -66,14 +66,13 @@ from gssim.workload import unrolled
 from gssim.workload.gradient_statistics import GradientStatistics, at_end
 
 STEADY_STEPS = 2
-"""The first step starts with all ranks together; the second shows the steady state, as a rule: see `_run`."""
+"""Simulated steps. All ranks start the first together; the second is usually in the steady state: see `_run`."""
 MOST_STEPS = 16
-"""Steps after which ranks that still meet at other distances in every step are taken as they are: the mean of the last
-half counts."""
+"""Most simulated steps. If the offsets between ranks still change by then, the mean of the last half counts."""
 SETTLED = 1e-9
-"""Part of a step by which ranks' distances at its end may differ from those at its beginning in the steady state."""
+"""Largest change of the ranks' offsets over a step, as a fraction of the step, that counts as steady."""
 JITTERY_STEPS = 1 + 40
-"""Steps of runs whose devices vary by chance, of which the median counts; drawn from the run's seed."""
+"""Simulated steps if device speeds vary randomly (drawn from the run's seed); their median counts."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +82,9 @@ class Simulated:
     result: Result
     typical: "_SteadyRun"
     shown: Program | None = None
-    """What a trace shows in place of the typical step's program: an inner step before the outer one, where there are
-    periods."""
+    """Program that a trace shows instead of the typical step's: in a run of periods, an inner step and the
+    outer one.
+    """
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
@@ -98,7 +98,7 @@ class Simulated:
 
     @cached_property
     def step_times(self) -> "StepTimes":
-        """Times of steps and of ranks, from which batch split and shard sizes are rebalanced."""
+        """Step times, and the compute time of ranks: the inputs of rebalancing batch split and shard sizes."""
         typical, ranks = self.typical, self.typical.scenario.ranks
         compute_s, update_s = (_times_in(typical, phases, ranks) for phases in (COMPUTE_PHASES, UPDATE_PHASES))
         return StepTimes(typical.times_s, compute_s, update_s)
@@ -106,7 +106,7 @@ class Simulated:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Durations of steady steps, and each rank's own compute in them, as ranks report them to be rebalanced."""
+    """Durations of steady steps, and the compute time that each rank reports for rebalancing."""
 
     step_times_s: tuple[float, ...]
     compute_s: Floats
@@ -122,21 +122,21 @@ class _SteadyRun:
     scenario: Scenario
     machine: Machine
     first: int
-    """Number of the step, among those that the machine has run, with whose end the counted ones begin."""
+    """Index, among the machine's steps, of the last step before the counted ones."""
     ends_s: tuple[tuple[float, ...], ...]
-    """End times of that step and of the counted ones, by class of ranks."""
+    """For each class of ranks, the end time of step `first` and of each counted step."""
     times_s: tuple[float, ...]
     """Durations of the counted steps."""
     jittery: bool
 
     @cached_property
     def time_s(self) -> float:
-        """Duration of the median step where devices vary by chance, else of the mean one."""
+        """Duration of a step: the median of the counted ones if device speeds vary randomly, else their mean."""
         return median(self.times_s) if self.jittery else fmean(self.times_s)
 
     @property
     def number(self) -> int:
-        """Number of the step with whose end the one of median length begins, among those that the machine has run."""
+        """Index, among the machine's steps, of the step just before the one of median length."""
         ordered = sorted(range(len(self.times_s)), key=lambda step: (self.times_s[step], step))
         return self.first + ordered[(len(ordered) - 1) // 2]
 
@@ -154,15 +154,15 @@ def simulate(
     spread: bool = True,
     banded: bool = True,
 ) -> Simulated:
-    """Return the prediction for a scenario; `unfolded`: no ranks, links or flows are merged by symmetry.
+    """Return the prediction for a scenario; `unfolded`: do not merge equal ranks, links or flows.
 
-    `shared`: cache shared with other scenarios. `spread`: whether `step_time_p10_s` is wanted; where the messages of
-    steps differ, it takes a simulation of its own, and is else the median step's. `banded`: whether the prediction's
-    range is wanted where gradient statistics were transferred from other models: two more simulations.
+    `shared`: cache shared with other scenarios. `spread`: whether to compute `step_time_p10_s`. Where messages differ
+    between steps, that needs another simulation; without it, it is the median step's time. `banded`: whether to compute
+    the prediction's range if gradient statistics were transferred from other models, by two more simulations.
 
-    Where push or publish are thresholded, messages differ from step to step: the step with the median payload of the
-    run stands for all thresholded ones; density, payloads and bytes sent are means over exactly the run's steps.
-    Whether it fits also depends on the dense steps at the start.
+    Where push or publish are thresholded, messages differ from step to step. The step with the median payload then
+    stands for all thresholded steps, while density, payloads and bytes sent are means over exactly the run's steps.
+    Whether the plan fits also depends on the dense steps at the start.
     """
     try:
         with no_collection():
@@ -170,22 +170,22 @@ def simulate(
             check_rates(loaded.scenario.cluster, loaded.scenario.workload, ranks=loaded.scenario.ranks)
             simulated = _simulated(loaded, unfolded, shared, spread=spread)
             return _with_band(loaded, simulated, unfolded, shared) if banded else simulated
-    except UserError as error:  # raised only when the network is built
+    except UserError as error:  # not found by earlier checks: raised only when the network is built
         raise UserError(f"{loaded.file}: {str(error).removeprefix(f'{loaded.file}: ')}") from None
 
 
 def _with_band(loaded: Loaded, simulated: Simulated, unfolded: bool, shared: Shared) -> Simulated:
-    """Return a prediction with its range, where its gradient statistics were transferred from other models.
+    """Return a prediction with its range, if its gradient statistics were transferred from other models.
 
-    At its ends the allocator's overhead is that of the prediction itself, of which messages alone have other sizes:
-    peaks are within 0.2 % of those of replayed steps.
+    Both ends of the range reuse the prediction's allocator overhead, since only message sizes differ: their peaks are
+    within 0.2 % of those of replayed steps.
     """
     statistics, result = loaded.gradients, simulated.result
     if statistics is None or statistics.transfer is None or not loaded.statistics_needed:
         return simulated
     machine = simulated.typical.machine
     overheads = allocator_overheads(loaded.scenario, machine.program, _peaks(machine))
-    # made once, since densities are cached by the statistics that they are of
+    # the statistics of both ends are created once, because densities are cached by statistics object
     both = shared.once(
         "ends of a band", Same(statistics), lambda: [at_end(statistics, high=high) for high in (False, True)]
     )
@@ -202,7 +202,7 @@ def _with_band(loaded: Loaded, simulated: Simulated, unfolded: bool, shared: Sha
     push, publish = (between([getattr(each.density, name) for each in every]) for name in ("push", "publish"))
     error_ratios = [1.0]
     for middle, (low, high) in ((result.density.push, push), (result.density.publish, publish)):
-        if middle is not None and low is not None and high is not None:  # ends include the middle
+        if middle is not None and low is not None and high is not None:  # the range always includes the prediction
             least, middle, most = (max(LEAST_DENSITY, density) for density in (low, middle, high))
             error_ratios += [middle / least, most / middle]
     times_s = [each.step_time_s for each in every]
@@ -228,11 +228,11 @@ def _with_band(loaded: Loaded, simulated: Simulated, unfolded: bool, shared: Sha
 
 
 LEAST_DENSITY = 1e-6
-"""Densities below count as this one, where they are compared."""
+"""Lower densities count as this one when densities are compared."""
 
 
 def traced(simulated: Simulated, *, unfolded: bool = False) -> Step:
-    """Return the steady step for a trace: simulated once more, with memory recorded over time."""
+    """Return the steady step for a trace: it is simulated again, with memory recorded over time."""
     program, scenario = simulated.shown or simulated.typical.machine.program, simulated.typical.scenario
     if "simulated_micro_batches" in simulated.result.provenance:
         raise UserError(
@@ -296,8 +296,8 @@ def _steady(
 ) -> Simulated:
     """Return the prediction where all steps are equal.
 
-    `slowed`: compute time ratio of slow ranks. `sized`: whether reserved memory is wanted. `overheads`: those of the
-    allocator in thresholded steps, if they are known. `further`: what is added to the peak of each role.
+    `slowed`: compute time ratio of slow ranks. `sized`: whether to compute reserved memory. `overheads`: the
+    allocator's overheads in thresholded steps, if known. `further`: bytes to be added to the peak of each role.
     """
     scenario = loaded.scenario
     steps = _steps(loaded, unfolded, shared, slowed or {})
@@ -305,7 +305,7 @@ def _steady(
     if len(numbers) == 1:
         steps.program(numbers[0])  # which also has its traffic
     sent_bytes = [steps.sent_bytes(number) for number in numbers]
-    # the run's steps that are pushed densely before the threshold holds
+    # dense steps of the run before thresholding begins
     first_thresholded = max(0, scenario.push.warmup_steps - scenario.run.warmup_steps) if scenario.push.selects else 0
     ordered = sorted(range(first_thresholded, len(numbers)), key=lambda place: sent_bytes[place])
     places = [ordered[(len(ordered) - 1) // part] for part in (2, 10)]
@@ -323,15 +323,15 @@ def _steady(
 
 
 MAX_CACHED_RUNS = 4
-"""Least number of cached runs of other scenarios with their programs: those of many ranks are large."""
+"""Number of other scenarios whose runs and programs are always cached; few, because those of many ranks are large."""
 MAX_CACHED_LAYERS = 2**15
-"""Layers of all ranks and micro-batches of the runs that are cached where these are more: small ones, which a sweep
-repeats on other networks. A layer is a few tasks of about 500 bytes each.
+"""Up to so many layers (over all ranks and micro-batches), more runs are cached: small ones, which a sweep repeats on
+other networks. A layer is a few tasks of about 500 bytes each.
 """
 
 
 def _cached_runs(scenario: Scenario) -> int:
-    """Return how many runs are cached once that of a scenario is."""
+    """Return how many runs to keep in the cache after simulating a scenario of this size."""
     layers = scenario.ranks * len(unrolled(scenario.workload.model)) * scenario.plan.micro_batches
     return max(MAX_CACHED_RUNS, MAX_CACHED_LAYERS // layers)
 
@@ -341,7 +341,7 @@ def _steps(
 ) -> Steps:
     """Return the programs of a run, shared by all scenarios with the same lowering key.
 
-    `slowed_steps`: slow ranks of every step of a period, where programs are of whole ones.
+    `slowed_steps`: slow ranks of every step of a period, if a program covers a whole period.
     """
     scenario, statistics = loaded.scenario, loaded.gradients if loaded.statistics_needed else None
     settings = (unfolded, tuple(sorted(slowed.items())), tuple(slowed_steps))
@@ -361,24 +361,26 @@ def _steps(
 
 
 def program_of(loaded: Loaded, shared: Shared, *, unfolded: bool = False) -> Program:
-    """Return the program of a steady step, where all steps are equal; cached in `shared` for its simulation."""
+    """Return the program of a steady step if all steps are equal; it is cached in `shared` for the simulation."""
     return _steps(loaded, unfolded, shared, {}).program(_distinct_steps(loaded)[-1])
 
 
 def _distinct_steps(loaded: Loaded) -> Sequence[int]:
-    """Return the run's steps with distinct programs: the last, or all where messages depend on the data.
+    """Return the run's steps with distinct programs: the last step, or all steps if messages depend on the data.
 
-    Where parameters are synchronized periodically: an outer step.
+    Where parameters are synchronized periodically: one outer step.
     """
     run = loaded.scenario.run
     if every := loaded.scenario.policies.sync_every_steps:
-        return [every - 1]  # an outer step, which has all that inner ones have
+        return [every - 1]  # an outer step: it contains everything that inner steps do
     steps = range(run.warmup_steps, run.warmup_steps + run.steps)
     return steps if loaded.statistics_needed else steps[-1:]
 
 
 def _varying(loaded: Loaded, unfolded: bool, shared: Shared) -> Simulated:
-    """Return the prediction where steps differ: values by rank are those at the end, phases those of a median step."""
+    """Return the prediction where steps differ. Values by rank are those at the end of the run; phases, a median
+    step's.
+    """
     scenario = loaded.scenario
     by_segment: dict[Segment, Simulated] = {}
 
@@ -481,17 +483,17 @@ def _in_fragments(loaded: Loaded, unfolded: bool, shared: Shared) -> Simulated:
 
 
 def _outer_bytes_sent(steady: _SteadyRun) -> float:
-    """Return the bytes that the rank that sends most sends to other replicas in a period."""
+    """Return the bytes that a rank sends to other replicas in a period, for the rank that sends the most."""
     sent = steady.machine.sent_across(steady.scenario.policies.replica_size) / steady.machine.steps
     return round(float(sent.max()), SIZE_DIGITS)
 
 
 def _times_of_steps(steady: _SteadyRun) -> Floats:
-    """Return the ranks' mean time of every step of a steady period: over the counted ones the mean, or median.
+    """Return, for every step of a steady period, its mean time over ranks (mean or median over the counted periods).
 
     A faster rank gains on the others from period to period, until it is so far ahead that it waits for their exchanges.
-    Where that takes more periods than are simulated, the wait is added to the steps that end an exchange: in the steady
-    state all ranks' periods are equally long.
+    If that takes more periods than are simulated, the missing wait is added to the steps that end an exchange, because
+    in the steady state all ranks' periods are equally long.
     """
     scenario, every = steady.scenario, steady.scenario.policies.sync_every_steps or 1
     outer = [end - 1 for _, end in fragment_steps(scenario.plan, scenario.policies)]
@@ -530,12 +532,13 @@ def _run(
     recorded: bool = False,
     replicas: int = 1,
 ) -> _SteadyRun:
-    """Run a program until it is steady: ranks end a step at the same distances from each other as the one before.
+    """Run a program until it is steady: the offsets between the ranks' step ends no longer change.
 
-    Ranks begin together, but some are done before others; the step after is then another one. As many steps are run as
-    it takes, and one more where the beginning of the next step changes the end of a step: where published parameters
-    are in flight, or ranks that are done earlier slow down others on their host. `replicas`: number of replicas that do
-    not meet in a step, each of as many ranks in a row: distances count inside of them alone.
+    All ranks begin together, but some end the step earlier than others, so the next step differs. Steps are run until
+    the offsets settle. One more is run if the beginning of the next step affects the end of a step: if published
+    parameters are in flight, or if ranks that end early slow down others on their host. `replicas`: number of replicas,
+    each of consecutive ranks, that do not communicate within a step; offsets are then compared only inside each
+    replica.
     """
     cluster = with_profile_slowdowns(scenario.cluster, scenario.workload)
     jittery = any(is_jittery(cluster.type_of(rank)) for rank in range(scenario.ranks))
@@ -549,7 +552,7 @@ def _run(
                 RecordingTracker(memory.current, partial(getattr, machine.env, "now")) for memory in machine.memory
             ]
         machine.run(steps + (scenario.policies.publish_overlaps or (machine.is_coupled and not jittery)))
-        if jittery:  # the median of many steps hardly depends on the last
+        if jittery:  # the median over many steps hardly depends on the last one
             return _counted(scenario, machine, 0, steps, jittery=True)
         ends_s = np.array([ends[steps - 2 : steps] for ends in machine.ends_s])
         if replicas > 1:
@@ -564,7 +567,7 @@ def _run(
 
 
 def _counted(scenario: Scenario, machine: Machine, first: int, last: int, *, jittery: bool = False) -> _SteadyRun:
-    """Return a run of which the steps from the end of step `first` to before step `last` count."""
+    """Return a run in which the steps after step `first`, up to step `last - 1`, are counted."""
     ends_s = tuple(tuple(ends[first:last]) for ends in machine.ends_s)
     latest = [max(ends) for ends in zip(*ends_s, strict=True)]
     return _SteadyRun(scenario, machine, first, ends_s, tuple(end - start for start, end in pairwise(latest)), jittery)
@@ -596,7 +599,7 @@ def _result(
         ]
     counts = [len(step.members) for step in machine.classes]
     phases_s = {name: fmean([phase[name] for phase in phases], counts) for name in phases[0]}
-    total_s = sum(phases_s.values())  # ranks have their median steps at different times
+    total_s = sum(phases_s.values())  # may differ from the step time: ranks have their median steps at different times
     phases_s = {name: value * typical.time_s / total_s for name, value in phases_s.items()} if total_s else phases_s
     footprints = _footprints(scenario, typical, shared, sized=sized, overheads=overheads, further=further)
     first_footprints = footprints if first is typical else _footprints(scenario, first, shared, sized=sized)
@@ -643,7 +646,7 @@ def _mean(values: list[float | None]) -> float | None:
 
 
 def _phases(step: _SteadyRun) -> list[dict[str, float]]:
-    """Return the phases of each class's typical step."""
+    """Return each class's seconds per phase in its typical step."""
     ends_s, lockstep = step.ends_s, step.machine.outline_walk or step.machine.vectorised
     if lockstep is not None and len(ends_s[0]) == STEADY_STEPS:
         return lockstep.phases(ends_s, step.first + 1)
@@ -654,13 +657,13 @@ def _phases(step: _SteadyRun) -> list[dict[str, float]]:
 
 
 UNSETTLED = 1e-9
-"""Relative difference from which on a rank's second step is of another length than all others' in the steady state."""
+"""Relative difference beyond which a rank's second step counts as unequal to the steady step of all ranks."""
 
 
 def _settled(phases: dict[str, float], step_time_s: float) -> dict[str, float]:
-    """Return a rank's phases with as much waiting as in the steady state, where all ranks' steps are equally long.
+    """Return a rank's phases, with waiting adjusted so that they add up to the steady step, equally long for all ranks.
 
-    Where distances between ranks never settle, the median step of some is shorter or longer than the mean step of all.
+    If offsets between ranks never settle, the median step of some ranks is shorter or longer than the mean step of all.
     """
     missing_s = step_time_s - sum(phases.values())
     waiting_s = sum(phases[name] for name in WAITING_PHASES)
@@ -672,7 +675,7 @@ def _settled(phases: dict[str, float], step_time_s: float) -> dict[str, float]:
 
 
 def _times_in(step: _SteadyRun, phases: Collection[str], ranks: int) -> Floats:
-    """Return the time of each rank in some phases, by steady step."""
+    """Return the seconds that each rank spends in some phases, by steady step and rank."""
     spans: dict[int, list[TaskSpan]] = defaultdict(list)
     for span in step.machine.task_spans:
         if span.phase in phases and span.stream == "compute":
@@ -689,7 +692,7 @@ def _times_in(step: _SteadyRun, phases: Collection[str], ranks: int) -> Floats:
 
 
 def _peaks(machine: Machine) -> list[PeakOfRank]:
-    """Return the peak of a rank of each class, which has that of all."""
+    """Return for each class of ranks its first rank and its memory peak."""
     return [(each.representative, memory.peak) for each, memory in zip(machine.classes, machine.memory, strict=True)]
 
 
@@ -702,9 +705,9 @@ def _footprints(
     overheads: Overheads | None = None,
     further: Mapping[int, Peak] | None = None,
 ) -> list[MemoryFootprint]:
-    """Return the memory footprint of each class of ranks; `sized`: with the allocator's overhead.
+    """Return the memory footprint of each class of ranks; `sized`: whether to include the allocator's overhead.
 
-    They are those of the program and of the peaks, whatever the network.
+    They depend only on the program and its peaks, not on the network, and are cached accordingly.
     """
     program, peaks = step.machine.program, _peaks(step.machine)
     key = (

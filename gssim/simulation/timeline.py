@@ -9,9 +9,9 @@ from gssim.result import Arrow, Held, Span, Step, arrows_among
 
 
 def step_of(machine: Machine, number: int) -> Step:
-    """Return step `number` of a machine that has run; one rank stands for all of its class.
+    """Return step `number` of a machine that has run. Each class is shown by its first rank.
 
-    Memory is included where the machine records it (`RecordingTracker`).
+    Memory is included if the machine records it (`RecordingTracker`).
     """
     bounds_s = {each.representative: machine.ends_s[each.index][number : number + 2] for each in machine.classes}
     start_s = max(began_s for began_s, _ in bounds_s.values())
@@ -41,7 +41,7 @@ def step_of(machine: Machine, number: int) -> Step:
 
 
 def _arrows(machine: Machine, task_spans: Sequence[TaskSpan], spans: Sequence[Span]) -> list[Arrow]:
-    """Return arrows between the spans of one communication: they end at the same time, to the last bit."""
+    """Return arrows between the spans of each communication, which are recognized by exactly equal end times."""
     by_end: dict[tuple[TaskId, int, float], list[int]] = defaultdict(list)
     places = {
         (each.index, collective): (collective, number)
@@ -69,7 +69,7 @@ def _arrows(machine: Machine, task_spans: Sequence[TaskSpan], spans: Sequence[Sp
 def _message_arrows(
     machine: Machine, instance: CollectiveInstance, spans: Sequence[Span], members: Sequence[int]
 ) -> list[Arrow]:
-    """Return arrows from senders to receivers, where these are known."""
+    """Return arrows from senders to receivers, if it is known which is which."""
     receiving = {machine.classes[index].representative for index in instance.receivers}
     senders = [number for number in members if spans[number].rank not in receiving]
     if not receiving or not senders:
@@ -81,7 +81,7 @@ def _message_arrows(
 def _memory_levels(
     rank: int, log: Sequence[tuple[float, dict[str, float]]], began_s: float, last_s: float, zero_s: float
 ) -> list[Held]:
-    """Return the memory of a rank from the beginning of its step; of levels at one time the highest, then the last."""
+    """Return a rank's memory over its step. Of levels at one time, the highest is kept, and then the last."""
     levels = [(time_s, sum(level.values()), level) for time_s, level in log if time_s < last_s]
     before = max((place for place, (time_s, _, _) in enumerate(levels) if time_s <= began_s), default=0)
     found: list[tuple[float, float, dict[str, float]]] = []

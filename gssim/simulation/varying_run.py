@@ -1,8 +1,8 @@
 """Simulates a run whose steps differ: temporarily slow ranks, and rebalancing of batch split and shard sizes.
 
-Each step equals a steady one under the conditions that hold in it; where these change, steps of the new kind follow
-those of the old. Ranks synchronise at the end of every step of such a plan, so that no step affects the next. The time
-to move shards is left out: it occurs once, and is small beside what it gains, or it would not be done.
+Each step is simulated as a steady step under the conditions that hold in it. Where the conditions change, steps of the
+new kind follow those of the old. In such plans ranks synchronise at the end of every step, so no step affects the next.
+The time to move shards is left out: it occurs once, and is small compared to what it saves, or it would not be done.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from gssim.scenario import Scenario, after_step, begin
 
 @dataclass(frozen=True)
 class Segment:
-    """Conditions of a step: batch split, shard sizes, and slow ranks with their time ratio."""
+    """Conditions that hold in a step: batch split, shard sizes, and slow ranks with their time ratios."""
 
     samples: tuple[int, ...]
     shard_shares: tuple[float, ...]
@@ -47,7 +47,7 @@ class VaryingRun:
 
     @property
     def last(self) -> Segment:
-        """Conditions at the end, without the slow ranks."""
+        """Conditions at the end of the run, but without slow ranks."""
         if self.divisions:
             return Segment(self.divisions[-1].samples, self.divisions[-1].shard_shares, ())
         return Segment(self.steps[0].segment.samples, self.steps[0].segment.shard_shares, ())
@@ -62,9 +62,9 @@ class StepReport(NamedTuple):
 
 
 def simulate_steps(scenario: Scenario, measure: Callable[[Segment, int], StepReport]) -> VaryingRun:
-    """Return a run step by step, warm-up first, rebalanced where the plan says so.
+    """Return a run, simulated step by step from the warm-up on, and rebalanced where the plan says so.
 
-    `measure`: returns the report of a step, given its conditions and its number.
+    `measure`: function that returns a step's report, given its conditions and its number.
     """
     run = scenario.run
     following = begin(scenario)
