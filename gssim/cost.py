@@ -39,7 +39,9 @@ from gssim.workload.optimizers import optimizer_operations
 from gssim.workload.quantized import quantized_weights, stored
 
 Amount = TypeVar("Amount", float, Floats)
-"""A number of elements or entries, or the numbers of many messages, whose times are returned together."""
+"""A number of elements or entries: of one message, or an array with those of many, whose times are returned
+together.
+"""
 
 
 def layer_time_s(
@@ -54,20 +56,21 @@ def layer_time_s(
     positions: int | None = None,
     issued: bool = True,
 ) -> float:
-    """Return the time of one repetition of `layer` for `batch_size` samples.
+    """Return the time of one repetition of `layer` for `batch_size` samples, in seconds.
 
-    `phase`: `f`, `b`, or `r`: its forward recomputed for the backward, as far as needed; `recompute`: as far as
-    that runs it again. A profile does not have the recomputed part: its forward is scaled as the roofline is.
-    Assumes that nothing else runs on the device; the engine adds the slowdown of communication. `whole`: the layer of
-    which `layer` is a slice, or has part of the backward. A profile is of the whole one: it is read at the number of
-    samples, a fraction too, with which that has the same FLOP, so that what an operation takes whatever its size is
-    not divided, and the rest is scaled as the roofline is:
+    Assumes that nothing else runs on the device; the engine adds the slowdown by communication.
+
+    `phase`: `f` (forward), `b` (backward) or `r` (recomputation of as much of the forward as `recompute` says). A
+    profile does not have the recomputed part: its forward is scaled in proportion to the roofline. `whole`: the whole
+    layer, if `layer` is a slice of it or has only a part of the backward. Profiles are of whole layers. So the profile
+    is read at that number of samples (it may be a fraction) n at which the whole layer has the FLOP of `layer`, which
+    leaves times that do not depend on size undivided, and the result is scaled like the roofline:
 
         t = profile(n) * roofline(slice, batch_size) / roofline(whole, n),  n = batch_size * FLOP(slice) / FLOP(whole)
 
-    `positions`: of each sequence that it runs on, if context-parallel ranks divide these. `issued`: whether a
-    GPU's host time to launch the operations is a lower bound. Copies of quantized weights are
-    made at the memory's bandwidth, beside what is measured or not.
+    `positions`: the number of positions of each sequence that this rank runs on, if context-parallel ranks divide
+    sequences. `issued`: whether a GPU's host time to launch the operations is a lower bound. Copies of quantized
+    weights run at the memory's bandwidth, and are added to measured and unmeasured times alike.
     """
     if not issued and device.kind != "cpu":
         device = replace(device, operation_overhead_s=0.0)
@@ -78,9 +81,10 @@ def layer_time_s(
 def _copies_s(
     device: DeviceType, workload: Workload, layer: Layer, phase: str, batch_size: int, recompute: Recompute
 ) -> float:
-    """Return the time to copy a layer's quantized weights to the workload's precision, where a phase multiplies them.
+    """Return the time to dequantize a layer's weights to the workload's precision, in each phase that multiplies by
+    them.
 
-    t = bytes read and written / memory bandwidth; of a recomputation by the share of the forward's FLOP
+    t = bytes read and written / memory bandwidth; for recomputation, scaled by its share of the forward's FLOP
     """
     precision = workload.frozen_precision
     moved_bytes: float = sum(
@@ -135,9 +139,10 @@ def _products_s(
 def issue_time_s(
     device: DeviceType, workload: Workload, layer: Layer, *, phase: str, sums: int, recompute: Recompute = "full"
 ) -> float:
-    """Return a GPU's host time to launch a layer's phase with so many all-reduces; 0 where it is included elsewhere.
+    """Return a GPU's host time to launch a layer's phase with `sums` all-reduces; 0 if it is included elsewhere.
 
-    On a CPU, operations run where they are launched; a profile includes both, and so do the costs of DTensor's sums.
+    On a CPU, operations run where they are launched. A profile includes the launches, and so does DTensor's measured
+    cost.
     """
     if device.kind == "cpu" or device.cut_block is not None or layer_profile(device, workload, layer) is not None:
         return 0.0
@@ -154,10 +159,10 @@ def measured_issue_s(
     sums: int = 0,
     recompute: Recompute = "full",
 ) -> float | None:
-    """Return a GPU's host time to issue a layer's phase where it is measured apart from the device's; else None.
+    """Return a GPU's host time to issue a layer's phase, if measured apart from the device's; else None.
 
-    A profile has it by layer: recomputation takes the forward's, scaled by its share of the operations. Without a
-    profile it is the number of operations, with the phase's `sums` over ranks, times `layer_operation_s`.
+    A profile has it by layer; for recomputation, the forward's time is scaled by its share of the operations. Without a
+    profile it is the number of operations, including the phase's `sums` over ranks, times `layer_operation_s`.
     """
     profile = layer_profile(device, workload, layer)
     work = _work(layer, phase, recompute=recompute).operations
@@ -167,7 +172,7 @@ def measured_issue_s(
     if curve is None:
         return None
     forward = _work(layer, "f", recompute=recompute).operations
-    within = min(max(batch_size, curve.sizes[0]), curve.sizes[-1])  # it hardly depends on the batch
+    within = min(max(batch_size, curve.sizes[0]), curve.sizes[-1])  # host time hardly depends on the batch size
     return curve.at(within) * (work / forward if phase == "r" and forward else 1.0)
 
 
@@ -178,11 +183,11 @@ class Work(NamedTuple):
     moved_bytes: Polynomial
     operations: int
     streamed_bytes: Polynomial | None = None
-    """Part of the moved bytes, where known: those of operations with next to no arithmetic."""
+    """The part of the moved bytes that belongs to operations with next to no arithmetic, if known."""
 
 
 def _work(layer: Layer, phase: str, *, recompute: Recompute = "full") -> Work:
-    """Return the work of a phase; for recomputation that is not traced, that of the whole forward."""
+    """Return the work of a phase; if the recomputed part was not traced, the whole forward's."""
     if phase == "b":
         return Work(layer.backward_flop, layer.backward_bytes, layer.backward_operations, layer.backward_streamed_bytes)
     forward = Work(layer.forward_flop, layer.forward_bytes, layer.forward_operations, layer.forward_streamed_bytes)
@@ -205,8 +210,9 @@ def _work(layer: Layer, phase: str, *, recompute: Recompute = "full") -> Work:
 
 
 CAST_PASSES = {"f": 1.5, "r": 1.5, "b": 3.0}
-"""Values read or written at `precision`, for each of a map's inputs and outputs, to cast to 8 bits: a forward reads
-each and writes half as many bytes; a backward does so for the gradient and for its transpose."""
+"""Casts to 8 bits, for each input and output of a linear map: values read or written, in units of their bytes at
+`precision`. A forward reads each and writes half as many bytes; a backward does so for the gradient and its transpose.
+"""
 
 
 def _work_on(
@@ -219,11 +225,12 @@ def _work_on(
     whole: Layer | None = None,
     positions: int | None = None,
 ) -> Work:
-    """Return the work of a phase, where linear maps run in 8 bits as that which takes as long at the device's rates.
+    """Return the work of a phase. FLOP of linear maps in 8 bits are scaled so that they take as long at the device's
+    rate.
 
-    Each weight matrix of a block is a map of every token: 2 FLOP an element in a forward, 4 in a backward. Of slices of
-    `whole`, ranks cast parts of inputs and outputs. What is recomputed may lack some of the maps. `positions`: of each
-    sequence, if it runs on parts of them.
+    Each weight matrix of a block is a linear map of every token: 2 FLOP per element in a forward, 4 in a backward. If
+    `layer` is a slice of `whole`, a rank casts only parts of inputs and outputs. Recomputation may skip some of the
+    maps. `positions`: number of positions of each sequence, if the rank runs on parts of sequences.
     """
     work, ratio = _work(layer, phase, recompute=recompute), device.float8_ratio
     flop: float
@@ -248,7 +255,9 @@ def _work_on(
 
 
 def _linear_flop(flop: Polynomial, positions: int | None) -> int:
-    """Return the FLOP of linear maps of every token: for a token, or on parts of sequences for a part."""
+    """Return the FLOP of the linear maps that every token passes: per token, or per part of a sequence on
+    `positions`.
+    """
     return sum(c for c, i, j in flop.terms if (i, j) == (1, 0 if positions else 1))
 
 
@@ -297,13 +306,14 @@ def _kernels_excess_s(
     b: float,
     s: int,
 ) -> float:
-    """Return the time of a layer's products and attention at measured rates, less that at the device's one rate.
+    """Return the time of a layer's products and attention at measured rates, minus their time at the device's one rate.
 
-    `flop`: of the phase, of b samples of s tokens. Its terms in b*s are linear maps of every token, at the mean rate of
-    the layer's weight matrices, weighted by their FLOP: those that are frozen have no gradient, and a head without a
-    matrix of its own multiplies by the embedding's. Terms in b*s^2 are attention. All others take the device's rate,
-    and so do FLOP in b*s beyond those of the matrices, as of experts, which do not see every token. On `positions` of
-    each sequence the former are terms in b, and attention is terms in b*s: to all of the sequence.
+    `flop`: of the phase, for b samples of s tokens. Terms in b*s are linear maps of every token. They run at the mean
+    rate of the layer's weight matrices, weighted by FLOP; frozen matrices have no weight gradient, and a head without a
+    matrix of its own multiplies by the embedding's. Terms in b*s^2 are attention. All other FLOP run at the device's
+    rate, as do FLOP in b*s beyond those of the matrices (of experts, for example, which do not see every token). With
+    `positions`, a rank runs on parts of sequences: linear maps are then terms in b, and attention, over all of the
+    sequence, terms in b*s.
     """
     if not isinstance(model.input, TokenInput):
         return 0.0
@@ -349,10 +359,10 @@ def _kernels_excess_s(
 def maps_time_s(
     device: DeviceType, workload: Workload, shapes: Sequence[tuple[int, ...]], *, tokens: int, kind: ProductKind
 ) -> float:
-    """Return the time of a product of tokens with each of some weight matrices, without any other operation.
+    """Return the time to multiply tokens by each of some weight matrices, without any other operation.
 
-    `kind`: the forward's products, or those that give the gradient of the maps' input, or of their weights. t = 2 *
-    tokens * elements / rate; in 8 bits the rate is the device's `float8_ratio` times that of the precision.
+    `kind`: which products: the forward's, or the backward's for the gradient of the input or of the weights.
+    t = 2 * tokens * elements / rate; in 8 bits, the rate is `float8_ratio` times the device's rate in the precision.
     """
     precision = product_precision(device, workload)
     own = achieved_flop_per_s(device, precision)
@@ -373,10 +383,10 @@ def roofline_s(
     operations: int,
     streamed_bytes: float = 0.0,
 ) -> float:
-    """Return the time limited by arithmetic, memory bandwidth and launches.
+    """Return the time of operations limited by arithmetic, memory bandwidth and launches.
 
-    `streamed_bytes`: of the moved bytes, those of operations with next to no arithmetic; no product hides them, because
-    operations run one after the other.
+    `streamed_bytes`: those of the moved bytes that belong to operations with next to no arithmetic. Matrix products do
+    not hide them, because operations run one after the other.
 
         t = max(flop / (peak * efficiency), (bytes - streamed) / memory bandwidth) + streamed / memory bandwidth, and
         CPU:  t + operations * overhead      (operations run where they are launched)
@@ -405,14 +415,14 @@ def optimizer_time_s(
 ) -> float:
     """Return the time of an optimizer step over `elements` parameters in `tensors` tensors.
 
-    `sharded_tensors`: number of DTensors, each of which costs more host time. `matrices`: those of the tensors that
-    Muon updates, where it is the optimizer; AdamW updates the others. A measured cost is of torch's default
-    implementation; that of another has its name in the key, such as `adamw fused`. Without one:
+    `sharded_tensors`: number of DTensors, each of which costs more host time. `matrices`: the tensors that Muon
+    updates, if it is the optimizer; AdamW updates the others. A measured cost is that of torch's default
+    implementation; other implementations have their name in the key, such as `adamw fused`. Without a measured cost:
 
         t = bytes moved / memory bandwidth + operations * overhead
 
-    Where each operation goes through all tensors, as on a GPU, the first part also bounds what a measured cost says of
-    more elements than were measured: of fewer, some are still in its cache when the next operation reads them.
+    If each operation goes through all tensors, as on a GPU, the first term is also a lower bound beyond the largest
+    measured number of elements: with fewer elements, some are still in the cache when the next operation reads them.
     """
     if elements == 0:
         return 0.0
@@ -460,7 +470,7 @@ def _muon_time_s(device: DeviceType, workload: Workload, matrices: Sequence[Matr
         CPU:  t + operations * overhead      (operations run where they are launched)
         else: max(t, operations * overhead)  (the host launches ahead)
 
-    A device that states no rate in bf16 is assumed to multiply it at that of fp32.
+    If the device states no rate in bf16, the rate of fp32 is assumed for the products.
     """
     if not matrices:
         return 0.0
@@ -478,9 +488,9 @@ def _muon_time_s(device: DeviceType, workload: Workload, matrices: Sequence[Matr
 def optimizer_issue_s(
     device: DeviceType, workload: Workload, *, tensors: int, sharded_tensors: int = 0, casts: int = 0
 ) -> float | None:
-    """Return a GPU's host time to issue an update of so many tensors; None where it is not measured apart.
+    """Return a GPU's host time to issue an update of `tensors` tensors; None if host times are not measured apart.
 
-    `casts`: times that each tensor is cast from or to a master copy, see `master_copy_time_s`.
+    `casts`: how often each tensor is cast from or to a master copy, see `master_copy_time_s`.
     """
     cost = measured_optimizer(device, workload.optimizer, workload.optimizer_implementation)
     if cost is None or cost.host_s is None or not tensors:
@@ -494,8 +504,8 @@ def optimizer_issue_s(
 def master_copy_time_s(device: DeviceType, workload: Workload, *, elements: int, tensors: int, casts: int) -> float:
     """Return the time to cast `elements` between the workload's precision and its master copy's, `casts` times.
 
-    Each reads one and writes the other, tensor by tensor. Nothing where there is no master copy. On a GPU whose host
-    times are measured apart it is the device's own time; `optimizer_issue_s` has the host's.
+    A cast reads one copy and writes the other, tensor by tensor. Without a master copy the time is 0. If the GPU's host
+    times are measured apart, this is only the device's time; `optimizer_issue_s` includes the host's.
     """
     if not has_master_copy(workload):
         return 0.0
@@ -548,7 +558,7 @@ def accumulation_time_s(device: DeviceType, size_bytes: float, *, tensors: int) 
 def residual_time_s(device: DeviceType, *, elements: int, value: int, kept: int) -> float:
     """Return the time to add `elements` gradients of `value` bytes to a residual of `kept` bytes each.
 
-    Without a measured cost: read both, write the sum.
+    Without a measured cost: the time to read both and write the sum.
     """
     cost = device.compression
     if cost is not None and cost.residual_element_s is not None:
@@ -565,9 +575,9 @@ def mean_time_s(device: DeviceType, *, elements: int, tensors: int, value: int) 
 
 
 def estimate_time_s(device: DeviceType, *, samples: int, tensors: int) -> float:
-    """Return the time to estimate a threshold for each of `tensors` tensors from `samples` elements of all.
+    """Return the time to estimate a threshold for each of `tensors` tensors from `samples` sampled elements in all.
 
-    Without a measured cost: about four passes over the sample, in which a selection repeatedly halves it.
+    Without a measured cost: about four passes over the samples, for a selection that repeatedly halves them.
     """
     cost = device.compression
     if cost is not None and cost.estimate_element_s is not None:
@@ -576,9 +586,10 @@ def estimate_time_s(device: DeviceType, *, samples: int, tensors: int) -> float:
 
 
 def select_time_s(device: DeviceType, *, elements: Amount, parts: Amount, value: int) -> Amount:
-    """Return the time to select those of `elements` gradients, in `parts` with a threshold each, that reach it.
+    """Return the time to select, of `elements` gradients in `parts` parts, those that reach the threshold of their
+    part.
 
-    Without a measured cost: read the gradients, write and read a flag of one byte (A.3, kappa).
+    Without a measured cost: read the gradients, and write and read a one-byte flag for each (A.3, kappa).
     """
     if not np.any(elements):
         return 0 * elements
@@ -591,10 +602,10 @@ def select_time_s(device: DeviceType, *, elements: Amount, parts: Amount, value:
 def pack_time_s(
     device: DeviceType, *, encoding: str, elements: Amount, entries: Amount, value: int, clears: bool
 ) -> Amount:
-    """Return the time to write the `entries` of `elements` gradients into a message, and to clear them (`clears`).
+    """Return the time to write `entries` of `elements` gradients into a message and, if `clears`, to zero them.
 
-    Without measured costs: gather values and write them with their indices; for a bitmap, read the flags; densely, read
-    and write all.
+    Without measured costs: gather the values and write them with their indices; for a bitmap, read the flags; for a
+    dense message, read and write all elements.
     """
     if not np.any(elements):
         return 0 * elements
@@ -621,8 +632,8 @@ def pack_time_s(
 def unpack_time_s(device: DeviceType, *, encoding: str, elements: Amount, entries: Amount, value: int) -> Amount:
     """Return the time to add a message's `entries` to an owner's gradient of `elements`.
 
-    Without measured costs: 64 bytes an entry, a 32-byte sector read and written (A.3); for a bitmap, the flags that its
-    bits expand to are written and read; densely, read both and write one.
+    Without measured costs: 64 bytes per entry, as a 32-byte sector is read and written (A.3). For a bitmap, also the
+    flags that its bits expand to, written and read. For a dense message: read both and write one.
     """
     if not np.any(elements):
         return 0 * elements
@@ -641,7 +652,7 @@ def unpack_time_s(device: DeviceType, *, encoding: str, elements: Amount, entrie
 
 
 def weight_time_s(device: DeviceType, *, encoding: str, elements: Amount, entries: Amount) -> Amount:
-    """Return the time to add a sender's weight for every received element: another scatter, or a pass."""
+    """Return the time to add a sender's weight to that of every received element: one more scatter or pass."""
     if encoding == "dense":
         return _streamed_s(device, 12.0 * elements, operations=3)
     cost = device.compression
@@ -659,8 +670,8 @@ def low_rank_product_time_s(
 ) -> float:
     """Return the time of one of `LOW_RANK_PRODUCTS` for a matrix of `rows` by `columns`.
 
-    Without a measured cost: 2 * rows * columns * rank FLOP at the peak, or reading or writing all three if that takes
-    longer.
+    Without a measured cost: 2 * rows * columns * rank FLOP at the peak rate, or the time to read or write all three
+    matrices if that is longer.
 
     >>> from gssim.cluster import DeviceType
     >>> cpu = DeviceType(kind="cpu", memory_bytes=1e9, peak_flop_per_s={}, memory_bandwidth_bytes_per_s=4e9, source="")
@@ -679,8 +690,8 @@ def low_rank_product_time_s(
 def orthogonalization_time_s(device: DeviceType, *, rows: int, rank: int, value: int) -> float:
     """Return the time of modified Gram-Schmidt on a matrix of `rows` by `rank`.
 
-    Without a measured cost: each column is read for its norm and divided by it; its products with those that follow
-    are computed (reading them) and subtracted (reading and writing them).
+    Without a measured cost: each column is read for its norm, and read and written to be divided by it. Its products
+    with the columns that follow are computed (reading them) and subtracted (reading and writing them).
     """
     measured = device.compression and device.compression.low_rank
     if measured:
@@ -701,7 +712,7 @@ def largest_time_s(device: DeviceType, *, elements: int, entries: int, value: in
 
 
 def division_time_s(device: DeviceType, *, size_bytes: float) -> float:
-    """Return the time to divide an owner's gradient by the received weights: these written, read, and divided by."""
+    """Return the time to divide an owner's gradient by the received weights: the weights are written and read."""
     return _streamed_s(device, 6 * size_bytes, operations=3)
 
 
@@ -711,7 +722,7 @@ def _streamed_s(device: DeviceType, size_bytes: Amount, *, operations: int = 0) 
 
 
 def sharded_unit_copy_s(device: DeviceType, copied_bytes: float) -> float:
-    """Return the time of an FSDP2 unit's copies; without a measured cost, with that to launch ten operations."""
+    """Return the time of an FSDP2 unit's copies. Without a measured cost, ten operation launches are included."""
     cost: ShardedUnitCost | None = device.sharded_unit
     if cost is None:
         return copy_time_s(device, copied_bytes) + 10 * device.operation_overhead_s
@@ -739,7 +750,7 @@ def _unit_host_s(cost: UnitCost | None, phase: str, tensors: int) -> float:
 
 
 def cut_pairs_time_s(device: DeviceType, *, phase: str, pairs: int, sum_bytes: float) -> float:
-    """Return DTensor's host time in a forward (`f`, `r`) or backward (`b`) of so many pairs of sliced linear maps.
+    """Return DTensor's host time in a forward (`f`, `r`) or backward (`b`) of `pairs` pairs of sliced linear maps.
 
     Without a measured cost: 0.
     """
@@ -750,15 +761,15 @@ def cut_pairs_time_s(device: DeviceType, *, phase: str, pairs: int, sum_bytes: f
 
 
 def cut_sum_time_s(device: DeviceType, *, sum_bytes: float) -> float:
-    """Return the host time of an all-reduce of slices beyond the collective; without a measured cost 0."""
+    """Return the host time of an all-reduce of slices beyond the collective itself; 0 without a measured cost."""
     cost: CutBlockCost | None = device.cut_block
     return 0.0 if cost is None else cost.at("sum_s", sum_bytes)
 
 
 def with_host_time_s(device: DeviceType, alone_s: float, *, host_s: float, operations: int) -> float:
-    """Return the time of compute of `alone_s` whose operations need `host_s` of extra host time.
+    """Return the time of `alone_s` seconds of compute whose operations take `host_s` of extra host time.
 
-    As in `roofline_s`: on a CPU one comes after the other, a GPU's host launches ahead.
+    As in `roofline_s`, on a CPU the two add up; the host of a GPU launches ahead.
 
     >>> from gssim.cluster import DeviceType
     >>> gpu = DeviceType(
