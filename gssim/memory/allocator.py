@@ -1,26 +1,27 @@
-"""Replay of PyTorch's CUDA caching allocator: blocks, segments and pools, and so the memory that it reserves.
+"""Replay of PyTorch's CUDA caching allocator: its blocks, segments and pools, and so the memory that it reserves.
 
-[Note: replay] It behaves as torch's with the same requests in the same order (c10/cuda/CUDACachingAllocator.cpp,
-DeviceCachingAllocator: malloc, free_block, try_merge_blocks, release_cached_blocks, try_allocate_expandable_block).
-A request gets the smallest free block of its stream and pool that is large enough, which is split if the remainder is
-large enough; if there is none, a new segment of the device. A freed block is merged with adjacent free ones and cached.
-Nothing is returned to the device until it is out of memory: then all free blocks that are whole segments are (of
-expandable segments, all whole pages of free blocks), and the request is tried once more.
+[Note: replay] The replay does what torch's allocator does with the same requests in the same order
+(c10/cuda/CUDACachingAllocator.cpp, DeviceCachingAllocator: malloc, free_block, try_merge_blocks, release_cached_blocks,
+try_allocate_expandable_block). A request gets the smallest free block of its stream and pool that is large enough. The
+block is split if the remainder is large enough. If there is no such block, a new segment is reserved on the device. A
+freed block is merged with adjacent free blocks and cached. Nothing is returned to the device until it is out of memory.
+Then all free blocks that are whole segments are returned (of expandable segments, all whole pages of free blocks), and
+the request is tried once more.
 
 Assumed: the device can use all of its bytes for segments. Blocks that several streams use (`record_stream`) are not
-modelled: no simulated block is freed before all streams are done with it, except those that gloo's own collectives
-exchange on a GPU (initializeStreamsEvents).
+modelled. Only gloo's own collectives on a GPU have them (initializeStreamsEvents); all other simulated blocks are freed
+after all streams are done with them.
 
 [Note: addresses] Of free blocks of equal size, the one with the lowest address is used. Addresses of segments are not
-documented; they are assumed to fall, as Linux assigns them. It seldom matters. Of eleven runs measured on an H200, one
-reserved 1612 MiB, as predicted by falling addresses and 16 of 20 random orders; rising addresses, the order in which
-the fewest long-lived blocks are among short-lived ones, predict 1516 MiB. The other ten are the same in every order
-tried.
+documented; they are assumed to fall, as Linux assigns them. The order seldom matters. Of eleven runs measured on an
+H200, ten reserve the same in every order tried. One reserved 1612 MiB, as predicted with falling addresses and with 16
+of 20 random orders. Rising addresses, which place the fewest long-lived blocks among short-lived ones, predict 1516
+MiB.
 
 Source of the sizes: torch 2.13, c10/core/AllocatorConfig.h (the constants) and c10/cuda/CUDACachingAllocator.cpp
-(round_size, get_allocation_size, should_split), with the defaults of PYTORCH_ALLOC_CONF. Of its options,
-`expandable_segments` alone is modelled: `roundup_power2_divisions`, `max_split_size_mb`, `large_segment_size_mb` and
-`garbage_collection_threshold` are left at their defaults, with which they do nothing.
+(round_size, get_allocation_size, should_split), with the defaults of PYTORCH_ALLOC_CONF. Of its options, only
+`expandable_segments` is modelled. `roundup_power2_divisions`, `max_split_size_mb`, `large_segment_size_mb` and
+`garbage_collection_threshold` have no effect at their defaults.
 
 Blocks are tuples of plain numbers for speed: the replay of a large model's step has some sixty thousand requests.
 """
@@ -40,7 +41,7 @@ SMALL_SEGMENT_BYTES = 2 * 2**20
 LARGE_SEGMENT_BYTES = 20 * 2**20
 """Size of a segment for large requests below MIN_LARGE_BYTES."""
 MIN_LARGE_BYTES = 10 * 2**20
-"""Least size of a request with a segment of its own, of its size rounded up to ROUND_LARGE_BYTES."""
+"""Smallest request that gets a segment of its own, of the request's size rounded up to ROUND_LARGE_BYTES."""
 ROUND_LARGE_BYTES = 2 * 2**20
 
 
@@ -59,7 +60,7 @@ def is_small(size_bytes: int) -> bool:
 
 
 def segment_bytes(size_bytes: int) -> int:
-    """Return the size of a new segment for a rounded request without a large enough free block.
+    """Return the size of the segment that is reserved for a rounded request if no free block is large enough.
 
     >>> [segment_bytes(size * 2**20) // 2**20 for size in (1, 2, 9, 10, 11)]
     [2, 20, 20, 10, 12]
@@ -77,7 +78,9 @@ def page_bytes(*, small: bool) -> int:
 
 
 def least_remainder_bytes(*, small: bool, expandable: bool) -> int:
-    """Return the least remainder with which a free block is split: 512 B, but of large ones more than 1 MiB."""
+    """Return the smallest remainder for which a free block is split: 512 B, but more than 1 MiB in the pool of large
+    ones.
+    """
     return MIN_BLOCK_BYTES if small or expandable else SMALL_BYTES + 1
 
 
@@ -88,10 +91,10 @@ Reserve = Callable[[int], bool]
 
 
 class Pool:
-    """Free blocks of one stream, small or large ones, by size and then address.
+    """Free blocks (either small or large ones) of one stream, ordered by size and then address.
 
-    Addresses are the pool's own; they fall, see [Note: addresses] of the allocator. No segment begins where another
-    ends, so that their blocks are never merged. `take` and `give_back` do without `add` and `remove`, whose calls would
+    Addresses are the pool's own, and fall; see [Note: addresses]. A gap is left between segments, so that blocks of
+    different segments are never merged. `take` and `give_back` do not call `add` and `remove`, since these calls would
     be a sixth of their time.
     """
 
@@ -111,20 +114,22 @@ class Pool:
         self.size_at: dict[int, int] = {}
         """Bytes of each free block, by its address."""
         self._start_of: dict[int, int] = {}
-        """Its address, by that of its end."""
+        """Address of each free block, by the address of its end."""
         self._sizes: list[int] = []
-        """The sizes that free blocks have, each once."""
+        """Sorted distinct sizes of free blocks."""
         self._addresses: dict[int, list[int]] = defaultdict(list)
-        """Where those of a size are."""
+        """Addresses of the free blocks of each size."""
         self._least_remainder = least_remainder_bytes(small=small, expandable=expandable)
         self._segments: dict[int, int] = {}
-        """Bytes of what was taken of the device, by address."""
+        """Bytes of each segment, by its address."""
         self._next_address = 0
 
     def take(self, size_bytes: int, requested_bytes: int) -> Block | None:
-        """Allocate from the smallest free block that suffices, of equal ones the lowest; None if there is none."""
+        """Allocate from the smallest free block that is large enough (the lowest of equal ones); None if there
+        is none.
+        """
         sizes, alike = self._sizes, self._addresses[size_bytes]
-        if alike:  # nothing is left over
+        if alike:  # a free block of exactly this size: there is no remainder
             address = alike.pop(0)
             if not alike:
                 del sizes[bisect_left(sizes, size_bytes)]
@@ -143,7 +148,7 @@ class Pool:
         if left_bytes < self._least_remainder:
             del self._start_of[address + found_bytes]
             return address, found_bytes, requested_bytes, self
-        rest = address + size_bytes  # what is left over stays
+        rest = address + size_bytes  # the remainder stays free
         alike = self._addresses[left_bytes]
         if not alike:
             insort(sizes, left_bytes)
@@ -152,9 +157,11 @@ class Pool:
         return address, size_bytes, requested_bytes, self
 
     def take_some(self, size_bytes: int, requested_bytes: int, count: int) -> list[Block]:
-        """Allocate up to `count` equal blocks, as `take` does one after another; of one free block at most.
+        """Allocate up to `count` equal blocks, with the same result as repeated calls of `take`, but from one free
+        block only.
 
-        What is left over of the smallest free block that suffices is again the smallest, as long as it suffices.
+        The remainder of the smallest free block that is large enough is again the smallest one, as long as it is large
+        enough.
         """
         first = self.take(size_bytes, requested_bytes)
         blocks = [] if first is None else [first]
@@ -172,7 +179,7 @@ class Pool:
         return blocks
 
     def _smaller_suffices(self, size_bytes: int, found_bytes: int) -> bool:
-        """Return whether a free block smaller than that of `found_bytes`, or as large, is large enough."""
+        """Return whether another free block, at most as large as one of `found_bytes`, is large enough."""
         return self._sizes[bisect_left(self._sizes, size_bytes)] < found_bytes or len(self._addresses[found_bytes]) > 1
 
     def give_back(self, address: int, size_bytes: int) -> None:
@@ -240,11 +247,11 @@ class Pool:
 
 
 ADDRESS_SPACE_BYTES = 2**60
-"""Of an expandable segment: more than it ever needs. (torch takes 1 1/8 of the device's memory.)"""
+"""Address space of an expandable segment: more than it ever needs. (torch takes 1 1/8 of the device's memory.)"""
 
 
 def give_back_all(blocks: list[Block]) -> None:
-    """Free blocks, adjacent ones as one: what is left of a pool is the same as if they were freed one by one."""
+    """Free blocks, merging adjacent ones first. The pool ends up as if they were freed one by one."""
     blocks = sorted(blocks, key=itemgetter(0))
     first, size, _, pool = blocks[0]
     for address, size_bytes, _, own in blocks[1:]:
@@ -257,7 +264,7 @@ def give_back_all(blocks: list[Block]) -> None:
 
 
 class ExpandablePool(Pool):
-    """The same in one expandable segment: behind some of its addresses there is no memory, yet or any more."""
+    """A pool in one expandable segment, in which some address ranges have no memory mapped (yet, or any more)."""
 
     __slots__ = ("_page_bytes", "_unmapped")
 
@@ -265,12 +272,12 @@ class ExpandablePool(Pool):
         super().__init__(small=small, expandable=True)
         self._page_bytes = page_bytes(small=small)
         self._unmapped = {0: ADDRESS_SPACE_BYTES}
-        """Bytes of each range without memory, by address."""
+        """Bytes of each unmapped range, by its address."""
 
     def take(self, size_bytes: int, requested_bytes: int) -> Block | None:
         """Allocate from the smallest free block that is large enough, unmapped space included; None if there is none.
 
-        So that at the end, which can grow by all the addresses behind it, is taken last.
+        The block at the end is taken last, since it can grow into all the addresses behind it.
         """
         fitting = self._fitting(size_bytes)
         found = next(fitting, None)
@@ -290,7 +297,7 @@ class ExpandablePool(Pool):
         return [] if block is None else [block]
 
     def _cut(self, address: int, found_bytes: int, size_bytes: int, requested_bytes: int) -> Block:
-        """Return a block that is no more free, without what is left over of it, where that is enough."""
+        """Return an allocated block, and put its remainder back into the pool if it is large enough."""
         left_bytes = found_bytes - size_bytes
         if left_bytes < self._least_remainder:
             return address, found_bytes, requested_bytes, self
@@ -323,7 +330,7 @@ class ExpandablePool(Pool):
         return True
 
     def _place(self, size_bytes: int) -> int:
-        """Return the first consecutive free and unmapped ranges that are large enough together."""
+        """Return the address of the first run of consecutive free and unmapped ranges with room for the request."""
         for unmapped in sorted(self._unmapped):
             first = end = self._start_of.get(unmapped, unmapped)
             while end - first < size_bytes:
@@ -359,12 +366,12 @@ class ExpandablePool(Pool):
 
 
 Request = tuple[list[Block], Pool, int, int, int, int]
-"""Equal requests: the list of allocated blocks of their kind, their pool, their rounded bytes (0: they free some of
-these), their requested bytes, the index of the block to free: 0 the oldest, -1 the latest; and their number."""
+"""A number of equal requests: the list of allocated blocks of their kind, their pool, their rounded bytes (0 if they
+free blocks of the list), their requested bytes, which block to free (0: the oldest, -1: the latest), and the number."""
 
 
 class NoMemoryLeftError(Exception):
-    """Out of memory: the device has too little left for a request, even with all cached segments released."""
+    """Out of memory: the device has too little left for a request, even after releasing all cached segments."""
 
     def __init__(self, missing_bytes: int) -> None:
         super().__init__(f"{missing_bytes} bytes are missing")
@@ -372,7 +379,7 @@ class NoMemoryLeftError(Exception):
 
 
 class CachingAllocator:
-    """Replay of requests; see [Note: replay]. `limit_bytes`: memory of the device; absent: unlimited.
+    """Replay of requests; see [Note: replay]. `limit_bytes`: memory of the device; None: unlimited.
 
     >>> allocator = CachingAllocator()
     >>> kept, gone = allocator.allocate(3 * 2**20), allocator.allocate(100)
@@ -392,7 +399,7 @@ class CachingAllocator:
     def allocate(self, size_bytes: float, stream: str = "") -> Block | None:
         """Return a block for a request on a stream; None for a request of 0 bytes.
 
-        Raises NoMemoryLeftError where the device is out of memory, with all cached segments released.
+        Raises NoMemoryLeftError if the device is out of memory even after all cached segments are released.
         """
         requested = int(size_bytes)
         if not requested:
@@ -411,9 +418,9 @@ class CachingAllocator:
         self.serve(iter([([block], pool, 0, requested, 0, 1)]))
 
     def serve(self, requests: Iterator[Request]) -> Request | None:
-        """Serve requests; return the first that frees a missing block, or None where all are served.
+        """Serve requests; return the first one that frees a block that does not exist, or None once all are served.
 
-        Requests that free several blocks free no more than there are.
+        A request that frees several blocks frees at most as many as there are.
         """
         requested, allocated = self.requested_bytes, self.allocated_bytes
         most_requested, most_allocated = self.peak_requested_bytes, self.peak_allocated_bytes

@@ -1,7 +1,7 @@
 """Lifetimes of a layer's buffers as memory events, their peak footprint, and workspaces of reductions on a GPU.
 
-All are pure functions of the model file. torch's reductions over rows share the rows among many blocks of threads,
-which combine their sums in a buffer. Source: torch 2.11, aten/src/ATen/native/cuda/Reduce.cuh (setReduceConfig,
+All are pure functions of the model file. torch's reductions over rows divide the rows among many thread blocks, which
+combine their sums in a global buffer. Source: torch 2.11, aten/src/ATen/native/cuda/Reduce.cuh (setReduceConfig,
 ReduceConfig.global_memory_size), for sums of contiguous rows. The peaks of nine runs of four models on an H200 agree to
 512 bytes.
 """
@@ -19,17 +19,18 @@ from gssim.workload import Buffer, ImageInput, Layer, LayerInstance, Model, Mome
 LARGEST_BLOCK_THREADS = 512
 WARP_THREADS = 32
 VECTOR = 4
-"""Adjacent columns that a thread adds up, or fewer where their number is no multiple of it."""
+"""Adjacent columns that one thread sums; fewer if the number of columns is not a multiple of it."""
 LEAST_ROWS, MOST_ROWS = 16, 256
-"""Rows that a thread adds up: the least where rows are shared among blocks, and the most where these suffice."""
+"""Rows that one thread sums: at least 16 if rows are divided among thread blocks; below 256 they are not divided."""
 
 
 def reduction_buffer_bytes(rows: int, columns: int, *, value_bytes: int, resident_threads: int | None) -> int:
-    """Return the bytes of the buffer for the sums of all columns over rows; 0 where no rows are shared among blocks.
+    """Return the bytes of the buffer for sums of all columns over rows; 0 if rows are not divided among thread blocks.
 
-    `value_bytes`: of the accumulation type, which is fp32 for half precisions; `resident_threads`: of the device; None:
-    enough for all blocks. Each block has room for its own columns once for every column: with enough threads, and
-    columns a multiple of 128, the buffer is twice the bytes of the summed tensor.
+    `value_bytes`: bytes of the accumulation type, which is fp32 for half precisions. `resident_threads`: threads that
+    the device runs at once; None: enough for all blocks. Each block has room for its own columns once for every column:
+    with enough threads, and a number of columns that is a multiple of 128, the buffer is twice the size of the summed
+    tensor.
 
     >>> reduction_buffer_bytes(8192, 384, value_bytes=4, resident_threads=None) // 2**20
     24
@@ -54,22 +55,22 @@ Bytes = tuple[tuple[str, float], ...]
 
 
 class Event(NamedTuple):
-    """An allocation or (negative) release at a position of a layer's phase; releases come after allocations.
+    """An allocation or (negative) release of memory at a position of a layer's phase.
 
-    At one position, but for early ones.
+    Of events at one position, allocations come before releases, except for `early` releases.
     """
 
     position: int
     size_bytes: float
     category: str
     tensors: Sequence[float] = ()
-    """Bytes of each tensor, where there are several."""
+    """Bytes of each tensor, if the event stands for several."""
     stream: str = ""
-    """Stream of the device, where it is not the compute stream: an allocator separates the memory of streams."""
+    """Stream of the device; empty: the compute stream. The allocator keeps the memory of streams apart."""
     number: int = 0
-    """Index of the buffer in its layer: a release is of the last allocation with the same index."""
+    """Index of the buffer in its layer. A release frees the latest allocation with the same index."""
     early: bool = False
-    """Whether a release comes before the allocations that follow it in the list of events at the same position."""
+    """Whether a release comes before allocations at the same position that follow it in the list of events."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ class Footprint:
 
 NOTHING = Footprint()
 LAST = 2**31
-"""Position after every other of a phase."""
+"""A position in a phase after all others."""
 FORWARD_END = Moment("forward-end")
 """The end of the forward, after the loss."""
 
@@ -101,7 +102,7 @@ def bytes_of(sizes: Mapping[str, float]) -> Bytes:
 
 
 def footprint(events: Iterable[Event]) -> Footprint:
-    """Return the footprint of events in order of position.
+    """Return the footprint of events, taken in order of position.
 
     >>> footprint([Event(0, 8.0, "activations"), Event(1, 4.0, "temporaries"), Event(1, -4.0, "temporaries")])
     Footprint(peak=(('activations', 8.0), ('temporaries', 4.0)), kept=(('activations', 8.0),))
@@ -119,7 +120,7 @@ def footprint(events: Iterable[Event]) -> Footprint:
 
 
 def in_sequence(footprints: Iterable[Footprint]) -> Footprint:
-    """Return the footprint of several, one after another, without their events.
+    """Return the footprint of several footprints in sequence; it has no single events.
 
     >>> first, second = (footprint([Event(0, size, "activations")]) for size in (8.0, -4.0))
     >>> in_sequence([first, second, first])
@@ -150,7 +151,7 @@ def release_of(size_bytes: float, category: str) -> Footprint:
 
 @dataclass(frozen=True)
 class Timeline:
-    """All memory events of one training step by (layer index, phase); `end`: releases after the backward."""
+    """All memory events of one training step by (layer index, phase); `end` has the releases after the backward."""
 
     events: Mapping[tuple[int, str], Sequence[Event]]
     end: Sequence[Event]
@@ -161,16 +162,17 @@ class Timeline:
 
 
 Lives = Callable[[Layer, Layer | None, Sequence[Layer]], Sequence[Buffer]]
-"""The buffers of a layer, given the layer before it, and those that follow up to the first block."""
+"""Function that returns a layer's buffers, given the layer, the one before it, and those after it up to the next
+block."""
 
 
 def as_traced(layer: Layer, before: Layer | None, following: Sequence[Layer]) -> Sequence[Buffer]:
-    """Return the buffers of a layer without recomputation."""
+    """Return the buffers of a layer as traced, without recomputation."""
     return layer.buffers
 
 
 def following(layers: Sequence[Layer]) -> list[tuple[Layer, ...]]:
-    """Return the layers that follow each one, up to the first block and with it."""
+    """Return, for each layer, the layers after it up to and including the next block."""
     found: list[tuple[Layer, ...]] = [()]
     for layer in reversed(layers[1:]):
         found.append((layer,) if layer.block else (layer, *found[-1]))
@@ -187,7 +189,7 @@ def activation_timeline(
 ) -> Timeline:
     """Return the lifetimes of activations and temporaries, without parameter gradients.
 
-    `scale`: bytes of an element over those of the traced precision (the few integer buffers are scaled too).
+    `scale`: bytes of an element relative to the precision of the trace (the few integer buffers are scaled too).
     """
     events: dict[tuple[int, str], list[Event]] = defaultdict(list)
     end: list[Event] = []
@@ -220,8 +222,9 @@ def gradient_events(
 ) -> dict[tuple[int, str], list[Event]]:
     """Return the allocations of parameter gradients, and their releases when they are ready.
 
-    `given_back`: 0: none; 1: the gradient is copied elsewhere, or added to an earlier one; 2: that is released too.
-    `given_back_of_experts`: the same for experts that ranks divide; absent: as of all.
+    `given_back`: how many gradients are released when one is ready: 0: none; 1: the new one, which is copied elsewhere
+    or added to an earlier one; 2: the sum, too. `given_back_of_experts`: the same for divided experts; None: as for
+    all.
     """
     events: dict[tuple[int, str], list[Event]] = defaultdict(list)
     by_parameter: dict[int, tuple[Event, list[Event]]] = {}
@@ -233,7 +236,7 @@ def gradient_events(
                 times = given_back
                 if parameter.of_experts and given_back_of_experts is not None:
                     times = given_back_of_experts
-                # one that is added to an earlier one is released before hooks see the sum
+                # a gradient that is added to an earlier one is released before hooks see the sum
                 freed = [Event(ready.position, -size, "gradients", early=i + 1 < times) for i in range(times)]
                 by_parameter[id(parameter)] = Event(born.position, size, "gradients"), freed
             taken, freed = by_parameter[id(parameter)]
@@ -251,9 +254,9 @@ def scratch_bytes(
     batch_size: int,
     traced: Sequence[Event],
 ) -> float:
-    """Return the workspaces of the layer's kernels: the measured peak less the peak of the traced buffers.
+    """Return the workspace of the layer's kernels: the measured peak minus the peak of the traced buffers.
 
-    `traced` are the layer's events with its gradients kept, as in the profile. Without a profile: 0.
+    `traced`: the layer's events with its gradients kept, as in the profile. Without a profile the workspace is 0.
     """
     profile = layer_profile(device, workload, instance.layer)
     curve = (profile.backward_peak_bytes if phase == "b" else profile.forward_peak_bytes) if profile else None
@@ -281,10 +284,11 @@ def input_bytes(
     inputs: bool = True,
     targets: bool = True,
 ) -> float:
-    """Return the bytes of one batch: token ids and targets (a class for each sample, else a token) as int64, images.
+    """Return the bytes of a batch: int64 token ids (or images), and int64 targets (one per token, or a class per
+    sample).
 
-    `value_bytes`: of an image's value; `inputs`, `targets`: whether each is included. Tensors derived from the input (a
-    padding mask) are in the layers' buffers.
+    `value_bytes`: bytes of an image's value; `inputs`, `targets`: whether each is included. Tensors derived from the
+    input (a padding mask) are buffers of the layers.
 
     >>> from gssim.workload import Module, TokenInput
     >>> gpt = Model(name="m", source="doctest", module=Module(factory="m.m"), traced_batch_sizes=(1,), layers=(),

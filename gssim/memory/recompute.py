@@ -1,26 +1,27 @@
 """Lifetimes of a checkpointed block's buffers: its traced buffers, moved as activation checkpointing does.
 
-[Note: checkpoint] torch.utils.checkpoint with use_reentrant=False (torch 2.13): In the forward, autograd saves
-placeholders instead of tensors, so only the block's inputs are kept: all else is freed with its last reference, as a
-forward shows that is traced without saving anything. The first of the block's backward nodes that needs a saved tensor
-runs the forward again, which stops after the last saved tensor (early_stop); each is then freed by the node that uses
-it, as without checkpointing. The placeholders keep the inputs, and the state of the random numbers at the forward,
-until the last of the block's nodes is done. The phase `r` is this second forward, with the positions of the first.
+[Note: checkpoint] This is torch.utils.checkpoint with use_reentrant=False (torch 2.13). In the first forward, autograd
+saves placeholders instead of tensors, so only the block's inputs are kept. Everything else is freed with its last
+reference, as in a forward that is traced without saving anything. The first backward node of the block that needs a
+saved tensor runs the forward again. This second forward stops after the last saved tensor (early_stop); each saved
+tensor is then freed by the node that uses it, as without checkpointing. The placeholders keep the inputs, and the state
+of the random number generator at the forward, until the last of the block's nodes is done. The phase `r` is the second
+forward, with the positions of the first.
 
-[Note: selective] With create_selective_checkpoint_contexts, each output of a compute-heavy operation (matrix product,
-convolution, attention; or of these all but every second matrix product) is kept from the first forward, whether the
-backward needs it or not. The second forward uses it instead of running the operation, and takes it over: it is freed
-when that of a second forward would have been. Outputs that the second forward does not reach, since it stops early, are
-kept as long as the placeholders.
+[Note: selective] With create_selective_checkpoint_contexts, each output of a compute-heavy operation is kept from the
+first forward, whether the backward needs it or not. Such operations are matrix products, convolutions and attention, or
+all of these but every second matrix product. The second forward takes over the output instead of running the operation;
+it is freed when the recomputed output would have been. Outputs that the second forward does not reach, because it
+stops early, are kept as long as the placeholders.
 
-[Note: first needed] Of a block's backward, some operations may need the gradient of its output alone: it is gathered
-where ranks divide sequences, and scaled where the block's last map has an adapter. They run before anything that is
-saved is asked for, so that what they allocate is there while the block's forward runs again (`recompute_after`).
+[Note: first needed] Some operations of a block's backward may need only the gradient of the block's output: it is
+gathered where ranks divide sequences, and scaled where the block's last map has an adapter. They run before any saved
+tensor is needed, so their allocations exist while the block's forward runs again (`recompute_after`).
 
 [Note: casts] torch.autocast keeps the casts of parameters until its outermost context ends, so that none is cast twice
-in a forward. The first forward leaves them there: those of all blocks are held until the loss is computed, where
-without checkpointing autograd holds most of them longer. The second forward has a context of its own (recompute_fn),
-casts the block's parameters once more, and gives up at its end those that the backward does not need.
+in a forward. The casts of the first forward stay there: those of all blocks are held until the loss is computed.
+(Without checkpointing autograd holds most of them longer.) The second forward has a context of its own (recompute_fn).
+It casts the block's parameters once more, and at its end releases the casts that the backward does not need.
 """
 
 from collections.abc import Sequence
@@ -45,9 +46,8 @@ def recomputed_buffers(
 ) -> tuple[Buffer, ...]:
     """Return the buffers of `layer` where each block is checkpointed.
 
-    `before`: the layer before it; `following`: those after it, up to the first block.
-    `recompute`: what of it runs again; see [Note: selective]. `autocast`: whether the layers are those of a forward
-    under torch.autocast; see [Note: casts].
+    `before`: the layer before it; `following`: those after it, up to the next block. `recompute`: what runs again; see
+    [Note: selective]. `autocast`: whether the forward runs under torch.autocast; see [Note: casts].
     """
     moved: list[Buffer] = []
     kept = layer.kept_positions(recompute) or ()
@@ -63,7 +63,7 @@ def recomputed_buffers(
         if layer.block and is_forward and buffer.born.position in kept:
             moved.append(replace(buffer, freed=_kept_until(buffer, layer, before), category="activations"))
         elif again and buffer.is_saved:
-            # older model files lack its release in the first forward: at the end at the latest
+            # older model files lack the release in the first forward: it is then at the forward's end
             end = _last_use(layer, after) if buffer is output else Moment("f", releases.get(id(buffer), LAST))
             end = FORWARD_END if autocast and _is_cached(buffer, end, last) else end
             moved += [replace(buffer, freed=end), replace(buffer, born=replace(buffer.born, phase="r"))]
@@ -92,8 +92,8 @@ def recomputed_buffers(
 
 
 def _before_recomputation(buffer: Buffer, layer: Layer, before: Layer | None) -> Buffer:
-    """Return a buffer with those of its moments that are in a backward, before its block's forward is run again, at
-    the begin of that; see [Note: first needed].
+    """Return a buffer in which backward moments that precede the block's second forward are moved to the begin of that;
+    see [Note: first needed].
     """
     at_layer = {0: layer, -1: before}
 
@@ -107,9 +107,10 @@ def _before_recomputation(buffer: Buffer, layer: Layer, before: Layer | None) ->
 
 
 def _is_cached(buffer: Buffer, end: Moment, last: int) -> bool:
-    """Return whether a buffer that a first forward frees at `end`, with the operation `last`, is a parameter's cast.
+    """Return whether a buffer, which a first forward frees at `end`, is the cast of a parameter; `last`: last
+    operation.
 
-    It alone neither depends on the batch nor is freed by an operation; see [Note: casts].
+    Only casts of parameters neither depend on the batch nor are freed by an operation; see [Note: casts].
     """
     constant = all(not (i or j) for _, i, j in buffer.size_bytes.terms)
     return constant and buffer.born.phase == end.phase == "f" and end.layer_offset == 0 and end.position >= last
@@ -127,7 +128,7 @@ def _positions(layer: Layer) -> int:
 
 
 def rerun_positions(layer: Layer, recompute: Recompute) -> tuple[int, int]:
-    """Return the first and the last position of the second forward, which stops once all saved tensors are there."""
+    """Return the first and last position of the second forward, which stops once all saved tensors exist."""
     if recompute == "selective" and layer.selective_rerun is not None:
         return layer.selective_rerun
     return 0, _positions(layer) - 1
@@ -141,7 +142,7 @@ def _freed_again(buffer: Buffer, layer: Layer) -> Moment:
 
 
 def _kept_until(buffer: Buffer, layer: Layer, before: Layer | None) -> Moment:
-    """Return when a buffer is freed that is kept from the first forward for the second."""
+    """Return when a buffer is freed that is kept from the first forward until the second takes it over."""
     if buffer.freed.phase == "end" or (buffer.freed.layer_offset > 0 and not layer.is_recomputed):
         return buffer.freed
     if not layer.is_recomputed or buffer.born.position >= _positions(layer):
@@ -150,7 +151,9 @@ def _kept_until(buffer: Buffer, layer: Layer, before: Layer | None) -> Moment:
 
 
 def _own_output(layer: Layer) -> Buffer | None:
-    """Return the layer's output where its own backward saves it (a ReLU's), which hides the next layer's use of it."""
+    """Return the layer's output if its own backward saves it (a ReLU's): then the next layer's use of it is not
+    traced.
+    """
     size = layer.output_bytes
     if any(buffer.size_bytes == size and _crosses(buffer) for buffer in layer.buffers):
         return None
@@ -159,15 +162,17 @@ def _own_output(layer: Layer) -> Buffer | None:
 
 
 def _crosses(buffer: Buffer) -> bool:
-    """Return whether a buffer is allocated in the forward for the next layer."""
+    """Return whether a buffer is allocated in the forward and last used by the next layer."""
     return buffer.born.phase == "f" and buffer.freed.layer_offset == 1
 
 
 def _input_of_block(layer: Layer, following: Sequence[Layer]) -> Buffer | None:
-    """Return the output of `layer` that the next block takes, where it outlives the layer after: the model holds it to
-    the end of its forward, or layers between pass on something else (position codes) or what they are given.
+    """Return the output of `layer` that the next block takes as input, if it outlives the layer after `layer`; else
+    None.
 
-    It has the size of the layer's output. A block adds to what it takes, so that its own output is as large: else it
+    It does so if the model holds it to the end of its forward, or if the layers in between pass on something else
+    (position codes) or their own input. It has the size of the layer's output. A block adds to its input, so the
+    block's output must be as large; otherwise the block takes something else (a part of the sequence).
     takes something else (a part of the sequence).
     """
     size = layer.output_bytes
@@ -187,12 +192,12 @@ def _input_of_block(layer: Layer, following: Sequence[Layer]) -> Buffer | None:
 
 
 def _is_argument(buffer: Buffer, layer: Layer, following: Sequence[Layer]) -> bool:
-    """Return whether a buffer is an argument that the model hands to all its blocks: a mask, or numbers of positions.
+    """Return whether a buffer is an argument that the model passes to all its blocks: a mask, or position indices.
 
-    Layers before the blocks make it, and the model frees it when its forward returns. What is as large as the layer's
-    output, or as the block's, or one sample's of these, is none: embeddings of tokens or positions, which are added up
-    to the blocks' input (where embeddings are narrower, a map between them and the blocks widens those of tokens).
-    Placeholders of the first block keep it longest.
+    Layers before the blocks make it, and the model frees it when its forward returns. Buffers as large as the layer's
+    output or the block's, or as one sample's part of these, are not arguments: they are embeddings of tokens or
+    positions, which are added up to the blocks' input (if embeddings are narrower, a linear map between them and the
+    blocks widens those of tokens). The first block's placeholders keep an argument longest.
     """
     if not following or not following[-1].is_recomputed or layer.block:
         return False
@@ -204,16 +209,17 @@ def _is_argument(buffer: Buffer, layer: Layer, following: Sequence[Layer]) -> bo
 
 
 def _moved(freed: Moment, layer: Layer, after: Layer | None) -> Moment:
-    """Return when a buffer is freed; the inputs of a checkpointed block are kept as long as its placeholders."""
+    """Return when a buffer is freed. Inputs of a checkpointed block are kept until its placeholders are released."""
     if after is None or not after.is_recomputed or freed.layer_offset != 1:
         return freed
     return _last_use(layer, after)
 
 
 def _last_use(layer: Layer, after: Layer | None) -> Moment:
-    """Return the last use of the output of `layer`: where the next block's placeholders are released.
+    """Return the last use of the output of `layer`: the moment at which the next block's placeholders are released.
 
-    A layer that is no block is assumed to need it in its whole backward: it is not traced.
+    If the next layer is not a block, it is assumed to need the output during its whole backward, as its uses are not
+    traced.
     """
     if after is None:
         return Moment("end")
@@ -227,7 +233,7 @@ def _last_use(layer: Layer, after: Layer | None) -> Moment:
 
 
 def _frame_released(layer: Layer, before: Layer | None) -> Moment:
-    """Return when a block's placeholders are released: if nothing has to be saved, with its forward."""
+    """Return when a block's placeholders are released. Without recomputation that is when the forward ends."""
     return Moment("b", _released(layer, before)) if layer.is_recomputed else Moment("f", LAST)
 
 
