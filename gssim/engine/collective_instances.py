@@ -1,8 +1,8 @@
 """Instances of a program's collectives: which equal groups carry one out together, and by which schedule.
 
-Equal groups are one instance: all of them start when the last of their members arrives, and end together. See [Note:
-groups] in `symmetry`. Whether their networks are equal is known only once all traffic that crosses these is: groups are
-then distinguished, and everything is arranged again, until the classes are stable.
+Equal groups form one instance: they all start when the last of their members arrives, and end together. See [Note:
+groups] in `symmetry`. Whether groups see equal networks is known only once all traffic that crosses these networks is.
+Groups that turn out to differ are then separated and everything is arranged again, until the classes are stable.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,7 +44,9 @@ class CollectiveInstance:
 
     @cached_property
     def receivers(self) -> tuple[int, ...]:
-        """Classes of the ranks that receive in the first stage, where others do not; empty: all receive."""
+        """Classes of the ranks that receive in the first stage, if other ranks only send; empty if all ranks
+        receive.
+        """
         if self.communication.kind not in ONE_WAY_KINDS or not self.schedule.stages:
             return ()
         targets = self.schedule.stages[0].hops.target
@@ -52,10 +54,11 @@ class CollectiveInstance:
 
     @cached_property
     def pairs(self) -> Mapping[tuple[int, int, int], Stage]:
-        """Messages of an all-to-all of which each begins when its two ranks are there; empty: all begin at once.
+        """Messages of an all-to-all that starts pair by pair, each when its two ranks have arrived; empty: all start at
+        once.
 
-        By class of the sender, class of the receiver, and places from the one to the other in the group. See [Note:
-        pairs] in `rendezvous`.
+        Keys are the sender's class, the receiver's class, and how many places the receiver follows the sender in the
+        group. See [Note: pairs] in `rendezvous`.
         """
         own = self.communication.carried_kind == "all-to-all" and self.schedule.notices and not self.schedule.measured
         if not own or not 1 < len(self.classes) <= MAX_PAIRED or len(self.schedule.stages) != 1:
@@ -81,7 +84,9 @@ class CollectiveInstance:
 ONE_WAY_KINDS = ("send", "broadcast")
 """Kinds in whose first stage some ranks only send."""
 MAX_PAIRED = 8
-"""Largest number of unequal ranks whose all-to-alls are simulated pair by pair; of more, all messages begin at once."""
+"""Largest number of unequal ranks whose all-to-alls are simulated pair by pair; with more, all messages start
+at once.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,10 +95,10 @@ class Arrangement:
 
     classes: tuple[RankClass, ...]
     instances: Mapping[int, tuple[CollectiveInstance, ...]]
-    """Instances of each of the program's distinct collectives, by identity; one for each class of groups."""
+    """For each distinct collective (by `id`), its instances: one for each class of groups."""
     network: Network
     equal: Mapping[Communication, tuple[CollectiveInstance, ...]]
-    """The same by value, of those that are not matrices."""
+    """Instances by value of the collective, for collectives without a matrix of pairs."""
 
     def of(self, communication: Communication) -> tuple[CollectiveInstance, ...]:
         """Return the instances of a collective."""
@@ -102,7 +107,7 @@ class Arrangement:
 
     @cached_property
     def all(self) -> Sequence[tuple[CollectiveInstance, ...]]:
-        """Instances of every distinct collective, each once."""
+        """The instances of each distinct collective."""
         return list({id(several): several for several in self.instances.values()}.values())
 
 
@@ -133,7 +138,8 @@ def arrange(
 ) -> Arrangement:
     """Return the classes, collective instances and network of a program.
 
-    Programs of the same roles and collectives, such as those of other numbers of micro-batches, share the former two.
+    Programs with the same roles and collectives share classes and instances, for example programs that differ only in
+    the number of micro-batches.
     """
     new: list[Network] = []
 
@@ -142,7 +148,7 @@ def arrange(
         new.append(network)
         return found
 
-    matrices = any(each.pair_bytes for each, _ in program.exchanges)  # which take long to compare
+    matrices = any(each.pair_bytes for each, _ in program.exchanges)  # comparing matrices takes long
     distinct = () if matrices else tuple(dict.fromkeys(each for each, _ in program.exchanges))
     key = (Same(cluster), Same(router), conditions, program.role_of, distinct, unfolded)
     found = arranged() if matrices else shared.once("arrangement", key, arranged, most=MAX_ARRANGEMENTS)
@@ -164,7 +170,7 @@ Instances = dict[int, tuple[CollectiveInstance, ...]]
 
 @dataclass(frozen=True, eq=False)
 class _Shared:
-    """What programs of the same roles and collectives share."""
+    """The part of an arrangement that programs with the same roles and collectives share."""
 
     classes: Classes
     instances: Instances
@@ -211,7 +217,7 @@ def _stages_of(instances: Instances) -> list[Stage]:
 
 
 class Choice:
-    """Chooses the schedule of a collective that is fastest on idle links."""
+    """Chooses, of several schedules of a collective, the one that is fastest on idle links."""
 
     def __init__(self, router: Router, conditions: Conditions) -> None:
         self.router, self.conditions = router, conditions
@@ -234,10 +240,10 @@ class _ScheduleCache:
         self._spread: dict[tuple[int, Groups], tuple[Hops, Hops]] = {}
 
     def of(self, communication: Communication, groups_in_all: int) -> CollectiveSchedule:
-        """Return the schedule of a collective for all of its groups, which are equal; equal collectives share it.
+        """Return the schedule of a collective for all of its (equal) groups; equal collectives share it.
 
-        `groups_in_all`: number of groups that carry it out, unequal ones included; together they may have too many
-        flows to simulate each.
+        `groups_in_all`: number of all groups that carry it out, including unequal ones; if they have too many flows
+        together, flows are not simulated one by one.
         """
         alone = replace(communication, beside=()) if communication.beside else communication
         compared = replace(alone, pair_bytes=()) if alone.pair_bytes else alone
@@ -305,7 +311,7 @@ def _refined_kinds(
     network: Network,
     router: Router,
 ) -> dict[Groups, Ints]:
-    """Return finer kinds of groups, where some of one instance differ in the network."""
+    """Return finer kinds of groups: groups of one instance that differ in the network are separated."""
     place = {groups: {group: i for i, group in enumerate(groups)} for groups in kinds}
     collection_of = {group: groups for groups in kinds for group in groups}
     refined: dict[Groups, Ints] = {}
@@ -329,7 +335,7 @@ def _refined_kinds(
 
 
 def _session_classes(stage: Stage, groups: int, network: Network, router: Router) -> Ints:
-    """Return a class for each group: by the classes of its sessions, and by the latencies of its hops."""
+    """Return a class for each group: equal for groups with equal classes of sessions and equal hop latencies."""
     sessions = np.sort(network.folded.colours[id(stage.hops), stage.coupled].reshape(groups, -1), axis=1)
     on = router.bundle(stage.hops) if stage.coupled else router.of(stage.hops)
     late = codes(on.latency_s).reshape(groups, -1)

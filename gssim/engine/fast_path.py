@@ -1,11 +1,10 @@
-"""The fast path of one rank: streams that compute their own times between collectives, without SimPy events per task.
+"""The fast path of one rank: between collectives, streams compute their own times, without a SimPy event per task.
 
-[Note: ahead] Between two collectives a rank is alone with its device: no other rank changes when its tasks end. Where
-that holds (devices of a host do not slow each other down, nothing varies by chance or after pauses), its streams do not
-wait for the clock after each task, but add up a time of their own, and synchronise with the clock where they meet
-others: a collective is joined at its exact time. A task on which other streams of the rank depend reports its end as
-soon as that is known. Memory is then added up in the order of the compute stream, which must be the only one that
-allocates any.
+[Note: ahead] Between two collectives, no other rank changes when a rank's tasks end. This holds if devices of a host do
+not slow each other down, and if nothing varies randomly or after pauses. A rank's streams then do not wait for the
+clock after each task, but keep a time of their own. They synchronise with the clock where they meet other ranks: a
+collective is joined at its exact time. A task on which other streams of the rank depend reports its end as soon as that
+is known. Memory is added up in the order of the compute stream, which must be the only stream that allocates.
 """
 
 from collections.abc import Generator
@@ -25,7 +24,7 @@ def can_run_ahead(machine: MachineState, index: int) -> bool:
 
 
 def is_independent(machine: MachineState, index: int) -> bool:
-    """Return whether nothing outside a class changes its task times between two collectives."""
+    """Return whether nothing outside a class affects its task times between two collectives."""
     independent = not machine.hosts[machine.classes[index].host].coupled and not is_jittery(machine.devices[index])
     independent = independent and not isinstance(
         machine.memory[index], RecordingTracker
@@ -40,7 +39,7 @@ def _is_slowed_by_pauses(program: Program, role: int) -> bool:
 def run_ahead(
     machine: MachineState, running: RunningCollectives, index: int, stream: str, steps: int
 ) -> Generator[Any, Any, None]:
-    """Execute a stream's tasks on a clock of its own; see [Note: ahead]."""
+    """Execute a stream's tasks on a clock of its own, ahead of the simulated clock; see [Note: ahead]."""
     tasks, env, now_s = machine.tasks_of(index, stream), machine.env, machine.env.now
     for step in range(steps):
         for task in tasks:
@@ -60,7 +59,7 @@ def run_ahead(
                 finished.succeed(now_s)
         if stream == "compute":
             machine.ends_s[index].append(now_s)
-    if stream == "compute":  # in the order of the tasks: always the same, whenever they end
+    if stream == "compute":  # memory is added up in task order, whenever the tasks end
         machine.memory[index] = machine.program.once(memory_after, machine.roles[index], steps)
     yield from machine.until(now_s)
 

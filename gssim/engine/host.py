@@ -1,6 +1,4 @@
-"""Hosts whose devices slow each other down while they compute and communicate, and a SimPy clock with absolute
-times.
-"""
+"""Hosts whose devices slow each other down while they compute and communicate, and a SimPy clock with exact times."""
 
 from collections import Counter, defaultdict
 from collections.abc import Generator
@@ -17,7 +15,7 @@ from gssim.cluster.contention import communicating_excess
 class Clock(simpy.Environment):
     """A SimPy environment with events at absolute times.
 
-    A timeout of `time - now` does not end at `time` to the last digit.
+    `timeout(time - now)` may miss `time` in the last digit.
     """
 
     def at(self, time_s: float) -> simpy.Event:
@@ -34,19 +32,19 @@ class Clock(simpy.Environment):
 
 
 class Load(NamedTuple):
-    """Load of communication on a device that computes meanwhile."""
+    """Load that running collectives put on a device's processor, which slows down its compute."""
 
     busy_share: float
-    """Fraction of the time for which it occupies a processor."""
+    """Fraction of the time for which communication occupies a processor."""
     handled_bytes_per_s: float
     """Bytes sent and received per second."""
 
 
 class Host:
-    """Devices that share a host: each computes slower while others compute, and while it communicates itself.
+    """Devices that share a host. A device computes slower while others compute, and while it communicates itself.
 
-    Equal ranks are one class, which stands for as many devices as it has members on this host. In the lab it is a core
-    that devices share: `core_share` is then the part of its time that a device of each class has.
+    Equal ranks are one class, which stands for all of its members on this host. In the lab a `Host` is one core that
+    devices share; `core_share` is then the fraction of its time that a device of each class gets.
     """
 
     def __init__(
@@ -61,13 +59,13 @@ class Host:
         self.env, self.devices, self.members, self.coupled = env, devices, members, coupled
         self.core_share = core_share
         self.computing: Counter[int] = Counter()
-        """By class: number of its streams that compute, possibly several at once."""
+        """By class: number of its streams that are computing (several streams may compute at once)."""
         self.communicating: dict[int, Counter[Load]] = defaultdict(Counter)
         """By class: running collectives, counted by their load."""
         self.changed = env.event()
 
     def _change(self) -> None:
-        if self.changed.callbacks:  # else nobody waits for it, and it serves for the next change
+        if self.changed.callbacks:  # without waiters, the event is kept for the next change
             self.changed.succeed()
             self.changed = self.env.event()
 
@@ -76,7 +74,7 @@ class Host:
     ) -> Generator[Any, Any, None]:
         """Take the simulated time of `alone_s` of compute, slowed by the current load of the host.
 
-        `refill_s`: of that time, what refills the caches after a pause.
+        `refill_s`: the part of that time that refills the caches after a pause.
         """
         if alone_s <= 0:
             return
@@ -92,14 +90,14 @@ class Host:
             end = self.env.timeout(remaining * slowdown)
             yield self._first_of(end, self.changed)
             remaining = max(0.0, remaining - (self.env.now - began_s) / slowdown)
-            ended = end.processed  # the clock decides: late in a run `remaining` may never round to 0
+            ended = end.processed  # the clock decides, since `remaining` may never round to 0 late in a run
         self.computing[rank_class] -= 1
         if not self.computing[rank_class]:
             del self.computing[rank_class]
         self._change()
 
     def _first_of(self, *events: simpy.Event) -> simpy.Event:
-        """Return an event that triggers with the first of others; SimPy's own also collects their values."""
+        """Return an event that triggers with the first of `events`. (SimPy's own also collects their values.)"""
         woken = self.env.event()
 
         def wake(_event: simpy.Event) -> None:
@@ -114,9 +112,9 @@ class Host:
     def _others(self, rank_class: int) -> float:
         """Return the fraction of the other devices that compute now.
 
-        On a core, devices take turns, and the slow-down is the refilling of the caches after others' turns. A device
-        with fewer turns than this one interrupts fewer of its turns; one with more, or two devices, no more than each
-        (assumed).
+        On a shared core, devices take turns, and the slow-down comes from refilling the caches after another device's
+        turn. A device with a smaller share than this one interrupts fewer of its turns. A device with a larger share,
+        or several devices, interrupt each turn at most once (assumed).
         """
         if self.core_share is not None:
             own = self.core_share[rank_class]

@@ -1,5 +1,5 @@
-"""Executes a program in simulated time: the streams of every rank as SimPy processes, or vectorised or chunk by chunk
-where that is exact.
+"""Executes a program in simulated time: each rank's streams run as SimPy processes, or faster, vectorised or by chunks,
+where that gives the same result.
 """
 
 import math
@@ -23,26 +23,27 @@ from gssim.program import Program, Task
 from gssim.result import Span
 
 STREAMS = ("compute", "communication", "replication")
-"""Streams of every rank. `replication`: all-reduces over replicas, which on nccl have a communicator and a stream of
-their own (FSDP2). A pipeline's messages have streams of their own, by peer and direction.
+"""Streams of every rank. `replication` runs all-reduces over replicas, which on nccl have a communicator and a stream
+of their own (FSDP2). A pipeline's messages have further streams, one per peer and direction.
 """
 MIN_CLASSES_VECTORISED = 3
 """Minimum number of rank classes for the vectorised walk, which is slower for fewer."""
 Work = Callable[[int, str, int], Generator[Any, Any, None]]
 """Function that executes a class's stream for a number of steps."""
 SMALLEST_JITTER = 0.5
-"""Least factor by which jitter scales a task's time (assumed; it cuts off the normal distribution's far tail)."""
+"""Smallest factor by which jitter scales a task's time (assumed: it cuts off the far tail of the normal
+distribution)."""
 
 
 class DeadlockError(RunFailedError):
-    """The program cannot end; the message names the waiting ranks and their causes."""
+    """The program can never end; the message names the waiting ranks and what each waits for."""
 
 
 class Machine(MachineState):
     """All ranks of a program in simulated time: `run` executes it `steps` times and records spans and memory.
 
-    Equal ranks are simulated once: everything by rank is by class here, in the order of `classes`. `outlined`: whether
-    outlines may be walked chunk by chunk.
+    Equal ranks are simulated once: lists have one entry per class, in the order of `classes`. `outlined`: whether
+    outlines may be executed chunk by chunk.
     """
 
     def __init__(
@@ -60,16 +61,16 @@ class Machine(MachineState):
         super().__init__(cluster, program, *self._settings, seed=seed)
         self._outlined = outlined
         self.vectorised: VectorisedWalk | None = None
-        """The vectorised walk over all classes, where it is used."""
+        """The vectorised walk over all classes; None if it is not used."""
         self.outline_walk: OutlineWalk | None = None
-        """The walk of outlines, where it is used."""
+        """The chunk-by-chunk walk of outlines; None if it is not used."""
         self._collectives = RunningCollectives(self)
         self.steps = 0
         self.step_speed = [1.0 for _ in self.classes]
         self._refill_due_s = [0.0 for _ in self.classes]
-        """Extra compute time of each class still due for earlier pauses."""
+        """For each class, the extra compute time of earlier pauses that is still to be added to tasks."""
         self._waited_s = [0.0 for _ in self.classes]
-        """Time that each class has waited since its caches were last refilled."""
+        """For each class, how long it has waited since its caches were last refilled."""
         self._compute_ended_s: dict[int, float] = {}
         """End of each class's latest compute."""
 
@@ -80,18 +81,20 @@ class Machine(MachineState):
 
     @cached_property
     def task_spans(self) -> list[TaskSpan]:
-        """Busy intervals of the streams of each class; the walk of outlines leaves them to a run task by task."""
+        """Busy intervals of the streams of each class. The walk of outlines records none: the program is run again by
+        task.
+        """
         if self.outline_walk is not None:
             return self._task_by_task().task_spans
         return self.vectorised.task_spans() if self.vectorised is not None else self.recorded
 
     @property
     def spans(self) -> list[Span]:
-        """The same, as they are shown."""
+        """`task_spans` in the form in which they are shown."""
         return [each.span() for each in self.task_spans]
 
     def run(self, steps: int) -> None:
-        """Execute the program `steps` times; raise DeadlockError where it cannot end."""
+        """Execute the program `steps` times; raise DeadlockError if it cannot end."""
         self.steps = steps
         if self._outlined and can_walk_outlines(self):
             self._run_outlines(steps)
@@ -120,7 +123,9 @@ class Machine(MachineState):
             raise DeadlockError(f"deadlock: {'; '.join(self._blocked_ranks())}") from error
 
     def _can_be_vectorised(self) -> bool:
-        """Return whether there are enough classes, all independent between collectives, and no notices to wait for."""
+        """Return whether there are enough classes, all independent between collectives, and messages need no
+        notices.
+        """
         if len(self.classes) < MIN_CLASSES_VECTORISED:
             return False
         has_notices = any(instance.schedule.notices for several in self.arranged.all for instance in several)
@@ -137,7 +142,7 @@ class Machine(MachineState):
         try:
             self.outline_walk.run()
         except RuntimeError:
-            self._task_by_task()  # which names the ranks that wait for ever
+            self._task_by_task()  # raises the error that names the ranks that wait for ever
             raise
         self.ends_s = list(self.outline_walk.ends_s())
         self.memory = [self.program.once(memory_after, role, steps) for role in self.roles]
@@ -185,11 +190,11 @@ class Machine(MachineState):
         return texts
 
     def _stream(self, index: int, stream: str, steps: int) -> Generator[Any, Any, None]:
-        """Execute a stream's tasks in simulated time."""
+        """Execute a stream's tasks as a SimPy process."""
         tasks = self.tasks_of(index, stream)
         jitter, memory = self.devices[index].step_jitter_ratio, self.memory[index]
         for step in range(steps):
-            drawn: int | None = -1  # no step of a period: of each, speeds are drawn anew
+            drawn: int | None = -1  # the step of the period whose speeds were drawn last; none yet
             for task in tasks:
                 if jitter and stream == "compute" and task.id.step != drawn:
                     drawn = task.id.step
@@ -235,7 +240,7 @@ class Machine(MachineState):
         self._compute_ended_s[index] = self.env.now
 
     def _occupy(self, index: int, alone_s: float, *, refill_s: float) -> Generator[Any, Any, None]:
-        """Take the time of a piece of compute, longer where others share its host."""
+        """Take the simulated time of some compute; longer if other devices of the host compute or communicate."""
         host, device = self.hosts[self.classes[index].host], self.devices[index]
         if not host.coupled:
             yield self.env.timeout(alone_s)
@@ -243,10 +248,10 @@ class Machine(MachineState):
         yield from host.compute(index, alone_s, device, refill_s=refill_s)
 
     def _refill_s(self, index: int, task: Task) -> float:
-        """Return the extra time of a task for refilling the caches after pauses.
+        """Return a task's extra time for refilling the caches after pauses.
 
-        The extra time of pauses falls on the next tasks that are sensitive to it, at most doubling each; all pauses
-        together add no more than the longest.
+        The extra time of a pause falls on the next tasks that are sensitive to it, and at most doubles each. Several
+        pauses together add no more than the longest of them.
         """
         excess = task.after_pauses
         if excess is None:
@@ -258,9 +263,9 @@ class Machine(MachineState):
         return filled_s
 
     def _jitter(self, index: int, task: Task) -> float:
-        """Return the random factor of a task's compute: the step's and the task's own.
+        """Return the random factor on a task's compute time: the step's factor times the task's own.
 
-        A task that stands for several steps varies as the sum of as many independent ones.
+        A task that stands for several steps varies like the sum of that many independent steps.
         """
         device = self.devices[index]
         own = device.task_jitter_ratio

@@ -1,5 +1,5 @@
-"""Memory trackers: bytes held by category and their peak, for one rank, with a log for traces, or for a task group at
-once.
+"""Memory trackers: bytes by category, and their peak. There are trackers for one rank, for one rank with a log for
+traces, and for all roles of a task group at once.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,11 +13,11 @@ from gssim.program import Program, Task, parts_of
 from gssim.units import Bools, Floats, Ints
 
 NOISE_BYTES = 1e-3
-"""Amounts below this count as 0: expected message sizes are fractions, and allocating and freeing them in another order
+"""Smaller amounts count as 0: expected message sizes are fractions, so allocating and freeing them in different orders
 leaves rounding errors.
 """
 MAX_CELLS = 2**21
-"""Largest array of events, categories and roles that is computed at once."""
+"""Largest number of (event, category, role) cells that are computed in one array."""
 
 
 class MemoryTracker:
@@ -31,7 +31,7 @@ class MemoryTracker:
         self._current_bytes = sum(persistent.values())
 
     def begin(self, stream: str, need: Footprint) -> None:
-        """Add a task's transient peak while it runs."""
+        """Begin a task: add its transient peak until it ends."""
         self._transient[stream] = need
         total = self._current_bytes + sum([part.peak_bytes for part in self._transient.values()])
         if total > self.peak_bytes:
@@ -64,13 +64,13 @@ class MemoryTracker:
 
 
 MEMORY_STEPS = 2
-"""Number of steps over which memory is added up: the second starts with what the first leaves."""
+"""Number of steps over which memory is tracked: the second begins with what the first left allocated."""
 
 
 def memory_after(program: Program, role: int, steps: int) -> MemoryTracker:
-    """Return the memory of a role after so many steps, all tasks one after another in the order of the program.
+    """Return the memory of a role after `steps` steps, with all tasks in sequence, in the order of the program.
 
-    That is its memory in a simulation where only one stream allocates any.
+    A simulation in which only one stream allocates memory has the same result.
     """
     memory = MemoryTracker(dict(program.persistent[role]))
     parts = parts_of(program.tasks[role])
@@ -80,7 +80,7 @@ def memory_after(program: Program, role: int, steps: int) -> MemoryTracker:
 
 
 def allocates_beside_compute(program: Program, role: int) -> bool:
-    """Return whether streams beside the compute allocate or free memory, so that its peak depends on time."""
+    """Return whether other streams than the compute stream allocate or free memory, so that peaks depend on timing."""
     beside = (part for part in parts_of(program.tasks[role]) if isinstance(part, Task) and part.stream != "compute")
     return any(task.need.peak_bytes or task.need.kept for task in beside)
 
@@ -92,10 +92,10 @@ class RecordingTracker(MemoryTracker):
         super().__init__(persistent)
         self.now_s = now_s
         self.log: list[tuple[float, dict[str, float]]] = [(now_s(), dict(persistent))]
-        """Level by category from each time on; while a task runs, its peak."""
+        """(time, bytes by category): the level from that time on; while a task runs, its peak."""
 
     def begin(self, stream: str, need: Footprint) -> None:
-        """Add a task's transient peak while it runs."""
+        """Begin a task: add its transient peak until it ends."""
         super().begin(stream, need)
         self._record()
 
@@ -114,11 +114,11 @@ class RecordingTracker(MemoryTracker):
 
 @dataclass(frozen=True, eq=False)
 class _MemoryNeeds:
-    """Memory needs of the roles of a task group: rows are tasks with any, by category; columns are roles."""
+    """Memory needs of a task group. Rows are the tasks that need memory, by category; columns are roles."""
 
     tasks: tuple[int, ...]
     streams: tuple[int, ...]
-    """Stream of each of these tasks, numbered in the order in which streams first need memory."""
+    """Stream of each of `tasks`, numbered in the order in which streams first need memory."""
     categories: tuple[str, ...]
     peak: Floats
     """By task, category and role."""
@@ -139,20 +139,20 @@ class GroupPeaks:
 
     @property
     def in_one_stream(self) -> bool:
-        """Whether only one stream allocates memory, so that the order is always the same."""
+        """Whether only one stream allocates memory, so that the order of events never varies."""
         return len(set(self.needs.streams)) <= 1
 
     def peaks(self, began_s: Floats, ended_s: Floats, columns: Sequence[int]) -> list[dict[str, float]]:
-        """Return the peaks of ranks by category; times are by step, task of the group and rank.
+        """Return the peaks of ranks by category; times are indexed by step, task of the group and rank.
 
-        Of events at the same time in two streams, that of the stream beside the compute comes first.
+        If events of two streams coincide, that of the stream beside the compute stream comes first.
         """
         if self.in_one_stream:
             return [self._peaks_of_order(np.arange(2 * self.steps * len(self.needs.tasks)))[role] for role in columns]
         rows = sorted(range(len(self.needs.streams)), key=self.needs.streams.__getitem__, reverse=True)
         places = [self.needs.tasks[row] for row in rows]
         times_s = np.stack([began_s[:, places], ended_s[:, places]], axis=2)
-        # events by stream, step, task, begin or end; `_peaks_of_order` has them by step, task, begin or end
+        # events are by stream, step, task, begin or end here; `_peaks_of_order` has them by step, task, begin or end
         flat, numbers = self._by_stream(times_s, rows)
         orders = numbers[np.argsort(flat, axis=0, kind="stable")]
         return [self._peaks_of_order(orders[:, i])[role] for i, role in enumerate(columns)]
@@ -173,17 +173,18 @@ class GroupPeaks:
         return self._peaks_by_order[key]
 
     def _compute_peaks(self, order: Ints) -> list[dict[str, float]]:
-        """Return the peaks of all roles for an order of events, some roles at a time.
+        """Return the peaks of all roles for an order of events; roles are processed in batches.
 
-        A peak is at the begin of a task: what is kept until then, and the peaks of the tasks that are active in each
-        stream. Sums are taken in the order of events, so that they round alike however many roles are taken together.
+        Peaks occur when a task begins: the level is what was kept until then, plus the peaks of the tasks that are
+        active in each stream. Sums are taken in the order of events, so that rounding does not depend on the size of
+        the batches.
         """
         needs, count = self.needs, len(self.needs.tasks)
         if not len(order):
             return [dict(each) for each in self.persistent]
         rows, ends = order // 2 % count, order % 2 == 1
         streams, events = np.array(needs.streams)[rows], np.arange(len(order))
-        active: list[tuple[Ints, Bools]] = []  # by stream, at each event: its latest task, and whether that is active
+        active: list[tuple[Ints, Bools]] = []  # for each stream and event: its latest task, and whether that is active
         for stream in sorted(set(needs.streams)):
             latest = np.maximum.accumulate(np.where(streams == stream, events, -1))
             active.append((rows[latest], (latest >= 0) & ~ends[latest]))
@@ -221,7 +222,7 @@ class GroupPeaks:
 
 
 def group_peaks_of(program: Program, task_group: TaskGroup, steps: int) -> GroupPeaks:
-    """Return the tracker of a task group's peaks over so many steps."""
+    """Return the tracker of a task group's peaks over `steps` steps."""
     places = [
         place
         for place in range(len(task_group.tasks))

@@ -1,20 +1,20 @@
-"""The walk of outlines: ranks of pipelines, whose tasks repeat for every micro-batch, with one step for each chunk.
+"""The walk of outlines: executes pipeline ranks, whose tasks repeat for every micro-batch, one chunk at a time.
 
-[Note: outline] Between two messages a rank of a pipeline runs a chunk (see [Note: chunks] in `program.task`): tasks of
-its own and collectives of its tensor group, some of them beside its tasks. Where no other traffic of the program can
-cross the links of such a collective, it takes the same time whenever it begins, and so does the chunk: it is priced
-once, as a row of delays, which are added one after another as the clock would add them. That holds if the collective
-has one class of ranks, which lets all users of its links run one after another, and one session of flows. Chunks of
-other collectives are taken apart into their tasks. What is left are messages and the collectives after the schedule,
-which take part in simulated time: they start when the last of their members arrives, on links that they may share.
+[Note: outline] Between two messages, a pipeline rank runs a chunk (see [Note: chunks] in `program.task`): tasks of its
+own, and collectives of its tensor group, some of them beside its tasks. If no other traffic of the program can cross
+the links of such a collective, it always takes the same time, and so does the chunk. The chunk is then priced once, as
+a row of delays, which are added one after another as the clock would add them. The condition holds if the collective
+has one class of ranks, which makes all users of its links run one after another, and one session of flows. Chunks with
+other collectives are split into their tasks. The messages, and the collectives after the schedule, run in simulated
+time: they start when the last of their members arrives, on links that they may share.
 
-Like the vectorised walk, it is exact where ranks are independent between collectives ([Note: ahead] in `fast_path`) and
-only compute streams allocate memory; but for rounding where collectives run beside tasks.
+Like the vectorised walk, this is exact (but for rounding where collectives run beside tasks) if ranks are independent
+between collectives ([Note: ahead] in `fast_path`) and only compute streams allocate memory.
 
-[Note: repeated step] Once all ranks have ended their first step, and none has done anything in the second but wait, the
-second begins as the first did: ranks that wait already meet others no earlier for it. It then takes as long from the
-latest end as the first did from its beginning, as do all after it, and only the ranks that ended before wait longer for
-their first message. So it is with most pipelines, whose first stage ends last.
+[Note: repeated step] Suppose all ranks have ended their first step, and so far no rank has done anything in the second
+but wait. Then the second step begins as the first did: that ranks wait already does not make them meet others earlier.
+It takes as long from the latest end as the first step took from its beginning, and so do all later steps. Only ranks
+that ended earlier wait longer for their first message. Most pipelines behave so, as their first stage ends last.
 """
 
 from collections import Counter, defaultdict, deque
@@ -39,17 +39,19 @@ from gssim.result import PHASES
 
 
 class _Piece(NamedTuple):
-    """A task, or a chunk of a class, with the times that it takes."""
+    """A task of a class of ranks, or a collective beside its compute stream, with the times that it takes."""
 
     delays_s: tuple[float, ...]
-    """Added one after another."""
+    """Seconds, to be added one after another."""
     host_s: float | None
-    """Time of the host to issue it; None: it does not wait for the host."""
+    """Host time to issue the task; None if the task does not wait for the host."""
     goes_on: bool
-    """See `Issue`."""
+    """`Issue.goes_on` of the task."""
     phase: str
     beside: Literal["", "begins", "ends"] = ""
-    """Whether a collective beside the compute stream begins, which takes these times, or is waited for."""
+    """For a collective beside the compute stream: whether it begins here (and takes `delays_s`), or is waited
+    for here.
+    """
 
 
 class _Priced(NamedTuple):
@@ -59,19 +61,19 @@ class _Priced(NamedTuple):
     seconds: Mapping[str, float]
     """By phase."""
     pieces: tuple[_Piece, ...]
-    """Its tasks, where some wait for the host: then these count, and not the sums."""
+    """The template's tasks, if some wait for the host; these are then executed instead of adding `delays_s`."""
     instances: tuple[CollectiveInstance, ...]
 
 
 class _Operation(NamedTuple):
-    """One step of a stream of a role."""
+    """One item of a stream of a role: a task or a chunk."""
 
     after: tuple[int, ...]
-    """Slots of tasks of other streams that it waits for."""
+    """Slots of the tasks on other streams that it waits for."""
     slot: int
-    """Its own slot, where others wait for it; -1: none."""
+    """Slot in which its end is stored for tasks that wait for it; -1: none do."""
     template: int
-    """Identity of the chunk's template; -1: a task."""
+    """`id` of the chunk's template; -1: the operation is a task."""
     task: Task | None
     meeting: int
     """Number of the collective that it joins; -1: none."""
@@ -87,25 +89,25 @@ class _Join(NamedTuple):
 
 
 Step = tuple[tuple[int, ...], int, tuple[float, ...], tuple[_Piece, ...], _Join | None]
-"""An operation of a class: slots that it waits for, its own, and delays, pieces, or a collective."""
+"""An operation as a class executes it: slots it waits for, its own slot, and its delays, pieces, or collective."""
 
 
 @dataclass(eq=False)
 class _Rank:
-    """A class of ranks on its way through the steps."""
+    """Progress of a class of ranks through the steps."""
 
     index: int
     slots: int
     steps: int
     known_s: Mapping[str, float]
-    """Time of the compute stream in chunks, by phase; the same in every step."""
+    """Seconds that the compute stream spends in chunks, by phase; the same in every step."""
     instances: Sequence[CollectiveInstance]
-    """Collectives inside chunks in a step, each as often as it is carried out."""
+    """Collectives inside a step's chunks, each listed as often as it is carried out."""
     ends_s: list[float] = field(default_factory=list)
     ended_s: list[list[float | None]] = field(init=False)
-    """By step and slot."""
+    """End of the task of each slot, by step."""
     seconds: list[dict[str, float]] = field(init=False)
-    """Time of the compute stream by step and phase."""
+    """Seconds of the compute stream by phase, for each step."""
     waiting: dict[tuple[int, int], list["_Stream"]] = field(default_factory=dict)
     issued_s: float = 0.0
     """Time at which the host had issued its latest task with an issue time."""
@@ -120,7 +122,7 @@ class _Rank:
 
 @dataclass(eq=False, slots=True)
 class _Stream:
-    """A stream of a class of ranks."""
+    """Progress of one stream of a class of ranks."""
 
     rank: _Rank
     computes: bool
@@ -131,7 +133,7 @@ class _Stream:
 
     @property
     def waits_first(self) -> str | None:
-        """Phase of the time for which it waits at the beginning of a step; None: it does something at once."""
+        """Phase of its wait at the beginning of a step; None if it does something at once."""
         for after, _, delays_s, pieces, join in self.operations:
             if after or join is not None:
                 return "exposed_communication" if after or join is None else join.phase
@@ -141,7 +143,7 @@ class _Stream:
 
     @property
     def is_issued_ahead(self) -> bool:
-        """Whether the host issues its first task of a step behind the last one of the step before."""
+        """Whether the host issues the stream's first task of a step right after the last one of the step before."""
         hosts = (piece.goes_on for *_, pieces, _ in self.operations for piece in pieces if piece.host_s is not None)
         return next(hosts, False)
 
@@ -167,16 +169,17 @@ class _Role:
 
     @property
     def waits_inside_chunks(self) -> bool:
-        """Whether a task waits for one that is not at the end of a chunk."""
+        """Return whether a task waits for a task that is not the last of its chunk."""
         last = {part.last for part in self.parts if isinstance(part, Chunk)}
         return any(slot not in self.stream_of and name not in last for name, slot in self.slot_of.items())
 
     def operations(
         self, whole: Collection[int], number: Callable[[Task], int]
     ) -> tuple[dict[str, list[_Operation]], int]:
-        """Return the operations of each stream, and the number of their slots.
+        """Return the operations of each stream, and the number of slots.
 
-        `whole`: identities of templates that are priced as a whole. `number`: of the collective that a task joins.
+        `whole`: `id`s of the templates that are priced as a whole. `number`: gives the number of the collective that a
+        task joins.
         """
         streams: dict[str, list[_Operation]] = defaultdict(list)
         streams["compute"] = []
@@ -205,7 +208,7 @@ class _Role:
         slots: Mapping[TaskId, int],
         stream_of: Mapping[TaskId, str],
     ) -> None:
-        others = [each for each in task.after if stream_of.get(each, "compute") != task.stream]  # else in its own order
+        others = [each for each in task.after if stream_of.get(each, "compute") != task.stream]  # not its own
         after = [slots[each] for each in others]
         slot = slots.get(task.id, -1)
         meeting = -1 if task.communication is None else number(task)
@@ -214,7 +217,7 @@ class _Role:
 
 
 def can_walk_outlines(machine: MachineState) -> bool:
-    """Return whether a machine's program is made of outlines that can be walked; see [Note: outline]."""
+    """Return whether a machine's program consists of outlines that meet the conditions of [Note: outline]."""
     program = machine.program
     if not all(isinstance(tasks, Outline) for tasks in program.tasks):
         return False
@@ -240,33 +243,35 @@ class OutlineWalk:
         self.finished = machine.env.event()
         self._ready: deque[_Stream] = deque()
         self._met: dict[tuple[int, int, int], list[_Stream]] = {}
-        """Streams at a collective, by step, collective and instance."""
+        """Streams that have arrived at a collective, by step, collective and instance."""
         self._times: list[dict[CollectiveInstance, int]] = [defaultdict(int) for _ in range(steps)]
-        """Number of times that an instance was carried out, by step, without those that count themselves."""
+        """How often each instance was carried out in each step; instances that count themselves are in `_counted`."""
         self._counted: dict[CollectiveInstance, int] = defaultdict(int)
-        """The same in the first step of those that count themselves."""
+        """How often each instance that counts its own bytes was carried out in the first step."""
         self._first_end_s = 0.0
         """Latest end of a stream's first step."""
         self._further_s = inf
-        """Earliest time at which anything but waiting was done in a step after the first."""
+        """Earliest time, in any step after the first, at which a stream did something other than wait."""
         self.repeated_s: float | None = None
-        """Time of the first step, where the others are equal; see [Note: repeated step]."""
+        """Duration of the first step, once all others are known to repeat it; see [Note: repeated step]."""
         self._prepared: dict[CollectiveInstance, PreparedTransfer | None] = {}
         self._instances: dict[int, dict[int, tuple[int, CollectiveInstance]]] = {}
-        """By identity of a collective, and class."""
+        """For each collective (by `id`) and class: the number of its instance, and the instance."""
         self._numbers: dict[TaskId, int] = {}
         self._exchanges: list[Communication] = []
         """By number of the collective."""
         self._owner_of_link = self._link_owners()
         self._own_links: dict[int, frozenset[int]] = {}
-        """By class: the classes of links that nothing but its compute stream uses."""
+        """For each class, the classes of links that only its compute stream uses."""
         self.ranks, self._streams = self._made()
         self._left = self._in_first = len(self._streams)
 
     # Preparation ------------------------------------------------------------------------------------------------------
 
     def _link_owners(self) -> dict[int, int]:
-        """Return for each class of links the class of ranks whose users of it run one after another; -1: none."""
+        """Return, for each class of links, the class of ranks whose uses of it follow one another; -1 if there
+        is none.
+        """
         machine = self.machine
         owners: dict[int, int] = {}
         beside = self._beside_others()
@@ -281,9 +286,9 @@ class OutlineWalk:
         return owners | dict.fromkeys(machine.network.busy_links, -1)
 
     def _beside_others(self) -> set[int]:
-        """Return the identities of instances of one class that others of the class may meet on the same links.
+        """Return the `id`s of collectives of one class that may overlap with others of the class on the same links.
 
-        Those are collectives beside the compute stream that it does not wait for before it comes to the others.
+        These run beside the compute stream, which does not wait for them before it joins the others.
         """
         arranged, found = self.machine.arranged, set[int]()
 
@@ -302,13 +307,13 @@ class OutlineWalk:
         return frozenset().union(*(self.machine.network.folded.of(stage).links for stage in instance.schedule.stages))
 
     def _prepare(self, instance: CollectiveInstance) -> PreparedTransfer | None:
-        """Return what an instance takes on idle links, once for all times; None where that is not known."""
+        """Return the cached transfer of an instance on idle links; None if its time there is not known beforehand."""
         if instance not in self._prepared:
             self._prepared[instance] = prepared_transfer(self.machine, instance)
         return self._prepared[instance]
 
     def _alone_delays(self, instance: CollectiveInstance, index: int) -> tuple[float, ...] | None:
-        """Return the delays of a collective that only one class takes part in, on links of its own; None elsewhere."""
+        """Return the delays of a collective of only one class, on links of its own; None for other collectives."""
         if len(instance.classes) > 1:
             return None
         if index not in self._own_links:
@@ -316,9 +321,9 @@ class OutlineWalk:
         return delays_of_collective(self.machine, instance, self._own_links[index])
 
     def _priced(self, template: Template, index: int) -> _Priced | None:
-        """Return a template's time for a class; None where that is not the same at all times."""
+        """Return a template's time for a class; None if it is not the same at all times."""
         pieces, instances = [], []
-        beside: TaskId | None = None  # collective beside the compute stream that is not waited for yet
+        beside: TaskId | None = None  # collective beside the compute stream that has not been waited for yet
         for task in template.tasks:
             if task.communication is None:
                 if beside in task.after:
@@ -339,7 +344,7 @@ class OutlineWalk:
         return _Priced(*_added_up(pieces), issued, tuple(instances))
 
     def _instance_of(self, exchange: Communication, index: int) -> tuple[int, CollectiveInstance]:
-        """Return the number, and the instance, of a collective in which a class takes part."""
+        """Return the instance of a collective in which a class takes part, and the instance's number."""
         if id(exchange) not in self._instances:
             several = self.machine.arranged.of(exchange)
             self._instances[id(exchange)] = {
@@ -348,7 +353,7 @@ class OutlineWalk:
         return self._instances[id(exchange)][index]
 
     def _made(self) -> tuple[list[_Rank], list[_Stream]]:
-        """Return the classes and their streams at the beginning."""
+        """Return the classes and their streams in their initial state."""
         machine, ranks, streams = self.machine, [], []
         by_role: dict[int, list[int]] = defaultdict(list)
         for each in machine.classes:
@@ -405,7 +410,7 @@ class OutlineWalk:
     # Execution --------------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Execute all steps; raise RuntimeError where they cannot end."""
+        """Execute all steps; raise RuntimeError if they cannot end."""
         self._ready.extend(self._streams)
         self._run_ready()
         self.env.run(until=self.finished)
@@ -423,7 +428,7 @@ class OutlineWalk:
             self.finished.succeed()
 
     def _advance(self, stream: _Stream) -> None:
-        """Execute a stream up to its next collective, or to a task that is not over yet."""
+        """Execute a stream up to its next collective, or to a task that has not ended yet."""
         rank, operations, computes = stream.rank, stream.operations, stream.computes
         place, now_s, step = stream.place, stream.now_s, stream.step
         while step < self.steps:
@@ -455,7 +460,9 @@ class OutlineWalk:
         self._left -= 1
 
     def _end_step(self, stream: _Stream) -> None:
-        """Note the end of a stream's step; with the last that ends its first, all are known if they are equal."""
+        """Record the end of a stream's step; if all streams have ended the first step, check whether later ones repeat
+        it.
+        """
         if stream.computes:
             stream.rank.ends_s.append(stream.now_s)
         if stream.step > 1 or self.steps == 1:
@@ -473,7 +480,7 @@ class OutlineWalk:
             self.finished.succeed()
 
     def _repeat(self, step_s: float) -> None:
-        """Let all further steps be as the first; see [Note: repeated step]."""
+        """Derive all further steps from the first; see [Note: repeated step]."""
         first_wait = {stream.rank.index: stream.waits_first for stream in self._streams if stream.computes}
         for rank in self.ranks:
             end_s, seconds = rank.ends_s[0], dict(rank.seconds[0])
@@ -487,7 +494,7 @@ class OutlineWalk:
         self._times[1:] = [further] * (self.steps - 1)
 
     def _must_wait(self, stream: _Stream, after: Sequence[int]) -> bool:
-        """Let a stream go on to the end of tasks of other streams; return whether one has not ended yet."""
+        """Advance a stream to the ends of tasks on other streams; return whether one of these has not ended yet."""
         rank, step, latest_s = stream.rank, stream.step, stream.now_s
         ended_s = rank.ended_s[step]
         for each in after:
@@ -514,10 +521,10 @@ class OutlineWalk:
             self._start(instance, streams, max([each.now_s for each in streams]))
 
     def _start(self, instance: CollectiveInstance, streams: Sequence[_Stream], start_s: float) -> None:
-        """Carry out a collective from its last arrival on."""
+        """Carry out a collective, starting at its last arrival."""
         known, step = self._prepare(instance), streams[0].step
         if step:
-            self._further_s = min(self._further_s, start_s if known is not None else 0.0)  # what counts itself, stays
+            self._further_s = min(self._further_s, start_s if known is not None else 0.0)  # it rules out repetition
         if known is None:
             self._counted[instance] += not step
             self.env.process(self._carry_out(instance, streams, start_s))
@@ -545,7 +552,7 @@ class OutlineWalk:
     def _transferred(
         self, busy_until_s: float, reduction_s: float, streams: Sequence[_Stream], _event: simpy.Event | None
     ) -> None:
-        """End a collective once processors are done with its bytes, and have reduced them."""
+        """End a collective once processors have handled its bytes and reduced them."""
         end_s = max(self.env.now, busy_until_s) + reduction_s
         if end_s > self.env.now:
             _call(self.env.at(end_s), partial(self._end, streams))
@@ -562,7 +569,7 @@ class OutlineWalk:
         self._end(streams, None)
 
     def _end(self, streams: Sequence[_Stream], _event: simpy.Event | None) -> None:
-        """Release the members of a collective."""
+        """End a collective for its members, which then go on."""
         now_s = float(self.env.now)
         for stream in streams:
             rank, step = stream.rank, stream.step
@@ -580,7 +587,7 @@ class OutlineWalk:
     # Outcome ----------------------------------------------------------------------------------------------------------
 
     def _count_bytes(self) -> None:
-        """Count the bytes of all collectives that were carried out."""
+        """Count the bytes of all collectives that were carried out, for the report."""
         times = Counter[CollectiveInstance]()
         for of_step in self._times:
             times.update(of_step)
@@ -610,8 +617,8 @@ class OutlineWalk:
 def _meetings(
     tasks: Sequence[Task], counts: Callable[[Communication], bool]
 ) -> Iterator[tuple[Communication, Communication | None]]:
-    """Yield the collectives beside the compute stream that count, each with those that a rank joins before the compute
-    stream waits for it; None: it does not in this step.
+    """Yield each counted collective beside the compute stream, with every collective that the rank joins before the
+    compute stream waits for it; paired with None if it is not waited for in this step.
     """
     going: dict[TaskId, Communication] = {}
     met: set[tuple[int, int]] = set()
@@ -633,7 +640,7 @@ def _meetings(
 
 
 def _added_up(pieces: Iterable[_Piece]) -> tuple[tuple[float, ...], Mapping[str, float]]:
-    """Return the delays of pieces one after another, and their time by phase, without what the host adds.
+    """Return the delays of pieces in sequence, and their time by phase, without host times.
 
     >>> work = _Piece((2.0,), None, False, "forward")
     >>> gather = _Piece((3.0,), None, False, "exposed_communication", "begins")
@@ -657,7 +664,9 @@ def _added_up(pieces: Iterable[_Piece]) -> tuple[tuple[float, ...], Mapping[str,
 
 
 def _after_piece(rank: _Rank, piece: _Piece, began_s: float, seconds: dict[str, float] | None) -> float:
-    """Return the end of a task and add its time to its phase; it may wait for the host: see `MachineState.issued_s`."""
+    """Return the end of a piece, and add its time to its phase; it may wait for the host: see
+    `MachineState.issued_s`.
+    """
     now_s = reduce(add, piece.delays_s, began_s)
     if piece.beside == "begins":
         rank.beside_s = now_s
@@ -673,6 +682,6 @@ def _after_piece(rank: _Rank, piece: _Piece, began_s: float, seconds: dict[str, 
 
 
 def _call(event: simpy.Event, function: Callable[[simpy.Event], None]) -> None:
-    """Call a function when an event takes place."""
+    """Call a function when an event is processed."""
     assert event.callbacks is not None
     event.callbacks.append(function)

@@ -1,13 +1,13 @@
 """Rendezvous of collectives: a collective starts when its last member arrives, and ends for all members at once.
 
-[Note: pairs] Not so gloo's all-to-alls, which are messages between all pairs of ranks. A rank posts, i from 1 to n - 1,
-a send to the i-th rank after it and a receive from the i-th before it (pytorch/gloo, gloo/alltoall.cc, alltoallv.cc).
-So the messages of two ranks begin when both are there, whoever else is missing. Where the later one finds the notice of
-the other's receive (it is later by more than a notice travels), and posts its send before its receive, its own notice
-queues behind the bytes that it sends: see [Note: notices] in `collectives.backend`. The two messages then follow one
-another. A rank leaves when it has received all that is for it, because sockets buffer what it sends. Measured with
-torch 2.13 between two ranks at 100 Mbit/s that exchange 515 and 271 kB (41 and 22 ms): one was done after 22 or 41 ms,
-the other after 62, the sum, in 23 of 24 exchanges (55 in one).
+[Note: pairs] gloo's all-to-alls are an exception: they consist of messages between all pairs of ranks. For i from 1 to
+n - 1, a rank posts a send to the i-th rank after it and a receive from the i-th rank before it (pytorch/gloo,
+gloo/alltoall.cc, alltoallv.cc). So the messages of two ranks begin when both have arrived, whoever else is missing. Let
+the later of the two find the notice of the other's receive (it is later by more than a notice travels), and post its
+send before its receive. Then its own notice queues behind the bytes that it sends (see [Note: notices] in
+`collectives.backend`), and the two messages follow one another. A rank leaves when it has received everything, because
+sockets buffer what it sends. Measured with torch 2.13 between two ranks at 100 Mbit/s that exchange 515 and 271 kB (41
+and 22 ms): one was done after 22 or 41 ms, the other after 62, the sum, in 23 of 24 exchanges (55 in one).
 """
 
 import math
@@ -34,11 +34,11 @@ class Rendezvous:
         self.missing = {each.index for each in instance.classes}
         self.arrived_s: dict[int, float] = {}
         self.first_byte_s = math.inf
-        """Time at which the first byte is sent: the first receives' notices have arrived."""
+        """Time at which the first byte is sent: then the notices of the first receives have arrived."""
         self.done = machine.env.event()
 
     def post(self, rank_class: int) -> None:
-        """Record the time at which a member posts; it arrives later if its notice is delayed."""
+        """Record the time at which a member posts its part. If its notice is delayed, it arrives later than that."""
         self.arrived_s[rank_class] = self.machine.env.now
 
     def arrive(self, rank_class: int) -> simpy.Event:
@@ -69,19 +69,21 @@ class Rendezvous:
 
 
 class PairwiseRendezvous(Rendezvous):
-    """One execution of an all-to-all whose messages begin pair by pair; see [Note: pairs]."""
+    """One execution of an all-to-all whose messages start pair by pair; see [Note: pairs]."""
 
     def __init__(self, machine: MachineState, instance: CollectiveInstance) -> None:
         super().__init__(machine, instance)
         self._received = {key: machine.env.event() for key in instance.pairs}
         self._is_complete = machine.env.event()
         self._busy_until_s = dict.fromkeys(self.missing, 0.0)
-        """By class: when its thread has handled all bytes of the messages that have begun."""
+        """By class: the time until which its thread handles the bytes of messages that have begun."""
         self._running = dict.fromkeys(self.missing, 0)
-        """By class: number of its messages under way."""
+        """By class: number of its messages in flight."""
 
     def arrive(self, rank_class: int) -> simpy.Event:
-        """Begin the messages between a class and those that are there; return the event at which it leaves."""
+        """Start the messages between a class and the classes that have arrived; return the event at which it
+        may leave.
+        """
         env = self.machine.env
         self.arrived_s[rank_class] = env.now
         self.missing.discard(rank_class)
@@ -90,7 +92,7 @@ class PairwiseRendezvous(Rendezvous):
                 env.process(self._carry(key))
         if not self.missing:
             self._is_complete.succeed()
-        limit_bytes = math.inf  # of what a socket buffers
+        limit_bytes = math.inf  # no limit on what a socket buffers
         if (cost := self.machine.cluster.backend_cost) is not None and cost.posting_limit_bytes is not None:
             limit_bytes = cost.posting_limit_bytes
         awaited = [
@@ -105,7 +107,7 @@ class PairwiseRendezvous(Rendezvous):
         return stage.size_bytes * float(stage.hops.weight.max())
 
     def _carry(self, key: tuple[int, int, int]) -> Generator[Any, Any, None]:
-        """Take the time of the messages from one class to another."""
+        """Take the simulated time of the messages from one class to another."""
         machine, schedule, stage = self.machine, self.instance.schedule, self.instance.pairs[key]
         source, target, places = key
         for each in {source, target}:
@@ -116,7 +118,7 @@ class PairwiseRendezvous(Rendezvous):
             yield machine.env.timeout(schedule.fixed_s)
         ranks, lead_s = len(self.instance.communication.group), self.arrived_s[source] - self.arrived_s[target]
         other_way = self._received.get((target, source, ranks - places))
-        sends_first = 2 * places >= ranks  # the receiver, to the sender, before its receive
+        sends_first = 2 * places >= ranks  # the receiver posts its send to the sender before its receive
         notice_s = machine.network.latency_s(stage) + schedule.message_s
         if other_way and sends_first and lead_s < 0 and -lead_s >= notice_s:
             yield other_way
@@ -137,18 +139,20 @@ class PairwiseRendezvous(Rendezvous):
 
 
 class RunningCollectives:
-    """The collectives of a machine that is executed task by task, each begun by the first member that joins it."""
+    """The collectives of a machine that is executed task by task; the first member to join one creates its
+    rendezvous.
+    """
 
     def __init__(self, machine: MachineState) -> None:
         self.machine = machine
         self._begun: dict[tuple[int, TaskId, int], Rendezvous] = {}
-        """By step, collective and number of the instance."""
+        """Rendezvous by step, collective and number of the instance."""
         self._messages: dict[tuple[int, int], Rendezvous] = {}
-        """The latest message from class to class."""
+        """The latest message between two classes, by sender and receiver."""
 
     @cached_property
     def _instance_of(self) -> dict[tuple[int, TaskId], tuple[int, CollectiveInstance]]:
-        """Number and instance of a collective's instances in which a class takes part."""
+        """The instance of a collective in which a class takes part, and its number; by class and collective."""
         return {
             (rank_class.index, collective): (number, instance)
             for collective, instances in self.machine.instances.items()
@@ -172,9 +176,10 @@ class RunningCollectives:
         del self.machine.waiting[index, stream]
 
     def _queue_notice(self, index: int, rendezvous: Rendezvous) -> Generator[Any, Any, None]:
-        """Delay a receive's notice behind the bytes of an earlier message to the same peer, if those are under way.
+        """Delay a receive's notice behind the bytes of an earlier message to the same peer, if these are still in
+        flight.
 
-        Both take the same connection: see [Note: notices] in `collectives.backend`.
+        Both use the same connection: see [Note: notices] in `collectives.backend`.
         """
         rendezvous.post(index)
         instance = rendezvous.instance
@@ -210,11 +215,11 @@ def carry_out(machine: MachineState, instance: CollectiveInstance, *, lead_s: fl
 # Times that are known beforehand --------------------------------------------------------------------------------------
 
 PreparedTransfer = tuple[tuple[float, ...], Prepared, float]
-"""Delays before a collective's bytes, these, and the time of the reduction behind them."""
+"""The delays before a collective's bytes are sent, the prepared transfer of the bytes, and the reduction time after."""
 
 
 def prepared_transfer(machine: MachineState, instance: CollectiveInstance) -> PreparedTransfer | None:
-    """Return what a collective takes on idle links; None where it has several stages or groups of sessions."""
+    """Return a collective's transfer on idle links; None if it has several stages or groups of sessions."""
     schedule, network = instance.schedule, machine.network
     first = (schedule.fixed_s,) if schedule.fixed_s else ()
     if schedule.measured or not schedule.stages:
@@ -232,9 +237,10 @@ def prepared_transfer(machine: MachineState, instance: CollectiveInstance) -> Pr
 def delays_of_collective(
     machine: MachineState, instance: CollectiveInstance, idle: Set[int]
 ) -> tuple[float, ...] | None:
-    """Return the delays of a collective's stages where all links that it crosses are `idle`, to be added one after
-    another as the clock would; None where another is not, or where earlier traffic counts (notices, segments of shaped
-    links).
+    """Return the delays of a collective's stages, in the order in which the clock would add them.
+
+    None if one of the links that it crosses is not in `idle`, or if earlier traffic matters (notices, segments of
+    shaped links).
     """
     schedule, network = instance.schedule, machine.network
     delays = [schedule.fixed_s] if schedule.fixed_s else []
@@ -243,7 +249,7 @@ def delays_of_collective(
         if pace.notices or pace.group_bytes or not network.folded.of(stage).links <= idle:
             return None
         prepared = network.prepared(stage, pace)
-        if prepared is None:  # its sessions begin at several times
+        if prepared is None:  # its sessions begin at different times
             delays.append(network.stage_on_idle_links_s(stage, pace))
         else:
             delays += [prepared.wait_s, max(network.on_idle_links_s(prepared), prepared.processor_s)]
@@ -252,9 +258,9 @@ def delays_of_collective(
 
 
 def links_used_in_turn(machine: MachineState) -> frozenset[int]:
-    """Return the classes of links whose users never overlap, so that each finds them idle.
+    """Return the classes of links whose uses never overlap, so that each finds its link idle.
 
-    That holds where one class of ranks takes part in all collectives that cross a link, and its own streams join them
+    That holds if a single class of ranks takes part in all collectives that cross a link, and its streams join these
     one after another.
     """
     users: dict[frozenset[int], list[tuple[TaskId, CollectiveInstance]]] = defaultdict(list)
@@ -283,16 +289,16 @@ def links_used_in_turn(machine: MachineState) -> frozenset[int]:
 
 
 def joins_in_turn(program: Program, role: int, names: Set[TaskId]) -> bool:
-    """Return whether a rank joins some collectives one after another in all steps, whatever the times of its tasks.
+    """Return whether a rank always joins some collectives one after another, whatever the times of its tasks.
 
-    A task follows those before it on its stream, those that it waits for, and what they follow.
+    A task follows the tasks before it on its stream, the tasks that it waits for, and, transitively, what these follow.
     """
     streams: dict[str, int] = {}
     for task in program.tasks[role]:
         streams.setdefault(task.stream, len(streams))
     latest: dict[str, tuple[int, ...]] = dict.fromkeys(streams, (-1,) * len(streams))
-    """By stream: place of the last task on every stream that its latest task follows, or is."""
-    before: tuple[int, int] | None = None  # stream and place of the collective joined before
+    """By stream: for every stream, the place of the last task that this stream's latest task follows (or is)."""
+    before: tuple[int, int] | None = None  # stream and place of the previously joined collective
     place = 0
     for _ in range(2):  # the second step shows whether its first collective follows the last one of the first
         known: dict[TaskId, tuple[int, ...]] = {}

@@ -30,7 +30,7 @@ NCCL_ALGORITHMS = {"ring": "ring", "tree": "double-tree", "nvls": "in-switch"}
 DATA_CENTRE_LATENCY_S = 50e-6
 """Latency above which a message counts as long-distance; NCCL's own constants assume 14 us for a network."""
 PCIE_BYTES_PER_S = 64e9
-"""Devices of a host that reach each other through a switch at less than this are assumed to have PCIe, not NVLink."""
+"""If devices of a host reach each other through a switch at a lower rate, PCIe is assumed instead of NVLink."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,23 +42,23 @@ class CollectiveSchedule:
     fixed_s: float
     """Time before the first byte."""
     factor: float = 1.0
-    """Time of a byte over that on the bare links."""
+    """Time per byte relative to that of the bare links."""
     path_latency: bool = True
-    """Whether latencies of links count; else they are part of `fixed_s`."""
+    """Whether the latencies of links are added; if not, `fixed_s` includes them."""
     measured: bool = False
-    """Whether `fixed_s` is the whole time; bytes on links are then counted, but take no time of their own."""
+    """Whether `fixed_s` is the whole measured time; bytes are then counted on links but take no time of their own."""
     processor_byte_s: float = 0.0
-    """Processor time of a rank for each byte that it sends or receives, in addition to the links."""
+    """Processor time of a rank per byte that it sends or receives, in addition to the links' time."""
 
     message_s: float = 0.0
-    """Time of every message in addition to its path's latency."""
+    """Time of each message in addition to the latency of its path."""
     notices: bool = False
-    """Whether messages wait for receivers' notices."""
+    """Whether a message waits for the notice of the receiver's receive."""
     group_bytes: int = 0
-    """Size of the segments that shaped links pass together; 0 for wires."""
+    """Bytes that a shaped link passes as one segment; 0 for links that are not shaped."""
 
     def pace(self, stage: Stage, *, latency: bool = True, lead_s: float = 0.0) -> Pace:
-        """Return the backend's costs on top of a stage's links."""
+        """Return what the backend adds to the time of a stage on its links."""
         return Pace(
             self.factor,
             latency and self.path_latency,
@@ -74,8 +74,8 @@ class CollectiveSchedule:
         return self.fixed_s if self.measured else self.fixed_s + self._carrying_s(network)
 
     def load(self, network: Network) -> Load:
-        """Return the load on the processors on idle links; the full load where the processor cost of bytes is not
-        known.
+        """Return the load on processors while it runs on idle links; full load if the processor time per byte is
+        unknown.
         """
         busy_s = sum(processor_s(stage, self.processor_byte_s) for stage in self.stages)
         handled = sum(processor_s(stage, 1.0) for stage in self.stages)
@@ -88,13 +88,13 @@ class CollectiveSchedule:
 
 
 MAX_COMPARED = 2**22
-"""Up to so many pairs of members, groups are compared together."""
+"""Largest number of pairs of members up to which groups are compared all at once."""
 MAX_CACHED = 512
 """Number of cached collectives, and of cached collections of groups."""
 
 
 class Scheduler:
-    """Finds the schedules of collectives on a cluster; members of groups are computed once."""
+    """Finds the schedules of collectives on a cluster; the members of each group are computed once."""
 
     def __init__(self, cluster: Cluster, router: Router, ranks: int, shared: Shared | None = None) -> None:
         self.cluster, self.router, self._shared = cluster, router, shared or Shared()
@@ -110,13 +110,13 @@ class Scheduler:
         self._group_bytes = shaped_group_bytes(cluster)
 
     def members(self, group: Sequence[int], root: int = 0) -> Members:
-        """Return a group's members in ring order from the root: the same object for the same group and root."""
+        """Return a group's members in ring order from the root; equal groups and roots share one object."""
         if (group, root) not in self._members:
             ranks = np.roll(np.array(group, dtype=np.int64), -root)
             topology = self.cluster.topology
             shape = getattr(topology, "shape", ()) if topology is not None and topology.kind == "torus" else ()
             rails = self.cluster.backend == "nccl"
-            inside = self._ring_packing(ranks) if rails and not root else None  # rings have no root
+            inside = self._ring_packing(ranks) if rails and not root else None  # a ring has no root
             rings = () if inside is None else (inside.source, inside.target, inside.weight)
             arrays = tuple(each.tobytes() for each in (ranks, self.hosts[ranks], *rings))
             fills = tuple(shape) if prod(shape) == len(ranks) else ()
@@ -125,12 +125,12 @@ class Scheduler:
                 kept = self.router.kept
                 return Members(ranks, self.hosts[ranks], shape=fills, multirail=rails, inside=inside, kept=kept)
 
-            key = (arrays, fills, rails)  # in clusters that differ in rates alone they are the same, and so their hops
+            key = (arrays, fills, rails)  # clusters that differ only in rates share members, and so their hops
             self._members[group, root] = self._shared.once("members", key, new_members, most=MAX_CACHED)
         return self._members[group, root]
 
     def _ring_packing(self, ranks: Ints) -> Hops | None:
-        """Return the best rings inside hosts whose devices are directly linked; None where no host is such."""
+        """Return the best rings inside hosts with direct links between devices; None if there are no such hosts."""
         position = np.full(self.cluster.wiring.nodes, -1)
         position[ranks] = np.arange(len(ranks))
         wiring = self.cluster.wiring
@@ -149,12 +149,13 @@ class Scheduler:
         return Hops.of(pairs)
 
     def _tuned_by_nccl(self, tuning: NcclTuning, members: Members, communication: Communication) -> CollectiveSchedule:
-        """Return the choice of NCCL's tuner, with its latency and the fraction of the links' rates that it reaches.
+        """Return the schedule that NCCL's tuner chooses, with its latency and the fraction of the links' rates it
+        reaches.
 
-        The tuner prices a group independently of the root.
+        The tuner's price does not depend on the root.
         """
         group = self.nccl_group(communication.group)
-        uneven = communication.kind == "all-to-all-v"  # other uneven forms count as even ones of their size
+        uneven = communication.kind == "all-to-all-v"  # other uneven kinds count as the even kind of the same size
         size_bytes = communication.most_sent_bytes if uneven else communication.size_bytes
         choice = times(tuning, cast(Kind, communication.kind.removesuffix("-v")), size_bytes, group)
         name = BACKEND_ALGORITHMS["nccl"][communication.kind]
@@ -166,7 +167,7 @@ class Scheduler:
         rates = group.bandwidth_bytes_per_s, group.network_bytes_per_s or math.inf
         bare_s = [size / rate for size, rate in zip((choice.node_bytes, choice.network_bytes), rates, strict=True)]
         reached_s = bare_s[0] / choice.bandwidth_ratio, bare_s[1] / choice.network_bandwidth_ratio
-        # one factor for all links, inside nodes and across: with it, the slowest takes as long as the tuner's
+        # one factor for all links, inside and across nodes: the slowest then takes as long as the tuner's
         factor = max(reached_s) / max(bare_s) if max(bare_s) else 1.0
         fixed_s = (
             choice.latency_s
@@ -191,7 +192,7 @@ class Scheduler:
         return total_s
 
     def _group(self, members: Members) -> Group:
-        """Return a group as NCCL's tuner sees it: its rates are those of the ring's hops inside and between hosts."""
+        """Return a group as NCCL's tuner sees it, with the rates of the ring's hops inside hosts and between hosts."""
         if members not in self._groups:
             place = self._canonical_place(members)
             if place is not None and place in self._equal_groups:
@@ -204,16 +205,16 @@ class Scheduler:
         return self._groups[members]
 
     def _ring_weights(self, hops: Hops) -> tuple[Floats, Floats]:
-        """Return the weights of a ring's hops inside hosts, of which each sender has 1 in all, and between hosts."""
+        """Return two arrays of ring weights: hops inside hosts, scaled to 1 per sender, and hops between hosts."""
         local = np.where(self.hosts[hops.source] == self.hosts[hops.target], hops.weight, 0.0)
         whole = summed(hops.source, local, len(self.hosts))[hops.source]
         inside = np.divide(local, whole, out=np.zeros_like(local), where=whole > 0)
         return inside, np.where(local > 0, 0.0, hops.weight)
 
     def _canonical_place(self, members: Members) -> bytes | None:
-        """Return a key that is equal for equal groups where all servers are equal and on one switch; None elsewhere.
+        """Return a key that is equal for equal groups, if all servers are equal and on one switch; else None.
 
-        That is hosts in their order of appearance, and positions in them.
+        The key is the members' hosts, numbered in order of appearance, and the positions inside them.
         """
         topology = self.cluster.topology
         if topology is None or topology.kind != "servers" or len(topology.servers) > 1:
@@ -226,11 +227,11 @@ class Scheduler:
         return np.concatenate([order, ranks]).tobytes()
 
     def kinds(self, groups: Sequence[Sequence[int]]) -> Ints:
-        """Return a class for each of several groups: equal where collectives have the same schedules.
+        """Return a class for each of several groups; groups of a class have the same schedules for their collectives.
 
-        That depends on the spread of members over hosts and, for NCCL's tuner, on the rates between these.
+        The class depends on how members are spread over hosts and, for NCCL's tuner, on the rates between these.
         """
-        if len(groups[0]) == 1:  # copies to hosts, told apart by the network alone
+        if len(groups[0]) == 1:  # copies between a device and its host; only the network tells them apart
             return np.zeros(len(groups), np.int64)
         return self._cache.once("kinds", tuple(groups), lambda: self._kinds(groups))
 
@@ -250,13 +251,13 @@ class Scheduler:
 
     @cached_property
     def _are_switched(self) -> bool:
-        """Whether rings are found from hosts alone: NCCL's tuner prices them, and no devices are directly linked."""
+        """Whether rings depend only on hosts: NCCL's tuner prices them, and no devices are directly linked."""
         devices, wiring, topology = len(self.cluster.devices), self.cluster.wiring, self.cluster.topology
         direct = (wiring.source < devices) & (wiring.target < devices)
         return self.tuning is not None and not direct.any() and (topology is None or topology.kind != "torus")
 
     def _kinds_at_once(self, groups: Sequence[Sequence[int]]) -> Ints:
-        """Return the classes of groups where rings are found from hosts alone: those of all are routed at once."""
+        """Return the classes of groups if rings depend only on hosts; all groups are then routed at once."""
         ranks = np.array(groups, dtype=np.int64)
         hosts = self.hosts[ranks]
         first_on_host = (hosts[:, :, None] == hosts[:, None, :]).argmax(axis=2)
@@ -278,8 +279,8 @@ class Scheduler:
         return np.array([numbers[kind] for kind in found], dtype=np.int64)
 
     def candidates(self, communication: Communication) -> tuple[CollectiveSchedule, ...]:
-        """Return the possible schedules: one where the backend or the user names it, else all that fit."""
-        if communication.pair_bytes:  # data-dependent: never equal again
+        """Return the possible schedules: a single one if the backend or the user names it, else all that fit."""
+        if communication.pair_bytes:  # data-dependent sizes never repeat, so caching is useless
             return self._candidates(communication)
         return self._cache.once("candidates", communication, lambda: self._candidates(communication))
 
@@ -305,7 +306,7 @@ class Scheduler:
             raise UserError(f"cluster.algorithms.{communication.carried_kind} = {named!r}: {error}") from None
 
     def _copied(self, communication: Communication) -> CollectiveSchedule:
-        """Return the copy of a rank to its host's memory, or from it, which costs the backend nothing."""
+        """Return the schedule of a copy between a rank's device and its host's memory; the backend adds no time."""
         (rank,) = communication.group
         key = (communication.kind, rank)
         to_host = communication.kind == TO_HOST
@@ -318,7 +319,7 @@ class Scheduler:
 
     @cached_property
     def _memory(self) -> Ints:
-        """Node of the memory of each rank's host; -1 where there is none."""
+        """Node of the host memory of each rank; -1 if the cluster has none."""
         node = {name: number for number, name in enumerate(self.cluster.wiring.names)}
         return np.array([node.get(memory_node(device.host), -1) for device in self.cluster.devices[: len(self.hosts)]])
 
@@ -337,7 +338,7 @@ class Scheduler:
         )
 
     def _with_queueing(self, stage: Stage) -> Stage:
-        """Return the stage stretched where notices wait in queues of its data."""
+        """Return the stage, stretched if receivers' notices wait in queues behind the stage's own data."""
         if not stage.queued_ratio or not collectives.has_notices(self.cluster.backend):
             return stage
         waits = self._cache.once("queues", Same(stage.hops), lambda: notices_queue(self.router, stage.hops))
@@ -371,7 +372,9 @@ def _group_with(members: Members, inside: float, between: float) -> Group:
 
 
 def _rounded(group: Group) -> Group:
-    """Return a group with its rates rounded to twelve digits: sums of the same numbers may differ by their order."""
+    """Return a group with rates rounded to twelve digits, because sums of the same numbers may differ by their
+    order.
+    """
     across = group.network_bytes_per_s
     return replace(
         group,
@@ -385,7 +388,9 @@ MAX_PACKED_DEVICES = 8
 
 
 def _host_rings(members: list[int], rates: dict[tuple[int, int], float]) -> list[tuple[int, int, float]]:
-    """Return (source, target, weight) of the rings over one host's members; in rank order where links allow none."""
+    """Return (source, target, weight) of the hops of rings over one host's members; in rank order if links
+    allow none.
+    """
     first = members[0]
     matrix = [[rates.get((a, b), 0.0) for b in members] for a in members]
     rings = _cached_ring_packing(tuple(map(tuple, matrix))) if 1 < len(members) <= MAX_PACKED_DEVICES else ()
@@ -404,5 +409,5 @@ def _host_rings(members: list[int], rates: dict[tuple[int, int], float]) -> list
 def _cached_ring_packing(matrix: tuple[tuple[float, ...], ...]) -> tuple[tuple[tuple[int, ...], float], ...]:
     try:
         return tuple(ring_packing(matrix))
-    except ValueError:  # no ring over these links alone
+    except ValueError:  # these links alone allow no ring
         return ()

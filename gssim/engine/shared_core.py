@@ -1,11 +1,11 @@
 """A core of the lab's machine, on which emulated devices compute in turns.
 
 [Note: turns] `gsreal lab` slows a device down to a share of a core's time (`gsreal/lab/throttle.cpp`): after each
-millisecond of CPU time the rank sleeps for what it owes. So a piece of compute takes longer or shorter than its mean by
-up to a sleep, depending on where in its turn the rank is, and longer where another rank has the core at that moment.
-Over a step both average out. Where ranks meet in a layer's exchange they do not: the earlier waits for the later.
-Measured on four ranks with 0.4 of a core each, plans that exchange inside layers took 7 to 16 % longer than the mean
-times of their layers say, of which turns are about half; other plans took 2 % longer.
+millisecond of CPU time the rank sleeps to make up for its share. So some compute takes longer or shorter than its mean
+by up to one sleep, depending on where in its turn the rank is, and longer if another rank has the core at that moment.
+Over a step both effects average out. Where ranks meet in a layer's exchange they do not: the earlier rank waits for the
+later one. Measured on four ranks with 0.4 of a core each, plans that exchange inside layers took 7 to 16 % longer than
+the mean times of their layers predict, about half of it because of turns; other plans took 2 % longer.
 """
 
 from collections.abc import Generator
@@ -21,21 +21,21 @@ from gssim.engine.host import Host
 TURN_S = 0.001
 """CPU time after which a device sleeps: `kPeriod` of the lab's throttle."""
 LEAST_SLEEP_S, MOST_CREDIT_S = 0.00005, 0.02
-"""Least sleep, and most time of waiting for the core that later sleeps are shortened by: `kLeastSleep` and
+"""Shortest sleep, and the most time of waiting for the core that is subtracted from later sleeps: `kLeastSleep` and
 `kMostCredit` of the throttle.
 """
 ROUNDING_S = 1e-9
-"""Time that counts as none: the throttle counts in nanoseconds."""
+"""Times below this count as 0: the throttle counts in nanoseconds."""
 
 
 class SharedCore(Host):
     """A core whose devices compute in turns; see [Note: turns].
 
-    A turn is not interrupted, and the next is that of the device that asked first. A device with a share s of the
-    core's time owes t * (1 / s - 1) seconds of sleep for a turn of t seconds of CPU time, less what it waited for the
-    core. If another device computed since its last turn, it first refills its caches: with a slowdown r of its compute
-    beside a neighbour, for TURN_S * (1 - 1 / r) of a turn, so that of two alike that compute all the time each takes r
-    times as long.
+    A turn is not interrupted; the next turn goes to the device that asked first. After a turn of t seconds of CPU time,
+    a device with a share s of the core's time owes t * (1 / s - 1) seconds of sleep, minus the time that it waited for
+    the core. If another device has computed since its last turn, a device first refills its caches. If r is the
+    slowdown of its compute beside a neighbour, that takes TURN_S * (1 - 1 / r) of a turn, so that each of two equal
+    devices that compute all the time takes r times as long.
     """
 
     def __init__(
@@ -48,19 +48,19 @@ class SharedCore(Host):
         """Class whose turn was the latest."""
         random = np.random.default_rng([seed, *members])
         self._computed_s = {each: TURN_S * float(random.random()) for each in members}
-        """By class: CPU time since it last slept."""
+        """By class: CPU time since the device last slept."""
         self._debt_s = dict.fromkeys(members, 0.0)
-        """By class: sleep that it owes; negative: time that it has waited too long."""
+        """By class: sleep that the device owes; negative: credit for time that it waited too long."""
         self._refill_s = dict.fromkeys(members, 0.0)
-        """By class: CPU time of its next turns in which it still refills its caches."""
+        """By class: CPU time of its next turns that still goes into refilling its caches."""
 
     def compute(
         self, rank_class: int, alone_s: float, device: DeviceType, *, refill_s: float = 0.0
     ) -> Generator[Any, Any, None]:
         """Take the simulated time of `alone_s` of compute, in turns.
 
-        A load of communication counts from the next turn on. Caches are refilled once, after a pause in which another
-        computed: `refill_s`, of the pause, counts towards it.
+        A communication load that begins counts from the next turn on. Caches are refilled only once after a pause in
+        which another device computed: the pause's own `refill_s` counts towards that.
         """
         share = self._share[rank_class]
         left_s, refilled_s = alone_s * share, refill_s * share
@@ -78,7 +78,7 @@ class SharedCore(Host):
                 slowdown = 1.0
                 if self.communicating[rank_class]:
                     slowdown += communicating_excess(device, *self._load(rank_class))
-                refill_s = min(self._refill_s[rank_class], left_s)  # at most as long as the compute that needs them
+                refill_s = min(self._refill_s[rank_class], left_s)  # no longer than the compute that needs the caches
                 turn_s = min(refill_s + left_s * slowdown, TURN_S - self._computed_s[rank_class])
                 yield self.env.timeout(turn_s)
                 self._computed_s[rank_class] += turn_s

@@ -25,7 +25,7 @@ from gssim.units import Floats, Ints
 
 
 class TaskSpan(NamedTuple):
-    """A busy interval of a stream: a task, or its wait for another one."""
+    """A busy interval of a stream: the execution of a task, or its wait for another task."""
 
     rank: int
     stream: str
@@ -34,7 +34,7 @@ class TaskSpan(NamedTuple):
     start_s: float
     end_s: float
     awaited: TaskId | None = None
-    """The task that it waited for, where the interval is a wait."""
+    """The task that was waited for, if the interval is a wait."""
 
     def span(self, zero_s: float = 0.0) -> Span:
         """Return the interval as shown, in seconds since `zero_s`."""
@@ -50,7 +50,8 @@ class TaskSpan(NamedTuple):
 class MachineState:
     """The ranks of a program in simulated time, by class of equal ranks in the order of `classes`.
 
-    Ways to execute the program (task by task, ahead of the clock, vectorised, chunk by chunk) read and change it.
+    The different ways to execute the program (task by task, ahead of the clock, vectorised, by chunks) share this
+    state.
     """
 
     def __init__(
@@ -76,19 +77,19 @@ class MachineState:
         self.devices = [self._device(each.index) for each in self.classes]
         self.memory = [MemoryTracker(dict(program.persistent[role])) for role in self.roles]
         self.ends_s: list[list[float]] = [[] for _ in self.classes]
-        """Ends of the steps of each class."""
+        """For each class, the end times of its steps."""
         self.finished: dict[tuple[int, int, TaskId], simpy.Event] = {}
-        """End of each task that others of its class await, by class, step and task."""
+        """Events at the ends of tasks that other streams of the class wait for, by class, step and task."""
         self.waiting: dict[tuple[int, str], tuple[Task, Set[int] | None]] = {}
-        """By class and stream: the task that waits, and the classes that its collective waits for; None: it waits for
-        tasks of its own class.
+        """By class and stream: the waiting task, and the classes that its collective waits for (None: it waits for
+        tasks of its own class).
         """
         self.recorded: list[TaskSpan] = []
         self._volumes: dict[int, float] = defaultdict(float)
         self._hops: dict[int, collectives.Hops] = {}
         self._loads: dict[CollectiveInstance, Load] = {}
         self._issued_s = [0.0 for _ in self.classes]
-        """Time at which each class's host had issued its latest task with an issue time."""
+        """For each class, the time at which its host finished issuing the latest task that has an `issue`."""
 
     @cached_property
     def instances(self) -> Mapping[TaskId, tuple[CollectiveInstance, ...]]:
@@ -97,7 +98,7 @@ class MachineState:
 
     @property
     def schedules(self) -> dict[str, CollectiveSchedule]:
-        """Schedule of each collective by label; with several instances, by label and number."""
+        """Schedule of each collective by label; if it has several instances, by label and instance number."""
         return {
             collective.label if len(instances) == 1 else f"{collective.label} ({number})": instance.schedule
             for collective, instances in self.instances.items()
@@ -140,8 +141,8 @@ class MachineState:
         return self.cluster.type_of(self.classes[index].representative)
 
     def set_communicating(self, instance: CollectiveInstance, change: int, *, only: int | None = None) -> None:
-        """Notify the hosts of a collective's members, or of `only` one class, that it begins (+1) or ends (-1)."""
-        if instance.communication.kind in collectives.COPIES:  # by the devices' own engines
+        """Tell the hosts of a collective's members (of class `only`, if given) that it begins (+1) or ends (-1)."""
+        if instance.communication.kind in collectives.COPIES:  # done by copy engines of the devices
             return
         if not self.is_coupled or not any(self.hosts[rank_class.host].coupled for rank_class in instance.classes):
             return
@@ -167,7 +168,7 @@ class MachineState:
         return total_sent, total_received
 
     def sent_across(self, size: int) -> Floats:
-        """Return the bytes that each rank sends to ranks outside its own `size` ranks in a row."""
+        """Return the bytes that each rank sends outside its block of `size` consecutive ranks."""
         total = np.zeros(len(self.program.role_of))
         for key, hops in self._hops.items():
             outward = hops.source // size != hops.target // size
@@ -184,7 +185,7 @@ class MachineState:
             yield self.env.at(now_s)
 
     def issued_s(self, index: int, issue: Issue, began_s: float) -> float:
-        """Return the time at which the host has issued a task that the device begins at `began_s`."""
+        """Return the time at which the host has issued a task whose device part begins at `began_s`."""
         self._issued_s[index] = (self._issued_s[index] if issue.goes_on else began_s) + issue.host_s
         return self._issued_s[index]
 

@@ -1,9 +1,9 @@
 """Symmetry: classes of ranks that behave identically, of which one rank is simulated for all.
 
-[Note: groups] Where many groups carry out the same collective independently (those along an axis of a mesh), equal
-groups are one class too. Groups are equal where their members are, position by position, and their networks (`kinds`).
-Ranks are equal where their groups are. So members of equal groups arrive at their collectives at the same times, and
-these start together.
+[Note: groups] Often many groups carry out the same collective independently (those along an axis of a mesh). Equal
+groups are one class too. Two groups are equal if their members are equal, position by position, and their networks are
+(`kinds`); two ranks are equal only if their groups are. So members of equal groups arrive at their collectives at the
+same times, and these start together.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,9 +24,9 @@ class RankClass:
     index: int
     members: Ints
     host: str
-    """First by name of the hosts of its members: the same for all classes that share a host. In the lab, a core."""
+    """First, by name, of the members' hosts; all classes that share a host agree on it. In the lab, a core."""
     on_host: int
-    """Number of members on each of their hosts."""
+    """Number of members on each of the members' hosts."""
 
     @cached_property
     def representative(self) -> int:
@@ -35,7 +35,7 @@ class RankClass:
 
 
 def is_jittery(device: DeviceType) -> bool:
-    """Return whether a device's speed varies by chance, so that no two ranks are equal."""
+    """Return whether a device's speed varies randomly, so that no two of its ranks are equal."""
     return bool(device.step_jitter_ratio or device.task_jitter_ratio)
 
 
@@ -50,7 +50,7 @@ class Classes:
     ranks: tuple[RankClass, ...]
     """By first member."""
     groups: Mapping[Groups, Ints]
-    """Class of each group of collectives with several groups; see [Note: groups]."""
+    """For each tuple of several groups, the class of each group; see [Note: groups]."""
 
 
 def classes_of(
@@ -58,8 +58,9 @@ def classes_of(
 ) -> Classes:
     """Return the classes of ranks with equal roles, memberships, groups and hosts.
 
-    Ranks of devices that vary by chance are classes of their own. Colour refinement until stable: the colour of a host
-    or group is derived from its ranks', and theirs from it. `kinds`: initial colour of groups; by default equal.
+    Ranks on devices whose speed varies randomly have classes of their own. Classes are found by colour refinement until
+    it is stable: hosts and groups are coloured by their ranks' colours, then ranks by those of their hosts and groups.
+    `kinds`: initial colours of groups; by default all are equal.
     """
     ranks = len(program.role_of)
     roles = np.array(program.role_of, dtype=np.int64)
@@ -92,12 +93,14 @@ def classes_of(
 
 
 def repeated_groups(program: Program) -> list[Groups]:
-    """Return the groups of every collective with more than one group, each tuple of groups once."""
+    """Return the distinct tuples of groups, of all collectives with more than one group."""
     return list(dict.fromkeys(each.groups for each, _ in program.exchanges if each.beside))
 
 
 def _group_classes(colour: Ints, members: Ints, kind: Ints) -> Ints:
-    """Return a number for each group (a row of members): equal where its members' colours and its kind are."""
+    """Return a number for each group (a row of members), equal if the members' colours and the group's kind are
+    equal.
+    """
     return kinds_of_rows(np.column_stack([kind, colour[members]]))[0]
 
 

@@ -1,7 +1,7 @@
-"""Task groups: roles with equal tasks, of which the vectorised walk adds up times, and the tracker memory, as vectors.
+"""Task groups: roles with equal tasks, so that the vectorised walk and the memory tracker can handle them as vectors.
 
-A stream's tasks are cut into segments without waits: a segment begins where the stream waits for others, and ends with
-a collective, or with a task that others wait for, so that they need not wait for more.
+A stream's tasks are cut into segments that contain no waits. A segment begins where the stream waits for others. It
+ends with a collective, or with a task that others wait for, so that these wait no longer than necessary.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,13 +24,13 @@ class Segment:
     tasks: tuple[int, ...]
     """Positions in the step; the last task may be a collective."""
     after: tuple[TaskId, ...]
-    """Other streams' tasks on which the first task depends."""
+    """Tasks of other streams on which the first task depends."""
     communication: TaskId | None
 
 
 @dataclass(frozen=True, eq=False)
 class TaskGroup:
-    """Roles with the same tasks but for their times and memory."""
+    """Roles whose tasks differ only in their times and memory."""
 
     tasks: Sequence[Task]
     """Tasks of the first role."""
@@ -38,11 +38,11 @@ class TaskGroup:
     duration_s: Floats
     """By task and role."""
     host_s: Floats
-    """By task and role: time of the host to issue the task, 0 without."""
+    """Host time to issue each task, by task and role; 0 if it needs none."""
     streams: Mapping[str, tuple[Segment, ...]]
     segments: tuple[Segment, ...]
     waiting: Mapping[int, tuple[int, ...]]
-    """By segment number: segments of the same step that wait for one of its tasks, once for each such task."""
+    """For each segment, the segments of the same step that wait for one of its tasks, once per such task."""
 
 
 def task_groups_of(program: Program) -> tuple[TaskGroup, ...]:

@@ -1,15 +1,15 @@
 """The vectorised walk: executes many rank classes at once, with one vector of times per group of roles with equal
 tasks.
 
-[Note: lockstep] With thresholds, hardly two ranks are equal: all execute the same tasks, but each with times of its
-own. Where ranks run ahead of the clock between collectives ([Note: ahead] in `fast_path`), only collectives synchronise
-them, so that only these take part in simulated time, and between them times are added up for all ranks of a task group
-that left the same one. Every sum is made in the same order as for one rank alone, to the last digit.
+[Note: lockstep] With thresholds, hardly two ranks are equal: all execute the same tasks, but each in its own times. If
+ranks run ahead of the clock between collectives ([Note: ahead] in `fast_path`), only collectives synchronise them, so
+only collectives run in simulated time. Between collectives, times are added up in one vector for all ranks of a task
+group that left the same collective. Every sum is made in the same order as for one rank alone, to the last digit.
 
-Where no other traffic can cross a collective's links meanwhile (see `links_used_in_turn`), it takes a time that is
-known beforehand, and ends so long after its last arrival. Such collectives are added up as vectors too, ahead of the
-clock: to the last digit where a collective is one session, else but for rounding, as its time is that of another size
-multiplied (`Network.on_idle_links_s`).
+If no other traffic can cross a collective's links meanwhile (see `links_used_in_turn`), its duration is known
+beforehand, and it ends that long after its last arrival. Such collectives are added up as vectors too, ahead of the
+clock. The result is exact to the last digit if the collective is one session. Otherwise it is exact but for rounding,
+as its time is that of another size, scaled (`Network.on_idle_links_s`).
 """
 
 from collections import defaultdict, deque
@@ -41,23 +41,25 @@ class _Arrivals:
 
 
 class _KnownTimes:
-    """The instances of a collective whose times are known beforehand, in one step."""
+    """One step's instances of a collective whose duration is known beforehand."""
 
     def __init__(self, instances: Sequence[CollectiveInstance], delays_s: Floats) -> None:
         self.instances, self.delays_s = instances, delays_s
         self.missing = np.array([len(each.classes) for each in instances])
         self.latest_s = np.zeros(len(instances))
         self.arrived: list[tuple[Ranks, Segment, Ints, Ints]] = []
-        """Members of a task group, and the number of the instance of each."""
+        """Arrived members of a task group, and the number of the instance that each joined."""
 
     def join(self, numbers: Ints, now_s: Floats) -> bool:
-        """Let members arrive; return whether some instances are complete with them."""
+        """Record the arrival of members; return whether that completes some instances."""
         np.subtract.at(self.missing, numbers, 1)
         np.maximum.at(self.latest_s, numbers, now_s)
         return not self.missing[numbers].all()
 
     def ends_s(self) -> Floats:
-        """Return the end of each instance after its latest arrival, added up as by the clock."""
+        """Return the end of each instance: its latest arrival plus the delays, added one after another as by
+        the clock.
+        """
         ends_s = self.latest_s
         for delay_s in self.delays_s:
             ends_s = ends_s + delay_s
@@ -65,7 +67,7 @@ class _KnownTimes:
 
 
 class Ranks:
-    """Classes of a task group as positions in vectors, with the begin and end of every task by step."""
+    """Classes of a task group as positions in vectors, with the begin and end of every task in every step."""
 
     def __init__(self, task_group: TaskGroup, classes: Sequence[int], columns: Sequence[int], steps: int) -> None:
         count, segments = len(classes), len(task_group.segments)
@@ -73,17 +75,17 @@ class Ranks:
         self.duration_s = task_group.duration_s[:, columns]
         self.takes_time: list[bool] = np.any(self.duration_s, axis=1).tolist()
         self.issued_s = np.zeros(count)
-        """Time at which each rank's host had issued its latest task with an issue time."""
+        """For each rank, the time at which its host finished issuing the latest task that has an `issue`."""
         self.now_s = {stream: np.zeros(count) for stream in task_group.streams}
         self.began_s, self.ended_s = np.zeros((2, steps, len(task_group.tasks), count))
         self.wait_s = np.zeros((steps, len(task_group.tasks), count))
-        """Time from which the compute stream waited for others before a task."""
+        """Time at which the compute stream began to wait for others before a task."""
         self.awaited = np.full((steps, len(task_group.tasks), count), -1)
-        """Index of the dependency that it waited for; -1: none."""
+        """Index of the dependency that was waited for; -1: none."""
         self.place = {task.id: place for place, task in enumerate(task_group.tasks)}
         needed = np.array([len(each.after) for each in task_group.segments])
         self.needed = np.broadcast_to(needed[None, :, None], (steps, segments, count)).copy()
-        """Number of pending dependencies, by step and segment."""
+        """Number of dependencies that have not ended, by step and segment."""
         for stream in task_group.streams.values():
             self.needed[1:, stream[0].number] += 1
             for segment in stream[1:]:
@@ -101,11 +103,11 @@ class VectorisedWalk:
         self._arrivals: dict[tuple[int, TaskId, int], _Arrivals] = {}
         self._instance_numbers: dict[tuple[int, TaskId], Ints] = {}
         self._known_delays: dict[TaskId, Floats | None] = {}
-        """Delays of each instance of a collective, one after another; None where they depend on other traffic."""
+        """Delays of each instance of a collective, to be added up; None if they depend on other traffic."""
         self._known: dict[tuple[int, TaskId], _KnownTimes] = {}
 
     def run(self) -> None:
-        """Execute all steps; raise RuntimeError where they cannot end."""
+        """Execute all steps; raise RuntimeError if they cannot end."""
         for each in self.ranks:
             everybody = np.arange(len(each.classes))
             for stream in each.task_group.streams.values():
@@ -118,7 +120,7 @@ class VectorisedWalk:
             self.machine.env.run(until=self.machine.env.at(end_s))
 
     def _run_ready(self) -> None:
-        """Execute ready segments up to the next collectives."""
+        """Execute segments that are ready, up to the next collectives."""
         while self._ready:
             self._begin(*self._ready.popleft())
         if not self._remaining and not self.finished.triggered:
@@ -146,8 +148,8 @@ class VectorisedWalk:
         self._end(ranks, step, segment, members, now_s)
 
     def _dependencies_end(self, ranks: Ranks, step: int, segment: Segment, members: Ints, now_s: Floats) -> Floats:
-        """Return the start times of ranks that depend on tasks of other streams, all of whose ends are known by
-        then.
+        """Return the times at which ranks may start a segment, given the ends of its dependencies on other streams,
+        which are all known.
         """
         ends_s = np.array([ranks.ended_s[step, ranks.place[each], members] for each in segment.after])
         latest_s = ends_s.max(axis=0)
@@ -159,7 +161,7 @@ class VectorisedWalk:
         return np.where(waits, latest_s, now_s)
 
     def _end(self, ranks: Ranks, step: int, segment: Segment, members: Ints, now_s: Floats | float) -> None:
-        """End a segment, and release the segments that waited for nothing else."""
+        """End a segment, and make ready the segments for which it was the last pending dependency."""
         ranks.now_s[segment.stream][members] = now_s
         self._remaining -= len(members)
         stream = ranks.task_group.streams[segment.stream]
@@ -178,7 +180,7 @@ class VectorisedWalk:
             self._ready.append((ranks, step, segment, ready))
 
     def _arrive(self, ranks: Ranks, step: int, segment: Segment, members: Ints, now_s: Floats) -> None:
-        """Let ranks join a collective; the last arrivals start it."""
+        """Record the arrival of ranks at a collective; the last arrivals start it."""
         collective = segment.communication
         assert collective is not None
         instances = self.machine.instances[collective]
@@ -212,7 +214,7 @@ class VectorisedWalk:
         return links_used_in_turn(self.machine)
 
     def _delays_of(self, collective: TaskId, instances: Sequence[CollectiveInstance]) -> Floats | None:
-        """Return the delays of each of a collective's instances (by delay and instance); None where they depend on
+        """Return the delays of each instance of a collective (indexed by delay and instance); None if they depend on
         other traffic.
         """
         if collective not in self._known_delays:
@@ -227,8 +229,8 @@ class VectorisedWalk:
         return self._known_delays[collective]
 
     def _arrive_at_known(self, ranks: Ranks, step: int, segment: Segment, members: Ints, now_s: Floats) -> None:
-        """Let ranks join a collective whose times are known: instances that are complete end at once, ahead of the
-        clock.
+        """Record the arrival of ranks at a collective of known duration. Instances that are complete end at once, ahead
+        of the clock.
         """
         collective = segment.communication
         assert collective is not None
@@ -285,7 +287,7 @@ class VectorisedWalk:
     # Outcome ----------------------------------------------------------------------------------------------------------
 
     def blocked_ranks(self) -> list[str]:
-        """Return the ranks that wait for ever, each with its cause."""
+        """Return the ranks that wait for ever, each with what it waits for."""
         classes, texts = self.machine.classes, []
         waiting = [
             (self.machine.instances[collective][number], arrivals.arrived)
@@ -384,9 +386,9 @@ class VectorisedWalk:
         return seconds
 
     def _compute_intervals(self, ranks: Ranks, places: Sequence[int]) -> tuple[Floats, Floats, Any]:
-        """Return the intervals of the compute stream in order: begin, end, and whether the interval exists.
+        """Return the intervals of the compute stream in order, as three arrays: begins, ends, and whether each exists.
 
-        Each task, at one of `places` in the step, is preceded by its wait.
+        Each task, at one of `places` in the step, is preceded by the interval of its wait.
         """
         began_s, ended_s = ranks.began_s[:, places], ranks.ended_s[:, places]
         waited = ranks.awaited[:, places] >= 0
@@ -398,9 +400,9 @@ class VectorisedWalk:
 
 
 def _rows_by_phase(_program: Program, task_group: TaskGroup, steps: int) -> tuple[list[int], Mapping[str, Ints]]:
-    """Return the places of the compute stream's tasks in a step, and which of their intervals are of each phase.
+    """Return the places of the compute stream's tasks in a step, and for each phase the indices of its intervals.
 
-    Of every task, those are its wait and itself; see `_compute_intervals`.
+    Each task has two intervals, its wait and its execution; see `_compute_intervals`.
     """
     places = [place for place, task in enumerate(task_group.tasks) if task.stream == "compute"]
     phases = np.array([["exposed_communication", task_group.tasks[place].phase] for place in places] * steps).ravel()
