@@ -6,11 +6,12 @@ Pair::recv, handleRemotePendingRecv). A message arrives at
 
     max(send posted, receive posted + notice) + latency + transfer
 
-so that one for which both ends post at once takes two latencies, and one whose receive was posted long before a single
-one. This holds for the transport, for gloo's own collectives as for point-to-point messages. Notices take the same path
-as messages, and are assumed to take as long. They use the same connection: the notice of a rank that first posts a send
-to a peer, whose receive is posted already, and then a receive from it, queues behind all bytes of that message, so that
-the two messages do not overlap. NCCL's kernels poll memory of the peer's: there are no notices.
+If both ends post at the same time, a message takes two latencies; if its receive was posted long before, only one. This
+holds for the transport, and so for gloo's own collectives as well as for point-to-point messages. Notices take the same
+path as messages, and are assumed to take as long. They also use the same connection. Suppose a rank first posts a send
+to a peer whose receive is posted already, and then a receive from that peer: the notice of the receive queues behind
+all bytes of the sent message, so the two messages do not overlap. NCCL has no notices: its kernels poll the peer's
+memory.
 """
 
 from collections.abc import Mapping
@@ -52,13 +53,13 @@ BACKEND_ALGORITHMS: dict[str, dict[str, str]] = {
         "all-to-all-v": "direct",
     },
 }
-"""Algorithm of each kind, by backend."""
+"""Algorithm of each kind of collective, by backend."""
 
 
 def algorithm_of(cluster: Cluster, kind: str) -> str:
     """Return the name of the algorithm that the cluster's backend uses for a kind, or `best`.
 
-    Raises UserError where the cluster file names one that does not implement that kind.
+    Raises UserError if the cluster file names an algorithm that does not implement that kind.
     """
     named = cluster.algorithms.get(kind)
     if named is None:
@@ -70,10 +71,10 @@ def algorithm_of(cluster: Cluster, kind: str) -> str:
 
 
 def at_once(backend: str) -> int:
-    """Return the number of asynchronous collectives of a group that a backend runs at once.
+    """Return how many asynchronous collectives of one group a backend runs concurrently.
 
-    gloo has two threads for each process group, which take them in turn (torch, ProcessGroupGloo::Options); NCCL's
-    kernels of a communicator are on one stream.
+    gloo has two threads for each process group, which take the collectives in turn (torch, ProcessGroupGloo::Options).
+    NCCL runs the kernels of a communicator on one stream.
     """
     return {"gloo": 2, "nccl": 1}[backend]
 
@@ -84,17 +85,18 @@ def has_notices(backend: str) -> bool:
 
 
 def message_s(cluster: Cluster) -> float:
-    """Return the time of a message or a notice beside the latency of its path: for the threads that it wakes."""
+    """Return the time of a message or notice in addition to the latency of its path: waking up threads."""
     return cluster.backend_cost.message_s if cluster.backend_cost else 0.0
 
 
 def staging_bytes(communication: Communication, backend: str, *, kind: str = "cpu") -> float:
-    """Return the memory that an even gather or reduce-scatter allocates on a device for the length of one call.
+    """Return the memory that an even gather or reduce-scatter allocates on a device for the duration of one call, in
+    bytes.
 
-    `kind`: of the device. gloo gathers into, and scatters from, a flat copy of the full tensor (torch 2.13,
-    ProcessGroupGloo.cpp, newLikeFlat, reduce_scatter_tensor_coalesced); a GPU's gathers have theirs in the host's
-    pinned memory (AsyncAllgatherCUDAWork). nccl works in place. So do rings of point-to-point messages, except for a
-    reduce-scatter among more than two ranks, which receives the parts that it forwards into a buffer of one part.
+    `kind`: kind of the device. gloo gathers into, and scatters from, a flat copy of the full tensor (torch 2.13,
+    ProcessGroupGloo.cpp, newLikeFlat, reduce_scatter_tensor_coalesced). For a GPU's gathers, the copy is in pinned
+    memory of the host (AsyncAllgatherCUDAWork). nccl works in place. So do rings of point-to-point messages, except for
+    a reduce-scatter among more than two ranks, which receives the parts that it forwards into a buffer of one part.
 
     >>> gather = Communication("all-gather", (0, 1), 8)
     >>> staging_bytes(gather, "gloo"), staging_bytes(gather, "gloo", kind="cuda")
@@ -110,9 +112,9 @@ def staging_bytes(communication: Communication, backend: str, *, kind: str = "cp
 
 
 def overhead_s(cluster: Cluster, kind: str, half_precision: str = "", *, ranks: int = 2) -> float:
-    """Return the fixed time of one call of a collective of so many ranks, in addition to its links' latencies.
+    """Return the fixed time of one call of a collective among `ranks` ranks, in addition to its links' latencies.
 
-    `half_precision`: of the elements that are summed, if bf16 or fp16.
+    `half_precision`: bf16 or fp16, if the summed elements have that precision.
     """
     cost = cluster.backend_cost
     if cost is None:
@@ -122,7 +124,7 @@ def overhead_s(cluster: Cluster, kind: str, half_precision: str = "", *, ranks: 
 
 
 def _by_kind(values: Mapping[str, float], kind: str, half_precision: str) -> float:
-    """Return the value of a kind: of sums in a 16-bit format that of the kind and format, if it was measured."""
+    """Return the value of a kind; for sums in a 16-bit format, the value for kind and format if it was measured."""
     for key in (f"{kind} {half_precision}", kind, "default"):
         if key in values:
             return values[key]
@@ -144,10 +146,10 @@ def measured_s(cluster: Cluster, communication: Communication) -> float | None:
 
 
 def posting_s(cluster: Cluster, device: DeviceType, size_bytes: float, messages: int = 1) -> float:
-    """Return the host time of a device to post so many messages, of `size_bytes` together, to the backend.
+    """Return the host time of a device to post `messages` messages, of `size_bytes` in total, to the backend.
 
-    Their transfer has begun by then: see `processor_s`. Bytes that the sockets do not buffer at once, where a link is
-    slow, are posted later by the backend's thread.
+    The transfer begins while they are posted: see `processor_s`. If a link is slow, sockets do not buffer all bytes at
+    once; the backend's thread posts the rest later.
     """
     cost = cluster.backend_cost
     if cost is None or not size_bytes:
@@ -158,19 +160,19 @@ def posting_s(cluster: Cluster, device: DeviceType, size_bytes: float, messages:
 
 
 def processor_byte_s(cluster: Cluster, kind: str, half_precision: str = "") -> float:
-    """Return a rank's processor time for each byte that it sends or receives in a kind of collective.
+    """Return a rank's processor time per byte that it sends or receives in a kind of collective.
 
-    `half_precision`: of the elements that are summed, if bf16 or fp16. On one machine gloo took 1.4 times as long for a
-    byte of bf16, and 2.7 times for one of fp16, as for one of fp32 (torch 2.13, all-reduces of 4 million elements).
+    `half_precision`: bf16 or fp16, if the summed elements have that precision. On one machine gloo took 1.4 times as
+    long per byte for bf16, and 2.7 times for fp16, as for fp32 (torch 2.13, all-reduces of 4 million elements).
     """
     return _by_kind(cluster.backend_cost.processor_byte_s, kind, half_precision) if cluster.backend_cost else 0.0
 
 
 def processor_s(stage: Stage, byte_s: float) -> float:
-    """Return the processor time of a stage on the rank that sends and receives most.
+    """Return the processor time of a stage on the rank that sends and receives the most, in seconds.
 
-    It is a lower bound of the stage's time, as its links' times are: bytes cross the links while others are copied, so
-    that a stage takes the longer of both, not their sum. On a loopback the processor is the bottleneck, on a slow link
+    Like the links' times, it is a lower bound of the stage's time: bytes cross the links while others are copied, so
+    the stage takes the longer of the two, not their sum. On a loopback the processor is the bottleneck, on a slow link
     the link. One thread of gloo serves all of a rank's connections, in both directions (its transport/tcp/loop.cc).
 
     >>> from gssim.collectives.stage import Hops

@@ -1,7 +1,7 @@
 """Closed forms of the time of every algorithm on idle, equal links: the oracle of the simulated times.
 
-Where a formula says "bandwidth", every member sends and receives at that rate over its own link (a switch, a ring, or
-a torus, per direction); for `direct` on a fully connected network it is that of each pair's link.
+"Bandwidth" in a formula is the rate at which every member sends and receives over its own link (of a switch, a ring, or
+a torus, per direction). For `direct` on a fully connected network it is the rate of each pair's link.
 """
 
 import math
@@ -32,9 +32,9 @@ def _ring(turns: int) -> Formula:
 
 
 def _segmented(turns: int, segment_bytes: float) -> Formula:
-    """Segmented ring with two messages in flight at a time: of a pair, one hides the other's latency.
+    """Segmented ring with two messages in flight at a time: each hides the latency of the other.
 
-    Among two ranks, which share one connection for both directions, none hides another's.
+    Two ranks share one connection for both directions, so between them no latency is hidden.
     """
 
     def time_s(n: int, size: float, rate: float, latency: float) -> float:
@@ -75,7 +75,7 @@ def _chain(n: int, size: float, rate: float, latency: float) -> float:
 
 
 def _halving_doubling(n: int, size: float, rate: float, latency: float) -> float:
-    """2 log2(n) exchanges of 2(n-1)/n of the size in all; beyond a power of two, the whole size before and after."""
+    """2 log2(n) exchanges that send 2(n-1)/n of the size in total; beyond a power of two, also the whole size twice."""
     power = 2 ** (n.bit_length() - 1)
     inside: float = 2 * math.log2(power) * latency + 2 * (power - 1) / power * size / rate
     return inside + (2 * (latency + size / rate) if n > power else 0.0)
@@ -122,9 +122,9 @@ CLOSED_FORMS: dict[tuple[str, str, str], Formula] = {
 def torus_time_s(kind: str, *, shape: tuple[int, ...], size_bytes: float, rate: float, latency_s: float) -> float:
     """Return the time of a dimension-wise collective on a torus whose links have `rate` in each direction.
 
-        t = turns * sum over dimensions d of  (d-1) * (latency + part / (2 d rate)),  part shrinking by d each time
+            t = turns * sum over dimensions d of  (d-1) * (latency + part / (2 d rate)),  part shrinking by d each time
 
-    A ring of two has one link between its two members, over which both halves go.
+        A ring of two has only one link between its members, which carries both halves.
 
     >>> torus_time_s("all-gather", shape=(4,), size_bytes=8.0, rate=1.0, latency_s=0.0)
     3.0

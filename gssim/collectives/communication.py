@@ -1,7 +1,7 @@
 """The description of one collective: kind, group of ranks, size, and the parts or pairs of uneven ones.
 
-Matrices of bytes between all pairs of members are stored by kind of sender: memory grows with members, not with pairs.
-Most members of a large group send the same, so that a few rows represent all senders.
+Matrices of bytes between all pairs of members are stored as one row per kind of sender. Memory then grows with the
+number of members, not of pairs: most members of a large group send the same, so a few rows represent all senders.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,9 +18,10 @@ from gssim.units import Floats, Ints, kinds_of_rows
 class Pairs(Sequence[tuple[float, ...]]):
     """A matrix of bytes from the i-th to the j-th member, by rows, with a zero diagonal.
 
-    `rows`: for each kind of sender, bytes for every member (the sender's own entry is ignored). `kinds`: index of each
-    sender's row. Sums are taken in the order of members, bit for bit as those of the full rows. `columns`: index in the
-    rows of each receiver, where many receive the same; sums are then those of columns, times their members.
+    `rows`: for each kind of sender, the bytes for every member (the sender's own entry is ignored). `kinds`: index of
+    each sender's row. Sums are taken in the order of members, and equal those of the full rows bit for bit. `columns`:
+    for each receiver, its index in the rows, if many receivers get the same bytes; sums are then column values times
+    their number of members.
 
     >>> pairs = Pairs(rows=[(1.0, 2.0, 4.0)], kinds=(0, 0, 0))
     >>> list(pairs)
@@ -41,7 +42,7 @@ class Pairs(Sequence[tuple[float, ...]]):
         return len(self.kinds)
 
     def __getitem__(self, member: Any) -> Any:
-        """Return the bytes that a member sends to each."""
+        """Return the bytes that a member sends to each member."""
         if isinstance(member, slice):
             return [self[index] for index in range(*member.indices(len(self)))]
         own = range(len(self))[member]
@@ -77,13 +78,13 @@ class Pairs(Sequence[tuple[float, ...]]):
 
     @cached_property
     def arrays(self) -> tuple[Floats, Ints]:
-        """The rows by member and the kinds as arrays, not to be changed."""
+        """The rows (expanded to one column per member) and the kinds as arrays, which must not be changed."""
         rows = np.array(self.rows, dtype=float)
         return rows if self.columns is None else rows[:, self.columns], np.array(self.kinds)
 
     @cached_property
     def _by_column(self) -> tuple[Floats, Ints, Ints, Ints]:
-        """Where `columns` are given: the rows, the kinds, and the number of members by column and by kind."""
+        """If `columns` are given: the rows, the kinds, and how many members each column and each kind has."""
         assert self.columns is not None
         rows, kinds = np.asarray(self.rows, dtype=float), np.asarray(self.kinds)
         by_column, by_kind = (
@@ -102,7 +103,7 @@ class Pairs(Sequence[tuple[float, ...]]):
         sums = np.zeros(len(kinds))
         for kind, row in enumerate(rows):
             members = np.flatnonzero(kinds == kind)
-            run = np.cumsum(row[1:] != row[:-1])  # leaving out any one of a run gives the same sum
+            run = np.cumsum(row[1:] != row[:-1])  # within a run of equals, any may be left out
             run = np.concatenate([np.zeros(1, np.int64), run])[members]
             begins = np.ones(len(members), dtype=bool)
             begins[1:] = run[1:] != run[:-1]
@@ -112,7 +113,7 @@ class Pairs(Sequence[tuple[float, ...]]):
 
     @cached_property
     def most_sent(self) -> float:
-        """Bytes of the member that sends most."""
+        """Bytes sent by the member that sends the most."""
         if self.columns is None:
             return max(self.sent)
         rows, kinds, members, _ = self._by_column
@@ -160,7 +161,9 @@ class Pairs(Sequence[tuple[float, ...]]):
 
 
 class Exchange(Hops):
-    """Hops between all pairs of members, stored by kind of sender; arrays over single pairs are made on demand only."""
+    """Hops between all pairs of members, stored by kind of sender; arrays over single pairs are created only on
+    demand.
+    """
 
     def __init__(self, members: Members, rows: Floats, kinds: Ints, beside: tuple[Members, ...] = ()) -> None:
         for name, value in (("members", members), ("rows", rows), ("kinds", kinds), ("beside", beside)):
@@ -170,7 +173,7 @@ class Exchange(Hops):
     beside: tuple[Members, ...]
     """Other groups that carry out the same exchange at once."""
     rows: Floats
-    """Weight of each kind of sender's hop to every member, for each byte of the stage's size."""
+    """For each kind of sender, the weight of its hop to every member, per byte of the stage's size."""
     kinds: Ints
 
     @property
@@ -194,7 +197,7 @@ class Exchange(Hops):
 
     @cached_property
     def _apart(self) -> tuple[Ints, Ints]:
-        """Positions of sender and receiver in their group, by hop of one."""
+        """For each hop of one group, the positions of its sender and its receiver."""
         sender, receiver = np.nonzero(~np.eye(len(self.kinds), dtype=bool))
         return sender, receiver
 
@@ -220,12 +223,14 @@ class Exchange(Hops):
 
     @cached_property
     def most_handled(self) -> float:
-        """Bytes that the busiest rank sends and receives, for each byte of the stage's size."""
+        """Bytes that the busiest rank sends and receives, per byte of the stage's size."""
         sent, received = self.carried_by_rank(int(max(members.ranks.max() for members in self.groups)) + 1)
         return float((sent + received).max())
 
     def weighted(self, columns: Floats) -> float:
-        """Return the sum over a group's hops of weight times value, by kind of sender and target."""
+        """Return the sum over a group's hops of weight times value; `columns` has values by kind of sender and
+        target.
+        """
         return float((self.rows * columns).sum())
 
     @cached_property
@@ -252,7 +257,7 @@ class Exchange(Hops):
 
 
 def most_of(rows: Floats, kinds: Ints) -> float:
-    """Return the largest value of a pair of members: by kind of sender and member, one's own left out."""
+    """Return the largest value of any pair of different members; `rows` are by kind of sender and receiver."""
     largest = 0.0
     for kind, count in enumerate(np.bincount(kinds, minlength=len(rows)).tolist()):
         if count:
@@ -262,9 +267,9 @@ def most_of(rows: Floats, kinds: Ints) -> float:
 
 
 def sums_of_others(values: Floats, members: Ints | None = None) -> Floats:
-    """Return, for each value of the last axis, the sum of all others: for equal values the same, to the last digit.
+    """Return, for each value of the last axis, the sum of all others; the same to the last digit for equal values.
 
-    `members`: number of members that have each value; absent: one. The others of a member include those alike.
+    `members`: how many members have each value; None: one each. The others of a member include those with its value.
 
     >>> rows = np.array([[1.0, 2.0, 4.0], [1.0, 1.0, 1.0]])
     >>> sums_of_others(rows).tolist(), sums_of_others(rows, np.array([3, 1, 1])).tolist()
@@ -273,7 +278,7 @@ def sums_of_others(values: Floats, members: Ints | None = None) -> Floats:
     counted = values if members is None else values * members
     totals = counted.sum(axis=-1, keepdims=True)
     others: Floats = totals - values
-    *row, own = np.nonzero(values > totals / 2)  # of no row more than one value, which one member has
+    *row, own = np.nonzero(values > totals / 2)  # at most one value per row, and a single member has it
     rows = counted[tuple(row)]
     rows[np.arange(len(own)), own] = 0.0
     others[(*row, own)] = rows.sum(axis=-1)
@@ -285,11 +290,13 @@ def _repeated(row: Floats, some: Ints) -> Floats:
 
 
 AT_ONCE = 2**22
-"""Numbers that are summed together: those of all pairs of many members would not fit into memory."""
+"""Largest number of values summed in one array: those of all pairs of many members would not fit into memory."""
 
 
 def _sums_without(rows: Callable[[Ints], Floats], own: Ints, length: int) -> Floats:
-    """Return the sum of a row for each of `own` without that element; `rows` returns the rows of some of them."""
+    """Return, for each index in `own`, the sum of its row without that element; `rows` returns the rows of some
+    indices.
+    """
     sums = np.zeros(len(own))
     some = max(1, AT_ONCE // max(1, length))
     for begin in range(0, len(own), some):
@@ -327,19 +334,19 @@ KINDS = (
 
 TO_HOST, FROM_HOST = "copy-to-host", "copy-from-host"
 COPIES = (TO_HOST, FROM_HOST)
-"""Copies between the device of a rank and the memory of its host, which take links as messages do, but are no
-collectives: each rank is a group of its own."""
+"""Copies between a rank's device and the memory of its host. They cross links like messages, but are no collectives:
+each rank is a group of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Communication:
-    """A collective: kind, group, size; and parts or pairs for the uneven forms."""
+    """A collective: kind, group and size, and for uneven collectives the sizes of parts or pairs."""
 
     kind: str
     group: Sequence[int]
-    """Sorted ranks, a tuple or a range; the first is the sender of a send."""
+    """Sorted ranks, as a tuple or range; of a send, the sender comes first."""
     size_bytes: float
-    """Size of the full tensor, as in `result.Collective.bytes`; all-to-all: of each rank's input."""
+    """Size of the full tensor, as in `result.Collective.bytes`; of an all-to-all, the size of each rank's input."""
     pair_bytes: Sequence[Sequence[float]] = ()
     """all-to-all-v: bytes from the i-th to the j-th member of the group."""
     part_bytes: tuple[float, ...] = ()
@@ -348,16 +355,18 @@ class Communication:
     root: int = 0
     """Position in the group of the root of a broadcast or reduce."""
     beside: tuple[Sequence[int], ...] = ()
-    """Other groups of the same size, each with a collective of its own: those along an axis of a mesh."""
+    """Other groups of the same size, each of which carries out the same collective: those along an axis of a mesh."""
     carried_as: str = ""
-    """Kind by which its algorithm and costs are looked up, where it differs: an all-gather made of point-to-point
-    messages is an all-gather-v to the network, and a push by a collective of the backend an all-to-all."""
+    """Kind by which the algorithm and costs are looked up, if not `kind`: an all-gather made of point-to-point messages
+    is an all-gather-v to the network, and a push by the backend's own collective is an all-to-all."""
 
     at_once: int = 1
-    """Number of groups, its own included, that carry out such a collective at once, each with bytes of its own."""
+    """How many groups, this one included, carry out such a collective at once, each with bytes of its own."""
 
     half_precision: str = ""
-    """bf16 or fp16, where elements in it are summed: their additions may have costs of their own."""
+    """bf16 or fp16, if elements of that precision are summed, as their additions may have costs of their own;
+    else ''.
+    """
 
     @property
     def groups(self) -> tuple[Sequence[int], ...]:
@@ -371,8 +380,8 @@ class Communication:
 
     @property
     def payload_bytes(self) -> float:
-        """Bytes that all members together send: each pair's of an all-to-all-v; of an all-gather-v each part to all
-        members but its owner.
+        """Bytes that all members send in total: for an all-to-all-v the sum over pairs, for an all-gather-v each part
+        times the number of members that receive it.
         """
         pairs = self.pair_bytes
         whole = pairs.total if isinstance(pairs, Pairs) else sum(map(sum, pairs))
@@ -380,6 +389,6 @@ class Communication:
 
     @property
     def most_sent_bytes(self) -> float:
-        """Bytes of the member that sends most in an all-to-all-v."""
+        """Bytes sent in an all-to-all-v by the member that sends the most."""
         pairs = self.pair_bytes
         return pairs.most_sent if isinstance(pairs, Pairs) else max(map(sum, pairs))

@@ -11,15 +11,17 @@ from gssim.units import Floats, Ints, distinct
 
 @dataclass(frozen=True, eq=False)
 class Hops:
-    """Sender, receiver and relative bytes of messages. Compared by identity."""
+    """Messages as arrays of senders, receivers and relative bytes. Compared by identity."""
 
     source: Ints
     """Rank that sends."""
     target: Ints
     weight: Floats
-    """Bytes carried for each byte of the stage's size."""
+    """Bytes carried per byte of the stage's size."""
     group: Ints | None = None
-    """Index of a hop's group, where several groups run the same collective at once, each at its own speed."""
+    """For each hop, the index of its group, if several groups run the same collective at once, each at its own
+    speed.
+    """
 
     @property
     def count(self) -> int:
@@ -32,12 +34,12 @@ class Hops:
         return len(self.source)
 
     def carried_by_rank(self, ranks: int) -> tuple[Floats, Floats]:
-        """Return the bytes that each rank sends and receives for each byte of the size."""
+        """Return the bytes that each rank sends and receives, per byte of the stage's size."""
         sent = summed(self.source, self.weight, ranks)
         return sent, summed(self.target, self.weight, ranks)
 
     def in_every(self, groups: Ints) -> "Hops":
-        """Return the hops of the first of several groups (rows of ranks), and the same ones in all others.
+        """Return the hops, given for the first of several groups (rows of ranks), repeated for all of the groups.
 
         >>> Hops.of([(4, 6, 1.0)]).in_every(np.array([[4, 6], [5, 7]])).target.tolist()
         [6, 7]
@@ -55,7 +57,7 @@ class Hops:
 
     @cached_property
     def most_handled(self) -> float:
-        """Bytes that the busiest rank sends and receives, for each byte of the stage's size.
+        """Bytes that the busiest rank sends and receives, per byte of the stage's size.
 
         >>> Hops.of([(0, 1, 1.0), (0, 2, 1.0), (2, 0, 0.5)]).most_handled
         2.5
@@ -77,15 +79,15 @@ class Hops:
 
 @dataclass(frozen=True, eq=False)
 class HostCopies(Hops):
-    """Copies of ranks to the memory of their hosts, or from it; one end of each is no rank."""
+    """Copies between ranks and the memory of their hosts; one end of each copy is not a rank."""
 
     memory: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
-    """Node of the host's memory, of every rank."""
+    """For every rank, the node of its host's memory."""
     to_host: bool = True
 
     @classmethod
     def between(cls, ranks: Ints, memory: Ints, *, to_host: bool) -> "HostCopies":
-        """Return the copies of some ranks; `memory`: of every rank.
+        """Return the copies of `ranks`; `memory` has the memory node of every rank.
 
         >>> copies = HostCopies.between(np.array([0]), np.array([7, 7, 8]), to_host=False)
         >>> copies.source.tolist(), copies.in_every(np.array([[0], [2]])).source.tolist()
@@ -95,11 +97,11 @@ class HostCopies(Hops):
         return cls(*ends, np.ones(len(ranks)), np.arange(len(ranks)), memory, to_host)
 
     def in_every(self, groups: Ints) -> "HostCopies":
-        """Return the copies of all of several groups, of one rank each."""
+        """Return the copies of all groups, each of which is a single rank."""
         return HostCopies.between(groups[:, 0], self.memory, to_host=self.to_host)
 
     def carried_by_rank(self, ranks: int) -> tuple[Floats, Floats]:
-        """Return zeros: nothing goes to other ranks."""
+        """Return zeros: copies send nothing to other ranks."""
         return np.zeros(ranks), np.zeros(ranks)
 
 
@@ -110,22 +112,28 @@ class Stage:
     hops: Hops
     size_bytes: float
     steps: float = 1.0
-    """Number of times that the latency of a path is waited for, one after another."""
+    """How often the latency of a path is waited for in sequence."""
     notices: float | None = None
-    """Number of steps in which receives are posted only then, so that senders wait for their notices, if the backend
-    has them (see [Note: notices] in `backend`); absent: all. In others they are posted in advance."""
+    """Number of steps whose receives are posted only in that step, so that senders wait for their notices (if the
+    backend has them, see [Note: notices] in `backend`). In other steps, receives are posted in advance. None: all steps
+    wait.
+    """
     starts: int = 1
-    """Number of steps that begin with nothing in flight."""
+    """Number of steps that begin with no message in flight."""
     hidden_ratio: float = 0.0
-    """Fraction of the transfer that overlaps with the waiting of later steps: several messages are in flight."""
+    """Fraction of the transfer that hides waits of later steps, because several messages are in flight."""
     coupled: bool = True
-    """Whether all hops move at the rate of the slowest, as in the rounds of a ring; else each is a flow of its own."""
+    """Whether all hops move at the rate of the slowest, as in the rounds of a ring. If not, each is a flow of
+    its own.
+    """
     stretch_ratio: float = 1.0
-    """Time of the transfer over that of its bytes alone, which includes filling and draining a pipeline."""
+    """Time of the transfer relative to that of its bytes alone; more than 1 for filling and draining a pipeline."""
     queued_ratio: float = 0.0
-    """Relative increase of the transfer where notices wait in queues of data; see [Note: queues] in `network`."""
+    """Relative increase of the transfer time if notices wait in queues of data; see [Note: queues] in
+    `network.routes`.
+    """
     reduced_bytes: float = 0.0
-    """Most bytes that any rank adds to its own."""
+    """Bytes that a rank adds to its own data, for the rank that adds the most."""
 
     def wait_s(
         self,
@@ -136,16 +144,16 @@ class Stage:
         transfer_s: float = 0.0,
         head_start_s: float = 0.0,
     ) -> float:
-        """Return the time that is not filled by transfers.
+        """Return the time that a stage waits without transferring, in seconds.
 
-        `notice_s`: time of a notice; `lead_s`: time since the first receives were posted; `transfer_s`: of all bytes.
-        Steps that begin with nothing in flight wait for all of it, the others for the part that messages in flight do
-        not hide:
+        `notice_s`: time of a notice; `lead_s`: time since the first receives were posted; `transfer_s`: time of all
+        bytes. Steps that begin with nothing in flight wait for latency and notice in full. The other steps wait only
+        for the part that messages in flight do not hide:
 
             t = starts * (latency + notice) + max(0, (steps - starts) * latency + (notices - starts) * notice - hidden)
 
-        `head_start_s`: time that bytes gain over a wire on an idle link: all steps but the first make up for as much of
-        their waiting (see [Note: head start] in `cluster.lab_links`).
+        `head_start_s`: time that bytes gain over a wire on an idle shaped link. All steps but the first make up for
+        that much of their waiting (see [Note: head start] in `cluster.lab_links`).
 
         >>> stage = Stage(Hops.of([(0, 1, 1.0)]), 8.0, steps=3, notices=1)
         >>> stage.wait_s(1.0, notice_s=1.0, lead_s=0.25), stage.wait_s(1.0, head_start_s=0.75)
@@ -178,18 +186,18 @@ cached_hops = lru_cache(maxsize=512)
 
 @dataclass(frozen=True, eq=False)
 class Members:
-    """A group of ranks and their placement. Compared by identity: one object for each group."""
+    """A group of ranks and their placement. Compared by identity: there is one object for each group."""
 
     ranks: Ints
     hosts: Ints
-    """Host of each member, as a number."""
+    """Number of each member's host."""
     shape: tuple[int, ...] = ()
-    """Shape of the torus that the group fills in row-major order; empty: none."""
+    """Shape of the torus that the group fills in row-major order; empty if it does not fill one."""
     multirail: bool = False
-    """Rings enter and leave a host by each of its devices in turn (NCCL's channels), not by one only."""
+    """Whether rings enter and leave a host by each of its devices in turn (NCCL's channels) instead of by one only."""
     inside: Hops | None = None
-    """Rings inside the hosts, between positions, weights summing to 1 for each sender, where the links between devices
-    favour some orders. Absent: in order of rank."""
+    """Rings inside the hosts, between positions, with weights that sum to 1 for each sender; given if the links between
+    devices favour some orders. None: rings are in rank order."""
 
     kept: Recent = field(default_factory=lambda: Recent(MOST_LARGE), repr=False)
     """Cache of the hops of the latest uneven exchanges."""
@@ -201,7 +209,9 @@ class Members:
 
     @cached_property
     def blocks(self) -> tuple[Ints, Ints]:
-        """First position and number of the members of each host, in order; one block each where hosts are mixed."""
+        """First position and number of the members of each host, in order. If hosts are interleaved, each member is a
+        block.
+        """
         starts = np.flatnonzero(np.r_[True, self.hosts[1:] != self.hosts[:-1]])
         if len(starts) > len(distinct(self.hosts)):
             starts = np.arange(self.count)

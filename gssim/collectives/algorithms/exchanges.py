@@ -10,9 +10,9 @@ from gssim.collectives.stage import Hops, Members, Stage, cached_hops
 from gssim.execution.cache import Same
 
 SINGLE_FLOWS = 2**14
-"""Exchanges that have more flows, with those of other groups at once, are one session, whose flows progress and end
-together: exact where one kind of link is the bottleneck of all, as in exchanges among equals; else a lower bound,
-because every link is then busy until the end."""
+"""Largest number of flows (with those of groups that exchange at once) that are simulated one by one. A larger exchange
+is one session, whose flows progress and end together. That is exact if one kind of link is the bottleneck of all flows,
+as in exchanges among equals; otherwise it is a lower bound, because every link is then busy until the end."""
 
 
 @cached_hops
@@ -23,7 +23,7 @@ def _pairs(members: Members) -> Hops:
 
 
 def direct(members: Members, communication: Communication) -> tuple[Stage, ...]:
-    """All members send to all others at once; an all-reduce is a reduce-scatter and an all-gather."""
+    """All members send to all others at once. An all-reduce is a reduce-scatter followed by an all-gather."""
     if communication.pair_bytes:
         return direct_uneven(members, communication)
     n = members.count
@@ -37,7 +37,7 @@ def direct(members: Members, communication: Communication) -> tuple[Stage, ...]:
 
 
 def direct_uneven(members: Members, communication: Communication) -> tuple[Stage, ...]:
-    """All members send uneven parts to all others; exchanges in the same proportions share their hops."""
+    """All members send parts of unequal sizes to all others; exchanges in the same proportions share their hops."""
     pairs = communication.pair_bytes
     rows = len(pairs.rows if isinstance(pairs, Pairs) else pairs)
     key = ("uneven exchange", Same(members), Same(pairs), communication.at_once)
@@ -56,7 +56,7 @@ def _uneven(members: Members, communication: Communication) -> tuple[Stage, ...]
 
     def uneven_hops() -> Hops:
         source, target = np.nonzero(matrix)
-        if len(source) == members.count * (members.count - 1):  # no pair is left out: all such have the same ends
+        if len(source) == members.count * (members.count - 1):  # every pair sends: the ends are always the same
             every = _pairs(members)
             return Hops(every.source, every.target, matrix[source, target])
         return Hops(members.ranks[source], members.ranks[target], matrix[source, target])
@@ -67,7 +67,7 @@ def _uneven(members: Members, communication: Communication) -> tuple[Stage, ...]
 
 
 def _exchange(members: Members, pairs: Pairs) -> Exchange:
-    """Return the hops of many members, most of which send the same; cached by proportions."""
+    """Return the hops among many members that fall into a few kinds of senders; cached by proportions."""
     rows = pairs.arrays[0] / pairs.most
     key = ("exchange", Same(members), hashlib.sha256(rows.tobytes()).digest(), pairs.arrays[1].tobytes())
     return members.kept.once(
@@ -86,10 +86,10 @@ _first_pair = cached_hops(lambda members: Hops.of([(int(members.ranks[0]), int(m
 
 
 def halving_doubling(members: Members, communication: Communication) -> tuple[Stage, ...]:
-    """Exchange of halves with partners at half the distance each time, then back (Thakur, Rabenseifner, Gropp 2005).
+    """Exchange halves with partners at half the distance each time, then back (Thakur, Rabenseifner, Gropp 2005).
 
-    Members beyond a power of two send theirs to a partner first, and get the result from it at the end; only for an
-    all-reduce, because the parts of other collectives would be of two sizes then.
+    Members beyond a power of two send their data to a partner first, and get the result from it at the end. Only an
+    all-reduce allows that; other collectives would then have parts of two sizes.
     """
     size = communication.size_bytes
     power = 2 ** (members.count.bit_length() - 1)
@@ -115,7 +115,8 @@ def halving_doubling(members: Members, communication: Communication) -> tuple[St
 def _exchange_hops(members: Members, power: int) -> tuple[Hops, ...]:
     """Return the pairwise exchanges of halving-doubling, at halving distances.
 
-    Before them the hops from the members beyond a power of two to their partners, behind them those back.
+    They are preceded by the hops from the members beyond a power of two to their partners, and followed by the hops
+    back.
     """
     extra, partner = members.ranks[power:], members.ranks[: members.count - power]
     ones = np.ones(len(extra))
@@ -129,7 +130,7 @@ def _exchange_hops(members: Members, power: int) -> tuple[Hops, ...]:
 
 
 def hierarchical(members: Members, communication: Communication) -> tuple[Stage, ...]:
-    """Reduce-scatter inside every host, all-reduce of each part between hosts, all-gather inside (D.1)."""
+    """Reduce-scatter inside every host, all-reduce each part between hosts, then all-gather inside (D.1)."""
     inside, between = _levels(members)
     size = communication.size_bytes
     g, k = len(inside.target) // max(1, len(members.blocks[0])), len(members.blocks[0])
@@ -161,7 +162,7 @@ def _levels(members: Members) -> tuple[Hops, Hops]:
 
 
 def torus(members: Members, communication: Communication) -> tuple[Stage, ...]:
-    """Dimension by dimension, rings in both directions at once, each with half (Jouppi et al. 2020)."""
+    """Dimension by dimension, two rings in opposite directions at once, each with half of it (Jouppi et al. 2020)."""
     return _by_dimension(members, communication, both=True)
 
 

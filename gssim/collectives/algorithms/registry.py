@@ -1,7 +1,7 @@
 """Registry of the algorithms of collectives, which map the members of a group to stages of hops.
 
-Hops are made once for an algorithm and group (sizes only scale them), so that a model of a hundred layers costs no more
-than one. Closed forms of the algorithms' times on idle links: `closed_forms`.
+The hops of an algorithm and a group are created once (sizes only scale them), so a model of a hundred layers costs no
+more than one of a single layer. Closed forms of the algorithms' times on idle links: `closed_forms`.
 """
 
 from collections.abc import Callable, Sequence
@@ -80,5 +80,5 @@ def algorithms_for(kind: str) -> Sequence[str]:
 
 
 def carried_by_rank(hops: Hops, ranks: int) -> tuple[Floats, Floats]:
-    """Return the bytes that each rank sends and receives for each byte of the size."""
+    """Return the bytes that each rank sends and receives, per byte of the stage's size."""
     return hops.carried_by_rank(ranks)

@@ -13,10 +13,11 @@ from gssim.units import Ints
 
 @cached_hops
 def ring_hops(members: Members, direction: int) -> Hops:
-    """Return a ring over all members, in rank order; with several rails, as many rings, each with its part.
+    """Return a ring over all members, in rank order; with several rails, one ring per rail, each with a part of the
+    data.
 
-    Ring c enters host k by its device c-k, visits all devices in turn and leaves by the last one's rail, so that every
-    device of a host sends on every rail: each local hop carries all rings but those that leave from its device.
+    Ring c enters host k at its device c-k, visits all devices in turn, and leaves by the rail of the last one. So every
+    device of a host sends on every rail, and each local hop carries all rings except those that leave from its device.
     """
     n = members.count
     starts, sizes = members.blocks
@@ -45,7 +46,7 @@ def _in_rank_order(starts: Ints, sizes: Ints) -> Hops:
 
 
 def _crossings(starts: Ints, sizes: Ints, rings: int) -> tuple[Ints, Ints]:
-    """Return the positions at which every ring leaves a host, and those at which it enters the next."""
+    """Return the positions at which every ring leaves a host, and the positions at which it enters the next host."""
     none = np.zeros(0, np.int64)
     if len(starts) == 1:
         return none, none
@@ -60,7 +61,7 @@ def _crossings(starts: Ints, sizes: Ints, rings: int) -> tuple[Ints, Ints]:
 
 
 def _ring(members: Members, size_bytes: float, *, turns: int, reduces: bool = False) -> Stage:
-    """Return `turns` (1 or 2) rounds of the ring, each of n-1 steps with an n-th of the size.
+    """Return `turns` (1 or 2) rounds of the ring, each of n - 1 steps that send 1/n of the size.
 
     gloo reduces towards lower ranks and gathers towards higher ones (measured); NCCL's rings have one direction.
     """
@@ -94,14 +95,14 @@ SEGMENT_BYTES = 2**20
 
 
 def _segmented(stage: Stage, members: Members, segments: int, turns: int) -> Stage:
-    """Return a ring whose rounds are of `segments` messages each, two of which are in flight at a time.
+    """Return a ring whose rounds consist of `segments` messages each, two of which are in flight at a time.
 
-    A message's receive is posted when the last but one has arrived. Two ranks share one connection for both directions:
-    the notice of a receive queues behind the message in flight the other way, and arrives with its end.
+    The receive of a message is posted when the second-last message has arrived. Two ranks share one connection for both
+    directions: the notice of a receive queues behind the message in flight the other way, and arrives with its end.
 
-    Where it queues behind other ranks' messages, in the network, the rounds after it are in step with that queue: this
-    happens once, for the length of a message at most (of simulated rings of 3 to 8 ranks, 4 to 56 messages each, that
-    begin at random moments: 0.6 to 1.3 of a message in the mean).
+    Where a notice queues behind other ranks' messages inside the network, later rounds fall into step with that queue.
+    So this delay occurs only once, and is at most as long as one message. (Simulated rings of 3 to 8 ranks, with 4 to
+    56 messages each, that begin at random moments lose 0.6 to 1.3 messages on average.)
     """
     if members.count == 1:
         return stage
@@ -127,7 +128,7 @@ def segmented_all_gather(members: Members, communication: Communication) -> tupl
 
 
 def ring_all_to_all(members: Members, communication: Communication) -> tuple[Stage, ...]:
-    """Every message is forwarded by the ranks between its ends: n(n-1)/2 steps of an n-th of the size."""
+    """Every message is forwarded by the ranks between its ends: n(n-1)/2 steps that send 1/n of the size."""
     n = members.count
     steps = n * (n - 1) / 2
     return (Stage(ring_hops(members, 1), steps / n * communication.size_bytes, steps=steps),)
@@ -138,11 +139,12 @@ WHOLE_BYTES = 2**20
 
 
 def store_and_forward(members: Members, communication: Communication) -> tuple[Stage, ...]:
-    """Ring of unequal parts, each forwarded when it is complete: in step r, member i sends the part of member i-r.
+    """Ring of unequal parts, each forwarded once it is complete: in step r, member i sends the part of member i-r.
 
     This is gsreal's ring of point-to-point messages; a reduce-scatter runs backwards. Without parts they are equal, and
-    all steps are one stage; so are those of a reduce-scatter of equal parts. Receives are posted in advance, except in
-    a reduce-scatter of unequal parts among more than three, whose output has no room for the parts to forward.
+    all steps form one stage, also those of a reduce-scatter of equal parts. Receives are posted in advance. The
+    exception is a reduce-scatter of unequal parts among more than three members, whose output has no room for the parts
+    to forward.
     """
     n = members.count
     backwards = communication.carried_kind == "reduce-scatter-v"
@@ -192,5 +194,7 @@ def pipelined_ring(members: Members, communication: Communication) -> tuple[Stag
 
 
 def in_switch(members: Members, communication: Communication) -> tuple[Stage, ...]:
-    """All-reduce inside the switch (NVLink SHARP): devices send their tensors up, and their parts of the sum to all."""
+    """All-reduce inside the switch (NVLink SHARP): devices send their tensors up, then each its part of the sum
+    to all.
+    """
     return (Stage(ring_hops(members, 1), (1 + 1 / members.count) * communication.size_bytes, steps=2),)

@@ -12,7 +12,7 @@ CHUNK_BYTES = 2**19
 
 
 def binomial(members: Members, communication: Communication) -> tuple[Stage, ...]:
-    """Broadcast in which every rank that has the data sends to one more in each step; a reduce runs backwards."""
+    """Broadcast in which, in each step, every rank that has the data sends it to one more; a reduce runs backwards."""
     backwards, size = communication.kind == "reduce", communication.size_bytes
     reduced = size if backwards else 0.0
     return tuple(Stage(hops, size, reduced_bytes=reduced) for hops in _binomial_hops(members, backwards))
@@ -31,9 +31,10 @@ def _binomial_hops(members: Members, backwards: bool) -> tuple[Hops, ...]:
 
 
 def binomial_at_once(members: Members, communication: Communication) -> tuple[Stage, ...]:
-    """Broadcast over the same tree, in which a node sends to all its children at once (gloo/broadcast.cc).
+    """Broadcast over the binomial tree in which a node sends to all its children at once (gloo/broadcast.cc).
 
-    They share its link, so that it takes longer than step by step. All but the root post their receives at once.
+    The children share the node's link, so this takes longer than one child after another. All ranks but the root post
+    their receives at the start.
     """
     size = communication.size_bytes
     first, *later = _levels(members)
@@ -54,7 +55,7 @@ def _levels(members: Members) -> tuple[Hops, ...]:
 def chain(members: Members, communication: Communication) -> tuple[Stage, ...]:
     """Broadcast (or reduce) along all members in chunks: each member forwards a chunk while it receives the next.
 
-    t = (n - 2 + k) * (latency + chunk / bandwidth), of k chunks (D.1, pipelined broadcast).
+    t = (n - 2 + k) * (latency + chunk / bandwidth), for k chunks (D.1, pipelined broadcast).
     """
     n, size = members.count, communication.size_bytes
     chunks = max(1, math.ceil(size / CHUNK_BYTES))
@@ -73,10 +74,11 @@ def _chain_hops(members: Members, backwards: bool) -> Hops:
 
 
 def double_tree(members: Members, communication: Communication) -> tuple[Stage, ...]:
-    """All-reduce up and down two binary trees at once, each with half: inner nodes of one are leaves of the other.
+    """All-reduce up and down two binary trees at once, each with half: inner nodes of one tree are leaves of the other.
 
-    Source: Sanders, Speck, Traff 2009, "Two-tree algorithms for full bandwidth broadcast, reduction and scan"; within
-    a host the devices form a chain to the one that is in the tree, another one in each ring of rails, as in NCCL.
+    Source: Sanders, Speck, Traff 2009, "Two-tree algorithms for full bandwidth broadcast, reduction and scan". Within a
+    host, the devices form a chain to the device that is in the tree; with rails, each ring has a different one, as in
+    NCCL.
     """
     hops, depth = _tree_hops(members)
     size = communication.size_bytes

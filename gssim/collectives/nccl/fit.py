@@ -17,14 +17,14 @@ _BOUNDS: tuple[_Constant, ...] = (
     ("simple_hop_ratio", 0.1, 100.0, 1.0),
     ("pipeline_latency_s", 0.0, 1e-3, 2e-6),
 )
-# Latency, hop ratio; pipeline latency, factor of the bandwidth ratio: a fast network hides behind the links
+# Latency, hop ratio; pipeline latency, factor of the bandwidth ratio: a fast network is hidden behind the links
 _STARTS = tuple(
     (*hops, *rest)
     for hops in ((1e-5, 1.0), (5e-5, 0.3), (1e-4, 8.0))
     for rest in ((1e-6, 1.0), (2e-5, 1.0), (1e-6, 0.4))
 )
-# Weights of the prior (the start values), against one point's relative error: they decide only what the table leaves
-# undetermined, above all the split of a latency between `latency_s` and the hops, given one number of ranks.
+# Weights of the prior (the start values) relative to one point's relative error. They decide only what the table does
+# not determine: above all, with a single number of ranks, how a latency is split between `latency_s` and the hops.
 _PRIOR_WEIGHT = 0.001
 _HOP_PRIOR_WEIGHT = 0.02
 
@@ -38,10 +38,11 @@ def fit(
 ) -> NcclTuning:
     """Return `start` with four constants fitted to (size in bytes, time in seconds) of `kind` between `group`.
 
-    The four: `latency_s`, `simple_hop_ratio`, `pipeline_latency_s`, and `bandwidth_ratio`, or with several nodes
-    `network_bandwidth_ratio`. Least squares of relative errors with a soft loss beyond 10 % (robust to outliers), in
-    which many sizes of one octave count less each, from a few fixed starts: equal tables give equal constants.
-    `start` (of `GENERATIONS`; Ampere) has all other constants. Raises ValueError for fewer than four sizes.
+    The four are `latency_s`, `simple_hop_ratio`, `pipeline_latency_s`, and `bandwidth_ratio` (with several nodes
+    `network_bandwidth_ratio`). The fit minimises squared relative errors, with a soft loss beyond 10 % (robust to
+    outliers), in which each of many sizes of one octave counts less. It runs from a few fixed starts, so equal tables
+    give equal constants. `start` (of `GENERATIONS`; Ampere by default) has all other constants. Raises ValueError for
+    fewer than four sizes.
 
     >>> from gssim.collectives.nccl.times import times
     >>> wires = Group(ranks=8, bandwidth_bytes_per_s=300e9)
@@ -81,10 +82,10 @@ def _columns(table: Iterable[tuple[float, float]]) -> tuple[Array, Array]:
 
 
 def _octave_weights(sizes: Array) -> Array:
-    """Return square roots of weights by which an octave of sizes with c rows counts as sqrt(c) rows; mean 1.
+    """Return square roots of weights under which an octave of sizes with c rows counts as sqrt(c) rows; mean 1.
 
-    A table with a row per MiB has a thousand large messages and a handful of small ones; equal weights of all rows, or
-    of all octaves, would fit one end badly.
+    A table with a row per MiB has a thousand large messages and a handful of small ones. Equal weights for all rows, or
+    for all octaves, would fit one end badly.
     """
     octaves = np.floor(np.log2(sizes))
     _, place, counts = np.unique(octaves, return_inverse=True, return_counts=True)
@@ -93,7 +94,7 @@ def _octave_weights(sizes: Array) -> Array:
 
 
 def _least(residuals: Callable[[Array], Array], origin: Array, constants: Sequence[_Constant], scale: Array) -> Array:
-    """Return the values of the least cost over the fixed starts, each within its bounds."""
+    """Return the values with the least cost over all fixed starts, each within its bounds."""
     from scipy.optimize import least_squares  # lazy: keeps `import gssim` fast
 
     lower = np.array([low for _, low, _, _ in constants])

@@ -12,11 +12,11 @@ MAX_PACKED_RANKS = 8
 
 
 def ring_packing(link_bytes_per_s: Sequence[Sequence[float]]) -> list[tuple[tuple[int, ...], float]]:
-    """Return directed rings through all GPUs and the rate of each, of the largest total rate that the links allow.
+    """Return directed rings through all GPUs and their rates, with the largest total rate that the links allow.
 
-    `link_bytes_per_s[i][j]` is the rate from GPU i to GPU j, in bytes/s of one direction, 0 where there is no link. A
-    linear program over all Hamiltonian cycles: maximise the sum of rates, on every link no more than its own. NCCL
-    searches such rings too (`ncclTopoCompute`). Raises ValueError where no ring exists or for more than 8 GPUs.
+    `link_bytes_per_s[i][j]` is the rate from GPU i to GPU j, in bytes/s of one direction, 0 without a link. A linear
+    program over all Hamiltonian cycles maximises the sum of the rings' rates, with no link above its own rate. NCCL
+    searches such rings too (`ncclTopoCompute`). Raises ValueError if no ring exists, or for more than 8 GPUs.
 
     >>> ring_packing([[0, 50e9], [50e9, 0]])
     [((0, 1), 50000000000.0)]
@@ -60,9 +60,10 @@ COVER_STEPS = 10_000
 
 
 def _cover(rates: Array, cycles: Sequence[tuple[int, ...]]) -> list[tuple[tuple[int, ...], float]] | None:
-    """Return rings that use up every link, if a short search finds them; they are optimal without a solver.
+    """Return rings that use up every link, if a short search finds them; such rings are optimal without a solver.
 
-    Exact cover, for GPUs that all have the same number of unit links in and out: always take a ring over the first link
+    The search is an exact cover, for GPUs that all have the same number of unit links in and out: it always takes a
+    ring over the first unused link.
     that is left.
     """
     unit = float(rates[rates > 0].min())

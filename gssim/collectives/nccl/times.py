@@ -30,7 +30,7 @@ HOP_LATENCY_S: dict[Joint, dict[Algorithm, dict[Protocol, float]]] = {
         "ring": {"ll": 2.7e-6, "ll128": 4e-6, "simple": 14e-6},
     },
 }
-# Inside a server, LL takes longer where other ranks of its ring are behind a network.
+# Inside a server, LL takes longer if its ring has other ranks behind a network.
 LL_BESIDE_NETWORK_RATIO = 1.8
 PLATEAU_BYTES_PER_CHANNEL_AND_RANK = 64
 # Fraction of the links' bandwidth that NCCL assumes; LL spends half of its bytes on flags, LL128 8 of 128.
@@ -48,8 +48,8 @@ NVLS_MIN_RANKS = 5
 class Group:
     """The ranks of a collective and the links between them; rates are wire rates of one direction, per GPU.
 
-    `bandwidth_bytes_per_s` is the rate of a GPU within its node: behind NVSwitch of all its links, else of
-    `ring_packing`. `network_bytes_per_s` is a GPU's part of its node's network cards.
+    `bandwidth_bytes_per_s` is the rate of a GPU within its node: the sum of its links behind NVSwitch, otherwise the
+    rate of `ring_packing`. `network_bytes_per_s` is a GPU's share of its node's network cards.
 
     >>> Group(ranks=16, nodes=2, bandwidth_bytes_per_s=450e9, network_bytes_per_s=25e9).per_node
     8
@@ -78,9 +78,9 @@ class Group:
 class Choice:
     """The algorithm and protocol of a collective, and its time on idle links: `latency_s`, then the slower transfer.
 
-    A GPU sends `node_bytes` over its links within the node at `bandwidth_ratio` of their wire rate, and `network_bytes`
-    over its part of the network at `network_bandwidth_ratio`. On shared links it waits for `latency_s`, then transfers
-    bytes / ratio.
+    A GPU sends `node_bytes` over its links within the node, at `bandwidth_ratio` of their wire rate, and
+    `network_bytes` over its share of the network, at `network_bandwidth_ratio`. On shared links it waits for
+    `latency_s`, then transfers bytes / ratio.
     """
 
     algorithm: Algorithm = "direct"
@@ -111,7 +111,7 @@ class _Way:
     pipeline_s: float
 
     def latency_s(self, size_bytes: Array) -> Array:
-        """Return the time besides the transfer: base, hops, the last copy, and the filling of the chunk pipeline."""
+        """Return the time besides the transfer: base, hops, the last copy, and the time to fill the chunk pipeline."""
         time_s = self.fixed_s + self.copy_s_per_byte * size_bytes
         if self.plateau_s:
             time_s = time_s + np.where(size_bytes >= self.plateau_bytes, self.plateau_s, 0.0)
@@ -125,7 +125,7 @@ class _Way:
 
 @lru_cache(maxsize=2**16)
 def times(tuning: NcclTuning, kind: Kind, size_bytes: float, group: Group) -> Choice:
-    """Return the fastest way to run a collective of `size_bytes` (the full tensor: gathered, to be scattered, sent).
+    """Return the fastest way to run a collective of `size_bytes` (of the full tensor, gathered or to be scattered).
 
     time = latency_s + max(node_bytes / (rate * ratio), network_bytes / (network rate * ratio)), the least over
     {ring, tree, NVLS} x {LL, LL128, Simple} (`ncclTopoGetAlgoTime`).
@@ -203,8 +203,8 @@ def _way(tuning: NcclTuning, kind: Kind, group: Group, algorithm: Algorithm, pro
 def _hops_s(kind: Kind, group: Group, algorithm: Algorithm, protocol: Protocol) -> float:
     """Return the published latency of all hops in seconds.
 
-    A ring of M ranks on k nodes takes 2(M-1) steps (all-reduce) or M-1, of which 2(k-1) or k-1 cross the network; a
-    tree goes up and down the node's chain and log2(k) levels of nodes (`ncclTopoTuneModel`).
+    A ring of M ranks on k nodes takes 2(M-1) steps (all-reduce) or M-1 steps, of which 2(k-1) or k-1 cross the network.
+    A tree goes up and down each node's chain and log2(k) levels of nodes (`ncclTopoTuneModel`).
     """
     if algorithm == "nvls":
         return 0.0
@@ -222,12 +222,14 @@ def _hops_s(kind: Kind, group: Group, algorithm: Algorithm, protocol: Protocol) 
 
 
 def _shares(kind: Kind, group: Group, algorithm: Algorithm) -> tuple[float, float]:
-    """Return the bytes that a GPU sends over its node's links and over its part of the network, per byte of the tensor.
+    """Return the bytes that a GPU sends over its node's links and over its share of the network, per byte of the
+    tensor.
 
-    Rings: 2(M-1)/M for an all-reduce, half of it for its two halves, 1 along the chain of a broadcast; every GPU of a
-    node has a ring of its own that leaves the node there, so that each network part carries a g-th. Trees: all bytes go
-    up and down, within a node through every GPU, between k nodes 2(k-1)/k a node on average. NVLS: a GPU sends its
-    tensor into the switch and its M-th part back to all. Direct: the bytes for GPUs of the same and of other nodes.
+    Rings: 2(M-1)/M for an all-reduce, half of that for a reduce-scatter or all-gather, 1 along the chain of a
+    broadcast. Each of the g GPUs of a node has a ring of its own that leaves the node there, so each network share
+    carries 1/g. Trees: all bytes go up and down, within a node through every GPU, between k nodes 2(k-1)/k per node on
+    average. NVLS: a GPU sends its tensor into the switch, and then 1/M of the sum back to all. Direct: the bytes for
+    GPUs of the same node, and for those of other nodes.
     """
     ranks, nodes, per_node = group.ranks, group.nodes, group.per_node
     if kind == "send":
@@ -253,9 +255,9 @@ def _ratios(
     node_share: float,
     network_share: float,
 ) -> tuple[float, float]:
-    """Return achieved over wire rate, within the node and on the network.
+    """Return the achieved rate relative to the wire rate, within the node and on the network.
 
-    LL is also bounded by the rate of stores of a GPU's threads, `ll_..._bytes_per_s`, whatever the links are.
+    LL is also limited by the rate at which a GPU's threads store, `ll_..._bytes_per_s`, whatever the links are.
     """
     share = PROTOCOL_RATIO[algorithm][protocol]
     if protocol == "ll128" and algorithm == "tree" and group.nodes == 1:
