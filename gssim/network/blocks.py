@@ -1,11 +1,12 @@
-"""Loads of links by an exchange among all members of a group, computed by blocks of the wiring instead of by pairs.
+"""Loads of links by an exchange among all members of a group, computed by blocks of the network instead of by pairs.
 
-[Note: blocks] A block is a largest part of the wiring that stays connected without any one of its nodes. Two blocks
-have at most one node in common, which all paths from the one to the other cross. So a path of fewest links, and of
-those of least latency, consists of such paths through blocks, and what it loads in a block depends only on the nodes by
-which it enters and leaves, the block's ports. A server whose ports all lead to one switch is a block, and so are the
-switches among themselves: work grows with the pairs of ports of each block, instead of with pairs of members. A torus,
-and servers whose ports lead to different switches, are one block, whose ports are the members.
+[Note: blocks] A block is a maximal part of the wiring that stays connected if any one of its nodes is removed (a
+biconnected component). Two blocks share at most one node, and all paths from one to the other cross it. So a path with
+the fewest links, or with the least latency, consists of such paths through blocks. What it loads inside a block depends
+only on the nodes by which it enters and leaves, the block's ports. A server whose ports all lead to one switch is a
+block, and so are the switches among themselves. The work then grows with the pairs of ports of each block instead of
+the pairs of members. A torus, or servers whose ports lead to different switches, form one block whose ports are the
+members.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,9 +27,9 @@ from gssim.units import Bools, Floats, Ints, distinct, kinds_of_rows
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """The blocks of a wiring, as trees: every node but a root is a port of one block above it.
+    """The blocks of a wiring as trees: every node that is not a root is a port of one block above it.
 
-    Ports are numbered: those of nodes to the block above them by node, and after them the upper port of every block.
+    Ports are numbered: first the port of each node to the block above it, by node, then the upper port of every block.
     """
 
     above: Ints
@@ -46,11 +47,11 @@ class Blocks:
         sizes = np.array([len(nodes) for nodes in found], np.int64)
         node, block = np.concatenate([np.zeros(0, np.int64), *found]), np.repeat(np.arange(len(found)), sizes)
         above = np.full(wiring.nodes, -1)
-        np.maximum.at(above, node, block)  # a block is found after those below it
+        np.maximum.at(above, node, block)  # blocks are numbered so that a block comes after those below it
         upper = np.full(len(found), -1)
         is_upper = above[node] != block
         upper[block[is_upper]] = node[is_upper]
-        for last in np.flatnonzero(upper < 0).tolist():  # of each tree; any of its nodes may be the root
+        for last in np.flatnonzero(upper < 0).tolist():  # the last block of each tree; any of its nodes may be the root
             upper[last] = found[last].max()
             above[upper[last]] = -1
         return cls(above, upper)
@@ -86,21 +87,24 @@ class Blocks:
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """Loads of links by an exchange, linear in the bytes for its members: for each kind of sender, links by ports.
+    """Loads of links by an exchange, linear in the bytes for its members. For each kind of sender, a matrix links x
+    ports.
 
-    What is sent to a port goes to the members behind it: those on the other side of its node, or the node itself.
+    Bytes sent to a port go to the members behind it: those on the other side of its node, or the node itself.
     """
 
     loads: tuple[Any, ...]
-    """Sparse matrices, by kind: load of each link where every sender of the kind sends a byte to a port."""
+    """Sparse matrix for each kind of sender: load of each link if every sender of the kind sends one byte to a port."""
     latency_s: Floats
-    """By kind and port: sum over its senders of the latency within the port's block."""
+    """By kind and port: the latency within the port's block, summed over the kind's senders."""
     members: Any
-    """Sparse matrix of ports by members: ones for the members behind a port, or for all others."""
+    """Sparse matrix of ports by members, with ones for the members behind a port (or, for some ports, for all
+    others).
+    """
     is_all_but: Bools
-    """Whether the members behind a port are all others."""
+    """For each port, whether its row in `members` marks all members but those behind it."""
     most_latency_s: float
-    """At least the latency of any pair of members."""
+    """An upper bound of the latency between any two members."""
 
     def carried(self, rows: Floats) -> Floats:
         """Return the load of every link, given the bytes of each kind of sender for every member."""
@@ -122,17 +126,17 @@ class Columns:
 
 
 def _behind(members: Any, is_all_but: Bools, rows: Floats) -> Floats:
-    """Return the sums over the members behind every port of rows of values by member."""
+    """Return the sums of each row's values (by member) over the members behind every port."""
     sums, counts = (members @ rows.T).T, (members @ (rows != 0).astype(float).T).T
     others = rows.sum(axis=1, keepdims=True) - sums
-    others[counts == np.count_nonzero(rows, axis=1)[:, None]] = 0.0  # instead of what is left by rounding
+    others[counts == np.count_nonzero(rows, axis=1)[:, None]] = 0.0  # exactly 0, without rounding errors
     return np.asarray(np.where(is_all_but, others, sums))
 
 
 def columns_of(wiring: Wiring, blocks: Blocks, ranks: Ints, kind_of: Ints, kinds: int) -> Columns:
-    """Return the loads of links by an exchange among ranks, for each byte of its senders, which are of some kinds.
+    """Return the loads of links by an exchange among ranks, per byte of its senders; senders fall into `kinds` kinds.
 
-    Raises UserError where no path leads from one member to another.
+    Raises UserError if no path leads from one member to another.
     """
     from scipy.sparse import coo_array  # lazy: only large exchanges need it
 
@@ -168,21 +172,22 @@ def latencies_beyond_s(
     floor_s: float,
     latency_of: Callable[[Ints, Ints], Floats],
 ) -> Floats:
-    """Return by how much the latencies of paths exceed a floor: sums over senders of a kind, for every member.
+    """Return by how much the latencies of paths exceed a floor: for every member, sums over the senders of each kind.
 
-    `latency_of`: of paths from some nodes to others. Members that are the only ones behind their ports, in blocks of
-    such ports alone, are as far from all other blocks as those at the same distances from the same upper node. So only
-    paths between these classes of members are searched, and those inside blocks.
+    `latency_of`: function that returns the latencies of paths between pairs of nodes. Take members that are alone
+    behind their ports, in blocks that have only such ports. If their distances to and from the same upper node agree,
+    they are equally far from all other blocks. So paths are searched only between these classes of members, and inside
+    blocks.
     """
     ports, members, _ = _members_behind(wiring, blocks, ranks)
     is_lower, member_at = ports < len(blocks.above), np.full(blocks.ports, -1)
     member_at[ranks] = np.arange(len(ranks))
     own, block = member_at[ports], blocks.block[ports]
-    has_others = np.zeros(len(blocks.upper), dtype=bool)  # whether members are behind the members of a block
+    has_others = np.zeros(len(blocks.upper), dtype=bool)  # whether other members are behind a block's members
     has_others[block[is_lower & ((own < 0) | (np.diff(members.indptr) > 1))]] = True
     is_simple = is_lower & ~has_others[block]
     place = np.column_stack([-1.0 - np.arange(len(ranks)), np.zeros((len(ranks), 2))])
-    """By member: the upper node, and the latency to it and from it; of others a number of their own."""
+    """By member: the upper node, and the latency to and from it. Members without a class have a number of their own."""
     place[own[is_simple], 0] = blocks.upper[block[is_simple]]
     for crossing in _crossings(wiring, blocks, ports):
         for ends, others, column in ((crossing.source, crossing.target, 1), (crossing.target, crossing.source, 2)):
@@ -201,7 +206,7 @@ def latencies_beyond_s(
     sums_s: Floats = (senders @ beyond_s)[:, class_of]
     simple = own[is_simple]
     sums_s[kind_of[simple], simple] -= beyond_s[class_of[simple], class_of[simple]]
-    for crossing in _crossings(wiring, blocks, ports):  # pairs of one block are as far apart as inside it
+    for crossing in _crossings(wiring, blocks, ports):  # between two members of a block, the path inside it counts
         inside = is_simple[crossing.source] & is_simple[crossing.target]
         sender, receiver = own[crossing.source[inside]], own[crossing.target[inside]]
         apart_s = np.maximum(0.0, crossing.took_s[inside] - floor_s) - beyond_s[class_of[sender], class_of[receiver]]
@@ -215,7 +220,7 @@ def _unconnected(wiring: Wiring, source: int, target: int) -> UserError:
 
 
 def _members_behind(wiring: Wiring, blocks: Blocks, ranks: Ints) -> tuple[Ints, Any, Bools]:
-    """Return the ports with some members behind them and others elsewhere, by block; and these; see `Columns`."""
+    """Return the ports that separate members, by block, and the members behind each of them; see `Columns`."""
     from scipy.sparse import coo_array, vstack
 
     node, member, root = ranks, np.arange(len(ranks)), ranks.copy()
@@ -237,7 +242,7 @@ def _members_behind(wiring: Wiring, blocks: Blocks, ranks: Ints) -> tuple[Ints, 
     ports = np.flatnonzero((counts > 0) & ((np.arange(blocks.ports) < len(blocks.above)) | (counts < len(ranks))))
     ports = ports[np.argsort(blocks.block[ports], kind="stable")]
     is_upper, below = ports >= len(blocks.above), below[ports]
-    # differences from the sum over all members lose digits where these are few
+    # for few members, the difference from the sum over all members would lose digits
     few = np.flatnonzero(is_upper & (2 * counts[ports] > len(ranks)))
     if len(few):
         place = np.arange(len(ports))
@@ -250,9 +255,9 @@ def _members_behind(wiring: Wiring, blocks: Blocks, ranks: Ints) -> tuple[Ints, 
 
 @dataclass(frozen=True, eq=False)
 class _Crossings:
-    """The best paths through blocks: from all ports of some blocks to some of their ports, the targets.
+    """The best paths through some blocks, from all of their ports to some of them, the targets.
 
-    Places are port * width + number of the target.
+    A place is numbered port * width + number of the target.
     """
 
     source: Ints
@@ -261,17 +266,17 @@ class _Crossings:
     """Position of the port where it ends."""
     took_s: Floats
     at: Ints
-    """Place where it begins."""
+    """Place where each path begins."""
     places: int
     levels: tuple[tuple[Steps, Floats], ...]
-    """Steps ordered away from the targets, and the fraction of a place's flow that takes each."""
+    """Steps, ordered by distance from the targets, and the fraction of a place's flow that takes each step."""
     links: Ints
-    """Link of the wiring of each link in the steps."""
+    """For each link in the steps, the wiring's link."""
     first: Ints
-    """Position of the first target of each port's block."""
+    """For each port, the position of the first target in its block."""
 
     def loads(self, sent: Floats) -> tuple[Ints, Ints, Floats]:
-        """Return (link, target, load) where so much is sent over each path."""
+        """Return (link, target, load) if `sent` bytes are sent over each path."""
         width = self.places // len(self.first)
         flow = summed(self.at, sent, self.places)
         links, targets, loads = [], [], []
@@ -286,7 +291,7 @@ class _Crossings:
 
 
 def _crossings(wiring: Wiring, blocks: Blocks, used: Ints) -> Iterator[_Crossings]:
-    """Yield the best paths between the `used` ports of every block, those of blocks of similar size together."""
+    """Yield the best paths between the `used` ports of every block; blocks of similar size are computed together."""
     block_of_link = blocks.of_links(wiring)
     ends = tuple(blocks.port(end, block_of_link) for end in (wiring.source, wiring.target))
     block, first, counts = np.unique(blocks.block[used], return_index=True, return_counts=True)
@@ -295,7 +300,7 @@ def _crossings(wiring: Wiring, blocks: Blocks, used: Ints) -> Iterator[_Crossing
         for start in range(0, int(counts[sizes == size].max()), bundles.TARGETS_AT_ONCE):
             some = np.flatnonzero((sizes == size) & (counts > start))
             width = min(bundles.TARGETS_AT_ONCE, int(counts[some].max()) - start)
-            place_of = np.full(len(blocks.upper) + 1, -1)  # the last is that of nodes without a block above
+            place_of = np.full(len(blocks.upper) + 1, -1)  # the last entry is for nodes without a block above
             place_of[block[some]] = np.arange(len(some))
             ports = np.flatnonzero(place_of[blocks.block] >= 0)
             number = np.full(blocks.ports, -1)

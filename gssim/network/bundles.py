@@ -1,8 +1,8 @@
 """Loads of links by many messages that progress together, computed by target instead of message by message.
 
-The paths are those of `routes`: of fewest links, of those the ones of least latency, shared equally. But here all
-messages to one target are one flow: from every node, the share of a link is the fraction of the best paths from there
-that use it. So the work grows with targets times links, and not with pairs.
+The paths are those of `routes`: with the fewest links and, among these, with the least latency; equal paths share the
+traffic equally. But here all messages to one target form one flow: at every node, the share of a link is the fraction
+of the best paths from there that use it. So the work grows with targets times links instead of with pairs.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from gssim.units import Floats, Ints, distinct
 
 TARGETS_AT_ONCE = 128
 PAIR_LINKS = 500
-"""Links per target whose search takes as long as the search for one pair's paths, as measured."""
+"""Number of links per target for which the search takes as long as that for one pair's paths (measured)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,14 +26,14 @@ class Bundle:
     group: Ints
     link: Ints
     load: Floats
-    """Bytes for each byte of the stage's size."""
+    """Bytes per byte of the stage's size."""
     latency_s: Floats
-    """Latency of each hop's path; of an `Exchange` the mean one in each group, weighted by bytes."""
+    """Latency of each hop's path. For an `Exchange`, the mean in each group, weighted by bytes."""
 
 
 @dataclass(frozen=True, eq=False)
 class Steps:
-    """Links on best paths that lead one link closer to their targets; places are node * targets + target."""
+    """Links on best paths, each of which leads one link closer to its target; a place is node * targets + target."""
 
     link: Ints
     here: Ints
@@ -85,7 +85,7 @@ class _Ways:
     """Place of each hop's source."""
     places: int
     levels: tuple[Steps, ...]
-    """Ordered away from the targets."""
+    """Steps by level, ordered by distance from the targets."""
     shares: tuple[Floats, ...]
     """Fraction of a place's flow that takes each step."""
 
@@ -112,7 +112,7 @@ def bundled(wiring: Wiring, into: Adjacency, hops: Hops) -> Bundle:
 def paths_of(wiring: Wiring, into: Adjacency, hops: Hops) -> Paths:
     """Return the best paths of `hops`; `into`: the links indexed by their targets.
 
-    Assumes that a target is in one group only. Raises UserError where no path leads from one end to the other.
+    Assumes that a target is in one group only. Raises UserError if no path leads from one end to the other.
     """
     group = np.zeros(len(hops.source), np.int64) if hops.group is None else hops.group
     order = np.lexsort((hops.target, group))
@@ -176,8 +176,8 @@ def searched(
 ) -> tuple[list[Steps], Floats, Floats]:
     """Return the steps of the best paths, by level away from the targets, and each place's number of paths and latency.
 
-    `source`, `latency_s`: of each link; `into`: the links by their targets; `front`: places of the targets; `width`:
-    targets for each node. The search ends once all `wanted` places are reached.
+    `source`, `latency_s`: values of each link; `into`: the links indexed by their targets; `front`: places of the
+    targets; `width`: number of targets per node. The search ends once all `wanted` places are reached.
     """
     took_s, paths = np.full(places, np.inf), np.zeros(places)
     took_s[front], paths[front] = 0.0, 1.0

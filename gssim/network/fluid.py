@@ -1,4 +1,4 @@
-"""Fluid simulation of flows with max-min fair rates, which are recomputed when a flow begins or ends; never packets."""
+"""Fluid simulation of flows with max-min fair rates, recomputed whenever a flow begins or ends; no packets."""
 
 import math
 from collections.abc import Generator, Sequence
@@ -35,12 +35,13 @@ def max_min_rates(session: Ints, link: Ints, load: Floats, capacity: Floats, *, 
 def limited_rates(session: Ints, link: Ints, load: Floats, capacity: Floats, *, sessions: int) -> tuple[Floats, Ints]:
     """Return the max-min fair rate of each session over links of the given capacities, and the link that limits it.
 
-    Entry e means that a session at rate r uses `load[e] * r` of link `link[e]`: 1 for a flow, less where it is split
-    over equal paths, more where several messages that progress together cross the same link. Sessions on no link have
-    an infinite rate. Progressive filling: all rates grow together; where a link is full, its sessions stop growing.
-    Source: Bertsekas & Gallager 1992, "Data Networks", section 6.5.2.
+    Entry e means that a session at rate r uses `load[e] * r` of link `link[e]`. The load is 1 for a flow, less if the
+    flow is split over equal paths, more if several messages that progress together cross the same link. A session on no
+    link has an infinite rate. Progressive filling: all rates grow together; when a link is full, its sessions stop
+    growing. Source: Bertsekas & Gallager 1992, "Data Networks", section 6.5.2.
 
-    A session is limited by a full link on which none is faster; `NOWHERE`: it crosses none.
+    The limiting link of a session is a full link on which no session is faster; `NOWHERE` for a session that crosses
+    none.
 
     >>> entries = np.array([0, 1, 1]), np.array([0, 0, 1]), np.ones(3)
     >>> [found.tolist() for found in limited_rates(*entries, np.array([10.0, 2.0]), sessions=2)]
@@ -72,10 +73,10 @@ NEGLIGIBLE_BYTES = 1e-9
 
 
 def first_change_s(transfers: Sequence[tuple[Floats, Ints, Ints, Ints]], *, links: int, slack_s: float) -> float:
-    """Return the time until a session ends on a link that limits unfinished others; infinite where none does.
+    """Return the time until a session ends on a link that limits others that continue; infinite if there is none.
 
-    Until then no rate changes. `transfers`: remaining time of each session, link that limits each, and the session and
-    the link of every entry.
+    Until then no rate changes. `transfers`: for each, the remaining time of its sessions, the link that limits each
+    session, and the session and the link of every entry.
     """
     until_s, change_s = np.full(links, -np.inf), math.inf  # by link: time until which it limits a session
     for lasts_s, limit, _, _ in transfers:
@@ -90,18 +91,18 @@ def first_change_s(transfers: Sequence[tuple[Floats, Ints, Ints, Ints]], *, link
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Additions of a backend to the links' times of a stage."""
+    """What a backend adds to the time of a stage on its links."""
 
     factor: float = 1.0
-    """Time of a byte over that on the links alone."""
+    """Time per byte relative to that on the bare links."""
     latency: bool = True
-    """Whether latencies of links count."""
+    """Whether the latencies of links are added."""
     processor_s: float = 0.0
-    """Processor time of the ends for the bytes, which overlaps with the transfer; the longer of both counts."""
+    """Processor time of the ends for the bytes. It overlaps with the transfer; the longer of the two counts."""
     message_s: float = 0.0
     """Time of every message in addition to its path's latency."""
     notices: bool = False
-    """Whether messages wait for receivers' notices, which take as long as empty messages."""
+    """Whether messages wait for receivers' notices; a notice takes as long as an empty message."""
     lead_s: float = 0.0
     """Time since the first receives were posted."""
     group_bytes: int = 0
@@ -110,21 +111,21 @@ class Pace:
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A stage whose sessions start together, with what it takes on idle links: the same whenever it begins."""
+    """A stage whose sessions start together, and its costs on idle links, which do not depend on when it begins."""
 
     wait_s: float
-    """Time that it waits before its bytes."""
+    """Seconds that it waits before its bytes are sent."""
     sessions: Sessions | None
-    """None where no bytes cross any links."""
+    """The sessions; None if no bytes cross any links."""
     sizes: Floats | None
     processor_s: float
-    """Processor time of the ends for the bytes, from the end of the wait on."""
+    """Processor time of the ends for the bytes, counted from the end of the wait."""
     stage_bytes: float = 0.0
-    """Size of the stage with its stretch and the backend's factor, by which `Sessions.unit_bytes` are multiplied."""
+    """Size of the stage, including its stretch and the backend's factor; multiplies `Sessions.unit_bytes`."""
 
 
 class _Transfer:
-    """Sessions that began together: remaining bytes and rate of each, and the event that ends them all."""
+    """Sessions that began together: remaining bytes and rate of each, and the event at which all have ended."""
 
     __slots__ = ("done", "going", "last_s", "limit", "links", "rate", "remaining", "sessions", "single", "version")
 
@@ -132,7 +133,7 @@ class _Transfer:
         self.sessions, self.remaining, self.done, self.last_s = sessions, remaining, done, now_s
         self.rate: Floats
         self.single = len(remaining) == 1
-        """Whether it is one session, for which plain numbers are faster than arrays."""
+        """Whether there is only one session; plain numbers are then faster than arrays."""
         self.going = remaining > 0
         self.limit: Ints
         """The link that limits each session's rate."""
@@ -153,7 +154,7 @@ class _Transfer:
             self.last_s = now_s
 
     def settle(self, now_s: float) -> Ints:
-        """End the sessions that are over within the clock's resolution; return the links that they free."""
+        """End the sessions whose rest is below the clock's resolution; return the links that they free."""
         slack_s = 1e-12 + 2 * math.ulp(now_s)
         if self.single and self.remaining[0] > self.rate[0] * slack_s + NEGLIGIBLE_BYTES:
             return NO_LINKS
@@ -176,7 +177,7 @@ class _Transfer:
         return not self.remaining.any()
 
     def is_limited_by(self, links: Bools) -> bool:
-        """Return whether one of the links (marked; the last mark is for `NOWHERE`) limits an unfinished session."""
+        """Return whether one of the marked links limits an unfinished session; the last mark is for `NOWHERE`."""
         return bool(links[self.limit[self.remaining > 0]].any())
 
 
@@ -207,7 +208,7 @@ class Network:
         self.left_s: dict[int, float] = {}
         """Time at which the last session on a link ended."""
         self._alone: dict[Sessions, tuple[Floats, Ints]] = {}
-        """Rate and limiting link of a single session without any other traffic."""
+        """Cached rate and limiting link of single sessions without any other traffic."""
         for stage, stream in zip(streams, conditions.traffic, strict=True):
             self._start_stream(stage, stream.bytes_per_s)
 
@@ -257,9 +258,10 @@ class Network:
         return frozenset(link for transfer in self.active for link in transfer.links)
 
     def prepared(self, stage: Stage, pace: Pace) -> Prepared | None:
-        """Return a stage prepared for `start`; None where its time is not known beforehand.
+        """Return a stage prepared for `start`; None if its time is not known beforehand.
 
-        That is: its sessions start at several times, or earlier traffic counts (notices, segments of shaped links).
+        That is so if its sessions start at several times, or if earlier traffic matters (notices, segments of shaped
+        links).
         """
         groups = self.folded.of(stage).groups
         if len(groups) > 1 or pace.notices or pace.group_bytes:
@@ -281,10 +283,10 @@ class Network:
         return self._start(prepared.sessions, prepared.sizes)
 
     def on_idle_links_s(self, prepared: Prepared) -> float:
-        """Return the time of a stage's sessions on links that nothing else uses; of several, until the last ends.
+        """Return the time of a stage's sessions on links that nothing else uses, until the last session ends.
 
-        Rates are proportional to the capacities, so that the time is simulated once for all sizes, and for all
-        clusters whose links are in the same proportions.
+        Rates are proportional to the capacities. So the time is simulated once for all sizes, and for all clusters
+        whose links have the same proportions.
         """
         sessions, sizes = prepared.sessions, prepared.sizes
         if sessions is None or sizes is None:
@@ -302,7 +304,7 @@ class Network:
     def stage_on_idle_links_s(self, stage: Stage, pace: Pace) -> float:
         """Return the time of a stage whose sessions begin at several times, on links that nothing else uses.
 
-        Without notices and shaped links; as `alone_s`, but for rounding.
+        It must have no notices and no shaped links. The result equals `alone_s` except for rounding.
         """
         stage_bytes, end_s = stage.size_bytes * stage.stretch_ratio * pace.factor, 0.0
         moving: list[tuple[Sessions, Floats, float]] = []
@@ -320,7 +322,7 @@ class Network:
     def _last_end_s(self, groups: Sequence[tuple[Sessions, Floats, float]]) -> float:
         """Return the time at which the last session ends, on links that nothing else uses.
 
-        `groups`: sessions, bytes of each, and the time at which they begin.
+        `groups`: for each, its sessions, the bytes of each session, and the time at which they begin.
         """
         sessions = [each for each, _, _ in groups]
         session, (places, index), _, _ = self._together(sessions)
@@ -351,7 +353,7 @@ class Network:
             now_s = next_s if begins else now_s + step_s
 
     def carry(self, stage: Stage, pace: Pace | None = None) -> Generator[Any, Any, None]:
-        """Simulate a stage, with the backend's additions to its time."""
+        """Simulate a stage, including the backend's additions to its time."""
         self.count(stage)
         traffic, pace = self.folded.of(stage), pace or Pace()
         ends = []
@@ -367,7 +369,7 @@ class Network:
             yield self.env.all_of(ends)
 
     def _wait_s(self, stage: Stage, group: Sessions, sizes: Floats, pace: Pace) -> float:
-        """Return the time that sessions wait for latencies and notices that transfers on idle links do not hide."""
+        """Return the time that sessions wait for latencies and notices beyond what transfers on idle links hide."""
         if not pace.latency:
             return 0.0
         latency_s = group.latency_s + pace.message_s
@@ -389,7 +391,7 @@ class Network:
     def _longest(self, group: Sessions, sizes: Floats, *, coupled: bool) -> tuple[float, int]:
         """Return the time of the longest session on idle links, and the link that limits it.
 
-        Coupled hops are one session for each group of ranks: those of the other groups are no part of idle links.
+        Coupled hops form one session for each group of ranks; on idle links, only one group's session counts.
         """
         rates, limit = self._rates([group.of_one if coupled else group])
         times_s = sizes / rates
@@ -414,9 +416,9 @@ class Network:
             yield busy
 
     def _let_through(self, group: Sessions, sizes: Floats, group_bytes: int, *, coupled: bool) -> Floats:
-        """Return the bytes that are left when an idle shaped link has passed a burst at once.
+        """Return the bytes that remain after an idle shaped link has passed a burst at once.
 
-        Its tokens accumulate while nothing crosses it, up to a head start.
+        The link's tokens accumulate while nothing crosses it, up to a head start.
         """
         longest_s, link = self._longest(group, sizes, coupled=coupled)
         if any(link in transfer.links for transfer in self.active):
@@ -436,9 +438,9 @@ class Network:
         return transfer.done
 
     def _go_alone(self, transfer: _Transfer) -> None:
-        """Schedule the end of a session that is alone on its links, valid unless another one begins before.
+        """Schedule the end of a session that is alone on its links; it is void if another session begins before.
 
-        The clock's rounding is below the slack of `settle`, so that nothing is left over then.
+        The clock's rounding is below the slack of `settle`, so no bytes remain at that time.
         """
         transfer.rate, transfer.limit = self._rates([transfer.sessions])
         transfer.version += 1
@@ -526,7 +528,9 @@ class Network:
         self._plan(transfers)
 
     def _plan(self, transfers: Sequence[_Transfer]) -> None:
-        """Schedule the next end of a transfer, or of a session whose link others can use: until then all rates stay."""
+        """Schedule the next end of a transfer, or of a session whose link others can use; rates do not change before
+        that.
+        """
         for transfer in transfers:
             transfer.version += 1
         versions = [transfer.version for transfer in transfers]
@@ -543,16 +547,18 @@ class Network:
         wake.callbacks.append(lambda _event: self._wake(transfers, versions))
 
     def _single_changes_s(self, transfers: Sequence[_Transfer]) -> float:
-        """Return the time until the first of transfers of one session each ends: sooner no rate changes."""
+        """Return the time until the first of some single-session transfers ends; no rate changes before that."""
         return min(
             float(transfer.remaining[0] / transfer.rate[0]) if transfer.remaining[0] > 0 else 0.0
             for transfer in transfers
         )
 
     def _changes_s(self, transfers: Sequence[_Transfer], lasts_s: Sequence[Floats]) -> float:
-        """Return the time until a session ends on a link that limits unfinished others; infinite where none does."""
+        """Return the time until a session ends on a link that limits others that continue; infinite if there is
+        none.
+        """
         if len(transfers) == 1 and len(lasts_s[0]) == 1:
-            return math.inf  # there are no others
+            return math.inf  # there are no other sessions
         slack_s = 1e-12 + 2 * math.ulp(self.env.now)
         entries = [
             (last_s, transfer.limit, transfer.sessions.session, transfer.sessions.link)
@@ -562,7 +568,7 @@ class Network:
 
     def _wake(self, transfers: Sequence[_Transfer], versions: Sequence[int]) -> None:
         for transfer, version in zip(transfers, versions, strict=True):
-            if version == transfer.version:  # else the flows have changed since
+            if version == transfer.version:  # otherwise the flows have changed since, and this wake-up is void
                 self._change(transfer)
 
     def _change(self, transfer: _Transfer) -> None:
@@ -581,5 +587,5 @@ class Network:
                 left.append(other)
         if any(other.is_limited_by(freed) for other in left):
             self._share(left)
-        elif left:  # all others keep their rates: the links that limit them are as full as before
+        elif left:  # all other sessions keep their rates: their limiting links are as full as before
             self._plan(left)

@@ -1,8 +1,9 @@
 """Folding of equivalent links and flows into classes by colour refinement, which keeps max-min rates exact.
 
-Two links are in one class where they have the same capacity and the same numbers of flows of every class cross them
-with the same shares; two flows are, where they have the same size and latency and cross the same numbers of links of
-every class. Such a partition is equitable: all members of a class have the same max-min rate, and one represents all.
+Two links are in one class if they have the same capacity, and if for every class of flows the same number of flows
+crosses each of them with the same shares. Two flows are in one class if they have the same size and latency, and cross
+the same number of links of every class. Such a partition is equitable: all members of a class have the same max-min
+rate, so one of them represents all.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,22 +23,22 @@ Marks = NDArray[np.uint64]
 
 @dataclass(frozen=True, eq=False)
 class Sessions:
-    """Rates of one stage for each byte of its size: one session, or classes of flows that start together."""
+    """The sessions of one stage that start together; each is one session, or one class of equal flows."""
 
     latency_s: float
     session: Ints
     link: Ints
     """Class of link."""
     load: Floats
-    """Part of the session's rate on the link."""
+    """Load on the link, as a multiple of the session's rate."""
     own_load: Floats
-    """The same of one session of a class that stands for several."""
+    """The load of only one session, if the entry's session stands for a class of several."""
     unit_bytes: Floats
-    """Bytes of each session for each byte of the stage's size."""
+    """Bytes of each session, per byte of the stage's size."""
 
     @cached_property
     def of_one(self) -> "Sessions":
-        """The same without the other sessions of each class."""
+        """The same sessions, without the load of the others of each class."""
         return self if np.array_equal(self.own_load, self.load) else replace(self, load=self.own_load)
 
     @cached_property
@@ -54,7 +55,7 @@ class Sessions:
 
 @dataclass(frozen=True, eq=False)
 class Traffic:
-    """The sessions of one set of hops, grouped by start time, and the load of each link class for each byte."""
+    """The sessions of one set of hops, grouped by start time, and the load of each link class per byte of size."""
 
     groups: tuple[Sessions, ...]
     carried_link: Ints
@@ -75,22 +76,24 @@ class Folded:
     """Classes of links, and the traffic of every set of hops over them."""
 
     link_class: Ints
-    """Class of each link; -1 where nothing crosses it."""
+    """Class of each link; -1 if nothing crosses it."""
     capacity: Floats
     """Capacity of a link of each class."""
     traffic: dict[tuple[int, bool], Traffic]
-    """By (id of the hops, coupled)."""
+    """Traffic by (id of the hops, coupled)."""
     colours: dict[tuple[int, bool], Ints]
-    """Class of every session, by the same key: sessions are groups of hops that progress together, else hops."""
+    """Class of every session, by the same key. Coupled hops form one session per group; otherwise each hop is one."""
     first: Ints
     """First link of each class."""
     rates: Recent = field(default_factory=lambda: Recent(MOST_RATES))
-    """Cache of max-min rates, by sessions, a mask of the unfinished ones, and proportions of capacities; and of times
-    of sessions on idle links, by sessions and proportions.
+    """Cache of max-min rates, by sessions, mask of unfinished sessions, and proportions of capacities; and of times of
+    sessions on idle links, by sessions and proportions.
     """
 
     def with_rates(self, bandwidth_bytes_per_s: Floats) -> "Folded":
-        """Return the same classes at other rates; links that are equally fast here must be so there."""
+        """Return the same classes with other rates; links that are equally fast here must also be so with the new
+        rates.
+        """
         return replace(self, capacity=bandwidth_bytes_per_s[self.first])
 
     def of(self, stage: Stage) -> Traffic:
@@ -100,7 +103,7 @@ class Folded:
 
 @dataclass(eq=False)
 class _Pattern:
-    """Sessions of one set of hops over single links, coloured by the refinement."""
+    """Sessions of one set of hops over single links, with the colours that refinement has given them."""
 
     session: Ints
     link: Ints
@@ -153,7 +156,7 @@ def _folded(router: Router, hop_sets: Mapping[tuple[int, bool], tuple[Hops, bool
 
 
 def _pattern(router: Router, hops: Hops, coupled: bool) -> _Pattern:
-    """Return the sessions of hops: one for each group where they progress together, else one for each hop."""
+    """Return the sessions of hops: one for each group if they progress together, otherwise one for each hop."""
     sessions = hops.count
     if coupled and isinstance(hops, Exchange):
         bundle, groups = router.bundle(hops), len(hops.groups)
@@ -179,7 +182,7 @@ def codes(values: Floats) -> Ints:
 
 
 def _mixed(values: Ints) -> Marks:
-    """Return hashes of the values (splitmix64), whose sums distinguish multisets."""
+    """Return hashes of the values (splitmix64). Sums of these hashes tell multisets apart."""
     x = values.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -195,7 +198,7 @@ def _summed(marks: Marks, owner: Ints, owners: int) -> Marks:
 
 
 def _recoloured(colour: Ints, marks: Marks) -> Ints:
-    """Return new colours, equal where both the colours and the marks are."""
+    """Return new colours, equal where both the old colours and the marks are equal."""
     both = _mixed(colour) * np.uint64(3) + _mixed(marks.view(np.int64))
     return np.asarray(np.unique(both, return_inverse=True)[1], dtype=np.int64)
 
@@ -203,7 +206,7 @@ def _recoloured(colour: Ints, marks: Marks) -> Ints:
 def _refined(patterns: Sequence[_Pattern], capacity: Floats) -> Ints:
     """Colour the sessions of all patterns, and return the colours of the links: the coarsest equitable partition.
 
-    Sessions of hops that progress together cannot be merged, so only single flows can.
+    Only single flows can be merged; sessions of hops that progress together cannot.
     """
     starts = np.cumsum([0, *(len(pattern.unit_bytes) for pattern in patterns)])
     if not patterns or not starts[-1]:
@@ -236,7 +239,7 @@ def _first_colours(patterns: Sequence[_Pattern]) -> Ints:
 
 
 def _traffic(pattern: _Pattern, link_class: Ints, representative: NDArray[np.bool_]) -> Traffic:
-    """Return a pattern's sessions by class; the load of a class is read from one link of every link class."""
+    """Return a pattern's sessions by class; a class's load is read from one representative link of every link class."""
     _, first, session_class = np.unique(pattern.colour, return_index=True, return_inverse=True)
     entries = np.flatnonzero(representative[pattern.link])
     classes = link_class[pattern.link[entries]]

@@ -1,9 +1,9 @@
-"""Routing: shortest paths by links, then latency, with equal paths sharing traffic; and queues on slow links.
+"""Routing: paths with the fewest links, then the least latency; equal paths share traffic. And queues on slow links.
 
-[Note: queues] A sender's own port holds back data that its link does not transmit at once, and lets small messages pass
-(the kernel's limits on a connection's queue). A slower link farther on cannot do so: all data that the sender's fast
-port transmits wait in the switch before it, in order of arrival. A receiver's notice on the same path waits for the
-data ahead of it, while a notice from switch to switch on idle links takes almost no time.
+[Note: queues] A sender's own port holds back data that its link cannot transmit yet, and lets small messages pass (the
+kernel's limits on a connection's queue). A slower link farther along the path cannot do so: all data that the sender's
+fast port transmits waits in the switch before that link, in order of arrival. A receiver's notice on the same path
+waits for the data ahead of it. On idle links, a notice takes almost no time from switch to switch.
 """
 
 import hashlib
@@ -35,32 +35,32 @@ from gssim.units import Bools, Floats, Ints, distinct
 
 @dataclass(frozen=True, eq=False)
 class Incidence:
-    """Parts of flows on links: in entry e a `share` of flow `flow[e]` crosses link `link[e]`; sorted by flow."""
+    """Links of flows: in entry e, a `share` of flow `flow[e]` crosses link `link[e]`; sorted by flow."""
 
     flow: Ints
     link: Ints
     share: Floats
     latency_s: Floats
-    """Latency of each flow's path, a mean over equal paths."""
+    """Latency of each flow's path; the mean over equal paths."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Level:
-    """Frontier of the searches after some links: by pair and node, number and latency of the best paths to there."""
+    """Frontier of the searches after some links: for each pair and node, number and latency of the best paths to it."""
 
     key: Ints
     """pair * nodes + node, sorted."""
     paths: Floats
     latency_s: Floats
     parent: Ints
-    """Of each step taken to get here: position in the previous level."""
+    """For each step taken to get here, its position in the previous level."""
     child: Ints
-    """Position in this level."""
+    """For each step, its position in this level."""
     link: Ints
 
 
 PAIRS_AT_ONCE = 2**16
-"""Pairs whose paths are searched together: memory of a search is proportional to them."""
+"""Number of pairs whose paths are searched together; the search's memory is proportional to it."""
 
 
 class Router:
@@ -73,7 +73,7 @@ class Router:
         self._into = adjacency(wiring.target, self.nodes)
         links = (wiring.source, wiring.target, wiring.latency_s)
         self.ways = (self.nodes, hashlib.sha256(b"".join(column.tobytes() for column in links)).digest())
-        """Cache key of the routes: equal for wirings that differ in bandwidths only."""
+        """Cache key of the routes, equal for wirings that differ only in bandwidths."""
 
     @cached_property
     def equal_rates(self) -> bytes:
@@ -112,8 +112,8 @@ class Router:
         )
 
     def latency_beyond_s(self, hops: Hops, floor_s: float) -> float:
-        """Return the weighted mean by which the latencies of the hops' paths exceed a floor; of an exchange in several
-        groups, in the first.
+        """Return by how much the latencies of the hops' paths exceed a floor, as a weighted mean; for an exchange in
+        several groups, only over the first group.
         """
         if not isinstance(hops, Exchange):
             beyond_s = np.maximum(0.0, self.bundle(hops).latency_s - floor_s)
@@ -143,7 +143,7 @@ class Router:
         return carried(self.wiring, self._paths(hops), hops.weight)
 
     def _paths(self, hops: Hops) -> Paths:
-        """Return the best paths of hops; exchanges of other proportions share their ends."""
+        """Return the best paths of hops; exchanges that differ only in proportions share them."""
         key = ("paths", self.ways, Same(hops.source), Same(hops.target), Same(hops.group))
         most = MOST_LARGE // 2  # so that the hops themselves stay cached, however many steps there are
         return self.kept.once(
@@ -160,11 +160,15 @@ class Router:
         return Bundle(place[some] // links, place[some] % links, loads[some], on.latency_s)
 
     def rate_bytes_per_s(self, hops: Hops, weight: Floats) -> float:
-        """Return the rate of a hop of weight 1 if all progress together, alone on their links (0: left out)."""
+        """Return the rate of a hop of weight 1 if all hops progress together, alone on their links; weight 0 leaves one
+        out.
+        """
         return float(self._rates(self.of(hops), weight, 1)[0])
 
     def rates_of_equal(self, source: Ints, target: Ints, weights: Sequence[Floats]) -> list[Floats]:
-        """Return the same for several sets of hops (rows) of equal weights, each alone, for each of some weights."""
+        """Return `rate_bytes_per_s` of several sets of hops (rows), each alone, for each of several weights of a set's
+        hops.
+        """
         on = self.incidence(source.ravel(), target.ravel())
         return [self._rates(on, np.tile(weight, len(source)), len(source)) for weight in weights]
 
@@ -179,9 +183,9 @@ class Router:
         return rates
 
     def incidence(self, source: Ints, target: Ints) -> Incidence:
-        """Return the links of every pair's paths; pairs that are listed twice are searched once.
+        """Return the links on every pair's paths; pairs that are listed twice are searched only once.
 
-        Raises UserError where no path leads from one end to the other.
+        Raises UserError if no path leads from one end to the other.
         """
         keys, inverse = np.unique(source * self.nodes + target, return_inverse=True)
         parts = [keys[start : start + PAIRS_AT_ONCE] for start in range(0, max(1, len(keys)), PAIRS_AT_ONCE)]
@@ -224,14 +228,14 @@ class Router:
         return _collected(entries, latency_s)
 
     def _expand(self, levels: list[_Level], waiting: NDArray[np.bool_], edges: Adjacency, ends: Ints) -> _Level:
-        """Return the level that is one link farther, for the pairs whose searches have not met."""
+        """Return the level that is one link farther, for the pairs whose two searches have not met yet."""
         level = levels[-1]
         alive = np.flatnonzero(waiting[level.key // self.nodes])
         node, pair = level.key[alive] % self.nodes, level.key[alive] // self.nodes
         link, degree = edges.of(node)
         parent = np.repeat(alive, degree)
         key = np.repeat(pair, degree) * self.nodes + ends[link]
-        if len(levels) > 1:  # never back to the previous level
+        if len(levels) > 1:  # do not step back to the previous level
             before = levels[-2].key
             place = np.minimum(np.searchsorted(before, key), max(0, len(before) - 1))
             new = before[place] != key if len(before) else np.ones(len(key), dtype=bool)
@@ -258,7 +262,9 @@ def _start(key: Ints) -> _Level:
 
 
 def _merged(key: Ints, before: _Level, parent: Ints, link: Ints, link_latency_s: Floats) -> _Level:
-    """Return the level reached by steps, those to the same place merged; only those of least latency are kept."""
+    """Return the level reached by some steps. Steps to the same place are merged; only those of least latency
+    are kept.
+    """
     reached, child = np.unique(key, return_inverse=True)
     step_s = before.latency_s[parent] + link_latency_s[link]
     best_s = np.full(len(reached), np.inf)
@@ -271,7 +277,7 @@ def _merged(key: Ints, before: _Level, parent: Ints, link: Ints, link_latency_s:
 
 @dataclass(frozen=True, eq=False)
 class _Meeting:
-    """Pairs whose two searches met: the places, latencies and numbers of their best paths."""
+    """Pairs whose two searches met: the places where they met, and the latencies and numbers of their best paths."""
 
     pair: Ints
     latency_s: Floats
@@ -280,7 +286,7 @@ class _Meeting:
     backward: Ints
     """Positions in the backward level."""
     paths_on: Floats
-    """Paths from there to the target."""
+    """Number of best paths from the place to the target."""
     paths_back: Floats
     total: Floats
     """Number of paths of each pair."""
@@ -302,7 +308,9 @@ def _meet(forward: _Level, backward: _Level, nodes: int, pairs: int) -> _Meeting
 
 
 def _trace(levels: list[_Level], at: Ints, paths_on: Floats, total: Floats, nodes: int) -> tuple[Ints, Ints, Floats]:
-    """Return (pair, link, share) of every step on a best path, from the meeting back to the start of the search."""
+    """Return (pair, link, share) of every step on a best path, from the meeting place back to the start of the
+    search.
+    """
     onward = np.zeros(len(levels[-1].key))
     onward[at] = paths_on
     flows, links, shares = [], [], []
@@ -330,13 +338,13 @@ def _collected(entries: list[tuple[Ints, Ints, Floats]], latency_s: Floats) -> I
 
 
 AS_BUSY = 0.99
-"""Relative load from which on a link counts as the busiest, to allow for rounding."""
+"""Load relative to the busiest link above which a link counts as busiest too, to allow for rounding."""
 
 
 def notices_queue(router: Router, hops: Hops) -> bool:
-    """Return whether notices of hops that progress together wait in queues of data of other such hops.
+    """Return whether notices of hops that progress together wait in queues behind the data of other such hops.
 
-    They do where a link limits hops whose senders have faster ports, and the notice of another hop that is limited too
+    That is so if a link limits hops whose senders have faster ports, and the notice of another hop that is also limited
     crosses that link.
     """
     on, rates = router.of(hops), router.wiring.bandwidth_bytes_per_s
