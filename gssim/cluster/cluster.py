@@ -46,13 +46,13 @@ from gssim.units import (
 class Emulation:
     """Emulation of a device on a core of the lab's machine. All costs are those of the device at this CPU share.
 
-    Where its jitter is measured and the number of cores is known, it computes in turns of a millisecond.
+    If its jitter is measured and the number of cores is known, it computes in turns of a millisecond.
     """
 
     cpu_share_ratio: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Fraction of a core's time in which the device computes; the lab makes devices of at least 0.01."""
+    """Fraction of a core's time in which the device computes; the lab needs at least 0.01."""
     processor: str | None = None
-    """Model of the machine's processor when the costs were measured; absent: they are not measured."""
+    """Model of the processor on which the costs were measured; absent: they are not measured."""
     cores: PositiveInt | None = None
     """Number of cores among which the lab distributes its devices; absent: devices do not slow each other down."""
 
@@ -62,87 +62,88 @@ class DeviceType:
     """A type of device: capacities from a data sheet, or costs measured by `gsreal calibrate`."""
 
     kind: Literal["cpu", "cuda", "tpu"]
-    """Kind of hardware; it determines the backend and the memory accounting. On a `tpu`, XLA compiles the step:
-    memory-bound operations are fused with the matrix products beside them, and so is an update."""
+    """Kind of hardware; it determines the backend and the memory accounting. On a `tpu`, XLA compiles the step, which
+    fuses memory-bound operations, those of the update included, with the matrix products beside them."""
     memory_bytes: PositiveBytes
     """Memory capacity; a plan that needs more does not fit."""
     peak_flop_per_s: dict[Rate, FlopPerSecond]
-    """Dense matrix rate by precision; `tf32`: of fp32 values with `workload.tf32`."""
+    """Dense matrix rate by precision; `tf32`: the rate for fp32 values under `workload.tf32`."""
     efficiency_ratio: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Fraction of the peak that the matrix products of a training achieve."""
     fp32_efficiency_ratio: Annotated[float, Field(gt=0, le=1)] | None = None
-    """The same for products in fp32, which do not use tensor cores; absent: `efficiency_ratio`."""
+    """`efficiency_ratio` for products in fp32, which do not use tensor cores; absent: `efficiency_ratio`."""
     float8_ratio: Annotated[float, Field(ge=1)] | None = None
-    """Achieved rate of matrix products in 8 bits over that in 16, for `workload.map_precision`; absent: the device has
-    none. An H100 reached about 1.8 in a training by torchtitan."""
+    """Achieved rate of matrix products in 8 bits relative to 16 bits, for `workload.map_precision`; absent: the device
+    has no 8-bit products. An H100 reached about 1.8 in a training by torchtitan."""
     memory_bandwidth_bytes_per_s: BytesPerSecond
     """Achieved memory bandwidth of memory-bound operations, usually less than a data sheet's."""
     operation_overhead_s: Seconds = 0.0
     """Host time to launch one operation; a step is never faster than its launches."""
     layer_operation_s: Seconds | None = None
-    """On a GPU: host time to issue an operation of a layer, with what modules and autograd do for it, where a model has
-    no profile; absent: `operation_overhead_s`."""
+    """On a GPU: host time to issue one operation of a layer, including the time of modules and autograd, for models
+    without a profile; absent: `operation_overhead_s`."""
     kernel_s: Seconds | None = None
-    """On a GPU: the device's own time of an operation on few elements that the host has issued ahead. Absent: not
-    measured; each cast of a master copy then takes the device `operation_overhead_s`, the host's time."""
+    """On a GPU: the device's own time for an operation on few elements that the host has issued ahead. Absent: not
+    measured; each cast of a master copy then takes `operation_overhead_s`, the host's time, on the device."""
     step_host_s: Seconds | None = None
-    """Host time of a training loop in each step besides forward, backward and update: the batch, the loss, its logging.
+    """Host time per step of the training loop outside forward, backward and update: the batch, the loss, and logging.
     Absent: none."""
     workspace_bytes: Bytes = 0.0
     """Memory that libraries allocate and keep (cuBLAS workspaces); it counts as allocated."""
     resident_threads: PositiveInt | None = None
-    """Threads that all multiprocessors run at once, among which torch splits large sums (kind `cuda`); absent:
+    """Threads that all multiprocessors run at once. torch divides large sums among them (kind `cuda`). Absent:
     unlimited."""
     context_bytes: Bytes = 0.0
-    """Memory outside the allocator: context and libraries; also communicators, where `communicator_bytes` is 0."""
+    """Memory outside the allocator: context and libraries; also communicators, if `communicator_bytes` is 0."""
     communicator_bytes: Bytes = 0.0
-    """Memory outside the allocator for each process group of a rank (NCCL)."""
+    """Memory outside the allocator per process group of a rank (NCCL)."""
     expandable_segments: bool = False
     """Whether PyTorch's allocator uses expandable segments (`PYTORCH_ALLOC_CONF`); only for kind `cuda`."""
     communicating_slowdown_ratio: Slowdown = 1.0
-    """Compute time during communication, over compute time alone, with a processor that is fully busy with the bytes;
-    proportionally less where the links leave it idle for part of the time."""
+    """Compute time during communication relative to compute time alone, if the bytes keep the processor fully busy. The
+    slowdown is proportionally smaller if the links leave the processor idle for part of the time."""
     communicating_excess_ratio: Curve | None = None
-    """Measured by rate (as the profiles' key of this name), instead of `communicating_slowdown_ratio`."""
+    """Measured by rate (like the profiles' key of this name); replaces `communicating_slowdown_ratio`."""
     neighbour_slowdown_ratio: Slowdown = 1.0
-    """Compute time while all other devices of the host compute, over compute time alone. In the lab, where each device
-    is a host: while an equally fast one computes on the same core."""
+    """Compute time while all other devices of the host compute, relative to compute time alone. In the lab, where each
+    device is a host of its own: while an equally fast device computes on the same core."""
     step_jitter_ratio: Variation = 0.0
     """Random variation of a step's compute time (standard deviation over median), which makes ranks stragglers."""
     task_jitter_ratio: Variation = 0.0
     """Random variation of a layer's compute time, in addition to the step's."""
     optimizers: dict[str, OptimizerCost] = field(default_factory=dict)
-    """Measured update times, by optimizer; absent: derived from memory bandwidth."""
+    """Measured update times by optimizer; absent: derived from memory bandwidth."""
     compression: CompressionCost | None = None
-    """Measured; absent: derived from memory bandwidth."""
+    """Measured times of compression; absent: derived from memory bandwidth."""
     posting: PostingCost | None = None
-    """Measured on this device; absent: the backend's costs."""
+    """Measured times of this device to post messages; absent: the backend's costs."""
     sharded_unit: ShardedUnitCost | None = None
-    """Measured; absent: no extra time."""
+    """Measured costs of FSDP2's units; absent: no extra time."""
     flat_unit: UnitCost | None = None
-    """Measured, of units that Gradient Sharding gathers (`gs_z3`), gradient hooks included; absent: no extra time."""
+    """Measured costs of the units that Gradient Sharding gathers (`gs_z3`), including gradient hooks; absent: no extra
+    time."""
     cut_block: CutBlockCost | None = None
-    """Measured; absent: no extra time."""
+    """Measured costs of sliced (tensor-parallel) blocks; absent: no extra time."""
     gradient_hook_s: Seconds = 0.0
-    """Host time of one gradient hook (per parameter and backward) in the methods that communicate gradients; under
-    Gradient Sharding with what its step does for each parameter besides the update."""
+    """Host time of one gradient hook (per parameter and backward) in the methods that communicate gradients. Under
+    Gradient Sharding it includes the other per-parameter work of its step, except the update."""
     replica_hook_s: Seconds | None = None
-    """The same under DistributedDataParallel; absent: `gradient_hook_s`."""
+    """`gradient_hook_s` under DistributedDataParallel; absent: `gradient_hook_s`."""
     replica_forward_s: Seconds | None = None
     """Host time that DistributedDataParallel adds to each forward; absent: none."""
     profiles: tuple[Profile, ...] = ()
-    """Measured layers, by model; without them, a roofline of the rates above is used."""
+    """Measured layers, by model; models without a profile use a roofline of the rates above."""
     kernels: tuple[KernelRates, ...] = ()
-    """Measured rates of matrix products and attention by their sizes, at one or several precisions, for models of token
-    sequences without a profile; absent: the achieved FLOP/s for all."""
+    """Measured rates of matrix products and attention by their sizes, at one or several precisions. They apply to
+    models of token sequences without a profile; absent: the achieved FLOP/s applies to all."""
     price_usd_per_h: NonNegativeFloat | None = None
-    """Price of an hour; absent: results have no costs."""
+    """Price of one hour; absent: results have no costs."""
     busy_power_w: Watts | None = None
-    """Power during compute. A data sheet's is the maximum."""
+    """Power during compute. (Data sheets state the maximum.)"""
     idle_power_w: Watts | None = None
-    """Power while waiting, for other ranks or in a collective, which uses few units."""
+    """Power while waiting for other ranks or inside a collective, which uses few units of the device."""
     lab: Emulation | None = None
-    """Emulation in the lab (`gsreal lab`); absent: a whole core."""
+    """Emulation in the lab (`gsreal lab`); absent: the device is a whole core."""
     source: str
     """Source of the numbers: a data sheet, or a calibration."""
 
@@ -208,12 +209,12 @@ def memory_node(host: str) -> str:
 
 @spec
 class HostMemory:
-    """Memory of each host, to which `plan.offload` moves state, and from which the host updates it."""
+    """Memory of each host. `plan.offload` moves state to it, and the host updates the state there."""
 
     memory_bytes: PositiveBytes
-    """Capacity; a plan whose ranks keep more on a host does not fit."""
+    """Capacity; a plan whose ranks keep more than that on a host does not fit."""
     memory_bandwidth_bytes_per_s: BytesPerSecond
-    """Achieved bandwidth of an optimizer's step on all cores of a host, whose ranks share it evenly."""
+    """Achieved bandwidth of an optimizer step on all cores of a host; its ranks share it evenly."""
     source: str
     """Source of the numbers."""
 
@@ -223,33 +224,33 @@ class BackendCost:
     """Fixed costs of the communication library, measured or published."""
 
     overhead_s: dict[str, Seconds] = field(default_factory=dict)
-    """Per call, by collective kind, in addition to link latencies; `default` for all others. Collectives made of
+    """Per call, by kind of collective, in addition to link latencies; `default` for all others. Collectives made of
     point-to-point messages have the costs of the uneven kind: an all-gather those of all-gather-v."""
     overhead_rank_s: dict[str, Seconds] = field(default_factory=dict)
-    """Added to `overhead_s` for each rank of the group beyond two: messages of GPUs over gloo are copied one by one
-    through the host's memory."""
+    """Added to `overhead_s` for each rank of the group beyond two: over gloo, messages of GPUs are copied through the
+    host's memory one by one."""
     message_s: Seconds = 0.0
-    """Fixed time of a message in addition to the latency of its path, and of a receiver's notice: the threads that it
-    wakes. Where a link's latency was measured from rank to rank, it includes this."""
+    """Fixed time of a message, or of a receiver's notice, in addition to the latency of its path: waking up threads. If
+    a link's latency was measured from rank to rank, it includes this time."""
     reduction_bytes_per_s: BytesPerSecond | None = None
     """Rate at which received bytes are added to local ones; absent: free."""
     posting_s: Seconds = 0.0
     """Host time to post an exchange of one point-to-point message, whatever its size."""
     posting_message_s: Seconds = 0.0
-    """The same for each further message."""
+    """Host time for each further message of the exchange."""
     posting_byte_s: Seconds = 0.0
     """Host time per byte to copy a point-to-point message into the socket; the transfer begins with the first byte."""
     posting_limit_bytes: PositiveBytes | None = None
     """Bytes that the sockets buffer at once; the backend's thread posts the rest while the caller continues. Absent:
-    all."""
+    sockets buffer everything."""
     measured_s: dict[str, Curve] = field(default_factory=dict)
-    """By kind: the time of a collective of all ranks by its size in bytes, used instead of any formula, with log-log
-    interpolation; smaller sizes take as long as the smallest one, larger ones in proportion to the largest.
+    """By kind: the time of a collective of all ranks, by size in bytes. It replaces any formula, with log-log
+    interpolation; smaller sizes take as long as the smallest, and beyond the largest, time is proportional to size.
     """
     processor_byte_s: dict[str, Seconds] = field(default_factory=dict)
-    """Processor time of a rank for each byte that it sends or receives (copies, the kernel's network code, additions),
-    by collective kind; `default` for all others. All-reduces in 16 bits may have their own, `all-reduce bf16` and
-    `all-reduce fp16`, here and in `overhead_s`. It overlaps with the transfer: the longer of both counts.
+    """Processor time of a rank per byte that it sends or receives (copies, the kernel's network code, additions), by
+    kind of collective; `default` for all others. All-reduces in 16 bits may have values of their own, `all-reduce bf16`
+    and `all-reduce fp16`, here and in `overhead_s`. This time overlaps with the transfer: the longer of the two counts.
     """
     source: str
     """Source of the numbers."""
@@ -263,7 +264,9 @@ class BackendCost:
 
 
 def _generation(value: Any) -> Any:
-    """Return the constants of a named generation, or of a table with the key `generation`; else the value itself."""
+    """Return the constants for the name of a generation, or for a table with the key `generation`; else the value as
+    is.
+    """
     named = value.get("generation") if isinstance(value, dict) else value
     if not isinstance(named, str):
         return value
@@ -293,30 +296,32 @@ class Cluster:
     backend: Literal["gloo", "nccl"]
     """Backend of torch.distributed: gloo on CPUs, nccl on GPUs."""
     device_types: dict[str, Annotated[DeviceType, BeforeValidator(partial(expanded, "devices"))]]
-    """Each a table, or the name of a preset; a table with the key `preset` overrides values of it. Or the name of a
-    file of these tables, which an override may name as well (`cluster.device_types=FILE`).
+    """Each is a table, or the name of a preset; a table with the key `preset` overrides values of that preset. Or the
+    name of a file of these tables, which an override may name as well (`cluster.device_types=FILE`).
     """
     devices: tuple[Device, ...] = ()
-    """In rank order. With a topology, files leave it out: it is filled in."""
+    """Devices in rank order. Omit it with a topology, which fills it in."""
     switches: tuple[str, ...] = ()
-    """Names of the switches. With a topology, files leave it out: it is filled in."""
+    """Names of the switches. Omit it with a topology, which fills it in."""
     links: tuple[Annotated[Link, BeforeValidator(partial(expanded, "links"))], ...] = ()
-    """Empty with a topology; all links are in `wiring`. A table may name a `preset`."""
+    """Links, each a table that may name a `preset`. Empty with a topology; all links are in `wiring`."""
     topology: Topology | None = None
-    """Replaces devices, switches and links, which a network of another form (a dragonfly, say) lists itself."""
+    """Replaces devices, switches and links. A network of another form (a dragonfly, say) lists these itself."""
     host: HostMemory | None = None
-    """Memory of each host; needed by `plan.offload` on devices with memory of their own, with a link from every device
+    """Memory of each host. `plan.offload` needs it on devices with memory of their own, with a link from every device
     to the node HOST/memory (a server's `host_memory`, or links to a switch of this name). Absent: not known."""
     backend_cost: BackendCost | None = None
-    """Fixed costs of messages and collectives; absent: only the links' times. Or the name of a file of this table."""
+    """Fixed costs of messages and collectives, as a table or the name of a file with it; absent: only the
+    links' times.
+    """
     nccl: Annotated[NcclTuning, BeforeValidator(_generation)] | None = None
-    """NCCL's constants: a generation of GPUs (volta, ampere, hopper, blackwell), a machine that they were fitted to
-    (volta-dgx-1, volta-t4, ampere-dgx-a100), or a table, in which the key `generation` names the one that it overrides;
-    ampere's if absent."""
+    """NCCL's constants: the name of a GPU generation (volta, ampere, hopper, blackwell) or of a machine to which they
+    were fitted (volta-dgx-1, volta-t4, ampere-dgx-a100), or a table whose key `generation` names the one that it
+    overrides. Absent: ampere."""
     algorithms: dict[str, str] = field(default_factory=dict)
-    """Algorithm by kind of collective, where it is not the backend's own; `best`: the one that is predicted fastest."""
+    """Algorithm by kind of collective, if not the backend's own; `best`: the one that is predicted to be fastest."""
     cores_per_rank: Count = 0
-    """CPU cores that each rank, with the threads of gloo, is pinned to in a real run; 0: not pinned."""
+    """CPU cores to which each rank, including gloo's threads, is pinned in a real run; 0: not pinned."""
     source: str
     """Source of the numbers."""
 
@@ -350,7 +355,7 @@ class Cluster:
         check_size(topology)
         found = build(topology)
         devices, switches = _devices(found.devices), found.switches
-        # `dataclasses.replace` passes on values that were filled in before
+        # `dataclasses.replace` passes on the values that were filled in before
         for key, given, built in (("devices", self.devices, devices), ("switches", self.switches, switches)):
             if given and given != built:
                 raise ValueError(f"{key}: given by the topology; leave them out")

@@ -6,7 +6,7 @@ from gssim.cluster.cluster import Cluster, DeviceType
 
 
 def dealt(shares: Sequence[float], cores: int) -> tuple[int, ...]:
-    """Return the core of each of the lab's devices, from 0: largest shares first, each to the core with the most left.
+    """Return the core (from 0) of each of the lab's devices: in order of falling share, each on the least loaded core.
 
     >>> dealt([0.2, 0.8, 0.4], 2)
     (1, 0, 1)
@@ -21,7 +21,7 @@ def dealt(shares: Sequence[float], cores: int) -> tuple[int, ...]:
 
 
 def contention_groups(cluster: Cluster) -> tuple[str, ...]:
-    """Return the resource that each device shares with others: the name of its host; in the lab, of its core."""
+    """Return the resource that each device shares with others: its host, by name; in the lab, its core."""
     shares, cores = core_shares(cluster), _cores(cluster)
     if shares is None or cores is None:
         return tuple(device.host for device in cluster.devices)
@@ -29,7 +29,7 @@ def contention_groups(cluster: Cluster) -> tuple[str, ...]:
 
 
 def core_shares(cluster: Cluster) -> tuple[float, ...] | None:
-    """Return each device's share of a core's time in the lab; None elsewhere, or where the lab's cores are unknown."""
+    """Return each device's share of a core's time in the lab; None elsewhere, or if the number of cores is unknown."""
     if _cores(cluster) is None:
         return None
     kinds = [cluster.device_types[device.type].lab for device in cluster.devices]
@@ -42,7 +42,7 @@ def _cores(cluster: Cluster) -> int | None:
 
 
 def has_contention(device: DeviceType) -> bool:
-    """Return whether a device's speed depends on other devices of its host or core, or on its own communication."""
+    """Return whether other devices of its host (or core), or its own communication, slow a device down."""
     alone = device.communicating_excess_ratio is None and device.communicating_slowdown_ratio == 1
     return device.neighbour_slowdown_ratio != 1 or not alone
 
@@ -50,8 +50,8 @@ def has_contention(device: DeviceType) -> bool:
 def communicating_excess(device: DeviceType, busy_share: float, handled_bytes_per_s: float) -> float:
     """Return the extra compute time of a device during communication, relative to compute alone.
 
-    `busy_share`: fraction of the time for which communication keeps a processor busy. Where it was measured by rate,
-    the bytes/s that the device sends and receives count.
+    `busy_share`: fraction of the time for which communication keeps a processor busy. If the slowdown was measured by
+    rate, `handled_bytes_per_s` (sent and received) counts instead.
     """
     curve = device.communicating_excess_ratio
     if curve is None:

@@ -6,7 +6,7 @@ from gssim.errors import UserError, one_line
 
 MOST_HOSTS = 100_000
 LONGEST_LIST = 20_000
-"""Characters of a host list."""
+"""Largest number of characters in a host list."""
 
 
 def hosts_in(text: str, *, file: str) -> list[str]:

@@ -11,7 +11,9 @@ ProductKind = Literal["forward", "input_gradient", "weight_gradient"]
 
 
 def _place(sizes: Sequence[float], size: float) -> tuple[int, float]:
-    """Return the interval of `sizes` that holds `size`, and where in it on a logarithmic scale: 0 to 1."""
+    """Return the index of the interval of `sizes` that holds `size`, and the position in it from 0 to 1, in
+    logarithms.
+    """
     within = min(max(size, sizes[0]), sizes[-1])
     index = next((i for i, (_, right) in enumerate(pairwise(sizes)) if within <= right), 0)
     if len(sizes) == 1:
@@ -29,12 +31,12 @@ class ProductRates:
     """FLOP/s of one of a linear layer's three products, by its numbers of tokens m, inputs k and outputs n."""
 
     sizes: tuple[PositiveFloat, ...]
-    """Increasing sizes of m, of k and of n."""
+    """Sizes in increasing order, used for m, for k and for n."""
     flop_per_s: tuple[PositiveFloat, ...]
-    """Rates of all combinations (m, k, n), of which n varies fastest, then k."""
+    """Rate of every combination (m, k, n); n varies fastest, then k."""
     odd_ratio: PositiveFloat = 1.0
-    """Rate where the number of outputs or inputs is odd over that where it is even: in 16 bits, matrices whose rows do
-    not begin at multiples of 16 bytes are read by slower kernels."""
+    """Rate if the number of outputs or inputs is odd, relative to even numbers: in 16 bits, kernels are slower for
+    matrices whose rows do not begin at multiples of 16 bytes."""
 
     def __post_init__(self) -> None:
         """Refuse rates that are not a function of the sizes."""
@@ -42,9 +44,10 @@ class ProductRates:
             raise ValueError("sizes must increase, and flop_per_s must have one rate for each combination (m, k, n)")
 
     def at(self, m: float, k: float, n: float) -> float:
-        """Return the rate of a product, linear between the sizes in the logarithms of sizes and rates.
+        """Return the rate of a product, interpolated linearly in the logarithms of sizes and rates.
 
-        Above the sizes a rate stays; below them the time does, as of a kernel that does not fill the device.
+        Above the largest size the rate stays constant. Below the smallest size the time does, as the kernel does not
+        fill the device.
 
         >>> rates = ProductRates(sizes=(10.0, 1000.0), flop_per_s=(1.0, 1.0, 1.0, 1.0, 100.0, 100.0, 100.0, 100.0))
         >>> [round(rates.at(m, 10, 10), 9) for m in (100, 10**6, 1)]
@@ -74,13 +77,13 @@ class AttentionRates:
     lengths: tuple[PositiveFloat, ...]
     """Increasing lengths."""
     causal_forward: tuple[PositiveFloat, ...]
-    """Rate at each length of a forward with a causal mask, which does about half of the FLOP that are counted."""
+    """Rate of the forward with a causal mask, at each length. Only about half of the counted FLOP are computed."""
     causal_backward: tuple[PositiveFloat, ...]
-    """The same of its backward, which recomputes the scores: 2.5 times the forward's FLOP are counted."""
+    """Rate of the causal backward, which recomputes the scores: 2.5 times the forward's FLOP are counted."""
     forward: tuple[PositiveFloat, ...]
-    """Rate at each length of a forward without a mask."""
+    """Rate of the forward without a mask, at each length."""
     backward: tuple[PositiveFloat, ...]
-    """The same of its backward."""
+    """Rate of the backward without a mask, at each length."""
 
     def __post_init__(self) -> None:
         """Refuse rates that are not a function of the length."""
@@ -89,7 +92,7 @@ class AttentionRates:
             raise ValueError("lengths must increase, and there must be one rate for each length")
 
     def at(self, length: float, *, backward: bool, causal: bool) -> float:
-        """Return the rate at a length, linear between the measured ones in logarithms, and constant beyond them.
+        """Return the rate at a length, interpolated linearly in logarithms; constant beyond the measured lengths.
 
         >>> others = {name: (7.0, 7.0) for name in ("causal_backward", "forward", "backward")}
         >>> rates = AttentionRates(head_width=64, lengths=(1.0, 100.0), causal_forward=(1.0, 100.0), **others)
@@ -110,9 +113,9 @@ class KernelRates:
     precision: Precision
     """Precision of the operands."""
     products: dict[ProductKind, ProductRates]
-    """Of a linear layer: its forward, the gradient of its input, and that of its weight."""
+    """Rates of a linear layer's three products: forward, gradient of the input, and gradient of the weight."""
     attention: tuple[AttentionRates, ...] = ()
-    """Attention, by the width of a head."""
+    """Rates of attention, one table for each measured head width."""
 
     def __post_init__(self) -> None:
         """Refuse products of which one is missing."""
@@ -120,9 +123,10 @@ class KernelRates:
             raise ValueError("products must be forward, input_gradient and weight_gradient")
 
     def attention_flop_per_s(self, head_width: float | None, length: float, *, backward: bool, causal: bool) -> float:
-        """Return the rate of attention with the measured heads that are nearest in width; of unknown ones, the first.
+        """Return the rate of attention for the measured head width that is nearest; for an unknown width, the first
+        one.
 
-        Raises IndexError where no attention is measured.
+        Raises IndexError if no attention was measured.
         """
         nearest = min(
             range(len(self.attention)),

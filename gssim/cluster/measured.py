@@ -55,7 +55,7 @@ class Scratch:
         return f"{self.phase}{self.position} " + " ".join(f"{samples}:{size}" for samples, size in self.points)
 
     def at(self, samples: float) -> float:
-        """Return the bytes at a batch size, linear between the points and beyond the outermost ones.
+        """Return the bytes at a batch size, interpolated linearly between the points and extrapolated beyond them.
 
         Assumes that kernels repack the weights (a fixed part) and inputs or outputs (in proportion to samples).
 
@@ -97,7 +97,8 @@ class Curve:
             raise ValueError("sizes must increase")
 
     def at(self, size: float) -> float:
-        """Return the value at `size`; beyond the last point the last slope continues, below the first it scales.
+        """Return the value at `size`. Beyond the last point the last slope continues; below the first, it is
+        proportional.
 
         >>> curve = Curve(sizes=(1.0, 2.0), values=(10.0, 30.0))
         >>> curve.at(1.5), curve.at(3.0), curve.at(0.5)
@@ -119,22 +120,22 @@ class LayerProfile:
     """Measured cost of one layer, by batch size: `sizes` of every curve are numbers of samples."""
 
     forward_s: Curve
-    """Time of the forward of the whole batch."""
+    """Time of the forward for the whole batch."""
     backward_s: Curve
-    """Time of the backward; of a checkpointed block without its recomputed forward."""
+    """Time of the backward; for a checkpointed block, without the recomputed forward."""
     forward_host_s: Curve | None = None
-    """On a GPU: host time to issue the forward's operations, ahead of the device where it can; `forward_s` is then the
-    device's own time. Absent: `forward_s` has waits for the host in it."""
+    """On a GPU: host time to issue the forward's operations, ahead of the device if it can. `forward_s` is then the
+    device's own time. Absent: `forward_s` includes waits for the host."""
     backward_host_s: Curve | None = None
-    """The same of the backward."""
+    """`forward_host_s` of the backward."""
     forward_peak_bytes: Curve | None = None
-    """Peak of allocated bytes during the forward, above those at its start; kernel workspaces included."""
+    """Peak of allocated bytes during the forward, above the bytes at its start; includes kernel workspaces."""
     backward_peak_bytes: Curve | None = None
-    """Peak of allocated bytes during the backward, parameter gradients included."""
+    """Peak of allocated bytes during the backward, above the bytes at its start; includes parameter gradients."""
     scratch_bytes: dict[Way, tuple[ScratchText, ...]] | None = None
-    """Workspaces of kernels, by the mode in which the layer is run: `whole`; `units-N` of a sliced block; and where
-    parameters are frozen, `frozen` itself, `deepest` of the trained layers, or `untrained` (as are all before it).
-    Absent: not measured by operation; the peaks bound them.
+    """Workspaces of kernels, by the way in which the layer is run: `whole`; `units-N` for a slice of a block; and with
+    frozen parameters `frozen` (the layer itself), `deepest` (of the trained layers) or `untrained` (like all before
+    it). Absent: not measured by operation; the peaks bound them.
     """
 
     @model_serializer(mode="wrap")
@@ -155,17 +156,19 @@ class Profile:
     sequence_length: PositiveInt | None = None
     """Tokens of a sample; absent for images."""
     measurements: PositiveInt = 1
-    """Number of calibrations, at different times, that the curves average."""
+    """Number of calibrations, made at different times, over which the curves are averages."""
     layers: dict[str, LayerProfile]
-    """Costs by layer name of the model file."""
+    """Costs by layer name, as in the model file."""
     pause_excess_s: Curve | None = None
-    """Total extra compute time after the device has waited for so many seconds (`sizes`), because caches have lost its
-    data; constant after the last point."""
+    """Total extra compute time after the device has waited for a number of seconds (`sizes`), because caches have lost
+    its data; constant after the last point."""
     neighbour_slowdown_ratio: Slowdown | None = None
-    """As the device's, for this model: it depends on the layers' memory traffic; absent: the device's."""
+    """`neighbour_slowdown_ratio` for this model, since it depends on the layers' memory traffic; absent: the
+    device's.
+    """
     communicating_excess_ratio: Curve | None = None
     """Extra compute time during communication, relative to compute alone, by the bytes/s that the device sends and
-    receives meanwhile; constant after the last point. Absent: by the device's `communicating_slowdown_ratio`."""
+    receives meanwhile; constant after the last point. Absent: from the device's `communicating_slowdown_ratio`."""
 
 
 @spec
@@ -180,7 +183,7 @@ class OptimizerCost:
     """Time by the number of updated elements."""
     host_s: Seconds | None = None
     """On a GPU: host time to issue an update, whatever its tensors; the times above are then the device's own. Absent:
-    they have waits for the host in them."""
+    they include waits for the host."""
     host_tensor_s: Seconds | None = None
     """Added to `host_s` for each tensor."""
 
@@ -196,9 +199,9 @@ class PostingCost:
     """Host time of a device to post point-to-point messages, whatever their size."""
 
     exchange_s: Seconds
-    """For an exchange of one message, sent and received."""
+    """Time for an exchange of one message, sent and received."""
     message_s: Seconds
-    """For each further message."""
+    """Time for each further message."""
 
 
 @spec
@@ -206,7 +209,7 @@ class LowRankCost:
     """Time of PowerSGD's operations on one matrix, by the rank of its factors."""
 
     call_s: Seconds
-    """Fixed part of one product."""
+    """Fixed time of one product."""
     project_element_s: Curve
     """P = M Q: per element of M."""
     factor_element_s: Curve
@@ -214,47 +217,47 @@ class LowRankCost:
     restore_element_s: Curve
     """M = P Q^T: per element of M."""
     orthogonalize_call_s: Curve
-    """Fixed part of one orthogonalization."""
+    """Fixed time of one orthogonalization."""
     orthogonalize_row_s: Curve
     """Orthogonalization: per row of the factor."""
 
 
 @spec
 class CompressionCost:
-    """Time to select, pack and add gradients over a threshold, per element; absent ones are derived from bandwidth."""
+    """Time to select, pack and add gradients over a threshold. Absent values are derived from memory bandwidth."""
 
     call_s: Seconds
-    """Fixed part of one pass, and of one pack or add."""
+    """Fixed time of one pass, and of packing or adding one message."""
     threshold_element_s: Seconds
-    """Magnitude, compare, count, list: per element inspected."""
+    """Time per inspected element: magnitude, compare, count, list."""
     pack_element_s: Seconds
-    """Gather values and their indices: per element sent."""
+    """Time per sent element: gather values and their indices."""
     scatter_element_s: Seconds
-    """Scatter-add at the owner: per element received."""
+    """Time per received element: scatter-add at the owner."""
     pack_call_s: Seconds | None = None
-    """Fixed part of packing a message, of a GPU: to launch its operations. Absent: `call_s`."""
+    """Fixed time of packing a message on a GPU: launching its operations. Absent: `call_s`."""
     add_call_s: Seconds | None = None
-    """Fixed part of adding a message; absent: `call_s`."""
+    """Fixed time of adding a message; absent: `call_s`."""
     add_dense_call_s: Seconds | None = None
-    """Fixed part of adding a dense message; absent: that of one operation."""
+    """Fixed time of adding a dense message; absent: that of one operation."""
     clear_element_s: Seconds | None = None
-    """With error feedback: clear what is sent, per element sent."""
+    """With error feedback: time per sent element to clear it."""
     residual_element_s: Seconds | None = None
-    """With error feedback: add the residual, per element that others own."""
+    """With error feedback: time per element that others own to add the residual."""
     mean_element_s: Seconds | None = None
-    """For a relative threshold: the mean magnitude, per element."""
+    """For a relative threshold: time per element to compute the mean magnitude."""
     estimate_element_s: Seconds | None = None
-    """For a target density: sample and select, per element of the sample."""
+    """For a target density: time per sampled element to sample and select."""
     pack_bit_s: Seconds | None = None
-    """For a bitmap: per element of the message's range."""
+    """For a bitmap: time per element of the message's range to pack it."""
     unpack_bit_s: Seconds | None = None
-    """For a bitmap at the owner: per element of the message's range."""
+    """For a bitmap: time per element of the message's range to unpack it at the owner."""
     dense_element_s: Seconds | None = None
-    """To fill a dense message, with zeros for elements that are not sent: per element of its range."""
+    """Time per element of a dense message's range to fill it, with zeros for elements that are not sent."""
     largest_element_s: Seconds | None = None
-    """For `topk`: to find the largest of a bucket, per element."""
+    """For `topk`: time per element of a bucket to find the largest."""
     largest_entry_s: Seconds | None = None
-    """For `topk`: to find, copy and clear them, per element that is sent."""
+    """For `topk`: time per sent element to find, copy and clear it."""
     low_rank: LowRankCost | None = None
     """For `powersgd`."""
 
@@ -266,42 +269,42 @@ class CompressionCost:
 
 @spec
 class UnitCost:
-    """Host time that a wrapper adds for each unit of parameters that it gathers, and each parameter in it, without the
+    """Host time that a wrapper adds per gathered unit of parameters, and per parameter in it, besides the
     communication.
     """
 
     forward_unit_s: Seconds
-    """For each unit and forward."""
+    """Time per unit and forward."""
     forward_tensor_s: Seconds
-    """For each parameter of a unit and forward."""
+    """Time per parameter of a unit and forward."""
     backward_unit_s: Seconds
-    """For each unit and backward."""
+    """Time per unit and backward."""
     backward_tensor_s: Seconds
-    """For each parameter of a unit and backward."""
+    """Time per parameter of a unit and backward."""
 
 
 @spec
 class ShardedUnitCost(UnitCost):
-    """The same of FSDP2, with its copies."""
+    """The costs of FSDP2's units, including their copies."""
 
     copied_byte_s: Seconds | None = None
-    """Per byte that is copied into or out of a communication buffer; absent, as of a GPU: that of any copy."""
+    """Time per byte that is copied into or out of a communication buffer; absent, as for a GPU: that of any copy."""
 
 
 @spec
 class CutBlockCost:
-    """Extra host time of sliced (tensor-parallel) blocks, without the communication, by the bytes of an all-reduce.
+    """Extra host time of sliced (tensor-parallel) blocks besides the communication, by the bytes of an all-reduce.
 
-    The larger it is, the less of the host's code and objects stays in caches from one map to the next. The curves are
-    interpolated between points, and constant outside of them.
+    The larger the all-reduce, the less of the host's code and objects stays in caches from one linear map to the next.
+    The curves are interpolated between points and constant beyond them.
     """
 
     forward_pair_s: Curve
-    """Extra time of DTensor for a pair of linear maps in the forward: the first cut by columns, the second by rows."""
+    """DTensor's extra time in the forward for a pair of linear maps: the first cut by columns, the second by rows."""
     backward_pair_s: Curve
-    """The same in the backward."""
+    """DTensor's extra time in the backward for a pair of linear maps."""
     sum_s: Curve
-    """Extra time of an all-reduce by torch's functional collectives, DTensor's or not, over a plain call."""
+    """Extra time of an all-reduce through torch's functional collectives (DTensor's or others), over a plain call."""
 
     def at(self, kind: Literal["forward_pair_s", "backward_pair_s", "sum_s"], sum_bytes: float) -> float:
         """Return an extra time for an all-reduce of `sum_bytes`."""

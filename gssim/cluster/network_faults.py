@@ -19,19 +19,19 @@ class LinkFault:
     between: tuple[str, str]
     """Names of devices or switches."""
     bandwidth_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Remaining fraction of its bandwidth; 0: it is down, and routes avoid it."""
+    """Remaining fraction of the link's bandwidth; 0: the link is down, and routes avoid it."""
     added_latency_s: Seconds = 0.0
-    """Added to its latency."""
+    """Latency that is added to the link's own."""
 
 
 @spec
 class Traffic:
-    """A constant background stream: it takes its rate of every link on its route, or its fair share if that is less."""
+    """A constant background stream. It takes its rate on every link of its route, or its fair share if that is less."""
 
     between: tuple[str, str]
     """Sender, then receiver."""
     bytes_per_s: BytesPerSecond
-    """Its rate on idle links."""
+    """The stream's rate on idle links."""
 
 
 @spec
@@ -51,7 +51,7 @@ class Conditions:
 def applied(wiring: Wiring, conditions: Conditions) -> Wiring:
     """Return the wiring with the conditions' faults applied; links that are down are left out.
 
-    Raises UserError where a fault names a link that does not exist.
+    Raises UserError if a fault names a link that does not exist.
     """
     bandwidth, latency = wiring.bandwidth_bytes_per_s.copy(), wiring.latency_s.copy()
     for number, fault in enumerate(conditions.faults):
@@ -83,7 +83,7 @@ def ends_of(wiring: Wiring, conditions: Conditions) -> list[tuple[int, int]]:
 
 
 MOST_NAMES = 8
-"""Of so many nodes, messages name all."""
+"""Up to so many nodes, messages list all of their names."""
 
 
 def _node(wiring: Wiring, name: str, key: str) -> int:

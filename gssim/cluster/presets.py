@@ -24,10 +24,10 @@ def presets(kind: Kind) -> dict[str, dict[str, Any]]:
 
 
 def expanded(kind: Kind, value: Any) -> Any:
-    """Return a device type or link of a file with its preset filled in; a value without preset is returned unchanged.
+    """Return a device type or link of a file with its preset filled in; a value without a preset is returned unchanged.
 
-    A table's own keys override the preset's, and need a source of their own, because the preset's does not cover them.
-    Raises ValueError where there is no such preset.
+    A table's own keys override the preset's. They need a source of their own, which the preset's does not cover. Raises
+    ValueError if there is no such preset.
 
     >>> link = expanded("links", {"preset": "pcie4x16", "latency_s": "9 us", "source": "timed here"})
     >>> link["latency_s"], link["bandwidth_bytes_per_s"], link["source"].split(": measured")[0]

@@ -30,7 +30,7 @@ from gssim.units import Ints, distinct
 
 Ends = tuple[Ints, Ints]
 MOST_KEPT = 64
-"""Cached topologies: a sweep of rates cycles through as many."""
+"""Number of cached topologies: about as many as a sweep of rates cycles through."""
 
 CUBE_MESH = {
     **dict.fromkeys([(0, 3), (0, 4), (1, 2), (1, 5), (2, 3), (4, 7), (5, 6), (6, 7)], 2),
@@ -190,7 +190,7 @@ def _inside(group: ServerGroup, gpus: Ints, nodes: dict[str, Ints]) -> list[Link
     bandwidth_bytes_per_s, half_s = group.pcie_link.bandwidth_bytes_per_s, group.pcie_link.latency_s / 2
     root = nodes.get("pcie")
     ends = [root] if root is not None else list(gpus.T)
-    if group.host_memory and root is None:  # a device reaches its network card and the memory through one port
+    if group.host_memory and root is None:  # a device reaches its network card and the host's memory through one port
         ends = [nodes[f"port{i}"] for i in range(group.devices)]
         parts += [Links(gpu, port, bandwidth_bytes_per_s, 0.0) for gpu, port in zip(gpus.T, ends, strict=True)]
     for k in range(group.nics):
@@ -219,7 +219,7 @@ class _Nics:
 
 
 def _fabric(topology: Servers, groups: Sequence[_Nics], first: int) -> tuple[list[str], list[Links]]:
-    """Return the switches of the fabric, of which the first is node `first`, and their links."""
+    """Return the switches of the fabric, numbered from node `first`, and their links."""
     fabric = topology.fabric
     if fabric is None:
         return [], []
@@ -259,7 +259,7 @@ def _leaf_spine(
 
 
 def _sites(topology: Sites) -> BuiltTopology:
-    """Build sites: their devices and switches, prefixed with the site's name, and a gateway each.
+    """Build sites: for each, its devices and switches, prefixed with the site's name, and a gateway.
 
     Source: for rates and delays of such links, Yuan et al. 2022, "Decentralized training of foundation models in
     heterogeneous environments".
@@ -276,7 +276,7 @@ def _sites(topology: Sites) -> BuiltTopology:
 
 
 def _links_of_sites(topology: Sites, place: dict[str, int], built: Sequence[tuple[str, BuiltTopology]]) -> list[Links]:
-    """Return the links inside and between sites; `place`: index of a node by its name."""
+    """Return the links inside and between sites; `place`: index of each node by its name."""
     parts = []
     for s, part in built:
         index = np.array([place[f"{s}/{name}"] for name in part.wiring.names], dtype=np.int64)
@@ -298,15 +298,15 @@ def _links_of_sites(topology: Sites, place: dict[str, int], built: Sequence[tupl
 
 
 RATES = frozenset({"oversubscription", "hop_latency_s"})
-"""Keys of rates, which like those of links are no part of the structure."""
+"""Keys that are rates: like the rates of links, they are not part of a topology's structure."""
 
 _ANY: TypeAdapter[Any] = TypeAdapter(Topology)
 
 
 def structure_of(topology: Topology) -> dict[str, Any]:
-    """Return a topology's structure without rates, sources and names, equal for topologies that differ in these only.
+    """Return a topology's structure without rates, sources and names: equal for topologies that differ only in these.
 
-    Device types are numbered as ranks first use them.
+    Device types are numbered in the order in which ranks first use them.
     """
     kinds = {kind: i for i, kind in enumerate(dict.fromkeys(kind for _, kind, _ in build(topology).devices))}
     data: dict[str, Any] = _structure(_ANY.dump_python(topology, mode="json", exclude_defaults=True), kinds)

@@ -1,7 +1,7 @@
-"""Kinds of topologies in cluster files (ring, switch, torus, servers, sites), and the sizes of those they describe.
+"""Kinds of topologies in cluster files (ring, switch, torus, servers, sites), and the sizes of such topologies.
 
-A link's `latency_s` is the time of an empty message from one device to another over this kind of link, software
-included. Where a switch is between them, each of the two links has half of it.
+A link's `latency_s` is the time of an empty message from one device to another over this kind of link, including
+software. If a switch is between them, each of the two links has half of it.
 """
 
 from functools import partial
@@ -132,18 +132,18 @@ class ServerGroup:
     inside: Literal["nvswitch", "pcie", "cube-mesh", "none"] = "none"
     """Interconnect of the devices of a server."""
     inside_link: NamedLink | None = None
-    """Total of one device's links: in a cube mesh, of its six NVLinks."""
+    """Total of all links of one device; in a cube mesh, of its six NVLinks."""
     nics: Count = 0
     """Network cards of each server, shared evenly by its devices in rank order."""
     nic_link: NamedLink | None = None
     """Between a network card and the fabric."""
     pcie_link: NamedLink | None = None
-    """Between a device and its network card, and the host's memory."""
+    """Link between a device and its network card, and between a device and the host's memory."""
     host_memory: bool = False
     """Whether the host's memory is a node of its own, called HOST/memory."""
     devices_per_memory_link: PositiveInt = 1
-    """Number of consecutive devices that share one link to the host's memory, behind a PCIe switch; each has a port of
-    its own there, which its network card uses too. With `inside = "pcie"`, all devices of a server share one."""
+    """Number of consecutive devices that share one link to the host's memory, behind a PCIe switch. Each has a port of
+    its own there, which its network card uses too. With `inside = "pcie"`, all devices of a server share one link."""
 
     def __post_init__(self) -> None:
         """Refuse inconsistent parts of a server."""
@@ -181,13 +181,13 @@ class LeafSpine:
     kind: Literal["leaf-spine"]
     """The form of this table."""
     servers_per_leaf: PositiveInt
-    """Servers of a group: they share a leaf, or with `rails` as many leafs as they have network cards."""
+    """Number of servers in a group. They share one leaf or, with `rails`, as many leafs as each has network cards."""
     spines: Count
-    """Number of spines; 0: rails that are joined inside the servers only."""
+    """Number of spines; 0: rails that are connected only inside the servers."""
     rails: bool = False
     """Whether card k of every server of a group is linked to the group's leaf k."""
     oversubscription: PositiveFloat = 1.0
-    """Bandwidth of a leaf's links to servers over that of its links to the spines."""
+    """Bandwidth of a leaf's links to servers, relative to that of its links to the spines."""
     hop_latency_s: Seconds = 0.5e-6
     """Latency of each link between leaf and spine (0.5 us: assumed, a switch and its cable)."""
 
@@ -246,7 +246,7 @@ class Sites:
     sites: tuple[Site, ...]
     """In rank order."""
     link: NamedLink
-    """Between two gateways; a gateway's links to its site's uppermost switches are as fast, without latency."""
+    """Link between two gateways. A gateway's links to its site's uppermost switches are as fast, without latency."""
 
     def __post_init__(self) -> None:
         """Refuse sites that share a name."""

@@ -42,9 +42,9 @@ class BuiltTopology:
     """Name, type and host of each device, in rank order."""
     switches: tuple[str, ...]
     wire: Callable[[], Wiring]
-    """Makes the links, lazily: there may be a million, and callers that need the devices only do without."""
+    """Function that creates the links, on demand: there may be a million, and callers may need only the devices."""
     tops: tuple[str, ...] = ()
-    """The uppermost switches, to which a gateway is linked."""
+    """The uppermost switches; a site's gateway is linked to these."""
 
     @cached_property
     def wiring(self) -> Wiring:
@@ -54,7 +54,7 @@ class BuiltTopology:
 
 @dataclass(frozen=True)
 class Links:
-    """Links in both directions between nodes `a` and `b`, index by index."""
+    """Links in both directions between the nodes `a[i]` and `b[i]`."""
 
     a: Ints
     b: Ints
@@ -78,7 +78,7 @@ class Connection(Protocol):
 def wiring_of_links(names: Sequence[str], links: Iterable[Connection]) -> Wiring:
     """Return explicit links as a wiring: in both directions unless directed, parallel links merged.
 
-    Parallel links add up their bandwidths, and have the latency of the fastest.
+    Parallel links are merged into one, with the sum of their bandwidths and the latency of the fastest.
     """
     place = {name: i for i, name in enumerate(names)}
     edges: dict[tuple[int, int], tuple[float, float]] = {}
@@ -93,7 +93,9 @@ def wiring_of_links(names: Sequence[str], links: Iterable[Connection]) -> Wiring
 
 
 def wired(names: tuple[str, ...], parts: Sequence[Links]) -> Wiring:
-    """Return the wiring of links in both directions: of each part first one direction, then the other."""
+    """Return the wiring of links in both directions: for each part, all links in one direction, then all in the
+    other.
+    """
 
     def joined(arrays: list[Any], dtype: type) -> Any:
         return np.concatenate([np.empty(0, dtype), *arrays])
