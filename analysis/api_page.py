@@ -84,7 +84,7 @@ def _fields(node: ast.ClassDef) -> Iterator[str]:
             and ast.unparse(kind.value) == "Annotated"
             and isinstance(kind.slice, ast.Tuple)
         ):
-            kind = kind.slice.elts[0]  # checks are no part of the type
+            kind = kind.slice.elts[0]  # validators are no part of the type
         yield f"- `{ast.unparse(field.target)}: {ast.unparse(kind)}{default}`{text}"
 
 

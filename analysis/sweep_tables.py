@@ -135,7 +135,7 @@ def table_of_search(files: Sequence[ResultFile], *, name: str) -> SweepTable:
 
 
 SCENARIOS = Path("scenarios")
-"""Where scenarios ship, from which the command is run that predicts a plan again."""
+"""Folder of the shipped scenarios, for the command that predicts a plan again."""
 
 
 def _row(result: Result) -> Row:
@@ -177,7 +177,7 @@ def _read_csv(path: Path) -> pl.DataFrame:
 
 
 def _in_types(frame: pl.DataFrame) -> pl.DataFrame:
-    """Return a table with its known columns cast to their types, and those of a Result that it lacks without values.
+    """Return a table with its known columns cast to their types, and empty columns for those of a Result that it lacks.
 
     Raises PolarsError where a value does not fit.
     """
@@ -461,9 +461,9 @@ def evenly_spaced(values: Sequence[T], most: int) -> list[T]:
 def representative(places: Sequence[Place], most: int) -> list[Place]:
     """Return at most `most` places, in their order, which cover the values of every column.
 
-    Places are of one kind where they have equal names and the same keys (None: a missing key). Starting with the first
-    place, the next is of the kind that was taken least, and among these the one least similar to those taken: numbers
-    are compared by their rank, so that ends and middle of a column appear.
+    Places are of one kind where they have equal names and the same keys (None: a missing key). The first place is taken
+    first. Each next one is of the kind that was taken least so far and, among those, least similar to the places taken.
+    Numbers are compared by their rank, so that ends and middle of a column appear.
 
     >>> representative([("ring", 1), ("ring", 2), ("ring", 4), ("star", 1), ("star", 4)], 2)
     [('ring', 1), ('star', 4)]

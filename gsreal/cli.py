@@ -542,7 +542,7 @@ def _check_positive(option: str, value: int) -> None:
 
 
 def _checked_ranks(count: int, kind: str) -> int:
-    """Return a number of ranks that are started on this machine; raise UserError where it is not for that many."""
+    """Return a number of ranks to start on this machine; raise UserError if it is not for that many."""
     from gsreal.machine import usable_cores
 
     _check_positive("--ranks", count)
@@ -668,7 +668,7 @@ def main() -> None:
 
 @contextmanager
 def _torch_caches() -> Iterator[None]:
-    """Use a folder for compiled kernels, which torch creates when imported, that is removed with this process."""
+    """Give torch, which creates a folder for compiled kernels when imported, one that is removed with this process."""
     name = "TORCHINDUCTOR_CACHE_DIR"
     if name in os.environ:
         yield

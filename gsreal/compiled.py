@@ -11,7 +11,7 @@ from gssim.errors import UserError
 from gssim.execution.files import scratch_folder
 
 SCRATCH_KERNELS = "torchinductor"
-"""Name of a folder for kernels that torch makes when it is imported, and that goes with the command."""
+"""Name of a folder for kernels that torch creates when it is imported; the folder is removed with the command."""
 
 
 def compiler() -> str | None:

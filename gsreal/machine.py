@@ -3,16 +3,16 @@
 [Note: gloo's threads] Each process group of gloo has a loop, a thread that reads and writes its sockets, and workers
 that carry out collectives. The loop tries the lock of a connection and, if another thread has it, polls the kernel
 again immediately, for the socket is still ready (gloo, tcp/pair.cc, handleEvents). A message that arrives while another
-thread sends wakes it, often on the same core: there it fails to get the lock, and keeps the core from the thread that
-would release the lock, until the scheduler's next tick. As SCHED_BATCH, which any process may choose, a woken loop
-preempts nobody. Free to run on any core, threads are also woken on a core where another rank computes, and wait there
-for a tick while their own is idle; so they stay on their rank's.
+thread sends wakes the loop, often on that thread's core. There it fails to get the lock, and until the scheduler's next
+tick keeps the core from the thread that would release it. Under the policy SCHED_BATCH, which any process may choose, a
+woken loop preempts nobody. Threads that may run on any core are also woken on a core where another rank computes, and
+wait there for a tick while their own core is idle; so they stay on their rank's cores.
 
-Measured between two ranks on two cores, means of an exchange of 1.2 MB, for threads by default, with loops that preempt
-nobody, and with these on their rank's core: rings 0.4 to 3.8 ms (of which loops asked for a lock for up to 3.7),
-0.3 to 2.4, 0.25 to 0.6; all-reduces whose ranks arrive apart 2.3 to 4.5, 0.9 to 3.4, 0.45 to 0.6; a step of tensor
-parallelism 156, 144, 132. In the lab, where ranks pause many times a tick and links are slower, the first of the two
-changed no step by more than noise: the defaults are left there.
+Measured between two ranks on two cores, as means of an exchange of 1.2 MB. The three figures are for threads as by
+default, for loops that preempt nobody, and for such threads on their rank's core. Rings: 0.4 to 3.8 ms (of which loops
+asked for a lock for up to 3.7), 0.3 to 2.4, 0.25 to 0.6. All-reduces whose ranks arrive apart: 2.3 to 4.5, 0.9 to 3.4,
+0.45 to 0.6. A step of tensor parallelism: 156, 144, 132. In the lab, where ranks pause many times a tick and links are
+slower, the first of the two changed no step by more than noise: the defaults are left there.
 """
 
 import ctypes
@@ -98,7 +98,7 @@ class ThreadPlacement:
 
     @classmethod
     def now(cls) -> "ThreadPlacement":
-        """Return those of the calling thread."""
+        """Return the affinity and policy of the calling thread."""
         return cls(frozenset(usable_cores()), os.getpriority(os.PRIO_PROCESS, 0))
 
     def take(self) -> None:
@@ -110,7 +110,7 @@ class ThreadPlacement:
 
 
 _before: list[ThreadPlacement] = []
-"""Those of this rank's main thread before it was pinned; empty in a process that is not."""
+"""Placement of this rank's main thread before it was pinned; empty in a process that is not pinned."""
 
 
 @contextmanager

@@ -74,10 +74,11 @@ class Experts(nn.Module):
 
 
 class Mixture(nn.Module):
-    """A router and its experts, of which each token takes the `chosen` most probable, and experts that all tokens take.
+    """A router with its experts, of which each token takes the `chosen` most probable, and shared experts.
 
     The weights of a token's experts are their probabilities, scaled to a sum of 1 (as Mixtral does); shared experts
-    (Dai et al. 2024, DeepSeekMoE, arXiv:2401.06066) are one perceptron of their widths together. No token is dropped.
+    (Dai et al. 2024, DeepSeekMoE, arXiv:2401.06066) which all tokens take, are one perceptron as wide as all of them
+    together. No token is dropped.
     """
 
     def __init__(self, width: int, hidden: int, *, experts: int, chosen: int, shared: int) -> None:
@@ -118,8 +119,8 @@ class MixtureBlock(nn.Module):
 class Transformer(nn.Module):
     """A stack of transformer blocks over learned token and position embeddings, with a head over the vocabulary.
 
-    `tied`: the head uses the token embedding's weight, as in GPT-2 and GPT-3. `block`: returns a new block
-    for its number, where they are of another kind.
+    `tied`: the head uses the token embedding's weight, as in GPT-2 and GPT-3. `block`: returns a new block for its
+    number, if blocks are of another kind.
     """
 
     def __init__(
@@ -156,7 +157,7 @@ class Transformer(nn.Module):
     def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """Return logits (batch, sequence, vocabulary) for token ids (batch, sequence).
 
-        Of a stage, its output for its input x. `position_ids` (1, sequence): from 0 on by default.
+        A pipeline stage returns its output for its input `x`. `position_ids` (1, sequence): from 0 on by default.
         """
         if self.tokens is not None and self.positions is not None:
             # No name for the positions: one would keep them alive for the whole forward pass
@@ -268,7 +269,7 @@ class ResNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return logits (batch, classes) for images (batch, channels, height, width).
 
-        Of a stage, its output for its input x.
+        A pipeline stage returns its output for its input `x`.
         """
         if self.stem is not None:
             x = F.relu(self.stem(x))
@@ -308,7 +309,7 @@ def mixture(
     """Return a decoder whose perceptrons are mixtures of experts, in the form of DeepSeekMoE; no token is dropped.
 
     `expert_width`: hidden width of each expert. `shared_experts`: number of experts that all tokens take besides.
-    `dense_blocks`: number of blocks, the first ones, that have a plain perceptron instead.
+    `dense_blocks`: number of first blocks that have a plain perceptron instead.
     """
 
     def new_block(number: int) -> nn.Module:

@@ -50,10 +50,11 @@ ROUNDS = 3
 DRIFTS_AFTER_S = 180.0
 """Time after which layers are measured again halfway through the runs."""
 LAYER_ROUNDS = 2
-"""Of each such measurement: together they are as many as those of `gsreal calibrate`."""
+"""Rounds of each such measurement: together they are as many as those of `gsreal calibrate`."""
 LINK_REPEATS = 11
-"""Of each message and collective at each size, and of steps of each wrapper: about half of those of `gsreal calibrate`,
-for there are six sizes to fit a line through, and medians of steps."""
+"""Repeats of each message and collective at each size, and steps of each wrapper: about half as many as `gsreal
+calibrate` takes. They suffice: a line is fitted through six sizes, and medians of steps are taken.
+"""
 MOST_BATCH_SIZES = 3
 FINISH_S = 40.0
 """Time kept for predicting all points, comparing them and drawing the charts."""
@@ -296,7 +297,7 @@ class Session:
             self.say(f"{row.name}: {pair_line(predicted, measured)}")
 
     def predict(self, row: Row) -> Result | None:
-        """Return the prediction with the calibration so far; None if it fails, which the end of the command tells."""
+        """Return the prediction with the calibration so far; None if it fails, which is reported at the end."""
         with scratch_folder("gsreal-run-") as folder:
             try:
                 run_module("gssim", ["run", str(row.point.file), *set_words(row.point.overrides), "--out", str(folder)])
@@ -518,8 +519,8 @@ def device_kind(asked: str) -> str:
 def default_ranks(kind: str, sweep: Path) -> int:
     """Return the number of ranks to validate with: two cores, or all GPUs.
 
-    On one GPU as many ranks share it as the sweep's largest plan asks for, or four if no plan says: each of them
-    calibrates the models in its memory.
+    A single GPU is shared by as many ranks as the sweep's largest plan asks for, or by four if no plan says. All of
+    them have the models that they calibrate in its memory.
     """
     if kind == "cpu":
         return min(2, len(usable_cores()))

@@ -87,7 +87,7 @@ NAIVE = (("naive_compute_s", "x", "compute only"), ("naive_link_s", "+", "comput
 def predicted_vs_measured(comparison: pl.DataFrame) -> Figure:
     """Return two panels, step time and peak memory; a point on the diagonal is an exact prediction.
 
-    Of more than `MOST_LABELLED` scenarios only those with the largest errors have labels.
+    If there are more than `MOST_LABELLED` scenarios, only those with the largest errors have labels.
     """
     labels = point_labels(comparison)
     large = len(labels) > MOST_LABELLED

@@ -193,7 +193,7 @@ def against_time(study: Study, rows: Sequence[Row], findings: Findings) -> Figur
 
 
 def by_step(study: Study, rows: Sequence[Row], findings: Findings) -> Figure:
-    """Return held-out loss by step, as a change from dense's, and by time, and density by step: means over seeds."""
+    """Return held-out loss by step (as a change from dense's) and by time, and density by step: means over seeds."""
     looks = _looks(study, rows)
     dense = dict(next(row.curve for row in rows if row.name == study.dense))
     titles = ("held-out loss by step", "held-out loss by measured time", "density by step")

@@ -32,7 +32,7 @@ def equal_loss_map(points: Sequence[MapPoint], ours: Sequence[str], said: Sequen
     """Return the map: a row of panels for each model, a column for each set of devices, a cell for each network.
 
     Args:
-        points: of which each is a cell.
+        points: each is a cell.
         ours: variants of thresholded Gradient Sharding, whose best one each cell compares with the fastest.
         said: findings in sentences.
     """

@@ -36,7 +36,7 @@ FEWEST_APART = 3
 """Size of the largest group from which on each group has a panel of its own."""
 ACROSS, SIDE_IN, LEFT_IN, TOP_IN, BELOW_IN, BOTTOM_IN, RIGHT_IN = 4, 2.7, 0.8, 1.35, 0.95, 0.55, 0.35
 LABELLED, LABELLED_FROM_RATIO = 2, 0.05
-"""Most labels of a panel, and the error, as a fraction of the step, from which on a point has one."""
+"""Most labels of a panel, and the least error of a labelled point, as a fraction of the step."""
 
 Row = dict[str, Any]
 

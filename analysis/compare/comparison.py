@@ -362,9 +362,9 @@ def _effects(pairs: Sequence[Pair]) -> pl.DataFrame:
 
 
 def _periods(pairs: Sequence[Pair]) -> pl.DataFrame:
-    """Return the times of each kind of step, a row for each pair; nulls where ranks meet in every step.
+    """Return the times of each kind of step, a row for each pair; nulls where ranks synchronize in every step.
 
-    Of several measurements, the median.
+    Several measurements give their median.
     """
     rows = []
     for pair in pairs:

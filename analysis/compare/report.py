@@ -27,7 +27,7 @@ MOST_LINES = 25
 def print_comparison(comparison: pl.DataFrame, groups: pl.DataFrame) -> None:
     """Print a comparison: one line per scenario, differing collectives, median errors.
 
-    Of more than `MOST_LINES` scenarios: the groups, and the lines with the largest errors.
+    If there are more than `MOST_LINES` scenarios, it prints the groups, and the lines with the largest errors.
     """
     out = console()
     rows = list(comparison.iter_rows(named=True))

@@ -45,7 +45,7 @@ class ResultFile:
     """A Result and its file."""
 
     path: Path
-    """Of one in an archive: the path of the archive, then the name in it."""
+    """Path of the file; of a file in an archive, the path of the archive, then the name in it."""
     modified_ns: int
     result: Result
 

@@ -18,7 +18,7 @@ from gssim.result import MEASURED_PHASES, Span
 NO_TRACE = "not a trace as `gssim run --trace` and `gsreal run --trace` write them"
 WAITING = "exposed_communication"
 JOINED_RATIO = 0.002
-"""Fraction of a step: blocks of one kind that are no further apart are merged; a line of the picture is wider."""
+"""Blocks of one kind are merged if the gap between them is at most this fraction of a step: a line is wider."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def flattened(spans: Iterable[Span]) -> list[Span]:
 def merged_blocks(spans: Sequence[Span], gap_s: float) -> list[Block]:
     """Return spans as blocks; consecutive spans of one kind within `gap_s` of each other are merged.
 
-    On the compute stream the kind is the phase (of a wait: its label); on other streams every span is a block.
+    On the compute stream the kind is the phase, or the label of a wait; on other streams every span is a block.
     """
     blocks: list[Block] = []
     for span in sorted(spans, key=lambda span: span.start_s):

@@ -1,8 +1,8 @@
 """Interactive charts of the report, by Apache ECharts: a sweep's points, a comparison's scenarios, a step's timeline.
 
-Each is an element with its data as JSON and a script that is embedded once in the page. Text columns are lists of
-distinct words and an index a row, so that ten thousand points are about a megabyte. Without scripts nothing of it is
-shown but a sentence, and the report's static charts remain.
+Each is an element with its data as JSON and a script that is embedded once in the page. A text column is a list of
+distinct words with an index for each row, so that ten thousand points are about a megabyte. Without scripts only a
+sentence is shown in place of a chart, and the report's static charts remain.
 """
 
 import json
@@ -30,10 +30,10 @@ MOST_FILTERED = 40
 """Most distinct values of a column that is a filter."""
 FEWEST_POINTS = 3
 FOLDER = Path("scenarios/sweeps")
-"""Where sweeps ship, from which the command is run that predicts a point again."""
+"""Folder of the shipped sweeps, for the command that predicts a point again."""
 DIGITS = 6
 EXPLORER = '<div class="explorer"'
-"""What the element of an interactive chart begins with."""
+"""Beginning of the element of an interactive chart."""
 
 FIGURES = {
     "peak_allocated_bytes": ("peak memory, allocated", "bytes"),
@@ -161,7 +161,7 @@ RUNGS: dict[str, Callable[[Row], str]] = {
         if (row[f"{phase}_predicted_s"] or 0) + (row[f"{phase}_measured_s"] or 0) > 0
     ),
 }
-"""The rungs of a comparison, each with its words on a row."""
+"""Lines of a comparison's explanation, by heading: functions that return the text for a row."""
 
 
 def timeline_explorer(overlay: Overlay, predicted: Step, measured: Step) -> Markup:

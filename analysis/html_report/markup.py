@@ -149,7 +149,7 @@ def document(
 ) -> str:
     """Return the whole page: heading, contents, parts.
 
-    `scripts` run before the parts are read, `inner` are in them; the browser may run no others.
+    `scripts` run before the parts are read; `inner` are the scripts inside the parts. The browser may run no others.
     """
     hashes = [
         base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii") for script in (*scripts, *inner)

@@ -47,7 +47,7 @@ class Meeting:
     step: int
     """Index of the step."""
     calls: dict[int, Call]
-    """By rank; of a message: the sender's alone."""
+    """Calls by rank; of a message, the sender's alone."""
 
     @property
     def transfer_s(self) -> float:
@@ -56,7 +56,7 @@ class Meeting:
 
     @property
     def lateness_s(self) -> float:
-        """How much longer the rank was in it that arrived first."""
+        """How much longer than that the rank that arrived first spent in it."""
         return max(call.end_s - call.start_s for call in self.calls.values()) - self.transfer_s
 
 
@@ -201,7 +201,7 @@ def _of_ranks(traces: Sequence[RankTrace], loaded: Loaded) -> Ingested:
 def _phases(trace: RankTrace, counted: range) -> dict[str, float]:
     """Return a rank's seconds by phase in a typical step; see `gssim.result.typical_phases`.
 
-    Steps are laid end to end, so that what lies between recorded steps is in none.
+    Steps are laid end to end, so that the time between recorded steps belongs to none.
     """
     lengths_s = [trace.bounds_s[step][1] - trace.bounds_s[step][0] for step in counted]
     ends_s = list(accumulate(lengths_s, initial=0.0))
@@ -221,8 +221,8 @@ def _phases(trace: RankTrace, counted: range) -> dict[str, float]:
 def _meetings(traces: Sequence[RankTrace], counted: range) -> tuple[list[Meeting], int]:
     """Return the collectives of the counted steps, and the number of those that some of their ranks lack.
 
-    In each step the k-th of a kind, group and size on one rank is the k-th on the others. Calls of unknown group or
-    size are left out.
+    Within a step, the k-th call of a kind, group and size on one rank belongs to the k-th on the others. Calls of
+    unknown group or size are left out.
     """
     met: dict[tuple[Any, ...], dict[int, Call]] = defaultdict(dict)
     for trace in traces:

@@ -560,9 +560,10 @@ def _with_gaps(
 ) -> Iterator[Piece]:
     """Yield a step's work and what happens between its operators.
 
-    A gap in which a transfer ends is waiting until then: a thread that goes on before has not waited for it. (The
-    annotation may end a little after the thread was woken; "a little" is less than it waited.) The rest of a gap
-    between two operators of one phase is the interpreter's part of that phase, unless batches are loaded.
+    If a transfer ends within a gap, the gap up to that end is waiting; a thread that goes on before that end has not
+    waited for the transfer. (The annotation may end a little after the thread was woken: by less than the thread
+    waited.) The rest of a gap between two operators of one phase is the interpreter's part of that phase, unless
+    batches are loaded.
     """
     before: Piece | None = None
     for piece in (*work, Piece(step_end_s, step_end_s, "idle")):
@@ -584,7 +585,7 @@ def _with_gaps(
 
 
 def _gloo_calls(trace: RankTrace, posts: Sequence[_Event], transfers: Sequence[_Event], groups: _Groups) -> list[Call]:
-    """Return the calls with their transfers: the first of the same size that begins after the post."""
+    """Return the calls, each with its transfer: the first one of the same size that begins after the call is posted."""
     rest = deque(transfers)
     calls = []
     for post in posts:
@@ -644,4 +645,4 @@ def _ends_of_message(args: Mapping[str, Any], groups: _Groups) -> tuple[int, ...
 
 
 MESSAGE_ARGUMENTS = 4
-"""Of `c10d::send`: tensors, group, index of the receiver, tag."""
+"""Number of arguments of `c10d::send`: tensors, group, index of the receiver, tag."""

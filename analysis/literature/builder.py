@@ -45,7 +45,7 @@ class OperationBuilder:
         return self.token_bytes(width, shared=self.software.sequence_parallel, value=value)
 
     def streamed(self, size: Polynomial, kind: str = "default", *, calls: int = 1) -> Polynomial:
-        """Return the bytes that take as long at the device's own rate as kernels of a kind take to stream so many.
+        """Return the bytes that take as long at the device's own rate as kernels of a kind take to stream `size`.
 
         `kind`: of the machine's measured kernels, where the software names one; they also take a time for each call.
         """
@@ -107,10 +107,10 @@ class OperationBuilder:
         )
 
     def product_slowdowns(self, inputs: int, outputs: int, *, by_rows: bool) -> tuple[float, float, float]:
-        """Return the time of a linear layer's three products over that at the device's own rate.
+        """Return the times of a linear layer's three products over those at the device's own rate.
 
-        In this order: its forward, the gradient of its input, that of its weight. Their shapes are those of a tensor
-        rank with whole sequences, also where norms have parts of them.
+        In this order: forward, gradient of the input, gradient of the weight. Their shapes are those of a tensor rank
+        with whole sequences, also where norms have parts of them.
         """
         if self.use is None or self.kernels is None:
             return 1.0, 1.0, 1.0
@@ -187,7 +187,7 @@ class OperationBuilder:
         )
 
     def whole_linear(self, name: str, reads: str, inputs: int, outputs: int) -> Operation:
-        """Return a linear layer without bias of which each tensor rank has all, for its own part of the sequence.
+        """Return a linear layer without bias, which each tensor rank holds whole and runs on its part of the sequence.
 
         Without sequence parallelism all ranks compute the same.
         """

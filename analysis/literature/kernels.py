@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 Layout = Literal["TN", "NN", "NT"]
-"""Of a linear layer: its forward, the gradient of its input, that of its weight (added to one in float)."""
+"""Layouts of a linear layer's products: forward, gradient of the input, of the weight (added to one in float)."""
 Shape = tuple[float, ...]
 TABLES = {"b200": "simumax_b200_ops.csv"}
 """Files of the folder `profiles`, by machine."""
@@ -26,14 +26,14 @@ TABLES = {"b200": "simumax_b200_ops.csv"}
 
 @dataclass(frozen=True)
 class KernelUse:
-    """What rates of kernels depend on beside the model: the machine, the micro-batch, and the device's own rate."""
+    """What the rates of kernels depend on beside the model: the machine, the micro-batch, and the device's own rate."""
 
     machine: str
     micro_batch: int
     device_flop_per_s: float
-    """Rate at which the device is said to do all FLOP: FLOP of a kernel of another rate are counted in proportion."""
+    """Rate at which the device is taken to do all FLOP; FLOP of a kernel with another rate are scaled in proportion."""
     device_bytes_per_s: float
-    """The same of streamed bytes."""
+    """The same for streamed bytes."""
     expert_ranks: int = 1
     """Ranks that divide experts."""
 
@@ -95,9 +95,10 @@ def kernels_of(machine: str) -> Kernels | None:
 
 
 def read_kernels(path: Path) -> Kernels:
-    """Return the kernels of a table with the columns op, shape, tflops_peak and efficiency, and of that beside it.
+    """Return the kernels of a table with the columns op, shape, tflops_peak and efficiency, and of the table beside it.
 
-    That has the columns name, efficient_factor, gbps and latency_us: of a kind, the rate and the time of a call.
+    The second table has the columns name, efficient_factor, gbps and latency_us: rate, and time of a call, of a kind of
+    kernel.
     """
     products: dict[str, dict[Shape, float]] = {}
     attention: dict[str, dict[Shape, float]] = {}

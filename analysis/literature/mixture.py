@@ -1,22 +1,23 @@
 """Routed experts as Megatron-LM runs them, and blocks of DeepSeek's models: multi-head latent attention with experts.
 
-[Note: latent attention] Queries, and keys with values, are products of a narrow (latent) one of the input; a part of
-each head's key, with rotary positions, is shared by all heads (DeepSeek-AI 2024, DeepSeek-V2, arXiv:2405.04434, section
-2.1). For the attention, queries and keys are joined of their two parts and values are copied (Megatron-LM,
+[Note: latent attention] Queries, and keys with values, are products of a narrow (latent) projection of the input. A
+part of each head's key, with rotary positions, is shared by all heads (DeepSeek-AI 2024, DeepSeek-V2, arXiv:2405.04434,
+section 2.1). For the attention, queries and keys are joined from their two parts, and values are copied (Megatron-LM,
 core/transformer/multi_latent_attention.py).
 
-[Note: capacity] With `moe-pad-expert-input-to-capacity` every expert gets as many rows of each sequence, whatever the
-router says: tokens beyond are dropped, places that are left hold zeros. Rows are permuted by expert, exchanged, and
-joined by expert of what all ranks sent; and back (core/transformer/moe/token_dispatcher.py). The weights of a token's
-experts are applied in the activation, where that is gated, else by a product behind it, for which both are saved
-(core/transformer/mlp.py, `per_token_scale`).
+[Note: capacity] With `moe-pad-expert-input-to-capacity` every expert gets the same number of rows of each sequence,
+whatever the router chooses: tokens beyond it are dropped, and unused places hold zeros. Rows are permuted by expert,
+exchanged, and the rows from all ranks are joined by expert; results take the same way back
+(core/transformer/moe/token_dispatcher.py). The weights of a token's experts are applied in the activation, if that is
+gated, else by a product behind it, for which both factors are saved (core/transformer/mlp.py, `per_token_scale`).
 
-[Note: dispatchers] `alltoall` sends each token to the ranks of its experts, where the ranks that divide these experts
-gather each other's tokens. `allgather`, Megatron-LM's default, gathers all tokens among all of these ranks: each sends
-every other one all of its own, which is as many bytes as an all-to-all in which rows are as wide as that; then each
-picks the rows of its experts, and what they return is reduce-scattered. Of t tensor ranks, e of which divide an expert,
-each has one t-th of a sample's tokens (sequence parallelism, which Megatron-LM requires), so that a row of a sample
-counts for 1 / t of one in what is sent, and for e / t of one in what is computed, of which each rank has one e-th.
+[Note: dispatchers] `alltoall` sends each token to the ranks of its experts; there, the ranks that divide these experts
+gather each other's tokens. `allgather`, Megatron-LM's default, gathers all tokens among all of these ranks: each rank
+sends all of its tokens to every other one, which is as many bytes as an all-to-all in which rows are as wide as that.
+Each rank then picks the rows of its experts, and the results are reduce-scattered. If there are t tensor ranks, e of
+which divide an expert, each has one t-th of a sample's tokens (sequence parallelism, which Megatron-LM requires). So a
+row of a sample counts as 1 / t of a row in what is sent, and as e / t of a row in what is computed, of which each rank
+has one e-th.
 """
 
 from dataclasses import dataclass, replace

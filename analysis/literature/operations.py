@@ -266,8 +266,9 @@ class LayerOperations:
         )
 
     def _gathers(self) -> Iterable[Reduction]:
-        """Yield the gathers of what column-parallel layers read, in the backward too, and the reduce-scatters of what
-        row-parallel ones write; in the backward, gradients take the same ways back.
+        """Yield the gathers of column-parallel layers' inputs, and the reduce-scatters of row-parallel layers' outputs.
+
+        In the backward, inputs are gathered again, and gradients take the same ways back.
         """
         for place, operation in enumerate(self.operations):
             if operation.backward_reduced is not None and operation.reads[0] != INPUT:

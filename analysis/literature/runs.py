@@ -15,9 +15,9 @@ class Latent:
     query_rank: int = 1536
     kv_rank: int = 512
     plain_width: int = 128
-    """Of a head's queries and keys, without positions."""
+    """Width of a head's queries and keys without positions."""
     rotary_width: int = 64
-    """Of their part with rotary positions; that of keys is shared by all heads."""
+    """Width of their part with rotary positions; all heads share that of keys."""
     value_width: int = 128
 
 
@@ -78,13 +78,13 @@ class Shape:
     """Blocks behind the others, of which each predicts one more token with the output layer of all (DeepSeek-AI 2024,
     DeepSeek-V3, arXiv:2412.19437, section 2.2); only the first is modelled exactly."""
     embeds_again: bool = False
-    """Whether these have a copy of the embedding, as on another stage."""
+    """Whether the further blocks have a copy of the embedding, as on another stage."""
     head_width: int | None = None
     """Of a `llama`: width of a head's queries; absent: that of the model over the number of heads."""
     decoder: Decoder | None = None
     """A decoder behind the blocks, which are then an encoder."""
     latent: Latent | None = None
-    """The attention's projections are narrow ones of DeepSeek's kind."""
+    """Widths of multi-head latent attention, as in DeepSeek's models; None: plain attention."""
     experts: Experts | None = None
     """Mixtures of experts."""
     biased: bool = True
@@ -158,7 +158,7 @@ class Windows:
     """Blocks whose attention is within windows of an image (Jiang et al. 2021, TransGAN, grid self-attention)."""
 
     shape: Shape
-    """Of these blocks; `sequence_length` is that of a window."""
+    """Shape of these blocks; `sequence_length` is that of a window."""
     count: int
     """Windows of a sample."""
 
@@ -209,13 +209,15 @@ class Software:
     gathers_alone: bool = False
     """With sequence parallelism, gathers and reduce-scatters are calls of their own, and the backward gathers a layer's
     input again, which Megatron-LM does not save (core/tensor_parallel/layers.py); else they are counted as the
-    all-reduces that they add up to. That the backward's overlap with products, and slow these, is not modelled."""
+    all-reduces that they add up to. The backward's gathers overlap with products and slow them down, which is not
+    modelled.
+    """
     dummy_gradients: bool = False
     """A tensor of the size of each linear layer's weight is kept, one for each shape: Transformer Engine hands it to
     autograd where products add to gradients themselves (module/base.py, get_dummy_wgrad). The output layer, which is
     Megatron-LM's, allocates one of its own in each backward (core/tensor_parallel/layers.py, grad_weight)."""
     receives_in_flight: bool = False
-    """Stages of a pipeline have receive buffers for what is in flight alone (`plan.receive_buffers`)."""
+    """Stages of a pipeline have receive buffers only for messages in flight (`plan.receive_buffers`)."""
     context_ranks: int = 1
     """Ranks that share each sequence, with ring attention: sizes are those of a rank's part of the sequence."""
     float8_maps: bool = False
@@ -265,7 +267,7 @@ class Software:
     """An in-place loss is compiled, and then in place no more: its exponentials are a second tensor (Megatron-LM,
     core/fusions/fused_cross_entropy.py)."""
     operation_overhead_s: float | None = None
-    """Host time to launch an operation, where the hosts that ran it are known to take another than the device's."""
+    """Host time to launch an operation, if the hosts are known to take another time than the device's file states."""
     parallel_loss: bool = False
     """The loss of sharded logits is torch's `loss_parallel` (torch 2.13, distributed/tensor/parallel/loss.py)."""
     float_gradients: bool = False
@@ -345,9 +347,10 @@ class Run:
     """For `zero1`: Megatron-LM's distributed optimizer, whose gradients are in one buffer that is reduce-scattered; of
     `muon` the layer-wise one."""
     deferred_outputs: int = 0
-    """Micro-batches of which the gradients of the logits are kept, with what the output layer read, to the step's end,
-    where that layer's weight gets its gradient from them (Megatron-LM, core/tensor_parallel/layers.py,
-    `wgrad_deferral_limit`)."""
+    """Number of micro-batches whose gradients of the logits, and inputs of the output layer, are kept to the step's
+    end, where that layer's weight gets its gradient from them (Megatron-LM, core/tensor_parallel/layers.py,
+    `wgrad_deferral_limit`).
+    """
     float_reduction: bool = False
     """Gradients are reduced in float."""
     calibration: bool = False

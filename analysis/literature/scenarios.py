@@ -154,7 +154,7 @@ def _cluster_tables_of(run: Run) -> dict[str, Any]:
 def _call_overheads(platform: Platform, ranks: int, expert_ranks: int) -> dict[str, Any]:
     """Return what calls of collectives take in addition to the latencies of links, where they were measured.
 
-    `expert_ranks`: that divide experts, among which there are all-to-alls.
+    `expert_ranks`: number of ranks that divide experts, among which there are all-to-alls.
     """
     link = {"between": ["a", "b"], **presets("links")[platform.inside_link]}
     link_s = validated(Link, link, file="links").latency_s
@@ -168,9 +168,10 @@ def _call_overheads(platform: Platform, ranks: int, expert_ranks: int) -> dict[s
 
 
 def _dummy_gradient_bytes(run: Run) -> int:
-    """Return the bytes of a tensor for each shape of the weights of a block's linear layers, on one tensor rank.
+    """Return the bytes of one tensor for each distinct weight shape of a block's linear layers, on one tensor rank.
 
-    Of a pipeline whose first blocks alone have no experts, those of the other stages, of which one needs most.
+    In a pipeline whose first blocks alone have no experts, these are the bytes on the other stages, one of which needs
+    most.
     """
     shape = run.shape
     if shape.latent is not None and shape.experts is not None:
@@ -189,11 +190,11 @@ def _kernel_use(run: Run) -> KernelUse:
 
 
 RATE_FLOP_PER_S = 1e12
-"""At which measured compute is expressed as FLOP: what is measured does not depend on it."""
+"""Rate at which measured compute is expressed as FLOP: the time does not depend on it."""
 
 
 def _measured_tables(run: Run, measured: Measured) -> dict[str, Any]:
-    """Return the scenario of a run whose compute and network its table tells: a layer with all parameters on each host.
+    """Return the scenario of a run whose table states compute and network: a layer with all parameters on each host.
 
     Forward and backward take a third and two thirds of the compute, which includes the update. The copies of a
     synchronization stream the device's memory, and each host has a link of the measured rate to a switch.
@@ -328,7 +329,7 @@ def predict(run: Run) -> Prediction:
     if run.memory_of == "last":
         ranks = tuple(rank for rank in ranks if run.ranks - 1 in rank.ranks)
     reserved = max(rank.peak_reserved_bytes or rank.peak_allocated_bytes for rank in ranks)
-    periods = result.periods  # of which the outer step is what was measured
+    periods = result.periods  # the outer step is what was measured
     return Prediction(
         step_s=result.step_time_s if periods is None else periods.outer_step_time_s,
         allocated_bytes=max(rank.peak_allocated_bytes for rank in ranks),

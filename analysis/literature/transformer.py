@@ -183,7 +183,7 @@ class TransformerBuilder(OperationBuilder):
         return self.software.rotary_calls > 0 or self.software.checks_norms_over is not None
 
     def turned(self) -> list[Operation]:
-        """Return what a `gpt` does to queries and keys before the attention, where it does anything."""
+        """Return the operations of a `gpt` on queries and keys before the attention, if there are any."""
         if not self._turns:
             return []
         ranks, size = self.software.checks_norms_over, self.token_bytes(self.shape.hidden + self.shape.kv_width)

@@ -1,18 +1,19 @@
 """Time of each method to an equal loss, by network, by how unequal the devices are, and by model.
 
 [Note: equal loss] A study's trainings say how many steps each variant needs; a simulation says how long a step takes on
-each network. For each seed, the equal loss is the one that dense training has after a third of its steps, which leaves
-the others three times as many steps to get there; one that does not needs infinite time. Steps are read from held-out
-losses, linear between evaluations. Assumptions: the steps that a variant needs depend neither on the network nor on how
-samples are divided among the ranks, and thresholded variants push the same fraction of the gradients everywhere.
+each network. For each seed, the equal loss is the loss that dense training has after a third of its steps. The other
+variants have three times as many steps to reach it; a variant that does not reach it needs infinite time. Steps are
+read from held-out losses, interpolated linearly between evaluations. Assumptions: the steps that a variant needs depend
+neither on the network nor on how samples are divided among the ranks, and thresholded variants push the same fraction
+of the gradients everywhere.
 
-[Note: further models] A larger model is not trained. That a variant needs so many times dense's steps is taken from the
-study's trainings, as if it did not depend on the model: an assumption. It can only hold for the same fraction of the
-gradients, not for the same threshold: gradients of a larger model are smaller, and fewer of them would reach it. So the
-variant's push gets a target density, the one that was counted in its trainings, whose threshold follows the model's
-own gradients. A relative threshold of a publish stays, since it is in units of the learning rate, that is about
-of a step of Adam's. The fraction that it publishes is what statistics transferred from the family say, with their band.
-A variant that does not fit in the devices' memory does not get to the loss at all.
+[Note: further models] A larger model is not trained. The ratio of a variant's steps to dense's is taken from the
+study's trainings, under the assumption that it does not depend on the model. The assumption can only hold for the same
+fraction of the gradients, not for the same threshold: gradients of a larger model are smaller, and fewer of them would
+reach it. So the variant's push gets a target density, the one that was counted in its trainings; its threshold follows
+the model's own gradients. A relative threshold of a publish stays: its unit is the learning rate, which is about a step
+of Adam's. The fraction that is published is predicted from statistics transferred from the family, with their band. A
+variant that does not fit in the devices' memory never reaches the loss.
 """
 
 import csv
@@ -46,7 +47,7 @@ from gssim.simulation import simulate
 from gssim.units import human_seconds
 
 EQUAL_LOSS_RATIO = 1 / 3
-"""Fraction of dense's steps after which its loss is the one that all are compared at."""
+"""Fraction of dense's steps after which its loss is the equal loss."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,11 @@ class MapPoint:
     latency_s: float
     slow_ratio: float
     step_time_s: Mapping[str, float]
-    """Predicted, by variant."""
+    """Predicted step time, by variant."""
     times_s: Mapping[str, tuple[float, ...]]
-    """To the equal loss, by variant and seed; infinite where it is not reached, or where the variant does not fit."""
+    """Time to the equal loss, by variant and seed; infinite if it is not reached, or the variant does not fit."""
     step_time_band_s: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """Ends of the step time's band, of variants with transferred gradient statistics."""
+    """Ends of the step time's band, for variants with transferred gradient statistics."""
     unfit: frozenset[str] = frozenset()
     """Variants for which the devices' memory does not suffice."""
 
@@ -79,7 +80,7 @@ class MapPoint:
 
     @property
     def fastest(self) -> str:
-        """Variant of the least geometric mean over the seeds; controls count."""
+        """Variant with the least time (geometric mean over the seeds); controls count."""
         return min(self.times_s, key=lambda name: fmean(map(math.log, self.times_s[name])))
 
     def over_fastest(self, name: str) -> float:
@@ -111,7 +112,7 @@ def steps_to(loss: float, steps: Sequence[int], losses: Sequence[float]) -> floa
 
 
 def steps_to_equal_loss(courses: Sequence[Course], dense: str) -> dict[str, tuple[float, ...]]:
-    """Return the steps that each variant needs from every seed to the equal loss; infinite where it does not get there.
+    """Return the steps that each variant needs to the equal loss, by seed; infinite where it does not reach it.
 
     Raises UserError where dense has not learned anything until then.
     """
@@ -217,7 +218,7 @@ def _points_of(
 
 
 def _with_slow_rank(scenario: Scenario, slow_ratio: float) -> tuple[str, ...]:
-    """Return overrides with which the last rank takes so many times as long for a sample, and has as much fewer."""
+    """Return overrides that make the last rank `slow_ratio` times as slow, with a batch in proportion to its speed."""
     if slow_ratio == 1:
         return ()
     last, total = scenario.ranks - 1, scenario.workload.global_batch_size
@@ -260,7 +261,7 @@ def map_findings(points: Sequence[MapPoint], ours: Sequence[str]) -> list[str]:
 
 
 def _ours(points: Sequence[MapPoint], ours: Sequence[str], where: str) -> str:
-    """Return in a sentence what the best of our variants reach on the networks of one model and one set of devices."""
+    """Return a sentence on what the best of `ours` reaches on the networks of one model and one set of devices."""
 
     def near(points: Sequence[MapPoint]) -> int:
         return sum(any(point.is_level(name) for name in ours) for point in points)

@@ -52,15 +52,15 @@ class Course:
     losses: tuple[tuple[float, ...], ...]
     """Held-out loss by seed, at these steps."""
     accuracies: tuple[float, ...]
-    """At the end, by seed; empty where samples are not classified."""
+    """Accuracy at the end, by seed; empty where samples are not classified."""
     density: float | None
     """Mean fraction of other owners' elements that was pushed."""
     step_bytes: float
-    """Sent by a rank in the mean step."""
+    """Bytes that a rank sends in the mean step."""
     step_time_s: Mapping[str, float]
-    """Predicted, by network."""
+    """Predicted step time, by network."""
     predicted_density: float | None
-    """Density for which these were predicted, from statistics of ranks with alike data."""
+    """Density for which these times were predicted, from statistics of ranks with similar data."""
 
     def at(self, step: float) -> list[float]:
         """Return the loss of every seed after so many steps, or after the last."""
@@ -79,17 +79,17 @@ class Training:
     overrides: tuple[str, ...]
     unequal_ratio: float
     scenario_id: str
-    """These three tell trainings apart."""
+    """These three fields identify a training."""
     steps: tuple[Count, ...]
     """Steps after which it was evaluated; 0 is before the first."""
     losses: tuple[float, ...]
     """Held-out loss at these steps."""
     accuracy_ratio: float | None
-    """At the end; None where samples are not classified."""
+    """Accuracy at the end; None where samples are not classified."""
     density: float | None
     """Mean fraction of other owners' elements that was pushed; None where nothing is selected."""
     sent_bytes: float | None
-    """Sent by a rank in the mean step; None where that does not depend on the data."""
+    """Bytes that a rank sends in the mean step; None where they do not depend on the data."""
 
     @property
     def key(self) -> object:
@@ -197,7 +197,7 @@ def _training(job: Mapping[str, Any]) -> Training | None:
 
 
 def _partly_dense(ratio: float, course: Course, dense: Course) -> Course:
-    """Return a course with the bytes and times of a mean step, where this fraction of all steps is as dense's."""
+    """Return a course with the bytes and times of a mean step, if the fraction `ratio` of all steps is like dense's."""
     times_s = {name: own_s + (dense.step_time_s[name] - own_s) * ratio for name, own_s in course.step_time_s.items()}
     sent = course.step_bytes + (dense.step_bytes - course.step_bytes) * ratio
     return replace(course, step_bytes=sent, step_time_s=times_s)
@@ -219,7 +219,7 @@ def dense_first(study: Study) -> list[Variant]:
 
 
 def dense_ratio(scenario: Scenario) -> float:
-    """Return the fraction of a run's steps that are as dense's: the first ones of PowerSGD and of top-k."""
+    """Return the fraction of a run's steps that communicate as dense's do: the first ones of PowerSGD and of top-k."""
     starts = {"powersgd": scenario.plan.powersgd.start_step, "topk": scenario.plan.topk.start_step}
     whole_steps = starts.get(scenario.policies.compressor or "", 0)
     return whole_steps / (scenario.run.warmup_steps + scenario.run.steps)
@@ -252,13 +252,13 @@ class Reading:
 
     name: str
     budget: str
-    """In words."""
+    """The budget in words."""
     losses: Mapping[str, list[float]]
-    """By variant and seed."""
+    """Losses by variant and seed."""
     best: str
-    """Variant of the least mean loss; controls count."""
+    """Variant with the least mean loss; controls count."""
     level: tuple[str, ...]
-    """Others whose loss is not told from the best's: their paired 95 % interval holds zero."""
+    """Other variants whose loss is not significantly above the best's: the paired 95 % interval includes zero."""
 
 
 def readings_of(courses: Sequence[Course], dense: str) -> list[Reading]:

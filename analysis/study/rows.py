@@ -82,7 +82,9 @@ def paired_ratio(values: Sequence[float], reference: Sequence[float]) -> Effect:
 # Rows ----------------------------------------------------------------------------------------------------------------
 
 SENT_ONCE = ("all-to-all-v", "send")
-"""Kinds of collectives whose bytes leave a device once; of an all-reduce 2 (ranks - 1) times, of others ranks - 1."""
+"""Kinds of collectives whose bytes are sent once. Those of an all-reduce are sent 2 (ranks - 1) times, of others ranks
+- 1 times.
+"""
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ class Row:
     sent_bytes: float
     """Bytes that a rank sends in a step, gradients and parameters together."""
     loss: Spread
-    """On held-out data, after the last step, in nats."""
+    """Loss on held-out data after the last step, in nats."""
     loss_change: Effect | None
     """Change from the loss of dense; None for dense itself."""
     loss_over_silent: Effect | None

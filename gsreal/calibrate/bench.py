@@ -44,8 +44,9 @@ class Settings:
     precision: str
     kind: str
     only: Literal["", "devices", "links", "layers", "neighbours", "communication"] = ""
-    """Measure only the devices with the models' layers, only messages and wrappers, only the layers, or only their
-    slow-down while all ranks compute or communicate."""
+    """Measure only the devices with the models' layers, only messages and wrappers, only the layers, only their
+    slow-down while all ranks compute, or only that while ranks communicate. Empty: everything.
+    """
     rounds: int = ROUNDS
     """Rounds in which layers are measured; several measurements of few rounds may be averaged."""
     link_repeats: int = 21
@@ -58,7 +59,9 @@ class Settings:
     low_rank: bool = True
     """Measure PowerSGD's products."""
     lasting: bool = True
-    """Measure too what does not drift: the memory of layers, and what pauses cost. A repeated measurement need not."""
+    """Also measure what does not drift: the memory of layers, and the cost of pauses. A repeated measurement leaves it
+    out.
+    """
 
 
 class Bench:
@@ -155,9 +158,9 @@ class Bench:
 
 
 def cores_per_rank(kind: str, ranks: int) -> int:
-    """Return the number of cores to which each rank is pinned: one of a CPU; of a GPU's host an even part of all.
+    """Return the number of cores to which each rank is pinned: one on a CPU; on a GPU's host, an even part of all.
 
-    Its threads, of which several issue operations, would otherwise move among all cores.
+    A rank on a GPU has several threads that issue operations, which would otherwise move among all cores.
     """
     return 1 if kind == "cpu" else len(usable_cores()) // ranks
 
@@ -234,7 +237,7 @@ CYCLES_PER_S = 3e9
 def hold_device(seconds: float) -> None:
     """Keep the GPU busy for at least so long, while the host issues what follows: then no operation waits for the host.
 
-    It can be about a thousand operations ahead; the host of a longer step waits, and times have such waits in them.
+    The host can be about a thousand operations ahead. In a longer step it waits, and times include these waits.
     """
     torch.cuda._sleep(int(seconds * CYCLES_PER_S))
 
@@ -375,7 +378,9 @@ def _cold_s(bench: Bench, call: Callable[[], object]) -> float:
 
 
 OPTIMIZER_ELEMENTS = (2**14, 2**17, 2**20, 2**22, 2**24, 2**26)
-"""The last on GPUs alone: of 2**24, a cache of 50 MB still holds some when the update's next operation reads them."""
+"""Sizes at which optimizers are measured. The last is for GPUs alone: a cache of 50 MB still holds some of 2**24
+elements when the update's next operation reads them.
+"""
 
 
 def device_rates(bench: Bench) -> dict[str, float]:
@@ -442,7 +447,7 @@ def _workspace_bytes(device: torch.device) -> int:
 
 
 def optimizer_cost(bench: Bench, name: str) -> dict[str, Any]:
-    """Return the time per additional tensor, and of one tensor by its elements.
+    """Return an update's time per additional tensor, and for one tensor by its number of elements.
 
     On a GPU, device and host time of an update are measured apart: the host usually issues it before the backward ends.
     """
@@ -452,13 +457,13 @@ def optimizer_cost(bench: Bench, name: str) -> dict[str, Any]:
         gradients = [torch.ones_like(parameter) for parameter in parameters]
         optimizer = optimizer_alone(name, parameters, bench.device)
 
-        def update() -> None:  # as a training does on a GPU, whose host this takes a while
+        def update() -> None:  # as in a training on a GPU, where it takes the host a while
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
-        update()  # makes its state
+        update()  # creates its state
         if bench.device.type == "cuda":
             return _issued_and_run_s(bench, update)
         for parameter, gradient in zip(parameters, gradients, strict=True):

@@ -53,7 +53,7 @@ UNMEASURED = {"bandwidth_bytes_per_s": 1e9, "latency_s": 1e-4, "source": "not me
 def cluster_data(measured: dict[str, Any], settings: Settings) -> dict[str, Any]:
     """Return the cluster file's content: this machine's devices, one a rank, connected by its loopback.
 
-    Where communication is not measured, the links are there with assumed rates, and `backend_cost` is not.
+    If communication is not measured, links have assumed rates, and there is no `backend_cost`.
     """
     source = source_of(measured)
     names = [f"device{rank}" for rank in range(measured["ranks"])]
@@ -87,10 +87,10 @@ def with_communication(data: dict[str, Any], measured: dict[str, Any]) -> dict[s
 def on_nccl(measured: Sequence[dict[str, Any]], settings: Settings, out: Path) -> dict[str, Any]:
     """Return the cluster file's content for ranks that have a GPU each, as `gssim cluster --detect` describes them.
 
-    `measured`: of every node; equal ones. Device types are as measured; links inside and between nodes as this node's
-    GPUs and network cards are wired, with the rates of presets; NCCL's constants are fitted to the all-reduces among
-    the first node's GPUs, which are written to a table beside `out`. Raises UserError where nodes differ, or their GPUs
-    are of no preset.
+    `measured`: measurements of every node, which must be equal. Device types are as measured; links inside and between
+    nodes as this node's GPUs and network cards are wired, with the rates of presets; NCCL's constants are fitted to the
+    all-reduces among the first node's GPUs, which are written to a table beside `out`. Raises UserError where nodes
+    differ, or their GPUs are of no preset.
     """
     first = measured[0]
     kinds = list(dict.fromkeys((each["name"], each["ranks"]) for each in measured))
@@ -190,7 +190,7 @@ def averaged(data: dict[str, Any], measured: dict[str, Any], *, where: str) -> d
     """Return a cluster file's content with repeated measurements of layers averaged into its profiles.
 
     A shared machine drifts within minutes: several measurements at different times predict a run better. A model that
-    is there in another precision gets a second profile, and the device a peak, for this one. Raises UserError if the
+    was profiled in another precision gets a second profile for this one, and the device a peak. Raises UserError if the
     file is of another device, or has no profile of such a model and shape.
     """
     device = _device_in(data, measured["name"], where)
@@ -233,7 +233,7 @@ def _average(old: dict[str, Any], new: dict[str, Any], where: str) -> None:
                 raise UserError(f"{where}: was measured at batch sizes {curve['sizes']}; give the same again")
             pairs = zip(curve["values"], layer[key]["values"], strict=True)
             curve["values"] = [(before * count + now) / (count + 1) for before, now in pairs]
-        if any(key in layer for key in MEMORY):  # does not drift: the latest count says it all
+        if any(key in layer for key in MEMORY):  # does not drift: the latest count is enough
             times = {key: value for key, value in old["layers"][name].items() if key not in MEMORY}
             old["layers"][name] = times | {key: layer[key] for key in MEMORY if key in layer}
     if "pause_excess_s" in new:
@@ -262,7 +262,8 @@ def write_cluster(path: Path, data: dict[str, Any]) -> None:
 def write_calibrated(path: Path, measured: Sequence[dict[str, Any]], data: dict[str, Any], settings: Settings) -> None:
     """Write a calibration's cluster file: `data`, or for NCCL where several ranks have a GPU each; see `on_nccl`.
 
-    `measured`: of every node. GPUs that cannot be described are named, and communicate over gloo as in `data`.
+    `measured`: measurements of every node. GPUs that cannot be described are named, and communicate over gloo as in
+    `data`.
     """
     own_gpus = all(each.get("gpus", 0) >= each["ranks"] for each in measured)
     if own_gpus and sum(each["ranks"] for each in measured) > 1:

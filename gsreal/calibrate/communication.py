@@ -85,7 +85,7 @@ def _reduced_s(payload: torch.Tensor) -> float:
 WARMUPS = 2
 EXCHANGE_BYTES = tuple(2**k for k in (12, 14, 16, 18, 20, 22))
 STAGED_BYTES = (*EXCHANGE_BYTES, 2**25)
-"""For GPUs, whose messages are copied through the host's memory: at a lower rate, once they outgrow its caches."""
+"""Sizes for GPUs, whose messages are copied through host memory: at a lower rate once they outgrow its caches."""
 SMALL_BYTES = EXCHANGE_BYTES[:3]
 """Sizes that give a call's fixed time."""
 POSTED_BYTES = tuple(2**k for k in (12, 14, 16, 18, 20))
@@ -230,11 +230,11 @@ def _mean(times: Sequence[float]) -> float:
 def _synchronised_s(bench: Bench, call: Callable[[], object]) -> float:
     """Return the mean time of a collective from its last rank's arrival to its last rank's end.
 
-    As in training, ranks compute before it, and continue immediately after it, with nothing between that would
-    synchronise them: caches are cold for the message; and in the lab, when one rank is done before another, its compute
-    holds a core that the threads need which still carry the other's bytes, until the scheduler's next tick. If all
-    ranks waited for each other afterwards, cores would be free for them, and a collective would take about half the
-    time. Times are of one host's clock.
+    As in training, ranks compute before the collective and continue immediately after it; nothing synchronises them. So
+    caches are cold for the message. In the lab, the rank that is done first then computes on a core that threads need
+    which still carry another rank's bytes, until the scheduler's next tick. If all ranks waited for each other
+    afterwards, these threads would find free cores, and a collective would take about half the time. Times are of one
+    host's clock.
     """
     repeats = bench.settings.link_repeats
     moments = torch.zeros(2, repeats + WARMUPS, dtype=torch.float64)
@@ -320,7 +320,7 @@ def _exchange(
 ) -> Callable[[], object]:
     """Return a call in which every rank of a group, by default of all, sends `size_bytes` to the next one.
 
-    And waits or returns the pending exchange.
+    The call waits for the exchange, or, without `wait`, returns it while it is pending.
     """
     outgoing, incoming = (torch.zeros(size_bytes // 4, device=bench.device) for _ in range(2))
     group = group or dist.group.WORLD
@@ -343,13 +343,13 @@ def _exchange(
 ABSENT = object()
 """Result of a call on a rank that takes no part in it."""
 Makers = dict[str, Callable[[int], Callable[[], object]]]
-"""By kind: from a size to a call of it."""
+"""By kind: function that returns a call for a size in bytes."""
 
 
 def _kinds(bench: Bench) -> tuple[str, ...]:
     """Return the kinds of calls that are measured, in order.
 
-    gloo reads a message to one rank as the host's memory, and fails where it is a GPU's.
+    gloo reads a point-to-point message as host memory, and fails if it is a GPU's.
     """
     left_out = {*ALL_REDUCES} - {"all-reduce", *map(all_reduce_kind, bench.settings.summed_precisions)}
     if bench.device.type != "cpu":

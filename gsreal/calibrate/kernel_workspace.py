@@ -41,12 +41,12 @@ FEWEST_BYTES = 64
 
 @dataclass(frozen=True)
 class _Variant:
-    """A variant of the layers, and the places of a step so prepared at which it applies."""
+    """A variant of the layers, and the places at which it applies in a step that is prepared for it."""
 
     name: str
     places: tuple[Place, ...]
     step: int | None = None
-    """Trained parameters, as in `gsreal.model_files.partial_backward`; None: all."""
+    """Which parameters are trained, as in `gsreal.model_files.partial_backward`; None: all."""
     units: int | None = None
     """Units of the slice of each block that can be sliced."""
 
@@ -56,7 +56,7 @@ def layer_scratch(
 ) -> dict[str, dict[str, list[str]]]:
     """Return the workspace of every layer entry of the model file by variant; see `LayerProfile`.
 
-    Of so many ranks each measures some of the variants.
+    Each of `ranks` ranks measures some of the variants.
     """
     workspace: dict[str, dict[str, list[str]]] = {layer.name: {} for layer in model.layers}
     if model.compiled:  # torch compiles nothing under a dispatch mode, which sees single operations
@@ -182,7 +182,7 @@ def _lines(places: Sequence[Place], record: Record, seen: Mapping[int, Taken]) -
 def _aligned(names: Sequence[str], traced: Sequence[str], positions: Sequence[int]) -> list[int]:
     """Return the traced position of every operation.
 
-    That of the same operation in the trace, or of the last one before it.
+    It is the position of the same operation in the trace, or else of the last one before it.
 
     The trace of a few units, or for the CPU, may differ in copies from a run of one unit, or on another device.
 

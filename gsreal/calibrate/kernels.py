@@ -26,7 +26,7 @@ HEAD_WIDTHS = (64, 128)
 TOKENS, WIDTH = {"cpu": 1024, "cuda": 16384}, {"cpu": 256, "cuda": 2048}
 """Tokens, and elements of all heads, of the attention that is measured."""
 ROTATED_BYTES = {"cpu": 2**24, "cuda": 2**27}
-"""Calls that are timed take their operands in turn from so much memory: no cache has them from the call before."""
+"""Memory from which timed calls take their operands in turn, so that no cache holds them from an earlier call."""
 MOST_SETS = 16
 """Largest number of sets of operands, where they are small."""
 TIMED_S = {"cpu": 0.002, "cuda": 0.003}
@@ -35,7 +35,7 @@ REPEATS = 3
 MEMORY_RATIO = 0.25
 """A product is measured if twice its operands and result fit into this part of a GPU's memory."""
 LONGEST_S = 0.25
-"""A product is measured if it takes no longer at the rate of the smaller one: that of one so large hardly grows."""
+"""A product is measured if it takes no longer than this at the rate of the next smaller one: that rate hardly grows."""
 
 Calls = Sequence[Callable[[], object]]
 
@@ -111,7 +111,8 @@ def linear_rates(bench: Bench, dtype: torch.dtype, m: int, k: int, n: int) -> di
 def _attention_rates(bench: Bench, dtype: torch.dtype, width: int) -> dict[str, Any]:
     """Return the rates of torch's attention by sequence length for heads of a width, with a causal mask and without.
 
-    Up to the longest that fits into the memory: kernels that are not fused hold the scores of all pairs of positions.
+    Lengths go up to the longest that fits into the memory: kernels that are not fused hold the scores of all pairs of
+    positions.
     """
     kind = bench.device.type
     by_length: dict[float, dict[str, float]] = {}
@@ -156,7 +157,7 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, causal: bool) -> Tens
 
 
 def _call_s(bench: Bench, calls: Calls) -> float:
-    """Return the device's time of one of the calls, run in turn: the median over some runs of many.
+    """Return the device time of one call, if all are run in turn: the median over several runs of many calls.
 
     A GPU is held until the host has issued them all, so that none waits for the host.
     """

@@ -1,4 +1,4 @@
-"""Calibration of several nodes: every node measures its own devices, and the first devices of each two their link.
+"""Calibrates several nodes: each measures its own devices, and the first devices of each pair of nodes their link.
 
 Nodes are connected by one switch in the cluster file: each has an uplink as fast as its fastest connection, with a part
 of the measured latencies. A pair that is slower than its uplinks is reported: their switches must be described

@@ -38,7 +38,7 @@ from gssim.scenario import load_model
 from gssim.workload import Model, unrolled
 
 PAUSE_ROUNDS = 5
-"""In each round of the layers."""
+"""Rounds of pauses in each round of the layers."""
 PAUSES_S = (0.005, 0.02, 0.1)
 """Pauses before a timed step: waits for messages are of such lengths."""
 STEPS_PER_ROUND = 6
@@ -120,7 +120,7 @@ class _Step:
 
 
 def neighbour_slowdown(bench: Bench, model: Model) -> float:
-    """Return a model's step time while all ranks compute it over that while one does, at least 1."""
+    """Return a model's step time while all ranks compute, over that while one rank does; at least 1."""
     module, optimizer, names = trained(bench, model)
     middle = middle_batch_size(bench)
     batches = {middle: batch_of(bench, model, middle)}
@@ -191,11 +191,11 @@ def _timed_on_gpu(
     *,
     together: bool,
 ) -> list[_Step]:
-    """Return the same of a GPU, on which the host's time to issue operations and their own are measured apart.
+    """Return the same on a GPU, where the host's time to issue operations and the device's to run them are separate.
 
-    Of a small model the host issues operations more slowly than the device runs them, of a large one far ahead of it.
-    The device's own time is that of steps which the host has issued while the device was held. `together`: only of
-    steps as they are, for ranks that share a GPU would be held up by each other.
+    The host issues the operations of a small model more slowly than the device runs them, and those of a large model
+    far ahead. The device's own time is measured on steps that the host issued while the device was held. `together`:
+    the device is not held, because ranks that share a GPU would hold up each other.
     """
     steps_done = []
     for step in range(steps + 1):
@@ -234,8 +234,8 @@ def _pause_excess(
 
     Zero for a GPU, whose caches hold little between steps.
 
-    A few milliseconds, whatever the batch and wherever in the step the pause is (measured): for a small batch they are
-    the largest part. Pauses alternate: slow periods of the machine affect all of them equally.
+    It is a few milliseconds, whatever the batch and wherever in the step the pause is (measured): for a small batch,
+    that is the largest part of the step. Pauses alternate: slow periods of the machine affect all of them equally.
     """
     if bench.device.type == "cuda":
         return {}
@@ -405,8 +405,8 @@ def _jitter(times: dict[int, list[_Step]], lateness: float | None) -> tuple[floa
 def _ratio(times: dict[int, list[_Step]], together: dict[int, list[_Step]], ranks: int) -> float:
     """Return a step's time beside busy neighbours over its time alone, at least 1: the median over batch sizes.
 
-    Of ranks that share a GPU: over the device's own time, and at most their number, as if they took turns. If the host
-    is the slower one, the true ratio may be smaller.
+    For ranks that share a GPU, it is the ratio to the device's own time, and at most their number, as if they took
+    turns. If the host is the slower one, the true ratio may be smaller.
     """
     ratios = [
         statistics.median(step.elapsed_device_s for step in together[b])

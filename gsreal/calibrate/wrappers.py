@@ -24,7 +24,7 @@ BLOCKS, PAIRS, SUMS = 2, 2, 4
 """Consecutive blocks; in each, pairs of maps sliced by columns and by rows, and sums over ranks."""
 WIDTH, HEADS, SAMPLES = 128, 4, 8
 TOKENS = (1, 64, 256, 512)
-"""Of each sample. The more tokens, the less of the host's code and objects remain in the caches after a map."""
+"""Tokens of each sample. The more tokens, the less of the host's code and objects remain in the caches after a map."""
 BLOCK_WARMUPS, BLOCK_STEPS = 3, 15
 """Plain and sliced steps alternate: slow periods of the machine affect both."""
 
@@ -32,11 +32,11 @@ BLOCK_WARMUPS, BLOCK_STEPS = 3, 15
 def cut_block_cost(bench: Bench) -> dict[str, Any]:
     """Return DTensor's own time in forward and backward of a pair of sliced maps, and in a sum over ranks.
 
-    By its bytes.
+    The time of a sum is given by its bytes.
 
-    Blocks sliced in two, by DTensor and by hand, on one rank with a fake peer, whose collectives return immediately.
-    The time of a plain call of such a collective is subtracted from a sum's: the collective's own cost includes it.
-    Slices of our own take as long for a sum: both use torch's functional collectives.
+    Blocks are sliced in two, by DTensor and by hand, and run on one rank with a fake peer, whose collectives return
+    immediately. The time of a plain call of such a collective is subtracted from a sum's, because the collective's own
+    cost includes it. Slices made by this project take as long for a sum: both use torch's functional collectives.
     """
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  it makes the backend `fake` known
 
@@ -143,9 +143,10 @@ Parts = tuple[float, float, float]
 def sharded_unit_cost(bench: Bench) -> tuple[dict[str, float], dict[str, float]]:
     """Return FSDP2's own time per unit, per tensor and per byte, and a DTensor's in each optimizer's step.
 
-    Differences between stacks of tiny units, wrapped and plain, without the time inside collectives. An optimizer pays
-    for every operation on a DTensor: AdamW has a dozen, SGD one or two. The time for a byte is measured on CPUs alone:
-    on a GPU, whose copies are as fast as any, it would be that of gloo, which goes through the host's memory.
+    Both are differences between wrapped and plain stacks of tiny units, without the time inside collectives. An
+    optimizer pays for every operation on a DTensor: AdamW has a dozen, SGD one or two. The time for a byte is measured
+    on CPUs alone: on a GPU, whose copies are as fast as any, it would be that of gloo, which goes through the host's
+    memory.
     """
     stacks = {
         optimizer: [_wrapped_minus_plain(bench, UNITS, tensors, 64, optimizer) for tensors in (2, 12)]
@@ -178,7 +179,7 @@ def _unit_cost(few: Parts, many: Parts) -> dict[str, float]:
 
 
 Wrap = Callable[["Bench", "_Stack", str, Callable[[], Any]], torch.optim.Optimizer]
-"""Wraps a stack, and returns its optimizer of that name; the time in a context is not the wrapper's."""
+"""Wraps a stack, and returns its optimizer of that name; time inside the given context does not count."""
 
 
 def _fully_sharded(bench: Bench, wrapped: _Stack, optimizer: str, left_out: Callable[[], Any]) -> torch.optim.Optimizer:
@@ -206,7 +207,7 @@ def _fully_sharded(bench: Bench, wrapped: _Stack, optimizer: str, left_out: Call
 
 
 def _await(work: dist.Work | None) -> None:
-    """Wait for a collective that FSDP2 starts on a GPU, and would await in its own time."""
+    """Wait here for a collective that FSDP2 starts on a GPU, and would else await in its own, counted time."""
     if work is not None:
         work.wait()
 
@@ -325,7 +326,7 @@ LOOP_STEPS, COLD_STEPS = 60, 20
 def step_cost(bench: Bench) -> float:
     """Return the host's time for a training step besides forward, backward and update: the batch, the loss, the marks.
 
-    That of a loop whose model is one tiny map, less that of the three alone.
+    It is the time of a training loop whose model is one tiny linear map, less that of the three alone.
     """
     cost_s = bench.alone(lambda: max(0.0, _loop_step_s(bench) - _bare_step_s(bench)))
     return float(cost_s or 0.0)
@@ -367,7 +368,7 @@ def _bare_step_s(bench: Bench) -> float:
 def _mean_s(bench: Bench, step: Callable[[], None]) -> float:
     """Return the median time of a step: on a CPU with cold caches, as a model's compute leaves them.
 
-    On a GPU: among many in a row, of which none waits for it.
+    On a GPU, it is the median of many steps in a row, none of which waits for the device.
     """
     if bench.device.type == "cpu":
         return bench.cold_time_s(step, repeats=COLD_STEPS)
@@ -424,7 +425,7 @@ def _backward_s(
 ) -> float:
     """Return the median time of a backward through a unit of so many tensors, in a wrapper.
 
-    With the time of the step that `wrap` returns, less the seconds that this step returns.
+    It includes the time of the step that `wrap` returns, less the seconds which that step returns.
     """
     module: nn.Module = _Stack(1, tensors, 64).to(bench.device)
     finish = None

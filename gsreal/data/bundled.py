@@ -18,9 +18,11 @@ from gsreal.data.text import START
 from gssim.units import Ints
 
 HELD_OUT_DIGITS = 540
-"""Of 1797, of each class in proportion: three in ten."""
+"""Held-out digits: three in ten of 1797, of each class in proportion."""
 HELD_OUT_RATIO = 0.1
-"""Of the standard library's bytes, the last ones by file name; of a module to be classified, its end."""
+"""Held-out part of the standard library's bytes (the last ones by file name), and of a module to be classified (its
+end).
+"""
 
 
 @cache

@@ -19,7 +19,7 @@ EXTENSIONS = (".jpeg", ".jpg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff",
 MODES = {1: "L", 3: "RGB"}
 """Pillow's mode for each number of channels."""
 CROPPED_RATIO = 224 / 256
-"""Of the shorter side, kept by the centre crop: ImageNet's usual evaluation (256 pixels, of them 224)."""
+"""Fraction of the shorter side that the centre crop keeps: ImageNet's usual evaluation (224 of 256 pixels)."""
 AREA_RATIOS, SIDE_RATIOS, ATTEMPTS = (0.08, 1.0), (3 / 4, 4 / 3), 10
 """Random resized crop (Szegedy et al. 2015, "Going deeper with convolutions", section 6), as torchvision draws it."""
 Box = tuple[float, float, float, float]

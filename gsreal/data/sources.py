@@ -58,8 +58,8 @@ HELD_OUT_WINDOWS, MOST_HELD_OUT = 256, 1024
 def open_held_out(workload: Workload) -> tuple[Source, int]:
     """Return data that no training draws from, and the number of samples of its one batch (of seed 0, step 0).
 
-    Of the standard library the last tenth, of the digits three in ten, of GLUE the split `dev` (of MNLI
-    `dev_matched`), of a folder of images the split `val`. Raises UserError if nothing is held out.
+    Held out are the last tenth of the standard library, three in ten of the digits, GLUE's split `dev` (MNLI's
+    `dev_matched`), and the split `val` of a folder of images. Raises UserError if nothing is held out.
     """
     data = workload.data
     if isinstance(data, TextFolder):

@@ -1,9 +1,9 @@
 """Text folders as one memory-mapped stream of tokens: tokenisers, windows for next-token and masked-token prediction.
 
-The tokens are kept in a file, so that no corpus is in memory as a whole. A tokeniser is that of bytes, or one trained
-with the `tokenizers` library.
+The tokens are kept in a file, so that no corpus is in memory as a whole. A token is a byte, or that of a tokeniser
+trained with the `tokenizers` library.
 
-Tasks of the GLUE benchmark, from its distributed files.
+Tasks of the GLUE benchmark are read from its distributed files.
 """
 
 import gzip
@@ -76,7 +76,7 @@ class Windows:
         return starts, masked
 
 
-# ASCII's control codes have these very meanings, and text has them not
+# ASCII control codes with these meanings, which do not occur in text
 PADDING, START, SEPARATOR, END, SUBSTITUTE = 0x00, 0x02, 0x03, 0x04, 0x1A
 """NUL, start of text, end of text (a sentence), end of transmission (a document), substitute."""
 _CONTROL = bytes.maketrans(bytes([PADDING, START, SEPARATOR, END]), bytes([SUBSTITUTE]) * 4)

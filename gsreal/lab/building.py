@@ -148,7 +148,7 @@ SETTINGS = {
     "ipv4/tcp_no_metrics_save": "1",
     "ipv4/tcp_wmem": "4096 4194304 4194304",  # buffers of the size that they grow to, from the first message on
     "ipv4/tcp_rmem": "4096 4194304 33554432",
-    "ipv6/conf/all/disable_ipv6": "1",  # nothing but the ranks says anything
+    "ipv6/conf/all/disable_ipv6": "1",  # nothing but the ranks sends packets
     "ipv6/conf/default/disable_ipv6": "1",
 }
 """Kernel settings of every namespace, under /proc/sys/net."""
@@ -307,7 +307,7 @@ def delay_line(wires: Sequence[Wire]) -> Line:
 def execute(commands: Iterable[Command]) -> None:
     """Run commands, consecutive ones of one program in one namespace in a batch; raise RunFailedError with its message.
 
-    Each is the words of a command line.
+    Each command is the list of words of a command line.
     """
     for start, group in groupby(commands, key=lambda command: command[:3] if command[1] == "-n" else command):
         rest = [command[3:] for command in group]

@@ -36,8 +36,8 @@ def calibrate_types(
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Yield the cluster's device types as measured so far, as plain data, and the costs of the backend.
 
-    Each type is measured on two devices of it, a core each, on an unshaped link; the backend with the fastest type.
-    Types of which two fit on one core are also measured side by side there.
+    Each type is measured on two of its devices, each on a core of its own, over an unshaped link; the backend is
+    measured with the fastest type. Types of which two fit on one core are also measured side by side there.
     """
     types: dict[str, Any] = {}
     backend: dict[str, Any] = {}
@@ -61,7 +61,7 @@ def calibrate_types(
 
 def set_core_slowdown(data: dict[str, Any], ratios: Mapping[str, float]) -> None:
     """Set in a device type's data the slow-down by neighbours on its core, by model; none without measurements."""
-    data.pop("neighbour_slowdown_ratio", None)  # of two cores, which was no slow-down by any more than chance
+    data.pop("neighbour_slowdown_ratio", None)  # measured on two cores, where any slow-down was chance
     if ratios:
         data["neighbour_slowdown_ratio"] = statistics.median(ratios.values())
     for profile in data["profiles"]:
@@ -142,7 +142,7 @@ def linked_devices(
 ) -> Cluster:
     """Return this number of devices of a type of the cluster, fully linked."""
     kind = cluster.device_types[name]
-    said = replace(kind.lab, processor=None) if kind.lab else None  # it is about to be measured on this one
+    said = replace(kind.lab, processor=None) if kind.lab else None  # costs are about to be measured on this one
     names = [f"{name}-{i}" for i in range(count)]
     links = [
         Link(between=pair, bandwidth_bytes_per_s=bandwidth_bytes_per_s, latency_s=0.0, source="for calibration")

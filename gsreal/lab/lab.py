@@ -269,7 +269,7 @@ def cells_of(points: Sequence[Point], loaded: Sequence[Loaded], *, repeats: int,
 
 
 def measurements_in(folder: Path) -> FileStore[Result]:
-    """Return the store of a lab's measurements: of equal scenarios on equal emulated clusters, whatever code ran."""
+    """Return the store of a lab's measurements; its key is the scenario and the emulated cluster, whatever code ran."""
 
     def key_of(result: Result) -> object:
         return result.scenario_id, emulated(validated(Cluster, result.scenario["cluster"], file="a measurement"))

@@ -1,15 +1,14 @@
 """The emulated network as data (a namespace for each device and switch, wires, routes), and its `tc` shaping commands.
 
 It has the cluster's own topology, whatever that is: a star, a ring, two sites behind one link, a tree. Every device has
-an address of its own, and every node forwards; messages take the paths of fewest links, of those one of least latency,
-as in a prediction (which splits messages among equal paths, where here one is taken). Devices of one host have
+an address of its own, and every node forwards; messages take a path of fewest links and, among those, of least latency,
+as in a prediction (which splits messages among equal paths; here one of them is taken). Devices of one host have
 namespaces of their own too: the connection between them is a link like any other.
 
 `tc` shapes the traffic that leaves an interface by a rate, a delay, and a priority for acknowledgements.
 
-Work inside a network namespace without leaving this process.
-
-And setup of a lab process before it executes its command.
+The module also runs functions inside a network namespace without leaving this process, and sets up a lab process before
+it executes its command.
 """
 
 import ctypes
@@ -125,7 +124,7 @@ class End:
     interface: str
     address: str
     rate_bytes_per_s: float
-    """Of payload, headers left out."""
+    """Rate of payload, without headers."""
     delay_s: float
 
 
@@ -273,10 +272,11 @@ def _next_hops(target: int, edges: dict[tuple[int, int], _Edge]) -> dict[int, in
 
 QUEUE_FRAMES = 10_000
 ACKNOWLEDGEMENTS = (("0x0000", "0xffc0"), ("0x0040", "0xfff0"), ("0x0050", "0xffff"))
-"""Lengths of packets (bytes 2 and 3 of the IP header) with their masks: up to 80 bytes, what headers alone come to.
-Behind a queue of data they hold up the other direction (measured). Nothing else may overtake: gloo's notices, of 100
-bytes, share their connection with data, and a segment that arrives before its turn looks like the loss of those that it
-overtook."""
+"""Lengths of packets (bytes 2 and 3 of the IP header) with their masks: up to 80 bytes, the size of headers alone.
+Acknowledgements that wait behind a queue of data hold up the other direction (measured). Nothing else may overtake
+data: gloo's notices, of 100 bytes, share their connection with data, and if a segment arrives before its turn, those
+that it overtook seem to be lost.
+"""
 
 Command = tuple[str, ...]
 

@@ -24,9 +24,13 @@ from gssim.errors import RunFailedError, UserError
 VARIABLE = "GSREAL_LAB_PLACE"
 """Environment variable with a rank's place."""
 LEAST_SHARE_RATIO = 0.01
-"""Of a core: a smaller device would sleep for a tenth of a second at a time, a hundred times as long as it computes."""
+"""Smallest share of a core: a smaller device would sleep for a tenth of a second at a time, a hundred times as long as
+it computes.
+"""
 MOST_OF_THE_CORES = 0.8
-"""Of all cores together; the rest is for gloo's threads and the kernel's network processing."""
+"""Largest part of all cores together that devices get; the rest is for gloo's threads and the kernel's network
+processing.
+"""
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ class InterfaceBytes:
     """Bytes that this device has sent and received over steps, with some intervals excluded.
 
     The kernel's table is read where the steps begin and end, and not between: a reading takes a fifth of a millisecond
-    of CPU time, for which a slowed-down device sleeps several times as long, in the next step.
+    of CPU time, after which a slowed-down device sleeps several times as long, during the next step.
     """
 
     def __init__(self) -> None:

@@ -59,7 +59,7 @@ class CollectiveRecorder(TorchDispatchMode):
     """Dispatch mode that records every collective and message of this rank, whoever sent it."""
 
     supports_higher_order_operators = True
-    """Those in which compiled blocks keep the state of random numbers, for what they recompute."""
+    """Compiled blocks run such operations to keep the state of random numbers for their recomputation."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from gsreal.compiled import compiled
 
 RELEASE_S = 0.05
-"""The longest that `wait_for_release` waits: many times what a thread of gloo takes that other processes hold up."""
+"""Longest time that `wait_for_release` waits: many times what a thread of gloo takes if other processes delay it."""
 PAUSE_S = 1e-5
 _counting = False
 """Whether a peak is counted just now, by any counter: the allocator is the process's."""
@@ -35,11 +35,12 @@ def counting() -> Iterator[None]:
 
 
 def wait_for_release(tensor: Tensor, *, holders: int = 1) -> None:
-    """Block until gloo's worker thread has let go of a CPU tensor that a finished collective filled, in `counting`.
+    """Within `counting`, block until gloo's worker thread has released a CPU tensor that a finished collective filled.
 
-    That thread wakes the one that waits for a collective, and drops its own references to inputs and outputs
-    afterwards (ProcessGroupGloo.cpp, runLoop). Where it is preempted in between, memory that the plan has released
-    stays allocated, and a step's peak is a buffer higher than another's. `holders`: references that others have.
+    That thread first wakes the thread that waits for the collective, and then drops its own references to inputs and
+    outputs (ProcessGroupGloo.cpp, runLoop). If it is preempted in between, memory that the plan has released stays
+    allocated, and the step's peak is higher by one buffer than another step's. `holders`: number of references that
+    others have.
     """
     if not _counting or tensor.device.type != "cpu":
         return

@@ -195,9 +195,9 @@ def step_of_rank(
     again: Callable[[], object],
     steps: int = 1,
 ) -> RankStep:
-    """Return a step since `restart`, or several; the memory is that of `again`, as many steps that are not timed.
+    """Return a step since `restart`, or several; their memory is that of `again`, which runs as many untimed steps.
 
-    Between two moments that are marked in both, its memory is the peak of the other step there.
+    Between two moments that are marked in both, the memory is the peak of the untimed step there.
     """
     start_s, end_s, marks, spans = timeline.step(number, steps)
     before = timeline.spans_so_far

@@ -30,7 +30,7 @@ class LowRankAdapter(nn.Module):
         super().__init__()
         self.scale = scale
         self.added_by_hook = True
-        """False: the forward of its map adds it, before a sum over ranks."""
+        """Whether a hook adds its output; False: the forward of its map adds it, before a sum over ranks."""
         self.down = nn.Parameter(torch.empty(rank, inputs))
         self.up = nn.Parameter(torch.zeros(outputs, rank))
         nn.init.kaiming_uniform_(self.down, a=math.sqrt(5))

@@ -42,7 +42,7 @@ APPLY: dict[tuple[str, str], Apply] = {
     ("gathered", "push"): push_gradients,
     ("sharded", "push"): push_gradients,
 }
-"""By placement of parameters and of gradients, for plans in which each rank has its own samples."""
+"""Function that applies a plan without a pipeline, by the placement of parameters and of gradients."""
 
 
 def prepare(scenario: Scenario, module: nn.Module, timeline: Timeline, device: torch.device) -> Training:
@@ -52,7 +52,7 @@ def prepare(scenario: Scenario, module: nn.Module, timeline: Timeline, device: t
         training = pipeline_stages(scenario, module, timeline, device)
         _clip_and_scale(scenario, training, device)
         return training
-    if policies.cp > 1:  # inside what is checkpointed, whose recomputation exchanges again
+    if policies.cp > 1:  # inside of checkpoints: a recomputation exchanges again
         divide_context(module, blocks_of(scenario.workload.model, module), context_exchange(policies, timeline, device))
     if scenario.plan.recompute != "none":
         checkpoint_blocks(scenario.workload.model, module, scenario.plan.recompute)
@@ -65,7 +65,7 @@ def prepare(scenario: Scenario, module: nn.Module, timeline: Timeline, device: t
         loss = divide_vocabulary(scenario, module, timeline, mesh)
     load_experts(scenario, module)
     experts = divided_experts(scenario, module, timeline, device) if policies.ep > 1 else None
-    mark_matrices(scenario.workload, module)  # divided parameters are others than before
+    mark_matrices(scenario.workload, module)  # dividing a parameter creates a new one
     apply = APPLY[policies.parameters, policies.gradients]
     if policies.partition == "weight-gradient":
         apply = train_owned_layers
@@ -82,7 +82,7 @@ def prepare(scenario: Scenario, module: nn.Module, timeline: Timeline, device: t
 
 
 def _clip_and_scale(scenario: Scenario, training: Training, device: torch.device) -> None:
-    """Set how a training clips its gradients and scales its loss, and over which ranks that needs sums."""
+    """Set how a training clips gradients and scales its loss, and the groups of ranks over which norms are summed."""
     policies = scenario.policies
     training.clip_norm = scenario.workload.clip_norm
     training.scaler = loss_scaler(scenario, training, device)
@@ -94,12 +94,12 @@ def _clip_and_scale(scenario: Scenario, training: Training, device: torch.device
     elif policies.tp > 1:
         training.whole_in = device_mesh(policies.mesh, device)["tp"].get_group()
         training.norm_groups = [training.whole_in, *shards]
-    elif policies.ep > 1:  # each of them holds other shards of everything
+    elif policies.ep > 1:  # each rank holds other shards of all parameters
         training.norm_groups = shards
 
 
 def loss_scaler(scenario: Scenario, training: Training, device: torch.device) -> LossScaler | None:
-    """Return the factor on the loss, and the groups of ranks that hold different gradients, if the workload has one."""
+    """Return the scaler of the loss, with the groups of ranks that hold different gradients; None: no scale is set."""
     policies, scale = scenario.policies, scenario.workload.loss_scale
     if scale is None:
         return None

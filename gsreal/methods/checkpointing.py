@@ -31,7 +31,7 @@ COMPUTE_HEAVY: frozenset[Any] = frozenset(
 ) | {RING_ATTENTION}
 """Matrix products (of experts too), convolutions, fused attention (composed operations are seen as their parts)."""
 PRODUCTS: frozenset[Any] = frozenset((aten.mm.default, aten.addmm.default))
-"""Matrix products of which torchtitan's selective checkpointing by operation runs every second one again."""
+"""Matrix products of which torchtitan's per-operation selective checkpointing recomputes every second one."""
 
 
 SELECTIVE: tuple[Recompute, ...] = ("selective", "every-second-product")
@@ -41,17 +41,17 @@ SELECTIVE: tuple[Recompute, ...] = ("selective", "every-second-product")
 def is_kept(operation: Any, recompute: Recompute, *, products: int) -> bool:
     """Return whether selective checkpointing keeps an operation's output.
 
-    `products`: how many matrix products the block's forward has run, with this one.
+    `products`: number of matrix products that the block's forward has run, including this one.
     """
     is_second = operation in PRODUCTS and recompute == "every-second-product" and products % 2 == 0
     return operation in COMPUTE_HEAVY and not is_second
 
 
 def _settings(recompute: Recompute) -> dict[str, Any]:
-    """Return what torch's checkpoint takes for a recomputation: for a selective one a policy for each forward."""
+    """Return the arguments of torch's checkpoint for a recomputation; a selective one has a policy for each forward."""
 
     def contexts() -> Any:
-        products = {False: 0, True: 0}  # of the first forward and of the second
+        products = {False: 0, True: 0}  # in the first forward, and in its recomputation
 
         def policy(context: Any, operation: Any, *_args: Any, **_named: Any) -> CheckpointPolicy:
             products[context.is_recompute] += operation in PRODUCTS
@@ -72,7 +72,7 @@ def blocks_of(model: Model, module: nn.Module) -> list[nn.Module]:
 def checkpoint_blocks(model: Model, module: nn.Module, recompute: Recompute) -> None:
     """Run every block of the module under torch's checkpoint, with its default settings (it restores random states).
 
-    `recompute`: what each runs again in its backward; see `plan.recompute`.
+    `recompute`: what each block recomputes in its backward; see `plan.recompute`.
 
     The blocks' own forward is replaced: wrappers then enclose it, as intended, and parameters keep their names.
     """
@@ -86,7 +86,7 @@ def checkpoint_block(block: nn.Module, recompute: Recompute) -> None:
 
 
 def checkpoint_inside(block: nn.Module, recompute: Recompute) -> None:
-    """Let a block's forward recompute itself, as a method of its own: what is compiled then contains both."""
+    """Put the checkpoint inside the block's forward method, so that its compiled graph contains the recomputation."""
     settings = _settings(recompute)
     plain = type(block).forward
 

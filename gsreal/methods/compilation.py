@@ -18,9 +18,10 @@ KERNELS = "TORCHINDUCTOR_CACHE_DIR"
 def compile_blocks(model: Model, module: nn.Module) -> None:
     """Let each block's forward be one graph that inductor compiles at its first call, if the model is compiled.
 
-    Blocks that are alike share what is compiled, and so do later runs: kernels are kept beside what else this package
-    compiles, unless the user names a folder. The forward itself is replaced: hooks of wrappers (FSDP2's gathers, DDP's
-    buckets) stay outside of the graph, and parameters keep their names. A forward that is no single graph fails.
+    Identical blocks share compiled kernels, and so do later runs: kernels are cached beside the other code that this
+    package compiles, unless the user names a folder. The forward itself is replaced: hooks of wrappers (FSDP2's
+    gathers, DDP's buckets) stay outside of the graph, and parameters keep their names. A forward that cannot be
+    captured as a single graph fails.
     """
     if not model.compiled:
         return
@@ -29,7 +30,7 @@ def compile_blocks(model: Model, module: nn.Module) -> None:
 
     blocks = blocks_of(model, module)
     if Path(os.environ.get(KERNELS, SCRATCH_KERNELS)).name == SCRATCH_KERNELS:
-        threads = torch.get_num_threads()  # kernels are compiled for so many
+        threads = torch.get_num_threads()  # kernels are compiled for this number of threads
         os.environ[KERNELS] = str(cache_folder() / f"inductor-{torch.__version__}-{threads}")
     settings: Any = inductor_config
     settings.compile_threads = 1  # no pool of processes beside each rank
@@ -42,5 +43,5 @@ def compile_blocks(model: Model, module: nn.Module) -> None:
         if model.compiled_recompute != "none":
             checkpoint_inside(block, model.compiled_recompute)
         forward: Any = block.forward
-        # a method of its own, so that a copy of the block, as a rank with several stages makes, runs with what it holds
+        # a method, so that a copy of the block (which a rank with several stages makes) runs on its own parameters
         block.forward = MethodType(torch.compile(forward.__func__, fullgraph=True, dynamic=False), block)

@@ -28,7 +28,7 @@ class Pending:
     """Its gradients, as views of the buffer."""
     done: Future[Tensor]
     sums: list[tuple[Tensor, Any]] = field(default_factory=list)
-    """Tensors that collectives write, and what to wait for."""
+    """Tensors that collectives write, each with the work to wait for."""
     others: list[Tensor] = field(default_factory=list)
     """PowerSGD: gradients that are not compressed."""
     matrices: list[Tensor] = field(default_factory=list)
@@ -43,7 +43,8 @@ class Pending:
 class Compressor:
     """Reduces the buckets of a DistributedDataParallel: `hook` is its communication hook.
 
-    The first `start_step` steps are all-reduced whole. `overlap`: reductions end after the backward, else in the hook.
+    In the first `start_step` steps, buckets are all-reduced uncompressed. `overlap`: reductions end after the backward,
+    else in the hook.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeline: Timeline, *, start_step: int, overlap: bool) -> None:
@@ -78,7 +79,7 @@ class Compressor:
         if not self.overlap:
             self._end([pending])
         else:
-            if not self._pending:  # DDP's own callback, which waits for the futures, follows that of its last bucket
+            if not self._pending:  # before DDP's own callback, which waits for the futures and follows its last bucket
                 torch.autograd.Variable._execution_engine.queue_callback(self._end_all)
             self._pending.append(pending)
         return done
@@ -88,7 +89,7 @@ class Compressor:
         raise NotImplementedError
 
     def rounds(self) -> Sequence[Callable[[Pending], None]]:
-        """Return the functions applied after the backward: each to all buckets, then the next one."""
+        """Return the functions to apply after the backward, one after another, each to all buckets."""
         raise NotImplementedError
 
     def _end_all(self) -> None:
@@ -128,7 +129,7 @@ class LowRankCompressor(Compressor):
         self.options = options
         self.random = torch.Generator().manual_seed(seed)  # equal on all ranks
         self.factors: dict[int, Tensor] = {}
-        """Factors Q of a bucket's matrices, one after another, with which the next step begins."""
+        """Factors Q of each bucket's matrices, concatenated, with which the next step begins."""
 
     @property
     def state(self) -> list[Tensor]:
@@ -198,13 +199,13 @@ class LowRankCompressor(Compressor):
         pending.sums, pending.left, pending.right, pending.all_right = [], [], [], None
 
     def _errors(self, pending: Pending) -> list[Tensor]:
-        """Return what earlier steps left out of a bucket's matrices."""
+        """Return the residuals of a bucket's matrices: what earlier steps left out."""
         if pending.index not in self.residuals:
             self.residuals[pending.index] = pending.buffer.new_zeros(sum(each.numel() for each in pending.matrices))
         return _matrices(self.residuals[pending.index], [each.shape for each in pending.matrices])
 
     def _right(self, pending: Pending, elements: int) -> Tensor:
-        """Return the factors Q with which a bucket begins: those of the step before, or random ones."""
+        """Return a bucket's initial factors Q: those of the previous step, or random ones."""
         if pending.index in self.factors:
             return self.factors[pending.index]
         drawn = torch.randn(elements, generator=self.random, dtype=pending.buffer.dtype).to(pending.buffer.device)
@@ -230,7 +231,7 @@ class LargestCompressor(Compressor):
             total = self.residuals[pending.index].add_(pending.buffer)
         values, indices = take_largest(total, largest_count(self.options, total.numel()))
         pending.sums = [self._gather(values.div_(self.ranks)), self._gather(indices)]
-        pending.left = [values, indices]  # sent until the collectives end
+        pending.left = [values, indices]  # kept alive: the collectives send them
 
     def rounds(self) -> Sequence[Callable[[Pending], None]]:
         """Return the sum of every rank's entries."""
@@ -241,7 +242,7 @@ class LargestCompressor(Compressor):
         with self.timeline.span(f"decompress bucket {pending.index}", "compression"):
             (values, _), (indices, _) = pending.sums
             pending.buffer.zero_()
-            # one rank after another: sums are then of the same order, and equal, on all
+            # added in the order of ranks, so that the sums are equal on all ranks
             for own, places in zip(values.chunk(self.ranks), indices.chunk(self.ranks), strict=True):
                 pending.buffer.index_add_(0, places, own)
         pending.sums, pending.left = [], []

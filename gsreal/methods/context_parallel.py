@@ -1,9 +1,9 @@
 """Context parallelism: ranks divide every sequence, and exchange parts of it for parts of heads in the attention.
 
-All that a model does at one position alone runs on a rank's own positions: embeddings, norms, linear maps, the loss.
+Whatever a model computes position by position runs on a rank's own positions: embeddings, norms, linear maps, the loss.
 Around torch's scaled_dot_product_attention, queries, keys and values are exchanged by all-to-alls, so that each rank
 attends to whole sequences with its part of the heads; the outputs are exchanged back (Jacobs et al. 2023, DeepSpeed
-Ulysses, arXiv 2309.14509). Or keys and values go around in a ring: `gsreal.methods.ring_attention`.
+Ulysses, arXiv 2309.14509). Alternatively, keys and values rotate in a ring: `gsreal.methods.ring_attention`.
 
 A model can run so if its blocks attend by that function without a mask of their own, and if its forward takes
 `position_ids`: a rank's positions do not begin at 0. Modules that mix neighbouring positions otherwise (convolutions
@@ -44,7 +44,7 @@ class ContextParts:
     rank: int
     all_to_all: Callable[[Tensor], Tensor]
     heads: set[int] = field(default_factory=set)
-    """Numbers of heads with keys of their own that attentions had so far."""
+    """Numbers of key-value heads of the attentions that ran so far."""
 
     def to_heads(self, x: Tensor) -> Tensor:
         """Return whole sequences of this rank's part of the heads, from its part of the sequences with all heads.
@@ -57,7 +57,7 @@ class ContextParts:
     def to_parts(self, x: Tensor) -> Tensor:
         """Return this rank's part of the sequences with all heads: the reverse of `to_heads`.
 
-        Its memory has the heads of a position side by side, as the linear map that follows takes them.
+        In its memory the heads of one position lie side by side, as the following linear map reads them.
         """
         received = self.all_to_all(_copied(x.unflatten(2, (self.ranks, -1)).movedim(2, 0)))
         return _copied(received.permute(1, 3, 0, 2, 4)).flatten(2, 3).transpose(1, 2)
@@ -70,7 +70,7 @@ def _copied(x: Tensor) -> Tensor:
 def _attend(
     parts: ContextParts, attention: Attention, query: Tensor, key: Tensor, value: Tensor, *others: Any, **settings: Any
 ) -> Tensor:
-    """Attend to whole sequences by `attention`, torch's function, whose other arguments are the same."""
+    """Attend to whole sequences with a part of the heads, by torch's function `attention`; others: its arguments."""
     mask = others[0] if others else settings.get("attn_mask")
     if mask is not None or query.shape[2] != key.shape[2]:
         raise UserError(
@@ -84,12 +84,12 @@ def _attend(
 def divide_context(
     module: nn.Module, blocks: Iterable[nn.Module], parts: ContextParts | Ring, *, sequence_parts: int = 1
 ) -> None:
-    """Make a module of these blocks take a rank's parts of sequences, of all of which each rank has as many positions.
+    """Make a module run on a rank's parts of sequences; every rank has the same number of positions.
 
-    Its attention exchanges heads, or keys and values in a ring. `sequence_parts`: of how many equal parts of a rank's
-    part the module, a stage, is given one.
+    The attention of its `blocks` exchanges heads, or keys and values in a ring. `sequence_parts`: for a stage that is
+    given one of several equal parts of the rank's positions, the number of these parts.
 
-    Raises UserError if it is known not to be able to.
+    Raises UserError if the module is known to be unable to do so.
     """
     name = type(module).__name__
     if "position_ids" not in signature(module.forward).parameters:
@@ -126,7 +126,7 @@ def divide_context(
         return args, {**settings, "position_ids": positions.unsqueeze(0)}
 
     module.register_forward_pre_hook(with_positions, with_kwargs=True)
-    if isinstance(parts, Ring):  # positions that do not follow one another are no packed sequences
+    if isinstance(parts, Ring):  # gaps between positions must not be read as packed sequences
         module.forward = sequences_not_packed()(module.forward)
 
 

@@ -47,7 +47,7 @@ def data_group(policies: Policies, device: torch.device, axis: str) -> dist.Proc
 def process_group(mesh: Mesh, rank: int, *axes: str, places: Sequence[int] | None = None) -> dist.ProcessGroup | None:
     """Return the group of ranks that differ from `rank` on these axes only (a collective over all ranks).
 
-    `places`: positions in such a group of those ranks that are in it; None where `rank` is not.
+    `places`: only the ranks at these positions of such a group are its members. Returns None if `rank` is not one.
     """
     mine = None
     for whole in dict.fromkeys(tuple(mesh.group(each, *axes)) for each in range(mesh.ranks)):
@@ -68,7 +68,7 @@ def context_group(policies: Policies, device: torch.device) -> dist.ProcessGroup
 
 
 def shard_mesh(policies: Policies, device: torch.device) -> DeviceMesh:
-    """Return replicas and shards as a mesh of two axes; parts of a sequence are on the latter, as in torchtitan."""
+    """Return replicas and shards as a mesh of two axes; context-parallel ranks are on the second, as in torchtitan."""
     if policies.cp == 1:
         return device_mesh(policies.mesh, device)["dp_replicate", "dp_shard"]
     sizes = policies.pp, policies.dp_replicate, policies.shards, policies.tp
@@ -87,9 +87,8 @@ REPLICAS, DIVIDED = "expert_replicas", "experts"
 def expert_mesh(policies: Policies, device: torch.device) -> DeviceMesh:
     """Return the ranks that hold the same experts, and those that divide them, as two axes of a mesh; cached.
 
-    Ranks that divide sequences are among them, side by side, as in torchtitan, and so are those of a tensor group, of
-    which each holds experts of its own. Replicas that are sharded, each of its
-    own, are an axis before these.
+    Context-parallel ranks are among them, side by side, as in torchtitan. So are the ranks of a tensor group, each of
+    which holds different experts. Replicas that are each sharded by themselves are an axis before these two.
     """
     copies = policies.dp_replicate if policies.gradients == "reduce-scatter" else 1
     sizes = policies.pp, copies, policies.replica_ranks * policies.tp // copies // policies.ep, policies.ep

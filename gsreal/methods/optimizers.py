@@ -68,7 +68,7 @@ def mark_matrices(workload: Workload, module: nn.Module) -> None:
 
 
 def groups_of(workload: Workload, parameters: Sequence[nn.Parameter]) -> list[Any]:
-    """Return parameters as their optimizer takes them: Muon's matrices and all others in groups of their own."""
+    """Return parameters as their optimizer takes them: for Muon, its matrices and all others are separate groups."""
     if workload.optimizer != "muon":
         return [*parameters]
     assert all(hasattr(each, "by_muon") for each in parameters), "mark_matrices was not called"
@@ -104,7 +104,7 @@ def optimizer_of(workload: Workload, device: torch.device) -> tuple[type[torch.o
 
 
 def replica_optimizer_of(workload: Workload, device: torch.device) -> tuple[Any, dict[str, Any]]:
-    """Return the same for parameters in the workload's precision: with master copies if it has them."""
+    """Return the same for parameters in the workload's precision, wrapped in `MasterCopy` if it has master copies."""
     kind, settings = optimizer_of(workload, device)
     return (partial(MasterCopy, kind=kind) if has_master_copy(workload) else kind), settings
 
@@ -114,8 +114,8 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Return the workload's optimizer over the trained parameters, with master copies if their precision requires it.
 
-    DTensors of each mesh and others are separate groups: torch's optimizers that process all tensors together refuse a
-    mixture.
+    DTensors of each mesh, and plain tensors, are separate groups: torch's optimizers that process all tensors together
+    refuse a mixture.
     """
     parameter_list = [parameter for parameter in parameters if parameter.requires_grad]
     meshes = dict.fromkeys(p.device_mesh if isinstance(p, DTensor) else None for p in parameter_list)

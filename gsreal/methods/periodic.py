@@ -40,17 +40,18 @@ class Exchange(NamedTuple):
     own: Tensor
     """What this rank sends."""
     received: Tensor
-    """Where the sum comes, or all ranks' messages."""
+    """Where the sum, or all ranks' messages, arrive."""
     began: Any
-    """Mark of its beginning."""
+    """Timeline mark of its beginning."""
 
 
 class Synchronization:
     """Counts the steps of a training, and synchronizes the parameters after some of them (a collective).
 
-    After every n-th all of them; or, where the plan cuts them in fragments, each of these at a step of its own, and
-    behind the steps that follow. Of replicas that are divided, a rank synchronizes its shards or slices (of
-    DTensors the local tensors) with `group`, the ranks that hold the same ones; absent: all ranks hold all parameters.
+    All parameters are synchronized after every n-th step. If the plan cuts them into fragments, each fragment has a
+    step of its own, and its exchange overlaps with the following steps. If replicas are divided, a rank synchronizes
+    its shards or slices (local tensors of DTensors) with `group`, the ranks that hold the same ones; None: all ranks
+    hold all parameters.
     """
 
     def __init__(
@@ -76,16 +77,16 @@ class Synchronization:
         self.module, self.optimizer, self.timeline = module, optimizer, timeline
         own_samples = sum(scenario.batch_sizes[each] for each in policies.replica_of(rank))
         self.weight = own_samples / sum(scenario.batch_sizes)
-        """Part of the batch on which this rank's replica trains."""
+        """Fraction of the batch that this rank's replica trains on."""
         self.alone = policies.dp_replicate == 1
         kind = None if self.alone else policies.outer_optimizer
         self.outer = plan.outer if kind == "nesterov" else None
         self.sparse = plan.sparse_outer if kind == "sparse" else None
         self.gathers = self.sparse is not None or (self.outer is not None and self.outer.precision == "int8")
-        """Whether ranks gather each other's messages, of bytes, instead of adding up tensors."""
+        """Whether ranks all-gather messages of bytes instead of all-reducing tensors."""
         self.in_fragments = policies.in_fragments
         self.local_ratio = plan.streaming.local_ratio if policies.in_fragments else 0.0
-        """Part of a rank's own parameters after a synchronization."""
+        """Weight of a rank's own parameters in those after a synchronization."""
         layers = [each.index for each in unrolled(scenario.workload.model) for _ in each.layer.parameters]
         own = [_local(each) for each in module.parameters()]
         sizes = [each.numel() * master_type(each.dtype).itemsize for each in own]
@@ -101,8 +102,9 @@ class Synchronization:
             )
             for fragment in fragments
         ]
-        """Of every fragment: the steps of a period, from 1, that begin and end its exchange, and its buckets, but those
-        of which this rank has no part."""
+        """Of every fragment: the steps of a period, from 1, that begin and end its exchange, and those of its buckets
+        of which this rank has a part.
+        """
         buckets = self._values() if kind else []
         self.outer_parameters = [torch.cat([each.reshape(-1) for each in bucket]) for bucket in buckets]
         """Parameters after the last synchronization, by bucket; empty without an outer optimizer."""
@@ -110,7 +112,7 @@ class Synchronization:
         self.unsent = [_chunks(self.sparse, each) for each in self.outer_parameters] if self.sparse else []
         """Changes that this rank has not sent yet, by bucket, in whole chunks."""
         self.in_flight: dict[int, Exchange] = {}
-        """By bucket."""
+        """Exchanges in flight, by bucket."""
 
     @property
     def state(self) -> list[Tensor]:
@@ -119,11 +121,13 @@ class Synchronization:
 
     @property
     def measured_steps(self) -> int:
-        """Number of steps that end with a period in which all is exchanged, and most is held: the last, or all."""
+        """Number of steps at the end of a period that together exchange everything and reach the peak memory: one, or
+        all.
+        """
         return self.every if self.in_fragments else 1
 
     def _values(self) -> list[list[Tensor]]:
-        """Return what is synchronized of every bucket: parameters, or their master copies."""
+        """Return the tensors to synchronize, by bucket: parameters, or their master copies."""
         values = [_local(parameter) for parameter in self.module.parameters()]
         if isinstance(self.optimizer, MasterCopy):
             masters = {id(parameter): _local(master) for parameter, master in self.optimizer.pairs()}
@@ -132,9 +136,9 @@ class Synchronization:
 
     @contextmanager
     def from_step(self, step: int) -> Iterator[None]:
-        """Number the steps inside from `step` on: measurements repeat steps of any kind.
+        """Count steps from `step` on inside the context, so that measurements can repeat steps of any kind.
 
-        An exchange that is in flight is dropped, and must not be one of theirs.
+        Exchanges in flight are dropped; none of them may belong to the repeated steps.
         """
         self.finish()
         self.in_flight.clear()
@@ -149,7 +153,7 @@ class Synchronization:
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Count a step; begin and end what is due after it."""
+        """Count a step; begin and end the exchanges that are due after it."""
         self.steps += 1
         begun, ended = self.due()
         for number in begun:
@@ -181,18 +185,20 @@ class Synchronization:
     def _end(self, number: int, label: str, *, waits_only: bool) -> None:
         """Wait for the exchange of a bucket, and take its result.
 
-        `waits_only`: the span of that label is the wait alone, not the whole exchange.
+        `waits_only`: the span with that label covers the wait alone, not the whole exchange.
         """
         exchange = self.in_flight.pop(number)
         began = self.timeline.mark() if waits_only else exchange.began
         exchange.work.wait()
         self.timeline.between(label, "exposed_communication", began, group=self.group or dist.group.WORLD)
         received = exchange.received
-        del exchange  # what this rank sent is free before the result is used
+        del exchange  # frees what this rank sent before the result is used
         self.take(number, received)
 
     def due(self) -> tuple[Sequence[int], Sequence[int]]:
-        """Return the buckets whose exchange begins after the step that was counted last, and those whose ends then."""
+        """Return the buckets whose exchange begins, and those whose exchange ends, after the step that was counted
+        last.
+        """
         step = (self.steps - 1) % self.every + 1
         schedule = () if self.alone else self.schedule
         begun, ended = (
@@ -204,7 +210,7 @@ class Synchronization:
     def offered(self, number: int) -> Tensor:
         """Return what a rank adds to the sum of a bucket: its weighted parameters, or their weighted change.
 
-        Where messages are gathered: the one that it sends.
+        Where messages are gathered, it is the message that this rank sends.
         """
         bucket = self._values()[number]
         with self.timeline.span(f"copy in outer step bucket {number}", "optimizer"):
@@ -217,7 +223,7 @@ class Synchronization:
                 unsent.view(-1)[:elements].mul_(self.sparse.decay).add_(flat)
                 del flat
                 message = send_largest(self.sparse, unsent)
-                unsent.view(-1)[elements:].zero_()  # or what was rounded of the padding would grow
+                unsent.view(-1)[elements:].zero_()  # else rounding errors in the padding would grow
                 return message
             return quantize(flat) if self.gathers else flat
 
@@ -261,7 +267,7 @@ class Synchronization:
 
 
 def _local(parameter: Tensor) -> Tensor:
-    """Return a parameter, or the shard of it that this rank holds, without its history."""
+    """Return a parameter, or this rank's shard of it, detached from autograd."""
     return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
 
 
@@ -294,7 +300,7 @@ def _chunks(options: SparseOuter, like: Tensor) -> Tensor:
 
 
 def send_largest(options: SparseOuter, unsent: Tensor) -> Tensor:
-    """Return a message with the largest changes of every chunk; what it says is subtracted from `unsent`.
+    """Return a message with the largest changes of every chunk; the values it encodes are subtracted from `unsent`.
 
     See `SparseOuter` for its contents, and `_read` for their order.
     """

@@ -1,10 +1,9 @@
 """Pipeline parallelism by torch.distributed.pipelining: a module cut into stages on several ranks, and their schedule.
 
 A module that supports this has a method `keep_layers(names)`, which removes all layers but those of the given paths,
-and a forward that runs the remaining layers; an `nn.Sequential` and a Hugging Face model need none. Parameters keep
-their names. Stages may be replicated by DDP, or sharded; their blocks may be cut among tensor-parallel ranks, and their
-sequences divided. Copies of a tied parameter get the sum of their gradients; see [Note:
-tied] in `gssim.scenario.stages`.
+and a forward that runs the remaining layers; an `nn.Sequential` and a Hugging Face model need neither. Parameters keep
+their names. Stages may be replicated by DDP, or sharded; ranks may cut their blocks, and divide their sequences. Every
+copy of a tied parameter gets the sum of all copies' gradients; see [Note: tied] in `gssim.scenario.stages`.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -52,7 +51,7 @@ class StageModules(nn.Module):
         self.stages = nn.ModuleList(stages)
         self.group = group
         self.names = names
-        """Names of the model's parameters, of a tied one the first."""
+        """Names of the model's parameters; of a tied parameter, only the first."""
 
     def gather_parameters(self) -> dict[str, Tensor]:
         """Return every parameter of the model by its name in the model (a collective over the pipeline's ranks)."""
@@ -77,7 +76,7 @@ class StageModules(nn.Module):
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return a tensor, of a sharded one the whole (a collective over its shards)."""
+    """Return a tensor whole; a sharded one is gathered (a collective over its shards)."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -102,8 +101,8 @@ class ObservedStage(PipelineStage):
 
         `sharding`: pushes gradients in the backward of the last micro-batch, or, if `pushes_last`, after the schedule,
         when all stages of the rank are done and the gradients of tied parameters are summed over their copies.
-        `experts`: reduces those of divided experts in it. `precision`: of torch.autocast in forwards, if the workload
-        has it.
+        `experts`: reduces the gradients of divided experts in that backward. `precision`: torch.autocast's in forwards,
+        if the workload has it.
         """
         self.precision = precision
         self.timeline, self.last_gradient, self.replicas = timeline, last_gradient, replicas
@@ -149,7 +148,7 @@ class Losses:
     stage: PipelineStage
     timeline: Timeline
     precision: str | None = None
-    """Of torch.autocast, if the workload has it."""
+    """Precision of torch.autocast, if the workload has it."""
     loss: Callable[[Tensor, Tensor], Tensor] = loss_of
     """Returns the mean loss of logits and targets."""
     factors: tuple[float, ...] = ()
@@ -165,7 +164,7 @@ class Losses:
         with self.timeline.span("forward loss", "forward"):
             with autocast(self.precision, output.device.type):
                 loss = self.loss(output, targets)
-            if not self.stage.fwd_cache:  # in the first step, torch tries shapes out
+            if not self.stage.fwd_cache:  # before the first step, torch infers shapes
                 return loss
             factor = self.factors[len(self.means)]
             self.means.append(loss.detach())
@@ -187,7 +186,7 @@ def tied_copies(
 ) -> list[TiedCopy]:
     """Return this rank's copies of tied parameters (a collective over all ranks, which creates their groups).
 
-    `names`: all names in the model of each parameter that has several.
+    `names`: all names in the model of each tied parameter.
     """
     mesh, copies = scenario.policies.mesh, []
     own = {name.removeprefix("module."): p for module in modules for name, p in module.named_parameters()}
@@ -211,7 +210,7 @@ class PipelineTraining(Training):
     pushes_last: bool = False
     """Whether gradients are pushed after the schedule, where they are pushed at all."""
     losses_at: Sequence[int] = ()
-    """Ranks that take the losses of the replicas of this rank's stage, in their order."""
+    """Ranks that compute the losses of the replicas of this rank's stage, in the replicas' order."""
 
     @property
     def _counted_elsewhere(self) -> set[nn.Parameter]:
@@ -245,7 +244,7 @@ class PipelineTraining(Training):
         for copy in self.copies:
             assert copy.parameter.grad is not None
             own = own_part(copy.parameter.grad)
-            if own.numel():  # equal shards of every copy
+            if own.numel():  # all copies have equal shards
                 with self.timeline.span(f"all-reduce {copy.name}", "exposed_communication", copy.group):
                     dist.all_reduce(own, group=copy.group)
 
@@ -264,7 +263,7 @@ class PipelineTraining(Training):
             self.run(*arguments, target=targets if targets.numel() else None, return_outputs=False)
         self._sum_copies()
         if self.pushes_last and isinstance(self.optimizer, GradientSharding):
-            self.optimizer.push()  # before what owners hold is summed over tensor-parallel ranks
+            self.optimizer.push()  # before owners' gradients are summed over tensor-parallel ranks
         self._update()
         self.timeline.end_step()
         means = self.losses.means
@@ -288,7 +287,7 @@ def pipeline_stages(scenario: Scenario, module: nn.Module, timeline: Timeline, d
     for part in modules:
         load_experts(scenario, part)
         experts.append(divided_experts(scenario, part, timeline, device) if scenario.policies.ep > 1 else None)
-        mark_matrices(scenario.workload, part)  # copied and divided parameters are others than before
+        mark_matrices(scenario.workload, part)  # copying or dividing a parameter creates a new one
     is_replicated = scenario.policies.gradients == "all-reduce"
     replicas = process_group(mesh, rank, *REPLICA_AXES) if is_replicated else None
     if scenario.policies.gradients == "reduce-scatter":
@@ -340,7 +339,7 @@ def _end_of_parts(scenario: Scenario, module: nn.Module) -> str | None:
 
 
 def _takes_parts(scenario: Scenario, stage: Sequence[LayerInstance], end: str | None) -> bool:
-    """Return whether a stage is given parts of sequences: it begins behind the first block, and not behind their end.
+    """Return whether a stage is given parts of sequences: it begins after the first block, but not after `end`.
 
     `end`: see `_end_of_parts`.
     """
@@ -355,7 +354,7 @@ def _takes_parts(scenario: Scenario, stage: Sequence[LayerInstance], end: str | 
 def _stage_modules(
     scenario: Scenario, module: nn.Module, numbers: range, timeline: Timeline, device: torch.device, *, end: str | None
 ) -> list[nn.Module]:
-    """Return the rank's stages of a module, whose sequences are divided and whose blocks are checkpointed, if at all.
+    """Return the rank's stages of a module, with sequences divided and blocks checkpointed if the plan says so.
 
     `end`: see `_end_of_parts`.
     """
@@ -368,7 +367,7 @@ def _stage_modules(
         part = stage_module(module, layers, shared=number != numbers[-1], model=model, sequence_parts=parts)
         inner = dict(part.named_modules())
         blocks = [inner[instance.module] for instance in layers if instance.layer.block]
-        if exchange is not None:  # inside what is checkpointed, whose recomputation exchanges again
+        if exchange is not None:  # inside of checkpoints: a recomputation exchanges again
             divide_context(part, blocks, exchange, sequence_parts=parts)
         if recompute != "none":
             for block in blocks:
@@ -382,7 +381,7 @@ def _sliced(
 ) -> tuple[PartialGradients | None, Loss]:
     """Reduce a rank's stages, by number, to its slices, if tensor-parallel ranks cut blocks.
 
-    `end`: see `_end_of_parts`. Returns what is summed before each update, and the stages' loss.
+    `end`: see `_end_of_parts`. Returns the gradients to be summed before each update, and the stages' loss.
     """
     loss: Loss = loss_of
     if scenario.policies.tp == 1:
@@ -397,9 +396,9 @@ def _sliced(
 
 
 def _pushed_layers(scenario: Scenario) -> Sequence[Sequence[LayerInstance]]:
-    """Return the layers of each stage, with their gradients in the order in which a rank has them.
+    """Return the layers of each stage, with their gradients in the order in which a rank computes them.
 
-    It is another for slices of layers, and for parts of sequences.
+    That order differs for slices of layers, and for parts of sequences.
     """
     if scenario.policies.cp == scenario.policies.tp == 1 or scenario.policies.gradients != "push":
         return scenario.stages
@@ -434,7 +433,7 @@ def _optimizer(
 
 
 def _schedule(scenario: Scenario, stages: list[ObservedStage], losses: Losses) -> Any:
-    """Return the schedule over this rank's stages; gradients are scaled by the losses alone."""
+    """Return the schedule over this rank's stages; only the losses scale gradients."""
     settings: dict[str, Any] = {"loss_fn": losses, "scale_grads": False}
     count, name = scenario.plan.micro_batches, schedule_of(scenario.plan, scenario.policies.pp)
     if name == "interleaved":

@@ -1,10 +1,10 @@
 """Ring attention: keys and values rotate among context-parallel ranks, and each attends to a block at a time.
 
-In a forward, a rank sends the keys and values that it has to the next rank while it attends to them, and merges the
-block's output into its own by the logarithms of the sums of exponentials (Liu et al. 2023, Ring Attention,
-arXiv:2310.01889). In the backward they rotate again; their gradients follow one block behind, to which each rank adds
-its own, and a last shift brings them home. A block's gradients are exact given the whole row's output and logarithm
-(Dao 2023, FlashAttention-2, arXiv:2307.08691, algorithm 2). Which positions a rank has, and which blocks it computes:
+In the forward, a rank sends the keys and values that it has to the next rank while it attends to them. It merges the
+block's output into its own by the log-sum-exp of both (Liu et al. 2023, Ring Attention, arXiv:2310.01889). In the
+backward, keys and values rotate again, and their gradients follow one block behind: each rank adds its own, and a last
+shift brings them home. A block's gradients are exact given the output and log-sum-exp of the whole row (Dao 2023,
+FlashAttention-2, arXiv:2307.08691, algorithm 2). Which positions a rank has, and which blocks it computes:
 `gssim.plan.context_blocks`.
 """
 
@@ -30,7 +30,7 @@ class Arrival(Protocol):
     """A tensor on its way."""
 
     def wait(self) -> None:
-        """Block until it has arrived, and the own one was sent."""
+        """Block until it has arrived, and this rank's own tensor was sent."""
         ...
 
 
@@ -55,11 +55,11 @@ def _parts(block: Block, queries: int, keys: int) -> tuple[slice, slice]:
 
 
 _RINGS: list[Ring] = []
-"""All rings of this process: an operation of torch takes numbers and tensors alone."""
+"""All rings of this process, by number: arguments of a torch operation are numbers and tensors alone."""
 
 
 def _attend(query: Tensor, own: Tensor, ring: int, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
-    """Return a rank's output and logarithms of sums of exponentials; `own`: its keys and values, `ring`: its number."""
+    """Return a rank's output and log-sum-exp; `own`: its keys and values, `ring`: the number of the ring."""
     ranks, held = _RINGS[ring].ranks, own
     for step, block in enumerate(_RINGS[ring].blocks(causal=causal)):
         received = torch.empty_like(own) if step + 1 < ranks else held
@@ -82,7 +82,7 @@ _LIBRARY.define(
 )
 _LIBRARY.impl("ring_attention", _attend, "CPU")
 RING_ATTENTION: Any = torch.ops.gsreal.ring_attention.default
-"""The forward as one operation, whose outputs selective checkpointing can keep: nothing is then sent once more."""
+"""The forward as one operation, whose outputs selective checkpointing can keep: nothing is then sent again."""
 
 
 class RingAttention(torch.autograd.Function):
@@ -122,7 +122,7 @@ class RingAttention(torch.autograd.Function):
             else:
                 returning.wait()
                 travelling = arriving
-                if block is not None:  # no loop, whose variable would hold a gradient until the next block's
+                if block is not None:  # no loop: its variable would keep a gradient alive until the next block's
                     travelling[0, :, :, seen].add_(found[1])
                     travelling[1, :, :, seen].add_(found[2])
             found = whole = ()
@@ -137,7 +137,7 @@ class RingAttention(torch.autograd.Function):
 
 
 def _merge(out: Tensor, sums: Tensor, block_out: Tensor, block_sums: Tensor) -> None:
-    """Merge the output of a block, and its logarithms of sums of exponentials, into those of the blocks before."""
+    """Merge the output and the log-sum-exp of a block into those of the blocks before it."""
     both = torch.logaddexp(sums, block_sums)
     out.mul_((sums - both).exp_().to(out.dtype).unsqueeze(-1))
     out.add_(block_out.mul_((block_sums - both).exp_().to(out.dtype).unsqueeze(-1)))

@@ -1,13 +1,11 @@
 """Modules cut into pipeline stages: by their own method, as a chain of children, or a Hugging Face model by its layers.
 
-[Note: stages of Hugging Face models] A stage runs the model's own forward, in which layers of other stages pass on
-what they are given. A stage that is not the first one takes
-its input where the first of its layers would have received it, and until there the forward runs on a
-tensor of that shape that takes no memory (`inputs_embeds` of token models, from which masks and rotary angles follow as
-from the real one). A stage
-that is not the last ends where the first layer of the next one would begin, and passes on what that is given. What the
-forward does between two layers thus belongs to the stage of the layer before, as in a trace. Parameters keep their
-names.
+[Note: stages of Hugging Face models] A stage runs the model's own forward, in which the layers of other stages return
+what they are given. A stage after the first takes its input where its first layer would have received it. Up to there
+the forward runs on a placeholder tensor of that shape, which takes no memory (for token models, `inputs_embeds`, from
+which masks and rotary angles follow as from the real one). A stage before the last ends where the first layer of the
+next stage would begin, and passes on that layer's input. What the forward does between two layers thus belongs to the
+stage of the earlier layer, as in a trace. Parameters keep their names.
 """
 
 import copy
@@ -58,11 +56,11 @@ def check_stages(scenario: Scenario, *, where: str) -> None:
 def _check_images_pass(scenario: Scenario, module: nn.Module, *, where: str) -> None:
     """Raise UserError if a stage does not run on the one tensor that the stage before passes on.
 
-    A model of images may take more from a layer: Swin's embeddings tell the height and width too.
+    Layers of an image model may return more than one tensor: Swin's embeddings return the height and width too.
     """
     model = scenario.workload.model
     with torch.device("meta"), torch.no_grad():
-        # norms of batches need more than one sample, and two would be taken for a pair of values
+        # batch norms need more than one sample, and a batch of two would be taken for a pair of values
         passed, _ = example_batch(model, batch_size=3, sequence_length=None)
         for number, layers in enumerate(scenario.stages):
             try:
@@ -85,8 +83,8 @@ def stage_module(
 ) -> nn.Module:
     """Return the module with these layers only; `shared`: copy it first, as other stages need `module` unchanged.
 
-    `model`: the model file, needed for Hugging Face models. `sequence_parts`: of how many equal parts of a sequence the
-    stage is given one.
+    `model`: the model file, needed for Hugging Face models. `sequence_parts`: number of equal parts of a sequence, of
+    which the stage is given one.
     """
     part = copy.deepcopy(module) if shared else module
     names = {instance.module for instance in layers if instance.layer.modules}
@@ -105,7 +103,7 @@ def stage_module(
 
 
 def tied_names(module: nn.Module) -> dict[str, frozenset[str]]:
-    """Return all names of every parameter that has several, by each of them."""
+    """Return all names of every tied parameter, by each of its names."""
     by_parameter: dict[nn.Parameter, set[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         by_parameter.setdefault(parameter, set()).add(name)
@@ -118,13 +116,14 @@ def tied_names(module: nn.Module) -> dict[str, frozenset[str]]:
 class _OtherLayer(nn.Module):
     """Stands for a layer of another stage; it has that layer's plain attributes, which a forward may read.
 
-    And its modules, without memory: a vision transformer reads the type of its patch embeddings' weight.
+    It also has that layer's modules, without memory: a vision transformer reads the type of its patch embeddings'
+    weight.
     """
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         plain = {name: value for name, value in vars(layer).items() if not name.startswith("_")}
-        plain.pop("forward", None)  # that of a compiled block is an attribute
+        plain.pop("forward", None)  # a compiled block has its forward as an attribute
         self.__dict__ |= plain
         self.__dict__ |= {name: child.to("meta") for name, child in layer.named_children()}
 
@@ -139,7 +138,7 @@ class _PassOn(_OtherLayer):
 
 
 class _Nothing(Tensor):
-    """Changes nothing that it is added to, and takes no memory in doing so."""
+    """A tensor without effect: added to another, it returns the other, without a copy."""
 
     @classmethod
     def __torch_function__(cls, _function: Any, _types: Any, args: Any = (), _named: Any = None) -> Any:
@@ -148,10 +147,10 @@ class _Nothing(Tensor):
 
 
 class _NoEmbedding(_OtherLayer):
-    """Embeds nothing."""
+    """Stands for an embedding of another stage."""
 
     def forward(self, _ids: Tensor, *_others: Any, **_named: Any) -> Tensor:
-        """Return what changes nothing that it is added to."""
+        """Return a tensor that changes nothing it is added to."""
         return torch.zeros(()).as_subclass(_Nothing)
 
 
@@ -202,7 +201,7 @@ def _keep_hugging_face_layers(
     tokens = isinstance(model.input, TokenInput)
     parts = sequence_parts if tokens else 0
     run = partial(_run_stage, module.forward, received if first > 0 else None, end, parts)
-    run.__signature__ = inspect.signature(module.forward)  # type: ignore[attr-defined]  # it hands on what that takes
+    run.__signature__ = inspect.signature(module.forward)  # type: ignore[attr-defined] # it takes the same arguments
     module.forward = run
 
 
@@ -216,8 +215,8 @@ def _run_stage(
 ) -> Tensor:
     """Return the output of a stage for its input; `whole`: the forward of the model without other stages' layers.
 
-    `sequence_parts`: of how many equal parts of a sequence of tokens `x` is one; 0: of images. `settings`: of the
-    model's forward.
+    `sequence_parts`: number of equal parts of a token sequence, of which `x` is one; 0: `x` is of images. `settings`:
+    further arguments of the model's forward.
     """
     output = None
     try:
@@ -225,8 +224,8 @@ def _run_stage(
             output = whole(x, **settings)
         else:
             received.append(x)
-            # goes through the layers of other stages, and takes no memory; a vision transformer indexes its positions
-            if sequence_parts:  # masks and rotary angles are of whole sequences
+            # a placeholder for the layers of other stages takes no memory; a vision transformer indexes its positions
+            if sequence_parts:  # masks and rotary angles cover whole sequences
                 shape = (x.shape[0], x.shape[1] * sequence_parts, *x.shape[2:])
                 output = whole(inputs_embeds=x.new_zeros(()).expand(shape), **settings)
             else:

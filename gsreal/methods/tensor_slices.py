@@ -1,37 +1,36 @@
-"""Slices of transformer and residual blocks by whole units in any shares: Megatron-LM's tensor parallelism.
+"""Tensor parallelism of transformer and residual blocks as in Megatron-LM, by whole units in any shares.
 
-A unit is an attention head (of keys and values, if several queries share them) with its part of the perceptron's
-columns, or a norm group's channels. Each rank has the weights of a contiguous range of units: the outputs (columns) of
-a block's first linear maps, the inputs (rows) of its last, so that one sum over the ranks completes each pair.
-Everything else is whole and equal on every rank.
+DTensor makes the slices if they are even and it supports them, else this module's own code does.
 
-[Note: f and g] In Megatron-LM's paper (Shoeybi et al. 2019, section 3) f is the identity in the forward and a sum over
-the ranks in the backward, where a block's columns begin; g is the reverse, where its rows end.
+A unit of a transformer block is a key-value head, with the query heads that share it and its part of the perceptron's
+columns. A unit of a residual block is a norm group's channels. Each rank has the weights of a contiguous range of
+units: the outputs (columns) of a block's first linear maps, the inputs (rows) of its last, so that one sum over the
+ranks completes each pair. Everything else is whole and equal on every rank.
+
+[Note: f and g] In Megatron-LM's paper (Shoeybi et al. 2019, section 3) f stands before the maps that are cut by
+columns: it is the identity in the forward and a sum over the ranks in the backward. g stands after the maps that are
+cut by rows, and is the reverse.
 
 [Note: sequence parts] With sequence parallelism (Korthikanti et al. 2022, section 4.2.2) f is an all-gather of the
 ranks' parts of the sequence in the forward and a reduce-scatter in the backward, g the reverse. The first block's input
-is divided, and the output of the last block, or of the norm after it, is gathered: what is before and after (embedding,
-head, loss) is whole and equal on every rank, so that this gather's gradient is a rank's own part. Gradients of the
-parameters in between are sums over the ranks, see `PartialGradients`.
+is divided, and the output of the last block, or of the norm after it, is gathered. Embedding, head and loss, before and
+after, are whole and equal on every rank, so that the gradient of this gather is a rank's own part. Gradients of whole
+parameters in between must be summed over the ranks, see `PartialGradients`.
 
 [Note: roles] Blocks of unknown classes (of Hugging Face's decoders) are cut where the names of their linear maps tell
 their roles: queries, keys and values (or one map with the rows of each head together), the attention's output, the
 perceptron's first maps and its last. Norms inside the attention over the width of a head stay whole: a rank's gradient
-is that of its own heads. All else is refused by the module's name.
+is that of its own heads. Anything else is refused, by an error that names the module.
 
-[Note: routed experts] Of a block with routed experts the attention is cut, and so are experts that all tokens take, by
-the roles of their maps. The routed ones are divided among ranks by `gsreal.methods.expert_parallel`; they and their
-router take the tokens of the rank's own part of the sequence, which is not gathered for them. All else beside them is
-whole on every rank, and its gradient is summed as that of a norm.
+[Note: routed experts] In a block with routed experts, the attention is cut, and so are shared experts, which all tokens
+take, by the roles of their maps. Routed experts are divided among ranks by `gsreal.methods.expert_parallel`. They and
+their router take the tokens of the rank's own part of the sequence, which is not gathered for them. Everything else
+beside them is whole on every rank, and its gradient is summed like that of a norm.
 
-[Note: sliced adapters] Of a low-rank adapter beside a map that is cut by columns a rank has all of the first matrix and
-its rows of the second; beside one that is cut by rows, its columns of the first matrix and all of the second, and what
-it adds is part of the sum over the ranks. Of the matrices that are whole every rank has a part of the gradient: it is
-that of a slice of the other matrix, see `PartialGradients`.
-
-Tensor parallelism of a model's blocks.
-
-By DTensor if slices are even and it supports them, else by slices of our own.
+[Note: sliced adapters] Beside a map that is cut by columns, a rank has the whole first matrix of a low-rank adapter and
+its own rows of the second. Beside a map that is cut by rows, it has its own columns of the first matrix and the whole
+second one, and the adapter's output is part of the sum over the ranks. On every rank, the gradient of a whole matrix is
+only a part, that of a slice of the other matrix; see `PartialGradients`.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -79,10 +78,11 @@ class Cut:
     parts: Mapping[str, int] = field(default_factory=dict)
     """Number of tensors that a column module's output concatenates (query, key, value), each of all units."""
     gathered: tuple[str, ...] = ()
-    """Modules that take the input of columns, and nothing else that is divided, where sequences are divided among
-    ranks: that input is gathered for all of their columns at once. Empty: sequences cannot be divided."""
+    """Modules whose input is gathered, once for all of their columns, if ranks divide sequences; they take nothing else
+    that is divided. Empty: sequences cannot be divided.
+    """
     heads: tuple[str, ...] = ()
-    """Norms over each head by itself: whole on every rank, which has the gradient of its own heads."""
+    """Norms over single heads: whole on every rank, each of which has the gradient of its own heads."""
     experts: tuple[str, ...] = ()
     """Modules of routed experts, which are not cut; see [Note: routed experts]."""
 
@@ -166,7 +166,7 @@ CUTS: dict[str, Cut] = {
         gathered=("attention.self", "intermediate"),
     ),
 }
-"""By the full name of the block's class."""
+"""Slicing rules by the full name of the block's class."""
 
 
 QUERIES_KEYS_VALUES = ("q_proj", "k_proj", "v_proj")
@@ -197,12 +197,12 @@ def cut_or_reason(block: nn.Module) -> Cut | str:
         found = _cut_by_roles(block)
     except _UnknownRoleError as error:
         return f"{kind.__name__}{error}"
-    block.__dict__["_gsreal_cut"] = found  # slices of it look different
+    block.__dict__["_gsreal_cut"] = found  # a sliced block would look different
     return found
 
 
 def cut_beside_experts(block: nn.Module) -> str | None:
-    """Let a block with routed experts be cut but for these; see [Note: routed experts]. Return why it cannot be."""
+    """Let a block be cut except for its routed experts; see [Note: routed experts]. Return why it cannot, or None."""
     found = [path for path, _ in experts_of(block)]
     if not found or "_gsreal_cut" in block.__dict__:
         return None
@@ -291,7 +291,7 @@ def _is_beside(path: str, routed: Sequence[str]) -> bool:
 
 
 def _is_shared(path: str, maps: Mapping[str, nn.Linear]) -> bool:
-    """Return whether a linear map is of a perceptron, with first and last maps by their usual names."""
+    """Return whether a linear map belongs to a perceptron whose first and last maps have their usual names."""
     owner, _, leaf = path.rpartition(".")
     beside = {each.rpartition(".")[2] for each in maps if each.rpartition(".")[0] == owner}
     return leaf in (*FIRST_MAPS, *LAST_MAPS) and all(beside & {*names} for names in (FIRST_MAPS, LAST_MAPS))
@@ -302,7 +302,7 @@ def _maps_by_role(
 ) -> tuple[list[str], list[str], list[str], list[str]]:
     """Return the paths of a block's linear maps: of the attention's inputs and output, and the perceptron's.
 
-    `routed`: whether it has routed experts, and needs no perceptron that all tokens take.
+    `routed`: whether the block has routed experts, and so needs no perceptron that all tokens take.
     """
     inputs = (*QUERIES_KEYS_VALUES, fused)
     owners = {path.rpartition(".")[0] for path in maps if path.rpartition(".")[2] in inputs}
@@ -356,7 +356,7 @@ class Slice:
 
     dimension: int
     size: int
-    """Of that dimension of the whole tensor."""
+    """Size of that dimension in the whole tensor."""
     ranges: tuple[tuple[int, int], ...]
 
     def of(self, whole: Tensor) -> Tensor:
@@ -396,9 +396,9 @@ def slices_of(block: nn.Module, held: range) -> dict[tuple[str, str], Slice]:
 
 
 def whole_with_parts(block: nn.Module) -> list[tuple[str, str]]:
-    """Return the parameters of a sliced block of whose gradients every rank has a part, by (module, parameter).
+    """Return the (module, parameter) of a sliced block whose gradient is only a part on every rank.
 
-    Where ranks divide no sequences: norms of heads, and what is whole of adapters.
+    That holds where ranks divide no sequences: for norms of heads, and for adapters' whole matrices.
     """
     heads = [(path, block.get_submodule(path)) for path in getattr(cut_of(block), "heads", ())]
     of_heads = [(path, name) for path, norm in heads for name, p in norm.named_parameters() if p.requires_grad]
@@ -484,7 +484,7 @@ def whole_parameter(module: nn.Module, name: str) -> Tensor:
 def _with_input(
     change: Callable[[Tensor], Tensor], _module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Change a module's first input, or its hidden states, where these are named."""
+    """Change a module's first input, or its `hidden_states`, if they are passed by name."""
     if inputs:
         return (change(inputs[0]), *inputs[1:]), named
     return inputs, named | {"hidden_states": change(named["hidden_states"])}
@@ -521,7 +521,7 @@ class SequenceParts:
         self.ranks, self.rank, self.all_gather, self.reduce_scatter = ranks, rank, all_gather, reduce_scatter
 
     def whole(self, part: Tensor) -> Tensor:
-        """Return the whole sequences, of which each rank has a part; of rows in any order, all ranks' rows."""
+        """Return whole sequences, of which each rank has a part; of a tensor with two dimensions, all ranks' rows."""
         if part.dim() == 2:
             return self.all_gather(part.contiguous())
         by_rank = self.all_gather(part.contiguous()).unflatten(0, (self.ranks, -1))
@@ -554,8 +554,8 @@ def divide_sequences(
 ) -> list[str]:
     """Divide sequences among ranks from a model's first block to its last, or to the norm after that.
 
-    `blocks`: paths of the model's blocks, which are sliced already. `end`: see `end_of_parts`. All ranks do alike
-    before and after, so that a rank's gradient there is its part of everybody's. `held`: paths of the layers that
+    `blocks`: paths of the model's blocks, which are sliced already. `end`: see `end_of_parts`. Before and after them
+    all ranks compute the same, so that the gradient at `end` is a rank's own part. `held`: paths of the layers that
     `module`, a stage, has; all by default. Returns the names of the parameters whose gradients are to be summed over
     the ranks.
     """
@@ -594,10 +594,10 @@ def is_norm(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class PartialGradients:
-    """Sums gradients of what ranks run on their parts of sequences or on their heads, all in one tensor.
+    """Sums gradients of whole parameters that ranks use on their parts of sequences or heads, in one all-reduce.
 
-    Source: Megatron-LM, core/distributed/finalize_model_grads.py, `_allreduce_layernorm_grads`. Of sharded parameters a
-    rank has the gradients of its shards, padded to equal rows; of those that were pushed, its part of what it owns.
+    Source: Megatron-LM, core/distributed/finalize_model_grads.py, `_allreduce_layernorm_grads`. For sharded parameters,
+    a rank sums the gradients of its shards, padded to equal rows; for pushed gradients, the ranges that it owns.
     """
 
     places: Sequence[tuple[nn.Module, str]]
@@ -614,7 +614,7 @@ class PartialGradients:
         self._sum(gradients, sizes)
 
     def sum_pushed(self, buckets: Sequence[Bucket]) -> None:
-        """Do so with what this rank owns of gradients that were pushed, if anything (a collective)."""
+        """Do the same with the ranges of pushed gradients that this rank owns, if any (a collective)."""
         bucket_of = {parameter: bucket for bucket in buckets for parameter in bucket.parameters}
         gradients = []
         for parameter in (getattr(module, name) for module, name in self.places):
@@ -627,7 +627,7 @@ class PartialGradients:
             self._sum(gradients, [len(each) for each in gradients])
 
     def _sum(self, gradients: Sequence[Tensor], sizes: list[int]) -> None:
-        """Sum gradients that take so many elements each in the flat tensor that is all-reduced."""
+        """All-reduce gradients in one flat tensor; `sizes`: the elements that each takes in it."""
         with self.timeline.span("all-reduce partial gradients", "exposed_communication", self.group):
             flat = gradients[0].new_zeros(sum(sizes))
             own = [part[: each.numel()] for part, each in zip(flat.split(sizes), gradients, strict=True)]
@@ -650,7 +650,7 @@ def slice_blocks(
     """Reduce each block to this rank's slice; `mesh`: the tensor-parallel ranks, one axis.
 
     `layers`: those of the stage that `module` is; all by default. `end`: of a stage, see `end_of_parts`. Returns the
-    parameters, by module and name, of whose gradients every rank has a part. Raises UserError if a block cannot be
+    parameters, by module and name, whose gradients are only a part on every rank. Raises UserError if a block cannot be
     sliced, or if dropout would differ between the ranks.
     """
     order = [instance for instance in unrolled(scenario.workload.model) if instance.layer.modules]
@@ -680,7 +680,7 @@ def slice_blocks(
 def partial_gradients(
     scenario: Scenario, places: Sequence[tuple[nn.Module, str]], timeline: Timeline, mesh: DeviceMesh
 ) -> PartialGradients | None:
-    """Return the sums of these parameters' gradients before each update, if there are any."""
+    """Return what sums these parameters' gradients before each update; None: there are none."""
     shards = scenario.policies.shards if scenario.policies.gradients == "reduce-scatter" else 1
     return PartialGradients(places, mesh.get_group(), timeline, shards) if places else None
 
@@ -770,7 +770,7 @@ def _observed_styles(timeline: Timeline, group: dist.ProcessGroup) -> tuple[type
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
     class ObservedColumns(ColwiseParallel):
-        """Measures the all-reduce of the input's gradient, between the gradient of its DTensor and its own."""
+        """Measures the all-reduce of the input's gradient: from the gradient of its DTensor to its own."""
 
         @staticmethod
         def _prepare_input_fn(

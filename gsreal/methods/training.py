@@ -32,7 +32,7 @@ def own_part(tensor: Tensor) -> Tensor:
 
 
 def weighted(loss: Tensor, factor: float) -> Tensor:
-    """Return a loss times a factor; one in fp16 in fp32, whose range the factor on it may need."""
+    """Return a loss times a factor; a loss in fp16 is cast to fp32, whose range the product may need."""
     if factor == 1:
         return loss
     return (loss.float() if loss.dtype == torch.float16 else loss) * factor
@@ -40,9 +40,9 @@ def weighted(loss: Tensor, factor: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Weights:
-    """Fractions of the loss.
+    """Weights of ranks and micro-batches in the loss.
 
-    It is a mean over loss terms, of which ranks and micro-batches may have unequal numbers.
+    The loss is a mean over loss terms, and ranks and micro-batches may have unequal numbers of these.
     """
 
     ranks: tuple[float, ...]
@@ -50,14 +50,15 @@ class Weights:
     micro_batches: tuple[float, ...] = (1.0,)
     """Every micro-batch's fraction of this rank's loss terms."""
     context_ranks: int = 1
-    """Ranks in a row that have the same sequences: they divide these among them, or hold slices of blocks."""
+    """Number of consecutive ranks with the same sequences: they divide these among them, or hold slices of blocks."""
 
     @property
     def pushed(self) -> tuple[float, ...]:
         """Weight of the gradient that each rank pushes to its owners.
 
-        Gradients of keys and values are of the losses of all ranks that divide a sequence. These cannot be weighted
-        apart afterwards: owners weight all of them equally, and each rank its own loss before the backward.
+        Gradients of keys and values come from the losses of all ranks that divide a sequence, whose parts cannot be
+        weighted separately afterwards. So owners weight these ranks equally, and each rank weights its own loss before
+        the backward.
         """
         if self.context_ranks == 1:
             return self.ranks
@@ -69,16 +70,17 @@ class Weights:
 GROWTH_STEPS = 2000
 """Clean steps after which a dynamic factor is doubled (torch.amp.GradScaler's default)."""
 FIRST_SCALE = 2.0**16
-"""A dynamic factor at first (likewise). In fp16 it is infinite, and so is the gradient of a loss in fp16: a step of one
-micro-batch is skipped at first, while one of several, whose losses are weighted, may not be. Losses then differ.
+"""Initial dynamic factor (likewise). It is infinite in fp16, and so is the gradient of a loss in fp16: the first step
+is skipped if it has one micro-batch. With several, whose losses are weighted, it may not be skipped. Losses then
+differ.
 """
 
 
 class LossScaler:
     """The factor on the loss of a training in fp16; its gradients are checked and divided before the update.
 
-    torch's GradScaler refuses gradients in fp16; here these are checked, and divided once cast for the master copy.
-    Ranks that hold different gradients agree by all-reducing a flag in `groups`.
+    torch's GradScaler refuses gradients in fp16. Here they are checked in fp16, and divided once they are cast for the
+    master copy. Ranks that hold different gradients agree by all-reducing a flag in `groups`.
     """
 
     def __init__(self, scale: float | str, groups: Sequence[dist.ProcessGroup | None]) -> None:
@@ -124,12 +126,13 @@ class Training:
     optimizer: torch.optim.Optimizer | GradientSharding
     timeline: Timeline
     scale: float
-    """Factor on the weighted loss before the backward: the number of ranks, if a wrapper averages over them; 0: use the
+    """Factor on the weighted loss before the backward: the number of ranks, if a wrapper averages over them.
 
-    rank's mean unchanged (the owner weights it).
+    0: the rank's mean is used unchanged, because the owner weights it.
     """
     replica: Sequence[int] = ()
-    """Ranks of this rank's replica, if replicas train apart: ranks are then weighted by their parts of its loss terms.
+    """Ranks of this rank's replica, if replicas train apart: a rank's weight is then its part of the replica's loss
+    terms.
     """
     last_gradient: list[Any] = field(default_factory=list)
     """DDP: the mark of the last gradient hook in this backward."""
@@ -140,7 +143,7 @@ class Training:
     syncing: Callable[[bool], AbstractContextManager[None]] = lambda _pushes: nullcontext()
     """Context of a micro-batch's forward and backward.
 
-    True if its gradients are synchronised, False if they accumulate.
+    Its argument is True if gradients are synchronised, False if they accumulate.
     """
     periods: "Synchronization | None" = None
     """Synchronizes parameters every few steps, if ranks train apart otherwise."""
@@ -157,10 +160,11 @@ class Training:
     """If ranks hold slices of blocks, or some of the experts: the groups over which norms are summed, in turn."""
 
     whole_in: dist.ProcessGroup | None = None
-    """That of `norm_groups` whose ranks hold all other gradients whole; None: nothing is held twice."""
+    """The group of `norm_groups` whose ranks all hold the other gradients whole; None: nothing is held twice."""
 
     slice_ranks: int | None = None
-    """The first so many ranks of `whole_in` hold slices of blocks, and the others the same ones; None: all hold others.
+    """Number of ranks at the front of `whole_in` that hold different slices of blocks; the others hold the same slices
+    again. None: all ranks hold different ones.
     """
 
     autocast: str | None = None
@@ -176,7 +180,7 @@ class Training:
     """Returns the mean loss of logits and targets."""
 
     partial_gradients: "PartialGradients | None" = None
-    """Gradients to be summed over tensor-parallel ranks before the update, where these divide sequences."""
+    """Gradients to be summed over tensor-parallel ranks before the update, because each rank has only a part."""
 
     def step(self, inputs: Tensor, targets: Tensor, weights: Weights, rank: int) -> Tensor:
         """Train on one batch, micro-batch by micro-batch. Returns this rank's mean loss."""
@@ -194,7 +198,7 @@ class Training:
                 self.experts.leaves = leaves
             with self.syncing(leaves):
                 loss = self._forward_backward(part, targets_part, scale * weight)
-                losses.append(weight * loss if weight else torch.zeros_like(loss))  # a mean over no terms is no number
+                losses.append(weight * loss if weight else torch.zeros_like(loss))  # the mean over no terms is NaN
         with self._phase("optimizer"):
             self._update()
         if self.periods is not None:
@@ -254,7 +258,8 @@ class Training:
     def clip_gradients(self, norm: float) -> None:
         """Scale all gradients down to a norm of at most `norm`, by torch's function; it sums over FSDP2's shards.
 
-        Where ranks hold slices of some, or some of the experts, and the whole of others, the first counts the latter.
+        Where ranks hold slices of some gradients, or some of the experts, and others whole, only the first rank counts
+        the whole ones.
         """
         if self.norm_groups is None:
             nn.utils.clip_grad_norm_(self.module.parameters(), norm)
@@ -284,9 +289,9 @@ class Training:
 
     @staticmethod
     def _scale_down(gradients: Iterable[Tensor], norm: float, total: Tensor) -> None:
-        """Scale gradients, whose norm is `total`, down to one of at most `norm`, as `clip_grads_with_norm_` does.
+        """Scale gradients of norm `total` down to a norm of at most `norm`.
 
-        That takes parameters alone.
+        torch's `clip_grads_with_norm_` does the same, but takes only parameters.
         """
         torch._foreach_mul_([own_part(each) for each in gradients], torch.clamp(norm / (total + 1e-6), max=1.0))
 
@@ -297,7 +302,7 @@ class Training:
             if self.clip_norm is not None:
                 with self.timeline.span("clip gradients", "optimizer"):
                     self.clip_pushed_gradients(self.optimizer, self.clip_norm)
-            self.optimizer.step()  # it observes its own parts
+            self.optimizer.step()  # it records its own spans
             return
         if self.partial_gradients is not None:
             self.partial_gradients.sum()

@@ -3,11 +3,11 @@
 Embedding: each rank looks up the tokens whose rows it has; the others are zeros until an all-reduce adds the ranks'
 results (Megatron-LM, core/tensor_parallel/layers.py, VocabParallelEmbedding).
 
-Loss: each rank has its rows of the head, and its logits alone. Of each token the ranks agree on the largest logit, and
-sum the exponentials and the target's logit, in two small all-reduces; whole logits exist nowhere (Megatron-LM,
-core/tensor_parallel/cross_entropy.py; torch's `loss_parallel` needs three). Logits in fp32 or fp64 become their
-exponentials and then their gradient in place; those in 16 bits are cast to fp32 first. The head's input has a part of
-its gradient on every rank: a third all-reduce sums it.
+Loss: each rank has its rows of the head, and computes their logits alone. Two small all-reduces follow: one finds the
+largest logit of each token, the other sums its exponentials and its target's logit. Whole logits exist on no rank
+(Megatron-LM, core/tensor_parallel/cross_entropy.py; torch's `loss_parallel` needs three). Logits in fp32 or fp64 become
+their exponentials and then their gradient in place; those in 16 bits are cast to fp32 first. Every rank has a part of
+the gradient of the head's input: a third all-reduce sums them.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def _own_rows(scenario: Scenario, whole: Tensor, mesh: DeviceMesh) -> tuple[Slice, int]:
-    """Return this rank's rows of a weight with one for every entry of the vocabulary, and the first of them."""
+    """Return this rank's rows of a weight with one row for every vocabulary entry, and the number of the first."""
     rows = units_of_ranks(len(whole), scenario.slice_shares)
     place = mesh.get_local_rank()
     first = sum(rows[:place])
@@ -42,7 +42,7 @@ def _own_rows(scenario: Scenario, whole: Tensor, mesh: DeviceMesh) -> tuple[Slic
 
 
 class _DividedLookup(torch.autograd.Function):
-    """Lookup of tokens in a rank's rows of an embedding, the first of which is `first`, added over the ranks."""
+    """Lookup of tokens in a rank's rows of an embedding, from row `first` on, summed over the ranks."""
 
     @staticmethod
     def forward(
@@ -125,7 +125,7 @@ def _divide_loss(
 ) -> Loss:
     """Reduce a module's head to this rank's rows of the vocabulary; return the loss of its logits.
 
-    `is_divided`: the head shares the weight of the module's token embedding, and has them already.
+    `is_divided`: the head shares the weight of the module's token embedding, which is divided already.
     """
     group, all_reduce = mesh.get_group(), observed_all_reduce(mesh, timeline)
     head = module.get_submodule(unrolled(scenario.workload.model)[-2].module)
@@ -149,7 +149,7 @@ def _divide_loss(
 
 
 def divided_loss(first: int, reduce: Callable[[Tensor, Any], None], logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross-entropy of logits of a part of the vocabulary, whose first is `first`; it uses them up.
+    """Return the mean cross-entropy from logits of the vocabulary entries from `first` on; it may overwrite the logits.
 
     `reduce` replaces a tensor by its reduction over the ranks that have the other parts.
     """
@@ -158,7 +158,7 @@ def divided_loss(first: int, reduce: Callable[[Tensor, Any], None], logits: Tens
 
 
 class _DividedLoss(torch.autograd.Function):
-    """Mean cross-entropy of a rank's logits, whose first is the vocabulary's `first`; it uses up the logits."""
+    """Mean cross-entropy from a rank's logits, of vocabulary entries from `first` on; it may overwrite the logits."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, first: int, reduce: Callable[[Tensor, Any], None]) -> Tensor:

@@ -4,11 +4,11 @@ Scenario, sweep and model files are data, but a model file names the factory of 
 Factories of `gsreal.models` and modules of `transformers.models` are trusted: with plain data they only create a
 module. Any other code runs only if the command line allows it (--trust-code), or names it itself.
 
-Hugging Face models from plain configs, without weights, code or a network, and their use under fake tensors.
+Hugging Face models are built from plain configs: no weights or code are loaded, and no network is used.
 
-transformers reads tensor values in one place: whether several sequences are packed into one sample, by the position
-ids. Fake tensors have no values, and transformers then assumes packed sequences and creates a mask for them, which a
-real run of whole sequences does not.
+transformers reads tensor values in one place: it looks at the position ids to detect several sequences packed into one
+sample. Fake tensors have no values. transformers would then assume packed sequences and create a mask for them, which a
+real run of whole sequences does not do; `sequences_not_packed` prevents that.
 """
 
 import importlib
@@ -39,8 +39,8 @@ def first_line(error: Exception) -> str:
 def training_config(source: HuggingFace, where: str) -> Any:
     """Return the transformers config of a model for training; raise UserError for one that cannot be trained.
 
-    Training needs no keys and values of earlier tokens: with a cache, checkpointed blocks would keep tensors that they
-    should free, and find their own cache when recomputed.
+    Training needs no key-value cache: with one, checkpointed blocks would keep tensors that they should free, and would
+    find their own entries in it when recomputed.
     """
     transformers = _transformers(where)
     place = f"{where}: module.hugging_face"
@@ -85,7 +85,9 @@ def _transformers(where: str) -> Any:
 
 
 def _refused(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the keys of a config, and of nested ones, that would load code or weights, or cannot be trained."""
+    """Yield (key, reason) of a config and its nested ones for keys that would load code or weights, or cannot be
+    trained.
+    """
     for key, value in config.items():
         if key in ("auto_map", "trust_remote_code"):
             yield prefix + key, "names code outside of transformers, which is not run; use a factory of your own"
@@ -122,21 +124,21 @@ def sequences_not_packed() -> Iterator[None]:
         yield
         return
     original = getattr(masking_utils, PACKED, None)
-    if original is None:  # versions before it looked for no packed sequences
+    if original is None:  # an older version, which does not look for packed sequences
         yield
         return
 
     def find_none(position_ids: Tensor, *_args: Any, **_settings: Any) -> None:
         indices = original(position_ids)
         if indices is not None:
-            (indices[:, -1] == 0).all()  # the value that it would read
+            (indices[:, -1] == 0).all()  # the operation whose value transformers would read
 
     with mock.patch.object(masking_utils, PACKED, find_none):
         yield
 
 
 VARIABLE = "GSREAL_TRUST_CODE"
-"""Environment variable that passes the command line's trust to ranks; every command sets or removes it."""
+"""Environment variable that tells ranks whether --trust-code was given; every command sets or removes it."""
 OURS = "gsreal.models"
 TRANSFORMERS = "transformers.models"
 
@@ -178,7 +180,7 @@ def imported_factory(module: Module, *, where: str) -> Any:
 
 
 def _makes_modules(found: Any, inside: str) -> bool:
-    """Return whether a name of a trusted module is a factory defined there, not an import of that module."""
+    """Return whether `found`, an attribute of a trusted module, is a factory that is defined, not imported there."""
     from torch import nn
 
     defined = str(getattr(found, "__module__", ""))
@@ -208,7 +210,7 @@ DTYPES: dict[str, torch.dtype] = {
 
 
 def autocast(precision: str | None, kind: str = "cpu") -> AbstractContextManager[Any]:
-    """Return the context of a forward under torch.autocast in a precision on a kind of device; None: without."""
+    """Return the context manager for a forward under torch.autocast in `precision`; with None it does nothing."""
     return nullcontext() if precision is None else torch.autocast(kind, DTYPES[precision])
 
 
@@ -228,8 +230,9 @@ def build_module(module: Module, *, where: str) -> nn.Module:
 def module_on(device: torch.device, precision: str, module: Module, *, where: str) -> nn.Module:
     """Return the real module with freshly initialised parameters on a device, in a precision.
 
-    For a GPU they are initialised on it, because a CPU core takes a minute for 1.2 billion. They are then moved to the
-    host's memory and back, so that the initialisation leaves no blocks in the GPU's caching allocator.
+    For a GPU, parameters are initialised on the device, because a CPU core takes a minute for 1.2 billion of them. They
+    are then moved to the host's memory and back, so that the initialisation leaves no blocks in the GPU's caching
+    allocator.
     """
     if device.type == "cuda":
         with device:

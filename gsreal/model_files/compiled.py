@@ -1,13 +1,14 @@
 """Traces blocks as torch.compile runs them, without compiling anything: inductor's own kernels and buffers.
 
-Dynamo captures a block's forward, AOTAutograd derives its backward and decides what is saved between the two, and
-inductor lowers both graphs, fuses them into kernels, orders these and plans their buffers: all of it torch's own code,
-under fake tensors. Only the last step is replaced: the program that inductor writes runs with kernels that count the
-bytes they would move, and buffers without values. Its matrix products, attention and other library calls are torch's
-operations, which the recorder sees; the lifetimes of buffers are those of the program's variables, as in a real run.
+Dynamo captures a block's forward. AOTAutograd derives its backward and decides which tensors are saved for it. Inductor
+lowers both graphs, fuses operations into kernels, orders the kernels and plans their buffers. All of this is torch's
+own code, under fake tensors. Only the last step is replaced: the program that inductor generates runs with kernels that
+only count the bytes they would move, and with buffers that hold no values. Its matrix products, attention and other
+library calls are torch's operations, which the recorder sees. Buffers live as long as the program's variables, as in a
+real run.
 
-The program is that of a CPU. On a GPU inductor fuses by the same rules, but for a few: it computes a norm's reductions
-of gradients together, in one kernel more or less, and splits large reductions in two.
+The program is the one for a CPU. On a GPU inductor fuses by the same rules with a few exceptions: it computes the
+reductions in a norm's gradients together, in one kernel more or one fewer, and splits large reductions in two.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -46,10 +47,10 @@ RANDOM_STATE_BYTES = 5056
 
 @dataclass
 class KernelPlan:
-    """What inductor decides by the sizes of buffers, of one graph.
+    """Inductor's decisions for one graph that depend on the sizes of buffers.
 
-    A model file has one plan for all shapes: that of the largest one traced. At others the best order may differ, and
-    buffers that have the same size there by chance may be shared.
+    A model file uses one plan for all shapes, made at the largest traced shape. At another shape inductor might order
+    kernels differently, and might share buffers that have the same size only there.
     """
 
     graph: object = field(repr=False)
@@ -57,15 +58,16 @@ class KernelPlan:
     order: tuple[str, ...] = ()
     """Names of the kernels in their order."""
     reused: dict[str, str] = field(default_factory=dict)
-    """Buffer -> the one before it whose memory it takes."""
+    """Buffer -> the earlier buffer whose memory it reuses."""
     sizes: dict[str, str] = field(default_factory=dict)
     """Buffer -> its size."""
 
 
 class _Planner:
-    """Takes inductor's decisions of one step's graphs: follows known plans, or makes new ones.
+    """Makes inductor's decisions for the graphs of one step: follows known plans, or records new ones.
 
-    `apart`: plans at another shape. Buffers share memory only if they have the same size there too, not by chance.
+    `apart`: plans at another shape. Buffers share memory only if their sizes are equal at that shape too, not by
+    chance.
     """
 
     def __init__(self, plans: dict[int, KernelPlan], apart: dict[int, KernelPlan]) -> None:
@@ -81,13 +83,13 @@ class _Planner:
         return number, self.plans.setdefault(number, KernelPlan(V.graph))
 
     def size_key(self, node: Any) -> tuple[Any, ...]:
-        """Return what buffers must have in common to share memory, in place of inductor's `buffer_reuse_key`."""
+        """Return a key that buffers must have in common to share memory, in place of inductor's `buffer_reuse_key`."""
         (number, plan), name, key = self.current(), node.get_name(), self.key(node)
         plan.sizes[name] = key[2]
         return (*key, self.apart[number].sizes.get(name)) if number in self.apart else key
 
     def ordered(self, nodes: list[Any], *others: Any) -> list[Any]:
-        """Return kernels in the order of the plan, in place of inductor's pass for a low peak of memory."""
+        """Return kernels in the plan's order, in place of inductor's pass that reorders them for low peak memory."""
         _, plan = self.current()
         if plan.graph is V.graph:
             ordered = self.reorder(nodes, *others)
@@ -126,12 +128,12 @@ def traced_as_compiled(
     plans: dict[int, KernelPlan],
     apart: dict[int, KernelPlan],
 ) -> Iterator[None]:
-    """Let blocks run the programs that inductor writes for them, with kernels that only count.
+    """Let blocks run the programs that inductor generates for them, with kernels that only count bytes.
 
-    `forward` runs the whole module: with it all blocks are lowered, those that are alike once, before anything is
-    recorded. `plans` holds the plan of each graph by its number: one that is there is followed, others are added;
-    `apart`: plans at another shape, which tell what sizes are equal by chance. To be entered under fake tensors.
-    Raises what torch.compile raises for a forward that is no single graph.
+    `forward` runs the whole module. It is called before anything is recorded, to lower every block; identical blocks
+    share one program. `plans`: the plan of each graph by its number; an existing plan is followed, a missing one is
+    made and added. `apart`: plans at another shape, which show which sizes are equal only by chance. To be entered
+    under fake tensors. Raises what torch.compile raises for a forward that it cannot capture as a single graph.
     """
     programs: dict[Any, Callable[..., Any]] = {}
     planner = _Planner(plans, apart)
@@ -158,7 +160,7 @@ def traced_as_compiled(
 def _run(
     programs: dict[Any, Callable[..., Any]], block: nn.Module, forward: Callable[..., Any], *args: Any, **named: Any
 ) -> Any:
-    """Run a block's program, which is lowered if none of those so far is of such a block and such inputs."""
+    """Run a block's program; it is lowered first unless an identical block was lowered for inputs of the same form."""
     tensors = [tree_map(_form, each) for each in (args, named)]
     inside = [(path, type(inner), _settings(inner)) for path, inner in block.named_modules()]
     own = [(name, _form(tensor)) for name, tensor in (*block.named_parameters(), *block.named_buffers())]
@@ -170,20 +172,20 @@ def _run(
 
 
 def _form(value: Any) -> Any:
-    """Return what a program depends on of a tensor, and any other value as it is."""
+    """Return the properties of a tensor that a program depends on, and any other value unchanged."""
     if not isinstance(value, Tensor):
         return value
     return value.dtype, tuple(value.shape), value.stride(), value.requires_grad
 
 
 def _settings(module: nn.Module) -> dict[str, Any]:
-    """Return a module's plain attributes, but for its number in a stack, which selects nothing in training."""
+    """Return a module's plain attributes except its index in the stack, which has no effect in training."""
     plain = (bool, int, float, str, tuple, type(None))
     return {k: v for k, v in vars(module).items() if k[0] != "_" and k != "layer_idx" and isinstance(v, plain)}
 
 
 def _lowered(forward: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Callable[..., Any]:
-    """Return the program of a method as a function of its object and arguments, as torch.compile(fullgraph=True)."""
+    """Compile a method as torch.compile(fullgraph=True) does; the program is a function of its object and arguments."""
     with _disable_current_modes(), get_metrics_context(), set_enable_dynamic(False):
         captured = convert_frame.fullgraph_capture(forward, args, named)
         graph = captured.backend_input
@@ -201,9 +203,9 @@ def _lowered(forward: Callable[..., Any], args: tuple[Any, ...], named: dict[str
 
 
 def _defined(original: Callable[..., str]) -> Callable[..., str]:
-    """Return inductor's `define_kernel` that also notes the bytes that each of a kernel's loops moves.
+    """Wrap inductor's `define_kernel` so that it also notes the bytes that each loop of a kernel moves.
 
-    Inductor writes loops between two library calls into one function on a CPU; on a GPU each is a kernel of its own.
+    On a CPU inductor puts all loops between two library calls into one function; on a GPU each is a kernel of its own.
     """
 
     def define(self: Any, source: str, nodes: Sequence[Any], kernel_args: Any = None) -> str:
@@ -217,13 +219,13 @@ def _defined(original: Callable[..., str]) -> Callable[..., str]:
 
 
 def _counting_module(graph: GraphLowering) -> Any:
-    """Return the module of a graph's program, as GraphLowering.compile_to_module, with kernels that only count."""
+    """Return the module of a graph's program, like GraphLowering.compile_to_module, with kernels that only count."""
     code, _ = graph.codegen()
     program: dict[str, Any] = {"__name__": "gsreal_traced", **graph.constants}
-    source = code.value.replace("torch.ops.higher_order.run_", "run_")  # of what checkpoints recompute
-    exec(compile(source, "<inductor>", "exec"), program)  # what torch wrote of the traced graph
+    source = code.value.replace("torch.ops.higher_order.run_", "run_")  # operations that checkpoints recompute
+    exec(compile(source, "<inductor>", "exec"), program)  # code that torch generated from the traced graph
     program["run_and_save_rng_state"] = lambda operation, *args, **named: (
-        _empty((RANDOM_STATE_BYTES,), (1,), torch.uint8),  # torch counts the operation among those that draw some
+        _empty((RANDOM_STATE_BYTES,), (1,), torch.uint8),  # torch lists the operation as one that draws random numbers
         operation(*args, **named),
     )
     program["run_with_rng_state"] = lambda _state, operation, *args, **named: operation(*args, **named)
@@ -254,5 +256,5 @@ def _empty(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Te
 
 
 def _part(whole: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
-    """Return a view, as torch._C._dynamo.guards._reinterpret_tensor."""
+    """Return a view, like torch._C._dynamo.guards._reinterpret_tensor."""
     return torch.as_strided(whole, size, stride, int(whole.storage_offset()) + offset)

@@ -16,7 +16,7 @@ TASKS = {
     "ForSequenceClassification": "sequence-classification",
     "ForImageClassification": "image",
 }
-"""Task by the end of a class of transformers, which a config names under `architectures`."""
+"""Task by the ending of the transformers class that a config names under `architectures`."""
 WITHOUT_EFFECT = frozenset(
     [
         *("model_type", "architectures", "transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache"),
@@ -29,10 +29,10 @@ WITHOUT_EFFECT = frozenset(
 
 
 def settings_in(path: Path, *, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of `trace.Request` that a config.json says.
+    """Return the settings of a `request.Request` that a config.json states.
 
-    `given`: entries that replace the file's. Raises UserError where the file is no such config, or says what a model
-    file cannot.
+    `given`: entries that replace the file's. Raises UserError if the file is no such config, or states what a model
+    file cannot express.
     """
     data = parsed_json(read_bounded(path), file=str(path))
     if not isinstance(data, dict) or not isinstance(data.get("model_type"), str):

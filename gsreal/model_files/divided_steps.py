@@ -1,7 +1,7 @@
-"""Training steps that are traced for each way in which ranks divide a model: its blocks, sequences or experts.
+"""Training steps to trace for each way in which ranks divide a model: by its blocks, sequences or experts.
 
-Quantities of its layers are fitted as functions of what a rank then holds, see `fit.TERMS`. Layers with adapters are
-functions of their rank too: some of the steps are traced at a second rank.
+The quantities of a layer are then fitted as functions of what one rank holds, see `fit.TERMS`. With low-rank adapters
+they depend on the adapters' rank too, so some steps are traced again at a second adapter rank.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,11 +16,13 @@ from gssim.workload import Model, TokenInput
 TRACED_BATCH_SIZES = (2, 3)
 CHECKED_BATCH_SIZE = 5
 TRACED_UNITS = (2, 3)
-"""Not one alone, which may behave differently: torch treats a dimension of one element as contiguous in any layout."""
+"""Units of slices in traces. A single unit may behave differently: torch treats a dimension of one element as
+contiguous in any layout.
+"""
 TRACED_RANKS = (2, 4)
 """Numbers of ranks that divide sequences in traces; lengths are rounded to multiples of the larger one."""
 TRACED_ROWS = (96, 160, 224)
-"""Rows that the experts of a rank process in traces; the last in the step that is checked."""
+"""Rows that the experts of a rank process in traces; the last number is that of the checked step."""
 TRACED_ADAPTER_RANKS = (2, 3)
 CHECKED_ADAPTER_RANK = 8
 
@@ -32,21 +34,21 @@ class Step:
     batch_size: int
     sequence_length: int | None
     units: int | None = None
-    """Of the slice of each block; None: blocks are whole."""
+    """Units in the rank's slice of each block; None: blocks are whole."""
     parts: int | None = None
     """Ranks that divide sequences between the sliced parts of blocks."""
     context: int | None = None
-    """Ranks that divide sequences everywhere."""
+    """Ranks that divide sequences everywhere (context parallelism)."""
     experts: int = 0
-    """That the rank holds, where these are divided."""
+    """Experts that the rank holds, where ranks divide them; 0: they do not."""
     rows: int = 0
-    """That they process."""
+    """Rows that these experts process."""
     rank: int = 0
-    """Of the adapters; 0: there are none."""
+    """Rank of the adapters; 0: there are none."""
 
     @property
     def shape(self) -> Shape:
-        """The sizes of which the step's quantities are functions.
+        """The sizes that the step's quantities are functions of.
 
         >>> Step(batch_size=2, sequence_length=64, units=3, parts=4).shape
         Shape(b=2, s=64, u=3, p=16, r=0, e=0, a=0)
@@ -63,15 +65,15 @@ class Step:
 
 @dataclass(frozen=True)
 class Steps:
-    """Steps by which layers are fitted."""
+    """Steps to which layers are fitted, and the step that checks the fit."""
 
     traced: Sequence[Step]
     checked: Step
-    """A larger one, which must agree with what is fitted to the others."""
+    """A larger step, which must agree with the fit to the others."""
     of_second_rank: Sequence[Step] = ()
-    """Those of `traced` to trace again with adapters of another rank."""
+    """Steps of `traced` to trace again with adapters of another rank."""
     likes: Mapping[int | None, Record] = field(default_factory=dict)
-    """Records that exist already of like steps, by the number of ranks that divide sequences everywhere."""
+    """Existing records of similar steps, by the number of ranks that divide sequences everywhere."""
 
     def with_adapters(self) -> "Steps":
         """Return the steps of a model with adapters."""
@@ -82,7 +84,7 @@ class Steps:
 
 
 def record_steps(model: Model, steps: Steps, *, where: str) -> tuple[dict[Shape, Record], Record]:
-    """Return the records of the traced steps by their shapes, and that of the checked one."""
+    """Return the records of the traced steps by shape, and the record of the checked step."""
     likes = dict(steps.likes)
 
     def record(step: Step, apart: Record | None = None) -> Record:
@@ -102,7 +104,7 @@ def record_steps(model: Model, steps: Steps, *, where: str) -> tuple[dict[Shape,
         return made
 
     largest = None
-    if model.compiled:  # the largest orders kernels, and shares buffers, for all others
+    if model.compiled:  # the largest step decides the order of kernels and the sharing of buffers for all others
         first = record(steps.traced[0])
         likes.clear()
         largest = record(steps.checked, apart=first)
@@ -117,13 +119,15 @@ def _with_rank(model: Model, rank: int) -> Model:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Sequence lengths at which a model is traced, and that of the step that is checked; None: it has no sequences."""
+    """Sequence lengths of the traced steps, and the longest, of the checked step; None: the input has no sequences."""
 
     traced: Sequence[int | None]
     longest: int | None
 
     def in_parts(self) -> "Lengths":
-        """Return the lengths that ranks can divide: none if the only length is no multiple."""
+        """Return multiples that ranks can divide near these lengths; `longest` is None if the only length is no
+        multiple.
+        """
         more = max(TRACED_RANKS)
         rounded = [-(-length // more) * more for length in self.traced if length is not None]
         longest = (self.longest or 0) // more * more
@@ -131,25 +135,26 @@ class Lengths:
 
 
 def whole_steps(lengths: Lengths) -> Steps:
-    """Return the steps of layers that are whole."""
+    """Return the steps that trace undivided layers."""
     shapes = product(TRACED_BATCH_SIZES, lengths.traced)
     traced = [Step(batch_size=b, sequence_length=s) for b, s in shapes]
     return Steps(traced, Step(batch_size=CHECKED_BATCH_SIZE, sequence_length=lengths.longest), traced)
 
 
 def sliced_steps(model: Model, lengths: Lengths, where: str) -> Steps | None:
-    """Return the steps of layers whose blocks are sliced, which are functions of the slice's units; None: impossible.
+    """Return the steps that trace sliced blocks, as functions of a slice's units; None if they cannot be traced so.
 
-    So with the functions that follow, of which each names its own sizes.
+    The functions below return steps in the same way; each names the sizes that its layers are functions of.
     """
     units = fewest_units(model, where)
     return _sliced(lengths, units) if units > 1 else None
 
 
 def _sliced(lengths: Lengths, units: int, *, parts: tuple[int, int] | None = None) -> Steps:
-    """Return the steps of sliced blocks; with `parts`, sequences are divided by its first number of ranks.
+    """Return the steps of sliced blocks; `parts`: two numbers of ranks that divide sequences.
 
-    Parts of its second number are traced at two batch sizes: what is on parts depends on their positions alone.
+    Traced steps use the first number. The second is traced at one length, for both batch sizes, because what runs on
+    parts depends on their positions alone.
     """
     fewer, more = parts or (None, None)
     several = TRACED_UNITS if units >= max(TRACED_UNITS) else (1, 2)
@@ -164,7 +169,7 @@ def _sliced(lengths: Lengths, units: int, *, parts: tuple[int, int] | None = Non
 
 
 def sequence_steps(model: Model, lengths: Lengths, where: str) -> Steps | None:
-    """Return the steps of sliced blocks with divided sequences: units, and positions of a part."""
+    """Return the steps of sliced blocks with divided sequences, as functions of units and of positions in a part."""
     units, lengths = fewest_units(model, where), lengths.in_parts()
     if units < 2 or lengths.longest is None or not can_divide_sequences(model, where):
         return None
@@ -172,9 +177,9 @@ def sequence_steps(model: Model, lengths: Lengths, where: str) -> Steps | None:
 
 
 def context_steps(model: Model, lengths: Lengths, where: str) -> Steps | None:
-    """Return the steps of layers under context parallelism: a rank's positions.
+    """Return the steps of layers under context parallelism, as functions of the positions that a rank holds.
 
-    Traced are one rank, which exchanges with itself, and the fewest that divide the heads.
+    They are traced for one rank, which exchanges with itself, and for the smallest group that divides the heads.
     """
     longest = lengths.longest
     if not isinstance(model.input, TokenInput) or model.input.classes is not None or longest is None:
@@ -195,9 +200,9 @@ def context_steps(model: Model, lengths: Lengths, where: str) -> Steps | None:
 
 
 def expert_steps(model: Model, lengths: Lengths, where: str) -> Steps | None:
-    """Return the steps of layers with divided experts: those that are held, and their rows.
+    """Return the steps of layers with divided experts, as functions of the experts that a rank holds and their rows.
 
-    Ranks hold two experts, or more: a single one may behave differently, see `TRACED_UNITS`.
+    A rank holds at least two experts: a single one may behave differently, see `TRACED_UNITS`.
     """
     experts = experts_to_divide(model, where)
     if experts < 4:
@@ -215,10 +220,10 @@ def _more_than_two(experts: int) -> int:
 
 
 def expert_sequence_steps(model: Model, lengths: Lengths, where: str) -> Steps | None:
-    """Return the steps of sliced blocks with divided sequences and experts: units, positions of a part, the experts
-    that are held and their rows.
+    """Return the steps of sliced blocks with divided sequences and divided experts.
 
-    They are those of `sequence_steps`, and two with other rows and experts; see [Note: experts of parts] in
+    Quantities are functions of units, of positions in a part, and of the experts that a rank holds and their rows. The
+    steps are those of `sequence_steps`, one with more rows and one with more experts; see [Note: experts of parts] in
     `gssim.workload.model`.
     """
     experts, units = experts_to_divide(model, where), fewest_units(model, where, beside_experts=True)
@@ -240,4 +245,4 @@ DIVIDED_STEPS: dict[str, Callable[[Model, Lengths, str], Steps | None]] = {
     "expert_layers": expert_steps,
     "expert_sequence_layers": expert_sequence_steps,
 }
-"""By the field of a model with the layers that are fitted."""
+"""Functions that choose the steps, by the field of a model that holds the fitted layers."""

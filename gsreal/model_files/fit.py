@@ -25,10 +25,10 @@ from gssim.workload import (
 
 
 class Shape(NamedTuple):
-    """Sizes of a traced step of which quantities are functions, in the letters of `Polynomial`; 0: it is none of these.
+    """Sizes that the quantities of a traced step are functions of, by the letters of `Polynomial`; 0: not applicable.
 
-    A letter stands for another size where blocks are whole: u for the experts that a rank holds, or for the rank of
-    adapters; see `divided_steps.Step.shape`.
+    Where blocks are whole, u stands for another size: the experts that a rank holds, or the rank of adapters; see
+    `divided_steps.Step.shape`.
     """
 
     b: int
@@ -48,22 +48,22 @@ class Shape(NamedTuple):
 
 
 Powers = tuple[int, ...]
-"""Of each size of a shape, in a term."""
+"""Powers of a shape's sizes in one term, in the order of `Shape`."""
 Terms = Mapping[str, tuple[int, int]]
-"""The highest powers of b and s in terms, by what else is a factor of these: a key of `FIELDS_OF_TERMS`."""
+"""Highest powers of b and s in terms, by the other factors of these terms: a key of `FIELDS_OF_TERMS`."""
 CONSTANT, SAMPLES, TOKENS, SCORES = (0, 0), (1, 0), (1, 1), (1, 2)
 TERMS: dict[str, Terms] = {
     "layers": {"": SCORES},
     "sliced_layers": {"": SCORES, "u": SCORES},
-    # what is on parts of sequences depends on their length alone, and on no units
+    # quantities on parts of sequences depend on the parts' length alone, not on units
     "sequence_layers": {"": SCORES, "u": SCORES, "p": SAMPLES},
-    # everything is on parts; an attention's FLOP grow with whole sequences too
+    # everything runs on parts; the FLOP of attention grow with the whole sequence too
     "context_layers": {"": SAMPLES, "p": TOKENS},
-    # what experts do depends on their number and rows alone
+    # the work of experts depends on their number and their rows alone
     "expert_layers": {"": SCORES, "u": CONSTANT, "r": CONSTANT},
     "expert_sequence_layers": {"": SCORES, "u": SCORES, "p": SAMPLES, "r": CONSTANT, "e": CONSTANT},
 }
-"""Terms of the quantities of layers, by the field of a model that these layers are in."""
+"""Terms of the polynomials of layers, by the field of a model that holds these layers."""
 TERMS_WITH_ADAPTERS: dict[str, Terms] = {
     "layers": {"": SCORES, "u": SCORES},
     "sliced_layers": {"": SCORES, "u": SCORES, "a": TOKENS, "ua": TOKENS},
@@ -75,9 +75,9 @@ TERMS_WITH_ADAPTERS: dict[str, Terms] = {
 
 
 def fit_layers(records: Mapping[Shape, Record], check: Record, checked: Shape, terms: Terms) -> list[Layer]:
-    """Return all layers, their quantities as functions of the shape, in such terms.
+    """Return all layers, with their quantities fitted as polynomials of the shape in `terms`.
 
-    `check` is the record of the shape `checked`, which must agree.
+    `check` is the record of a step of shape `checked`, which the polynomials must reproduce.
     """
     first = next(iter(records.values()))
     everything = {**records, checked: check}
@@ -123,7 +123,7 @@ def fit_layers(records: Mapping[Shape, Record], check: Record, checked: Shape, t
 def _recomputed(
     first: Record, index: int, name: str, fit: Callable[[Callable[[Record], int], str], Polynomial]
 ) -> dict[str, Any]:
-    """Return the costs of a block's recomputation, full and selective, and the positions that the latter keep."""
+    """Return the costs of recomputing a block, fully or selectively, and the positions whose outputs are kept."""
 
     def cost(prefix: str, recompute: Recompute) -> dict[str, Any]:
         def work(record: Record) -> Work:
@@ -155,7 +155,7 @@ def _recomputed(
 
 
 def parameters_of(everything: Mapping[Shape, Record], index: int, module: str) -> tuple[Parameter, ...]:
-    """Return the parameters that a layer is the first to use."""
+    """Return the trained parameters that are first used in this layer."""
     first = next(iter(everything.values()))
     parameters = []
     for name, (layer, _, born, ready) in first.parameters.items():
@@ -170,7 +170,7 @@ def parameters_of(everything: Mapping[Shape, Record], index: int, module: str) -
 
 
 def _frozen_parameters(everything: Mapping[Shape, Record], index: int, module: str) -> tuple[Parameter, ...]:
-    """Return the parameters that are not trained, and that a layer is the first to use."""
+    """Return the frozen parameters that are first used in this layer."""
     first, end = next(iter(everything.values())), Moment("end")
     parameters = []
     for name, (layer, _) in first.frozen.items():
@@ -181,14 +181,15 @@ def _frozen_parameters(everything: Mapping[Shape, Record], index: int, module: s
 
 
 def _sizes_of_one(shapes: Mapping[Shape, tuple[int, ...]]) -> tuple[tuple[int, ...], int | None, int | None, bool]:
-    """Return a parameter's shape for one unit or expert, and adapters of rank 1 in slices; its dimensions of these, if
-    any; and whether the first of these is of experts.
+    """Return a parameter's shape for one unit or expert and for adapters of rank 1, and the dimensions that grow.
 
-    `shapes`: by the shape of the step. Of units and experts there is one dimension at most: blocks are cut so.
+    `shapes`: the parameter's shape by shape of the step. Returned are the shape, the dimension that grows with units or
+    experts (or None), the dimension that grows with the adapters' rank in slices (or None), and whether the former
+    counts experts. No parameter grows with both units and experts: blocks are cut so.
     """
     of_first, first = next(iter(shapes.items()))
     dimensions: list[int | None] = []
-    for size_of in (attrgetter("e", "a"), attrgetter("u", "a"), attrgetter("u", "e")):  # by each, the others the same
+    for size_of in (attrgetter("e", "a"), attrgetter("u", "a"), attrgetter("u", "e")):  # equal while u, e or a varies
         alike = [shape for key, shape in shapes.items() if size_of(key) == size_of(of_first)]
         differing = {n for shape in alike for n, size in enumerate(shape) if size != first[n]}
         dimensions.append(differing.pop() if differing else None)
@@ -227,7 +228,7 @@ def _moment(at: tuple[int, str, int] | None, layer: int) -> Moment:
 def fit_buffers(
     everything: Mapping[Shape, Record], checked: Shape, index: int, name: str, terms: Terms
 ) -> tuple[Buffer, ...]:
-    """Return the buffers that a layer creates, their sizes as functions of the shape."""
+    """Return the buffers that a layer creates, with their sizes as polynomials of the shape."""
     first = next(iter(everything.values()))
     last = len(first.modules)
     buffers = []
@@ -254,7 +255,7 @@ def fit_buffers(
 
 
 def fit_polynomial(values: Mapping[Shape, int], checked: Shape, what: str, terms: Terms) -> Polynomial:
-    """Return the polynomial in such terms through all values but the checked one, which it must reproduce too."""
+    """Return the polynomial in `terms` through all values except that at `checked`, which it must then reproduce."""
     shapes = [shape for shape in values if shape != checked]
     lengths = len({shape.s for shape in shapes})
     powers = {
@@ -282,8 +283,8 @@ def fit_polynomial(values: Mapping[Shape, int], checked: Shape, what: str, terms
 def _inverse(sizes: tuple[tuple[int, ...], ...], powers: tuple[Powers, ...]) -> tuple[tuple[tuple[int, ...], ...], int]:
     """Return the inverse of the matrix of the terms at each size, as numerators and their common denominator.
 
-    A term is the product of a size's entries to the given powers. All quantities of a model share the matrix:
-    Gauss-Jordan on fractions, which is exact, is done once.
+    A term is the product of a size's entries, each raised to its power. All quantities of a model share the matrix, so
+    it is inverted once, by Gauss-Jordan elimination on fractions, which is exact.
     """
     count = len(sizes)
     table = [
@@ -306,8 +307,9 @@ def _inverse(sizes: tuple[tuple[int, ...], ...], powers: tuple[Powers, ...]) -> 
 def grouped(layers: list[Layer]) -> tuple[Layer, ...]:
     """Merge adjacent layers that differ only in their module.
 
-    The partial costs of layers whose neighbours are frozen differ at most in where buffers end in adjacent layers,
-    which is recomputed from these. The second layer of a group has all of them, the model's first layer does not.
+    Their partial costs, for steps in which other layers are frozen, are not compared: they differ at most in where
+    buffers end in adjacent layers, which is recomputed from those layers. A group takes its second layer's, because the
+    model's first layer does not have all of them.
     """
     groups: list[Layer] = []
     for _, members in groupby(layers, key=merge_key):
@@ -321,6 +323,6 @@ def grouped(layers: list[Layer]) -> tuple[Layer, ...]:
 
 
 def merge_key(layer: Layer) -> str:
-    """Return the text by which layers are compared that one entry of a model file may represent."""
+    """Return a text that is equal for layers that one entry of a model file may represent."""
     nothing: dict[str, Any] = {"name": "", "modules": (), "untrained_buffers": None, "frozen": None, "deepest": None}
     return repr(replace(layer, **nothing))

@@ -6,7 +6,7 @@ CONTAINERS = (nn.ModuleList, nn.Sequential)
 
 
 def layer_modules(model: nn.Module) -> dict[str, bool]:
-    """Return the dotted paths of the modules at which layers begin -> whether it is a block of a repeated stack.
+    """Map the dotted path of each module at which a layer begins to whether it is a block of a repeated stack.
 
     Repeated stacks (a ModuleList or Sequential of one class) are opened at any depth; a module without one is a single
     layer.
@@ -46,6 +46,6 @@ def _wrapped_stack(module: nn.Module) -> bool:
 
     One that also adds, activates or normalises (a block whose convolutions are a stack) is a layer itself.
     """
-    skipped = (nn.Identity, *CONTAINERS)  # where they are empty they stand in place of a layer
+    skipped = (nn.Identity, *CONTAINERS)  # if empty, they are placeholders for a layer
     children = [child for child in module.children() if not isinstance(child, skipped) or any(child.children())]
     return len(children) == 1 and isinstance(children[0], CONTAINERS) and _is_stack(children[0])

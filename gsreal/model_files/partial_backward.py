@@ -1,8 +1,8 @@
-"""Cost of every layer if a rank trains only some: traced steps with all other parameters frozen.
+"""Costs of every layer when a rank trains only some, from traced steps with all other parameters frozen.
 
-Three kinds of steps are traced: no layer is trained (autograd saves nothing), the first layer alone (all others pass
-gradients on), and each layer alone (it gets its weight gradients, but its input no gradient). They are combined for any
-range of layers that a rank owns in `gssim.workload.owned`.
+Three kinds of steps are traced. In the first, no layer is trained, and autograd saves nothing. In the second, only the
+first layer is trained, and all others pass gradients on. In the third, one layer is trained alone: its weights get
+gradients, its input gets none. `gssim.workload.owned` combines them for any range of layers that a rank owns.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,8 +28,8 @@ def with_partial_costs(
 ) -> list[Layer]:
     """Return `layers` (one for each module) with the partial costs of ranks that train only some.
 
-    Unchanged if a layer is not a function of the one before it alone, or if its operations depend on the shape: the
-    file then has no partial costs, and a plan that needs them is refused.
+    The layers are unchanged if one of them uses more than the output of the one before it, or if its operations depend
+    on the shape: the file then has no partial costs, and a plan that needs them is refused.
     """
     if not _is_chain(layers):
         return list(layers)
@@ -56,9 +56,10 @@ def _is_chain(layers: Sequence[Layer]) -> bool:
 
 
 def _representatives(layers: Sequence[Layer]) -> dict[int, int]:
-    """Return each layer that may be the deepest trained one -> the first of the layers with the same operations.
+    """Map each layer that may be the deepest trained one to the first layer with the same operations.
 
-    Adjacent layers may differ: that shows only in where buffers end that are passed to other layers.
+    Their adjacent layers may differ. That changes only where buffers end that are passed to other layers, so the
+    positions of these ends are not compared.
     """
     first_of: dict[str, int] = {}
     representatives = {}

@@ -2,7 +2,7 @@
 
 FLOP are those of matrix products, convolutions and attention; all other operations are costed by the bytes they move.
 Every operation on floating-point numbers either has a FLOP formula, or is known to be bound by the bytes it moves. Any
-other is refused: it would count nothing, however much it computes.
+other operation is refused: it would count as free, however much it computes.
 """
 
 import weakref
@@ -32,7 +32,7 @@ class UnknownOperationError(Exception):
     """An operation on floating-point numbers with an unknown number of FLOP."""
 
 
-# torch counts no FLOP for these; their arguments begin as those of the operations that it counts
+# torch counts no FLOP for the operations on the left; their first arguments are those of the counted ones on the right
 ALIASES = {
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
@@ -45,10 +45,10 @@ ALIASES = {
 
 
 def _grouped_product_flop(a: Tensor, b: Tensor, *_rest: Any, **_settings: Any) -> int:
-    """Return the FLOP of the products of a group's rows (or columns) with the group's matrix, for all groups.
+    """Return the FLOP of a grouped product: the rows (or columns) of each group times the matrix of that group.
 
-    Each row of a belongs to one group, so the groups' sizes do not matter. Two matrices of two dimensions are split
-    along their common dimension, as in the gradient of the groups' matrices.
+    Each row of `a` belongs to one group, so the groups' sizes do not matter. If `a` and `b` both have two dimensions,
+    groups divide the common one, as in the gradient of the groups' matrices.
     """
     batch = a.shape[0] if a.dim() == b.dim() == 3 else 1
     rows, common, columns = a.shape[-2], a.shape[-1], b.shape[-1]
@@ -165,10 +165,10 @@ class Work:
     bytes_moved: int = 0
     operations: int = 0
     streamed: int = 0
-    """Of `bytes_moved`, those of operations without FLOP (all but matrix products.
+    """The part of `bytes_moved` that belongs to operations without FLOP.
 
-    Convolutions and attention) that move
-    data: `_unsafe_view`, which torch does not call a view, is one.
+    These are all but matrix products, convolutions and attention. Operations that only return their input's storage
+    move nothing: `_unsafe_view`, for example, which torch does not call a view.
     """
 
     def __add__(self, other: "Work") -> "Work":
@@ -200,13 +200,14 @@ class Record:
     flop: dict[tuple[int, str], int] = field(default_factory=lambda: defaultdict(int))
     bytes_moved: dict[tuple[int, str], int] = field(default_factory=lambda: defaultdict(int))
     streamed: dict[tuple[int, str], int] = field(default_factory=lambda: defaultdict(int))
-    """Of `bytes_moved`, those of operations without FLOP that move data."""
+    """The part of `bytes_moved` that belongs to operations without FLOP."""
     operations: dict[tuple[int, str], int] = field(default_factory=lambda: defaultdict(int))
     saved: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     output: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     until_saved: dict[int, dict[Recompute, Work]] = field(default_factory=dict)
-    """Work of a module's forward until autograd has saved the last of its tensors, as far as each kind of checkpointing
-    recomputes it."""
+    """By layer and kind of checkpointing: the work of its forward that is recomputed, up to the last tensor that
+    autograd saves.
+    """
     before_saved: dict[int, int] = field(default_factory=dict)
     """By layer: number of storages that its backward creates before it needs the first tensor that autograd saved."""
     counted: dict[tuple[int, str], list[int]] = field(default_factory=lambda: defaultdict(list))
@@ -239,19 +240,19 @@ class Record:
     frozen: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
     """Name of a parameter that is not trained -> (layer of first use, shape)."""
     units: dict[int, int] = field(default_factory=dict)
-    """Of sliced blocks: the number of their units."""
+    """By layer: units of a sliced block; of a whole layer with divided experts, the number of experts."""
     experts: dict[int, int] = field(default_factory=dict)
-    """Of sliced blocks whose experts are divided: the number of these."""
+    """By layer: the number of experts, for sliced blocks whose experts are divided."""
     experts_per_token: dict[int, int] = field(default_factory=dict)
-    """Of layers whose experts are divided: the number that each token takes."""
+    """By layer: the experts that each token is routed to, where experts are divided."""
     linear: dict[int, bool] = field(default_factory=dict)
-    """Of sliced blocks: whether all sliced modules are linear maps."""
+    """By layer: whether all sliced modules of a sliced block are linear maps."""
     reductions: dict[int, list[SliceCollective]] = field(default_factory=lambda: defaultdict(list))
-    """Of sliced blocks: every collective over the ranks."""
+    """By layer: every collective among the ranks that divide it."""
     kernel_plans: dict[int, Any] = field(default_factory=dict)
-    """Of compiled blocks: what was decided by their sizes, by the number of the graph (`compiled.KernelPlan`)."""
+    """Inductor's decisions for compiled blocks that depend on sizes (`compiled.KernelPlan`), by number of the graph."""
     summed: set[str] = field(default_factory=set)
-    """Names of the parameters whose gradients are those of a part of the sequence."""
+    """Names of the parameters whose gradients come from only a part of the sequence."""
 
 
 class Recorder(TorchDispatchMode):
@@ -265,8 +266,7 @@ class Recorder(TorchDispatchMode):
         self.live: dict[int, StorageLife] = {}
         self.first_use: dict[int, int] = {}
         self.recomputed: dict[tuple[int, str, Recompute], Work] = defaultdict(Work)
-        """By layer, phase and kind of selective checkpointing: work of the operations whose outputs it does not keep.
-        """
+        """Work of the operations whose outputs are not kept, by layer, phase and kind of selective checkpointing."""
         self.products: Counter[tuple[int, str]] = Counter()
         self.allocating = False
         """Whether operations only allocate what a collective fills."""
@@ -286,7 +286,7 @@ class Recorder(TorchDispatchMode):
         return Work(record.flop[place], record.bytes_moved[place], record.operations[place], record.streamed[place])
 
     def again(self) -> dict[Recompute, Work]:
-        """Return the work to recompute if the current layer's forward ended here."""
+        """Return the work to recompute if the current layer's forward ended here, by kind of checkpointing."""
         again = {each: self.recomputed[self.layer, self.phase, each] for each in SELECTIVE}
         return {"full": self.work(), **again}
 
@@ -298,7 +298,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is aten.index_put.default:
-            # the gradient of indexing is added to zeros in place, but under a dispatch mode out of place (torch 2.13,
+            # torch adds the gradient of indexing to zeros in place, but out of place under a dispatch mode (torch 2.13,
             # FunctionsManual.cpp, index_backward; TensorSubclassLikeUtils.h)
             node = torch._C._current_autograd_node()
             if node is not None and node.name() == "IndexBackward0":
@@ -347,7 +347,9 @@ class Recorder(TorchDispatchMode):
         kept: Sequence[Recompute] = (),
         called: str | None = None,
     ) -> None:
-        """Add one operation's work to the record of a phase of a layer; `kept`: who keeps its output."""
+        """Add one operation's work to the record of a phase of a layer; `kept`: kinds of checkpointing that keep its
+        output.
+        """
         self.record.flop[place] += work.flop
         self.record.bytes_moved[place] += work.bytes_moved
         self.record.streamed[place] += work.streamed
@@ -361,14 +363,14 @@ class Recorder(TorchDispatchMode):
         self.record.names[place].append(called or name)
 
     def count_kernel(self, name: str, moved: int) -> None:
-        """Count a kernel that no operation of torch launches: one of fused operations, by the bytes that it moves."""
+        """Count a kernel of fused operations, which no operation of torch launches, by the bytes that it moves."""
         place = (self.layer, self.phase)
         self.position[place] += 1
         self._add(name, Work(0, moved, 1, moved), place)
 
     @contextmanager
     def allocation(self) -> Iterator[None]:
-        """Count no operations for the duration of the context, which only allocate."""
+        """Count no operations for the duration of the context, because they only allocate."""
         self.allocating = True
         try:
             yield
@@ -401,7 +403,7 @@ class Recorder(TorchDispatchMode):
         return received
 
     def exchange(self, sent: Tensor, kind: str, rows: int) -> Tensor:
-        """Replace an all-to-all of divided experts by the tensor that it allocates, of so many rows."""
+        """Replace an all-to-all of divided experts by the tensor of `rows` rows that it allocates."""
         with self.allocation():
             received = sent.new_empty((rows, *sent.shape[1:]))
         size = sent.numel() if kind == "counts" else received[0].numel()
@@ -431,7 +433,7 @@ def active_recorder() -> Recorder | None:
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the tensors among an operation's arguments or results, and in their lists: all that its schema allows."""
+    """Yield the tensors among an operation's arguments or results and in lists of them; its schema allows no others."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -440,7 +442,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _is_alias(func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> bool:
-    """Return whether an operation writes nothing, and returns its input."""
+    """Return whether an operation writes nothing and returns only its inputs' storages."""
     if func._schema.is_mutable:
         return False
     there = {tensor.untyped_storage()._cdata for tensor in inputs}

@@ -1,8 +1,8 @@
 """Traces a deep model with a few of its blocks, and repeats those in the middle.
 
-The time of a trace grows with the number of blocks, and equal blocks have equal costs at any depth: all but the first
-and the last, which are adjacent to other layers. So a sibling with a few blocks, created by the model's own factory or
-config, is traced, and the layers of its middle, which are verified to be equal, are repeated.
+Tracing takes longer the more blocks a model has, but equal blocks cost the same at any depth. Only the first and the
+last may differ, because they are adjacent to other layers. So a sibling with a few blocks is traced, created by the
+model's own factory or config. The layers in its middle are verified to be equal, and are then repeated.
 """
 
 from collections import defaultdict
@@ -33,9 +33,9 @@ class Stack:
 
 
 def with_fewer_blocks(model: Model, where: str) -> tuple[Model, Stack] | None:
-    """Return the model with `KEPT` of its blocks, and its full stack; None if no such sibling is known.
+    """Return the model with `KEPT` of its blocks, and its full stack; None if no such sibling can be made.
 
-    It is known if one argument of the factory, or key of the config, is the number of blocks.
+    It can be made if one argument of the factory, or one key of the config, is the number of blocks.
     """
     with without_values(model):
         whole = fake_module(model, where)
@@ -49,7 +49,7 @@ def with_fewer_blocks(model: Model, where: str) -> tuple[Model, Stack] | None:
             short = replace(model, module=module)
             try:
                 built = fake_module(short, where)
-            except UserError:  # the number was another's
+            except UserError:  # the number has another meaning
                 continue
             if _stack(built) == Stack(stack.path, KEPT) and _is_sibling(built, whole, stack):
                 return short, stack
@@ -66,7 +66,7 @@ def _stack(module: nn.Module) -> Stack | None:
 
 
 def _siblings(module: Module, count: int) -> Iterator[Module]:
-    """Yield the module with one of its numbers, which equals the number of blocks, reduced."""
+    """Yield the module with one of its settings, which equals the number of blocks, reduced to `KEPT`."""
     source = module.hugging_face
     settings = module.arguments if source is None else source.config
     keys = [key for key, value in settings.items() if value == count and isinstance(value, int)]
@@ -114,11 +114,12 @@ def _is_sibling(made: nn.Module, whole: nn.Module, stack: Stack) -> bool:
 
 
 def repeat_blocks(layers: Sequence[Layer], stack: Stack, *, neighbours_differ: bool = False) -> list[Layer] | None:
-    """Return the layers (one for each module) of the whole model, from those of the one with `KEPT` blocks.
+    """Return the layers (one for each module) of the whole model, from those of its sibling with `KEPT` blocks.
 
-    None if its middle blocks differ, or use tensors of distant layers: all of the model must be traced.
-    `neighbours_differ`: the one beside the first or the last block may differ from the others by what that block does,
-    as the last one of divided sequences gathers them. Only of blocks that are known to be alike otherwise.
+    None if the sibling's middle blocks differ, or use tensors of distant layers: then the whole model must be traced.
+    `neighbours_differ`: the block next to the first or the last one may differ from the other middle blocks because of
+    what that end block does; the last block gathers divided sequences, for example. Set it only for blocks that are
+    known to be alike otherwise.
     """
     paths = [f"{stack.path}.{i}" for i in range(KEPT)]
     places = [i for i, layer in enumerate(layers) if layer.modules and layer.modules[0] in paths]
@@ -163,7 +164,7 @@ class _Gap:
     more: int
 
     def offset(self, layer: int | None, offset: int) -> int:
-        """Return a layer's offset in the whole model; None: a layer of the middle, the same at any depth."""
+        """Return an offset from `layer` in the whole model; `layer` None: a middle layer, at any depth."""
         if abs(offset) <= 1:
             return offset
         first = self.after - KEPT // 2

@@ -41,15 +41,15 @@ class Request:
     name: str
     vocabulary: int | None
     maximum_sequence_length: int | None
-    """None: what a config.json says, or 256."""
+    """None: as a config.json states, else 256."""
     image: str | None
     classes: int | None
     auto_class: str | None
     sequence_length: int | None
     task: str | None = None
-    """None: what a config.json says, or next-token."""
+    """None: as a config.json states, else next-token."""
     config: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """Entries of a Hugging Face config, before those of `arguments`."""
+    """Entries of a Hugging Face config; those of `arguments` replace them."""
     padding: int = 0
     precision: str | None = None
     """Precision of the trace; None: that of the model file, or fp32."""
@@ -58,22 +58,22 @@ class Request:
     autocast: tuple[str, ...] = field(default=(), repr=False)
     """Precisions of torch.autocast under which the model is traced too."""
     compiled: bool = field(default=False, repr=False)
-    """Whether the model's blocks are compiled; False: as in the model file, or not."""
+    """Whether the model's blocks are compiled; False: only if the model file says so."""
     recompute: str = field(default="none", repr=False)
     """What compiled blocks recompute inside of their graphs."""
     adapters: tuple[str, ...] = field(default=(), repr=False)
-    """Maps that get adapters: for each time that the model is traced with adapters, a role or names and commas."""
+    """Linear maps that get adapters. The model is traced once for each entry: a role, or names joined by commas."""
 
 
 def completed(request: Request) -> Request:
-    """Return a request with what its config.json says, or defaults, in place of what the user left out.
+    """Return a request in which its config.json, or else a default, fills in what the user left out.
 
-    Raises UserError where the file cannot be read, or says what cannot be traced.
+    Raises UserError if the file cannot be read, or describes a model that cannot be traced.
     """
     if request.model.endswith(".json"):
         given = _arguments(request, f"gsreal trace {request.model}")
         said = config_file.settings_in(Path(request.model), given=given)
-        if request.image is not None or request.vocabulary is not None:  # the form of the input is the user's
+        if request.image is not None or request.vocabulary is not None:  # the user states the form of the input
             said = {key: said[key] for key in ("model", "config")}
         said = {key: value for key, value in said.items() if key == "model" or not getattr(request, key)}
         request = replace(request, **said)
@@ -85,7 +85,7 @@ def completed(request: Request) -> Request:
 
 
 MAXIMUM_SEQUENCE_LENGTH = 256
-"""Of models for which nobody says it."""
+"""For models whose user and config.json state none."""
 
 
 def traced_model(request: Request, *, on_counted: Callable[[OperationCounts], None] = lambda _counted: None) -> Model:
@@ -118,13 +118,13 @@ def traced_model(request: Request, *, on_counted: Callable[[OperationCounts], No
 
 
 def _compiled(model: Model, request: Request, where: str) -> Model:
-    """Return the model with what the request says of compilation; raise UserError for what does not go with it."""
+    """Return the model with the request's compile options; raise UserError for options that exclude each other."""
     kind: Any = request.recompute
     if kind != "none" and (kind not in get_args(Recompute) or not request.compiled):
         allowed = ", ".join(get_args(Recompute)) if request.compiled else "with --compile alone"
         raise UserError(f"{where}: --recompute {kind}: allowed: {allowed}")
     if request.compiled:
-        name = model.name  # a profile of the model that is not compiled has another
+        name = model.name  # a profile of the uncompiled model has another name
         if request.model.endswith(".toml") and not model.compiled:
             name = f"{name}-compiled" + (f"-{kind}" if kind != "none" else "")
         model = replace(model, name=name, compiled=True, compiled_recompute=kind, autocast=(), adapted=())

@@ -1,9 +1,7 @@
-"""Records one training step of a module under fake tensors.
+"""Records one training step of any `nn.Module` under fake tensors, layer by layer.
 
-Boundaries of the layers of any `nn.Module`, in the forward and in the backward.
-
-A layer begins where a chosen module is entered, and ends where the next one is. Its backward begins when the gradient
-of its output is complete, which is that of the next layer's input.
+A layer begins where a chosen module is entered, and ends where the next chosen module is entered. Its backward begins
+when the gradient of its output, which is the next layer's input, is complete.
 """
 
 from bisect import bisect_right
@@ -96,7 +94,7 @@ def layer_boundaries(
 
 
 def fake_module(model: Model, where: str) -> nn.Module:
-    """Return the module; one of torch's initialisers reads values, which fake tensors do not have."""
+    """Return the module, made without the one of torch's initialisers that reads values: fake tensors have none."""
     with mock.patch.object(nn.init, "_no_grad_trunc_normal_", lambda tensor, *_args, **_settings: tensor):
         module = build_module(model.module, where=where)
     others = {str(p.dtype) for p in module.parameters()} - {str(DTYPES[model.traced_precision])}
@@ -110,10 +108,10 @@ def fake_module(model: Model, where: str) -> nn.Module:
 
 
 class _FakeTensors(FakeTensorMode):
-    """Gives tensors no values, and grouped products the types that kernels support.
+    """Fake tensors whose grouped products accept fp32 and fp16 too, as the kernels do.
 
-    Torch's shape function of these accepts bf16 only. A mode of their own would see every operation, which takes longer
-    than most of what a trace does with it.
+    Torch's shape function of grouped products accepts bf16 only. A separate mode for them would see every operation,
+    which takes longer than most of what a trace does with it.
     """
 
     @classmethod
@@ -142,7 +140,7 @@ def traced_precision(model: Model) -> Iterator[None]:
 
 @contextmanager
 def without_values(model: Model) -> Iterator[None]:
-    """Use tensors without values for the duration of the context, with the model's operations as for real values."""
+    """Use fake tensors for the duration of the context, with the operations that the model runs on real values."""
     whole = sequences_not_packed() if model.module.hugging_face is not None else nullcontext()
     with _FakeTensors(allow_non_fake_inputs=False), traced_precision(model), whole:
         yield
@@ -163,13 +161,15 @@ def record_step(
 ) -> Record:
     """Return the record of one training step at this shape, layer by layer.
 
-    `units`: each block is sliced to this number of units. `parts`: number of ranks that divide sequences between the
-    sliced parts of blocks. `routed`: each layer of routed experts holds so many of them, which process so many rows;
-    of blocks that are sliced too, these are not.
-    `context`: number of ranks that divide sequences everywhere; raises UserError if a block cannot. `like`: the record
-    of such a step at another shape; what depends on no shape is taken from it, which saves two of four forwards: the
-    order of the modules, and when tensors would be freed that autograd did not save; of compiled blocks also the order
-    of kernels and the buffers that share memory. `apart`: one at another shape, for the first of compiled blocks.
+    `units`: number of units to which each block is sliced. `parts`: number of ranks that divide sequences between the
+    sliced parts of blocks. `routed`: the experts that each layer of routed experts holds, and the rows that they
+    process; in sliced blocks, routed experts are not sliced. `context`: number of ranks that divide sequences
+    everywhere; raises UserError if a block cannot.
+
+    `like`: the record of such a step at another shape. What depends on no shape is taken from it, which saves two of
+    four forwards: the order of the modules, and when tensors would be freed that autograd did not save; for compiled
+    blocks also the order of kernels and the buffers that share memory. `apart`: a record at another shape, for the
+    first record of compiled blocks.
     """
     with without_values(model):
         module = fake_module(model, where)
@@ -180,7 +180,7 @@ def record_step(
         inputs, targets = example_batch(model, batch_size=batch_size, sequence_length=length)
         _check_positions(module, sequence_length, where)
         frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
-        for parameter in frozen:  # layers are those of the module that is trained whole
+        for parameter in frozen:  # layers are those that the module has when all of it is trained
             parameter.requires_grad_(True)
         modules = like.modules if like else _execution_order(module, list(chosen), inputs, targets, model, where)
         for parameter in frozen:
@@ -240,7 +240,7 @@ def _compiled(
 
 
 def _divide_experts(record: Record, module: nn.Module, stand_in: "_ReductionRecorder", held: int, rows: int) -> None:
-    """Let each layer hold so many of its routed experts, which process so many rows; note what it has of them."""
+    """Let each layer hold `held` of its routed experts, which process `rows` rows; note its number of experts."""
 
     def note(layer: int, _inner: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         index = args[1] if len(args) > 1 else named["top_k_index"]
@@ -255,20 +255,20 @@ def _divide_experts(record: Record, module: nn.Module, stand_in: "_ReductionReco
 
 @dataclass(frozen=True)
 class _TracedExchange:
-    """Stands in for the all-to-alls of divided experts, of which a rank holds so many, with so many rows."""
+    """Stands in for the all-to-alls of divided experts: a rank holds `held` of them, which process `rows` rows."""
 
     stand_in: "_ReductionRecorder"
     held: int
     rows: int
 
     def share_counts(self, counts: Tensor) -> tuple[Tensor, Splits]:
-        """Return the tensor of counts that is received, and the rows that all senders send together."""
+        """Return the received tensor of counts, and the total rows that all senders send."""
         assert self.stand_in.recorder is not None
         received = self.stand_in.recorder.exchange(counts, "counts", len(counts))
         return received.view(-1, self.held), Splits([], [self.rows])
 
     def move(self, rows: Tensor, splits: Splits, *, back: bool) -> Tensor:
-        """Return the tensor of rows that is received."""
+        """Return the received tensor of rows."""
         assert self.stand_in.recorder is not None
         if not splits.sent:  # the first dispatch, of all rows that this rank sends
             splits.sent.append(len(rows))  # type: ignore[attr-defined]
@@ -286,7 +286,7 @@ class _ReductionRecorder:
         return self.recorder.reduce(tensor)
 
     def parts(self, ranks: int) -> SequenceParts:
-        """Return the division of sequences among so many ranks, of which this is the first."""
+        """Return the division of sequences among `ranks` ranks; this rank is the first of them."""
 
         def received(kind: str, sent: Tensor) -> Tensor:
             assert self.recorder is not None
@@ -295,9 +295,7 @@ class _ReductionRecorder:
         return SequenceParts(ranks, 0, partial(received, "all-gather"), partial(received, "reduce-scatter"))
 
     def context(self, ranks: int) -> ContextParts:
-        """Return the division of sequences among so many ranks from the embedding to the loss, of which this is the
-        first.
-        """
+        """Return the division of sequences among `ranks` ranks from embedding to loss; this rank is the first."""
 
         def received(sent: Tensor) -> Tensor:
             assert self.recorder is not None
@@ -317,8 +315,8 @@ def _cut_blocks(
 ) -> dict[str, tuple[int, bool]]:
     """Slice each block to this number of units, with sequences divided in parts if there are any.
 
-    `beside_experts`: routed experts are divided among ranks, not cut. Return the whole number of units of each, and
-    whether they are linear maps.
+    `beside_experts`: routed experts are divided among ranks, not cut. Returns for each cut block the number of units of
+    the whole block, and whether all cut modules are linear maps.
     """
     units_of = {}
     for name, block in [(name, module.get_submodule(name)) for name, is_block in chosen.items() if is_block]:
@@ -327,7 +325,7 @@ def _cut_blocks(
         cut = cut_of(block)
         if cut is not None:
             units_of[name] = cut.units(block), is_linear(block, cut)
-            # the number of ranks makes no difference to one
+            # what one rank does is independent of the number of ranks
             slice_block(block, range(units), stand_in, ranks=2, parts=parts)
     return units_of
 
@@ -335,7 +333,7 @@ def _cut_blocks(
 def fewest_units(model: Model, where: str, *, beside_experts: bool = False) -> int:
     """Return the smallest number of units of the model's blocks; 0 if one cannot be sliced.
 
-    `beside_experts`: routed experts are not, but divided among ranks.
+    `beside_experts`: routed experts are not sliced but divided among ranks.
     """
     with without_values(model):
         module = fake_module(model, where)
@@ -347,7 +345,7 @@ def fewest_units(model: Model, where: str, *, beside_experts: bool = False) -> i
 
 
 def uncut_reason(model: Model, where: str) -> str | None:
-    """Return why the model's blocks cannot be sliced, with the name of the module; None: they can, or it has none."""
+    """Return why the model has no sliced layers, with the name of the module; None if it has no blocks."""
     with without_values(model):
         module = fake_module(model, where)
         blocks = [module.get_submodule(name) for name, is_block in layer_modules(module).items() if is_block]
@@ -371,7 +369,7 @@ def experts_to_divide(model: Model, where: str) -> int:
 def can_divide_sequences(model: Model, where: str, *, beside_experts: bool = False) -> bool:
     """Return whether ranks can divide the sequences between all slices of the model's blocks.
 
-    `beside_experts`: of blocks whose routed experts are divided among ranks.
+    `beside_experts`: routed experts are divided among ranks, not sliced.
     """
     with without_values(model):
         module = fake_module(model, where)
@@ -385,7 +383,7 @@ def can_divide_sequences(model: Model, where: str, *, beside_experts: bool = Fal
 def _check_positions(module: nn.Module, sequence_length: int | None, where: str) -> None:
     """Raise UserError if a Hugging Face model has no embedding for the last positions.
 
-    Which fake tensors do not detect.
+    Fake tensors do not detect that.
     """
     longest = getattr(getattr(module, "config", None), "max_position_embeddings", None)
     if sequence_length is not None and isinstance(longest, int) and sequence_length > longest:
@@ -415,7 +413,7 @@ def _check_logits(logits: Tensor, targets: Tensor, model: Model, where: str) -> 
 
 @contextmanager
 def _explained(where: str) -> Iterator[None]:
-    """Raise what a forward raises as a UserError."""
+    """Raise exceptions of a forward as UserErrors."""
     try:
         yield
     except (UnknownOperationError, NoPolynomialError):
@@ -436,7 +434,7 @@ def _execution_order(
 ) -> list[str]:
     """Return the chosen modules at which a layer begins, in execution order.
 
-    Modules without an input that carries a gradient (parallel embeddings) belong to the first of them.
+    Modules whose inputs carry no gradient (parallel embeddings) belong to the layer of the first of them.
     """
     order: list[str] = []
     inner = dict(module.named_modules())
@@ -489,9 +487,9 @@ def _record_saved(
         storage = tensor.untyped_storage()
         if storage._cdata not in known and storage._cdata not in seen:
             seen.add(storage._cdata)
-            keep.append(storage)  # so that no other storage takes its place
+            keep.append(storage)  # so that no other storage gets its address
             record.saved[recorder.layer] += storage.nbytes()
-        if recorder.layer not in record.output:  # its module has not returned
+        if recorder.layer not in record.output:  # the layer's module has not returned yet
             record.until_saved[recorder.layer] = recorder.again()
         return tensor
 
@@ -521,9 +519,9 @@ def _record_unsaved(
     stand_in: _ReductionRecorder,
     like: Record | None,
 ) -> None:
-    """Record when a forward's tensors would be freed if autograd saved nothing, or take it from a record like this.
+    """Record when a forward's tensors would be freed if autograd saved nothing, or take that from `like`.
 
-    As in the forward of a checkpointed block.
+    That is the case in the forward of a checkpointed block.
     """
     if like is not None:
         if len(like.alive) == len(record.alive):  # else the operations depend on the shape: it cannot be fitted
@@ -553,11 +551,11 @@ def _record_needed(
     stand_in: _ReductionRecorder,
     like: Record | None,
 ) -> None:
-    """Record what each block's backward creates before it needs a tensor that autograd saved, or take it from `like`.
+    """Record how many storages each layer's backward creates before it needs a saved tensor, or take that from `like`.
 
-    A checkpointed block runs its forward again only then.
+    A checkpointed block recomputes its forward only at that moment.
     """
-    if like is not None or record.kernel_plans:  # a compiled block is one node, which needs all that is saved at once
+    if like is not None or record.kernel_plans:  # a compiled block is one node, which needs all saved at once
         record.before_saved = like.before_saved if like is not None else {}
         return
     created: dict[int, int] = {}
@@ -595,8 +593,8 @@ def _record_operations(
 def record_backward(recorder: Recorder, module: nn.Module, inputs: Tensor, targets: Tensor) -> None:
     """Record a forward, and the backward of the parameters that require gradients, if any.
 
-    To be called under fake tensors, of a module without gradients. They are not among the record's `alive`, but in its
-    `parameters`, with the moments at which each is created and is ready.
+    To be called under fake tensors, with a module whose parameters have no gradients yet. Gradients are not in the
+    record's `alive`, but in its `parameters`, with the moments at which each is created and is ready.
     """
     record = recorder.record
     ready: dict[str, tuple[int, str, int]] = {}

@@ -45,7 +45,7 @@ class OperationCounts:
     batch_size: int
     sequence_length: int | None
     operations: dict[str, Work]
-    """By name."""
+    """Work by the operation's name."""
 
 
 def _ignored(_counted: OperationCounts) -> None:
@@ -82,7 +82,7 @@ def trace_at_length(
 
 
 def _traced(model: Model, lengths: Lengths, where: str, on_counted: Callable[[OperationCounts], None]) -> Model:
-    """Return the model with all that is traced of it; of many equal blocks, a few are."""
+    """Trace the model, of many equal blocks only a few, and return it with its layers."""
     sibling = with_fewer_blocks(model, where)
     layers = None
     if sibling is not None:
@@ -116,7 +116,7 @@ def _uncut_reason(model: Model, traced: dict[str, tuple[Layer, ...]], where: str
 
 
 def _operations(record: Record, stack: Stack | None) -> dict[str, Work]:
-    """Return the work of all layers by operation; `stack`: its middle block is counted for those left out."""
+    """Return the work of all layers by operation; with a `stack`, its middle block also counts for blocks left out."""
     total: dict[str, Work] = {}
     middle = record.modules.index(f"{stack.path}.{KEPT // 2}") if stack else -1
     for layer, operations in record.by_operation.items():
@@ -129,12 +129,12 @@ def _operations(record: Record, stack: Stack | None) -> dict[str, Work]:
 def _layers(model: Model, lengths: Lengths, where: str) -> tuple[dict[str, list[Layer]], Record]:
     """Return all layers, one for each module, by the field of a model, and the record of the largest step.
 
-    Fields are empty of what ranks cannot divide so.
+    A field is empty if ranks cannot divide the model in its way.
     """
     steps = whole_steps(lengths)
     records, largest = record_steps(model, steps, where=where)
     whole = fit_layers(records, largest, steps.checked.shape, TERMS["layers"])
-    if model.compiled:  # whole blocks, all of them trained: parts of blocks would be other graphs
+    if model.compiled:  # only whole blocks, all of them trained: parts of blocks would be other graphs
         return {"layers": whole, **{name: [] for name in DIVIDED_STEPS}}, largest
     shapes = [step.shape for step in steps.traced]
     layers = {"layers": with_partial_costs(model, whole, shapes, steps.checked.shape, where=where)}
@@ -145,9 +145,9 @@ def _layers(model: Model, lengths: Lengths, where: str) -> tuple[dict[str, list[
 
 
 def _divided(name: str, model: Model, lengths: Lengths, where: str) -> list[Layer]:
-    """Return all layers as ranks divide them, for a field of the model; empty if they cannot, or not by polynomials."""
+    """Return the layers as divided for field `name`; empty if that is impossible, or costs are no polynomials."""
     not_so: tuple[type[Exception], ...] = (NoPolynomialError,)
-    if name == "context_layers":  # of modules that take no parts
+    if name == "context_layers":  # from modules that cannot run on a part of a sequence
         not_so = (NoPolynomialError, UserError, RuntimeError, TypeError, ValueError)
     try:
         steps = DIVIDED_STEPS[name](model, lengths, where)
@@ -193,7 +193,10 @@ def traced_adapters(model: Model, targets: str | tuple[str, ...], lengths: Lengt
 
 
 def with_traced_adapters(model: Model, targets: Sequence[str], *, where: str) -> Model:
-    """Return a traced model with its layers with adapters beside each of the `targets` (names joined by commas)."""
+    """Return a traced model with its layers also traced with adapters, for each of `targets`.
+
+    A target is a role, or names joined by commas.
+    """
     lengths, adapted = _lengths_of(model), []
     for each in targets:
         wanted = each if each in ROLES else tuple(each.split(","))
@@ -233,9 +236,9 @@ def with_traced_autocast(model: Model, precisions: Sequence[str], *, where: str)
 
 
 def _buffers(model: Model, where: str) -> dict[str, Any]:
-    """Return the bytes of the module's buffers and what values they have, for each data type as it first appears.
+    """Return the bytes and kind of values of the module's buffers, by data type in order of first appearance.
 
-    A module is cast to one precision before it trains, so that all floating-point buffers have one data type then.
+    A module is cast to one precision before it trains, so all floating-point buffers then have one data type.
     """
     sizes: dict[torch.dtype, int] = defaultdict(int)
     with without_values(model):
@@ -247,7 +250,7 @@ def _buffers(model: Model, where: str) -> dict[str, Any]:
 
 
 def _with_module_buffers(layers: Sequence[Layer], model: Model, where: str) -> list[Layer]:
-    """Return layers with the bytes of the buffers in their modules; those outside all modules are in the first."""
+    """Return layers with the bytes of the buffers in their modules; the first layer gets those outside all modules."""
     if not layers:
         return []
     sizes: dict[str, int] = defaultdict(int)
@@ -275,7 +278,7 @@ LISTED = 8
 
 
 def counted_table(counted: OperationCounts) -> str:
-    """Return the counts as lines: operation, calls, FLOP, bytes; all with FLOP, of the others the largest."""
+    """Return a table of operation, calls, FLOP and bytes: all operations with FLOP, and the largest of the others."""
     works = counted.operations
     rows = [(name, work) for name, work in works.items() if work.flop]
     others = sorted(((n, w) for n, w in works.items() if not w.flop), key=lambda row: -row[1].bytes_moved)
@@ -298,7 +301,7 @@ def counted_table(counted: OperationCounts) -> str:
 
 
 def write_model(path: Path, model: Model) -> None:
-    """Write the model file, or nothing."""
+    """Write the model file, whole or not at all."""
     data = TypeAdapter(Model).dump_python(model, mode="json", exclude_none=True)
     for name in ("context_layers", "expert_layers", "adapted", "autocast", "whole_layers"):  # most models have none
         if not data[name]:

@@ -1,10 +1,11 @@
 """Checkpoints of a training with torch.distributed.checkpoint, resumable by any number of ranks.
 
 A checkpoint is a folder `step-N`. It is written under another name and renamed once every rank has written its part, so
-that leftovers of a killed rank are never loaded; one whose files do not match their digests is skipped for the one
-before it. One run at a time saves in a folder: it holds the folder's lock. Parameters and optimizer state are saved by
-parameter name and element: other ranks, other shares, other partitions of the model by layers or inside blocks, and
-with Gradient Sharding other buckets too, read the elements they need. Data are a function of seed and step.
+that leftovers of a killed rank are never loaded. If the files of a checkpoint do not match their digests, the one
+before it is used. One run at a time saves in a folder: it holds the folder's lock. Parameters and optimizer state are
+saved by parameter name and element. So a training can resume with another number of ranks, other shares, another
+partition of the model (by layers or inside blocks) and, with Gradient Sharding, other buckets: each rank reads the
+elements it needs. Data are a function of seed and step.
 
 Rank-specific state is restored if there are as many ranks as before, with the same shares: torch's random states (of
 dropout), and the residuals and threshold estimates of a push. Otherwise random states are seeded from seed, step and
@@ -13,14 +14,12 @@ are restored too, if there are as many ranks; speeds are measured anew.
 
 Checkpoints are read without running code, although a pickle may name any function to call. torch's own reader unpickles
 `.metadata` and each non-tensor value without restrictions (torch 2.13, checkpoint/filesystem.py and
-default_planner.py). Here the first may name only classes that describe a checkpoint, and the others only those that
-`torch.load(weights_only=True)` accepts.
-
-Sharded checkpoints of a rank's parameters and optimizer state, by the model's own names and elements.
+default_planner.py). Here `.metadata` may name only classes that describe a checkpoint, and the other values only those
+that `torch.load(weights_only=True)` accepts.
 
 A pipeline rank has some of the model's parameters, a tensor-parallel rank slices of them, and a rank of a sharded
-optimizer the state of some. All are saved under the parameter's name in the model, at the indices that their elements
-have there: after a resume, however the training is partitioned then, each rank reads the elements it needs.
+optimizer the state of some. All are saved under the parameter's name in the whole model, at the indices that their
+elements have there.
 """
 
 import hashlib
@@ -65,7 +64,7 @@ from gssim.workload import unrolled
 class Elements:
     """A module and its optimizer's state, without options: dcp.save({"training": Elements(module, optimizer)}).
 
-    dcp.load alike: into the tensors themselves.
+    dcp.load takes the same, and loads into the tensors themselves.
     """
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -98,7 +97,7 @@ def _named(module: nn.Module) -> Iterator[tuple[str, Tensor, Slice | None]]:
     if isinstance(module, nn.parallel.DistributedDataParallel):
         yield from _named(module.module)
         return
-    tensors = module.state_dict(keep_vars=True)  # first: FSDP2 puts its shards in place for it
+    tensors = module.state_dict(keep_vars=True)  # called first: FSDP2 puts its shards in place for it
     parts = {
         getattr(each, leaf): part
         for each in module.modules()
@@ -140,7 +139,7 @@ def _placed(value: Tensor, part: Slice | None) -> Tensor:
 
 
 def _pieces(local: Tensor, part: Slice, first_row: int) -> dict[tuple[int, ...], Tensor]:
-    """Return the pieces of a slice, of which rows from `first_row` on are local, by their index in the whole."""
+    """Return the local pieces of a slice, its rows from `first_row` on, by their index in the whole tensor."""
     pieces: dict[tuple[int, ...], Tensor] = {}
     along_rows = part.dimension == 0
     extent = range(first_row, first_row + local.shape[0]) if along_rows else range(local.shape[part.dimension])
@@ -250,15 +249,15 @@ class Progress:
     step: int = 0
     """Completed steps, including warm-up."""
     losses: tuple[float, ...] = ()
-    """Of the steps after the warm-up."""
+    """Losses of the steps after the warm-up."""
     ranks: int = 0
     """Number of ranks that wrote the checkpoint."""
     training: dict[str, Any] = field(default_factory=dict)
     """Identity of the training, see `identity`."""
     samples: tuple[int, ...] = ()
-    """Of each rank in the next step, if shares follow the rank speeds."""
+    """Samples of each rank in the next step, if shares follow the rank speeds."""
     shard_shares: tuple[float, ...] = ()
-    """Of each rank, in the same case."""
+    """Share of the parameters of each rank, in the same case."""
     files: dict[str, str] = field(default_factory=dict)
     """Digest (SHA-256) of each of its other files."""
     format: int = FORMAT
@@ -278,7 +277,7 @@ class Checkpoints:
     def resume(self, scenario: Scenario, training: Training) -> Progress:
         """Load the last checkpoint into the training, if there is one; return its progress (a collective).
 
-        One of the final step is skipped: ranks restarted after it have yet to measure.
+        A checkpoint of the final step is skipped: ranks restarted after it must still measure.
         """
         from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -417,7 +416,7 @@ def _digest(file: Path) -> str:
 def _raise_with_reason(path: Path, done: str) -> Iterator[None]:
     """Raise RunFailedError with a rank's reason in place of torch.distributed.checkpoint's error.
 
-    Which is no Exception.
+    That error is no subclass of Exception.
     """
     try:
         yield
@@ -451,7 +450,7 @@ def _remove(path: Path) -> None:
 
 
 FORM = "form of the optimizer's state"
-"""Key of an identity: trainings with states of two forms cannot go on from each other's checkpoints."""
+"""Key of an identity: trainings with different forms of state cannot resume from each other's checkpoints."""
 
 
 def identity(scenario: Scenario) -> dict[str, Any]:
@@ -516,7 +515,7 @@ def _commit(partial: Path, path: Path) -> None:
     """Give a complete checkpoint its final name, durably even across a power failure."""
     sync_folder(partial)
     before = path.with_name(f"{path.name}.replaced.partial")
-    if path.exists():  # a damaged one, or one of the end
+    if path.exists():  # a damaged checkpoint, or one of the final step
         path.rename(before)
     partial.rename(path)
     sync_folder(path.parent)

@@ -26,7 +26,7 @@ def context_place(scenario: Scenario, rank: int) -> tuple[int, int, bool]:
 
 
 def own_positions(whole: Tensor, place: tuple[int, int, bool]) -> Tensor:
-    """Return a rank's part of sequences, of shape (batch, sequence); `place`: that of `context_place`.
+    """Return a rank's part of sequences, of shape (batch, sequence); `place`: as `context_place` returns it.
 
     >>> own_positions(torch.arange(6).view(1, 6), (1, 3, False)).tolist()
     [[2, 3]]
@@ -50,7 +50,7 @@ class Feed:
         """Whether each rank computes a loss: in a pipeline, those of the last stage."""
         self.reads = places[rank] == 0
         self.copies = scenario.ranks // policies.pp // policies.data_ranks // policies.cp
-        """Ranks that compute the same loss: those with slices of one replica, or parts of its gradients."""
+        """Number of ranks that compute the same loss: they have slices of one replica, or parts of its gradients."""
         self.source = data.open_source(scenario.workload)
 
     def divide(self, sizes: Sequence[int]) -> None:
@@ -80,7 +80,7 @@ class Feed:
         inputs, targets = self.source.batch(seed=seed, step=step, rows=self.rows[self.rank])
         place = self._place(self.rank)
         inputs, targets = own_positions(inputs, place), own_positions(targets, place)
-        inputs, targets = inputs.clone(), targets.clone()  # numpy's memory is not the device's, which is counted
+        inputs, targets = inputs.clone(), targets.clone()  # numpy's own memory would not be counted
         if inputs.is_floating_point():
             inputs = inputs.to(DTYPES[self.scenario.workload.precision])
         ranks = tuple(n * self.copies / sum(terms) for n in terms)
@@ -120,7 +120,7 @@ class Feed:
 
 
 class HeldOut:
-    """This rank's part of the held-out data, in equally many forwards on every rank: FSDP2's are collectives."""
+    """This rank's part of the held-out data; all ranks run equally many forwards, because FSDP2's are collectives."""
 
     def __init__(self, scenario: Scenario, rank: int, device: torch.device) -> None:
         self.device, self.precision = device, DTYPES[scenario.workload.precision]

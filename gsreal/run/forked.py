@@ -24,13 +24,13 @@ IMPORTS = ("gsreal.run.worker", "gsreal.calibrate.__main__", "torch.distributed.
 
 
 def import_modules() -> None:
-    """Import what the forks of this process would import each for itself."""
+    """Import the modules that every fork of this process would otherwise import for itself."""
     for name in IMPORTS:
         import_module(name)
 
 
 def check_environment() -> None:
-    """Raise RunFailedError if ranks that are forked from this process would not be as those that are started anew."""
+    """Raise RunFailedError if ranks forked from this process would differ from ranks in new processes."""
     lacking = [name for name, value in ENVIRONMENT.items() if os.environ.get(name) != value]
     if lacking:
         raise RunFailedError(f"ranks cannot be forked: started without {', '.join(lacking)} in the environment")
@@ -81,7 +81,7 @@ class Forked:
 
 
 def _run(act: Callable[[], object], log: Path) -> NoReturn:
-    """Do `act` in the new process: none of its parent's handlers and `finally` clauses runs here."""
+    """Call `act` in the new process, and end it without running its parent's handlers and `finally` clauses."""
     code, has_begun = 1, False
     try:
         for number in (signal.SIGTERM, signal.SIGHUP):

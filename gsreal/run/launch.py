@@ -57,7 +57,7 @@ def check_real(loaded: Loaded) -> None:
 
 
 def check_compiled(scenario: Scenario, *, where: str) -> None:
-    """Raise UserError where nothing here compiles blocks, or they would be compiled in a step that counts."""
+    """Raise UserError if no compiler for compiled blocks is installed, or they would be compiled in a timed step."""
     if not scenario.workload.model.compiled:
         return
     kinds = {each.kind for each in scenario.cluster.device_types.values()}
@@ -115,7 +115,7 @@ def check_evaluation(scenario: Scenario, *, where: str) -> None:
 
 
 def check_scaled_clipping(scenario: Scenario, *, where: str) -> None:
-    """Raise UserError for clipping by the norm of scaled gradients in fp16: it overflows, as torch takes it in fp16."""
+    """Raise UserError for clipping scaled gradients in fp16: torch computes their norm in fp16, where it overflows."""
     workload, shards = scenario.workload, scenario.policies.gradients == "reduce-scatter"
     if workload.precision == "fp16" and workload.clip_norm is not None and not shards:
         raise UserError(
@@ -125,7 +125,7 @@ def check_scaled_clipping(scenario: Scenario, *, where: str) -> None:
 
 
 def check_offload(scenario: Scenario, *, where: str) -> None:
-    """Raise UserError for sums over ranks of gradients on the hosts, for which NCCL has no collectives."""
+    """Raise UserError if gradients in the hosts' memory must be summed over ranks: NCCL has no collectives for them."""
     workload, plan = scenario.workload, scenario.plan
     if plan.offload is None or scenario.cluster.backend != "nccl":
         return
@@ -140,7 +140,7 @@ def check_offload(scenario: Scenario, *, where: str) -> None:
 def check_gloo_on_gpus(scenario: Scenario, *, where: str) -> None:
     """Raise UserError for collectives of torch's own that gloo does not carry between GPUs: they end in a crash.
 
-    It reads messages of a pipeline, and those of functional all-gathers, as if they were in the host's memory.
+    gloo reads messages of a pipeline, and those of functional all-gathers, as if they were in the host's memory.
     """
     cluster, plan = scenario.cluster, scenario.plan
     if cluster.backend != "gloo" or cluster.type_of(0).kind != "cuda":
@@ -158,7 +158,7 @@ def check_gloo_on_gpus(scenario: Scenario, *, where: str) -> None:
 
 
 def check_samples(scenario: Scenario, *, where: str) -> None:
-    """Raise UserError for ranks without samples where Hugging Face's module is trained: it takes no empty batch."""
+    """Raise UserError for ranks without samples if a Hugging Face module is trained: it takes no empty batch."""
     module = scenario.workload.model.module
     idle = [rank for rank, samples in enumerate(scenario.batch_sizes) if not samples]
     if module.hugging_face is not None and idle:
@@ -211,7 +211,9 @@ class Guard:
     interface: str | None = None
     """Network interface on which backends listen; None: the loopback."""
     locks: tuple[int, ...] = ()
-    """File descriptors of locks that ranks hold too: a killed launcher releases none while a rank still writes."""
+    """File descriptors of locks that ranks hold too: a lock is kept while a rank still writes after its launcher was
+    killed.
+    """
 
 
 def launch(

@@ -1,8 +1,8 @@
 """Ranks that torchrun or srun has started, on one or several nodes: their numbers, and whether nodes fit the plan.
 
 torchrun gives each rank its number in the variables that torch reads; plain `srun` has names of its own. Ranks on
-several nodes find each other at MASTER_ADDR: an address of the loopback there would make each node wait for itself, and
-so would a host name of their own that gloo cannot bind to.
+several nodes find each other at MASTER_ADDR: a loopback address there would make each node wait for itself. So would a
+node's own host name that gloo cannot bind to.
 """
 
 import ipaddress

@@ -39,7 +39,7 @@ def run_on_rank(main: Callable[..., None], arguments: Sequence[str]) -> NoReturn
     """
     die_with_parent()  # before anything that takes time: a launcher may be killed while ranks still import torch
     if str(os.getppid()) == INIT != os.environ.get(LAUNCHER, INIT):
-        os._exit(1)  # it was, before this process could ask to die with it
+        os._exit(1)  # the launcher died before this process could ask to die with it
     try:
         install_stack_dump()
         main(*arguments)
@@ -87,7 +87,7 @@ def join(backend: str) -> None:
 def leave() -> None:
     """Leave the process group, if this rank is in one.
 
-    Wrappers and the group refer to each other: gloo's threads live until they are collected.
+    Wrappers and the group refer to each other, so that gloo's threads live until both are garbage-collected.
     """
     gc.collect()
     if dist.is_initialized():

@@ -19,12 +19,13 @@ from gssim.scenario import Scenario, after_step, begin
 WORK = 64
 """Size of the square matrices that a slow rank multiplies."""
 LAB_PRODUCTS, LAB_WARM_UPS = 15, 3
-"""Number of timed products of an emulated device's speed, and of those before: a core that has waited is at first
-faster than its share."""
+"""Number of timed products for an emulated device's speed, and of untimed ones before: a core that has waited is at
+first faster than its share.
+"""
 CORE_PRODUCTS, CORE_WARM_UPS = 5, 1
-"""The same of a calibrated CPU, which has whole cores."""
+"""The same for a calibrated CPU, which has whole cores."""
 LEAST_STEPS = 8
-"""A run of fewer timed steps is a test or a trial; of its speed nothing is measured on calibrated CPUs."""
+"""Fewest timed steps after which the speed of a calibrated CPU is measured: a shorter run is a test or a trial."""
 
 
 def device_speed_ratio(cluster: Cluster, rank: int, device: torch.device, *, steps: int) -> float | None:
@@ -68,15 +69,15 @@ def _speed_ratio(stated: DeviceType, products: int, warm_ups: int) -> float | No
 class SlowDevice:
     """Emulates a device slower by `ratio`: the rank computes longer.
 
-    The extra time of a phase is spent before it, from the mean of its last durations: the phase's messages are then
-    late, as a slower device's are, and waiting for other ranks does not count.
+    The extra time of a phase is computed from the mean of its last durations, and spent before the phase. So the
+    phase's messages are late, as a slower device's are, and waiting for other ranks does not count.
     """
 
     timeline: Timeline
     device: torch.device
     ratio: float = 1.0
     own_s: dict[str, float] = field(default_factory=dict)
-    """Running mean of the time of a unit of each phase at full speed."""
+    """Running mean of each phase's seconds per unit at full speed."""
 
     @contextmanager
     def phase(self, phase: str, units: int = 1) -> Iterator[None]:
@@ -104,17 +105,17 @@ def work(seconds: float, device: torch.device) -> None:
 class Rebalancer:
     """Rebalances batch and shards by rank speeds.
 
-    All ranks exchange their times, and the controller decides alike on each.
+    All ranks exchange their times, and the controller makes the same decision on each.
     """
 
     def __init__(self, scenario: Scenario, device: torch.device) -> None:
         self.following, self.device = begin(scenario), device
         self.compute_s: tuple[float, ...] = ()
         self.update_s: tuple[float, ...] = ()
-        """Of every rank, in the last step."""
+        """Time of every rank's update in the last step."""
 
     def share(self, timeline: Timeline) -> None:
-        """Exchange with all ranks the time that each has worked since its last step's end."""
+        """Exchange with all ranks the time that each has worked since the end of its last step."""
         phases = timeline.phases_since(timeline.step_mark)
         with timeline.span("share compute times", "exposed_communication", dist.group.WORLD):
             mine = [sum(phases[name] for name in names) for names in (COMPUTE_PHASES, UPDATE_PHASES)]

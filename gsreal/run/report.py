@@ -21,7 +21,7 @@ from gssim.scenario import Loaded, Scenario
 
 
 class RunRecorder:
-    """Records of one rank, taken after every step; `evaluations` are the same on all."""
+    """Records of one rank, taken after every step; `evaluations` are the same on all ranks."""
 
     def __init__(self, scenario: Scenario, training: Training, rank: int, device: torch.device) -> None:
         self.run, self.training = scenario.run, training
@@ -99,7 +99,7 @@ class RankReport:
     pushed_by_step: list[tuple[int, int]]
     """Entries sent and offered."""
     carried_by_step: tuple[float, float] | None
-    """Bytes that its device sent and received per step, if they are counted: in the lab."""
+    """Bytes that its device sent and received per step; None outside the lab, where they are not counted."""
     evaluations: list[Evaluation]
     peak_allocated_bytes: int
     peak_reserved_bytes: int | None
@@ -126,8 +126,8 @@ def _periods(
 ) -> Periods | None:
     """Return the times of inner and outer steps, and the bytes of a period; None without periods.
 
-    `sent`: bytes that each rank's device sent in a mean step, where they are counted; where replicas are divided, most
-    of them stay inside.
+    `sent`: bytes that each rank's device sent in a mean step, if they are counted; if ranks divide replicas, most of
+    these bytes stay inside a replica.
     """
     outer = outer_steps(scenario, len(times_s))
     if outer is None:

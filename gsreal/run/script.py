@@ -146,4 +146,6 @@ LAUNCHERS: dict[str, Callable[[int, int, str, str, str | None], str]] = {
     "kubernetes": _for_kubernetes,
     "skypilot": _for_skypilot,
 }
-"""What to submit, by launcher: from hosts, ranks of each, the command, the GPU ('': none), and the image."""
+"""Functions that write what to submit, by launcher. Arguments: number of hosts, ranks of each, command, GPU ('': none),
+image.
+"""

@@ -22,7 +22,7 @@ def signals_ignored() -> Iterator[None]:
 def signals_deferred() -> Iterator[None]:
     """Defer termination signals and the user's interrupt until the end of the context.
 
-    In callbacks that it runs around a fork, Python reports exceptions and ignores them: raised there, they would be
+    Python reports and ignores exceptions in callbacks that it runs around a fork: interrupts raised there would be
     lost.
     """
     noted: list[int] = []

@@ -135,9 +135,10 @@ def measure(
 
 
 def _phases(scenario: Scenario, spans: list[Span], ends_s: list[float]) -> dict[str, float]:
-    """Return the phases of a typical step, or, in a run of periods, those of a mean step of typical inner and outer.
+    """Return the seconds of each phase in a typical step; in a run of periods, in the mean step of a typical period.
 
-    Where fragments are synchronized: of typical steps of each place in a period.
+    That period has typical inner steps and a typical outer one; if fragments are synchronized, it has a typical step
+    for each place in the period.
     """
     outer = outer_steps(scenario, len(ends_s) - 1)
     if outer is None or all(outer):
@@ -151,12 +152,12 @@ def _phases(scenario: Scenario, spans: list[Span], ends_s: list[float]) -> dict[
 
 
 def _synchronizing(training: Training, steps: int = 1) -> AbstractContextManager[None]:
-    """Return a context in which the last of so many steps is an outer one, in a run of periods."""
+    """Return a context in which the last of `steps` steps is an outer one, if the run has periods."""
     return training.periods.from_step(training.periods.every - steps) if training.periods else nullcontext()
 
 
 def synchronized_step(training: Training, inputs: Tensor, targets: Tensor, weights: Weights, rank: int) -> None:
-    """Train one more step; in a run of periods an outer one, or all of a period, where fragments are synchronized."""
+    """Train one more step; in a run of periods, an outer one, or a whole period if fragments are synchronized."""
     steps = training.periods.measured_steps if training.periods else 1
     with _synchronizing(training, steps):
         for _ in range(steps):
@@ -170,7 +171,7 @@ def build(scenario: Scenario, timeline: Timeline, device: torch.device) -> Train
     torch.backends.cuda.matmul.allow_tf32 = scenario.workload.tf32
     check_parameters(scenario, module)
     module.train()
-    compile_blocks(scenario.workload.model, module)  # inside of what wraps, gathers and checkpoints blocks
+    compile_blocks(scenario.workload.model, module)  # before blocks are wrapped, sharded and checkpointed
     return prepare(scenario, module, timeline, device)
 
 
@@ -213,7 +214,7 @@ def _timed_steps(
     """Train warm-up and timed steps from the resumed step on; return this rank's part of the losses after the warm-up.
 
     After a resume, as many steps as the warm-up has are untimed, as long as some are left. A step that follows a save
-    includes its duration.
+    includes the save's duration.
     """
     run, sharding = scenario.run, _sharding(training)
     losses: list[Tensor] = []
@@ -265,7 +266,7 @@ def _follow(training: Training, feed: Feed, step: int) -> None:
 
 
 def _peak(training: Training, feed: Feed, counter: MemoryCounter, rank: int) -> tuple[int, int | None]:
-    """Return (allocated, reserved) peak bytes: medians of three more steps, or periods, where these differ.
+    """Return (allocated, reserved) peak bytes: medians of three more steps, or periods if their steps differ.
 
     gloo's threads may hold a buffer a moment longer than the call that used it, so that single steps vary.
     """
@@ -291,7 +292,7 @@ def _state_of(training: Training) -> dict[Any, dict[str, Any]]:
     optimizer = training.optimizer
     if isinstance(optimizer, GradientSharding):
         return dict(optimizer.optimizer.state)
-    inner: torch.optim.Optimizer = getattr(optimizer, "optim", optimizer)  # ZeRO's own part is in an optimizer inside
+    inner: torch.optim.Optimizer = getattr(optimizer, "optim", optimizer)  # ZeRO's own part is in an inner optimizer
     return dict(inner.state)
 
 
@@ -318,9 +319,9 @@ def _collectives(
 
 
 def _set_payloads(dependent: list[ObservedCollective], counted: list[int], payloads: list[float]) -> None:
-    """Set the payloads of one step's entries, one for each bucket in turn, to the mean.
+    """Set the payloads of one step's entries, which go through the buckets in turn, to the mean over timed steps.
 
-    `counted`: bytes of this step.
+    `counted`: bytes that were sent in this step, by bucket.
     """
     buckets = len(counted)
     seen = [sum(entry.sent_bytes for entry in dependent[i::buckets]) for i in range(buckets)]
@@ -333,8 +334,10 @@ def _set_payloads(dependent: list[ObservedCollective], counted: list[int], paylo
 def _step(
     scenario: Scenario, training: Training, feed: Feed, counter: MemoryCounter, rank: int, ends_s: list[float]
 ) -> RankStep:
-    """Return a timed step of median length, with the memory of one more; in a run of periods, an inner step and the
-    outer one after it, or, where fragments are synchronized, the last whole period.
+    """Return a timed step of median length, with the memory of one more.
+
+    In a run of periods, these are an inner step and the outer one after it; if fragments are synchronized, the last
+    whole period.
     """
     inputs, targets, weights = feed.at(1)
     outer = outer_steps(scenario, len(ends_s) - 1)

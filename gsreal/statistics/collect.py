@@ -23,10 +23,14 @@ from gssim.workload.gradient_statistics import GradientStatistics
 
 EVERY = 10
 COURSES = 8
-"""A step of one run sends a fifth more or less than that of another: the median of this many, less than a tenth."""
+"""Trainings of which the median is taken. A step of one run sends a fifth more or less than that of another; the median
+of this many differs by less than a tenth.
+"""
 BATCHES = 2
 BYTES_OF_ELEMENT = 200
-"""Memory for each element of a model: in fp32 its residuals under some 35 thresholds, gradients, and the training's."""
+"""Bytes of memory for each element of a model, in fp32: residuals under some 35 thresholds, gradients, the training
+itself.
+"""
 APART = 1_000_003
 """Distance between the seeds of two courses: far from the seeds of other runs, which are to be predicted."""
 
@@ -36,9 +40,9 @@ def sampled_steps(steps: int, *, first: int = 0, every: int = EVERY) -> tuple[in
 
     Each is half as far again from the start as the one before, but at most `every` steps after it.
 
-    Gradients change fastest at the start, whatever the run's length: looked at in its first and last step alone, a run
-    of 8 steps had densities that were predicted up to 2.5 times too high. With a warm-up the first is step 1, and runs
-    with shorter warm-ups use the same statistics.
+    Gradients change fastest at the start, whatever the run's length: when only its first and last step were sampled,
+    the densities of a run of 8 steps were predicted up to 2.5 times too high. With a warm-up the first is step 1, and
+    runs with shorter warm-ups use the same statistics.
 
     >>> sampled_steps(45, first=5)
     (1, 2, 3, 5, 8, 12, 18, 27, 37, 44)
@@ -68,9 +72,9 @@ def take_statistics(
     owners: all of a rank's own range, and elements of the others that reach the threshold; with error feedback, the
     residual is added first. This is repeated in several courses, the first with the run's seed, and the statistics are
     their medians: initial weights, and the effects of single batches, are random and no property of the training. At
-    each sampled step, gradients of several batches are taken. It trains on
-    `fastest_device`. `thresholds`: in addition to 0. `magnitudes_only`:
-    neither error feedback nor relative thresholds nor publications are looked at, which take most of the time.
+    each sampled step, gradients of several batches are taken. Training runs on `fastest_device`. `thresholds`: in
+    addition to 0. `magnitudes_only`: error feedback, relative thresholds and publications are left out, which take most
+    of the time.
     """
     if scenario.policies.cp > 1:
         raise UserError(

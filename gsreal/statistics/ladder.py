@@ -149,7 +149,7 @@ LADDERS: Mapping[str, Ladder] = {
 
 
 SHAPE_STEPS = (0, 5, STEPS - 1)
-"""Steps at which shapes are kept, and all steps that are sampled between these have scales."""
+"""Steps at which shapes are kept; every step that is sampled between them has a scale."""
 EXPONENTS = {"learning rate": (0.5, 0.75, 1.0), "width": (0.0, 0.25, 0.5, 0.75, 1.0), "layers": (0.0, 0.25)}
 """Exponents of a step's progress that are tried."""
 

@@ -1,6 +1,6 @@
 """Records of a training's courses for gradient statistics: sketches of gradients and changes, at the sampled steps.
 
-Sketches of tensors by block, and counts over thresholds with error feedback, which do not affect the training.
+Tensors are sketched block by block. Counts over thresholds with error feedback do not affect the training.
 """
 
 import math
@@ -131,9 +131,9 @@ class Reached:
     """Numbers of elements of each block that reach thresholds, for one gradient or the sum of several."""
 
     sent: np.ndarray
-    """By threshold and block."""
+    """Number of elements, by threshold and block."""
     relative: np.ndarray
-    """By whether there is error feedback, multiple and block."""
+    """Number of elements, by whether there is error feedback, by multiple and by block."""
 
     def __add__(self, other: "Reached") -> "Reached":
         """Return the sum of both."""
@@ -141,7 +141,7 @@ class Reached:
 
 
 ROW_ELEMENTS = 2**19
-"""Elements that a CPU looks at together: larger intermediate results do not stay in its caches. A GPU has no limit."""
+"""Elements that a CPU processes together: larger intermediate results do not stay in its caches. A GPU has no limit."""
 
 
 class Feedback:
@@ -150,7 +150,7 @@ class Feedback:
     def __init__(self, thresholds: Sequence[float], multiples: Sequence[float] = ()) -> None:
         self.count, self.absolute = len(thresholds) + len(multiples), len(thresholds)
         self.floors = torch.tensor([*thresholds, *(TINY for _ in multiples)], dtype=torch.float64)[:, None]
-        """Least threshold of each row: of multiples of a mean of zero, one that no zero reaches."""
+        """Least threshold of each row; a row of multiples has one that no zero reaches, even if the mean is zero."""
         self.factors = torch.tensor([*(0.0 for _ in thresholds), *multiples], dtype=torch.float64)[:, None]
         self.residuals = torch.empty(0)
         """A row for each threshold, then for each multiple."""
@@ -176,7 +176,7 @@ class Feedback:
             self.residuals[rows].mul_(magnitudes < self._thresholds(rows, magnitudes))
 
     def _begun(self, values: Tensor) -> Tensor:
-        """Return the values as one row; at first, begin with residuals of zeros on their device."""
+        """Return the values as one row; in the first call, create residuals of zeros on their device."""
         flat = values.detach().reshape(-1).float()
         if not self.residuals.numel():
             self.residuals = flat.new_zeros(self.count, len(flat))
@@ -184,7 +184,7 @@ class Feedback:
         return flat
 
     def _groups(self, flat: Tensor) -> list[slice]:
-        """Return the rows that are looked at together."""
+        """Return the groups of rows that are processed together."""
         size = max(1, ROW_ELEMENTS // max(1, len(flat)) if flat.device.type == "cpu" else self.count)
         return [slice(first, first + size) for first in range(0, max(1, self.count), size)]
 
@@ -195,8 +195,10 @@ class Feedback:
 
 
 MULTIPLES = tuple(float(f"{2 ** (k / 2):.4g}") for k in range(-2, 10))
-"""Of a tensor's mean magnitude: relative thresholds that are looked at. With error feedback the mean keeps up with a
-threshold to about twice it; beyond, the fewest elements send: so they are close together."""
+"""Relative thresholds that are measured, as multiples of a tensor's mean magnitude. With error feedback the mean keeps
+up with a threshold of up to about twice it; beyond that, hardly any elements are sent. So the multiples are close
+together.
+"""
 
 
 class GradientBook:
@@ -273,7 +275,7 @@ class _Page:
 
     def __init__(self) -> None:
         self.looks: dict[int, _Look] = {}
-        """By batch."""
+        """By number of the batch."""
         self.directions: Any = 0
         """Sum of the normalised gradients."""
         self.count = self.pairs = 0
@@ -367,7 +369,7 @@ class Books:
             samples: {name: GradientBook(sampled, push_grid, multiples, small=small[name]) for name in sizes}
             for samples in set(self.samples.values())
         }
-        """By the number of samples."""
+        """Books of every parameter, by the number of samples."""
         self.changes = {
             name: ChangeBook(sampled, publish_grid, elements, small=small[name])
             for name, elements in sizes.items()

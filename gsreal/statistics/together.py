@@ -35,9 +35,10 @@ from gssim.units import PRECISION_BYTES
 
 
 class Unequal:
-    """A source that gives ranks unlike samples: of every batch's first ones, sorted, and of the others as drawn.
+    """A source that gives ranks unlike samples: the first part of every batch is sorted, the rest is as drawn.
 
-    Images are sorted by class, texts by their mean id; `ratio` of the batch are. Ranks have equally many of either.
+    Images are sorted by class, texts by their mean token id; the sorted part is `ratio` of the batch. Ranks have
+    equally many samples of either part.
     """
 
     def __init__(self, source: Source, batch_size: int, *, ranks: int, ratio: float) -> None:
@@ -68,7 +69,7 @@ class Pushing(Replica):
         super().__init__(scenario, scenario.push)
         self.value_bytes = PRECISION_BYTES[scenario.workload.precision]
         self.pushed_bytes = self.published_bytes = 0.0
-        """Of the latest step, of all ranks together: messages in the encodings of the plan."""
+        """Bytes of all ranks' messages in the latest step, in the encodings of the plan."""
         self.bucket_of = {
             name: number for number, names in enumerate(buckets_of(scenario, dict(self.parameters))) for name in names
         }
@@ -138,7 +139,7 @@ class Pushing(Replica):
 
 
 class _InTurn:
-    """Collectives of a compressor of one of several ranks in a process: they are noted, and done by `_exchange`."""
+    """Compressor of one of several ranks in a process: its collectives are noted, and done by `_exchange`."""
 
     def _reduce(self, tensor: Tensor) -> tuple[Tensor, Any]:
         self.asked.append((tensor, None))

@@ -41,7 +41,7 @@ class Replica:
         largest = max(parameter.numel() for parameter in self.parameters.values())
         self.scratch = Scratch(0, largest, torch.float32, device)
         self.sent_elements = self.offered_elements = 0
-        """Of the latest step: elements that ranks sent to other owners, and all that others own."""
+        """In the latest step: elements that ranks sent to other owners, and all elements that these own."""
 
     def gradients(self, batch: int, rank: int) -> tuple[Gradients, float]:
         """Return one rank's mean gradient over its own rows of a step's batch, and its weight in that step."""

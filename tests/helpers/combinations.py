@@ -8,7 +8,7 @@ import pytest
 
 
 def each_once(*values: Sequence[Any]) -> list[Any]:
-    """Return all combinations as a test's parameters; but for a few that hold every value once, they are slow."""
+    """Return all combinations as a test's parameters; all but a few, which hold every value once, are marked slow."""
     few = {tuple(place % len(each) for each in values) for place in range(max(map(len, values)))}
     return [
         pytest.param(

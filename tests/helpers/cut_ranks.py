@@ -1,4 +1,4 @@
-"""Runs on two ranks of a test: what the host adds where blocks are cut, on blocks of few tokens, and rates of kernels.
+"""Runs on two ranks of a test: measures the host's overhead of cut blocks, on few tokens, and rates of kernels.
 
 Argument: the file to write.
 """

@@ -127,7 +127,7 @@ def word_tokeniser(path: Path) -> Path:
     inner.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
-    inner.enable_padding()  # what a file says of padding and truncation is not what a scenario asks
+    inner.enable_padding()  # a scenario decides on padding and truncation, not the file
     inner.save(str(path))
     return path
 

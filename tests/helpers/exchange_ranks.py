@@ -21,7 +21,7 @@ from gsreal.run.rank import run_on_rank
 LARGE = 300_000
 """Elements of a part that goes in halves."""
 REPEATS = 5
-"""Calls of which the middle one counts: gloo's threads let go of an earlier case's tensors when they next run."""
+"""Calls whose median counts: gloo's threads release an earlier case's tensors only when they run next."""
 
 
 def main(out: str) -> None:
@@ -36,7 +36,7 @@ def main(out: str) -> None:
 
 
 def compared() -> Iterator[tuple[str, float]]:
-    """Return the largest difference of any rank to what torch's collective says, case by case."""
+    """Yield each case with the largest difference on any rank from torch's own collective."""
     group, rank, ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     assert group is not None
     for elements in (1, 7, LARGE):

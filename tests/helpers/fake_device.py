@@ -157,7 +157,7 @@ def create(store, rank, size, timeout):
 
 
 def carry_by_gloo(group):
-    """Let what carries the device's tensors carry them really: they are in the host's memory."""
+    """Make the device's backend really carry its tensors, by gloo: they are in the host's memory."""
     if isinstance(group, ProcessGroup):
         group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.CUSTOM, group._get_backend(DEVICE))
     return group
@@ -165,7 +165,7 @@ def carry_by_gloo(group):
 
 @contextmanager
 def a_machine_with_gpus():
-    """Be on such a machine inside, before `init_process_group`."""
+    """Pretend to be on a machine with GPUs inside the context; to be entered before `init_process_group`."""
     if BACKEND.upper() not in Backend._plugins:
         Backend.register_backend(BACKEND, create, devices=["cuda"])
     new_group, init = dist.new_group, dist.init_process_group

@@ -115,7 +115,7 @@ def the_host_waits_for_the_device_twice_a_bucket_whatever_the_number_of_owners()
 
 
 def a_message_is_kept_until_the_stream_that_sends_it_is_waited_for():
-    """The one that was packed on the compute's stream: its memory must not be given to anything else before."""
+    """The message was packed on the compute stream; before that wait, its memory must not be reused."""
     packed, alive = [], []
 
     class Watched(Stream):

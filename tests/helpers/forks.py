@@ -4,9 +4,10 @@
 process. `run_commands` runs whole command lines of gsreal as forks, side by side; ranks that its launcher starts are
 forks too.
 
-As a program, this file is the process that is forked: one for all processes that run tests side by side, which ends
-with the one that started them. Each of them has a fork of it for itself, which reads a run a line, as JSON, and
-answers with the rank that failed first and its exit code, or with null; and commands a line, with their exit codes.
+Run as a program, this file is the process that is forked. There is one for all processes that run tests side by side;
+it ends with the process that started them. Each of these has a fork of it for itself, which reads one run a line, as
+JSON, and answers with the rank that failed first and its exit code, or with null. It reads commands in the same way,
+and answers with their exit codes.
 """
 
 import atexit
@@ -46,7 +47,7 @@ IMPORTS = (
 )
 """What ranks import at once or at their first step, and what takes seconds."""
 GRACE_S = 1.0
-"""How long ranks whose peer failed get to say why they fail too, before they are ended."""
+"""Time for ranks whose peer failed to report their own failure before they are ended."""
 
 
 def launch(
@@ -93,19 +94,19 @@ class Command:
 
     arguments: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
-    """In addition to this process's."""
+    """Variables in addition to this process's."""
     network: str | None = None
     """File of the network namespace in which it runs."""
     values: Mapping[str, float] = field(default_factory=dict)
-    """Of modules' constants (`module.NAME`) that are others in it."""
+    """Values of modules' constants (`module.NAME`) that are replaced in it."""
     terminated_at: str | None = None
-    """What it says on stderr when it is asked to end."""
+    """Text on stderr after which it is asked to end."""
     times: int = 1
-    """How often it has said so then."""
+    """How often that text must have appeared."""
     slow_ranks_forked: bool = False
     """Whether ranks that are slowed down by LD_PRELOAD are forks too: the process that is forked has loaded it."""
     ended_by: int = signal.SIGTERM
-    """By which signal."""
+    """Signal that asks it to end."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ class Ended:
 
 
 LOADED = os.environ.get("LD_PRELOAD")
-"""What this process was started with."""
+"""LD_PRELOAD with which this process was started."""
 LIMIT_S = 120
 """Commands that take longer hang, and are killed."""
 CLONE_NEWNET = 0x40000000
@@ -171,7 +172,7 @@ class Parent:
 
 
 SERVERS: list["subprocess.Popen[bytes]"] = []
-"""That this process started; held, so that nothing warns of one that still runs."""
+"""Processes that this process started; held, so that nothing warns of one that still runs."""
 ALONE = uuid.uuid4().hex
 """Name of this run of tests where it has no other processes."""
 PATIENCE_S = 120

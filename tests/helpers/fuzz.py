@@ -232,11 +232,11 @@ def _main(program: str) -> Any:
 
 
 class _WouldRun(SystemExit):
-    """What would start ranks, or measure this machine, ends here: no refusal came before."""
+    """Ends a case that would start ranks, or measure this machine: nothing has refused it before."""
 
 
 def _no_ranks() -> None:
-    """Let nothing start ranks or measure: what is refused before is looked at."""
+    """Let no case start ranks or measure: only what is refused before that is tested."""
     import gsreal.calibrate.bench
     import gsreal.calibrate.cluster_file
     import gsreal.cli

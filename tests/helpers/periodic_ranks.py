@@ -135,7 +135,7 @@ def inner_steps(scenario: Scenario, replicas: list[Any], feeds: list[list[Feed]]
 
 
 def means_of(replicas: list[list[Any]], shares: list[float]) -> list[Tensor]:
-    """Return the weighted mean of every parameter over the replicas, of which these are the parameters."""
+    """Return the weighted mean of every parameter over the replicas; `replicas`: the parameters of each."""
     columns = zip(*replicas, strict=True)
     return [sum((share * p for share, p in zip(shares, each, strict=True)), torch.zeros(())) for each in columns]
 
@@ -144,7 +144,7 @@ Changes = Callable[[int, list[list[Tensor]], list[Tensor]], list[Tensor]]
 
 
 def by_shard(scenario: Scenario, replicas: list[list[Any]], outer: list[Any], changes: Changes) -> list[Tensor]:
-    """Return the sum of changes as each rank of a replica has it of its shards: rows of every parameter."""
+    """Return the sum of changes, computed by shards as the ranks of a replica do: rows of every parameter."""
     shards = scenario.policies.dp_shard
 
     def rows(parameters: list[Any], number: int) -> list[Tensor]:
@@ -191,7 +191,7 @@ def largest_changes(
         kept.copy_(options.decay * kept + change)
         for begin in range(0, len(kept), options.chunk_elements):
             chunk = kept[begin : begin + options.chunk_elements]
-            # of equal magnitudes, of which Adam makes many, which are found depends on the processor
+            # Adam makes many equal magnitudes: which of them are found depends on the processor
             places = chunk.abs().topk(min(options.chunk_entries, len(chunk)), sorted=False).indices
             sent = chunk[places].clone()
             if options.precision == "int2":

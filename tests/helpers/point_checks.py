@@ -25,9 +25,9 @@ from gssim.workload import Layer, state_element_bytes, unrolled
 
 RELATIVE = 1e-9
 ROUNDED_BYTES = 1e-3
-"""Of what a rank sends or receives where the size of messages depends on the data."""
+"""Bytes by which what a rank sends or receives may be rounded, where the size of messages depends on the data."""
 NORM_BYTES, FLAG_BYTES = 8, 4
-"""Of what ranks exchange to clip gradients, and to tell of infinite ones."""
+"""Bytes that ranks exchange to clip gradients, and to report infinite ones."""
 
 
 def faults_of(loaded: Loaded, simulated: Simulated) -> Iterator[str]:

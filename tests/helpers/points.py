@@ -1,6 +1,6 @@
 """Random scenario points, each from a seed alone: plain tables that are written as scenario files.
 
-What a point asks for mostly goes together, for else little but refusals would be tested; now and then it does not.
+The keys of a point mostly combine, because otherwise little but refusals would be tested; now and then they do not.
 """
 
 import math
@@ -24,17 +24,17 @@ class Trained:
     """A model file, and what it can be trained on."""
 
     name: str
-    """Of a model that ships, or a file."""
+    """Name of a model that ships, or a file."""
     batch: int
     """Samples of a step, about."""
     lengths: tuple[int, ...] = ()
     """Tokens of a sample; empty: images."""
     heads: int = 4
-    """Or groups of norms: among how many ranks at most blocks are cut, and divide sequences."""
+    """Heads, or groups of norms: the most ranks among which blocks are cut and sequences divided."""
     statistics: tuple[Table, ...] = ()
     """Gradient statistics of it, each with the workload that they were taken with."""
     experts: int = 0
-    """Routed ones of each layer, among whose divisors ranks divide them."""
+    """Routed experts of each layer, which a divisor of this number of ranks may divide."""
 
 
 GPT_STATISTICS = {"optimizer": "adamw", "learning_rate": 3e-4, "global_batch_size": 16, "sequence_length": 128}
@@ -67,9 +67,9 @@ LATER = 10_000
 RECOMPUTING = 12_400
 """From this seed on points with frozen layers, adapters or autocast are checkpointed at times."""
 SEQUENCES = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp")
-"""Divide sequences beside the batch."""
+"""Methods whose ranks divide sequences beside the batch."""
 DIVIDING_EXPERTS = ("ddp", "zero2", "zero3", "fsdp")
-"""Divide experts beside the batch."""
+"""Methods whose ranks divide experts beside the batch."""
 LARGER = (
     Trained("gpt2-124m", 32, (512, 1024)),
     Trained("bert-base", 32, (128, 512)),
@@ -99,7 +99,7 @@ METHODS = tuple(
 PUSHING = tuple(name for name, method in REGISTRY.items() if method.gradients == "push")
 DEALING = ("gs_wgrad", "gs_tp")
 ONE_AXIS = ("single", "pipeline", "tensor", *DEALING)
-"""Of few devices each: models have but so many layers and heads."""
+"""Methods for few devices each: models have only so many layers and heads."""
 DEVICES = (1, 2, 2, 2, 3, 3, 4, 4, 4, 4, 5, 6, 6, 8, 8, 8, 12, 16, 24, 32)
 GPUS = ("v100-sxm2-16", "t4", "a100-sxm-40", "a100-sxm-80", "h100-sxm", "h200-sxm")
 
@@ -206,8 +206,8 @@ def random_real_point(seed: int) -> Table:
 
 
 def _foresee_peaks_of_experts(seed: int, plan: Table, workload: Table) -> None:
-    """Leave out where little else is held than an exchange of rows leaves for a moment, whether or not sequences are
-    divided: then a rank's peak is at times more by a few percent.
+    """Leave out plans in which a rank holds little more than what an exchange of rows leaves for a moment, whether or
+    not sequences are divided: there a rank's peak is at times higher by a few percent.
     """
     if seed < EXPERTS_IN_PARTS or "ep" not in plan:
         return
@@ -464,7 +464,7 @@ def _axes_of_tensor_experts(random: Random, plan: Table, devices: int, model: Tr
 
 
 def _divide(random: Random, workload: Table, plan: Table, parts: int, devices: int) -> None:
-    """Say who gets how much, at times."""
+    """Set the shares of batch and shards, at times."""
     shares: Table = {}
     method, total = plan["method"], workload["global_batch_size"]
     if parts > 1 and random.random() < 0.45:
@@ -489,7 +489,7 @@ def _divide(random: Random, workload: Table, plan: Table, parts: int, devices: i
 
 
 def _inner_axes(random: Random, seed: int, plan: Table, devices: int, model: Trained) -> int:
-    """Set the axes of ranks that divide sequences or blocks, at times; return how many times these ranks there are."""
+    """Set the axes of ranks that divide sequences or blocks, at times; return the number of such groups of ranks."""
     method, left = plan["method"], devices
     whole = REGISTRY[method].sync_every_steps or REGISTRY[method].compressor
     apart = whole and random.random() < 0.9

@@ -38,7 +38,7 @@ from gsreal.run.rank import run_on_rank
 from gssim.plan import Publish, Push
 
 SOON = timedelta(seconds=2)
-"""After which ranks that wait for each other give up."""
+"""Time after which ranks that wait for each other give up."""
 COO = {"encoding": "coo"}
 FORMS = (
     {},

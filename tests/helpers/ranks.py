@@ -3,8 +3,8 @@
 Arguments: a JSON file of cases {name: {"overrides": [...], "scenario": FILE, "plant": bool, "onednn": bool,
 "same_peak_ratio": number}} and the file to write. `onednn`: false where products must take no scratch: in 16 bits
 oneDNN's kernels copy matrices to layouts of their own, which depend on the shape and the processor, and which only a
-profile of it tells. `same_peak_ratio`: by what part steps' peaks may differ that are taken for the same, where what is
-sent varies.
+profile of the processor tells. `same_peak_ratio`: relative difference up to which peaks of steps count as equal, where
+what is sent varies.
 """
 
 import gc
@@ -36,9 +36,9 @@ FEWEST_PEAKS, MOST_PEAKS, SEEN = 3, 18, 3
 """A step's peak varies upwards: gloo's threads may hold a buffer a moment longer than the call that used it. Steps are
 counted until each rank has seen its least peak this often."""
 SAME_PEAK = 1e-5
-"""By what part peaks may differ that are taken for the same: a few bytes that one batch in ten does without."""
+"""Relative difference up to which peaks count as equal: one batch in ten does without a few bytes."""
 SETTLED_READINGS, MOST_READINGS, READING_S = 10, 200, 0.003
-"""Readings in a row that are alike when nothing is under way any more, the most that are taken, and their distance."""
+"""Equal readings in a row that show that nothing is under way any more, most readings, and seconds between them."""
 
 
 def main(cases_file: str, out: str) -> None:
@@ -97,7 +97,7 @@ def run_case(case: dict[str, Any], counter: MemoryCounter) -> dict[str, Any]:
         return counter.peak_of(train, [])[0]
 
     def peak_of_period(step: int) -> int:
-        """Of an outer step, or a period, in which all is synchronized: then most is held."""
+        """Return the peak of an outer step, or a period, in which all is synchronized: then most is held."""
         return counter.peak_of(lambda: synchronized_step(training, *feed.at(step), rank), [])[0]
 
     peaks = [peak_of(step) for step in range(STEPS)][2:]  # the first steps make what later ones find
@@ -169,7 +169,7 @@ def against_single_device(scenario: Any, parameters: dict[str, torch.Tensor]) ->
 
 
 references: dict[str, tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[float]]] = {}
-"""Of the single-device trainings so far what `trained_alone` returns: methods of one workload share theirs."""
+"""What `trained_alone` returned for the single-device trainings so far: methods of one workload share theirs."""
 
 
 def trained_alone(single: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[float]]:
@@ -194,7 +194,7 @@ def least_was_seen(peaks: list[int], same_ratio: float) -> bool:
 
 
 def all_agree(mine: bool) -> bool:
-    """Return whether it is so on every rank."""
+    """Return whether `mine` is true on every rank."""
     votes = torch.tensor(int(mine))
     dist.all_reduce(votes, op=dist.ReduceOp.MIN)
     return bool(votes)

@@ -112,7 +112,8 @@ def predicted(case: dict[str, Any]) -> Result:
 def predicted_peaks(case: dict[str, Any], *, products: bool = False) -> list[float]:
     """Return the predicted peak of every rank of a case; of residual networks with their kernels' scratch measured.
 
-    `products`: so too of transformers in bf16, whose products count where a model is small and little else is held.
+    `products`: it is measured for transformers in bf16 too, whose products count if a model is small and holds little
+    else.
     """
     overrides = list(case["overrides"])
     workload = load_scenario(Path(case["scenario"]), overrides, gradients_needed=False).scenario.workload

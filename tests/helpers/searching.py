@@ -19,7 +19,7 @@ from gssim.simulation import simulate
 
 
 class InThisProcess:
-    """Looks at plans when it is asked for their answers, the latest first."""
+    """Simulates plans when it is asked for their answers, the latest first."""
 
     def __init__(self, loaded, at_once=2):
         self.loaded, self.at_a_time = loaded, at_once

@@ -13,7 +13,7 @@ from gsreal.run.rank import run_on_rank
 from gsreal.statistics.together import Apart, trainer_of
 
 STEPS, STEPS_OF_PERIODS = 4, 7
-"""The second: of ranks that meet every third or fourth step, and then train on."""
+"""Steps of a training; the second number: of ranks that synchronize every third or fourth step, and then train on."""
 
 
 def main(cases_file: str, out: str) -> None:

@@ -72,7 +72,7 @@ def scaling(table: SweepTable) -> Chart | None:
 
 
 def _panels(table: SweepTable, layout: Layout) -> dict[Place, list[Row]]:
-    """Return rows by setting, without the columns that determine the number of ranks; of names, without numbers."""
+    """Return rows by setting; of columns that determine the number of ranks, only names without numbers count."""
     panels: dict[Place, list[Row]] = {}
     sized = {
         column

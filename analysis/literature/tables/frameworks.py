@@ -139,7 +139,7 @@ NOT_PLAIN = {
 
 
 GRAPHED_TEST = "attn_cudagraph"
-"""Part of the name of the test whose graphs are of the attention alone (model_config.yaml, `cuda-graph-modules`)."""
+"""Part of the name of the test with CUDA graphs of the attention alone (model_config.yaml, `cuda-graph-modules`)."""
 OPERATION_OVERHEADS_S = {"A100-SXM-80GB": 57e-6, "H100-SXM-80GB": 33e-6, "GB200": 45e-6}
 """Host time to launch an operation on the machines of the tests, by GPU: each set by hand to one test."""
 OVERHEAD_TESTS = tuple(
@@ -202,7 +202,7 @@ LAYOUT_TEST = "param_layout"
 """Part of the names of tests of Muon without `no-use-layer-wise-param-layout`: in them each matrix belongs to one rank,
 and all else is divided evenly (model_config.yaml; core/optimizer/layer_wise_optimizer.py)."""
 AXES = ("tensor-model", "pipeline-model", "context")
-"""Of the columns that end in -parallel-size."""
+"""Beginnings of the columns that end in -parallel-size."""
 
 
 def _megatron_run(record: Mapping[str, str], identity: str) -> Run:
@@ -214,8 +214,8 @@ def _megatron_run(record: Mapping[str, str], identity: str) -> Run:
     ep = count(record, "expert-model-parallel-size") or 1
     method = method_of(dp * context, tp, pp, _replicas(record, pp))
     median_s, least_s = positive(record, "iter_time_median_s"), positive(record, "iter_time_min_s")
-    # steps took by turns far longer: others used the host, or it had too few cores; such are nearly all on one node of
-    # GB200, and what they would have taken alone is not known
+    # some steps took far longer: others used the host, or it had too few cores. That holds for nearly all tests on one
+    # node of GB200; what their steps would have taken alone is not known
     is_uneven = median_s and least_s and least_s < STEADY_RATIO * median_s
     uneven = ", steps of uneven lengths" if is_uneven else ""
     return Run(
@@ -251,7 +251,9 @@ def _megatron_run(record: Mapping[str, str], identity: str) -> Run:
 DEFERRED_OUTPUTS = 2
 """`wgrad-deferral-limit` of the tests with `defer-embedding-wgrad-compute` (Megatron-LM, model_config.yaml)."""
 STEADY_RATIO = 0.8
-"""Of the shortest step over the median one; steps of a test that has its machine for itself differ by a tenth."""
+"""Least ratio of the shortest step to the median one; steps of a test that has its machine for itself differ by a
+tenth.
+"""
 
 
 def _refuse(record: Mapping[str, str]) -> None:
@@ -367,8 +369,9 @@ kernel, and a copy of its result (pytorch/attention/dot_product_attention/backen
 of the generator's state, which is read and set before and behind it for the dropout (Megatron-LM,
 core/tensor_parallel/random.py, CudaRNGStatesTracker.fork)."""
 RING_CALLS, RING_STEP_CALLS = 3, 7
-"""The same in addition in a ring: parts put in order and joined before it; and in each of its other steps a message
-each way, halves copied, a kernel, and corrections of the sums and of the result (context_parallel.py)."""
+"""Additional operations in a ring: before it, parts are put in order and joined; each of its further steps has a
+message each way, copies of halves, a kernel, and corrections of the sums and of the result (context_parallel.py).
+"""
 
 
 def _software(record: Mapping[str, str], tp: int, context: int) -> Software:
@@ -377,8 +380,9 @@ def _software(record: Mapping[str, str], tp: int, context: int) -> Software:
     test = record["test_case"]
     backend = record["attention-backend"]
     fused = backend not in ("unfused", "local") and record["transformer-impl"] != "local"
-    # What chooses by itself did not fuse it, in deterministic mode, in the long-term container of before November 2025:
-    # all figures of the cluster named dracooci are of then (Megatron-LM, 23a1dcaf74, the container; adc69dba2d, names).
+    # Chosen automatically, attention was not fused in deterministic mode in the long-term container before November
+    # 2025: all figures of the cluster named dracooci date from then (Megatron-LM, 23a1dcaf74, the container;
+    # adc69dba2d, names).
     if backend in ("", "auto") and "lts" in record["platform"] and "dracooci" in record["platform"]:
         fused = False
     rotary = 0
@@ -388,7 +392,7 @@ def _software(record: Mapping[str, str], tp: int, context: int) -> Software:
     if "qk_layernorm_test_mode" in test:
         ranks = needed(record, "nodes") * needed(record, "gpus_per_node")
         compared = tp + ranks // (tp * (count(record, "pipeline-model-parallel-size") or 1))
-    ring = 2 if "a2a_p2p" in test else context  # of two levels, of which one exchanges heads
+    ring = 2 if "a2a_p2p" in test else context  # two levels, one of which exchanges heads
     return Software(
         flash_attention=fused,
         graphs_attention=GRAPHED_TEST in test,

@@ -80,7 +80,7 @@ out."""
 RACKS = ("DGX-GB200", "DGX-GB300")
 """Systems that are a platform of their own: racks in which NVLink joins 72 GPUs."""
 HALF_WINDOWED = ("gpt-oss",)
-"""Beginnings of the names of models of whose blocks every other one attends to a short window alone."""
+"""Beginnings of the names of models in which every other block attends to a short window alone."""
 MASKED_TOKENS = {128: 20, 512: 80}
 """BERT's predicted tokens, which have logits, by sequence length (NVIDIA, DeepLearningExamples: BERT)."""
 SHARDING: tuple[tuple[MethodName, str], ...] = (
@@ -138,7 +138,7 @@ def many_sources(record: Mapping[str, str], identity: str) -> Run:
 
 
 def _assumed(record: Mapping[str, str]) -> Mapping[str, str]:
-    """Return a row with what it does not say assumed, so that it can be written, though not scored.
+    """Return a row with assumptions for what it does not state, so that it can be written, though not scored.
 
     Ranks of model parallelism are tensor ranks as far as a server has them (Narayanan et al. 2021, section 3.2); a
     batch is one sample a replica, of 1024 tokens (of BERT, 512), in 16 bits; nothing is recomputed.
@@ -273,7 +273,7 @@ def _software(record: Mapping[str, str], tp: int, pp: int, context: int) -> Soft
             in_place_loss=True,
             recomputes_attention=True,
             sequence_parallel=sequence_parallel,
-            # of 2022: before, it waited for them
+            # since 2022; before, it waited for them
             sums_beside_products=tp > 1 and not sequence_parallel and "Korthikanti" in record["source"],
         )
     if said in ("tf32", "fp32"):
@@ -286,7 +286,7 @@ def _software(record: Mapping[str, str], tp: int, pp: int, context: int) -> Soft
     return Software(
         flash_attention=True,
         dropout=False,
-        # those of blocks with a short window count as none
+        # attention within a short window counts as none
         attention_ratio=(platform.attention_ratio if platform else 1.0) * (1 + model.startswith(HALF_WINDOWED)),
         compiled=record["compile"] == "yes" or _is_bridge(record),
         fused_projections=_is_bridge(record),
@@ -310,8 +310,8 @@ def _is_bridge(record: Mapping[str, str]) -> bool:
 def _method(record: Mapping[str, str], data: int, pp: int, tp: int) -> MethodName:
     """Return the method; FSDP2 over pipeline stages communicates and stores the same as a sharded optimizer.
 
-    It keeps the parameters gathered for the first micro-batch until the last one's backward, and reduces gradients in
-    that one (torch 2.6, distributed/pipelining/stage.py, backward_maybe_with_nosync; torchtitan,
+    FSDP2 keeps the parameters gathered for the first micro-batch until the last one's backward, where it reduces
+    gradients (torch 2.6, distributed/pipelining/stage.py, backward_maybe_with_nosync; torchtitan,
     models/llama/parallelize.py: it reshards after a forward only without a pipeline).
     """
     method, _ = _sharding(record["sharding"])
@@ -323,7 +323,7 @@ def _method(record: Mapping[str, str], data: int, pp: int, tp: int) -> MethodNam
 
 
 def _shards(record: Mapping[str, str], data: int) -> int | None:
-    """Return the ranks of a shard group where shards are replicated: those of a server, as far as they divide.
+    """Return the size of a shard group where shards are replicated: the ranks of a server, as far as they divide.
 
     None where all ranks shard, or none does.
     """

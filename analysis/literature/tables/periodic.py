@@ -1,9 +1,10 @@
 """Reader of a table of DDP, local SGD and DiLoCo on hosts of one GPU each, behind links that are shaped to a rate.
 
-Compute is the row's own (`compute_ms_median`), as a layer of so many FLOP at one TFLOP/s; the network is known from one
-row of the same GPU, number of hosts and rate: a ring moves 2 (n - 1) / n of the parameters' bytes over each link in the
-time of that row's exchange (`sync_ms_median`). It is the first such row of local SGD or DiLoCo with a time; nothing is
-fitted to a step, and the row itself is not scored. The scored time is that of an outer step; of DDP, of every step.
+Compute is the row's own time (`compute_ms_median`), written as a layer of as many FLOP at one TFLOP/s. The rate of the
+network follows from one row of the same GPU, number of hosts and rate: in the time of that row's exchange
+(`sync_ms_median`), a ring moves 2 (n - 1) / n of the parameters' bytes over each link. That row is the first such row
+of local SGD or DiLoCo with a time. It is not scored, and nothing is fitted to a step. The scored time is that of an
+outer step, or, for DDP, of every step.
 
 Two things are seen and not modelled. DDP's exchange in buckets takes 1.4 times as long as the whole in one at 50
 Mbit/s, 1.3 times at 1 Gbit/s, and 0.8 times without a shaper: the excess comes with the shaper, not with bytes, and the

@@ -9,7 +9,7 @@ image, then twelve narrow ones within the 256 windows of the last one, nothing r
 P3.8xlarge follows from the rates that its script gives them.
 
 Sailor: plans that name the GPUs of every stage and replica. Each tensor rank sends whole activations to the next stage:
-so takes the row whose stages are joined by 1 Gbit/s.
+the time of the row whose stages are joined by 1 Gbit/s shows it.
 
 vTrain: GPT plans on A100 of 80 GB by Megatron-DeepSpeed, fp16, full recomputation.
 """
