@@ -171,8 +171,10 @@ def imported_factory(module: Module, *, where: str) -> Any:
     except Exception as error:  # importing runs the user's code
         from gsreal.model_files.build import first_line
 
+        missing = isinstance(error, ModuleNotFoundError) and error.name in (inside, inside.partition(".")[0])
+        hint = "; PYTHONPATH names the folders in which your own modules are found" if missing else ""
         raise UserError(
-            f"{where}: module.factory = '{module.factory}': cannot be imported: {first_line(error)}"
+            f"{where}: module.factory = '{module.factory}': cannot be imported: {first_line(error)}{hint}"
         ) from error
     if os.environ.get(VARIABLE) != "1" and not _makes_modules(factory, inside):
         raise _refusal(module.factory, where)
