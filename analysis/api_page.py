@@ -36,8 +36,10 @@ def definition_of(root: Path, module: str, name: str) -> Definition:
     for node in ast.walk(tree):
         if isinstance(node, Definition) and node.name == name:
             return node
-        if isinstance(node, ast.ImportFrom) and node.module and name in {alias.name for alias in node.names}:
-            return definition_of(root, node.module, name)
+        if isinstance(node, ast.ImportFrom) and node.module:
+            imported = {alias.asname or alias.name: alias.name for alias in node.names}
+            if name in imported:
+                return definition_of(root, node.module, imported[name])
     raise LookupError(f"{module} neither defines nor imports {name}")
 
 

@@ -29,7 +29,7 @@ from gssim.execution.files import read_text
 from gssim.scenario import Scenario
 from gssim.scenario.loading import first_comment
 from gssim.scenario.sweep import Sweep
-from gssim.units import EXAMPLES, LIMITS, RANGES, UNITS, UNSAID, human_bytes
+from gssim.units import EXAMPLES, LIMITS, RANGES, UNITS, UNSAID, human_bytes, parse_quantity
 from gssim.workload import Model
 
 PLAIN = {str: "text", bool: "true or false", int: "whole number", float: "number", Any: "any value"}
@@ -198,13 +198,14 @@ def _presets() -> Iterator[str]:
     yield "## Presets\n"
     yield (
         "Device types and links that a cluster file may name instead of stating them; `gssim cluster --gpu NAME` makes "
-        "a whole file of one. Rates of devices are without sparsity, those of links of one direction. What training "
-        "reaches of them, prices, power and the source of every number: `gssim/cluster/devices.toml`, `links.toml`.\n"
+        "a whole file of one. Memory is what torch reports of a device. Rates of devices are without sparsity, those "
+        "of links of one direction. What training reaches of them, prices, power and the source of every number: "
+        "`gssim/cluster/devices.toml`, `links.toml`.\n"
     )
     devices = [
         [
             f"`{name}`",
-            preset["memory_bytes"],
+            human_bytes(parse_quantity(preset["memory_bytes"], "bytes")),
             ", ".join(f"{precision} {rate}" for precision, rate in preset["peak_flop_per_s"].items()),
         ]
         for name, preset in presets("devices").items()

@@ -628,6 +628,7 @@ def trace_command(
     Calls the factory that is named, or that the model file names: only for the latter must it be trusted.
     """
     from gsreal.model_files.build import set_trust
+    from gsreal.model_files.config_file import unused_keys
     from gsreal.model_files.request import Request, check_options, traced_model
     from gsreal.model_files.trace import counted_table, write_model
 
@@ -653,6 +654,11 @@ def trace_command(
         recompute=recompute,
     )
     check_options(request)
+    if model.endswith(".json") and (unused := unused_keys(Path(model))):
+        print(
+            f"gsreal: {model}: without effect, as the architecture lacks the keys in transformers: {', '.join(unused)}",
+            file=sys.stderr,
+        )
     tables: list[str] = []
     traced = traced_model(request, on_counted=lambda counted: tables.append(counted_table(counted)))
     write_model(out, traced)

@@ -31,9 +31,11 @@ IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
 
 
 def first_line(error: Exception) -> str:
-    """Return an error's message, in one line of bounded length."""
+    """Return an error's message, in one line of bounded length: its first line, and what that announces by a colon."""
     message = str(error).strip() or type(error).__name__
-    return textwrap.shorten(message.splitlines()[0], width=300, placeholder=" ...")
+    lines = [line.strip() for line in message.splitlines()]
+    announcing = next((i for i, line in enumerate(lines) if not line.endswith(":")), len(lines) - 1)
+    return textwrap.shorten(" ".join(lines[: announcing + 1]), width=300, placeholder=" ...")
 
 
 def training_config(source: HuggingFace, where: str) -> Any:
@@ -44,10 +46,10 @@ def training_config(source: HuggingFace, where: str) -> Any:
     """
     transformers = _transformers(where)
     place = f"{where}: module.hugging_face"
-    for key, reason in _refused(source.config):
+    for key, reason in _refused(source.settings):
         raise UserError(f"{place}.config.{key}: {reason}")
     try:
-        config = transformers.AutoConfig.for_model(source.model_type, **source.config)
+        config = transformers.AutoConfig.for_model(source.model_type, **source.settings)
     except Exception as error:
         raise UserError(f"{place}: {first_line(error)}") from error
     if getattr(config, "is_encoder_decoder", False):
@@ -171,8 +173,10 @@ def imported_factory(module: Module, *, where: str) -> Any:
     except Exception as error:  # importing runs the user's code
         from gsreal.model_files.build import first_line
 
+        missing = isinstance(error, ModuleNotFoundError) and error.name in (inside, inside.partition(".")[0])
+        hint = "; PYTHONPATH names the folders in which your own modules are found" if missing else ""
         raise UserError(
-            f"{where}: module.factory = '{module.factory}': cannot be imported: {first_line(error)}"
+            f"{where}: module.factory = '{module.factory}': cannot be imported: {first_line(error)}{hint}"
         ) from error
     if os.environ.get(VARIABLE) != "1" and not _makes_modules(factory, inside):
         raise _refusal(module.factory, where)

@@ -1,14 +1,17 @@
 """Reads from a Hugging Face config.json what is to be traced: the architecture, its sizes, the form of its input."""
 
+import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from gsreal.model_files.build import training_config
-from gssim.errors import UserError
+from gssim.errors import UserError, one_line
 from gssim.interop.reading import parsed_json, read_bounded
 from gssim.workload import HuggingFace
 
+OF_ROTATIONS = frozenset({"rope_theta", "rope_scaling", "rotary_pct", "rotary_emb_base", "partial_rotary_factor"})
+"""Keys of earlier versions that transformers moves to `rope_parameters`."""
 TASKS = {
     "ForCausalLM": "next-token",
     "LMHeadModel": "next-token",
@@ -39,7 +42,10 @@ def settings_in(path: Path, *, given: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(f"{path}: model_type: missing; this is no config of a Hugging Face model")
     kind = data["model_type"]
     config = _entries(data, training_config(HuggingFace(model_type=kind), str(path)).to_dict(), given, path)
-    resolved = training_config(HuggingFace(model_type=kind, config=config | dict(given)), str(path))
+    said = config | dict(given)
+    present = {key: value for key, value in said.items() if value is not None}
+    absent = tuple(key for key, value in said.items() if value is None)
+    resolved = training_config(HuggingFace(model_type=kind, config=present, null=absent), str(path))
     found: dict[str, Any] = {"model": f"hf:{kind}", "config": config}
     names = data.get("architectures") or [""]
     task = next((task for end, task in TASKS.items() if str(names[0]).endswith(end)), "next-token")
@@ -62,16 +68,42 @@ def _entries(data: Mapping[str, Any], usual: Mapping[str, Any], given: Mapping[s
         raise UserError(f"{path}: quantization_config: quantized weights are not trained; take the model without")
     config = {}
     for key, value in data.items():
-        if key in WITHOUT_EFFECT or key in given:
+        if key in WITHOUT_EFFECT or key in given or (key == "auto_map" and _names_transformers_own(value)):
             continue
         if value is not None:
             config[key] = _without_null(value, f"{path}: {key}")
         elif usual.get(key) is not None:
-            raise UserError(
-                f"{path}: {key} = null: a model file has no null, and would mean {usual[key]!r}, the default; give "
-                f"--argument {key}=..."
-            )
+            config[key] = None
     return config
+
+
+def _names_transformers_own(auto_map: Any) -> bool:
+    """Return whether code of a hub is named only for classes that transformers has too, which are then built.
+
+    Files of models that came to transformers later still name the code that they were published with (Phi-3, DeepSeek).
+    """
+    import transformers
+
+    names = list(auto_map.values()) if isinstance(auto_map, dict) else []
+    classes = [name.rpartition(".")[2] for name in names if isinstance(name, str)]
+    return 0 < len(classes) == len(names) and all(hasattr(transformers, name) for name in classes)
+
+
+def unused_keys(path: Path) -> list[str]:
+    """Return the keys of a config.json that its architecture does not know, each with the one that may be meant.
+
+    transformers takes any key, and keeps the default of the one that was meant.
+    """
+    data = parsed_json(read_bounded(path), file=str(path))
+    usual = training_config(HuggingFace(model_type=data["model_type"]), str(path))
+    known = set(usual.to_dict()) | set(usual.attribute_map) | WITHOUT_EFFECT | OF_ROTATIONS
+    found = []
+    for key in data:
+        if key not in known and not hasattr(usual, key):
+            close = difflib.get_close_matches(key, known - set(data), n=1, cutoff=0.8)
+            hint = f" (did you mean {close[0]}?)" if close else ""
+            found.append(one_line(key, 60) + (" (its code is not run)" if key == "auto_map" else hint))
+    return found
 
 
 def _without_null(value: Any, where: str) -> Any:

@@ -163,6 +163,8 @@ def _arguments(request: Request, where: str) -> dict[str, Any]:
             arguments[key] = tomllib.loads(f"value = {value}")["value"]
         except tomllib.TOMLDecodeError:  # a string without quotes
             arguments[key] = value
+        if value == "null" and request.model.endswith(".json") | request.model.startswith("hf:"):
+            arguments[key] = None  # as in a config.json; TOML has none
     return arguments
 
 
@@ -178,7 +180,8 @@ def _untraced(request: Request, where: str) -> Model:
                 "model_type": request.model.removeprefix("hf:"),
                 "auto_class": request.auto_class
                 or AUTO_CLASSES.get("image" if request.image else str(request.task), "AutoModel"),
-                "config": arguments,
+                "config": {key: value for key, value in arguments.items() if value is not None},
+                "null": tuple(key for key, value in arguments.items() if value is None),
             }
         }
     else:

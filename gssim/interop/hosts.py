@@ -22,8 +22,9 @@ from gssim.interop.servers import SERVERS, Server, server_of
 
 NVSWITCH, NVLINK_PEER = "0x068000", "0x030200"
 """Classes of NVLinks' targets in NCCL's XML (tclass): NVSwitch, another GPU."""
-NVLINK_BYTES_PER_S = {60: 20e9, 70: 25e9, 80: 25e9, 90: 25e9, 100: 50e9}
-"""Rate of one NVLink's wire in each direction, by compute capability. Source: NVIDIA's data sheets."""
+NVLINK_BYTES_PER_S = {60: 20e9, 70: 25e9, 80: 25e9, 86: 14.0625e9, 90: 25e9, 100: 50e9}
+"""Rate of one NVLink's wire in each direction, by compute capability. Source: NVIDIA's data sheets (86: 112.5 GB/s in
+both directions of the four links between two RTX 3090 or A40, GA102's whitepaper)."""
 NVLINK_PRESETS = {
     (70, 6): "nvlink2-v100",
     (80, 12): "nvlink3-a100",
@@ -32,6 +33,8 @@ NVLINK_PRESETS = {
 }
 GPU_OF_CAPABILITY = {70: "v100", 80: "a100", 90: "h100", 100: "b200"}
 """The GPU of a compute capability where only one of the presets has it; others are to be named."""
+CAPABILITY_OF_CARD = {"rtx3090": 86}
+"""Of cards that are no GPU of `GPU_OF_CAPABILITY` and can be bridged."""
 NCCL_OF_CAPABILITY = {
     70: "volta",
     75: "volta",
@@ -48,6 +51,10 @@ INFINIBAND = {100: "ib-edr-100", 200: "ib-hdr-200", 400: "ib-ndr-400"}
 ETHERNET = {1: "tcp-1g", 10: "tcp-10g", 25: "tcp-25g", 100: "tcp-100g"}
 """Presets of network cards by Gbit/s."""
 
+BETWEEN_PROCESSORS = (
+    "paths over PCIe: one switch for all GPUs of a host, also between processors, whose link may be slower"
+)
+"""What is assumed of a host whose GPUs without NVLinks hang at several processors."""
 MOST_GPUS = 256
 """Most GPUs of a matrix."""
 
@@ -94,7 +101,8 @@ def of_server(server: Server) -> Host:
 def first_devices(host: Host, count: int | None) -> Host:
     """Return a host of which only the first `count` devices are used (None: all); raise UserError where it has fewer.
 
-    Part of a cube mesh is described as joined by a switch. As many network cards are left as the devices share evenly.
+    Part of a cube mesh is described as joined by a switch, by the links that its first device has to the others.
+    As many network cards are left as the devices share evenly.
     """
     if count is None:
         return host
@@ -103,14 +111,16 @@ def first_devices(host: Host, count: int | None) -> Host:
     if count == host.devices or host.inside == "cores":
         return replace(host, devices=count)
     inside, pairs = host.inside, [pair for pair in host.pairs if pair[1] < count]
+    inside_link = host.inside_link
     if count == 1:
         inside = "none"
     elif inside == "cube-mesh":
         inside = "nvswitch"
+        inside_link = _nvlink(70, sum(links for (a, b), links in CUBE_MESH.items() if a == 0 and b < count))
     elif inside == "links" and not pairs:
         inside = "pcie"
     nics = next((cards for cards in range(host.nics, 0, -1) if count % cards == 0), 0)
-    return replace(host, devices=count, inside=inside, pairs=pairs, nics=nics)
+    return replace(host, devices=count, inside=inside, inside_link=inside_link, pairs=pairs, nics=nics)
 
 
 def of_nccl_xml(text: str, *, file: str, gpu: str | None) -> Host:
@@ -136,6 +146,8 @@ def of_nccl_xml(text: str, *, file: str, gpu: str | None) -> Host:
     _nvlinks(found, [each for _, each in gpus], busids, capability, file)
     if found.inside == "pcie":
         found.inside_link = found.pcie_link
+    if found.inside in ("pcie", "links") and sum(1 for cpu in root.iter("cpu") if cpu.find(".//gpu") is not None) > 1:
+        found.defaults.append(BETWEEN_PROCESSORS)
     _cards(found, [net for nic in root.iter("nic") for net in nic.findall("net")], file)
     return found
 
@@ -202,6 +214,7 @@ def _joined_by_pairs(host: Host, pairs: dict[tuple[int, int], int], rate: Any) -
     """Fill in NVLinks between pairs of GPUs: a shape that the cluster file knows, or each link."""
     if pairs == CUBE_MESH:
         host.inside, host.inside_link = "cube-mesh", rate(6)
+        host.defaults = [each for each in host.defaults if each != BETWEEN_PROCESSORS]
         return
     host.inside = "links"
     host.pairs = [(a, b, rate(count)) for (a, b), count in sorted(pairs.items())]
@@ -286,6 +299,8 @@ def _join_gpus(
             links[a, b] = int(match[1])
         elif cell not in ("PIX", "PXB", "PHB", "NODE", "SYS"):
             raise UserError(f"{file}: GPU{a} and GPU{b}: {one_line(cell, 20)!r}: no such connection")
+        elif cell == "SYS" and BETWEEN_PROCESSORS not in host.defaults:
+            host.defaults.append(BETWEEN_PROCESSORS)
     all_joined = len(links) == len(gpus) * (len(gpus) - 1) // 2
     if not links:
         host.inside, host.inside_link = ("pcie", server.pcie_link) if len(gpus) > 1 else ("none", None)
@@ -293,6 +308,9 @@ def _join_gpus(
         host.inside, host.inside_link = "nvswitch", server.inside_link
     else:
         capability = next((sm for sm, name in GPU_OF_CAPABILITY.items() if server.device.startswith(name)), 80)
+        if server.device in CAPABILITY_OF_CARD:
+            capability = CAPABILITY_OF_CARD[server.device]
+        host.inside_link = server.pcie_link  # of pairs without NVLinks; those of the usual server may be NVLinks
         _joined_by_pairs(host, links, lambda count: _nvlink(capability, count))
 
 

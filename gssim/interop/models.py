@@ -61,6 +61,6 @@ def _of_config(path: Path) -> ModelFile:
             return ModelFile(model, place, name)
     sizes = ", ".join(f"{size} {value}" for size, value in asked.items())
     raise UserError(
-        f"{path}: no shipped model is a {kind} of {sizes}; trace it (`gsreal trace {path} --out FILE`), and give the "
-        "file by --model"
+        f"{path}: no shipped model is a {kind} of {sizes}; trace it (`gsreal trace {path} --out FILE`), and give that "
+        "file in its place"
     )

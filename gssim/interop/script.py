@@ -134,7 +134,7 @@ def _model(scenario: Scenario) -> str:
         source = module.hugging_face
         return (
             f"from transformers import AutoConfig, {source.auto_class}\n\n"
-            f"config = AutoConfig.for_model({source.model_type!r}, **{source.config!r})\n"
+            f"config = AutoConfig.for_model({source.model_type!r}, **{source.settings!r})\n"
             f"model = {source.auto_class}.from_config(config)"
         )
     path, _, name = str(module.factory).rpartition(".")

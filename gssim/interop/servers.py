@@ -57,17 +57,26 @@ SERVERS: dict[str, Server] = {
 """By the GPU's usual name."""
 
 
+def _has_server(preset: str) -> bool:
+    """Return whether the usual server of a preset that is not one of `SERVERS` itself follows from one of these."""
+    return any(preset.startswith(f"{name}-") for name in SERVERS)
+
+
 def server_of(gpu: str) -> Server:
     """Return the usual server of a GPU, by its usual name or that of a preset; raise UserError where there is none.
 
     >>> server_of("h100").inside_link, server_of("a100-sxm-40").device
     ('nvlink4-h100', 'a100-sxm-40')
+    >>> server_of("h100-pcie").inside, server_of("h100-pcie").inside_link
+    ('pcie', 'pcie5x16')
     """
     if gpu in SERVERS:
         return SERVERS[gpu]
     base = next((name for name in SERVERS if gpu.startswith(f"{name}-")), None)
     if base is None or gpu not in presets("devices"):
-        known = ", ".join(dict.fromkeys([*SERVERS, *(each for each in presets("devices") if "tpu" not in each)]))
+        known = ", ".join([*SERVERS, *(each for each in presets("devices") if _has_server(each))])
         raise UserError(f"--gpu {gpu}: no such GPU, or its server is not known; allowed: {known}")
     server = SERVERS[base]
+    if "-pcie" in gpu:  # a card, not the board with NVLinks that the base's name stands for
+        server = _pcie(gpu, server.devices, server.pcie_link, server.nic_link, server.nccl)
     return Server(gpu, *[getattr(server, name) for name in list(Server.__dataclass_fields__)[1:]])

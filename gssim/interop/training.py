@@ -444,8 +444,11 @@ def _offload(training: Training, keys: Keys, cluster: Cluster) -> list[Entry]:
     if offload is None:
         return []
     if cluster.host is None:
-        reason = f"the cluster '{cluster.name}' does not say what its hosts' memory holds: give one that has 'host'"
+        unknown = f"the cluster '{cluster.name}' does not say what its hosts' memory holds"
+        reason = f"{unknown}: give one that has 'host', or --ignore the key"
         _refuse(keys, offload, reason, "plan.offload", "cluster.host")
+        if "cluster.host" not in keys.overridden:  # ignored, replaced, or nothing is written
+            return []
     return [Entry("plan.offload", offload.value, offload.origin)]
 
 

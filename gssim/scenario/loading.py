@@ -189,6 +189,9 @@ def _tables_of(text: str, path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # not TOML, a number of thousands of digits, brackets nested too deep
+        if path.suffix == ".json":
+            hint = f"of a Hugging Face config.json, `gsreal trace {path} --out FILE.toml` makes a model file"
+            raise UserError(f"{path}: is no TOML file; {hint}") from None
         raise UserError(f"{path}: not valid TOML: {error}") from None
 
 
@@ -281,6 +284,8 @@ def _find(name: str, key: str, file: str, folders: dict[str, Path]) -> Path:
         raise UserError(f"{file}: {key} = '{name}': is a folder, not a file")
     folder = candidates[-1].parent
     known = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
+    if key == "workload.model":
+        known += shipped_models()
     close = difflib.get_close_matches(Path(name).name, known, n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
     raise MistakenNameError(f"{file}: {key} = '{name}': no such file{hint}")

@@ -24,7 +24,7 @@ from gssim.plan import Plan, Policies, rebalancing, resolved_push, shard_sizing
 from gssim.plan.pipeline_schedule import schedule
 from gssim.scenario.device_rates import has_master_copy, master_bytes, measured_optimizer, value_bytes
 from gssim.scenario.stages import schedule_of
-from gssim.units import PRECISION_BYTES, Floats, Ints
+from gssim.units import PRECISION_BYTES, Floats, Ints, human_bytes
 from gssim.workload import (
     Buffer,
     ImageInput,
@@ -110,7 +110,7 @@ def owned_shares(
         most = tuple((room - used) / whole for room, used in zip(capacity, fixed, strict=True))
         return shard_sizing.cost_shares(owner_times(cluster, owners, plan, policies), most=most)
     except shard_sizing.InfeasibleError as error:
-        raise _does_not_fit(error, cluster, owners, plan, capacity, fixed, whole) from None
+        raise _does_not_fit(error, cluster, owners, plan, policies, capacity, fixed, whole) from None
 
 
 def _memory_budget(
@@ -135,6 +135,7 @@ def _does_not_fit(
     cluster: Cluster,
     owners: Owners,
     plan: Plan,
+    policies: Policies,
     capacity: Sequence[float],
     fixed: Sequence[float],
     whole: float,
@@ -143,13 +144,14 @@ def _does_not_fit(
     room = [has - used for has, used in zip(capacity, fixed, strict=True)]
     rank = error.rank if error.rank is not None else room.index(min(room))
     name, policy = cluster.devices[owners.ranks[rank]].name, plan.shares.shards
-    hint = "more plan.micro_batches, plan.recompute, or method 'gs_z3' need less"
+    gathered = "" if policies.parameters == "sharded" else ", or method 'gs_z3'"
+    hint = f"fewer of the samples (plan.shares.batch), more plan.micro_batches, plan.recompute{gathered} need less"
     if error.rank is not None:
-        what = f"must hold {-room[rank]:.4g} bytes more than it may, without any shard"
+        what = f"must hold {human_bytes(-room[rank])} more than it may, without any shard"
     else:
         what = (
-            f"has the least room, {room[rank]:.4g} bytes, and all devices together lack {whole - sum(room):.4g} "
-            f"of the {whole:.4g} bytes of the sharded state"
+            f"has the least room, {human_bytes(room[rank])}, and all devices together lack "
+            f"{human_bytes(whole - sum(room))} of the {human_bytes(whole)} of the sharded state"
         )
     limit = f"({USABLE_RATIO:.0%} of its memory)"
     return UserError(f"plan.shares.shards = '{policy}': device '{name}' {limit} {what}; {hint}")

@@ -62,6 +62,21 @@ class HuggingFace:
     """Class of transformers that builds a model from the config."""
     config: dict[str, Any] = field(default_factory=dict)
     """Differences from the architecture's default config. `use_cache` is off; a hub's code and weights are refused."""
+    null: tuple[str, ...] = ()
+    """Keys of the config that are null, where the architecture's default is not, such as DeepSeek's `q_lora_rank`."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The differences from the default config, those that are null as None."""
+        return self.config | dict.fromkeys(self.null)
+
+    @model_serializer(mode="wrap")
+    def _without_empty(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Return plain data without an empty list of keys that are null."""
+        data: dict[str, Any] = inner(self)
+        if not data.get("null"):
+            data.pop("null", None)
+        return data
 
 
 Targets = Literal["query-value", "all-linear"] | tuple[str, ...]

@@ -1,12 +1,13 @@
 """scenarios/README.md: made from the classes that read the files, up to date, and complete."""
 
+import inspect
 import tomllib
 from pathlib import Path
 
 import pytest
 
 import gssim
-from analysis.api_page import api_page
+from analysis.api_page import api_page, definition_of
 from analysis.reference_page import ROOTS, default_in_words, meanings_of, page, tables_of, value_in_words
 from gssim.plan import Plan, Push
 from gssim.workload import Workload
@@ -29,6 +30,14 @@ def test_the_page_of_the_python_api_is_what_the_docstrings_say():
     assert shipped == api_page(), "make it anew: python -m analysis.api_page > gssim/API.md"
     for name in (*gssim.__all__, "shard_gradients", "memory_and_traffic", "GradientSharding"):
         assert f"\n### `{name}`" in shipped
+
+
+@pytest.mark.parametrize("name", ["load", "search", "simulate", "sweep"])
+def test_the_page_has_the_functions_that_are_called(name):
+    """Not those that they call by the same name inside of the package."""
+    documented = definition_of(SCENARIOS.parent, "gssim", name).args
+    called = inspect.signature(getattr(gssim, name)).parameters
+    assert [each.arg for each in (*documented.args, *documented.kwonlyargs)] == list(called)
 
 
 def test_every_key_says_what_it_means():

@@ -89,6 +89,12 @@ def test_broken_toml_in_a_file_that_the_scenario_names(refusal, tmp_path, name):
     assert refusal(path).startswith(f"{tmp_path / name}: not valid TOML: ")
 
 
+def test_a_config_json_is_not_read_as_toml(refusal, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    said = refusal(write_files(tmp_path), "workload.model=config.json")
+    assert f"`gsreal trace {tmp_path / 'config.json'} --out FILE.toml` makes a model file" in said
+
+
 # (scenario text changes, message): the file is the scenario's
 SCENARIO_FAULTS = [
     (("[plan]", "sharding = 1\n[plan]"), "workload.sharding: unknown key; allowed: model, gradients, global_batch_size"),
@@ -101,6 +107,7 @@ SCENARIO_FAULTS = [
     (('method = "ddp"', 'method = "zero9"'), "plan.method = 'zero9': input should be 'single', 'ddp',"),
     (('"pair.toml"', '"pairs.toml"'), "cluster = 'pairs.toml': no such file; did you mean pair.toml?"),
     (('"tiny.toml"', '"huge.toml"'), "workload.model = 'huge.toml': no such file"),
+    (('"tiny.toml"', '"llama3-8"'), "workload.model = 'llama3-8': no such file; did you mean llama3-8b?"),
     (('cluster = "pair.toml"', ""), "cluster: missing; name a file or give the table"),
     (('cluster = "pair.toml"', "cluster = 3"), "cluster = 3: "),
     (('model = "tiny.toml"', ""), "workload.model: missing; name a file or give the table"),

@@ -13,6 +13,7 @@ from gssim.cluster.topology.builders import CUBE_MESH
 from gssim.errors import UserError
 from gssim.interop import cluster_of
 from gssim.interop.hosts import detected
+from gssim.interop.servers import server_of
 from gssim.scenario import load_cluster
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -166,6 +167,40 @@ def test_nvidia_smi(tmp_path, cells, inside):
     assert (group["inside"], group["devices"], group["nics"]) == (inside, 8, 8)
     assert any("usual server" in note for note in found.notes)
     assert len(cluster.devices) == 8
+
+
+def test_pairs_without_nvlinks_have_the_rate_of_pcie(tmp_path):
+    """Not that of the NVLinks which the usual server of the GPU has."""
+    cells = {(0, 1): "NV4", (0, 2): "PXB", (1, 2): "PXB", (2, 3): "SYS"}
+    cluster, found = made(tmp_path, {"topo.txt": smi_matrix(cells, nics=2)}, gpu="a100")
+    assert edges(cluster)["server0/gpu0", "server0/gpu1"][0] == 4 * 25e9
+    assert {rate for ends, (rate, _) in edges(cluster).items() if "server0/pcie" in ends} == {24e9}
+    assert any("between processors" in note for note in found.notes)
+    bridged, _ = made(tmp_path, {"topo.txt": smi_matrix({(0, 1): "NV4", (2, 3): "NV4"})}, gpu="rtx3090")
+    assert edges(bridged)["server0/gpu0", "server0/gpu1"][0] == 4 * 14.0625e9
+
+
+@pytest.mark.parametrize("gpu", ["h100-pcie", "a100-pcie-80", "v100-pcie-16"])
+def test_cards_have_no_nvlinks(gpu, tmp_path):
+    """What `--gpu` names is a card in a PCIe slot, not the board of its generation."""
+    cluster, _ = made(tmp_path, {}, gpu=gpu)
+    assert {each.inside for each in cluster.topology.servers} == {"pcie"}
+    assert server_of(gpu).inside_link.startswith("pcie")
+
+
+@pytest.mark.parametrize(("count", "links"), [(2, 1), (4, 4)])
+def test_part_of_a_cube_mesh_has_the_links_inside_it(tmp_path, count, links):
+    """Of a DGX-1V's six NVLinks of a GPU, four lead to the others of its half."""
+    cells = {pair: f"NV{n}" for pair, n in CUBE_MESH.items()}
+    cluster, _ = made(tmp_path, {"topo.txt": smi_matrix(cells, nics=4)}, gpu="v100", devices=count)
+    assert cluster.topology.servers[0].inside_link.bandwidth_bytes_per_s == links * 25e9
+
+
+def test_gpus_that_are_offered_are_known():
+    with pytest.raises(UserError, match="rtx5090") as refused:
+        server_of("rtx5090")
+    for name in str(refused.value).split("allowed: ")[1].split(", "):
+        assert server_of(name).devices > 0
 
 
 @pytest.mark.parametrize(

@@ -152,6 +152,15 @@ def test_offloading_needs_a_cluster_whose_hosts_are_known(tmp_path):
     file = DEEPSPEED | {"zero_optimization": {"stage": 2, **OFFLOADS}}
     said = refused(tmp_path, file, name="ds.json", cluster="scenarios/clusters/two-dgx-h100.toml")
     assert "does not say what its hosts' memory holds" in said
+    key = "zero_optimization.offload_optimizer.device"
+    without = {
+        "cluster": "scenarios/clusters/two-dgx-h100.toml",
+        "ignored": [key],
+        "overrides": ["workload.global_batch_size=128"],
+    }
+    tables, found = imported(tmp_path, file, name="ds.json", **without)
+    assert "offload" not in tables["plan"]
+    assert any("ignored on request" in line for line in found.listed if line.startswith(key))
     nvme = DEEPSPEED | {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}
     assert "other places than the host's memory" in refused(tmp_path, nvme, name="ds.json")
 

@@ -182,8 +182,11 @@ def test_a_rank_of_more_memory_owns_more_by_memory_and_both_are_as_full():
 def test_what_fits_on_no_device_is_refused_in_one_line_with_its_name_and_the_excess(policy):
     small = {"fast": device_type(memory_bytes=3000.0)}
     cluster = cluster_of([("d0", "sw"), ("d1", "sw")], devices=2, types=small)
-    with pytest.raises(UserError, match=r"^test: plan.shares.shards = '\w+': device 'd\d' .* bytes more than it may"):
+    with pytest.raises(
+        UserError, match=r"^test: plan.shares.shards = '\w+': device 'd\d' .* [KM]iB more than it may"
+    ) as said:
         check(owning(policy, cluster), file="test")
+    assert "or method 'gs_z3' need less" in str(said.value)
     scenario = owning(policy)
     held = [
         held_bytes(scenario.cluster.type_of(r), scenario.workload, scenario.plan, scenario.policies, samples=4)
@@ -191,8 +194,16 @@ def test_what_fits_on_no_device_is_refused_in_one_line_with_its_name_and_the_exc
     ]
     tight = {"fast": device_type(memory_bytes=(max(held) + 100.0) / USABLE_RATIO)}
     cluster = cluster_of([("d0", "sw"), ("d1", "sw")], devices=2, types=tight)
-    with pytest.raises(UserError, match=r"has the least room, 100 bytes, and all devices together lack"):
+    with pytest.raises(UserError, match=r"has the least room, 100 B, and all devices together lack"):
         check(owning(policy, cluster), file="test")
+
+
+def test_the_method_that_a_plan_has_is_no_advice():
+    cluster = cluster_of([("d0", "sw"), ("d1", "sw")], devices=2, types={"fast": device_type(memory_bytes=3000.0)})
+    scenario = owning("memory", cluster)
+    with pytest.raises(UserError, match="need less") as said:
+        check(replace(scenario, plan=replace(scenario.plan, method="gs_z3")), file="test")
+    assert "method" not in str(said.value)
 
 
 def test_by_cost_the_share_of_a_rank_stops_at_what_its_memory_takes():

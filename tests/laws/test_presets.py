@@ -1,6 +1,9 @@
 # ruff: noqa: E501  a fault and its message are one line
 """Presets: all there, each with a source that says how far to trust it, and what a file may do with them."""
 
+import tomllib
+from pathlib import Path
+
 import pytest
 from pydantic import TypeAdapter
 from strategies import device_type
@@ -10,6 +13,8 @@ from gssim.cluster.presets import expanded
 from gssim.cluster.topology import LinkType
 from gssim.errors import UserError
 from gssim.units import validated
+
+SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
 
 DEVICES = [
     "v100-sxm2-32", "v100-sxm2-16", "v100-sxm3-32", "v100-pcie-16", "p100-sxm2", "p100-pcie", "t4", "rtx2080ti",
@@ -89,9 +94,24 @@ def test_newer_is_faster():
 
 def test_a_name_stands_for_the_whole_table():
     device = cluster_with(device_types={"a": "a100-sxm-80"}).device_types["a"]
-    assert device.memory_bytes == 80e9
+    assert device.memory_bytes == 79.15 * 2**30
     assert device.peak_flop_per_s == {"fp32": 19.5e12, "bf16": 312e12, "fp16": 312e12}
     assert device.source.startswith("preset a100-sxm-80: datasheet (checked)")
+
+
+@pytest.mark.parametrize(
+    ("name", "measured", "kind"),
+    [
+        ("h100-sxm", "h100-2026-11/cluster.toml", "nvidia-h100-80gb-hbm3"),
+        ("h100-sxm", "h100-large-2026-11/cluster.toml", "nvidia-h100-80gb-hbm3"),
+        ("h200-sxm", "h200-2026-11/cluster.toml", "nvidia-h200"),
+    ],
+)
+def test_memory_is_what_torch_reported_of_the_device(name, measured, kind):
+    """A data sheet's 80 GB are GiB, less some: with 80e9 bytes, plans were refused that fit."""
+    table = tomllib.loads((SCENARIOS / "measured" / measured).read_text(encoding="utf-8"))["device_types"][kind]
+    preset = cluster_with(device_types={"a": name}).device_types["a"]
+    assert preset.memory_bytes == pytest.approx(table["memory_bytes"], rel=1e-3)
 
 
 def test_a_table_says_what_differs_and_why():

@@ -8,9 +8,12 @@ torch = pytest.importorskip("torch", reason="torch is not installed: pip install
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install 'gssim[models]'")
 
 from gsreal.model_files import trace  # noqa: E402
-from gsreal.model_files.build import build_module  # noqa: E402
+from gsreal.model_files.build import build_module, training_config  # noqa: E402
+from gsreal.model_files.config_file import unused_keys  # noqa: E402
 from gsreal.model_files.request import Request, check_options, completed, traced_model  # noqa: E402
+from gsreal.model_files.trace import write_model  # noqa: E402
 from gssim.errors import UserError  # noqa: E402
+from gssim.scenario import load_model  # noqa: E402
 
 SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
 TEXT = SMALL | {"vocab_size": 60, "max_position_embeddings": 128}
@@ -78,7 +81,7 @@ def test_what_the_user_gives_goes_before_the_file(tmp_path):
         ({"quantization_config": {"bits": 4}}, "config.json: quantization_config: quantized weights are not trained"),
         ({"auto_map": {"AutoModel": "own.Model"}}, "auto_map: names code outside of transformers"),
         ({"layer_types": ["full_attention", None]}, "config.json: layer_types: has a null in a list"),
-        ({"rms_norm_eps": None}, r"config.json: rms_norm_eps = null: .* give --argument rms_norm_eps=\.\.\."),
+        ({"num_attention_heads": 3}, r"module.hugging_face: .*hidden size \(32\) is not a multiple"),
     ],
     ids=str,
 )
@@ -86,6 +89,35 @@ def test_what_cannot_be_traced_is_refused_by_its_key(tmp_path, changes, message)
     path = written(tmp_path, "llama", changes)
     with pytest.raises(UserError, match=message):
         traced_model(asked(path))
+
+
+def test_null_is_none_where_the_default_is_another(tmp_path, monkeypatch):
+    """DeepSeek-V2-Lite projects its queries at once: `q_lora_rank` is null, and 1536 by default."""
+    monkeypatch.setattr(trace, "trace", lambda model, **_: model)
+    path = written(tmp_path, "llama", {"bos_token_id": None, "pretraining_tp": None})
+    model = traced_model(asked(path))
+    assert model.module.hugging_face.null == ("pretraining_tp",)
+    assert training_config(model.module.hugging_face, "test").pretraining_tp is None
+    given = traced_model(asked(written(tmp_path, "llama"), arguments=("pretraining_tp=null",)))
+    assert given.module == model.module
+    write_model(tmp_path / "model.toml", model)
+    assert load_model(tmp_path / "model.toml").module == model.module
+
+
+def test_code_of_a_hub_is_left_out_where_transformers_has_its_classes(tmp_path):
+    """As files of Phi-3 and DeepSeek have it; not where they name a class that transformers has not."""
+    own = {"AutoConfig": "configuration_llama.LlamaConfig", "AutoModelForCausalLM": "modeling_llama.LlamaForCausalLM"}
+    assert "auto_map" not in completed(asked(written(tmp_path, "llama", {"auto_map": own}))).config
+    assert unused_keys(written(tmp_path, "llama", {"auto_map": own})) == ["auto_map (its code is not run)"]
+
+
+def test_keys_that_the_architecture_lacks_are_named(tmp_path):
+    """transformers takes any key, so that a misspelt one would leave the default in place."""
+    path = written(tmp_path, "llama")
+    assert unused_keys(path) == []
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps(data | {"hidden_sise": data.pop("hidden_size"), "prefix_of_mine": 1, "rope_theta": 1e4}))
+    assert unused_keys(path) == ["hidden_sise (did you mean hidden_size?)", "prefix_of_mine"]
 
 
 def test_a_null_that_the_user_replaces_is_no_longer_one(tmp_path):

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from gsreal.data import sources as data
 from gsreal.measure import Timeline
-from gsreal.model_files.build import build_module, example_batch, imported_factory, logits_of, loss_of
+from gsreal.model_files.build import build_module, example_batch, imported_factory, logits_of, loss_of, set_trust
 from gsreal.models import gpt
 from gsreal.run.feed import Feed
 from gsreal.run.worker import build
@@ -222,6 +222,12 @@ def test_a_factory_is_named_with_dots_or_a_colon():
     assert imported_factory(Module(factory="gsreal.models:gpt"), where="here") is gpt
     with pytest.raises(UserError, match=r"^here: module\.factory = 'gsreal\.models\.gtp': cannot be imported: "):
         imported_factory(Module(factory="gsreal.models.gtp"), where="here")
+    set_trust(True)
+    try:
+        with pytest.raises(UserError, match="No module named 'nowhere_at_all'; PYTHONPATH names the folders"):
+            imported_factory(Module(factory="nowhere_at_all.model"), where="here")
+    finally:
+        set_trust(False)
 
 
 def test_a_module_whose_import_fails_is_the_users_to_mend(tmp_path, monkeypatch):
