@@ -216,6 +216,14 @@ class TaskId(NamedTuple):
         """
         return self if self.op == "outer" and not self.action else self._replace(step=step)
 
+    def of_group(self, group: Sequence[int]) -> "TaskId":
+        """Return the same operation of a group of ranks.
+
+        >>> TaskId("all-reduce", bucket=0).of_group((0, 4)).label
+        'all-reduce bucket 0 of ranks 0, 4'
+        """
+        return TaskId._make((*self[:10], group, *self[11:]))
+
     def serving(self, action: Action) -> "TaskId":
         """Return the identity of the task that does something for this one.
 

@@ -8,7 +8,7 @@ micro-batches (tests/laws/test_micro_batches.py); of a pipeline on gloo, 1.5 % w
 [Note: further memory] A rank's peak is a linear function of the micro-batches once it is reached in the repeated part
 of the step: torch's pipelines have a receive buffer for each, GPipe keeps the activations of all, and inputs are those
 of the whole batch. In the larger of the two steps it is; a third program, one period longer, is made but not run, whose
-peak exceeds it by what each period adds.
+peak exceeds it by what each period adds. It is made without messages between stages, which take no memory.
 """
 
 from collections.abc import Mapping, Sequence
