@@ -263,7 +263,7 @@ class Scheduler:
         hosts = self.hosts[ranks]
         first_on_host = (hosts[:, :, None] == hosts[:, None, :]).argmax(axis=2)
         spread, first = kinds_of_rows(first_on_host)
-        found: list[object] = [None] * len(groups)
+        kind, kinds = np.zeros(len(groups), np.int64), dict[tuple[int, Group], int]()
         for number, representative in enumerate(first.tolist()):
             which = np.flatnonzero(spread == number)
             members = self.members(groups[representative])
@@ -271,11 +271,13 @@ class Scheduler:
             source, target = (
                 ranks[which][:, _places(ranks[representative], ends)] for ends in (hops.source, hops.target)
             )
-            rates = self.router.rates_of_equal(source, target, self._ring_weights(hops))
-            for place, inside, between in zip(which.tolist(), *(each.tolist() for each in rates), strict=True):
-                found[place] = number, _rounded(_group_with(members, inside, between))
-        numbers = {kind: number for number, kind in enumerate(dict.fromkeys(found))}
-        return np.array([numbers[kind] for kind in found], dtype=np.int64)
+            rates = np.stack(self.router.rates_of_equal(source, target, self._ring_weights(hops)), axis=1)
+            distinct_rates, of_rates = np.unique(rates, axis=0, return_inverse=True)
+            for place, (inside, between) in enumerate(distinct_rates.tolist()):
+                own = number, _rounded(_group_with(members, inside, between))
+                kind[which[of_rates.ravel() == place]] = kinds.setdefault(own, len(kinds))
+        numbers = {each: number for number, each in enumerate(dict.fromkeys(kind.tolist()))}
+        return np.array([numbers[each] for each in kind.tolist()], dtype=np.int64)
 
     def route_rings(self, collections: Sequence[Sequence[Sequence[int]]]) -> None:
         """Search the paths of the rings of many groups at once; in each collection they have equally many members.
