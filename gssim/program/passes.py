@@ -429,9 +429,7 @@ def _held_stages(scenario: Scenario, part: int) -> Sequence[Sequence[LayerInstan
     return held_layers(unrolled(held_slice(scenario, part)), scenario.stage_ranges)
 
 
-def _tasks(
-    low: Lowering, rank: int, alike: "_Alike", *, chunked: bool, for_memory: bool = False
-) -> list[Task | Chunk]:
+def _tasks(low: Lowering, rank: int, alike: "_Alike", *, chunked: bool, for_memory: bool = False) -> list[Task | Chunk]:
     """Return the tasks of a rank's step; `chunked`: as parts of an outline, where it has stages; `for_memory`: without
     messages between these.
 
