@@ -640,7 +640,7 @@ def _own_exchange(low: Lowering, rank: int, task: Task, exchange: Communication)
 
 def _of_layer(name: TaskId, layers: Mapping[str, str]) -> TaskId:
     """Return an identity with another layer."""
-    return name._replace(layer=layers[name.layer]) if name.layer in layers else name
+    return name.of_layer(layers[name.layer]) if name.layer in layers else name
 
 
 def _mapped(parts: Sequence[Task | Chunk], change: Callable[[Task], Task]) -> list[Task | Chunk]:
