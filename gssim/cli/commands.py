@@ -25,7 +25,7 @@ from gssim.result import chrome_trace, file_name
 from gssim.scenario import load_scenario
 from gssim.scenario.support import supported
 from gssim.scenario.sweep import Point, Sweep, chosen, load_sweep, points_of
-from gssim.simulation import program_of, simulate, traced
+from gssim.simulation import no_collection, program_of, simulate, traced
 from gssim.sweeps import TABLES, check_table_place, parts_folder, points_in, predict, tabulate
 from gssim.terminal import activity, idle_list, print_result, print_results, print_table, progress_bar, run_command_line
 from gssim.units import PRECISION_BYTES, whole_number
@@ -52,6 +52,7 @@ def check_command(scenarios: list[Path], overrides: Overrides = None) -> None:
 
 
 @app.command("run")
+@no_collection()  # until the objects of the simulation are gone again: a collection takes long to look at all of them
 def run_command(
     scenario: Path,
     overrides: Overrides = None,

@@ -189,6 +189,7 @@ def _arranged(
 ) -> tuple[_Shared, Network]:
     """Return the classes and instances of a program, and the network that they use."""
     scheduler = scheduler_of(cluster, router, len(program.role_of), shared)
+    scheduler.route_rings(list(dict.fromkeys(each.groups for each, _ in program.exchanges)))
     kinds = {groups: scheduler.kinds(groups) for groups in repeated_groups(program)}
     schedules = _ScheduleCache(scheduler, Choice(router, conditions))
     while True:

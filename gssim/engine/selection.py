@@ -89,6 +89,8 @@ class CollectiveSchedule:
 
 MAX_COMPARED = 2**22
 """Largest number of pairs of members up to which groups are compared all at once."""
+MIN_ROUTED_AHEAD = 16
+"""Smallest number of collections of groups whose rings are searched all at once."""
 MAX_CACHED = 512
 """Number of cached collectives, and of cached collections of groups."""
 
@@ -262,21 +264,39 @@ class Scheduler:
         hosts = self.hosts[ranks]
         first_on_host = (hosts[:, :, None] == hosts[:, None, :]).argmax(axis=2)
         spread, first = kinds_of_rows(first_on_host)
-        found: list[object] = [None] * len(groups)
+        kind, kinds = np.zeros(len(groups), np.int64), dict[tuple[int, Group], int]()
         for number, representative in enumerate(first.tolist()):
             which = np.flatnonzero(spread == number)
             members = self.members(groups[representative])
             hops = ring_hops(members, 1)
-            order = np.argsort(ranks[representative])
             source, target = (
-                ranks[which][:, order[np.searchsorted(ranks[representative], ends, sorter=order)]]
-                for ends in (hops.source, hops.target)
+                ranks[which][:, _places(ranks[representative], ends)] for ends in (hops.source, hops.target)
             )
-            rates = self.router.rates_of_equal(source, target, self._ring_weights(hops))
-            for place, inside, between in zip(which.tolist(), *(each.tolist() for each in rates), strict=True):
-                found[place] = number, _rounded(_group_with(members, inside, between))
-        numbers = {kind: number for number, kind in enumerate(dict.fromkeys(found))}
-        return np.array([numbers[kind] for kind in found], dtype=np.int64)
+            rates = np.stack(self.router.rates_of_equal(source, target, self._ring_weights(hops)), axis=1)
+            distinct_rates, of_rates = np.unique(rates, axis=0, return_inverse=True)
+            for place, (inside, between) in enumerate(distinct_rates.tolist()):
+                own = number, _rounded(_group_with(members, inside, between))
+                kind[which[of_rates.ravel() == place]] = kinds.setdefault(own, len(kinds))
+        numbers = {each: number for number, each in enumerate(dict.fromkeys(kind.tolist()))}
+        return np.array([numbers[each] for each in kind.tolist()], dtype=np.int64)
+
+    def route_rings(self, collections: Sequence[Sequence[Sequence[int]]]) -> None:
+        """Search the paths of the rings of many groups at once; in each collection they have equally many members.
+
+        They are the hops of most collectives that NCCL's tuner prices, and what it knows of the links. Where other
+        groups of a collection are spread differently over hosts than its first, theirs are searched when they are
+        needed.
+        """
+        if self.tuning is None or len(collections) < MIN_ROUTED_AHEAD:
+            return
+        ends: list[Ints] = []
+        for groups in collections:
+            if len(groups[0]) > 1:
+                hops, ranks = ring_hops(self.members(groups[0]), 1), np.array(groups, dtype=np.int64)
+                ends.append(np.stack([ranks[:, _places(ranks[0], end)].ravel() for end in (hops.source, hops.target)]))
+        if ends and sum(pairs.shape[1] for pairs in ends) <= MAX_COMPARED:
+            with suppress(UserError):  # it is raised for those that are needed
+                self.router.search_ahead(*np.concatenate(ends, axis=1))
 
     def candidates(self, communication: Communication) -> tuple[CollectiveSchedule, ...]:
         """Return the possible schedules: a single one if the backend or the user names it, else all that fit."""
@@ -355,6 +375,12 @@ class Scheduler:
                 with suppress(ValueError):
                     found.append(self._with_backend_costs(name, members, communication))
         return tuple(found)
+
+
+def _places(ranks: Ints, ends: Ints) -> Ints:
+    """Return the place of each end among the ranks of a group."""
+    order = np.argsort(ranks)
+    return np.asarray(order[np.searchsorted(ranks, ends, sorter=order)])
 
 
 def _group_with(members: Members, inside: float, between: float) -> Group:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import networkx as nx
 import numpy as np
 
 from gssim.cluster.topology import Wiring
@@ -40,6 +39,8 @@ class Blocks:
     @classmethod
     def of(cls, wiring: Wiring) -> "Blocks":
         """Return the blocks of a wiring."""
+        import networkx as nx  # lazy: only exchanges among all members need it
+
         graph = nx.Graph()
         graph.add_node(wiring.nodes - 1)  # the first root: equal servers are equally far from an uppermost switch
         graph.add_edges_from(zip(wiring.source.tolist(), wiring.target.tolist(), strict=True))

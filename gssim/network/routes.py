@@ -43,6 +43,19 @@ class Incidence:
     latency_s: Floats
     """Latency of each flow's path; the mean over equal paths."""
 
+    @cached_property
+    def _starts(self) -> Ints:
+        """First entry of each flow, and the end of the last one's."""
+        return np.searchsorted(self.flow, np.arange(len(self.latency_s) + 1))
+
+    def of_flows(self, flows: Ints) -> "Incidence":
+        """Return the incidence of some of the flows, in that order; they may be repeated."""
+        starts = self._starts[flows]
+        lengths = self._starts[flows + 1] - starts
+        entry = runs(starts, lengths)
+        flow = np.repeat(np.arange(len(flows)), lengths)
+        return Incidence(flow, self.link[entry], self.share[entry], self.latency_s[flows])
+
 
 @dataclass(frozen=True, eq=False)
 class _Level:
@@ -74,6 +87,8 @@ class Router:
         links = (wiring.source, wiring.target, wiring.latency_s)
         self.ways = (self.nodes, hashlib.sha256(b"".join(column.tobytes() for column in links)).digest())
         """Cache key of the routes, equal for wirings that differ only in bandwidths."""
+        self._ahead: tuple[Ints, Incidence] | None = None
+        """Pairs that were searched ahead, sorted, and their paths."""
 
     @cached_property
     def equal_rates(self) -> bytes:
@@ -187,16 +202,30 @@ class Router:
 
         Raises UserError if no path leads from one end to the other.
         """
+        if self._ahead is not None:
+            known, pairs = self._ahead[0], source * self.nodes + target
+            places = np.searchsorted(known, pairs)
+            if (places < len(known)).all() and (known[places] == pairs).all():
+                return self._ahead[1].of_flows(places)
         keys, inverse = np.unique(source * self.nodes + target, return_inverse=True)
-        parts = [keys[start : start + PAIRS_AT_ONCE] for start in range(0, max(1, len(keys)), PAIRS_AT_ONCE)]
-        unique = _joined([self._search(part // self.nodes, part % self.nodes) for part in parts])
+        unique = self._searched(keys)
         if len(keys) == len(source) and np.array_equal(inverse, np.arange(len(keys))):
             return unique
-        starts = np.searchsorted(unique.flow, np.arange(len(keys) + 1))
-        lengths = np.diff(starts)[inverse]
-        flow = np.repeat(np.arange(len(source)), lengths)
-        entry = runs(starts[:-1][inverse], lengths)
-        return Incidence(flow, unique.link[entry], unique.share[entry], unique.latency_s[inverse])
+        return unique.of_flows(inverse)
+
+    def search_ahead(self, source: Ints, target: Ints) -> None:
+        """Search the paths of many pairs at once, which takes much less time than a search for each of many small sets
+        of them: `incidence` then looks them up.
+
+        Raises UserError where no path leads from one end to the other.
+        """
+        keys = distinct(source * self.nodes + target)
+        self._ahead = keys, self._searched(keys)
+
+    def _searched(self, keys: Ints) -> Incidence:
+        """Return the incidence of distinct pairs, as source * nodes + target."""
+        parts = [keys[start : start + PAIRS_AT_ONCE] for start in range(0, max(1, len(keys)), PAIRS_AT_ONCE)]
+        return _joined([self._search(part // self.nodes, part % self.nodes) for part in parts])
 
     def _search(self, source: Ints, target: Ints) -> Incidence:
         """Return the incidence of distinct pairs."""

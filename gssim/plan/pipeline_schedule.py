@@ -263,9 +263,13 @@ def _with_shard_actions(order: list[Action]) -> list[Action]:
     backwards_left: dict[int, int] = defaultdict(int)
     for action in order:
         backwards_left[action.stage] += action.kind == "backward"
+    following: list[list[int]] = [[]]
+    """From each action on, the stages in the order in which they come next; the last action first."""
+    for action in reversed(order):
+        following.append([action.stage, *(stage for stage in following[-1] if stage != action.stage)])
     slots: list[Action] = []
-    for i, action in enumerate(order):
-        upcoming = list(dict.fromkeys(later.stage for later in order[i:]))[:ACTIVE_STAGES]
+    for action, stages in zip(order, reversed(following), strict=False):
+        upcoming = stages[:ACTIVE_STAGES]
         slots += [Action("reshard", stage) for stage in sorted(active.difference(upcoming))]
         slots += [Action("unshard", stage) for stage in upcoming if stage not in active]
         active = set(upcoming)

@@ -81,7 +81,7 @@ def push_units(low: Lowering, rank: int, tasks: list[Task], micro_batch: MicroBa
             after_task[ends[lowest.module]] = new
             new = []
         if micro_batch.sends_gradients:
-            _, push, drain = send_bucket(low, rank, unit.bucket, micro_batch, collect.id)
+            _, push, drain = send_bucket(low, rank, unit.bucket, micro_batch)
             new = [*draining, *new, *push]
             draining = drain
         if unit.is_root:

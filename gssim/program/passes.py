@@ -148,7 +148,8 @@ class Steps:
 
     `unfolded`: give every rank a role of its own. `slowed`: a rank's compute and update time relative to its device's,
     by rank. `slowed_steps`: the same for each step of a period, where a program covers a whole period. `shared`: a
-    cache shared with other scenarios.
+    cache shared with other scenarios. `for_memory`: the programs have only what decides the ranks' memory, without
+    the messages between pipeline stages; they cannot be simulated.
     """
 
     def __init__(
@@ -160,8 +161,9 @@ class Steps:
         slowed: Mapping[int, float] | None = None,
         slowed_steps: Sequence[Mapping[int, float]] = (),
         shared: Shared | None = None,
+        for_memory: bool = False,
     ) -> None:
-        self.scenario, self.unfolded, slowed = scenario, unfolded, slowed or {}
+        self.scenario, self.unfolded, self.for_memory, slowed = scenario, unfolded, for_memory, slowed or {}
         alike = not (unfolded or slowed or any(slowed_steps)) and _slices_are_equal(scenario)
         self._copies = scenario.policies.tp if alike else 1
         """Number of tensor slices that one lowering represents."""
@@ -306,12 +308,11 @@ class Steps:
         alike, parts_of_model = _Alike(), low.policies.tp
         chunked = not self.unfolded and (parts_of_model == 1 or self._copies == parts_of_model)
         chunked = chunked and low.policies.gradients != "push"
-        by_rank = [_tasks(low, rank, alike, chunked=chunked) for rank in ranks]
-        if len(self._lowerings) > 1:
-            by_rank = [_mapped(parts, _with_group) for parts in by_rank]
-        if self._copies > 1:
-            copying = _Copying(parts_of_model, self._copies)
-            by_rank = [_mapped(parts, copying.task) for parts in by_rank]
+        by_rank = [_tasks(low, rank, alike, chunked=chunked, for_memory=self.for_memory) for rank in ranks]
+        several = len(self._lowerings) > 1
+        if not self.for_memory and (several or self._copies > 1):
+            named = _Named(parts_of_model, self._copies, several=several)
+            by_rank = [_mapped(parts, named.task) for parts in by_rank]
         return [Outline(parts) if low.stages and chunked else tuple(cast(list[Task], parts)) for parts in by_rank]
 
 
@@ -430,8 +431,10 @@ def _held_stages(scenario: Scenario, part: int) -> Sequence[Sequence[LayerInstan
     return held_layers(unrolled(held_slice(scenario, part)), scenario.stage_ranges)
 
 
-def _tasks(low: Lowering, rank: int, alike: "_Alike", *, chunked: bool) -> list[Task | Chunk]:
+def _tasks(low: Lowering, rank: int, alike: "_Alike", *, chunked: bool, for_memory: bool = False) -> list[Task | Chunk]:
     """Return the tasks of a rank's step; `chunked`: as parts of an outline, if the rank has pipeline stages.
+
+    `for_memory`: without the messages between stages.
 
     Where fragments are synchronized, the tasks are those of a whole period. A fragment's exchange continues from one
     step to the next, so its identity has no step.
@@ -442,7 +445,8 @@ def _tasks(low: Lowering, rank: int, alike: "_Alike", *, chunked: bool) -> list[
             tasks += with_ids(_step_tasks(low.at_step(step), rank, alike), partial(TaskId.in_step, step=step + 1))
         return tasks
     if low.stages:
-        parts = pipeline(low, rank, partial(_unnumbered, rank=rank, alike=alike), chunked=chunked)
+        stage_tasks = partial(_unnumbered, rank=rank, alike=alike)
+        parts = pipeline(low, rank, stage_tasks, chunked=chunked, for_memory=for_memory)
         replicas = replicas_of(low, low.batch_sizes[rank])
         return [*_load_batch(low, rank), *parts, *optimize(low, rank, [], replicas=replicas)]
     return [*_step_tasks(low, rank, alike)]
@@ -640,7 +644,7 @@ def _own_exchange(low: Lowering, rank: int, task: Task, exchange: Communication)
 
 def _of_layer(name: TaskId, layers: Mapping[str, str]) -> TaskId:
     """Return an identity with the layer renamed."""
-    return name._replace(layer=layers[name.layer]) if name.layer in layers else name
+    return name.of_layer(layers[name.layer]) if name.layer in layers else name
 
 
 def _mapped(parts: Sequence[Task | Chunk], change: Callable[[Task], Task]) -> list[Task | Chunk]:
@@ -658,33 +662,32 @@ def _mapped(parts: Sequence[Task | Chunk], change: Callable[[Task], Task]) -> li
     return result
 
 
-def _with_group(task: Task) -> Task:
-    """Return a task whose collective has an identity that is unique over all parts of the model."""
-    if task.communication is None or task.exchange is None:
-        return task
-    return task.renamed(task.id, task.communication._replace(group=task.exchange.group), task.after, task.exchange)
+class _Named:
+    """Gives collectives of tasks an identity that is unique over all parts of the model, if there are `several`; and
+    repeats those of ranks with one slice for those with every other equal slice.
+    """
 
-
-class _Copying:
-    """Repeats the collectives of the ranks that were lowered, for the ranks with every other equal slice."""
-
-    def __init__(self, slices: int, copies: int) -> None:
-        self.slices, self.copies = slices, copies
+    def __init__(self, slices: int, copies: int, *, several: bool) -> None:
+        self.slices, self.copies, self.several = slices, copies, several
         self._repeated: dict[int, tuple[Communication, Communication]] = {}
         """By `id` of a collective: the collective, and its repeated version."""
 
     def task(self, task: Task) -> Task:
-        """Return a task with its collective repeated."""
-        exchange = task.exchange
-        if exchange is None:
+        """Return a task with its collective repeated, under its identity."""
+        exchange, name = task.exchange, task.communication
+        if exchange is None or name is None:
             return task
         if id(exchange) not in self._repeated:
-            repeated = exchange
-            if len({rank % self.slices for rank in exchange.group}) == 1:
-                groups = [
-                    tuple(rank + copy for rank in group) for copy in range(self.copies) for group in exchange.groups
-                ]
-                repeated = replace(exchange, beside=tuple(groups[1:]))
-            self._repeated[id(exchange)] = (exchange, repeated)
+            self._repeated[id(exchange)] = (exchange, self._in_every_copy(exchange))
         repeated = self._repeated[id(exchange)][1]
-        return task if repeated is exchange else task.renamed(task.id, task.communication, task.after, repeated)
+        if repeated is exchange and not self.several:
+            return task
+        name = name.of_group(exchange.group) if self.several else name
+        return task.renamed(task.id, name, task.after, repeated)
+
+    def _in_every_copy(self, exchange: Communication) -> Communication:
+        """Return a collective with the same ones of the other slices beside it, if it is between ranks with one."""
+        if self.copies == 1 or len({rank % self.slices for rank in exchange.group}) > 1:
+            return exchange
+        groups = [tuple(rank + copy for rank in group) for copy in range(self.copies) for group in exchange.groups]
+        return replace(exchange, beside=tuple(groups[1:]))

@@ -42,8 +42,16 @@ the micro-batch's number. Equal results are the same sequence object. The last a
 are already gathered."""
 
 
-def pipeline(low: Lowering, rank: int, stage_tasks: StageTasks, *, chunked: bool) -> list[Task | Chunk]:
+MESSAGE_ACTIONS = ("send", "receive", "wait")
+"""Actions of a schedule that allocate and free no memory."""
+
+
+def pipeline(
+    low: Lowering, rank: int, stage_tasks: StageTasks, *, chunked: bool, for_memory: bool = False
+) -> list[Task | Chunk]:
     """Return the tasks of a pipeline rank up to its reduced gradients; `chunked`: as parts of an outline.
+
+    `for_memory`: without the messages between stages.
 
     Messages run in the background; those to (or from) one peer run in the order in which they are posted. The rank
     waits for them where torch's schedule does. The backend starts a message when both ends have posted it (gloo's
@@ -65,6 +73,8 @@ def pipeline(low: Lowering, rank: int, stage_tasks: StageTasks, *, chunked: bool
     writer = _ScheduleWriter(low, rank, replicas, stages, sizes, low.device(rank), pushes_last=pushes_last)
     writer.add(Task(TaskId("step-begin"), "idle"))
     actions = low.schedule[mesh.place(rank).pp]
+    if for_memory:
+        actions = tuple(action for action in actions if action.kind not in MESSAGE_ACTIONS)
     for place, action in enumerate(actions):
         if action.kind == "unshard":
             uses = (each for each in actions[place:] if each.kind in COMPUTES and each.stage == action.stage)

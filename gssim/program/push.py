@@ -45,11 +45,9 @@ def push_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batch: Mic
         return tasks
     parts = BackwardParts(low, tasks)
     places = [parts.at(bucket.complete) for bucket in low.buckets]
-    ready = [
+    for place, bucket in zip(places, low.buckets, strict=True):
         parts.lengthen(place, cost.copy_time_s(low.device(rank), bucket.elements * low.value_bytes))
-        for place, bucket in zip(places, low.buckets, strict=True)
-    ]
-    *pushes, rest = _in_turn(low, rank, micro_batch, ready)
+    *pushes, rest = _in_turn(low, rank, micro_batch)
     for place, push in zip(places, pushes, strict=True):
         parts.insert_after(place, push)
     return [*parts.merged(), *rest]
@@ -68,21 +66,21 @@ def push_accumulated(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[
         moving_s = cost.copy_time_s(low.device(rank), size) + len(tensors) * hook_time_s(low, rank)
         name = TaskId("collect", bucket=bucket.index)
         tasks.append(Task(name, "idle", duration_s=moving_s, need=footprint(moved)))
-    pushes = _in_turn(low, rank, micro_batch, [task.id for task in tasks])
+    pushes = _in_turn(low, rank, micro_batch)
     return [*tasks, *chain.from_iterable(pushes)]
 
 
-def _in_turn(low: Lowering, rank: int, micro_batch: MicroBatch, ready: Sequence[TaskId]) -> list[list[Task]]:
+def _in_turn(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[list[Task]]:
     """Return the tasks that follow each bucket's completion, and those after the last bucket's.
 
-    `ready`: for each bucket, the task that completes it. A push is waited for when the next one begins.
+    A push is waited for when the next one begins.
     """
     draining: list[Task] = []
     pending: tuple[list[Task], list[Task]] = ([], [])
     behind = []
-    for bucket, task in zip(low.buckets, ready, strict=True):
-        reduce, push, drain = send_bucket(low, rank, bucket, micro_batch, task)
-        if reduce and low.overlaps:  # a bucket that is reduced beside the compute is pushed when the next is complete
+    for bucket in low.buckets:
+        reduce, push, drain = send_bucket(low, rank, bucket, micro_batch)
+        if reduce and low.overlaps:  # a bucket reduced beside the compute is pushed once the next one is complete
             behind.append([*draining, *pending[0], *reduce])
             draining, pending = pending[1], (push, drain)
         else:
@@ -92,16 +90,16 @@ def _in_turn(low: Lowering, rank: int, micro_batch: MicroBatch, ready: Sequence[
 
 
 def send_bucket(
-    low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBatch, ready: TaskId
+    low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBatch
 ) -> tuple[list[Task], list[Task], list[Task]]:
     """Return three lists for a complete bucket: its reduction within the node, its push, and the addition at the owner.
 
-    `ready`: the task that completes the bucket. Ranks that send and receive the same of a bucket share these tasks.
+    Ranks that send and receive the same of a bucket share these tasks.
     """
-    kind = (bucket.index, micro_batch, ready, *_bucket_kind(low, rank, bucket, micro_batch))
+    kind = (bucket.index, micro_batch, *_bucket_kind(low, rank, bucket, micro_batch))
     sent = _sent_buckets(low)
     if kind not in sent:
-        sent[kind] = _send_bucket(low, rank, bucket, micro_batch, ready)
+        sent[kind] = _send_bucket(low, rank, bucket, micro_batch)
     return sent[kind]
 
 
@@ -124,23 +122,24 @@ def _bucket_kind(low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBat
         yield from (int(sizes.classes[node]), int(sizes.alike[bucket.index, sizes.runs[node]]))
 
 
-def _send_bucket(low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBatch, ready: TaskId) -> _BucketTasks:
-    reduce = _reduce_scatter_in_node(low, rank, bucket, ready) if low.places > 1 else []
+def _send_bucket(low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBatch) -> _BucketTasks:
+    reduce = _reduce_scatter_in_node(low, bucket.index, low.place(rank)) if low.places > 1 else []
     after = (reduce[-1].id,) if reduce and low.overlaps else ()
     push, drain = _push_bucket(low, rank, bucket, micro_batch, after)
     return reduce, push, drain
 
 
-def _reduce_scatter_in_node(low: Lowering, rank: int, bucket: Bucket, ready: TaskId) -> list[Task]:
+@once_a_run
+def _reduce_scatter_in_node(low: Lowering, number: int, place: int) -> list[Task]:
     """Return the reduce-scatter of a bucket within the node; see [Note: hierarchy] in `gssim.plan.buckets`.
 
     The part of the rank's place ends up in a buffer of its own. Forwarded parts are received in another buffer, as
     large as the largest of them.
     """
-    own = TaskId("reduce-scatter", bucket=bucket.index)
+    own, bucket = TaskId("reduce-scatter", bucket=number), low.buckets[number]
     parts = dense_bytes(low, low.division(bucket).places)
     exchange = low.communication("reduce-scatter-v", "dp_shard", sum(parts), part_bytes=parts)
-    place, whole = low.place(rank), float(sum(parts))
+    whole = float(sum(parts))
     staged = float(low.forwarded_elements(bucket, place) * low.value_bytes)
     events = [Event(0, float(parts[place]), "buckets"), Event(1, staged, "communication")]
     events.append(Event(2, -staged, "communication"))

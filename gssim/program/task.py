@@ -220,6 +220,22 @@ class TaskId(NamedTuple):
         """
         return self if self.op == "outer" and not self.action else self._replace(step=step)
 
+    def of_layer(self, layer: str) -> "TaskId":
+        """Return the same operation of another layer.
+
+        >>> TaskId("backward", layer="h.0", part=1).of_layer("h.1").label
+        'backward h.1 part 1'
+        """
+        return TaskId._make((*self[:2], layer, *self[3:]))
+
+    def of_group(self, group: Sequence[int]) -> "TaskId":
+        """Return the same operation of a group of ranks.
+
+        >>> TaskId("all-reduce", bucket=0).of_group((0, 4)).label
+        'all-reduce bucket 0 of ranks 0, 4'
+        """
+        return TaskId._make((*self[:10], group, *self[11:]))
+
     def serving(self, action: Action) -> "TaskId":
         """Return the identity of a task that does `action` for this operation.
 

@@ -276,7 +276,7 @@ def _simulated(
     few = _steady(smaller, unfolded, shared, spread=spread, sized=False)
     further = further_peaks(
         program_of(larger, shared, unfolded=unfolded),
-        program_of(longest, shared, unfolded=unfolded),
+        _program_for_memory(longest, shared, unfolded=unfolded),
         periods=(scenario.plan.micro_batches - counts[1]) / period,
     )
     more = _steady(larger, unfolded, shared, spread=spread, further=further)
@@ -363,6 +363,18 @@ def _steps(
 def program_of(loaded: Loaded, shared: Shared, *, unfolded: bool = False) -> Program:
     """Return the program of a steady step if all steps are equal; it is cached in `shared` for the simulation."""
     return _steps(loaded, unfolded, shared, {}).program(_distinct_steps(loaded)[-1])
+
+
+def _program_for_memory(loaded: Loaded, shared: Shared, *, unfolded: bool) -> Program:
+    """Return the same program for the memory of its ranks alone."""
+    scenario, statistics = loaded.scenario, loaded.gradients if loaded.statistics_needed else None
+
+    def new_program() -> Program:
+        steps = Steps(scenario, statistics, unfolded=unfolded, shared=shared, for_memory=True)
+        return steps.program(_distinct_steps(loaded)[-1])
+
+    key = (*lowering_key(scenario, statistics, shared), unfolded)
+    return shared.once("program for memory", key, new_program, most=MAX_CACHED_RUNS)
 
 
 def _distinct_steps(loaded: Loaded) -> Sequence[int]:

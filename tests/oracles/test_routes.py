@@ -62,6 +62,18 @@ def test_pairs_may_come_in_any_order_and_more_than_once(wiring, data):
     assert_routed(wiring, *map(list, zip(*(pairs + pairs[:2]), strict=True)))
 
 
+@given(wirings(), st.data())
+def test_pairs_that_were_searched_ahead_have_the_same_paths_entry_by_entry(wiring, data):
+    node = st.integers(0, wiring.nodes - 1)
+    ahead, asked = (np.array(data.draw(st.lists(st.tuples(node, node), min_size=1, max_size=8))).T for _ in range(2))
+    router, alone = Router(wiring), Router(wiring)
+    router.search_ahead(*ahead)
+    for source, target in (ahead, asked, asked[:, :0]):
+        found, expected = router.incidence(source, target), alone.incidence(source, target)
+        for name in ("flow", "link", "share", "latency_s"):
+            assert np.array_equal(getattr(found, name), getattr(expected, name)), name
+
+
 @given(fabrics())
 def test_devices_of_every_topology_reach_each_other_by_equal_shortest_paths(cluster):
     ranks = range(len(cluster.devices))
