@@ -263,6 +263,10 @@ def _part(
             return shared.once(f"inline {cls.__name__}", repr(table), lambda: validated(cls, table, file=""))
         except UserError:
             return table
+    if value is None and part == "cluster" and isinstance(data.get("scenario"), str):
+        raise UserError(
+            f"{file}: is no scenario, but names one, as sweeps do: `gssim sweep {file}` predicts its points"
+        )
     if value is None:
         raise UserError(f"{file}: {part}: missing; name a file or give the table")
     if not isinstance(value, str):

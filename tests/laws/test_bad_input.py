@@ -62,7 +62,7 @@ def test_a_file_that_the_scenario_names_and_is_the_scenario_itself(refusal, tmp_
 def test_a_sweep_that_is_its_own_scenario(refusal, tmp_path):
     path = tmp_path / "itself.toml"
     path.write_text('# Which?\nscenario = "itself.toml"\nvariants.one = { plan.method = "ddp" }\n')
-    assert f"{path}: cluster: missing; name a file or give the table" in refusal(path, command="sweep")
+    assert f"{path}: is no scenario, but names one" in refusal(path, command="sweep")
 
 
 def test_broken_toml(refusal, tmp_path):
@@ -93,6 +93,13 @@ def test_a_config_json_is_not_read_as_toml(refusal, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     said = refusal(write_files(tmp_path), "workload.model=config.json")
     assert f"`gsreal trace {tmp_path / 'config.json'} --out FILE.toml` makes a model file" in said
+
+
+def test_sweeps_and_scenarios_are_told_apart(refusal, tmp_path):
+    path = write_files(tmp_path)
+    (tmp_path / "many.toml").write_text(f'scenario = "{path.name}"\n[axes]\n"run.seed" = [1, 2]\n')
+    assert "is no scenario, but names one" in refusal(tmp_path / "many.toml")
+    assert "is a scenario, not a sweep" in refusal(path, command="sweep")
 
 
 # (scenario text changes, message): the file is the scenario's

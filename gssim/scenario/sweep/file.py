@@ -240,6 +240,8 @@ def load_sweep(path: Path) -> Sweep:
     text, data = read_toml(path)
     if not path.name.isprintable():
         raise UserError(f"{path}: points are named after the file: its name must be printable")
+    if "scenario" not in data and {"cluster", "workload", "plan"} <= set(data):
+        raise UserError(f"{path}: is a scenario, not a sweep, which names one: `gssim run {path}` predicts it")
     data.setdefault("question", first_comment(text))
     sweep = validated(Sweep, data, file=str(path))
     _check_names(sweep, path)
