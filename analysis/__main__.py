@@ -6,7 +6,7 @@ def main() -> None:
     try:
         from analysis.cli import main as run
     except KeyboardInterrupt:
-        raise SystemExit(130) from None  # 128 + SIGINT, as gssim.terminal.INTERRUPTED, which is not there yet
+        raise SystemExit(130) from None  # 128 + SIGINT, as gssim.terminal.INTERRUPTED, which is not imported yet
     run()
 
 

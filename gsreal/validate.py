@@ -177,7 +177,7 @@ class Session:
             if self.is_over():
                 self.say(f"the time is over (--seconds): {len(missing) - number} runs are left to the next call")
                 return
-            if row.loaded.scenario.ranks > 1 or row.loaded.scenario.plan.method != "single":  # wrappers of one rank too
+            if row.loaded.scenario.ranks > 1 or row.loaded.scenario.plan.method != "single":  # one may be wrapped too
                 self.calibrate_links()
             if number == (len(missing) + 1) // 2 and time.monotonic() - self.layers_measured_s > DRIFTS_AFTER_S:
                 self.calibrate_again()
@@ -314,7 +314,7 @@ class Session:
         self.say(f"predicting {len(measured)} points, and comparing")
         lines = [["run", str(row.point.file), *set_words(row.point.overrides)] for row in measured]
         run_modules("gssim", [[*line, "--out", str(self.results)] for line in lines])
-        # at the same time, for each takes one core some seconds; what the page's command says comes last
+        # both at the same time, because each takes one core some seconds; the output of the page's command comes last
         words = (["compare", self.results, "--out", self.out], ["report", self.results, "--out", self.page])
         both = [
             subprocess.Popen(

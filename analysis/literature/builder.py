@@ -109,8 +109,8 @@ class OperationBuilder:
     def product_slowdowns(self, inputs: int, outputs: int, *, by_rows: bool) -> tuple[float, float, float]:
         """Return the times of a linear layer's three products over those at the device's own rate.
 
-        In this order: forward, gradient of the input, gradient of the weight. Their shapes are those of a tensor rank
-        with whole sequences, also where norms have parts of them.
+        The products are, in this order, the forward, the gradient of the input and the gradient of the weight. Their
+        shapes are those of a tensor rank with whole sequences, also where norms have parts of them.
         """
         if self.use is None or self.kernels is None:
             return 1.0, 1.0, 1.0

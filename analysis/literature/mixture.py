@@ -181,7 +181,7 @@ def routed_maps(builder: OperationBuilder) -> list[Operation]:
     tokens, rows = builder.unsplit_bytes(hidden), row_bytes(of_rows * hidden, value)
 
     def permuted(name: str, reads: str, moved: Polynomial, output: Polynomial) -> Operation:
-        """Return a permutation, which moves so many bytes."""
+        """Return a permutation, which moves `moved` bytes."""
         forward, backward = (builder.streamed(moved, f"permute_{each}") for each in ("fwd", "bwd"))
         return Operation(name=name, reads=(reads,), output=output, streamed=forward, backward_streamed=backward)
 
@@ -372,7 +372,7 @@ def weight_shapes(shape: Shape, *, dense: bool) -> set[tuple[int, int]]:
 
 
 def undivided(layer: Layer, tokens: int) -> Layer:
-    """Return a layer with all of its experts on one rank, for sequences of so many tokens."""
+    """Return a layer with all of its experts on one rank, for sequences of `tokens` tokens."""
     if layer.experts_per_token is None or layer.units is None:
         return layer
     rows = layer.units * ceil((layer.expert_capacity_ratio or 1.0) * tokens * layer.experts_per_token / layer.units)

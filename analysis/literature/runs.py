@@ -75,12 +75,13 @@ class Shape:
     """The last blocks of an image generator, of another shape; its loss is the mean of what they return."""
 
     further: int = 0
-    """Blocks behind the others, of which each predicts one more token with the output layer of all (DeepSeek-AI 2024,
-    DeepSeek-V3, arXiv:2412.19437, section 2.2); only the first is modelled exactly."""
+    """Further blocks behind the others: each predicts one more token, with the output layer that all share (DeepSeek-AI
+    2024, DeepSeek-V3, arXiv:2412.19437, section 2.2); only the first is modelled exactly.
+    """
     embeds_again: bool = False
     """Whether the further blocks have a copy of the embedding, as on another stage."""
     head_width: int | None = None
-    """Of a `llama`: width of a head's queries; absent: that of the model over the number of heads."""
+    """Width of a head's queries in a `llama`; absent: the model's width over the number of heads."""
     decoder: Decoder | None = None
     """A decoder behind the blocks, which are then an encoder."""
     latent: Latent | None = None
@@ -261,8 +262,9 @@ class Software:
     rotary_calls: int = 0
     """The same to turn queries and keys of a `gpt` by their positions; 0: positions are learned."""
     checks_norms_over: int | None = None
-    """Queries and keys are normalised, and in each forward the weights of these norms are compared with those of so
-    many ranks (Megatron-LM, core/transformer/attention.py, `run_realtime_tests`, of --test-mode)."""
+    """Queries and keys are normalised, and in each forward the weights of these norms are compared with those of this
+    number of ranks (Megatron-LM, core/transformer/attention.py, `run_realtime_tests`, of --test-mode).
+    """
     compiled_loss: bool = False
     """An in-place loss is compiled, and then in place no more: its exponentials are a second tensor (Megatron-LM,
     core/fusions/fused_cross_entropy.py)."""

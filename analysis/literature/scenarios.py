@@ -170,8 +170,8 @@ def _call_overheads(platform: Platform, ranks: int, expert_ranks: int) -> dict[s
 def _dummy_gradient_bytes(run: Run) -> int:
     """Return the bytes of one tensor for each distinct weight shape of a block's linear layers, on one tensor rank.
 
-    In a pipeline whose first blocks alone have no experts, these are the bytes on the other stages, one of which needs
-    most.
+    In a pipeline whose first blocks alone have no experts, these are the bytes on the other stages, because one of
+    those needs most.
     """
     shape = run.shape
     if shape.latent is not None and shape.experts is not None:

@@ -63,7 +63,7 @@ class Course:
     """Density for which these times were predicted, from statistics of ranks with similar data."""
 
     def at(self, step: float) -> list[float]:
-        """Return the loss of every seed after so many steps, or after the last."""
+        """Return the loss of every seed after `step` steps, or after the last step."""
         return [float(np.interp(step, self.steps, each)) for each in self.losses]
 
     @property

@@ -235,7 +235,7 @@ CYCLES_PER_S = 3e9
 
 
 def hold_device(seconds: float) -> None:
-    """Keep the GPU busy for at least so long, while the host issues what follows: then no operation waits for the host.
+    """Keep the GPU busy for at least `seconds`, while the host issues what follows: no operation then waits for it.
 
     The host can be about a thousand operations ahead. In a longer step it waits, and times include these waits.
     """
@@ -385,7 +385,7 @@ elements when the update's next operation reads them.
 
 def device_rates(bench: Bench) -> dict[str, float]:
     """Return matrix and copy rates, the time to issue one small operation, and the device's memory."""
-    workspace_bytes = _workspace_bytes(bench.device)  # before others of the libraries' calls
+    workspace_bytes = _workspace_bytes(bench.device)  # before any other call of the libraries
     small = torch.ones(8, device=bench.device)
 
     def issue() -> None:  # operations with almost no work

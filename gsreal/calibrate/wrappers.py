@@ -423,7 +423,7 @@ def _backward_s(
     tensors: int,
     wrap: Callable[[nn.Module], tuple[nn.Module, Callable[[], float] | None]] | None = None,
 ) -> float:
-    """Return the median time of a backward through a unit of so many tensors, in a wrapper.
+    """Return the median time of a backward through a unit of `tensors` tensors, in a wrapper.
 
     It includes the time of the step that `wrap` returns, less the seconds which that step returns.
     """

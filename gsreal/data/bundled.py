@@ -113,7 +113,7 @@ class ModuleClassification:
     """Pieces of the standard library's longest modules, to be classified by their module."""
 
     modules: tuple[np.ndarray, ...]
-    """Of each class, the bytes from which pieces are drawn."""
+    """Bytes of each class from which pieces are drawn."""
     length: int
     batch_size: int
 

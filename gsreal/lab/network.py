@@ -113,7 +113,7 @@ class Node:
     name: str
     namespace: str
     address: str | None
-    """Of a device: the address of its rank."""
+    """Address of the rank of a device; None for a switch."""
 
 
 @dataclass(frozen=True)

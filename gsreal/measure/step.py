@@ -167,7 +167,7 @@ class RankStep:
     end_s: float
     spans: list[Span]
     groups: list[tuple[int, ...]]
-    """Of each span: the ranks among which it communicates; empty if it does not."""
+    """Ranks among which each span communicates; empty if it does not."""
     clock: str
     """Ranks with the same value share a clock."""
     held: list[tuple[float, int]]

@@ -47,7 +47,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         assert closure is None
         ordered = sorted(self.param_groups, key=lambda group: not group["by_muon"])
         for group, inner in zip(ordered, (own for part in self.parts for own in part.param_groups), strict=True):
-            inner.update({key: group[key] for key in ("lr", "weight_decay")})  # a scheduler's changes
+            inner.update({key: group[key] for key in ("lr", "weight_decay")})  # takes over a scheduler's changes
         for part in self.parts:
             part.state = self.state
             part.step()

@@ -40,7 +40,7 @@ class Exchange(NamedTuple):
     own: Tensor
     """What this rank sends."""
     received: Tensor
-    """Where the sum, or all ranks' messages, arrive."""
+    """Tensor in which the sum, or all ranks' messages, arrive."""
     began: Any
     """Timeline mark of its beginning."""
 
@@ -102,8 +102,8 @@ class Synchronization:
             )
             for fragment in fragments
         ]
-        """Of every fragment: the steps of a period, from 1, that begin and end its exchange, and those of its buckets
-        of which this rank has a part.
+        """For every fragment: the steps of a period, from 1, that begin and end its exchange, and its buckets of which
+        this rank has a part.
         """
         buckets = self._values() if kind else []
         self.outer_parameters = [torch.cat([each.reshape(-1) for each in bucket]) for bucket in buckets]

@@ -201,7 +201,7 @@ def _keep_hugging_face_layers(
     tokens = isinstance(model.input, TokenInput)
     parts = sequence_parts if tokens else 0
     run = partial(_run_stage, module.forward, received if first > 0 else None, end, parts)
-    run.__signature__ = inspect.signature(module.forward)  # type: ignore[attr-defined] # it takes the same arguments
+    run.__signature__ = inspect.signature(module.forward)  # type: ignore[attr-defined]  # it takes the same arguments
     module.forward = run
 
 

@@ -171,7 +171,7 @@ CUTS: dict[str, Cut] = {
 
 QUERIES_KEYS_VALUES = ("q_proj", "k_proj", "v_proj")
 FUSED_BY_HEADS = {"GPTNeoXLayer": "query_key_value", "FalconDecoderLayer": "query_key_value"}
-"""By class of the block: the map whose output has query, key and value of one head together, head after head."""
+"""The map, by class of the block, whose output has query, key and value of one head together, head after head."""
 ATTENTION_OUTPUTS = ("o_proj", "out_proj", "dense")
 FIRST_MAPS = ("gate_proj", "up_proj", "fc1", "fc_in", "c_fc", "dense_h_to_4h")
 LAST_MAPS = ("down_proj", "fc2", "fc_out", "c_proj", "dense_4h_to_h")

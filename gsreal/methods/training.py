@@ -91,7 +91,7 @@ class LossScaler:
 
     def unscale(self, module: nn.Module, optimizer: torch.optim.Optimizer, timeline: Timeline) -> bool:
         """Divide gradients by the factor; return whether all are finite, on every rank."""
-        copies = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer's own
+        copies = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer wraps one
         cast = False
         if isinstance(copies, MasterCopy):
             cast = True

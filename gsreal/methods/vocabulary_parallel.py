@@ -114,7 +114,8 @@ def _divide_embedding(scenario: Scenario, module: nn.Module, timeline: Timeline,
             found: Tensor = _DividedLookup.apply(tokens, self.weight, first, ignored, all_reduce)
             return found
 
-    # a class of its own may do more than look up (Gemma's scales what is found): its `super().forward` is then this one
+    # a subclass of nn.Embedding may do more than look up (Gemma's scales the result): its `super().forward` is then
+    # this one
     kind = type(embedding)
     does_more = kind is not nn.Embedding
     embedding.__class__ = type(kind.__name__, (kind, DividedEmbedding), {}) if does_more else DividedEmbedding

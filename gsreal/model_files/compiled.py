@@ -145,7 +145,7 @@ def traced_as_compiled(
             mock.patch.object(AllocateLine, "plan", lambda line, state: planner.planned(line, state)),
             mock.patch.object(CppScheduling, "define_kernel", _defined(CppScheduling.define_kernel)),
             mock.patch.object(AsyncCompile, "cpp_pybinding", return_value=None),  # `_counting_module` sets it
-            mock.patch.object(cpu_vec_isa, "valid_vec_isa_list", list),  # it asks the compiler; fusion is the same
+            mock.patch.object(cpu_vec_isa, "valid_vec_isa_list", list),  # it would ask the compiler; fusion is the same
             inductor_config.patch(fx_graph_cache=False, fx_graph_remote_cache=False),
             functorch_config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False),
         ):

@@ -56,7 +56,7 @@ def _grouped_product_flop(a: Tensor, b: Tensor, *_rest: Any, **_settings: Any) -
 
 
 def _convolution_backward_flop(gradient: Tensor, inputs: Tensor, weight: Tensor, *rest: Any, **_settings: Any) -> int:
-    """Return the FLOP of the gradients of input and weight, each as many as the forward's.
+    """Return the FLOP of the gradients of input and weight: each takes as many as the forward.
 
     torch's own formula treats the weight's gradient of a grouped convolution as that of an ungrouped one.
     """
@@ -209,7 +209,7 @@ class Record:
     autograd saves.
     """
     before_saved: dict[int, int] = field(default_factory=dict)
-    """By layer: number of storages that its backward creates before it needs the first tensor that autograd saved."""
+    """Number of storages that a layer's backward creates before it needs the first tensor that autograd saved."""
     counted: dict[tuple[int, str], list[int]] = field(default_factory=lambda: defaultdict(list))
     """Positions of operations (not views), by layer and phase."""
     names: dict[tuple[int, str], list[str]] = field(default_factory=lambda: defaultdict(list))

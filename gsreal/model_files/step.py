@@ -538,7 +538,7 @@ def _record_unsaved(
     for alive, again in zip(created, seen.alive, strict=True):
         if again.freed is not None and again.freed[:2] == again.born[:2]:
             layer, _, position = again.freed
-            # positions differ by views, operations do not
+            # positions differ by views, numbers of operations do not
             place = (layer, "f")
             alive.unsaved = record.counted[place][bisect_right(seen.counted[place], position) - 1]
 

@@ -269,7 +269,7 @@ class Start:
 
     command: Sequence[str]
     environment: Mapping[str, str]
-    """In addition to the variables common to all ranks."""
+    """Variables in addition to those common to all ranks."""
     before: Callable[[], None]
     """Called in the new process before it executes the command."""
     forked: bool = False

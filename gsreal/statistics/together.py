@@ -74,7 +74,7 @@ class Pushing(Replica):
             name: number for number, names in enumerate(buckets_of(scenario, dict(self.parameters))) for name in names
         }
         self.entries: dict[tuple[int, int], Tensor] = {}
-        """By bucket and sender: elements sent to every owner."""
+        """Number of elements sent to every owner, by bucket and sender."""
         self.elements = torch.zeros(len(set(self.bucket_of.values())), scenario.ranks, dtype=torch.int64)
         """Elements of every owner in every bucket."""
         for name, owners in self.owners.items():

@@ -20,7 +20,7 @@ from gssim.workload import gradient_order, unrolled
 
 CPU = torch.device("cpu")
 Gradients = dict[str, Tensor]
-"""By parameter name."""
+"""Gradients by parameter name."""
 
 
 class Replica:
@@ -34,7 +34,7 @@ class Replica:
         self.feeds = {
             rank: Feed(scenario, rank, device) for rank in range(scenario.ranks) if scenario.batch_sizes[rank]
         }
-        """Of the ranks that have samples: others have no gradient."""
+        """Only of ranks that have samples: others have no gradient."""
         self.owners = _owners(scenario, self.module, device)
         self.residuals: dict[tuple[int, str], Tensor] = {}
         self.thresholds: dict[tuple[int, str], Thresholds] = {}

@@ -81,7 +81,7 @@ class Browser:
     def wait_for(self, expression: str, *, seconds: float = 10.0) -> Any:
         """Return the value of an expression once it is true: what an event shows may come a frame later.
 
-        After so many seconds, what it is then.
+        After `seconds`, the value that it has then.
         """
         until_s = time.monotonic() + seconds
         while not (value := self.evaluate(expression)) and time.monotonic() < until_s:

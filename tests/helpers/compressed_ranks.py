@@ -27,7 +27,7 @@ from gssim.scenario import Scenario, load_scenario, single_device
 STEPS = 6
 CPU = torch.device("cpu")
 Gradients = dict[str, Tensor]
-"""By parameter's name."""
+"""Gradients by parameter name."""
 Buckets = dict[int, tuple[list[str], list[Tensor]]]
 """By index: the names of a bucket's gradients in order, and the factors Q that were or would be drawn in each step."""
 

@@ -181,7 +181,7 @@ PATIENCE_S = 120
 def run_of_tests() -> tuple[str, int]:
     """Return the address of the process that ranks are forked from, and the process whose end is its end.
 
-    Where tests run side by side, all have one, which ends with their parent.
+    Processes that run tests side by side share one, which ends with their parent.
     """
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID", ALONE)
     return f"\0gsreal-forks-{run}", os.getpid() if run == ALONE else os.getppid()
@@ -190,7 +190,7 @@ def run_of_tests() -> tuple[str, int]:
 def start_server() -> None:
     """Start the process that has imported torch, which takes it seconds.
 
-    Of several that are started, those that find the socket bound end at once.
+    If several are started, those that find the socket bound end at once.
     """
     from gsreal.lab.throttle import throttle_library
     from gsreal.machine import ENVIRONMENT

@@ -35,7 +35,7 @@ import fuzz_mutations as mutations
 MEMORY_BYTES = 2 * 2**30
 PROCESSOR_S = 20
 PATIENCE_S = 400
-"""Of wall time, on a machine that others use too."""
+"""Wall-clock limit, on a machine that others use too."""
 LONGEST_LINE = 300
 SLOWEST_S = 1e30
 REFUSED, ANSWERED, FAILED = "refused", "answered", "failed"
@@ -48,7 +48,7 @@ class Template:
     program: str
     words: tuple[str, ...]
     files: tuple[str, ...]
-    """Of the corpus; folders end in `/`."""
+    """Files of the corpus; folders end in `/`."""
     needed: tuple[str, ...] = ()
     """Files that are copied too, and not mutated as often."""
 

@@ -235,7 +235,7 @@ class Routed(nn.Module):
 
 
 ROUTES = ([0, 0], [1, 2], [2, 1], [0, 3], [3, 3], [1, 0], [2, 2])
-"""By step, the expert of the first ranks, and that of the last one."""
+"""Expert of the first ranks, and that of the last rank, by step."""
 
 
 def routed_steps():
@@ -646,7 +646,7 @@ def units_of_all_kinds():
 
 
 def units_of_all_kinds_in_both_forms():
-    """Those and compiled ones."""
+    """Units of all kinds in both forms, and compiled ones."""
     cases = (
         (Wrapped, lambda model: [model.first, model.second]),
         (Checkpointed, lambda model: [model.first, model.second]),

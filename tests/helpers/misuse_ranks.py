@@ -1,7 +1,7 @@
 """Misuses and unusual uses of Gradient Sharding, on both ranks of a test: right as on one device, or a clear error.
 
-None of them ends a process group or leaves a rank waiting, so that one start serves all. Arguments: the file to write
-what they showed to.
+None of them ends a process group or leaves a rank waiting, so that one start serves all. Argument: the file for what
+they showed.
 """
 
 import copy

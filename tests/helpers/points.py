@@ -702,7 +702,7 @@ def _publish(random: Random) -> Table:
 
 
 def _cluster(random: Random, devices: int) -> Table:
-    """Return a cluster of so many devices, equal or not, wired in any way."""
+    """Return a cluster of `devices` devices, equal or not, wired in any way."""
     found: Table = {"name": "random", "source": "random"}
     if random.random() < 0.35:
         return found | _gpus(random, devices)

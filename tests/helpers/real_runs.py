@@ -27,9 +27,9 @@ from gssim.workload.gradient_statistics import (
 )
 
 Cases = dict[str, dict[str, Any]]
-"""By name: a scenario's file and what is overridden there."""
+"""A scenario's file and what is overridden there, by name of the case."""
 HELPERS = Path(__file__).resolve().parent
-"""Where the modules are that ranks run."""
+"""Folder of the modules that ranks run."""
 SCENARIOS = HELPERS.parents[1] / "scenarios"
 
 

@@ -216,7 +216,7 @@ def ring(devices: int, **settings: Any) -> Cluster:
 
 
 def topology(kind: str, *, bandwidth: float = 1e6, latency_s: float = 0.0, **settings: Any) -> dict[str, Any]:
-    """Return a topology of `fast` devices as a cluster file says it; `count` stands for so many of them."""
+    """Return a topology of `fast` devices as a cluster file states it; `count`: number of these devices."""
     count = settings.pop("count", None)
     if count is not None:
         settings["devices"] = [{"device": "fast", "count": count}]
@@ -290,7 +290,7 @@ def exponential_statistics(
 ) -> GradientStatistics:
     """Return statistics in which every |g| is exponentially distributed; see `exponential_tensor`.
 
-    Of published changes 1 / (1 + t / rms) are sent at a threshold t.
+    At a threshold t, the fraction 1 / (1 + t / rms) of published changes is sent.
     """
     tensor = exponential_tensor(rms, rms)
     published = tuple(rms / (rms + t) for t in FEEDBACK_GRID)
@@ -412,7 +412,7 @@ def graph_of(wiring: Wiring) -> "nx.DiGraph[int]":
 def routed(graph: "nx.DiGraph[int]", source: int, target: int) -> tuple[dict[int, float], float]:
     """Return the share of a message that crosses each link, and its latency: what a router should find.
 
-    Fewest links; of those paths the ones of least latency; all of these share equally.
+    Messages take the paths of fewest links and, among those, of least latency; all such paths share equally.
     """
     paths = [[graph.edges[edge] for edge in pairwise(path)] for path in nx.all_shortest_paths(graph, source, target)]
     late = [sum(edge["latency_s"] for edge in path) for path in paths]

@@ -199,7 +199,7 @@ def _drawn(row: Row, shown: Sequence[str]) -> dict[str, float]:
     parts = parts_of(row)
     sizes = {category: parts[category] for category in shown}
     sizes[OTHER] = sum(parts.values()) - sum(sizes.values())
-    least = 1e-9 * sum(parts.values())  # what rounding leaves
+    least = 1e-9 * sum(parts.values())  # less is a rounding error
     return {category: size for category, size in sizes.items() if size > least}
 
 

@@ -152,7 +152,7 @@ OVERHEAD_TESTS = tuple(
 def megatron_tests(record: Mapping[str, str], identity: str) -> Run:
     """Return the run of a row; raise SkippedError for missing fields, or an unsupported kind of model.
 
-    Where a row does not say on what it ran, it can still be written, for eight or as many A100 as its plan needs.
+    A row that does not state its GPUs can still be written: for eight A100, or as many as its plan needs.
     """
     _refuse(record)
     record = _by_recipe(record)
@@ -295,8 +295,9 @@ LATENT_TESTS = {
     "deepseekv3_proxy": (Latent(), 3, 2048),
     "tp4_ep2_etp2_pp2": (None, 0, 512),
 }
-"""What the table does not tell of tests, by a part of their names: attention, blocks without experts, width of the
-shared expert (Megatron-LM, tests/functional_tests/test_cases/moe, model_config.yaml)."""
+"""Features of tests that the table does not state, by a part of their names: attention, blocks without experts, width
+of the shared expert (Megatron-LM, tests/functional_tests/test_cases/moe, model_config.yaml).
+"""
 PREDICT_SEVERAL_TOKENS = ("ep4_etp1_memory_speed", "mtp_resume", "selective_recompute_experimental", "deepseekv3_proxy")
 """Parts of names of tests with `mtp-num-layers` of 1, of which the table has no column (model_config.yaml)."""
 SEND_TOKENS = ("a2a", "alltoall", "etp2_pp2", "mixtral", "deepseek", "tp2_pp2_ep4_etp1")
