@@ -229,19 +229,19 @@ def _divided_embedding(model: Model, layers: Sequence[Layer], rows: int, value_b
 
 
 WIDE_BYTES = 4
-"""Bytes of an element of what is summed over a divided vocabulary, or those of the logits if these have more."""
+"""Bytes of an element of the sums over a divided vocabulary; as many as the logits' elements have, if that is more."""
 
 
 @lru_cache(maxsize=256)
 def divided_loss(
     head: Layer, loss: Layer, rows: int, entries: int, *, traced_bytes: int, value_bytes: int
 ) -> tuple[Layer, Layer]:
-    """Return head and loss of a rank with so many rows of the vocabulary's entries, of those that have all of it.
+    """Return a rank's head and loss with `rows` of the vocabulary's `entries`, made from layers with all entries.
 
-    `traced_bytes`: of an element as traced; `value_bytes`: as it is trained. The loss is that of gsreal.methods.
-    vocabulary_parallel: wide logits become exponentials, and these the gradient, in place, until the head's backward is
-    done; narrow ones are cast, and so is their gradient. Of each token there are, besides: an index, two flags and two
-    sums until the backward, and for a moment the largest logit, and as much again as the sums.
+    `traced_bytes`: bytes of an element in the trace; `value_bytes`: in training. The loss works as in
+    gsreal.methods.vocabulary_parallel. Wide logits are turned in place into exponentials and then into the gradient,
+    which lives until the head's backward is done; narrow logits, and their gradient, are cast. Each token also has an
+    index, two flags and two sums until the backward and, for a moment, its largest logit and as much again as the sums.
     """
     share = rows / entries
     output, gradient = layer_output(head.buffers, head.output_bytes), layer_input_gradient(head.buffers)
@@ -294,7 +294,7 @@ def divided_loss(
 
 
 def _scaled(layer: Layer, share: float) -> Layer:
-    """Return a layer with a share of the work, of which nearly all is in proportion to the vocabulary."""
+    """Return a layer with a share of its work, since nearly all of it is proportional to the vocabulary."""
     names = [f"{phase}_{what}" for phase in ("forward", "backward") for what in ("flop", "bytes", "streamed_bytes")]
     changes: dict[str, Any] = {"frozen": None, "deepest": None, "untrained_buffers": None}
     for name in names:
